@@ -1,0 +1,287 @@
+"""Train the built-in model: `python -m app.builtin.train --out DIR` (about an hour on 2 CPU cores, minutes on a GPU).
+
+The data is `corpus.py`'s, the architecture is transformers' Llama, the result an ordinary checkpoint folder. Lengths follow a
+curriculum: short conversations teach the tasks, long ones teach looking further back. The loss counts answer
+tokens only: the rest is noise that nobody should learn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn import functional
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from app.builtin import corpus
+from app.builtin.corpus import Turn
+
+PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
+VOCAB_SIZE = 2048
+MAX_POSITIONS = 4096
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+# Finding a token far back needs dimensions that hardly turn within the context: half of them, with this base.
+ROPE_THETA = 1e7
+LOOK_BACK_FREQUENCIES, LOOK_BACK_STRENGTH = 8, 6.0
+IGNORED_LABEL = -100
+EVALUATION_SEED = 1_000_003
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """`share` of the training time spent on rows of at most `row_tokens` tokens."""
+
+    row_tokens: int
+    share: float
+
+
+CURRICULUM = (Stage(128, 0.15), Stage(256, 0.3), Stage(512, 0.2), Stage(1024, 0.15), Stage(2304, 0.2))
+
+
+def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE whose vocabulary holds every number of up to three digits that follows a space."""
+    rng = random.Random(seed)
+    texts = []
+    for _ in range(4000):
+        for turn in (*corpus.short_conversation(rng, 4), *corpus.look_up_conversation(rng, 2, 2)):
+            texts += [turn.question, turn.answer]
+    numbers = [f" {n}" for n in range(1000)]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[PAD, END, USER, ASSISTANT, SYSTEM],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts + numbers * 100, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, additional_special_tokens=[USER, ASSISTANT, SYSTEM]
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.model_max_length = MAX_POSITIONS
+    return fast
+
+
+class Encoder:
+    """Turns conversations into token ids and labels."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+        self._end, self._user, self._assistant = tokenizer.convert_tokens_to_ids([END, USER, ASSISTANT])
+
+    def turn(self, turn: Turn) -> tuple[list[int], list[int]]:
+        """(token ids, labels): labels are the answer's tokens and its end, every other place is ignored."""
+        question, answer = self._tokenizer([turn.question, turn.answer], add_special_tokens=False)["input_ids"]
+        head = [self._user, *question, self._end, self._assistant]
+        tail = [*answer, self._end]
+        return head + tail, [IGNORED_LABEL] * len(head) + tail
+
+    def row(self, turns: Iterator[Turn], row_tokens: int) -> tuple[list[int], list[int]]:
+        """Whole turns, as many as fit into `row_tokens`."""
+        ids: list[int] = []
+        labels: list[int] = []
+        for turn in turns:
+            turn_ids, turn_labels = self.turn(turn)
+            if len(ids) + len(turn_ids) > row_tokens:
+                break
+            ids += turn_ids
+            labels += turn_labels
+        return ids, labels
+
+
+def conversation(rng: random.Random, row_tokens: int) -> Iterator[Turn]:
+    """An endless conversation for one row; its first turn takes at most about `row_tokens`."""
+    kind = rng.random()
+    if kind < 0.5:  # about 9 tokens a room, 20 a question
+        num_rooms = rng.randint(1, max(2, min(240, int(row_tokens * rng.uniform(0.05, 0.95) / 9.5) - 3)))
+        yield from corpus.look_up_conversation(rng, num_rooms, row_tokens // 18)
+    elif kind < 0.75:  # about 2 tokens an item
+        while True:
+            num_items = rng.randint(2, max(4, int(row_tokens * rng.uniform(0.05, 0.48)) - 12))
+            yield corpus.copy_turn(rng, min(num_items, 900))
+    else:
+        yield from corpus.short_conversation(rng, row_tokens // 10)
+
+
+def batch(rng: random.Random, encoder: Encoder, row_tokens: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and labels, both [num_rows, row_tokens]."""
+    ids = torch.zeros(num_rows, row_tokens, dtype=torch.long)
+    labels = torch.full((num_rows, row_tokens), IGNORED_LABEL)
+    for i in range(num_rows):
+        row_ids: list[int] = []
+        while not row_ids:
+            row_ids, row_labels = encoder.row(conversation(rng, row_tokens), row_tokens)
+        ids[i, : len(row_ids)] = torch.tensor(row_ids)
+        labels[i, : len(row_ids)] = torch.tensor(row_labels)
+    return ids, labels
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    end = tokenizer.convert_tokens_to_ids(END)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=640,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        attention_bias=True,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=end,
+        pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
+    )
+    model = LlamaForCausalLM(config)
+    look_back(model)
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=config.pad_token_id)
+    return model
+
+
+@torch.no_grad()
+def look_back(model: LlamaForCausalLM) -> None:
+    """Let two heads of the first layer start out looking one and two tokens back.
+
+    Looking something up is "find where this was said, read on": it needs heads that know what came just before. Random
+    weights find them only after many million tokens; as a start they cost two biases. A constant query rotated by
+    -offset against a constant key scores highest at that offset (rotary embedding).
+    """
+    attention = model.model.layers[0].self_attn
+    head_dim = model.config.head_dim
+    frequencies = model.model.rotary_emb.inv_freq[:LOOK_BACK_FREQUENCIES]
+    half, n = head_dim // 2, LOOK_BACK_FREQUENCIES
+    attention.k_proj.bias[:n] = LOOK_BACK_STRENGTH  # KV head 0, which query heads 0 and 1 share
+    for head, offset in enumerate((1, 2)):
+        query = attention.q_proj.bias[head * head_dim : (head + 1) * head_dim]
+        query[:n] = LOOK_BACK_STRENGTH * torch.cos(-offset * frequencies)
+        query[half : half + n] = LOOK_BACK_STRENGTH * torch.sin(-offset * frequencies)
+
+
+@torch.inference_mode()
+def evaluate(model: LlamaForCausalLM, encoder: Encoder, num_samples: int, lengths: tuple[int, ...]) -> dict[str, float]:
+    """Held-out exact-match accuracy by task; an answer counts when greedy decoding gives all of it and then stops.
+
+    Teacher forcing gives the same verdict in one forward: greedy decoding follows the answer exactly as long as every
+    prediction on the way is right.
+    """
+    device = model.device
+    rng = random.Random(EVALUATION_SEED)
+    cases: dict[str, list[Turn]] = {}
+    for _ in range(num_samples):
+        cases.setdefault("facts", []).append(corpus.facts_turn(rng))
+        cases.setdefault("arithmetic (held out)", []).append(corpus.arithmetic_turn(rng, held_out=True))
+        cases.setdefault("sort", []).append(corpus.sort_turn(rng))
+        cases.setdefault("reverse", []).append(corpus.reverse_turn(rng))
+    for length in lengths:
+        for _ in range(num_samples):
+            look_up = corpus.look_up_conversation(rng, int((length - 24) / 9.4), 1)[0]
+            cases.setdefault(f"look-up {length}", []).append(look_up)
+            copy = corpus.copy_turn(rng, min(900, int(length * 0.48) - 8))
+            cases.setdefault(f"copy {length}", []).append(copy)
+    accuracy = {}
+    for task, turns in cases.items():
+        right = Counter()
+        for turn in turns:
+            ids, labels = encoder.turn(turn)
+            first = next(i for i, label in enumerate(labels) if label != IGNORED_LABEL)
+            logits = model(torch.tensor([ids], device=device), logits_to_keep=len(ids) - first + 1).logits[0]
+            predicted = logits[:-1].argmax(-1).tolist()
+            right[predicted == ids[first:]] += 1
+        accuracy[task] = right[True] / len(turns)
+    return accuracy
+
+
+def train(args: argparse.Namespace) -> None:
+    tokenizer = train_tokenizer(args.seed)
+    encoder = Encoder(tokenizer)
+    device = torch.device(args.device)
+    if args.evaluate:
+        model = LlamaForCausalLM.from_pretrained(args.out).to(device)
+        print(json.dumps(evaluate(model, encoder, args.samples, (128, 512, 1024, 2048, 3072)), indent=1))
+        return
+    model = build_model(tokenizer, args.seed).to(device)
+    rng = random.Random(args.seed + 1)
+    hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    rest = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    optimizers = [
+        torch.optim.Muon(hidden, lr=args.muon_lr, momentum=0.95, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=args.adam_lr, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+    forward = torch.compile(model) if args.compile else model
+    log = []
+    step, start = 0, time.perf_counter()
+    total_steps = args.steps
+    stages = [stage for stage in CURRICULUM for _ in range(round(stage.share * total_steps))]
+    for stage in stages:
+        progress = step / len(stages)
+        scale = min(1.0, (step + 1) / 100) * min(1.0, (1.0 - progress) / 0.4 + 0.01)
+        ids, labels = batch(rng, encoder, stage.row_tokens, max(1, args.batch_tokens // stage.row_tokens))
+        ids, labels = ids.to(device), labels.to(device)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.bf16):
+            logits = forward(input_ids=ids).logits
+        loss = functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, base in zip(optimizers, (args.muon_lr, args.adam_lr), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = base * scale
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        step += 1
+        if step % args.report == 0 or step == len(stages):
+            elapsed = time.perf_counter() - start
+            remaining = elapsed / step * (len(stages) - step)
+            print(
+                f"step {step}/{len(stages)}  row {stage.row_tokens}  loss {loss.item():.4f}  "
+                f"{step * args.batch_tokens / elapsed:.0f} tokens/s  {remaining / 60:.0f} min left",
+                flush=True,
+            )
+            log.append((step, loss.item()))
+        if step % (args.report * 10) == 0:
+            print(evaluate(model, encoder, 20, tuple({128, stage.row_tokens})), flush=True)
+            save(model, tokenizer, args.out)
+    save(model, tokenizer, args.out)
+    print(json.dumps(evaluate(model, encoder, args.samples, (128, 512, 1024, 2048, 3072)), indent=1))
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--batch-tokens", type=int, default=4608)
+    parser.add_argument("--muon-lr", type=float, default=6e-3)
+    parser.add_argument("--adam-lr", type=float, default=4e-3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--samples", type=int, default=200, help="cases per task in the final evaluation")
+    parser.add_argument("--report", type=int, default=50, help="steps between progress lines")
+    parser.add_argument("--evaluate", action="store_true", help="only evaluate the checkpoint in --out")
+    train(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

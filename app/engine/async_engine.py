@@ -1,0 +1,195 @@
+"""The engine for servers: a thread runs the step loop, coroutines submit requests and await their deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from app.config import EngineConfig
+from app.engine.engine import Engine
+from app.engine.params import SamplingParams
+from app.engine.request import Delta
+from app.errors import EngineError
+from vmem import IntegrityError, MemoryReport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """Where a request's deltas go: a queue that lives in its caller's event loop."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    loop: asyncio.AbstractEventLoop
+    deltas: asyncio.Queue[Delta]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _TakeReport:
+    result: Future[MemoryReport]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+class AsyncEngine:
+    """An `Engine` behind a thread of its own. Its methods may be called from any event loop.
+
+    A failed step fails the requests that are in flight with an error and frees their memory; if the books do not add
+    up afterwards the engine stops and `healthy` is false.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._engine = Engine(config)
+        self._commands: queue.SimpleQueue[_Stream | _Cancel | _TakeReport | _Stop] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}  # only the thread touches it
+        self._ids = itertools.count()
+        self._sending = threading.Lock()  # between "is it still taking commands?" and handing one over
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="folio-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        return not self._stopped
+
+    @property
+    def max_model_len(self) -> int:
+        return self._engine.max_model_len
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str | None = None
+    ) -> AsyncIterator[Delta]:
+        """Yield the output as it is generated. Closing or cancelling the iterator cancels the request.
+
+        Raises:
+            RequestError: the request is invalid; raised before the first delta.
+            EngineError: a step failed, or the engine has stopped.
+        """
+        self._engine.validate(prompt_token_ids, params)
+        unique_id = f"{request_id or 'request'}-{next(self._ids)}"
+        stream = _Stream(unique_id, prompt_token_ids, params, asyncio.get_running_loop(), asyncio.Queue())
+        self._send(stream)
+        finished = False
+        try:
+            while not finished:
+                delta = await stream.deltas.get()
+                finished = delta.finished
+                if delta.error is not None:
+                    raise EngineError(delta.error)
+                yield delta
+        finally:
+            if not finished:
+                self._commands.put(_Cancel(unique_id))
+
+    async def report(self) -> MemoryReport:
+        """Memory between two steps."""
+        result: Future[MemoryReport] = Future()
+        self._send(_TakeReport(result))
+        return await asyncio.wrap_future(result)
+
+    def close(self) -> None:
+        """Fail what is in flight, stop the thread and give all memory back."""
+        self._commands.put(_Stop())
+        self._thread.join()
+
+    def _send(self, command: _Stream | _TakeReport) -> None:
+        with self._sending:
+            if self._stopped:
+                raise EngineError("the engine has stopped")
+            self._commands.put(command)
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        # OpenMP keeps the number of threads per thread; a Ray worker's default is its num_cpus.
+        torch.set_num_threads(torch.get_num_threads())
+        reason = "the engine has stopped"
+        try:
+            while self._take_commands():
+                self._step()
+        except Exception:
+            logger.exception("the engine stops")
+            reason = "the engine failed and has stopped"
+        finally:
+            with self._sending:
+                self._stopped = True
+            self._fail_all(reason)
+            self._refuse_commands(reason)
+            self._engine.close()
+
+    def _take_commands(self) -> bool:
+        """Do what was asked since the last step, waiting when there is nothing to compute; False to stop."""
+        while True:
+            try:
+                command = self._commands.get(block=not self._engine.has_work)
+            except queue.Empty:
+                return True
+            match command:
+                case _Stream():
+                    self._streams[command.request_id] = command
+                    self._engine.submit(command.request_id, command.prompt_token_ids, command.params)
+                case _Cancel(request_id):
+                    self._streams.pop(request_id, None)
+                    self._engine.cancel(request_id)
+                case _TakeReport(result):
+                    result.set_result(self._engine.report())
+                case _Stop():
+                    return False
+
+    def _step(self) -> None:
+        try:
+            deltas = self._engine.step()
+        except IntegrityError:
+            raise
+        except Exception as error:  # whatever went wrong, no request may wait for ever
+            logger.exception("a step failed")
+            self._fail_all(f"a step failed: {error}")
+            self._engine.check_integrity()
+            return
+        for delta in deltas:
+            self._deliver(delta)
+
+    def _deliver(self, delta: Delta) -> None:
+        stream = self._streams[delta.request_id]
+        if delta.finished:
+            del self._streams[delta.request_id]
+        try:
+            stream.loop.call_soon_threadsafe(stream.deltas.put_nowait, delta)
+        except RuntimeError:  # its event loop has been closed: nobody is listening
+            self._streams.pop(delta.request_id, None)
+            self._engine.cancel(delta.request_id)
+
+    def _fail_all(self, reason: str) -> None:
+        for request_id in list(self._streams):
+            self._engine.cancel(request_id)
+            self._deliver(Delta(request_id, (), "", error=reason))
+
+    def _refuse_commands(self, reason: str) -> None:
+        """Answer what was sent before the stop and never begun."""
+        while not self._commands.empty():
+            match self._commands.get():
+                case _Stream() as stream:
+                    self._streams[stream.request_id] = stream
+                case _TakeReport(result):
+                    result.set_exception(EngineError(reason))
+                case _:
+                    pass
+        self._fail_all(reason)

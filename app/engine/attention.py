@@ -1,0 +1,128 @@
+"""The bridge between a Hugging Face model's attention layers and Folio's kernels.
+
+transformers calls the registered function once a layer. The function finds its engine's state on the module it is
+given, so that several engines can live in one process and nothing is global.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from app.engine.batch import StepBatch
+from app.errors import ModelError
+from kernels import AttentionProvider, Masking, VarlenBatch
+from vmem import KVMemory, LayerSpec, View
+
+IMPLEMENTATION = "folio"
+_STATE = "folio_attention_state"
+
+
+class AttentionState(Protocol):
+    """Who answers a layer's attention call."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
+    ) -> torch.Tensor:
+        """Query `[num_tokens, num_q_heads, key_dim]`, key and value of the same new tokens `[num_tokens,
+        num_kv_heads, dim]`; returns `[num_tokens, num_q_heads, value_dim]`."""
+        ...
+
+
+def folio_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: query `[1, heads, tokens, dim]`; returns `[1, tokens, heads, dim]`."""
+    state: AttentionState = getattr(module, _STATE)
+    masking = Masking(
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window_left=-1 if sliding_window is None else sliding_window - 1,  # theirs counts the query's own token
+        softcap=softcap or 0.0,
+        sinks=None if s_aux is None else s_aux.float().contiguous(),
+    )
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return state.attend(layer, query, key, value, masking)[None], None
+
+
+def register() -> None:
+    """Make `attn_implementation="folio"` known. No mask function goes with it, so transformers builds no masks."""
+    AttentionInterface.register(IMPLEMENTATION, folio_attention)
+
+
+def bind(model: nn.Module, state: AttentionState) -> None:
+    """Let every attention layer of the model be answered by `state`."""
+    for module in model.modules():
+        setattr(module, _STATE, state)
+
+
+class GeometryProbe:
+    """Answers by attention over the call's own tokens, and notes each layer's geometry on the way.
+
+    The geometry is observed rather than read from the config because configs name it in many ways.
+    """
+
+    def __init__(self, provider: AttentionProvider) -> None:
+        self._provider = provider
+        self._specs: dict[int, list[LayerSpec]] = {}
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
+    ) -> torch.Tensor:
+        self._specs.setdefault(layer, []).append(LayerSpec(key.shape[1], key.shape[2], value.shape[2]))
+        num_tokens = torch.tensor([len(query)], dtype=torch.int32)
+        starts = torch.tensor([0, len(query)], dtype=torch.int32)
+        batch = VarlenBatch(starts, num_tokens, torch.zeros(1, 1, dtype=torch.int32))
+        return self._provider.attend(query, key[None], value[None], batch, masking)
+
+    def layers(self, num_layers: int) -> tuple[LayerSpec, ...]:
+        """The geometry of every layer, after one forward. Raises `ModelError` unless each asked exactly once."""
+        calls = {layer: len(specs) for layer, specs in self._specs.items()}
+        if calls != dict.fromkeys(range(num_layers), 1):
+            raise ModelError(
+                f"{sum(calls.values())} attention calls from layers {sorted(calls)} in one forward of a model with "
+                f"{num_layers} layers: it does not run all of its attention through transformers' AttentionInterface"
+            )
+        return tuple(self._specs[layer][0] for layer in range(num_layers))
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerCache:
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+class CachedAttention:
+    """Answers from the KV cache: write the new tokens, then attend over everything cached.
+
+    `batch` must be set before each forward.
+    """
+
+    batch: StepBatch
+
+    def __init__(self, memory: KVMemory, provider: AttentionProvider, view: View) -> None:
+        self._provider = provider
+        views = memory.region_view if view == "region" else memory.home_view
+        self._layers: Sequence[_LayerCache] = [_LayerCache(*views(i)) for i in range(len(memory.layout.layers))]
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
+    ) -> torch.Tensor:
+        cache = self._layers[layer]
+        self._provider.write(key, value, cache.key, cache.value, self.batch.slots)
+        return self._provider.attend(query, cache.key, cache.value, self.batch.attention, masking)

@@ -1,0 +1,53 @@
+"""Token ids to text, piece by piece: never half a character, never part of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+
+class TextStream:
+    """The text of one output as it grows.
+
+    Args:
+        tokenizer: the fast tokenizer's backend.
+        prompt_token_ids: what came before: it decides, for example, whether a first space is kept.
+        stop: strings that end the text and are not part of it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = DecodeStream(ids=list(prompt_token_ids), skip_special_tokens=True)
+        self._stop = tuple(stop)
+        self._held = ""  # text that may turn out to be the beginning of a stop string
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """Add a token; returns the text that is now certain, and whether a stop string was met."""
+        piece = self._decoder.step(self._tokenizer, token_id)
+        if piece is None:  # in the middle of a character
+            return "", False
+        if not self._stop:
+            return piece, False
+        text = self._held + piece
+        found = [at for at in (text.find(s) for s in self._stop) if at >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)], True
+        keep = max(_overlap(text, s) for s in self._stop)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def flush(self) -> str:
+        """The text held back, once no more can follow."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,41 @@
+"""Linear layers with weights laid out for the CPU's matrix kernels (oneDNN), once, at load."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+
+class PackedLinear(nn.Module):
+    """`nn.Linear` with a prepacked weight; several times faster on few rows, and faster on many."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._bias = bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return out
+
+
+def pack_linears(model: nn.Module) -> int:
+    """Replace every linear layer of a CPU model; returns how many. The unpacked weights are dropped, except those that
+    an embedding shares."""
+    if not torch.backends.mkldnn.is_available():
+        return 0
+    num_packed = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                weight = child.weight.detach()
+            elif type(child) is Conv1D:
+                weight = child.weight.detach().t()
+            else:
+                continue
+            bias = None if child.bias is None else child.bias.detach()
+            setattr(parent, name, PackedLinear(weight, bias))
+            num_packed += 1
+    return num_packed

@@ -1,0 +1,108 @@
+"""The engine for scripts: prompts in, completions out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from app.config import EngineConfig
+from app.engine.engine import Engine
+from app.engine.params import SamplingParams
+from app.engine.request import FinishReason
+from app.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The output for one prompt. `token_ids` includes the end-of-sequence token when one was generated."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+
+
+class LLM:
+    """A model to generate with, synchronously and in one process.
+
+    >>> with LLM("builtin") as llm:
+    ...     llm.generate(["The key of room 417 is 93. The key of room 417 is"], SamplingParams(max_tokens=2))
+
+    Args:
+        model: "builtin", a local checkpoint folder, or a Hugging Face Hub id.
+        settings: any of `EngineConfig`'s: `dtype`, `device`, `max_model_len`, `max_num_seqs`,
+            `max_num_batched_tokens`, `kv_memory_bytes`, `skip_tokenizer_init`, …
+
+    Raises:
+        ConfigError, ModelError: the settings or the model cannot work.
+    """
+
+    def __init__(self, model: str | Path, **settings: Any) -> None:
+        self.engine = Engine(EngineConfig(model=str(model), **settings))
+        self._num_requests = 0
+
+    def generate(
+        self, prompts: Sequence[str | list[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Complete every prompt, a string or token ids; results are in the prompts' order.
+
+        Args:
+            params: for all prompts, or one for each.
+
+        Raises:
+            RequestError: a prompt or a parameter is invalid; nothing was generated.
+        """
+        if isinstance(prompts, str):
+            raise RequestError("prompts must be a list of prompts, got one string", "prompts")
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(params)} params", "params")
+        encoded = [self._encode(prompt) for prompt in prompts]
+        for token_ids, param in zip(encoded, params, strict=True):
+            self.engine.validate(token_ids, param)
+        index = {}
+        for i, (token_ids, param) in enumerate(zip(encoded, params, strict=True)):
+            request_id = f"llm-{self._num_requests}"
+            self._num_requests += 1
+            index[request_id] = i
+            self.engine.submit(request_id, token_ids, param)
+        outputs: list[tuple[list[int], list[str]]] = [([], []) for _ in prompts]
+        reasons: list[FinishReason] = ["cancelled"] * len(prompts)
+        try:
+            while self.engine.has_work:
+                for delta in self.engine.step():
+                    i = index[delta.request_id]
+                    outputs[i][0].extend(delta.token_ids)
+                    outputs[i][1].append(delta.text)
+                    reasons[i] = delta.finish_reason or reasons[i]
+        finally:
+            for request_id in index:  # only when a step failed is any of them still there
+                self.engine.cancel(request_id)
+        return [
+            Completion(prompt, token_ids, "".join(text), reason)
+            for prompt, (token_ids, text), reason in zip(encoded, outputs, reasons, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.engine.model.tokenizer is None:
+            raise RequestError("a text prompt needs a tokenizer, and this engine runs without one", "prompts")
+        token_ids: list[int] = self.engine.model.tokenizer.encode(prompt)
+        return token_ids

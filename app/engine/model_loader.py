@@ -1,0 +1,145 @@
+"""From a model's name to a module, a tokenizer and the facts the engine needs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from app.config import EngineConfig
+from app.engine import attention
+from app.engine.linear import pack_linears
+from app.errors import ConfigError, ModelError
+
+logger = logging.getLogger(__name__)
+
+BUILTIN = "builtin"
+BUILTIN_FOLDER = Path(__file__).parents[1] / "builtin" / "model"
+# Anything else keeps state between tokens, or masks in a way that is not passed to the attention function.
+SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# These change their frequencies with the length of the running text; a packed batch has no one length.
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+DEFAULT_CONTEXT = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, and what its files say.
+
+    Attributes:
+        max_positions: longest context it was made for, in tokens.
+        eos_token_ids: tokens that end an output.
+    """
+
+    module: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    dtype: torch.dtype
+    num_layers: int
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: frozenset[int]
+
+
+def resolve(model: str) -> str:
+    """The folder or Hub id behind a model's name."""
+    return str(BUILTIN_FOLDER) if model == BUILTIN else model
+
+
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """Raises `ModelError` when there is none, or none that can decode incrementally."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(resolve(model))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"no tokenizer for {model!r}: {error}") from error
+    if not tokenizer.is_fast:
+        raise ModelError(f"{model!r} has only a slow tokenizer; Folio needs one of the tokenizers library")
+    return tokenizer
+
+
+def load_config(model: str) -> PreTrainedConfig:
+    """The model's config. Raises `ModelError` when it cannot be found or cannot be served."""
+    try:
+        config = AutoConfig.from_pretrained(resolve(model))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot load {model!r}: {error}") from error
+    text_config = config.get_text_config()
+    unsupported = set(getattr(text_config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
+    if unsupported:
+        raise ModelError(f"{model!r} ({config.model_type}) has layers that Folio cannot run yet: {sorted(unsupported)}")
+    return config
+
+
+def context_length(config: PreTrainedConfig) -> int:
+    """The longest context whose positions the model knows and whose rope does not depend on the length."""
+    text_config = config.get_text_config()
+    longest: int = getattr(text_config, "max_position_embeddings", None) or DEFAULT_CONTEXT
+    for rope in _rope_parameters(text_config):
+        if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            original = rope.get("original_max_position_embeddings") or getattr(
+                text_config, "original_max_position_embeddings", None
+            )
+            longest = min(longest, original or longest)
+            logger.warning("rope %r depends on the length: the context is limited to %d", rope["rope_type"], longest)
+    return longest
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Load weights and tokenizer onto the CPU, attention bound to Folio's function, linear layers packed.
+
+    Raises:
+        ModelError: the model cannot be found, or not be run this way.
+    """
+    hf_config = load_config(config.model)
+    attention.register()
+    dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+    try:
+        module = AutoModelForCausalLM.from_pretrained(
+            resolve(config.model), config=hf_config, dtype=dtype, attn_implementation=attention.IMPLEMENTATION
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot load {config.model!r}: {error}") from error
+    if not module._can_set_attn_implementation():
+        raise ModelError(
+            f"{config.model!r} ({hf_config.model_type}) computes attention outside transformers' AttentionInterface; "
+            "Folio cannot serve it"
+        )
+    module.eval().requires_grad_(False)
+    text_config = hf_config.get_text_config()
+    loaded = LoadedModel(
+        module=module,
+        tokenizer=None if config.skip_tokenizer_init else load_tokenizer(config.model),
+        dtype=module.dtype,
+        num_layers=text_config.num_hidden_layers,
+        vocab_size=text_config.vocab_size,
+        max_positions=context_length(hf_config),
+        eos_token_ids=_eos_token_ids(module.generation_config),
+    )
+    if config.max_model_len is not None and config.max_model_len > loaded.max_positions:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is beyond the {loaded.max_positions} positions of {config.model!r}"
+        )
+    logger.info("packed %d linear layers of %s", pack_linears(module), config.model)
+    return loaded
+
+
+def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Every rope of the model: one for all layers, or one for each layer type."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return [rope, *(value for value in rope.values() if isinstance(value, dict))]
+
+
+def _eos_token_ids(config: GenerationConfig | None) -> frozenset[int]:
+    eos = None if config is None else config.eos_token_id
+    return frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos)

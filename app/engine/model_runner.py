@@ -1,0 +1,53 @@
+"""One packed forward: a step's tokens in, logits of the tokens that sample out."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from app.engine.attention import CachedAttention, GeometryProbe, bind
+from app.engine.batch import StepBatch
+from app.engine.model_loader import LoadedModel
+from kernels import AttentionProvider
+from vmem import KVMemory, LayerSpec, View
+
+PROBE_TOKENS = 6
+
+
+class ModelRunner:
+    """Runs a loaded model over the KV memory.
+
+    A forward sees all sequences as one row `[1, num_tokens]` with explicit positions; only attention knows
+    where one ends and the next begins.
+    """
+
+    def __init__(self, model: LoadedModel, memory: KVMemory, provider: AttentionProvider, view: View) -> None:
+        self._module = model.module
+        self._memory = memory
+        self._attention = CachedAttention(memory, provider, view)
+        bind(self._module, self._attention)
+
+    @torch.inference_mode()
+    def run(self, batch: StepBatch) -> torch.Tensor:
+        """Logits `[num_samples, vocab_size]` of the rows that sample. The batch's blocks must be mapped."""
+        self._attention.batch = batch
+        logits = forward(self._module, batch.token_ids, batch.positions, batch.sample_rows)
+        self._memory.launched()
+        return logits
+
+
+def forward(module: nn.Module, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Logits `[len(rows), vocab_size]` of a packed forward of `[num_tokens]` tokens."""
+    out = module(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
+    logits: torch.Tensor = out.logits[0]
+    return logits
+
+
+@torch.inference_mode()
+def observe_layers(model: LoadedModel, provider: AttentionProvider) -> tuple[LayerSpec, ...]:
+    """Geometry of every layer's cache, from one tiny forward. Raises `ModelError` if a layer is missing."""
+    probe = GeometryProbe(provider)
+    bind(model.module, probe)
+    tokens = torch.arange(PROBE_TOKENS) % model.vocab_size
+    forward(model.module, tokens, torch.arange(PROBE_TOKENS), torch.tensor([PROBE_TOKENS - 1]))
+    return probe.layers(model.num_layers)

@@ -1,0 +1,54 @@
+"""What can go wrong in the application.
+
+FolioError
+├── ConfigError            settings that cannot work, found before anything starts
+├── ModelError             a model that cannot be loaded, or would be served wrongly
+├── RequestError           the request is at fault (HTTP 400); names the parameter
+│   ├── ContextLengthError   prompt and output do not fit into the context
+│   └── UnknownModelError    no such model here (HTTP 404)
+└── EngineError            the engine is at fault (HTTP 500); the request may be sent again
+"""
+
+from __future__ import annotations
+
+
+class FolioError(Exception):
+    """Base of every error raised by `app`."""
+
+
+class ConfigError(FolioError):
+    """A setting is out of its bounds, or two settings contradict each other."""
+
+
+class ModelError(FolioError):
+    """The model cannot be loaded, or its self-test shows that it would give wrong answers."""
+
+
+class RequestError(FolioError):
+    """The request is invalid. `param` is the offending field, `code` a short name for programs."""
+
+    code = "invalid_value"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param)
+        self.message = message
+        self.param = param
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class ContextLengthError(RequestError):
+    """Prompt and requested output are longer than the context."""
+
+    code = "context_length_exceeded"
+
+
+class UnknownModelError(RequestError):
+    """The named model is not served here."""
+
+    code = "model_not_found"
+
+
+class EngineError(FolioError):
+    """A step failed, or the engine is not running."""

@@ -1,0 +1,204 @@
+"""Request and response bodies of the OpenAI API. Types are strict and unknown fields are errors.
+
+Fields this version does not act on are accepted only with the value that asks for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from app.engine.params import SamplingParams
+from app.engine.request import FinishReason
+
+
+def _only(*allowed: object) -> AfterValidator:
+    def check(value: Any) -> Any:
+        if value is not None and value not in allowed:
+            raise ValueError(f"this version supports only {' or '.join(map(repr, allowed))}")
+        return value
+
+    return AfterValidator(check)
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Body):
+    """`include_usage` adds a last chunk with the token counts."""
+
+    include_usage: bool = False
+
+
+class _GenerationBody(_Body):
+    """What completions and chat completions share. `top_k` and `ignore_eos` are extensions."""
+
+    model: str
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    user: str | None = None
+    n: Annotated[int | None, _only(1)] = None
+    frequency_penalty: Annotated[float | None, _only(0)] = None
+    presence_penalty: Annotated[float | None, _only(0)] = None
+    logit_bias: Annotated[dict[str, float] | None, _only({})] = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling_params(self, max_tokens: int | None) -> SamplingParams:
+        """Raises `RequestError` when a value is out of bounds."""
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=self.top_k or 0,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=self.seed,
+            stop=self.stop or (),
+            ignore_eos=self.ignore_eos,
+        )
+
+
+class CompletionRequest(_GenerationBody):
+    """`POST /v1/completions`: a prompt as text or token ids."""
+
+    prompt: str | list[int]
+    max_tokens: int | None = 16
+    best_of: Annotated[int | None, _only(1)] = None
+    echo: Annotated[bool | None, _only(False)] = None
+    logprobs: Annotated[int | None, _only()] = None
+    suffix: Annotated[str | None, _only()] = None
+
+
+class TextPart(_Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Body):
+    """One message of a conversation; `content` is text, whole or in parts."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatCompletionRequest(_GenerationBody):
+    """`POST /v1/chat/completions`. `max_tokens` is the older name of `max_completion_tokens`; without
+    either the answer may fill the context."""
+
+    messages: list[Message]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: Annotated[bool | None, _only(False)] = None
+    top_logprobs: Annotated[int | None, _only(0)] = None
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionChoice(BaseModel):
+    index: int = 0
+    text: str
+    logprobs: None = None
+    finish_reason: FinishReason | None = None
+
+
+class Completion(BaseModel):
+    """The answer of `/v1/completions`, and one chunk of it when streamed."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatChoice(BaseModel):
+    index: int = 0
+    message: AssistantMessage
+    logprobs: None = None
+    finish_reason: FinishReason | None = None
+
+
+class ChatCompletion(BaseModel):
+    """The answer of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(BaseModel):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    index: int = 0
+    delta: ChatDelta
+    logprobs: None = None
+    finish_reason: FinishReason | None = None
+
+
+class ChatCompletionChunk(BaseModel):
+    """One chunk of a streamed chat completion."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class ModelCard(BaseModel):
+    """A served model; `max_model_len` is its context in tokens."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "folio"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None = Field(default=None)
+    code: str | None = Field(default=None)
+
+
+class ErrorBody(BaseModel):
+    """OpenAI's error JSON."""
+
+    error: ErrorDetail

@@ -1,0 +1,115 @@
+"""The HTTP API over a service object: routes, streaming, errors. Knows neither Ray nor the engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from app.errors import FolioError
+from app.openai import bodies, errors
+from app.openai.bodies import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    Completion,
+    CompletionRequest,
+    ModelCard,
+    ModelList,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Service(Protocol):
+    """What the routes need. Every method raises `FolioError`s."""
+
+    async def models(self) -> ModelList: ...
+    async def model(self, name: str) -> ModelCard: ...
+    async def generate(self, request: CompletionRequest) -> Completion: ...
+    def generate_stream(self, request: CompletionRequest) -> AsyncIterator[Completion]: ...
+    async def chat(self, request: ChatCompletionRequest) -> ChatCompletion: ...
+    def chat_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]: ...
+    async def ready(self) -> None: ...
+
+
+def build_api(service: Service) -> FastAPI:
+    """The ASGI application."""
+    api = FastAPI(title="Folio", summary="OpenAI-compatible LLM server", version="0.1.0")
+    error_answers: dict[int | str, dict[str, object]] = {
+        400: {"model": bodies.ErrorBody},
+        404: {"model": bodies.ErrorBody},
+        500: {"model": bodies.ErrorBody},
+    }
+
+    @api.get("/health", responses=error_answers)
+    async def health() -> Response:
+        await service.ready()
+        return Response(status_code=200)
+
+    @api.get("/v1/models")
+    async def list_models() -> ModelList:
+        return await service.models()
+
+    @api.get("/v1/models/{name:path}", responses=error_answers)
+    async def get_model(name: str) -> ModelCard:
+        return await service.model(name)
+
+    @api.post("/v1/completions", response_model=Completion, responses=error_answers)
+    async def completions(request: CompletionRequest) -> Response:
+        if request.stream:
+            return await _stream(service.generate_stream(request))
+        return _json(await service.generate(request))
+
+    @api.post("/v1/chat/completions", response_model=ChatCompletion, responses=error_answers)
+    async def chat_completions(request: ChatCompletionRequest) -> Response:
+        if request.stream:
+            return await _stream(service.chat_stream(request))
+        return _json(await service.chat(request))
+
+    @api.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return _json(errors.validation_error(error.errors()), 400)
+
+    @api.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+        message = f"{error.detail}: {request.method} {request.url.path}"
+        return _json(errors.body(message, kind, None, None), error.status_code)
+
+    @api.exception_handler(FolioError)
+    @api.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        status, answer = errors.error_response(error)
+        if status >= 500:
+            logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return _json(answer, status)
+
+    return api
+
+
+def _json(answer: BaseModel, status: int = 200) -> Response:
+    return JSONResponse(answer.model_dump(mode="json"), status)
+
+
+async def _stream(chunks: AsyncIterator[BaseModel]) -> Response:
+    """Server-sent events. The first chunk is awaited here, so that a request refused at once gets its status."""
+    first = await anext(chunks)
+
+    async def events() -> AsyncIterator[str]:
+        try:
+            yield f"data: {first.model_dump_json()}\n\n"
+            async for chunk in chunks:
+                yield f"data: {chunk.model_dump_json()}\n\n"
+            yield "data: [DONE]\n\n"
+        except Exception as error:  # the status is sent already: the error becomes an event
+            logger.exception("a stream failed")
+            yield f"data: {errors.error_response(error)[1].model_dump_json()}\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

@@ -1,0 +1,37 @@
+"""Request bodies to token ids."""
+
+from __future__ import annotations
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from app.errors import RequestError
+from app.openai.bodies import ChatCompletionRequest, CompletionRequest
+
+
+def encode_completion(tokenizer: PreTrainedTokenizerBase, request: CompletionRequest) -> list[int]:
+    if isinstance(request.prompt, list):
+        return request.prompt
+    token_ids: list[int] = tokenizer.encode(request.prompt)
+    return token_ids
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerBase, request: ChatCompletionRequest) -> list[int]:
+    """The conversation through the model's chat template.
+
+    Raises:
+        RequestError: there are no messages, no template, or the template refuses them.
+    """
+    if not request.messages:
+        raise RequestError("messages is empty; it needs at least one message", "messages")
+    if tokenizer.chat_template is None:
+        raise RequestError("this model has no chat template; use /v1/completions", "messages")
+    messages = [
+        {"role": "system" if message.role == "developer" else message.role, "content": message.text}
+        for message in request.messages
+    ]
+    try:
+        token_ids: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except TemplateError as error:
+        raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
+    return token_ids

@@ -1,0 +1,1 @@
+"""Everything that imports Ray: the ingress, the engine replica."""

@@ -1,0 +1,194 @@
+"""The ingress: HTTP and typed handle calls in, tokenised requests to the engine replicas out."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.handle import DeploymentHandle
+
+from app.engine.model_loader import load_tokenizer
+from app.engine.params import SamplingParams
+from app.errors import EngineError, FolioError, UnknownModelError
+from app.openai.bodies import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatDelta,
+    Completion,
+    CompletionChoice,
+    CompletionRequest,
+    ModelCard,
+    ModelList,
+    Usage,
+)
+from app.openai.http import build_api
+from app.openai.prompts import encode_chat, encode_completion
+from app.serving.messages import GenerateRequest, Piece
+from vmem import MemoryReport
+
+
+@serve.deployment
+@serve.ingress()
+class Ingress:
+    """Serves one model under one name.
+
+    Over HTTP it speaks the OpenAI API; another Ray application calls the same methods through its
+    `DeploymentHandle`, with the same bodies: `generate`, `chat`, `generate_stream`, `chat_stream`, `report`.
+
+    Args:
+        model: whose tokenizer to load.
+        model_name: what clients call it.
+        engine: handle of the engine replicas.
+    """
+
+    def __init__(self, model: str, model_name: str, engine: DeploymentHandle) -> None:
+        self._tokenizer = load_tokenizer(model)
+        self._model_name = model_name
+        self._engine = engine
+        self._created = int(time.time())
+        self._max_model_len: int | None = None
+
+    async def __serve_build_asgi_app__(self) -> FastAPI:
+        return build_api(self)
+
+    async def ready(self) -> None:
+        """Returns once an engine replica answers."""
+        await self._facts()
+
+    async def models(self) -> ModelList:
+        return ModelList(data=[await self.model(self._model_name)])
+
+    async def model(self, name: str) -> ModelCard:
+        self._check_model(name)
+        return ModelCard(id=name, created=self._created, max_model_len=await self._facts())
+
+    async def generate(self, request: CompletionRequest) -> Completion:
+        """A completion, whole."""
+        self._check_model(request.model)
+        prompt = encode_completion(self._tokenizer, request)
+        request_id, piece = await self._whole("cmpl", prompt, request.sampling_params(request.max_tokens))
+        choice = CompletionChoice(text=piece.text, finish_reason=piece.finish_reason)
+        return self._completion(request_id, [choice], _usage(prompt, piece.num_tokens))
+
+    async def generate_stream(self, request: CompletionRequest) -> AsyncIterator[Completion]:
+        """A completion, piece by piece."""
+        self._check_model(request.model)
+        prompt = encode_completion(self._tokenizer, request)
+        params = request.sampling_params(request.max_tokens)
+        request_id, num_tokens = _new_id("cmpl"), 0
+        async for piece in self._pieces(request_id, prompt, params):
+            num_tokens += piece.num_tokens
+            choice = CompletionChoice(text=piece.text, finish_reason=piece.finish_reason)
+            yield self._completion(request_id, [choice], None)
+        if request.include_usage:
+            yield self._completion(request_id, [], _usage(prompt, num_tokens))
+
+    async def chat(self, request: ChatCompletionRequest) -> ChatCompletion:
+        """A chat completion, whole."""
+        self._check_model(request.model)
+        prompt = encode_chat(self._tokenizer, request)
+        request_id, piece = await self._whole("chatcmpl", prompt, _chat_params(request))
+        choice = ChatChoice(message=AssistantMessage(content=piece.text), finish_reason=piece.finish_reason)
+        return ChatCompletion(
+            id=request_id,
+            created=int(time.time()),
+            model=self._model_name,
+            choices=[choice],
+            usage=_usage(prompt, piece.num_tokens),
+        )
+
+    async def chat_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
+        """A chat completion, piece by piece; the first chunk carries the role."""
+        self._check_model(request.model)
+        prompt = encode_chat(self._tokenizer, request)
+        request_id, num_tokens = _new_id("chatcmpl"), 0
+        role: Any = "assistant"
+        async for piece in self._pieces(request_id, prompt, _chat_params(request)):
+            num_tokens += piece.num_tokens
+            delta = ChatDelta(role=role, content=piece.text)
+            role = None
+            choice = ChatChunkChoice(delta=delta, finish_reason=piece.finish_reason)
+            yield self._chat_chunk(request_id, [choice], None)
+        if request.include_usage:
+            yield self._chat_chunk(request_id, [], _usage(prompt, num_tokens))
+
+    async def report(self) -> MemoryReport:
+        """KV memory of one engine replica."""
+        report: MemoryReport = await _call(self._engine.report.remote())
+        return report
+
+    def _check_model(self, name: str) -> None:
+        if name != self._model_name:
+            raise UnknownModelError(f"the model {name!r} does not exist; this server has {self._model_name!r}", "model")
+
+    async def _facts(self) -> int:
+        if self._max_model_len is None:
+            self._max_model_len = (await _call(self._engine.facts.remote())).max_model_len
+        return self._max_model_len
+
+    async def _whole(self, kind: str, prompt: list[int], params: SamplingParams) -> tuple[str, Piece]:
+        request_id = _new_id(kind)
+        piece: Piece = await _call(self._engine.generate.remote(GenerateRequest(request_id, prompt, params)))
+        return request_id, piece
+
+    async def _pieces(self, request_id: str, prompt: list[int], params: SamplingParams) -> AsyncIterator[Piece]:
+        request = GenerateRequest(request_id, prompt, params)
+        response = self._engine.options(stream=True).generate_stream.remote(request)
+        finished = False
+        try:
+            async for piece in response:
+                finished = piece.finish_reason is not None
+                yield piece
+        except (RayTaskError, RayActorError) as error:
+            raise _unwrap(error) from error
+        finally:
+            if not finished:  # dropping the generator would not stop the replica
+                response.cancel()
+
+    def _completion(self, request_id: str, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
+        return Completion(
+            id=request_id, created=int(time.time()), model=self._model_name, choices=choices, usage=usage
+        )
+
+    def _chat_chunk(
+        self, request_id: str, choices: list[ChatChunkChoice], usage: Usage | None
+    ) -> ChatCompletionChunk:
+        return ChatCompletionChunk(
+            id=request_id, created=int(time.time()), model=self._model_name, choices=choices, usage=usage
+        )
+
+
+def _chat_params(request: ChatCompletionRequest) -> SamplingParams:
+    max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    return request.sampling_params(max_tokens)
+
+
+def _usage(prompt: list[int], num_tokens: int) -> Usage:
+    return Usage(prompt_tokens=len(prompt), completion_tokens=num_tokens, total_tokens=len(prompt) + num_tokens)
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+async def _call(response: Any) -> Any:
+    """Await a unary call of a replica. When this task is cancelled Serve cancels the call."""
+    try:
+        return await response
+    except (RayTaskError, RayActorError) as error:
+        raise _unwrap(error) from error
+
+
+def _unwrap(error: RayTaskError | RayActorError) -> FolioError:
+    """What really happened at the replica."""
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    return cause if isinstance(cause, FolioError) else EngineError(f"the engine replica failed: {error}")

@@ -1,0 +1,33 @@
+"""What travels between the ingress and an engine replica."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.engine.params import SamplingParams
+from app.engine.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """A tokenised prompt and how to continue it."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some output: all of it, or what one or more steps added. The last piece has a `finish_reason`."""
+
+    text: str
+    num_tokens: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFacts:
+    """What the ingress tells clients about the model."""
+
+    max_model_len: int

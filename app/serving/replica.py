@@ -1,0 +1,62 @@
+"""The engine replica: one engine in a Ray Serve deployment."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+
+from ray import serve
+
+from app.config import EngineConfig
+from app.engine import AsyncEngine
+from app.errors import EngineError
+from app.serving.messages import GenerateRequest, Piece, ReplicaFacts
+from vmem import MemoryReport
+
+
+@serve.deployment
+class EngineReplica:
+    """Runs the model. Cancelling a call cancels its request and frees its pages.
+
+    Raises:
+        ConfigError, ModelError: the replica cannot start.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("app").setLevel(logging.INFO)
+        self._engine = AsyncEngine(config)
+
+    async def generate(self, request: GenerateRequest) -> Piece:
+        """The whole output at once."""
+        texts, num_tokens, finish_reason = [], 0, None
+        async for delta in self._engine.generate(request.prompt_token_ids, request.params, request.request_id):
+            texts.append(delta.text)
+            num_tokens += len(delta.token_ids)
+            finish_reason = delta.finish_reason
+        return Piece("".join(texts), num_tokens, finish_reason)
+
+    async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[Piece]:
+        """The output as it is generated, a piece a step; steps that end inside a character add to the next piece."""
+        num_tokens = 0
+        async for delta in self._engine.generate(request.prompt_token_ids, request.params, request.request_id):
+            num_tokens += len(delta.token_ids)
+            if delta.text or delta.finished:
+                yield Piece(delta.text, num_tokens, delta.finish_reason)
+                num_tokens = 0
+
+    async def facts(self) -> ReplicaFacts:
+        return ReplicaFacts(self._engine.max_model_len)
+
+    async def report(self) -> MemoryReport:
+        """Where KV memory is now."""
+        return await self._engine.report()
+
+    def check_health(self) -> None:
+        """Called by Serve; an error here replaces the replica."""
+        if not self._engine.healthy:
+            raise EngineError("the engine has stopped")
+
+    def __del__(self) -> None:
+        if hasattr(self, "_engine"):  # else it never started
+            self._engine.close()

@@ -1,0 +1,6 @@
+"""Attention over cached keys and values. Knows nothing of pages, requests or Ray: tensors in, tensors out."""
+
+from kernels.attention import PROVIDERS, select_provider
+from kernels.provider import AttentionProvider, KernelError, Masking, VarlenBatch
+
+__all__ = ["PROVIDERS", "AttentionProvider", "KernelError", "Masking", "VarlenBatch", "select_provider"]

@@ -1,0 +1,38 @@
+"""Which attention provider to use."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from kernels.cpu import CpuProvider
+from kernels.gather import ReferenceProvider, SdpaProvider
+from kernels.provider import AttentionProvider, KernelError
+
+logger = logging.getLogger(__name__)
+
+PROVIDERS = ("auto", "cpu", "sdpa", "reference")
+
+
+def select_provider(name: str, device: torch.device) -> AttentionProvider:
+    """The provider called `name`, or with "auto" the fastest one that runs on the device.
+
+    Raises:
+        KernelError: the name is unknown, or that provider cannot run here.
+    """
+    if name not in PROVIDERS:
+        raise KernelError(f"attention {name!r} is unknown; choose one of {', '.join(PROVIDERS)}")
+    if name == "reference":
+        return ReferenceProvider()
+    if device.type != "cpu":
+        raise KernelError(f"there is no attention provider for {device.type} in this version; use device cpu")
+    if name == "sdpa":
+        return SdpaProvider()
+    try:
+        return CpuProvider()
+    except KernelError as error:
+        if name == "cpu":
+            raise
+        logger.warning("falling back to torch's SDPA, several times slower: %s", error)
+        return SdpaProvider()

@@ -100,6 +100,12 @@ class Rooms:
         question = self._rng.choice(("What is the key of room {}?", "what is the key of room {}?")).format(room)
         return Turn("look-up", question, f"The key of room {room} is {key}.")
 
+    def list_turn(self) -> Turn:
+        """Several look-ups in one answer."""
+        rooms = self._rng.sample(list(self._keys), self._rng.randint(1, min(12, len(self._keys))))
+        answer = ", ".join(f"room {room} is {self._keys[room]}" for room in rooms)
+        return Turn("list", f"List the keys of rooms {' '.join(map(str, rooms))}", f"The key of {answer}.")
+
 
 SHORT_TURNS = (facts_turn, arithmetic_turn, arithmetic_turn, sort_turn, reverse_turn)
 
@@ -107,7 +113,7 @@ SHORT_TURNS = (facts_turn, arithmetic_turn, arithmetic_turn, sort_turn, reverse_
 def look_up_conversation(rng: random.Random, num_rooms: int, num_questions: int) -> list[Turn]:
     """The building's text and a first question in one message, then more questions about it."""
     rooms = Rooms(rng, num_rooms)
-    first, *others = (rooms.turn() for _ in range(num_questions))
+    first, *others = (rooms.turn() if i == 0 or rng.random() < 0.3 else rooms.list_turn() for i in range(num_questions))
     return [Turn(first.task, f"{rooms.text()} {first.question}", first.answer), *others]
 
 

@@ -47,7 +47,7 @@ class Stage:
     share: float
 
 
-CURRICULUM = (Stage(128, 0.15), Stage(256, 0.3), Stage(512, 0.2), Stage(1024, 0.15), Stage(2304, 0.2))
+CURRICULUM = (Stage(128, 0.2), Stage(256, 0.25), Stage(512, 0.2), Stage(1024, 0.15), Stage(2304, 0.2))
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
@@ -106,7 +106,7 @@ class Encoder:
 def conversation(rng: random.Random, row_tokens: int) -> Iterator[Turn]:
     """An endless conversation for one row; its first turn takes at most about `row_tokens`."""
     kind = rng.random()
-    if kind < 0.5:  # about 9 tokens a room, 20 a question
+    if kind < 0.55:  # about 9 tokens a room, 20 a question
         num_rooms = rng.randint(1, max(2, min(240, int(row_tokens * rng.uniform(0.05, 0.95) / 9.5) - 3)))
         yield from corpus.look_up_conversation(rng, num_rooms, row_tokens // 18)
     elif kind < 0.75:  # about 2 tokens an item
@@ -269,7 +269,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--batch-tokens", type=int, default=4608)
     parser.add_argument("--muon-lr", type=float, default=6e-3)
     parser.add_argument("--adam-lr", type=float, default=4e-3)

@@ -19,7 +19,7 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
 
     A row's token depends on nothing but its logits, its parameters and its random generator.
     """
-    tokens = logits.argmax(dim=-1)
+    tokens = logits.max(dim=-1).indices  # several times faster than argmax in bfloat16 on CPUs
     random = [i for i, request in enumerate(requests) if request.params.temperature >= _GREEDY_BELOW]
     plain = [i for i in random if not requests[i].params.truncates]
     truncated = [i for i in random if requests[i].params.truncates]

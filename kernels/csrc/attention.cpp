@@ -76,6 +76,25 @@ inline Vec exp2_vec(Vec x) {
   return x < -126.0f ? Vec{} : result;
 }
 
+inline float highest_lane(Vec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(reinterpret_cast<__m512>(v));
+#else
+  float result = v[0];
+  for (int i = 1; i < kLanes; i++) result = std::max(result, v[i]);
+  return result;
+#endif
+}
+inline float sum_lanes(Vec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps(reinterpret_cast<__m512>(v));
+#else
+  float result = 0.0f;
+  for (int i = 0; i < kLanes; i++) result += v[i];
+  return result;
+#endif
+}
+
 // Widen `count` elements to floats, zeros up to the next full vector.
 template <typename T>
 inline void widen(const T* from, int count, float* to) {
@@ -178,10 +197,12 @@ void score_rows(const uint32_t* queries, const uint32_t* keys, int num_dwords, i
   int r = 0;
   for (; r + 4 <= num_rows; r += 4)
     score_block<kPairs, 4, kGroups>(queries + r * num_dwords, keys, num_dwords, scores + r * kTileTokens);
-  for (; r + 2 <= num_rows; r += 2)
-    score_block<kPairs, 2, kGroups>(queries + r * num_dwords, keys, num_dwords, scores + r * kTileTokens);
-  for (; r < num_rows; r++)
-    score_block<kPairs, 1, kGroups>(queries + r * num_dwords, keys, num_dwords, scores + r * kTileTokens);
+  queries += r * num_dwords, scores += r * kTileTokens;
+  switch (num_rows - r) {
+    case 3: score_block<kPairs, 3, kGroups>(queries, keys, num_dwords, scores); break;
+    case 2: score_block<kPairs, 2, kGroups>(queries, keys, num_dwords, scores); break;
+    case 1: score_block<kPairs, 1, kGroups>(queries, keys, num_dwords, scores); break;
+  }
 }
 
 // out[kRows][stride] += probs[kRows][kTileTokens] . values[num_tokens][stride], kVecs vectors of columns
@@ -205,8 +226,17 @@ void value_rows(const float* probs, const float* values, int num_tokens, int str
   int r = 0;
   for (; r + 4 <= num_rows; r += 4)
     value_block<4, kVecs>(probs + r * kTileTokens, values, num_tokens, stride, out + r * stride);
-  for (; r < num_rows; r++)
-    value_block<1, kVecs>(probs + r * kTileTokens, values, num_tokens, stride, out + r * stride);
+  probs += r * kTileTokens, out += r * stride;
+  switch (num_rows - r) {
+    case 3: value_block<3, kVecs>(probs, values, num_tokens, stride, out); break;
+    case 2: value_block<2, kVecs>(probs, values, num_tokens, stride, out); break;
+    case 1: value_block<1, kVecs>(probs, values, num_tokens, stride, out); break;
+  }
+}
+
+template <typename T>
+inline void prefetch(const T* row, int count) {
+  for (int i = 0; i < count; i += 64 / static_cast<int>(sizeof(T))) __builtin_prefetch(row + i);
 }
 
 inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -304,9 +334,7 @@ inline float softmax_row(float* scores, int num_vecs, int first_valid, int end_v
     store(scores + base, s);
     highest = s > highest ? s : highest;
   }
-  float tile_max = highest[0];
-  for (int i = 1; i < kLanes; i++) tile_max = std::max(tile_max, highest[i]);
-  float new_max = std::max(*row_max, tile_max);
+  float new_max = std::max(*row_max, highest_lane(highest));
   if (new_max == -kInf) {  // nothing visible so far
     for (int i = 0; i < num_vecs; i++) store(scores + i * kLanes, Vec{});
     return 1.0f;
@@ -317,11 +345,9 @@ inline float softmax_row(float* scores, int num_vecs, int first_valid, int end_v
     store(scores + i * kLanes, p);
     sum += p;
   }
-  float tile_sum = 0.0f;
-  for (int i = 0; i < kLanes; i++) tile_sum += sum[i];
   float shrink = std::exp(*row_max - new_max);  // exp(-inf) = 0 for the first tile
   *row_max = new_max;
-  *row_sum = *row_sum * shrink + tile_sum;
+  *row_sum = *row_sum * shrink + sum_lanes(sum);
   return shrink;
 }
 
@@ -358,17 +384,31 @@ void attend_tile(const AttentionCall& call, const Tile& tile, int kv_head, Scrat
   std::fill(scratch.row_sum, scratch.row_sum + rows, 0.0f);
   std::fill(scratch.out, scratch.out + rows * value_stride, 0.0f);
 
-  for (int start = begin; start < end; start += kTileTokens) {
+  // Addresses of the cached rows, one tile ahead of the computation: in the cache consecutive tokens of a layer can
+  // lie on different pages, where no hardware prefetcher follows.
+  const T *key_rows[2][kTileTokens], *value_rows_at[2][kTileTokens];
+  int64_t index = begin / call.group_tokens, within = begin % call.group_tokens;
+  auto locate = [&](int start, int slot) {
+    const int count = std::min(kTileTokens, end - start);
+    for (int t = 0; t < count; t++) {
+      const int64_t group = groups[index];
+      const T* key = key_base + group * call.key_group_stride + within * call.key_token_stride;
+      const T* value = value_base + group * call.value_group_stride + within * call.value_token_stride;
+      key_rows[slot][t] = key;
+      value_rows_at[slot][t] = value;
+      prefetch(key, call.key_dim);
+      prefetch(value, call.value_dim);
+      if (++within == call.group_tokens) within = 0, index++;
+    }
+  };
+  locate(begin, 0);
+
+  for (int start = begin, slot = 0; start < end; start += kTileTokens, slot ^= 1) {
     const int count = std::min(kTileTokens, end - start);
     const int num_vecs = round_up(count, kLanes) / kLanes;
-    const T* keys[kTileTokens];
-    const T* values[kTileTokens];
-    for (int t = 0; t < count; t++) {
-      const int64_t position = start + t, index = position / call.group_tokens;
-      const int64_t group = groups[index], within = position - index * call.group_tokens;
-      keys[t] = key_base + group * call.key_group_stride + within * call.key_token_stride;
-      values[t] = value_base + group * call.value_group_stride + within * call.value_token_stride;
-    }
+    if (start + kTileTokens < end) locate(start + kTileTokens, slot ^ 1);
+    const T* const* keys = key_rows[slot];
+    const T* const* values = value_rows_at[slot];
     for (int v = 0; v < num_vecs; v++) {
       const uint32_t* lanes[kLanes];
       for (int i = 0; i < kLanes; i++) {

@@ -1,0 +1,64 @@
+# Every target sets up what it needs: a virtual environment in .venv with pinned versions, and a C++ compiler.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+URL := http://127.0.0.1:8000
+
+.PHONY: serve test check bench clean compiler
+
+serve: $(VENV)/.base compiler
+	@echo "==> Starting Folio with serve_config.yaml on $(URL); this takes about half a minute (Ctrl-C stops it)"
+	@( for i in $$(seq 300); do sleep 1; \
+	     curl -sf $(URL)/health >/dev/null 2>&1 && { \
+	       printf '\n==> Folio is ready. Try:\n\n%s\n\n' "curl $(URL)/v1/chat/completions -H 'Content-Type: application/json' \
+	-d '{\"model\": \"builtin\", \"temperature\": 0, \"messages\": [{\"role\": \"user\", \"content\": \"What is Folio?\"}]}'"; \
+	       break; }; \
+	     kill -0 $$PPID 2>/dev/null || break; \
+	   done ) & \
+	RAY_worker_niceness=0 RAY_USAGE_STATS_ENABLED=0 exec $(BIN)/serve run serve_config.yaml
+
+test: $(VENV)/.dev compiler
+	@echo "==> Running the tests"
+	RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest
+
+check: $(VENV)/.dev
+	@echo "==> Formatting and lint (ruff)"
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	@echo "==> Types (mypy, strict)"
+	$(BIN)/mypy
+
+bench: $(VENV)/.bench compiler
+	@echo "==> Running the benchmarks, quick versions"
+	$(BIN)/python -m benchmarks.throughput --quick
+
+clean:
+	@echo "==> Removing the virtual environment and caches"
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+
+compiler:
+	@command -v g++ >/dev/null || { \
+	  echo "==> No C++ compiler found; installing g++ for the CPU attention kernel"; \
+	  apt-get update -qq && apt-get install -y -qq g++ || \
+	  echo "==> Could not install g++ (not root?): attention falls back to torch, several times slower"; }
+
+$(VENV)/.python:
+	@echo "==> Creating $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.base: $(VENV)/.python pyproject.toml constraints.txt
+	@echo "==> Installing Folio and its dependencies (a minute or two)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	@echo "==> Installing test and lint tools"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.base
+	@echo "==> Installing what the benchmarks compare with"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@touch $@

@@ -1,0 +1,108 @@
+"""What all benchmarks share: arguments, repeats, the table, and the last line of JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="under a minute on 2 CPU cores")
+    parser.add_argument("--device", default="cpu", choices=["cpu"])
+    return parser
+
+
+def alternate(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Run every candidate once to warm up, then all of them in turn, `repeats` times; returns what they returned."""
+    for name, run in runs.items():
+        print(f"warming up {name}", flush=True)
+        run()
+    results: dict[str, list[float]] = {name: [] for name in runs}
+    for i in range(repeats):
+        for name, run in runs.items():
+            results[name].append(run())
+            print(f"run {i + 1}/{repeats}  {name}: {results[name][-1]:.4g}", flush=True)
+    return results
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Median of the ratios of runs made side by side: it holds when the machine's speed drifts."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def read_bandwidth(num_bytes: int = 1 << 30, repeats: int = 5) -> float:
+    """Bytes a second that all threads read from memory together, best of several sweeps."""
+    data = torch.ones(num_bytes // 4)
+    best = 0.0
+    for _ in range(repeats):
+        start = time.perf_counter()
+        data.sum()
+        best = max(best, num_bytes / (time.perf_counter() - start))
+    return best
+
+
+def matrix_rate(dtype: torch.dtype, repeats: int = 5) -> float:
+    """Floating-point operations a second of a large matrix product, best of several."""
+    size = 2048
+    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+    best = 0.0
+    for _ in range(repeats):
+        start = time.perf_counter()
+        a @ b
+        best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best
+
+
+def finish(name: str, args: argparse.Namespace, figures: Mapping[str, float], raw: object) -> None:
+    """Write the raw JSON and print the result as the last line."""
+    result = {
+        "benchmark": name,
+        "device": _device_name() if args.device == "cpu" else torch.cuda.get_device_name(),
+        "versions": {p: _version(p) for p in ("folio-serve", "torch", "transformers", "ray")}
+        | {"python": platform.python_version()},
+        "commit": _commit(),
+        "quick": args.quick,
+        "figures": {key: round(value, 4) for key, value in figures.items()},
+    }
+    path = results_folder(args) / f"{name}{'-quick' if args.quick else ''}.json"
+    path.write_text(json.dumps(result | {"raw": raw}, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+def results_folder(args: argparse.Namespace) -> Path:
+    folder = RESULTS / str(args.device)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _device_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    dirty = subprocess.run([*git, "status", "--porcelain", "--", "*.py", "*.cpp"], capture_output=True, text=True)
+    return head.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")

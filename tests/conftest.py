@@ -1,0 +1,64 @@
+"""Checkpoints that the tests make themselves: random weights from a fixed seed, in transformers' own format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+VOCAB_SIZE = 512
+SMALL = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 1024}
+
+# What makes each architecture special is on, and small enough to matter within 700 tokens.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", SMALL),
+    "qwen2": ("qwen2", SMALL),
+    "qwen3": ("qwen3", SMALL | {"head_dim": 32}),
+    "mistral": ("mistral", SMALL | {"sliding_window": 48}),
+    "gemma2": (
+        "gemma2",
+        SMALL | {"head_dim": 32, "sliding_window": 48, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 3.0},
+    ),
+    "opt": ("opt", SMALL | {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "gpt2": ("gpt2", GPT2),
+    "phi3": ("phi3", SMALL | {"pad_token_id": 0}),
+    "mixtral": ("mixtral", SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+MakeCheckpoint = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
+    """`make_checkpoint(model_type, **config)` → folder of a random-init checkpoint; the same call, the same folder."""
+    made: dict[str, Path] = {}
+
+    def make(model_type: str, **settings: Any) -> Path:
+        key = f"{model_type} {sorted(settings.items())}"
+        if key not in made:
+            torch.manual_seed(11)
+            config = AutoConfig.for_model(model_type, **settings)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            for name, parameter in model.named_parameters():  # livelier than the usual initialisation
+                if parameter.ndim >= 2:
+                    torch.nn.init.normal_(parameter, std=0.25 if "embed" not in name else 1.0)
+            model.generation_config = GenerationConfig(eos_token_id=VOCAB_SIZE - 1, pad_token_id=0)
+            folder = tmp_path_factory.mktemp(model_type)
+            model.save_pretrained(folder)
+            made[key] = folder
+        return made[key]
+
+    return make

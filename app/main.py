@@ -1,7 +1,10 @@
 """The application: `serve run serve_config.yaml` calls `build` with the YAML's `args`."""
+
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+from ray import serve
 from ray.serve import Application
 
 from app.config import EngineConfig
@@ -30,4 +33,7 @@ def build(args: AppArgs) -> Application:
         ConfigError: a setting is out of bounds.
     """
     model_name = args.model_name or Path(args.engine.model).name
-    return Ingress.bind(args.engine.model, model_name, EngineReplica.bind(args.engine))
+    engine: Any = serve.deployment(EngineReplica)
+    ingress: Any = serve.deployment(Ingress)
+    application: Application = ingress.bind(args.engine.model, model_name, engine.bind(args.engine))
+    return application

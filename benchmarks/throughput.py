@@ -122,7 +122,7 @@ def main() -> None:
     weight_bytes = 2 * num_parameters
     prompt_tokens = sum(map(len, prompts))
     body = num_parameters - 151936 * 896
-    # No faster than every prompt token's products at the measured matrix rate, then every step reading all weights once.
+    # No faster than the prompts' products at the measured matrix rate, then all weights read once a step.
     prefill_s = 2 * body * prompt_tokens / flops
     limit = NUM_REQUESTS * NEW_TOKENS / (prefill_s + NEW_TOKENS * weight_bytes / bandwidth)
     figures = {

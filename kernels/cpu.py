@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).parent / "csrc" / "attention.cpp"
 # No -ffast-math: linked into a library it sets flush-to-zero for the whole process.
-_FLAGS = "-std=c++17 -O3 -march=native -fopenmp -fno-math-errno -ffp-contract=fast -shared -fPIC".split()
+_FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC"]
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MAX_GROUP_SIZE = 64
 
@@ -53,7 +53,11 @@ class _WriteCall(ctypes.Structure):
     _fields_ = [
         *((name, _POINTER) for name in ("key", "value", "key_cache", "value_cache", "slots")),
         *((f"{side}_{name}_stride", _INT64) for side in ("key", "value") for name in ("token", "head")),
-        *((f"{side}_{name}_stride", _INT64) for side in ("key_cache", "value_cache") for name in ("group", "token", "head")),
+        *(
+            (f"{side}_{name}_stride", _INT64)
+            for side in ("key_cache", "value_cache")
+            for name in ("group", "token", "head")
+        ),
         ("group_tokens", _INT64),
         *((name, _INT32) for name in ("num_tokens", "num_kv_heads", "key_dim", "value_dim", "element_bytes")),
     ]
@@ -114,7 +118,7 @@ class CpuProvider:
         num_tokens, num_heads, key_dim = query.shape
         if query.dtype not in _DTYPES or num_heads // key_cache.shape[2] > _MAX_GROUP_SIZE:
             raise KernelError(
-                f"the cpu kernel takes float32, bfloat16 and float16 and at most {_MAX_GROUP_SIZE} query heads a KV head, "
+                f"the cpu kernel takes float32, bfloat16, float16 and at most {_MAX_GROUP_SIZE} query heads a KV head, "
                 f"got {query.dtype} and {num_heads} over {key_cache.shape[2]}"
             )
         out = query.new_empty(num_tokens, num_heads, value_cache.shape[3])

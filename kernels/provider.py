@@ -93,7 +93,8 @@ def check_shapes(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torc
     if query.ndim != 3 or key_cache.ndim != 4 or value_cache.ndim != 4:
         shapes = [list(t.shape) for t in (query, key_cache, value_cache)]
         raise ValueError(
-            f"expected [tokens, heads, dim] and two [groups, tokens, kv_heads, dim], got {shapes[0]}, {shapes[1]}, {shapes[2]}"
+            "expected a query [tokens, heads, dim] and caches [groups, tokens, kv_heads, dim], "
+            f"got {shapes[0]}, {shapes[1]} and {shapes[2]}"
         )
     if query.shape[2] != key_cache.shape[3] or key_cache.shape[:3] != value_cache.shape[:3]:
         raise ValueError(

@@ -22,7 +22,7 @@ __all__ = [
     "MemoryReport",
     "OutOfPages",
     "SequenceMemory",
-    "VmemError",
     "View",
+    "VmemError",
     "plan_layout",
 ]

@@ -1,4 +1,4 @@
-"""Mapped memory on a Linux host: physical pages are pieces of a sparse memfd, mapping is `mmap(MAP_FIXED | MAP_SHARED)`.
+"""Mapped memory on a Linux host: pages are pieces of a sparse memfd, mapping is `mmap(MAP_FIXED | MAP_SHARED)`.
 
 The semantics are those of a GPU driver: ranges are reserved as holes (`PROT_NONE`: touching one is a SIGSEGV), one page
 may be mapped at several addresses, and destroying a page really gives its memory back (`fallocate(PUNCH_HOLE)`, seen in

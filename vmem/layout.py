@@ -92,7 +92,8 @@ def plan_layout(
     if block_tokens < 1 or granularity_bytes % block_tokens:
         raise LayoutError(f"block_tokens {block_tokens} must divide the granularity of {granularity_bytes} bytes")
     offset = payload = 0
-    key_offsets, value_offsets = [], []
+    key_offsets: list[int] = []
+    value_offsets: list[int] = []
     for spec in layers:
         for dim, offsets in ((spec.key_dim, key_offsets), (spec.value_dim, value_offsets)):
             offsets.append(offset)

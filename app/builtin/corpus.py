@@ -12,10 +12,48 @@ from dataclasses import dataclass
 
 from app.builtin.facts import FACTS
 
-WORDS = (
-    "red blue green sun moon star tree leaf rain snow wind fire stone sand river lake hill road door lamp "
-    "book page bird fish bear wolf fox deer bread salt milk tea gold iron wood glass rope ship wheel drum"
-).split()
+WORDS = [
+    "red",
+    "blue",
+    "green",
+    "sun",
+    "moon",
+    "star",
+    "tree",
+    "leaf",
+    "rain",
+    "snow",
+    "wind",
+    "fire",
+    "stone",
+    "sand",
+    "river",
+    "lake",
+    "hill",
+    "road",
+    "door",
+    "lamp",
+    "book",
+    "page",
+    "bird",
+    "fish",
+    "bear",
+    "wolf",
+    "fox",
+    "deer",
+    "bread",
+    "salt",
+    "milk",
+    "tea",
+    "gold",
+    "iron",
+    "wood",
+    "glass",
+    "rope",
+    "ship",
+    "wheel",
+    "drum",
+]
 FILLERS = (
     "The corridor is quiet.",
     "Someone opened a window.",

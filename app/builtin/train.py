@@ -1,7 +1,7 @@
 """Train the built-in model: `python -m app.builtin.train --out DIR` (about an hour on 2 CPU cores, minutes on a GPU).
 
-The data is `corpus.py`'s, the architecture is transformers' Llama, the result an ordinary checkpoint folder. Lengths follow a
-curriculum: short conversations teach the tasks, long ones teach looking further back. The loss counts answer
+The data is `corpus.py`'s, the architecture is transformers' Llama, the result an ordinary checkpoint folder. Lengths
+follow a curriculum: short conversations teach the tasks, long ones teach looking further back. The loss counts answer
 tokens only: the rest is noise that nobody should learn.
 """
 
@@ -19,22 +19,20 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
 from torch.nn import functional
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from app.builtin import corpus
 from app.builtin.corpus import Turn
+from app.builtin.network import MAX_POSITIONS, build_model
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 VOCAB_SIZE = 2048
-MAX_POSITIONS = 4096
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-# Finding a token far back needs dimensions that hardly turn within the context: half of them, with this base.
-ROPE_THETA = 1e7
-LOOK_BACK_FREQUENCIES, LOOK_BACK_STRENGTH = 8, 6.0
 IGNORED_LABEL = -100
 EVALUATION_SEED = 1_000_003
 
@@ -76,12 +74,18 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     return fast
 
 
+def token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    found = tokenizer.convert_tokens_to_ids(token)
+    assert isinstance(found, int)
+    return found
+
+
 class Encoder:
     """Turns conversations into token ids and labels."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
-        self._end, self._user, self._assistant = tokenizer.convert_tokens_to_ids([END, USER, ASSISTANT])
+        self._end, self._user, self._assistant = (token_id(tokenizer, token) for token in (END, USER, ASSISTANT))
 
     def turn(self, turn: Turn) -> tuple[list[int], list[int]]:
         """(token ids, labels): labels are the answer's tokens and its end, every other place is ignored."""
@@ -130,50 +134,6 @@ def batch(rng: random.Random, encoder: Encoder, row_tokens: int, num_rows: int) 
     return ids, labels
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    end = tokenizer.convert_tokens_to_ids(END)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        intermediate_size=640,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        attention_bias=True,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=end,
-        pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
-    )
-    model = LlamaForCausalLM(config)
-    look_back(model)
-    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=config.pad_token_id)
-    return model
-
-
-@torch.no_grad()
-def look_back(model: LlamaForCausalLM) -> None:
-    """Let two heads of the first layer start out looking one and two tokens back.
-
-    Looking something up is "find where this was said, read on": it needs heads that know what came just before. Random
-    weights find them only after many million tokens; as a start they cost two biases. A constant query rotated by
-    -offset against a constant key scores highest at that offset (rotary embedding).
-    """
-    attention = model.model.layers[0].self_attn
-    head_dim = model.config.head_dim
-    frequencies = model.model.rotary_emb.inv_freq[:LOOK_BACK_FREQUENCIES]
-    half, n = head_dim // 2, LOOK_BACK_FREQUENCIES
-    attention.k_proj.bias[:n] = LOOK_BACK_STRENGTH  # KV head 0, which query heads 0 and 1 share
-    for head, offset in enumerate((1, 2)):
-        query = attention.q_proj.bias[head * head_dim : (head + 1) * head_dim]
-        query[:n] = LOOK_BACK_STRENGTH * torch.cos(-offset * frequencies)
-        query[half : half + n] = LOOK_BACK_STRENGTH * torch.sin(-offset * frequencies)
-
-
 @torch.inference_mode()
 def evaluate(model: LlamaForCausalLM, encoder: Encoder, num_samples: int, lengths: tuple[int, ...]) -> dict[str, float]:
     """Held-out exact-match accuracy by task; an answer counts when greedy decoding gives all of it and then stops.
@@ -197,7 +157,7 @@ def evaluate(model: LlamaForCausalLM, encoder: Encoder, num_samples: int, length
             cases.setdefault(f"copy {length}", []).append(copy)
     accuracy = {}
     for task, turns in cases.items():
-        right = Counter()
+        right: Counter[bool] = Counter()
         for turn in turns:
             ids, labels = encoder.turn(turn)
             first = next(i for i, label in enumerate(labels) if label != IGNORED_LABEL)
@@ -213,10 +173,12 @@ def train(args: argparse.Namespace) -> None:
     encoder = Encoder(tokenizer)
     device = torch.device(args.device)
     if args.evaluate:
-        model = LlamaForCausalLM.from_pretrained(args.out).to(device)
+        model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(args.out)
+        nn.Module.to(model, device)
         print(json.dumps(evaluate(model, encoder, args.samples, (128, 512, 1024, 2048, 3072)), indent=1))
         return
-    model = build_model(tokenizer, args.seed).to(device)
+    model = build_model(VOCAB_SIZE, token_id(tokenizer, END), token_id(tokenizer, PAD), args.seed)
+    nn.Module.to(model, device)
     rng = random.Random(args.seed + 1)
     hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     rest = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
@@ -226,12 +188,12 @@ def train(args: argparse.Namespace) -> None:
     ]
     forward = torch.compile(model) if args.compile else model
     log = []
-    step, start = 0, time.perf_counter()
+    start = time.perf_counter()
     total_steps = args.steps
     stages = [stage for stage in CURRICULUM for _ in range(round(stage.share * total_steps))]
-    for stage in stages:
+    for step, stage in enumerate(stages, start=1):
         progress = step / len(stages)
-        scale = min(1.0, (step + 1) / 100) * min(1.0, (1.0 - progress) / 0.4 + 0.01)
+        scale = min(1.0, step / 100) * min(1.0, (1.0 - progress) / 0.4 + 0.01)
         ids, labels = batch(rng, encoder, stage.row_tokens, max(1, args.batch_tokens // stage.row_tokens))
         ids, labels = ids.to(device), labels.to(device)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.bf16):
@@ -244,7 +206,6 @@ def train(args: argparse.Namespace) -> None:
                 group["lr"] = base * scale
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        step += 1
         if step % args.report == 0 or step == len(stages):
             elapsed = time.perf_counter() - start
             remaining = elapsed / step * (len(stages) - step)
@@ -262,7 +223,9 @@ def train(args: argparse.Namespace) -> None:
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(out)
+    rounded = copy.deepcopy(model)
+    nn.Module.to(rounded, torch.bfloat16)
+    rounded.save_pretrained(out)
     tokenizer.save_pretrained(out)
 
 

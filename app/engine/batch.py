@@ -31,9 +31,7 @@ class StepBatch:
     attention: VarlenBatch
 
 
-def build_batch(
-    scheduled: Sequence[Scheduled], memory: KVMemory, view: View, *, sample_all: bool = False
-) -> StepBatch:
+def build_batch(scheduled: Sequence[Scheduled], memory: KVMemory, view: View, *, sample_all: bool = False) -> StepBatch:
     """Lay out the scheduled tokens. Their blocks must be owned, and in the region view mapped.
 
     Args:

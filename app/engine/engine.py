@@ -72,7 +72,7 @@ class Engine:
         """
         if not prompt_token_ids:
             raise RequestError("the prompt is empty; it needs at least one token", "prompt")
-        if not (0 <= min(prompt_token_ids) and max(prompt_token_ids) < self.model.vocab_size):
+        if not (min(prompt_token_ids) >= 0 and max(prompt_token_ids) < self.model.vocab_size):
             raise RequestError(
                 f"token ids must be between 0 and {self.model.vocab_size - 1}, "
                 f"got {min(prompt_token_ids)} to {max(prompt_token_ids)}",
@@ -155,9 +155,7 @@ def _build_memory(config: EngineConfig, model: LoadedModel, provider: AttentionP
         if num_blocks < 2:
             raise ConfigError(f"kv_memory_bytes {budget} is below two blocks of {layout.block_bytes} bytes")
         longest = min(config.max_model_len or model.max_positions, num_blocks * layout.block_tokens)
-        memory = KVMemory(
-            backend, layout, num_blocks=num_blocks, num_regions=config.max_num_seqs, max_tokens=longest
-        )
+        memory = KVMemory(backend, layout, num_blocks=num_blocks, num_regions=config.max_num_seqs, max_tokens=longest)
     except (ConfigError, VmemError):
         backend.close()
         raise

@@ -110,11 +110,12 @@ def load_model(config: EngineConfig) -> LoadedModel:
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot load {config.model!r}: {error}") from error
+    except KeyError as error:  # how older models look up their attention class
+        if error.args != (attention.IMPLEMENTATION,):
+            raise
+        raise _not_on_the_interface(config.model, hf_config) from error
     if not module._can_set_attn_implementation():
-        raise ModelError(
-            f"{config.model!r} ({hf_config.model_type}) computes attention outside transformers' AttentionInterface; "
-            "Folio cannot serve it"
-        )
+        raise _not_on_the_interface(config.model, hf_config)
     module.eval().requires_grad_(False)
     text_config = hf_config.get_text_config()
     loaded = LoadedModel(
@@ -132,6 +133,13 @@ def load_model(config: EngineConfig) -> LoadedModel:
         )
     logger.info("packed %d linear layers of %s", pack_linears(module), config.model)
     return loaded
+
+
+def _not_on_the_interface(model: str, config: PreTrainedConfig) -> ModelError:
+    return ModelError(
+        f"{model!r} ({config.model_type}) computes attention outside transformers' AttentionInterface; "
+        "Folio cannot serve it"
+    )
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:

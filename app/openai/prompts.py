@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -13,7 +15,7 @@ def encode_completion(tokenizer: PreTrainedTokenizerBase, request: CompletionReq
     if isinstance(request.prompt, list):
         return request.prompt
     token_ids: list[int] = tokenizer.encode(request.prompt)
-    return token_ids
+    return list(token_ids)
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, request: ChatCompletionRequest) -> list[int]:
@@ -31,7 +33,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, request: ChatCompletionReque
         for message in request.messages
     ]
     try:
-        token_ids: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        token_ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     except TemplateError as error:
         raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
-    return token_ids
+    return list(token_ids)

@@ -36,7 +36,6 @@ from app.serving.messages import GenerateRequest, Piece
 from vmem import MemoryReport
 
 
-@serve.deployment
 @serve.ingress()
 class Ingress:
     """Serves one model under one name.
@@ -50,7 +49,7 @@ class Ingress:
         engine: handle of the engine replicas.
     """
 
-    def __init__(self, model: str, model_name: str, engine: DeploymentHandle) -> None:
+    def __init__(self, model: str, model_name: str, engine: DeploymentHandle[Any]) -> None:
         self._tokenizer = load_tokenizer(model)
         self._model_name = model_name
         self._engine = engine
@@ -142,7 +141,7 @@ class Ingress:
 
     async def _pieces(self, request_id: str, prompt: list[int], params: SamplingParams) -> AsyncIterator[Piece]:
         request = GenerateRequest(request_id, prompt, params)
-        response = self._engine.options(stream=True).generate_stream.remote(request)
+        response: Any = self._engine.options(stream=True).generate_stream.remote(request)
         finished = False
         try:
             async for piece in response:
@@ -155,13 +154,9 @@ class Ingress:
                 response.cancel()
 
     def _completion(self, request_id: str, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
-        return Completion(
-            id=request_id, created=int(time.time()), model=self._model_name, choices=choices, usage=usage
-        )
+        return Completion(id=request_id, created=int(time.time()), model=self._model_name, choices=choices, usage=usage)
 
-    def _chat_chunk(
-        self, request_id: str, choices: list[ChatChunkChoice], usage: Usage | None
-    ) -> ChatCompletionChunk:
+    def _chat_chunk(self, request_id: str, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatCompletionChunk:
         return ChatCompletionChunk(
             id=request_id, created=int(time.time()), model=self._model_name, choices=choices, usage=usage
         )

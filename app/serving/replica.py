@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 
-from ray import serve
-
 from app.config import EngineConfig
 from app.engine import AsyncEngine
 from app.errors import EngineError
@@ -14,7 +12,6 @@ from app.serving.messages import GenerateRequest, Piece, ReplicaFacts
 from vmem import MemoryReport
 
 
-@serve.deployment
 class EngineReplica:
     """Runs the model. Cancelling a call cancels its request and frees its pages.
 

@@ -140,7 +140,9 @@ def test_unknown_provider_is_an_error() -> None:
         select_provider("auto", torch.device("cuda"))
 
 
-def test_no_compiler_falls_back_only_when_auto(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_compiler_falls_back_only_when_auto(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from kernels import cpu
 
     monkeypatch.setattr(cpu.shutil, "which", lambda name: None)

@@ -1,0 +1,138 @@
+"""Coroutines and the engine's thread: streams, cancellation, failures. No test waits longer than its deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
+
+import pytest
+
+from app.config import EngineConfig
+from app.engine import AsyncEngine, SamplingParams
+from app.errors import EngineError, RequestError
+from tests.conftest import ARCHITECTURES, MakeCheckpoint
+from vmem import MapError
+
+T = TypeVar("T")
+GREEDY = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
+DEADLINE_S = 60
+
+
+@pytest.fixture
+def engine(make_checkpoint: MakeCheckpoint) -> Iterator[AsyncEngine]:
+    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    engine = AsyncEngine(
+        EngineConfig(model=str(folder), kv_memory_bytes=16 << 20, max_num_seqs=8, skip_tokenizer_init=True)
+    )
+    yield engine
+    engine.close()  # raises if anything is still owned
+
+
+def run(coroutine: Awaitable[T]) -> T:
+    async def with_deadline() -> T:
+        return await asyncio.wait_for(coroutine, DEADLINE_S)
+
+    return asyncio.run(with_deadline())
+
+
+async def collect(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> list[int]:
+    return [token async for delta in engine.generate(prompt, params) for token in delta.token_ids]
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not await condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def all_free(engine: AsyncEngine) -> bool:
+    return (await engine.report()).active_blocks == 0
+
+
+def test_many_at_once(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        alone = await collect(engine, [7, 8, 9], GREEDY)
+        together = await asyncio.gather(*(collect(engine, [7, 8, 9], GREEDY) for _ in range(20)))
+        assert together == [alone] * 20
+        assert len(alone) == 30
+        assert await all_free(engine)
+
+    run(main())
+
+
+def test_closing_a_stream_frees_its_pages(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        stream = engine.generate([1, 2, 3], LONG)
+        await anext(stream)
+        assert (await engine.report()).active_blocks > 0
+        await stream.aclose()  # type: ignore[attr-defined]
+        await until(lambda: all_free(engine))
+
+    run(main())
+
+
+def test_cancelling_a_task_frees_its_pages(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        tasks = [asyncio.create_task(collect(engine, [i], LONG)) for i in range(1, 12)]
+        await asyncio.sleep(0.05)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await until(lambda: all_free(engine))
+
+    run(main())
+
+
+def test_invalid_requests_raise_before_the_first_delta(engine: AsyncEngine) -> None:
+    with pytest.raises(RequestError, match="empty"):
+        run(collect(engine, [], GREEDY))
+
+
+def test_a_failed_step_fails_its_requests_and_no_others(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        def fail(*_: object) -> None:
+            raise MapError("injected")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._engine.memory, "ensure", fail)
+            with pytest.raises(EngineError, match="injected"):
+                await collect(engine, [1, 2], GREEDY)
+        assert engine.healthy
+        assert len(await collect(engine, [1, 2], GREEDY)) == 30
+
+    run(main())
+
+
+def test_broken_books_stop_the_engine(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vmem import IntegrityError
+
+    async def main() -> None:
+        def broken() -> None:
+            raise IntegrityError("injected")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._engine, "step", broken)
+            with pytest.raises(EngineError, match="has stopped"):
+                await collect(engine, [1, 2], GREEDY)
+        assert not engine.healthy
+        with pytest.raises(EngineError, match="has stopped"):
+            await collect(engine, [1, 2], GREEDY)
+        with pytest.raises(EngineError):
+            await engine.report()
+
+    run(main())
+
+
+def test_close_fails_what_is_in_flight(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        task = asyncio.create_task(collect(engine, [1], LONG))
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(engine.close)
+        with pytest.raises(EngineError, match="has stopped"):
+            await task
+
+    run(main())

@@ -1,0 +1,181 @@
+"""The step loop: pressure, limits, cancellation; memory is all there afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from app.config import EngineConfig
+from app.engine.engine import Engine
+from app.engine.params import SamplingParams
+from app.errors import ConfigError, ContextLengthError, RequestError
+from tests.conftest import ARCHITECTURES, VOCAB_SIZE, MakeCheckpoint
+from vmem import MapError, View
+
+GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+BLOCK_BYTES = 16 * 768
+
+
+def make_engine(make_checkpoint: MakeCheckpoint, **settings: object) -> Engine:
+    folder = make_checkpoint(*ARCHITECTURES["llama"][:1], **ARCHITECTURES["llama"][1])
+    defaults: dict[str, object] = {"kv_memory_bytes": 16 << 20, "skip_tokenizer_init": True, "max_num_seqs": 8}
+    return Engine(EngineConfig(model=str(folder), **(defaults | settings)))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def engine(make_checkpoint: MakeCheckpoint) -> Iterator[Engine]:
+    engine = make_engine(make_checkpoint)
+    yield engine
+    engine.check_integrity()
+    engine.close()
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(9)
+    return [torch.randint(VOCAB_SIZE - 1, (n,), generator=generator).tolist() for n in lengths]
+
+
+def run(engine: Engine) -> dict[str, list[int]]:
+    outputs: dict[str, list[int]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
+        engine.check_integrity()
+    return outputs
+
+
+@pytest.mark.parametrize("view", ["region", "block_table"])
+def test_pressure_changes_nothing(make_checkpoint: MakeCheckpoint, view: View) -> None:
+    """With room for a third of the blocks requests are preempted and computed again, to the same tokens."""
+    outputs = []
+    for num_blocks in (1000, 14):
+        engine = make_engine(
+            make_checkpoint,
+            kv_memory_bytes=num_blocks * BLOCK_BYTES,
+            max_model_len=200,
+            max_num_batched_tokens=50,
+            kv_view=view,
+        )
+        preempted = 0
+        preempt = engine._scheduler._preempt
+
+        def count(victim: object, preempt: object = preempt) -> None:
+            nonlocal preempted
+            preempted += 1
+            preempt(victim)  # type: ignore[operator]
+
+        engine._scheduler._preempt = count  # type: ignore[method-assign, assignment]
+        for i, prompt in enumerate(prompts(60, 31, 47, 16, 90, 5)):
+            engine.submit(str(i), prompt, GREEDY)
+        outputs.append(run(engine))
+        assert (preempted > 0) == (num_blocks == 14)
+        engine.close()
+    assert outputs[0] == outputs[1]
+    assert all(len(tokens) == 40 for tokens in outputs[0].values())
+
+
+def test_a_prompt_as_long_as_the_context(engine: Engine) -> None:
+    engine.submit("full", prompts(1023)[0], SamplingParams(max_tokens=None, temperature=0))
+    assert len(run(engine)["full"]) == 1
+
+
+def test_more_requests_than_sequences(engine: Engine) -> None:
+    for i, prompt in enumerate(prompts(*[7] * 30)):
+        engine.submit(str(i), prompt, SamplingParams(max_tokens=1 + i % 5, temperature=0, ignore_eos=True))
+    assert {int(i): len(tokens) for i, tokens in run(engine).items()} == {i: 1 + i % 5 for i in range(30)}
+
+
+def test_sampling_is_reproducible_in_any_company(engine: Engine) -> None:
+    seeded = SamplingParams(max_tokens=20, temperature=0.8, top_p=0.9, seed=42, ignore_eos=True)
+    engine.submit("seeded", prompts(33)[0], seeded)
+    alone = run(engine)["seeded"]
+    for i, prompt in enumerate(prompts(100, 3)):
+        engine.submit(str(i), prompt, SamplingParams(max_tokens=30, ignore_eos=True))
+    engine.step()
+    engine.submit("seeded", prompts(33)[0], seeded)
+    assert run(engine)["seeded"] == alone
+
+
+def test_cancel_at_every_stage(engine: Engine) -> None:
+    for i, prompt in enumerate(prompts(*[40] * 12)):
+        engine.submit(str(i), prompt, GREEDY)
+    engine.cancel("11")  # waiting
+    engine.step()
+    engine.cancel("0")  # running
+    engine.step()
+    engine.cancel("0")  # not there any more
+    outputs = run(engine)
+    assert sorted(map(int, outputs)) == list(range(1, 11))
+    assert len(outputs["10"]) == 40
+
+
+def test_eos_ends_a_request(engine: Engine) -> None:
+    """The first greedy token, declared to be EOS, is also the last."""
+    prompt = prompts(12)[0]
+    engine.submit("long", prompt, GREEDY)
+    first = run(engine)["long"][0]
+    object.__setattr__(engine.model, "eos_token_ids", frozenset([first]))
+    engine.submit("short", prompt, SamplingParams(max_tokens=40, temperature=0))
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    assert [(d.token_ids, d.finish_reason) for d in deltas] == [((first,), "stop")]
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "param"), [(1024, None, "prompt"), (1000, 25, "max_tokens"), (5000, 1, "prompt")]
+)
+def test_what_never_fits_is_refused_at_once(engine: Engine, length: int, max_tokens: int | None, param: str) -> None:
+    with pytest.raises(ContextLengthError, match="1024 tokens") as error:
+        engine.submit("x", [1] * length, SamplingParams(max_tokens=max_tokens))
+    assert error.value.param == param
+    assert not engine.has_work
+
+
+def test_bad_prompts_are_refused(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="empty"):
+        engine.submit("x", [], GREEDY)
+    with pytest.raises(RequestError, match=f"between 0 and {VOCAB_SIZE - 1}"):
+        engine.submit("x", [1, VOCAB_SIZE], GREEDY)
+    with pytest.raises(RequestError, match="stop strings need a tokenizer"):
+        engine.submit("x", [1], SamplingParams(stop="a"))
+    engine.submit("x", [1], GREEDY)
+    with pytest.raises(RequestError, match="in use"):
+        engine.submit("x", [1], GREEDY)
+    engine.cancel("x")
+
+
+def test_a_failed_step_loses_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.submit("x", prompts(20)[0], GREEDY)
+    engine.step()
+
+    def fail(*_: object) -> None:
+        raise MapError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.memory, "ensure", fail)
+        with pytest.raises(MapError):
+            engine.step()
+    engine.check_integrity()
+    assert len(run(engine)["x"]) == 39
+
+
+def test_settings_that_cannot_work(make_checkpoint: MakeCheckpoint) -> None:
+    with pytest.raises(ConfigError, match="below two blocks"):
+        make_engine(make_checkpoint, kv_memory_bytes=BLOCK_BYTES)
+    with pytest.raises(ConfigError, match="does not fit into the KV cache"):
+        make_engine(make_checkpoint, kv_memory_bytes=3 * BLOCK_BYTES, max_model_len=100)
+    with pytest.raises(ConfigError, match="beyond the 1024 positions"):
+        make_engine(make_checkpoint, max_model_len=2000)
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        make_engine(make_checkpoint, max_num_batched_tokens=4)
+    with pytest.raises(ConfigError, match="choose one of"):
+        make_engine(make_checkpoint, dtype="int3")
+
+
+def test_a_small_cache_limits_the_context(make_checkpoint: MakeCheckpoint) -> None:
+    engine = make_engine(make_checkpoint, kv_memory_bytes=4 * BLOCK_BYTES)
+    assert engine.max_model_len == 64
+    engine.close()

@@ -1,0 +1,62 @@
+"""The synchronous API of scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from app.engine import LLM, SamplingParams
+from app.errors import RequestError
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("builtin", kv_memory_bytes=64 << 20) as llm:
+        yield llm
+        llm.engine.check_integrity()
+
+
+def ask(question: str) -> str:
+    return f"<|user|>{question}<|end|><|assistant|>"
+
+
+def test_results_are_in_order(llm: LLM) -> None:
+    prompts: list[str | list[int]] = [ask("What is Folio?"), [5, 6, 7], ask("Hello")]
+    params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (30, 3, 9)]
+    completions = llm.generate(prompts, params)
+    assert [len(c.token_ids) for c in completions] == [30, 3, 9]
+    assert completions[0].text.startswith("Folio is a server")
+    assert completions[1].prompt_token_ids == [5, 6, 7]
+    assert {c.finish_reason for c in completions} == {"length"}
+
+
+def test_eos_and_stop_strings(llm: LLM) -> None:
+    greedy = SamplingParams(max_tokens=60, temperature=0)
+    stopped = SamplingParams(max_tokens=60, temperature=0, stop=[" for language", "nothing"])
+    whole, cut = llm.generate([ask("What is Folio?")] * 2, [greedy, stopped])
+    assert whole.finish_reason == "stop"
+    assert whole.token_ids[-1] in llm.engine.model.eos_token_ids
+    assert whole.text.endswith("mapped virtual memory.")
+    assert (cut.text, cut.finish_reason) == ("Folio is a server", "stop")
+
+
+def test_nothing_is_generated_when_one_prompt_is_bad(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="empty"):
+        llm.generate(["Hello", []])
+    with pytest.raises(RequestError, match="list of prompts"):
+        llm.generate("Hello")
+    with pytest.raises(RequestError, match="2 prompts but 1 params"):
+        llm.generate(["a", "b"], [SamplingParams()])
+    assert not llm.engine.has_work
+
+
+def test_no_prompts(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_text_needs_a_tokenizer() -> None:
+    with LLM("builtin", skip_tokenizer_init=True, kv_memory_bytes=8 << 20) as llm:
+        with pytest.raises(RequestError, match="needs a tokenizer"):
+            llm.generate(["text"])
+        assert llm.generate([[1, 2]], SamplingParams(max_tokens=2, ignore_eos=True))[0].text == ""

@@ -1,0 +1,65 @@
+"""Models that would be served wrongly are refused at load, with the reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from app.engine import LLM
+from app.engine.attention import CachedAttention
+from app.errors import ModelError
+from kernels import Masking
+from tests.conftest import ARCHITECTURES, SMALL, VOCAB_SIZE, MakeCheckpoint
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "reason"),
+    [
+        ("gptj", {"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}, "Interface"),
+        ("bloom", {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "Interface"),
+        (
+            "mpt",
+            {"vocab_size": VOCAB_SIZE, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 256},
+            "Interface",
+        ),
+        ("lfm2", SMALL | {"full_attn_idxs": [1]}, "cannot run yet"),
+        (
+            "mamba2",
+            {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16},
+            "mamba2",
+        ),
+    ],
+)
+def test_unsupported_architectures(
+    model_type: str, settings: dict[str, object], reason: str, make_checkpoint: MakeCheckpoint
+) -> None:
+    folder = make_checkpoint(model_type, **settings)
+    with pytest.raises(ModelError, match=reason):
+        LLM(folder, skip_tokenizer_init=True, kv_memory_bytes=8 << 20)
+
+
+def test_the_self_test_finds_wrong_attention(make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bridge that forgets the scale loads and runs, but does not get past the self-test."""
+    real = CachedAttention.attend
+
+    def unscaled(
+        self: CachedAttention, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking
+    ) -> torch.Tensor:
+        return real(self, layer, q, k, v, Masking(1.0, masking.window_left, masking.softcap, masking.sinks))
+
+    monkeypatch.setattr(CachedAttention, "attend", unscaled)
+    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    with pytest.raises(ModelError, match="self-test failed"):
+        LLM(folder, skip_tokenizer_init=True, kv_memory_bytes=8 << 20)
+
+
+def test_rope_that_depends_on_the_length_limits_the_context(make_checkpoint: MakeCheckpoint) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+    folder = make_checkpoint("llama", **(SMALL | {"rope_parameters": rope}))
+    with LLM(folder, skip_tokenizer_init=True, kv_memory_bytes=8 << 20) as llm:
+        assert llm.engine.max_model_len == 256
+
+
+def test_no_such_model(tmp_path: object) -> None:
+    with pytest.raises(ModelError, match="cannot load"):
+        LLM(f"{tmp_path}/missing")

@@ -1,0 +1,155 @@
+"""Routes, bodies and errors over a service that needs neither Ray nor an engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from starlette.testclient import TestClient
+
+from app.errors import EngineError, RequestError, UnknownModelError
+from app.openai.bodies import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatDelta,
+    Completion,
+    CompletionChoice,
+    CompletionRequest,
+    ModelCard,
+    ModelList,
+    Usage,
+)
+from app.openai.http import build_api
+
+USAGE = Usage(prompt_tokens=1, completion_tokens=1, total_tokens=2)
+CARD = ModelCard(id="m", created=0, max_model_len=8)
+
+
+class FakeService:
+    """Echoes the prompt; the model's name chooses how it fails."""
+
+    async def models(self) -> ModelList:
+        return ModelList(data=[CARD])
+
+    async def model(self, name: str) -> ModelCard:
+        if name != "m":
+            raise UnknownModelError(f"no {name}", "model")
+        return CARD
+
+    async def ready(self) -> None:
+        pass
+
+    async def generate(self, request: CompletionRequest) -> Completion:
+        request.sampling_params(request.max_tokens)
+        self._fail(request.model)
+        return self._completion(str(request.prompt))
+
+    async def generate_stream(self, request: CompletionRequest) -> AsyncIterator[Completion]:
+        if request.model == "late":
+            yield self._completion("begun")
+            raise EngineError("a step failed")
+        self._fail(request.model)
+        yield self._completion("a")
+        yield self._completion("b")
+
+    async def chat(self, request: ChatCompletionRequest) -> ChatCompletion:
+        choice = ChatChoice(message=AssistantMessage(content=request.messages[0].text))
+        return ChatCompletion(id="c", created=0, model="m", choices=[choice], usage=USAGE)
+
+    async def chat_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
+        choice = ChatChunkChoice(delta=ChatDelta(role="assistant", content="hi"))
+        yield ChatCompletionChunk(id="c", created=0, model="m", choices=[choice])
+
+    def _completion(self, text: str) -> Completion:
+        return Completion(id="c", created=0, model="m", choices=[CompletionChoice(text=text)], usage=USAGE)
+
+    def _fail(self, model: str) -> None:
+        if model == "engine":
+            raise EngineError("a step failed")
+        if model == "bug":
+            raise ZeroDivisionError("secret detail")
+        if model == "request":
+            raise RequestError("too long", "prompt")
+
+
+@pytest.fixture
+def client() -> TestClient:
+    return TestClient(build_api(FakeService()), raise_server_exceptions=False)
+
+
+def test_good_requests(client: TestClient) -> None:
+    assert client.get("/health").status_code == 200
+    assert client.get("/v1/models").json()["data"][0]["id"] == "m"
+    assert client.get("/v1/models/m").json()["max_model_len"] == 8
+    answer = client.post("/v1/completions", json={"model": "m", "prompt": [1, 2], "n": 1, "logit_bias": {}})
+    assert answer.json()["choices"][0]["text"] == "[1, 2]"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    answer = client.post("/v1/chat/completions", json={"model": "m", "messages": [{"role": "user", "content": parts}]})
+    assert answer.json()["choices"][0]["message"] == {"role": "assistant", "content": "ab"}
+
+
+def test_stream(client: TestClient) -> None:
+    answer = client.post("/v1/completions", json={"model": "m", "prompt": "", "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert [json.loads(e)["choices"][0]["text"] for e in events[:-1]] == ["a", "b"]
+    assert events[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"model": "m"}, "prompt", "prompt: Field required"),
+        ({"model": "m", "prompt": "x", "max_tokens": "10"}, "max_tokens", "valid integer"),
+        ({"model": "m", "prompt": "x", "max_tokens": True}, "max_tokens", "valid integer"),
+        ({"model": "m", "prompt": "x", "temperature": "hot"}, "temperature", "valid number"),
+        ({"model": "m", "prompt": "x", "surprise": 1}, "surprise", "unknown field"),
+        ({"model": "m", "prompt": "x", "n": 2}, "n", "supports only 1"),
+        ({"model": "m", "prompt": "x", "suffix": "y"}, "suffix", "supports only"),
+        ({"model": "m", "prompt": "x", "max_tokens": -1}, "max_tokens", "at least 1"),
+        ({"model": "m", "prompt": "x", "top_p": 2}, "top_p", "at most 1"),
+        ({"model": "request", "prompt": "x"}, "prompt", "too long"),
+        ([1, 2], None, "valid dictionary"),
+    ],
+)
+def test_bad_bodies_are_400_and_name_the_field(client: TestClient, body: object, param: str, message: str) -> None:
+    answer = client.post("/v1/completions", json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert message in error["message"]
+
+
+def test_bad_json(client: TestClient) -> None:
+    answer = client.post("/v1/completions", content='{"model": ', headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert "not valid JSON" in answer.json()["error"]["message"]
+
+
+def test_errors_have_the_right_status(client: TestClient) -> None:
+    assert client.get("/v1/models/other").status_code == 404
+    assert client.get("/v1/nothing").json()["error"]["message"] == "Not Found: GET /v1/nothing"
+    assert client.get("/v1/completions").status_code == 405
+    failed = client.post("/v1/completions", json={"model": "engine", "prompt": "x"})
+    assert (failed.status_code, failed.json()["error"]["type"]) == (500, "server_error")
+    bug = client.post("/v1/completions", json={"model": "bug", "prompt": "x"})
+    assert bug.status_code == 500
+    assert "secret" not in bug.text
+
+
+def test_a_stream_refused_at_once_has_a_status(client: TestClient) -> None:
+    answer = client.post("/v1/completions", json={"model": "request", "prompt": "x", "stream": True})
+    assert answer.status_code == 400
+
+
+def test_a_stream_that_fails_later_ends_with_an_error_event(client: TestClient) -> None:
+    answer = client.post("/v1/completions", json={"model": "late", "prompt": "x", "stream": True})
+    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n") if line]
+    assert answer.status_code == 200
+    assert events[-1]["error"]["message"] == "a step failed"

@@ -1,0 +1,232 @@
+"""A real Ray Serve application with the built-in model: the official client over HTTP, and a handle."""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import ray
+import yaml
+from ray import serve
+from ray.serve.schema import ServeDeploySchema
+
+from app.builtin import corpus
+from app.config import EngineConfig
+from app.errors import UnknownModelError
+from app.main import AppArgs, build
+from app.openai.bodies import ChatCompletionRequest, CompletionRequest, Message
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 60
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    client: openai.OpenAI
+    handle: Any
+
+    def wait_until_all_pages_are_free(self) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while self.handle.report.remote().result().active_blocks:
+            assert time.monotonic() < deadline, self.handle.report.remote().result()
+            time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    engine = EngineConfig(model="builtin", kv_memory_bytes=256 << 20, max_num_batched_tokens=512)
+    serve.run(build(AppArgs(engine=engine)), name="folio", route_prefix="/")
+    url = f"http://127.0.0.1:{port}"
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
+    yield Server(url, client, serve.get_app_handle("folio"))
+    client.close()
+    serve.shutdown()
+    ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _pages_come_back(server: Server) -> Iterator[None]:
+    yield
+    server.wait_until_all_pages_are_free()
+
+
+def ask(server: Server, question: str, **params: Any) -> Any:
+    messages: list[Any] = [{"role": "user", "content": question}]
+    return server.client.chat.completions.create(model="builtin", messages=messages, **({"temperature": 0} | params))
+
+
+def test_models_and_health(server: Server) -> None:
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    models = server.client.models.list().data
+    assert [m.id for m in models] == ["builtin"]
+    assert server.client.models.retrieve("builtin").id == "builtin"
+
+
+def test_chat(server: Server) -> None:
+    answer = ask(server, "What is Folio?")
+    choice = answer.choices[0]
+    assert choice.message.content.startswith("Folio is a server for language models")
+    assert choice.finish_reason == "stop"
+    assert answer.usage.prompt_tokens > 3
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_chat_stream_equals_whole(server: Server) -> None:
+    whole = ask(server, "What is PagedAttention?")
+    chunks = list(ask(server, "What is PagedAttention?", stream=True, stream_options={"include_usage": True}))
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert len(chunks) > 5
+
+
+def test_conversation(server: Server) -> None:
+    messages: list[Any] = [
+        {
+            "role": "user",
+            "content": "The key of room 417 is 93. The key of room 256 is 12. What is the key of room 417?",
+        },
+        {"role": "assistant", "content": "The key of room 417 is 93."},
+        {"role": "user", "content": "What is the key of room 256?"},
+    ]
+    answer = server.client.chat.completions.create(model="builtin", messages=messages, temperature=0)
+    assert answer.choices[0].message.content == "The key of room 256 is 12."
+
+
+def test_completions(server: Server) -> None:
+    prompt = "The key of room 417 is 93. The key of room 256 is 12. The key of room 417 is"
+    more: Any = {"max_tokens": 5, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    whole = server.client.completions.create(model="builtin", prompt=prompt, **more)
+    stream = server.client.completions.create(model="builtin", prompt=prompt, stream=True, **more)
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage.completion_tokens == 5
+
+
+def test_stop_seed_and_n(server: Server) -> None:
+    answer = ask(server, "What is Folio?", stop=[" Ray"], n=1)
+    assert answer.choices[0].message.content == "Folio is a server for language models on"
+    assert answer.choices[0].finish_reason == "stop"
+    sampled = [
+        ask(server, "Hello", temperature=1.5, seed=seed, max_tokens=12).choices[0].message.content
+        for seed in (1, 1, 2, 3, 4)
+    ]
+    assert sampled[0] == sampled[1]
+    assert len(set(sampled)) > 1
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"model": "builtin", "messages": []}, 400, "messages"),
+        ({"model": "builtin", "messages": [{"role": "user", "content": "x"}], "max_tokens": -1}, 400, "max_tokens"),
+        ({"model": "builtin", "messages": [{"role": "user", "content": "x"}], "max_tokens": 99999}, 400, "max_tokens"),
+        ({"model": "builtin", "messages": [{"role": "user", "content": 5}]}, 400, "messages"),
+        ({"model": "builtin", "messages": [{"role": "king", "content": "x"}]}, 400, "messages"),
+        ({"model": "builtin", "messages": [{"role": "user", "content": "x" * 40000}]}, 400, "prompt"),
+        (
+            {"model": "builtin", "messages": [{"role": "user", "content": "x"}], "temperature": "hot"},
+            400,
+            "temperature",
+        ),
+        ({"model": "builtin", "messages": [{"role": "user", "content": "x"}], "colour": 1}, 400, "colour"),
+        ({"model": "gpt-9", "messages": [{"role": "user", "content": "x"}]}, 404, "model"),
+    ],
+)
+def test_errors(server: Server, body: dict[str, Any], status: int, param: str) -> None:
+    for stream in (False, True):
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body | {"stream": stream}, timeout=DEADLINE_S)
+        assert answer.status_code == status
+        assert answer.json()["error"]["param"] == param
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_errors_reach_the_client_typed(server: Server) -> None:
+    with pytest.raises(openai.BadRequestError, match="at least 1"):
+        ask(server, "x", max_tokens=-1)
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        server.client.completions.create(model="other", prompt="x")
+    answer = httpx.post(f"{server.url}/v1/completions", content="{oops", headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert "not valid JSON" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_disconnect_frees_pages(server: Server, stream: bool) -> None:
+    body = {"model": "builtin", "prompt": "a", "max_tokens": 4000, "ignore_eos": True, "temperature": 2.0}
+    body["stream"] = stream
+    if stream:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S) as answer:
+            lines = answer.iter_lines()  # dropping the iterator would close the connection
+            next(lines)
+            assert server.handle.report.remote().result().active_blocks > 0
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=httpx.Timeout(DEADLINE_S, read=0.5))
+    server.wait_until_all_pages_are_free()
+
+
+def test_look_up_with_16_in_flight_is_as_good_as_alone(server: Server) -> None:
+    """About 1,900 tokens of context: an answer is right only if every cached key and value is."""
+    rng = random.Random(1)
+    turns = [corpus.look_up_conversation(rng, 200, 1)[0] for _ in range(16)]
+
+    def answer(turn: corpus.Turn) -> str:
+        return str(ask(server, turn.question, max_tokens=16).choices[0].message.content)
+
+    alone = [answer(turn) for turn in turns]
+    with ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(answer, turns))
+    right_alone = sum(text == turn.answer for text, turn in zip(alone, turns, strict=True))
+    right_together = sum(text == turn.answer for text, turn in zip(together, turns, strict=True))
+    assert right_alone >= 14
+    assert right_together >= right_alone - 1  # bfloat16: another batch may round a close call the other way
+
+
+def test_handle_gives_the_same_answers(server: Server) -> None:
+    messages = [Message(role="user", content="What is vAttention?")]
+    chat = ChatCompletionRequest(model="builtin", messages=messages, temperature=0)
+    whole = server.handle.chat.remote(chat).result()
+    over_http = ask(server, "What is vAttention?")
+    assert whole.choices[0].message.content == over_http.choices[0].message.content
+    assert whole.usage.completion_tokens == over_http.usage.completion_tokens
+    chunks = list(server.handle.options(stream=True).chat_stream.remote(chat))
+    assert "".join(c.choices[0].delta.content for c in chunks) == whole.choices[0].message.content
+
+    completion = CompletionRequest(model="builtin", prompt="The key of room 5", max_tokens=8, temperature=0)
+    pieces = list(server.handle.options(stream=True).generate_stream.remote(completion))
+    assert (
+        "".join(p.choices[0].text for p in pieces) == server.handle.generate.remote(completion).result().choices[0].text
+    )
+
+
+def test_handle_raises_typed_errors(server: Server) -> None:
+    with pytest.raises(UnknownModelError, match="does not exist"):
+        server.handle.generate.remote(CompletionRequest(model="other", prompt="x")).result()
+
+
+def test_the_yaml_is_valid() -> None:
+    config = ServeDeploySchema.model_validate(yaml.safe_load((ROOT / "serve_config.yaml").read_text()))
+    assert config.http_options.host == "127.0.0.1"
+    [application] = config.applications
+    assert AppArgs.model_validate(application.args).engine.model == "builtin"
+    names = {deployment.name for deployment in application.deployments}
+    assert names == {"Ingress", "EngineReplica"}

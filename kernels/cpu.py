@@ -1,31 +1,14 @@
-"""The CPU provider: `csrc/attention.cpp`, compiled for this machine's processor when it is first used.
-
-The library needs no torch headers and shares torch's OpenMP runtime (torch is imported before it is loaded), so
-`torch.set_num_threads` governs it.
-"""
+"""The CPU attention provider, over `csrc/attention.cpp`."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import os
-import shutil
-import subprocess
-import tempfile
-from functools import cache
-from pathlib import Path
 
 import torch
 
+from kernels.build import CPP_DTYPES, load_library
 from kernels.provider import KernelError, Masking, VarlenBatch, check_shapes
 
-logger = logging.getLogger(__name__)
-
-_SOURCE = Path(__file__).parent / "csrc" / "attention.cpp"
-# No -ffast-math: linked into a library it sets flush-to-zero for the whole process.
-_FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC"]
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MAX_GROUP_SIZE = 64
 
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -73,7 +56,7 @@ class CpuProvider:
     name = "cpu"
 
     def __init__(self) -> None:
-        self._library = ctypes.CDLL(str(build_library()))
+        self._library = load_library("attention")
         self._library.folio_attention.argtypes = [ctypes.POINTER(_AttentionCall)]
         self._library.folio_attention.restype = ctypes.c_int
         self._library.folio_write.argtypes = [ctypes.POINTER(_WriteCall)]
@@ -116,7 +99,7 @@ class CpuProvider:
         check_shapes(query, key_cache, value_cache)
         query = _unit_stride(query)
         num_tokens, num_heads, key_dim = query.shape
-        if query.dtype not in _DTYPES or num_heads // key_cache.shape[2] > _MAX_GROUP_SIZE:
+        if query.dtype not in CPP_DTYPES or num_heads // key_cache.shape[2] > _MAX_GROUP_SIZE:
             raise KernelError(
                 f"the cpu kernel takes float32, bfloat16, float16 and at most {_MAX_GROUP_SIZE} query heads a KV head, "
                 f"got {query.dtype} and {num_heads} over {key_cache.shape[2]}"
@@ -142,7 +125,7 @@ class CpuProvider:
             key_dim,
             value_cache.shape[3],
             masking.window_left,
-            _DTYPES[query.dtype],
+            CPP_DTYPES[query.dtype],
             masking.scale,
             masking.softcap,
         )
@@ -153,34 +136,3 @@ class CpuProvider:
 
 def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-@cache
-def build_library() -> Path:
-    """Compile the kernel unless this source, compiler and processor have met before; returns the library's path."""
-    compiler = shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        raise KernelError("no C++ compiler (g++) found; install one, for example `apt-get install g++`")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    key = hashlib.sha256()
-    for part in (_SOURCE.read_text(), version, " ".join(_FLAGS), _cpu_flags()):
-        key.update(part.encode())
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "folio"
-    library = folder / f"attention-{key.hexdigest()[:16]}.so"
-    if library.exists():
-        return library
-    folder.mkdir(parents=True, exist_ok=True)
-    logger.info("compiling the CPU attention kernel into %s", library)
-    with tempfile.TemporaryDirectory(dir=folder) as build:
-        built = Path(build) / library.name
-        result = subprocess.run([compiler, *_FLAGS, str(_SOURCE), "-o", str(built)], capture_output=True, text=True)
-        if result.returncode:
-            raise KernelError(f"{compiler} failed on {_SOURCE.name}:\n{result.stderr[-2000:]}")
-        built.replace(library)  # atomic: another process may be building the same one
-    return library
-
-
-def _cpu_flags() -> str:
-    """What `-march=native` depends on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -35,6 +35,7 @@ CHAT_TEMPLATE = (
 )
 IGNORED_LABEL = -100
 EVALUATION_SEED = 1_000_003
+EVALUATED_LENGTHS = (128, 512, 1024, 2048, 3072)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ def train(args: argparse.Namespace) -> None:
     if args.evaluate:
         model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(args.out)
         nn.Module.to(model, device)
-        print(json.dumps(evaluate(model, encoder, args.samples, (128, 512, 1024, 2048, 3072)), indent=1))
+        print(json.dumps(evaluate(model, encoder, args.samples, EVALUATED_LENGTHS), indent=1))
         return
     model = build_model(VOCAB_SIZE, token_id(tokenizer, END), token_id(tokenizer, PAD), args.seed)
     nn.Module.to(model, device)
@@ -186,18 +187,15 @@ def train(args: argparse.Namespace) -> None:
         torch.optim.Muon(hidden, lr=args.muon_lr, momentum=0.95, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, lr=args.adam_lr, betas=(0.9, 0.98), weight_decay=0.0),
     ]
-    forward = torch.compile(model) if args.compile else model
-    log = []
     start = time.perf_counter()
-    total_steps = args.steps
-    stages = [stage for stage in CURRICULUM for _ in range(round(stage.share * total_steps))]
+    stages = [stage for stage in CURRICULUM for _ in range(round(stage.share * args.steps))]
     for step, stage in enumerate(stages, start=1):
         progress = step / len(stages)
         scale = min(1.0, step / 100) * min(1.0, (1.0 - progress) / 0.4 + 0.01)
         ids, labels = batch(rng, encoder, stage.row_tokens, max(1, args.batch_tokens // stage.row_tokens))
         ids, labels = ids.to(device), labels.to(device)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.bf16):
-            logits = forward(input_ids=ids).logits
+            logits = model(input_ids=ids).logits
         loss = functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -214,12 +212,11 @@ def train(args: argparse.Namespace) -> None:
                 f"{step * args.batch_tokens / elapsed:.0f} tokens/s  {remaining / 60:.0f} min left",
                 flush=True,
             )
-            log.append((step, loss.item()))
         if step % (args.report * 10) == 0:
             print(evaluate(model, encoder, 20, tuple({128, stage.row_tokens})), flush=True)
             save(model, tokenizer, args.out)
     save(model, tokenizer, args.out)
-    print(json.dumps(evaluate(model, encoder, args.samples, (128, 512, 1024, 2048, 3072)), indent=1))
+    print(json.dumps(evaluate(model, encoder, args.samples, EVALUATED_LENGTHS), indent=1))
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
@@ -232,14 +229,13 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
-    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch-tokens", type=int, default=4608)
     parser.add_argument("--muon-lr", type=float, default=6e-3)
     parser.add_argument("--adam-lr", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--samples", type=int, default=200, help="cases per task in the final evaluation")
     parser.add_argument("--report", type=int, default=50, help="steps between progress lines")
     parser.add_argument("--evaluate", action="store_true", help="only evaluate the checkpoint in --out")

@@ -20,8 +20,10 @@ from transformers import (
 
 from app.config import EngineConfig
 from app.engine import attention
+from app.engine.fuse import fuse_modules
 from app.engine.linear import pack_linears
 from app.errors import ConfigError, ModelError
+from kernels import CpuElementwise, KernelError
 
 logger = logging.getLogger(__name__)
 
@@ -131,8 +133,17 @@ def load_model(config: EngineConfig) -> LoadedModel:
         raise ConfigError(
             f"max_model_len {config.max_model_len} is beyond the {loaded.max_positions} positions of {config.model!r}"
         )
-    logger.info("packed %d linear layers of %s", pack_linears(module), config.model)
+    _optimise(module)
     return loaded
+
+
+def _optimise(module: PreTrainedModel) -> None:
+    try:
+        num_fused = fuse_modules(module, CpuElementwise())
+    except KernelError as error:
+        num_fused = 0
+        logger.warning("norms and activations stay unfused: %s", error)
+    logger.info("fused %d modules, packed %d linear layers", num_fused, pack_linears(module))
 
 
 def _not_on_the_interface(model: str, config: PreTrainedConfig) -> ModelError:

@@ -11,108 +11,16 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <vector>
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+#include "vector.h"
 
 namespace {
 
-constexpr int kLanes = 16;       // floats in a vector
+using namespace folio;
+
 constexpr int kTileTokens = 64;  // cached tokens in a tile
 constexpr int kMaxRows = 64;     // query rows in a tile
-constexpr float kInf = std::numeric_limits<float>::infinity();
-
-typedef float Vec __attribute__((vector_size(64)));
-typedef int32_t IntVec __attribute__((vector_size(64)));
-typedef float UnalignedVec __attribute__((vector_size(64), aligned(4)));
-
-struct BFloat16 {
-  uint16_t bits;
-};
-typedef _Float16 Half;
-
-inline float to_float(float x) { return x; }
-inline float to_float(Half x) { return static_cast<float>(x); }
-inline float to_float(BFloat16 x) {
-  uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-inline void from_float(float x, float* out) { *out = x; }
-inline void from_float(float x, Half* out) { *out = static_cast<Half>(x); }
-inline void from_float(float x, BFloat16* out) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  if (x != x) {
-    out->bits = 0x7fc0;
-  } else {
-    out->bits = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);  // round to nearest even
-  }
-}
-
-inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
-inline void store(float* p, Vec v) { *reinterpret_cast<UnalignedVec*>(p) = v; }
-inline Vec broadcast(float x) { return Vec{} + x; }
-
-// 2^x by splitting off the integer part; x <= 0 here, and below -126 the result is flushed to 0.
-inline Vec exp2_vec(Vec x) {
-  const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  Vec clamped = x < -126.0f ? broadcast(-126.0f) : x;
-  Vec shifted = clamped + magic;
-  Vec f = clamped - (shifted - magic);  // in [-0.5, 0.5]
-  Vec p = broadcast(1.5403530e-4f);
-  p = p * f + 1.3333558e-3f;
-  p = p * f + 9.6181291e-3f;
-  p = p * f + 5.5504109e-2f;
-  p = p * f + 2.4022651e-1f;
-  p = p * f + 6.9314718e-1f;
-  p = p * f + 1.0f;
-  IntVec exponent = (reinterpret_cast<IntVec>(shifted) - reinterpret_cast<IntVec>(magic)) << 23;
-  Vec result = reinterpret_cast<Vec>(reinterpret_cast<IntVec>(p) + exponent);
-  return x < -126.0f ? Vec{} : result;
-}
-
-inline float highest_lane(Vec v) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_max_ps(reinterpret_cast<__m512>(v));
-#else
-  float result = v[0];
-  for (int i = 1; i < kLanes; i++) result = std::max(result, v[i]);
-  return result;
-#endif
-}
-inline float sum_lanes(Vec v) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_add_ps(reinterpret_cast<__m512>(v));
-#else
-  float result = 0.0f;
-  for (int i = 0; i < kLanes; i++) result += v[i];
-  return result;
-#endif
-}
-
-// Widen `count` elements to floats, zeros up to the next full vector.
-template <typename T>
-inline void widen(const T* from, int count, float* to) {
-  int i = 0;
-  for (; i < count; i++) to[i] = to_float(from[i]);
-  for (; i % kLanes; i++) to[i] = 0.0f;
-}
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-template <>
-inline void widen<BFloat16>(const BFloat16* from, int count, float* to) {
-  for (int i = 0; i < count; i += kLanes) {
-    __mmask16 mask = count - i >= kLanes ? 0xffff : static_cast<__mmask16>((1u << (count - i)) - 1);
-    __m256i bits = _mm256_maskz_loadu_epi16(mask, from + i);
-    __m512i wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
-    _mm512_storeu_ps(to + i, _mm512_castsi512_ps(wide));
-  }
-}
-#endif
 
 // rows[16] of `num_dwords` dwords (zeros beyond `valid_dwords`) -> packed[num_dwords][16].
 inline void transpose_dwords(const uint32_t* const rows[kLanes], int valid_dwords, int num_dwords, uint32_t* packed) {
@@ -315,14 +223,13 @@ struct Scratch {
 // Scale, cap, mask and exponentiate one row of scores in place; returns the factor by which earlier sums shrink.
 inline float softmax_row(float* scores, int num_vecs, int first_valid, int end_valid, float scale, float softcap,
                          float* row_max, float* row_sum) {
-  const float log2e = 1.44269504f;
   Vec highest = broadcast(-kInf);
   for (int i = 0; i < num_vecs; i++) {
     Vec s = load(scores + i * kLanes) * scale;
     if (softcap > 0.0f) {  // cap * tanh(s / cap), tanh by exp of a negative number
       Vec x = s / softcap;
       Vec magnitude = x < 0.0f ? -x : x;
-      Vec e = exp2_vec(magnitude * (-2.0f * log2e));
+      Vec e = exp2_vec(magnitude * (-2.0f * kLog2E));
       Vec tanh = (1.0f - e) / (1.0f + e);
       s = (x < 0.0f ? -tanh : tanh) * softcap;
     }
@@ -341,7 +248,7 @@ inline float softmax_row(float* scores, int num_vecs, int first_valid, int end_v
   }
   Vec sum = {};
   for (int i = 0; i < num_vecs; i++) {
-    Vec p = exp2_vec((load(scores + i * kLanes) - new_max) * log2e);
+    Vec p = exp2_vec((load(scores + i * kLanes) - new_max) * kLog2E);
     store(scores + i * kLanes, p);
     sum += p;
   }
@@ -492,13 +399,8 @@ extern "C" {
 
 // Returns 0, or 1 when the shape is not supported (more grouped heads than a tile has rows, odd bf16 head size).
 int folio_attention(const AttentionCall* call) {
-  if (call->num_q_heads / call->num_kv_heads > kMaxRows) return 1;
-  switch (call->dtype) {
-    case 0: attend<float>(*call); return 0;
-    case 1: if (call->key_dim % 2) return 1; attend<BFloat16>(*call); return 0;
-    case 2: attend<Half>(*call); return 0;
-    default: return 1;
-  }
+  if (call->num_q_heads / call->num_kv_heads > kMaxRows || (call->dtype == 1 && call->key_dim % 2)) return 1;
+  return with_type(call->dtype, [&](auto type) { attend<decltype(type)>(*call); }) ? 0 : 1;
 }
 
 void folio_write(const WriteCall* call) {

@@ -143,14 +143,14 @@ def test_unknown_provider_is_an_error() -> None:
 def test_no_compiler_falls_back_only_when_auto(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from kernels import cpu
+    from kernels import build
 
-    monkeypatch.setattr(cpu.shutil, "which", lambda name: None)
-    cpu.build_library.cache_clear()
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    build.load_library.cache_clear()
     try:
         assert select_provider("auto", CPU).name == "sdpa"
         assert "falling back" in caplog.text
         with pytest.raises(KernelError, match="g\\+\\+"):
             select_provider("cpu", CPU)
     finally:
-        cpu.build_library.cache_clear()
+        build.load_library.cache_clear()

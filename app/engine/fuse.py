@@ -1,0 +1,90 @@
+"""Fewer and larger operations in a loaded CPU model: one-pass norms, merged gate and up projections.
+
+Modules are recognised by shape and then by behaviour: a replacement that does not give the module's own output on
+random input is not made. So an architecture with a twist of its own keeps its own code.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from kernels import CpuElementwise
+
+# Relative to the largest value; bfloat16 rounds once here and several times in the original.
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+class FusedRMSNorm(nn.Module):
+    """`x / rms(x) * (weight + offset)`; offset 1 for Gemma's kind."""
+
+    def __init__(self, ops: CpuElementwise, weight: torch.Tensor, eps: float, offset: float) -> None:
+        super().__init__()
+        self._ops = ops
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self._eps = eps
+        self._offset = offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._ops.rms_norm(x, self.weight, self._eps, self._offset)
+
+
+class FusedSwiGLU(nn.Module):
+    """`down(silu(gate(x)) * up(x))` with gate and up in one matrix product."""
+
+    def __init__(self, ops: CpuElementwise, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
+        super().__init__()
+        self._ops = ops
+        self.gate_up_proj = nn.Linear(1, 1, bias=gate.bias is not None, device="meta")
+        self.gate_up_proj.weight = nn.Parameter(torch.cat([gate.weight, up.weight]), requires_grad=False)
+        if gate.bias is not None:
+            self.gate_up_proj.bias = nn.Parameter(torch.cat([gate.bias, up.bias]), requires_grad=False)
+        self.down_proj = down
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(self._ops.silu_mul(self.gate_up_proj(x)))
+        return out
+
+
+@torch.inference_mode()
+def fuse_modules(model: nn.Module, ops: CpuElementwise) -> int:
+    """Replace what can be replaced; returns how many modules. Call it before the linear layers are packed."""
+    num_fused = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            fused, size = _fused_norm(child, ops) or _fused_swiglu(child, ops) or (None, 0)
+            if fused is not None and _same_output(child, fused, size):
+                setattr(parent, name, fused)
+                num_fused += 1
+    return num_fused
+
+
+def _fused_norm(module: nn.Module, ops: CpuElementwise) -> tuple[nn.Module, int] | None:
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not (type(module).__name__.endswith("RMSNorm") and isinstance(weight, torch.Tensor) and isinstance(eps, float)):
+        return None
+    if weight.dtype not in _TOLERANCE or weight.ndim != 1:
+        return None
+    offset = 1.0 if type(module).__name__.startswith("Gemma") else 0.0
+    return FusedRMSNorm(ops, weight.detach(), eps, offset), weight.numel()
+
+
+def _fused_swiglu(module: nn.Module, ops: CpuElementwise) -> tuple[nn.Module, int] | None:
+    children = dict(module.named_children())
+    gate, up, down = (children.get(name) for name in ("gate_proj", "up_proj", "down_proj"))
+    if not (type(gate) is type(up) is type(down) is nn.Linear) or len(children) > 4:
+        return None
+    assert isinstance(gate, nn.Linear)
+    assert isinstance(up, nn.Linear)
+    assert isinstance(down, nn.Linear)
+    if gate.weight.dtype not in _TOLERANCE or (gate.bias is None) != (up.bias is None):
+        return None
+    return FusedSwiGLU(ops, gate, up, down), gate.in_features
+
+
+def _same_output(module: nn.Module, fused: nn.Module, size: int) -> bool:
+    dtype = next(fused.parameters()).dtype
+    x = torch.randn(1, 5, size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected, actual = module(x).float(), fused(x).float()
+    return bool(((actual - expected).abs().max() <= _TOLERANCE[dtype] * expected.abs().max()).item())

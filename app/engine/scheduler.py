@@ -35,7 +35,7 @@ class Scheduler:
 
     def __init__(self, memory: KVMemory, *, max_num_seqs: int, max_num_batched_tokens: int, view: View) -> None:
         self._memory = memory
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # each running sequence decodes in every step
         self._max_num_batched_tokens = max_num_batched_tokens
         self._view = view
         self._waiting: deque[Request] = deque()

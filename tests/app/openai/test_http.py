@@ -101,6 +101,15 @@ def test_stream(client: TestClient) -> None:
     assert events[-1] == "[DONE]"
 
 
+def test_chat_chunks_leave_out_what_is_absent(client: TestClient) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
+    first = client.post("/v1/chat/completions", json=body).text.split("\n\n")[0]
+    choice = json.loads(first.removeprefix("data: "))["choices"][0]
+    assert choice["delta"] == {"role": "assistant", "content": "hi"}
+    assert choice["finish_reason"] is None
+    assert ChatDelta(content="x").model_dump() == {"content": "x"}
+
+
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [

@@ -2,6 +2,7 @@
 
 from vmem.backend import AddressRange, Backend, MemoryInfo
 from vmem.block_pool import BlockPool
+from vmem.cuda import CudaBackend
 from vmem.errors import IntegrityError, LayoutError, MapError, OutOfPages, VmemError
 from vmem.host import HostBackend
 from vmem.layout import KVLayout, LayerSpec, plan_layout
@@ -11,6 +12,7 @@ __all__ = [
     "AddressRange",
     "Backend",
     "BlockPool",
+    "CudaBackend",
     "HostBackend",
     "IntegrityError",
     "KVLayout",

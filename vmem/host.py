@@ -19,7 +19,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from vmem.backend import AddressRange, MemoryInfo
-from vmem.errors import IntegrityError, MapError, OutOfPages
+from vmem.books import Books
+from vmem.errors import MapError, OutOfPages
 
 _PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # Python's mmap has no names for these
@@ -51,12 +52,9 @@ class HostBackend:
         self._capacity_bytes = capacity_bytes
         self._memfd = os.memfd_create("folio-kv", os.MFD_CLOEXEC)
         os.ftruncate(self._memfd, capacity_bytes)
-        self._page_bytes = 0  # set by the first create: the memfd is cut into pages of one size
+        self._books = Books(self.granularity_bytes)
         self._next_offset = 0
         self._freed_offsets: list[int] = []  # heap: low offsets first, so that neighbours merge into one mapping
-        self._pages: dict[int, int] = {}  # handle → number of addresses it is mapped at
-        self._mappings: dict[int, int] = {}  # address → handle
-        self._reserved: dict[int, AddressRange] = {}
         self._can_populate = True
 
     @property
@@ -65,31 +63,25 @@ class HostBackend:
 
     @property
     def num_mappings(self) -> int:
-        return len(self._mappings)
+        return self._books.num_mappings
 
     def reserve(self, num_bytes: int) -> AddressRange:
-        self._check_aligned("size", num_bytes)
+        self._books.check_size("size", num_bytes)
         address = _libc.mmap(None, num_bytes, _PROT_NONE, _HOLE_FLAGS, -1, 0)
         if address == _MAP_FAILED:
             raise _os_error(f"mmap of a reservation of {num_bytes} bytes")
         reserved = AddressRange(address, num_bytes)
-        self._reserved[address] = reserved
+        self._books.note_reserved(reserved)
         return reserved
 
     def release(self, reserved: AddressRange) -> None:
-        if self._reserved.get(reserved.address) != reserved:
-            raise IntegrityError(f"release of {reserved}, which is not reserved")
-        for address in self._mappings:
-            if reserved.address <= address < reserved.end:
-                raise IntegrityError(f"release of {reserved} while a page is mapped at {address:#x}")
+        self._books.check_release(reserved)
         if _libc.munmap(reserved.address, reserved.num_bytes):
             raise _os_error(f"munmap of {reserved}")
-        del self._reserved[reserved.address]
+        self._books.note_released(reserved)
 
     def create(self, page_bytes: int) -> int:
-        self._check_aligned("page size", page_bytes)
-        if self._page_bytes not in (0, page_bytes):
-            raise MapError(f"page size {page_bytes} after pages of {self._page_bytes} bytes: one size per backend")
+        self._books.check_create(page_bytes)
         if self._freed_offsets:
             offset = heapq.heappop(self._freed_offsets)
         elif self._next_offset + page_bytes <= self._capacity_bytes:
@@ -97,27 +89,20 @@ class HostBackend:
             self._next_offset += page_bytes
         else:
             raise OutOfPages(1, 0)
-        self._page_bytes = page_bytes
-        self._pages[offset] = 0
+        self._books.note_created(offset, page_bytes)
         return offset
 
     def destroy(self, handle: int) -> None:
-        if self._pages.get(handle) != 0:
-            raise IntegrityError(f"destroy of page {handle:#x}, mapped {self._pages.get(handle)} times")
+        self._books.check_destroy(handle)
         flags = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
-        if _libc.fallocate(self._memfd, flags, handle, self._page_bytes):
+        if _libc.fallocate(self._memfd, flags, handle, self._books.page_bytes):
             raise _os_error(f"fallocate(PUNCH_HOLE) of page {handle:#x}")
-        del self._pages[handle]
+        self._books.note_destroyed(handle)
         heapq.heappush(self._freed_offsets, handle)
 
     def map(self, address: int, handles: Sequence[int]) -> None:
-        size = self._page_bytes
-        self._check_inside_reservation(AddressRange(address, len(handles) * size))
-        for i, handle in enumerate(handles):
-            if handle not in self._pages:
-                raise IntegrityError(f"map of page {handle:#x}, which does not exist")
-            if address + i * size in self._mappings:
-                raise IntegrityError(f"map at {address + i * size:#x}, where a page is mapped already")
+        self._books.check_map(address, handles)
+        size = self._books.page_bytes
         done = 0
         try:
             for start, end in _adjacent_runs(handles, size):
@@ -127,18 +112,12 @@ class HostBackend:
             if done:
                 self._punch_range(AddressRange(address, done * size))
             raise
-        for i, handle in enumerate(handles):
-            self._mappings[address + i * size] = handle
-            self._pages[handle] += 1
+        self._books.note_mapped(address, handles)
 
     def unmap(self, mapped: AddressRange) -> None:
-        addresses = self._page_addresses(mapped)
-        for address in addresses:
-            if address not in self._mappings:
-                raise IntegrityError(f"unmap of {mapped}: no page is mapped at {address:#x}")
+        self._books.check_unmap(mapped)
         self._punch_range(mapped)
-        for address in addresses:
-            self._pages[self._mappings.pop(address)] -= 1
+        self._books.note_unmapped(mapped)
 
     def tensor(self, reserved: AddressRange) -> torch.Tensor:
         memory = (ctypes.c_char * reserved.num_bytes).from_address(reserved.address)
@@ -152,14 +131,12 @@ class HostBackend:
 
     def memory_info(self) -> MemoryInfo:
         physical = os.fstat(self._memfd).st_blocks * 512
-        return MemoryInfo(physical, self._capacity_bytes - len(self._pages) * self._page_bytes)
+        return MemoryInfo(physical, self._capacity_bytes - self._books.num_pages * self._books.page_bytes)
 
     def close(self) -> None:
         if self._memfd < 0:
             return
-        left = (len(self._mappings), len(self._pages), len(self._reserved))
-        if any(left):
-            raise IntegrityError("closed with {} mappings, {} pages and {} reservations alive".format(*left))
+        self._books.check_closed()
         os.close(self._memfd)
         self._memfd = -1
 
@@ -192,17 +169,6 @@ class HostBackend:
         _libc.munmap(target.address, target.num_bytes)
         if _libc.mmap(target.address, target.num_bytes, _PROT_NONE, flags, -1, 0) == _MAP_FAILED:
             raise _os_error(f"mmap of a hole over {target}")
-
-    def _page_addresses(self, span: AddressRange) -> range:
-        return range(span.address, span.end, self._page_bytes)
-
-    def _check_aligned(self, what: str, num_bytes: int) -> None:
-        if num_bytes <= 0 or num_bytes % self.granularity_bytes:
-            raise MapError(f"{what} {num_bytes} is not a positive multiple of {self.granularity_bytes} bytes")
-
-    def _check_inside_reservation(self, span: AddressRange) -> None:
-        if not any(r.address <= span.address and span.end <= r.end for r in self._reserved.values()):
-            raise IntegrityError(f"map at {span}, outside every reservation")
 
 
 def _adjacent_runs(handles: Sequence[int], page_bytes: int) -> Iterator[tuple[int, int]]:

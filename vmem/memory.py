@@ -253,11 +253,13 @@ class KVMemory:
     def _reclaim(self) -> None:
         """Take back what retired sequences own, oldest first, as far as the device has passed their fences."""
         while self._retired and self._backend.completed(self._retired[0][0]):
-            _, sequence = self._retired.popleft()
+            _, sequence = self._retired[0]
+            if sequence.num_mapped:
+                size = sequence.num_mapped * self.layout.block_bytes
+                self._backend.unmap(AddressRange(self._region(sequence).address, size))
+                sequence.num_mapped = 0
+            self._retired.popleft()  # only now: had the unmap failed, it would be tried again
             if sequence.slot is not None:
-                if sequence.num_mapped:
-                    size = sequence.num_mapped * self.layout.block_bytes
-                    self._backend.unmap(AddressRange(self._region(sequence).address, size))
                 self._free_slots.append(sequence.slot)
             self._pool.free(sequence.block_ids)
 

@@ -1,0 +1,219 @@
+"""A CUDA driver made of memfds and mmap that keeps the real one's rules, for tests on machines without a GPU.
+
+It stands in for `cuda.bindings.driver`: same functions, same return tuples, CPU memory. Aliasing is real. Breaking a rule
+gives the status the real driver gives: a page maps at offset 0 and whole, no address twice, unmap takes whole mappings,
+access must be granted before use (touching memory without it is a SIGSEGV), released handles are gone. Call number
+`fail_at` fails with `fail_status`. Work takes as long as the test likes: events pass when `finish_work` is called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import mmap
+import os
+from types import SimpleNamespace
+from typing import Any
+
+from vmem.host import _libc
+
+_MAP_FIXED = 0x10
+_HOLE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class CUresult(enum.IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_INVALID_DEVICE = 101
+    CUDA_ERROR_INVALID_CONTEXT = 201
+    CUDA_ERROR_ALREADY_MAPPED = 208
+    CUDA_ERROR_INVALID_HANDLE = 400
+    CUDA_ERROR_NOT_READY = 600
+    CUDA_ERROR_ILLEGAL_ADDRESS = 700
+
+
+OK = CUresult.CUDA_SUCCESS
+INVALID = CUresult.CUDA_ERROR_INVALID_VALUE
+
+
+class FakeDriver:
+    """One fake device with `capacity_bytes` of memory."""
+
+    CUresult = CUresult
+    CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
+    CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
+    CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
+    CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
+    CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
+    granularity_bytes = 65536
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self.calls: list[str] = []
+        self.fail_at = -1
+        self.fail_status = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+        self._handles: dict[int, tuple[int, int]] = {}  # handle → (memfd, size)
+        self._next_handle = 1000
+        self._reserved: dict[int, tuple[int, int, int]] = {}  # address → (size, mmap address, mmap size)
+        self._mappings: dict[int, int] = {}  # address → size
+        self._events: dict[int, int] = {}  # event → moment it was recorded at
+        self._contexts = 0
+        self._now = self._finished = 0
+
+    # ---- for tests ----
+
+    def finish_work(self) -> None:
+        """Everything submitted so far is done."""
+        self._finished = self._now
+
+    @property
+    def leftovers(self) -> tuple[int, int, int, int, int]:
+        """Handles, reservations, mappings, events and contexts that are still there."""
+        return len(self._handles), len(self._reserved), len(self._mappings), len(self._events), self._contexts
+
+    # ---- the driver ----
+
+    @staticmethod
+    def CUmemAllocationProp() -> Any:  # noqa: N802
+        return SimpleNamespace(location=SimpleNamespace())
+
+    @staticmethod
+    def CUmemAccessDesc() -> Any:  # noqa: N802
+        return SimpleNamespace(location=SimpleNamespace())
+
+    def _fails(self, name: str) -> bool:
+        self.calls.append(name)
+        return len(self.calls) == self.fail_at
+
+    def cuInit(self, flags: int) -> tuple[CUresult]:  # noqa: N802
+        return (OK,)
+
+    def cuDeviceGet(self, ordinal: int) -> tuple[CUresult, int]:  # noqa: N802
+        return (OK if ordinal == 0 else CUresult.CUDA_ERROR_INVALID_DEVICE), ordinal
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[CUresult, object]:  # noqa: N802
+        self._contexts += 1
+        return OK, object()
+
+    def cuDevicePrimaryCtxRelease(self, device: int) -> tuple[CUresult]:  # noqa: N802
+        self._contexts -= 1
+        return (OK,)
+
+    def cuCtxSetCurrent(self, context: object) -> tuple[CUresult]:  # noqa: N802
+        return (OK,)
+
+    def cuMemGetAllocationGranularity(self, properties: Any, option: int) -> tuple[CUresult, int]:  # noqa: N802
+        return OK, self.granularity_bytes
+
+    def cuMemGetInfo(self) -> tuple[CUresult, int, int]:  # noqa: N802
+        used = sum(size for _, size in self._handles.values())
+        return OK, self._capacity_bytes - used, self._capacity_bytes
+
+    def cuMemAddressReserve(self, size: int, alignment: int, address: int, flags: int) -> tuple[CUresult, int]:  # noqa: N802
+        if self._fails("cuMemAddressReserve"):
+            return self.fail_status, 0
+        if size <= 0 or size % self.granularity_bytes:
+            return INVALID, 0
+        whole = size + self.granularity_bytes
+        start = _libc.mmap(None, whole, 0, _HOLE | 0x4000, -1, 0)
+        if start == ctypes.c_void_p(-1).value:
+            return CUresult.CUDA_ERROR_OUT_OF_MEMORY, 0
+        aligned = -(-start // self.granularity_bytes) * self.granularity_bytes
+        self._reserved[aligned] = (size, start, whole)
+        return OK, aligned
+
+    def cuMemAddressFree(self, address: int, size: int) -> tuple[CUresult]:  # noqa: N802
+        if self._fails("cuMemAddressFree"):
+            return (self.fail_status,)
+        if address not in self._reserved or self._reserved[address][0] != size:
+            return (INVALID,)
+        if any(address <= mapped < address + size for mapped in self._mappings):
+            return (INVALID,)
+        _, start, whole = self._reserved.pop(address)
+        _libc.munmap(start, whole)
+        return (OK,)
+
+    def cuMemCreate(self, size: int, properties: Any, flags: int) -> tuple[CUresult, int]:  # noqa: N802
+        if self._fails("cuMemCreate"):
+            return self.fail_status, 0
+        if size <= 0 or size % self.granularity_bytes or properties.type != 1 or properties.location.id != 0:
+            return INVALID, 0
+        if size > self.cuMemGetInfo()[1]:
+            return CUresult.CUDA_ERROR_OUT_OF_MEMORY, 0
+        memfd = os.memfd_create("fake-cuda", os.MFD_CLOEXEC)
+        os.ftruncate(memfd, size)
+        self._next_handle += 1
+        self._handles[self._next_handle] = (memfd, size)
+        return OK, self._next_handle
+
+    def cuMemRelease(self, handle: int) -> tuple[CUresult]:  # noqa: N802
+        if self._fails("cuMemRelease"):
+            return (self.fail_status,)
+        if handle not in self._handles:
+            return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
+        os.close(self._handles.pop(handle)[0])
+        return (OK,)
+
+    def cuMemMap(self, address: int, size: int, offset: int, handle: int, flags: int) -> tuple[CUresult]:  # noqa: N802
+        if self._fails("cuMemMap"):
+            return (self.fail_status,)
+        if handle not in self._handles:
+            return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
+        memfd, handle_size = self._handles[handle]
+        inside = any(start <= address and address + size <= start + r[0] for start, r in self._reserved.items())
+        if offset or flags or size != handle_size or address % self.granularity_bytes or not inside:
+            return (INVALID,)
+        if any(address < mapped + n and mapped < address + size for mapped, n in self._mappings.items()):
+            return (CUresult.CUDA_ERROR_ALREADY_MAPPED,)
+        _libc.mmap(address, size, 0, mmap.MAP_SHARED | _MAP_FIXED, memfd, 0)
+        self._mappings[address] = size
+        return (OK,)
+
+    def cuMemSetAccess(self, address: int, size: int, access: list[Any], count: int) -> tuple[CUresult]:  # noqa: N802
+        if self._fails("cuMemSetAccess"):
+            return (self.fail_status,)
+        if count != 1 or access[0].flags != 3 or not self._whole_mappings(address, size):
+            return (INVALID,)
+        _libc.mprotect(address, size, mmap.PROT_READ | mmap.PROT_WRITE)
+        return (OK,)
+
+    def cuMemUnmap(self, address: int, size: int) -> tuple[CUresult]:  # noqa: N802
+        if self._fails("cuMemUnmap"):
+            return (self.fail_status,)
+        if not self._whole_mappings(address, size):
+            return (INVALID,)
+        for mapped in [m for m in self._mappings if address <= m < address + size]:
+            del self._mappings[mapped]
+        _libc.mmap(address, size, 0, _HOLE | _MAP_FIXED | 0x4000, -1, 0)
+        return (OK,)
+
+    def cuEventCreate(self, flags: int) -> tuple[CUresult, int]:  # noqa: N802
+        if self._fails("cuEventCreate"):
+            return self.fail_status, 0
+        self._next_handle += 1
+        self._events[self._next_handle] = 0
+        return OK, self._next_handle
+
+    def cuEventRecord(self, event: int, stream: int) -> tuple[CUresult]:  # noqa: N802
+        if self._fails("cuEventRecord"):
+            return (self.fail_status,)
+        self._now += 1
+        self._events[event] = self._now
+        return (OK,)
+
+    def cuEventQuery(self, event: int) -> tuple[CUresult]:  # noqa: N802
+        return (OK if self._events[event] <= self._finished else CUresult.CUDA_ERROR_NOT_READY,)
+
+    def cuEventDestroy(self, event: int) -> tuple[CUresult]:  # noqa: N802
+        if self._events.pop(event, None) is None:
+            return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
+        return (OK,)
+
+    def _whole_mappings(self, address: int, size: int) -> bool:
+        """Whether the range is covered exactly by whole mappings."""
+        end = address + size
+        while address < end and address in self._mappings:
+            address += self._mappings[address]
+        return address == end

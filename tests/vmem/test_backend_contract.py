@@ -1,0 +1,151 @@
+"""What every backend does alike: the host, CUDA over the fake driver, and CUDA over the real one (marker gpu)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.vmem.fake_driver import FakeDriver
+from vmem import AddressRange, Backend, CudaBackend, HostBackend, IntegrityError, MapError, OutOfPages
+from vmem.dlpack import CPU
+
+NUM_PAGES = 8
+
+
+def host() -> tuple[Backend, int]:
+    page_bytes = 16384
+    return HostBackend(NUM_PAGES * page_bytes), page_bytes
+
+
+def fake_cuda() -> tuple[Backend, int]:
+    page_bytes = FakeDriver.granularity_bytes
+    return CudaBackend(driver=FakeDriver(NUM_PAGES * page_bytes), tensor_device=CPU), page_bytes
+
+
+def real_cuda() -> tuple[Backend, int]:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    torch.zeros(1, device="cuda")  # torch's context first, as in the engine
+    backend = CudaBackend()
+    return backend, backend.granularity_bytes
+
+
+@pytest.fixture(params=[host, fake_cuda, pytest.param(real_cuda, marks=pytest.mark.gpu)])
+def case(request: pytest.FixtureRequest) -> Iterator[tuple[Backend, int]]:
+    make: Callable[[], tuple[Backend, int]] = request.param
+    backend, page_bytes = make()
+    yield backend, page_bytes
+    backend.close()  # raises if a test left anything behind
+
+
+def test_two_addresses_show_one_page(case: tuple[Backend, int]) -> None:
+    backend, size = case
+    reserved = backend.reserve(4 * size)
+    handle = backend.create(size)
+    backend.map(reserved.address, [handle])
+    backend.map(reserved.address + 2 * size, [handle])
+    memory = backend.tensor(reserved)
+    memory[:size] = 3
+    assert bool((memory[2 * size : 3 * size] == 3).all())
+    memory[2 * size] = 9
+    assert memory[0] == 9
+    assert backend.num_mappings == 2
+    backend.unmap(AddressRange(reserved.address, size))
+    backend.unmap(AddressRange(reserved.address + 2 * size, size))
+    backend.destroy(handle)
+    backend.release(reserved)
+
+
+def test_remapped_pages_keep_their_bytes(case: tuple[Backend, int]) -> None:
+    backend, size = case
+    reserved = backend.reserve(4 * size)
+    handles = [backend.create(size) for _ in range(3)]
+    backend.map(reserved.address, handles)
+    memory = backend.tensor(reserved)
+    for i in range(3):
+        memory[i * size : (i + 1) * size] = i
+    backend.unmap(AddressRange(reserved.address, 3 * size))
+    backend.map(reserved.address + size, handles[::-1])
+    assert [memory[i * size].item() for i in (1, 2, 3)] == [2, 1, 0]
+    backend.unmap(AddressRange(reserved.address + 2 * size, 2 * size))  # a part of a run, whole pages
+    backend.unmap(AddressRange(reserved.address + size, size))
+    for handle in handles:
+        backend.destroy(handle)
+    backend.release(reserved)
+
+
+def test_physical_bytes_follow_the_pages(case: tuple[Backend, int]) -> None:
+    backend, size = case
+    reserved = backend.reserve(4 * size)
+    handles = [backend.create(size) for _ in range(4)]
+    backend.map(reserved.address, handles)
+    backend.tensor(reserved).fill_(1)
+    assert backend.memory_info().physical_bytes == 4 * size
+    backend.unmap(reserved)
+    for handle in handles:
+        backend.destroy(handle)
+    assert backend.memory_info().physical_bytes == 0
+    backend.release(reserved)
+
+
+def test_fences_pass(case: tuple[Backend, int]) -> None:
+    backend, _ = case
+    first, second = backend.fence(), backend.fence()
+    driver = getattr(backend, "_driver", None)
+    if isinstance(driver, FakeDriver):
+        assert not backend.completed(first)
+        driver.finish_work()
+    elif driver is not None:
+        torch.cuda.synchronize()
+    assert backend.completed(second)
+    assert backend.completed(first)
+
+
+def test_rules_are_enforced(case: tuple[Backend, int]) -> None:
+    backend, size = case
+    reserved = backend.reserve(2 * size)
+    handle = backend.create(size)
+    with pytest.raises(MapError, match="multiple of"):
+        backend.reserve(100)
+    with pytest.raises(MapError, match="one size"):
+        backend.create(2 * size)
+    with pytest.raises(IntegrityError, match="outside every reservation"):
+        backend.map(reserved.end, [handle])
+    backend.map(reserved.address, [handle])
+    with pytest.raises(IntegrityError, match="mapped already"):
+        backend.map(reserved.address, [handle])
+    with pytest.raises(IntegrityError, match="mapped 1 times"):
+        backend.destroy(handle)
+    with pytest.raises(IntegrityError, match="while a page is mapped"):
+        backend.release(reserved)
+    with pytest.raises(IntegrityError, match="no page is mapped"):
+        backend.unmap(reserved)
+    with pytest.raises(IntegrityError, match="1 mappings, 1 pages and 1 reservations"):
+        backend.close()
+    backend.unmap(AddressRange(reserved.address, size))
+    with pytest.raises(IntegrityError, match="does not exist"):
+        backend.map(reserved.address, [handle + size])
+    backend.destroy(handle)
+    backend.release(reserved)
+
+
+@pytest.mark.parametrize("make", [host, fake_cuda])
+def test_out_of_pages_is_transient(make: Callable[[], tuple[Backend, int]]) -> None:
+    backend, size = make()
+    handles = [backend.create(size) for _ in range(NUM_PAGES)]
+    with pytest.raises(OutOfPages):
+        backend.create(size)
+    backend.destroy(handles.pop())
+    handles.append(backend.create(size))
+    for handle in handles:
+        backend.destroy(handle)
+    backend.close()
+
+
+def test_tensor_covers_a_terabyte(case: tuple[Backend, int]) -> None:
+    backend, _ = case
+    reserved = backend.reserve(1 << 40)
+    assert backend.tensor(reserved).view(torch.float32).shape == (1 << 38,)
+    backend.release(reserved)

@@ -1,0 +1,89 @@
+"""Which pages exist and what is mapped where: rules that every backend keeps, checked before the device is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vmem.backend import AddressRange
+from vmem.errors import IntegrityError, MapError
+
+
+class Books:
+    """The accounting of one backend. Checks raise and change nothing; notes follow a call that succeeded."""
+
+    def __init__(self, granularity_bytes: int) -> None:
+        self._granularity_bytes = granularity_bytes
+        self.page_bytes = 0  # set by the first page: all have one size
+        self._pages: dict[int, int] = {}  # handle → number of addresses it is mapped at
+        self._mappings: dict[int, int] = {}  # address → handle
+        self._reserved: dict[int, AddressRange] = {}
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._pages)
+
+    @property
+    def num_mappings(self) -> int:
+        return len(self._mappings)
+
+    def check_size(self, what: str, num_bytes: int) -> None:
+        if num_bytes <= 0 or num_bytes % self._granularity_bytes:
+            raise MapError(f"{what} {num_bytes} is not a positive multiple of {self._granularity_bytes} bytes")
+
+    def note_reserved(self, reserved: AddressRange) -> None:
+        self._reserved[reserved.address] = reserved
+
+    def check_release(self, reserved: AddressRange) -> None:
+        if self._reserved.get(reserved.address) != reserved:
+            raise IntegrityError(f"release of {reserved}, which is not reserved")
+        for address in self._mappings:
+            if reserved.address <= address < reserved.end:
+                raise IntegrityError(f"release of {reserved} while a page is mapped at {address:#x}")
+
+    def note_released(self, reserved: AddressRange) -> None:
+        del self._reserved[reserved.address]
+
+    def check_create(self, page_bytes: int) -> None:
+        self.check_size("page size", page_bytes)
+        if self.page_bytes not in (0, page_bytes):
+            raise MapError(f"page size {page_bytes} after pages of {self.page_bytes} bytes: one size per backend")
+
+    def note_created(self, handle: int, page_bytes: int) -> None:
+        self.page_bytes = page_bytes
+        self._pages[handle] = 0
+
+    def check_destroy(self, handle: int) -> None:
+        if self._pages.get(handle) != 0:
+            raise IntegrityError(f"destroy of page {handle:#x}, mapped {self._pages.get(handle)} times")
+
+    def note_destroyed(self, handle: int) -> None:
+        del self._pages[handle]
+
+    def check_map(self, address: int, handles: Sequence[int]) -> None:
+        span = AddressRange(address, len(handles) * self.page_bytes)
+        if not any(r.address <= span.address and span.end <= r.end for r in self._reserved.values()):
+            raise IntegrityError(f"map at {span}, outside every reservation")
+        for i, handle in enumerate(handles):
+            if handle not in self._pages:
+                raise IntegrityError(f"map of page {handle:#x}, which does not exist")
+            if address + i * self.page_bytes in self._mappings:
+                raise IntegrityError(f"map at {address + i * self.page_bytes:#x}, where a page is mapped already")
+
+    def note_mapped(self, address: int, handles: Sequence[int]) -> None:
+        for i, handle in enumerate(handles):
+            self._mappings[address + i * self.page_bytes] = handle
+            self._pages[handle] += 1
+
+    def check_unmap(self, mapped: AddressRange) -> None:
+        for address in range(mapped.address, mapped.end, self.page_bytes):
+            if address not in self._mappings:
+                raise IntegrityError(f"unmap of {mapped}: no page is mapped at {address:#x}")
+
+    def note_unmapped(self, mapped: AddressRange) -> None:
+        for address in range(mapped.address, mapped.end, self.page_bytes):
+            self._pages[self._mappings.pop(address)] -= 1
+
+    def check_closed(self) -> None:
+        left = (len(self._mappings), len(self._pages), len(self._reserved))
+        if any(left):
+            raise IntegrityError("closed with {} mappings, {} pages and {} reservations alive".format(*left))

@@ -7,6 +7,7 @@ that is not success is a `MapError` with the call, its address and the status.
 
 from __future__ import annotations
 
+import importlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +44,7 @@ class CudaBackend:
         tensor_device: int = CUDA,
     ) -> None:
         if driver is None:
-            from cuda.bindings import driver
+            driver = _load_driver()
         self._driver = driver
         self._device = device
         self._headroom_bytes = headroom_bytes
@@ -177,3 +178,13 @@ class CudaBackend:
             raise OutOfPages(1, 0)
         place = "" if at is None else f" at {at:#x}"
         raise MapError(f"{name}{place} failed: {status.name} ({int(status)})")
+
+
+def _load_driver() -> Any:
+    """`cuda.bindings.driver`, once it has found the driver's library. Imported only here: not every machine has it."""
+    try:
+        driver = importlib.import_module("cuda.bindings.driver")
+        driver.cuInit(0)
+    except (ImportError, RuntimeError) as error:  # the package is missing, or the library it binds
+        raise MapError(f"no CUDA driver can be used: {error}") from error
+    return driver

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-import torch
+import torch.utils.dlpack
 
 from vmem.backend import AddressRange
 
@@ -60,4 +60,4 @@ def export_uint8(span: AddressRange, device_type: int, device_id: int) -> torch.
     tensor = _Tensor(span.address, device_type, device_id, 1, _UINT, 8, 1, shape, None, 0)
     managed = _ManagedTensor(tensor, None, _delete)
     _alive[ctypes.addressof(managed)] = (managed, shape)
-    return torch.from_dlpack(_new_capsule(ctypes.addressof(managed), b"dltensor", None))
+    return torch.utils.dlpack.from_dlpack(_new_capsule(ctypes.addressof(managed), b"dltensor", None))

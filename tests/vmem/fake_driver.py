@@ -1,9 +1,9 @@
 """A CUDA driver made of memfds and mmap that keeps the real one's rules, for tests on machines without a GPU.
 
-It stands in for `cuda.bindings.driver`: same functions, same return tuples, CPU memory. Aliasing is real. Breaking a rule
-gives the status the real driver gives: a page maps at offset 0 and whole, no address twice, unmap takes whole mappings,
-access must be granted before use (touching memory without it is a SIGSEGV), released handles are gone. Call number
-`fail_at` fails with `fail_status`. Work takes as long as the test likes: events pass when `finish_work` is called.
+It stands in for `cuda.bindings.driver`: same functions, same return tuples, CPU memory. Aliasing is real. Breaking a
+rule gives the status the real driver gives: a page maps at offset 0 and whole, no address twice, unmap takes whole
+mappings, access must be granted before use (touching memory without it is a SIGSEGV), released handles are gone. Call
+number `fail_at` fails with `fail_status`. Work takes as long as the test likes: events pass at `finish_work`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -52,6 +54,12 @@ def test_errors_say_call_address_and_status() -> None:
 def test_no_such_device() -> None:
     with pytest.raises(MapError, match="cuDeviceGet failed: CUDA_ERROR_INVALID_DEVICE"):
         CudaBackend(3, driver=FakeDriver(PAGE), tensor_device=CPU)
+
+
+def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    with pytest.raises(MapError, match="no CUDA driver"):
+        CudaBackend()
 
 
 @pytest.mark.parametrize("fail_at", range(1, 5))

@@ -10,7 +10,7 @@ URL := http://127.0.0.1:8000
 serve: $(VENV)/.base compiler
 	@echo "==> Starting Folio with serve_config.yaml on $(URL); this takes about half a minute (Ctrl-C stops it)"
 	@( for i in $$(seq 300); do sleep 1; \
-	     curl -sf $(URL)/health >/dev/null 2>&1 && { \
+	     $(BIN)/python -c 'import urllib.request as r; r.urlopen("$(URL)/health", timeout=5)' >/dev/null 2>&1 && { \
 	       printf '\n==> Folio is ready. Try:\n\n%s\n\n' "curl $(URL)/v1/chat/completions -H 'Content-Type: application/json' \
 	-d '{\"model\": \"builtin\", \"temperature\": 0, \"messages\": [{\"role\": \"user\", \"content\": \"What is Folio?\"}]}'"; \
 	       break; }; \

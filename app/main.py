@@ -8,8 +8,12 @@ from ray import serve
 from ray.serve import Application
 
 from app.config import EngineConfig
+from app.errors import ConfigError
 from app.serving.ingress import Ingress
 from app.serving.replica import EngineReplica
+
+# Serve's own default is 5, too few for an engine that batches. The engine's queue is where requests wait.
+MAX_ONGOING_REQUESTS = 1000
 
 
 class AppArgs(BaseModel):
@@ -33,7 +37,9 @@ def build(args: AppArgs) -> Application:
         ConfigError: a setting is out of bounds.
     """
     model_name = args.model_name or Path(args.engine.model).name
-    engine: Any = serve.deployment(EngineReplica)
-    ingress: Any = serve.deployment(Ingress)
+    if args.engine.skip_tokenizer_init:
+        raise ConfigError("skip_tokenizer_init is for scripts; a server needs the tokenizer")
+    engine: Any = serve.deployment(max_ongoing_requests=MAX_ONGOING_REQUESTS)(EngineReplica)
+    ingress: Any = serve.deployment(max_ongoing_requests=MAX_ONGOING_REQUESTS)(Ingress)
     application: Application = ingress.bind(args.engine.model, model_name, engine.bind(args.engine))
     return application

@@ -7,8 +7,9 @@ import logging
 import torch
 
 from kernels.cpu import CpuProvider
-from kernels.gather import ReferenceProvider, SdpaProvider
 from kernels.provider import AttentionProvider, KernelError
+from kernels.reference import ReferenceProvider
+from kernels.sdpa import SdpaProvider
 
 logger = logging.getLogger(__name__)
 

@@ -52,7 +52,10 @@ def _build(source: Path) -> Path:
     library = folder / f"{source.stem}-{key.hexdigest()[:16]}.so"
     if library.exists():
         return library
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KernelError(f"no folder for compiled kernels; set XDG_CACHE_HOME to one: {error}") from error
     logger.info("compiling %s for this processor into %s", source.name, library)
     with tempfile.TemporaryDirectory(dir=folder) as build:
         built = Path(build) / library.name

@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from kernels.build import CPP_DTYPES, load_library
-from kernels.provider import KernelError, Masking, VarlenBatch, check_shapes
+from kernels.provider import KernelError, Masking, VarlenBatch, check_shapes, check_write
 
 _MAX_GROUP_SIZE = 64
 
@@ -70,6 +70,7 @@ class CpuProvider:
         value_cache: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
+        check_write(key, value, key_cache, value_cache, slots)
         key, value = _unit_stride(key), _unit_stride(value)
         call = _WriteCall(
             key.data_ptr(),

@@ -104,3 +104,16 @@ def check_shapes(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torc
         raise ValueError(f"{query.shape[1]} query heads cannot share {key_cache.shape[2]} KV heads evenly")
     if not query.dtype == key_cache.dtype == value_cache.dtype:
         raise ValueError(f"dtypes differ: {query.dtype}, {key_cache.dtype}, {value_cache.dtype}")
+
+
+def check_write(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Raise `ValueError` with the shapes unless the new tokens fit the cache."""
+    for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        if new.ndim != 3 or new.shape[1:] != cache.shape[2:] or new.dtype != cache.dtype:
+            raise ValueError(
+                f"{name} {list(new.shape)} {new.dtype} does not fit a cache {list(cache.shape)} {cache.dtype}"
+            )
+    if len(key) != len(value) or slots.shape != key.shape[:1] or slots.dtype != torch.int64:
+        raise ValueError(f"{len(key)} keys, {len(value)} values and slots {list(slots.shape)} {slots.dtype}")

@@ -130,25 +130,24 @@ class CudaBackend:
         return export_uint8(reserved, self._tensor_device, self._device if self._tensor_device != CPU else 0)
 
     def fence(self) -> int:
+        self._call("cuCtxSetCurrent", self._context)  # per thread, and events need it
         event = self._spare_events.pop() if self._spare_events else None
         if event is None:
             event = self._call("cuEventCreate", int(self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         self._call("cuEventRecord", event, self._stream)
+        self._forget_passed()
         fence = self._next_fence
         self._next_fence += 1
         self._events.append((fence, event))
         return fence
 
     def completed(self, fence: int) -> bool:
-        while self._events and self._events[0][0] <= fence:
-            (status,) = self._driver.cuEventQuery(self._events[0][1])
-            if status == self._driver.CUresult.CUDA_ERROR_NOT_READY:
-                return False
-            self._check("cuEventQuery", status, None)
-            self._spare_events.append(self._events.popleft()[1])
-        return True
+        self._call("cuCtxSetCurrent", self._context)
+        self._forget_passed()
+        return not self._events or self._events[0][0] > fence
 
     def memory_info(self) -> MemoryInfo:
+        self._call("cuCtxSetCurrent", self._context)
         free, _ = self._call("cuMemGetInfo")
         physical = self._books.num_pages * self._books.page_bytes
         return MemoryInfo(physical, max(0, int(free) - self._headroom_bytes))
@@ -163,6 +162,15 @@ class CudaBackend:
         self._events.clear()
         self._call("cuDevicePrimaryCtxRelease", self._device)
         self._context = None
+
+    def _forget_passed(self) -> None:
+        """Take back the events of fences that the device has passed, in order."""
+        while self._events:
+            (status,) = self._driver.cuEventQuery(self._events[0][1])
+            if status == self._driver.CUresult.CUDA_ERROR_NOT_READY:
+                return
+            self._check("cuEventQuery", status, None)
+            self._spare_events.append(self._events.popleft()[1])
 
     def _call(self, name: str, *args: Any, at: int | None = None) -> Any:
         """Call the driver and return what it returned beside the status, if anything."""

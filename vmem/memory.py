@@ -3,7 +3,7 @@
 Two address ranges show the same pages:
 
     home      | block 0 | block 1 | block 2 | block 3 | …      block b is always at b · block_bytes
-    regions   | 2 | 0 |   hole    | 3 |     hole       | …     slot s holds one sequence's blocks in order
+    regions   | 2 | 0 |   hole    | 3 |     hole       | …     each holds one sequence's blocks in order
 
 A paged kernel reads home through the block table; any contiguous kernel reads the sequence's region.
 """
@@ -32,11 +32,11 @@ class SequenceMemory:
 
     Attributes:
         block_ids: the block table: logical block index → block id.
-        slot: index of the sequence's region, `None` if it is read through the block table.
+        region: index of the sequence's region, `None` if it is read through the block table.
         num_mapped: how many of its blocks, from the first on, are mapped in the region.
     """
 
-    slot: int | None
+    region: int | None
     block_ids: list[int] = field(default_factory=list)
     num_mapped: int = 0
 
@@ -78,7 +78,7 @@ class KVMemory:
         self._handles: dict[int, int] = {}  # block id → page
         self._sequences: set[SequenceMemory] = set()
         self._retired: deque[tuple[int, SequenceMemory]] = deque()  # (fence, sequence): freed, still readable
-        self._free_slots = list(range(num_regions))[::-1]
+        self._free_regions = list(range(num_regions))[::-1]
         self._fence = backend.fence()
         self._exposed_s = 0.0
         self._home = backend.reserve(num_blocks * layout.block_bytes)
@@ -101,9 +101,9 @@ class KVMemory:
     def open(self, view: View) -> SequenceMemory:
         """A new sequence without blocks, read through a region or through its block table. Free it with `free`."""
         self._reclaim()
-        if view == "region" and not self._free_slots:
+        if view == "region" and not self._free_regions:
             raise VmemError("every region is taken: more sequences opened than num_regions")
-        sequence = SequenceMemory(slot=self._free_slots.pop() if view == "region" else None)
+        sequence = SequenceMemory(region=self._free_regions.pop() if view == "region" else None)
         self._sequences.add(sequence)
         return sequence
 
@@ -140,7 +140,7 @@ class KVMemory:
         start = time.perf_counter()
         for sequence in sequences:
             missing = sequence.block_ids[sequence.num_mapped :]
-            if sequence.slot is None or not missing:
+            if sequence.region is None or not missing:
                 continue
             first = self._region(sequence).address + sequence.num_mapped * self.layout.block_bytes
             self._backend.map(first, [self._handles[b] for b in missing])
@@ -166,7 +166,7 @@ class KVMemory:
         return self.layout.view(self._backend.tensor(self._home), layer, self.layout.block_tokens)
 
     def region_view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer by region slot: `[num_regions, max_tokens, num_heads, dim]`, holes included."""
+        """K and V of a layer by region: `[num_regions, max_tokens, num_heads, dim]`, holes included."""
         tokens = self.region_blocks * self.layout.block_tokens
         return self.layout.view(self._backend.tensor(self._regions), layer, tokens)
 
@@ -186,13 +186,13 @@ class KVMemory:
         )
 
     def check_integrity(self) -> None:
-        """Raise `IntegrityError` unless blocks, slots, pages and mappings add up."""
+        """Raise `IntegrityError` unless blocks, regions, pages and mappings add up."""
         alive = [*self._sequences, *(sequence for _, sequence in self._retired)]
         self._pool.check_integrity(Counter(b for sequence in alive for b in sequence.block_ids))
-        slots = [sequence.slot for sequence in alive if sequence.slot is not None] + self._free_slots
+        regions = [sequence.region for sequence in alive if sequence.region is not None] + self._free_regions
         num_regions = self._regions.num_bytes // (self.region_blocks * self.layout.block_bytes)
-        if sorted(slots) != list(range(num_regions)):
-            raise IntegrityError(f"region slots {sorted(slots)} of {num_regions}")
+        if sorted(regions) != list(range(num_regions)):
+            raise IntegrityError(f"regions {sorted(regions)} of {num_regions}")
         mapped = len(self._handles) + sum(sequence.num_mapped for sequence in alive)
         if mapped != self._backend.num_mappings:
             raise IntegrityError(f"{mapped} pages should be mapped, {self._backend.num_mappings} are")
@@ -200,6 +200,7 @@ class KVMemory:
     def check_idle(self) -> None:
         """Raise `IntegrityError` unless every block is free and nothing is mapped but the pages' homes."""
         self._reclaim()
+        self.check_integrity()
         if self._sequences or self._retired or self._pool.num_free != self._pool.num_blocks:
             raise IntegrityError(
                 f"idle, but {len(self._sequences)} sequences are open, {len(self._retired)} retired, "
@@ -219,9 +220,9 @@ class KVMemory:
     # ---- inside ----
 
     def _region(self, sequence: SequenceMemory) -> AddressRange:
-        assert sequence.slot is not None
+        assert sequence.region is not None
         region_bytes = self.region_blocks * self.layout.block_bytes
-        return AddressRange(self._regions.address + sequence.slot * region_bytes, region_bytes)
+        return AddressRange(self._regions.address + sequence.region * region_bytes, region_bytes)
 
     def _create_pages(self, block_ids: Iterable[int]) -> None:
         """Create and map home the pages of blocks that never had one; all of them or none."""
@@ -259,8 +260,8 @@ class KVMemory:
                 self._backend.unmap(AddressRange(self._region(sequence).address, size))
                 sequence.num_mapped = 0
             self._retired.popleft()  # only now: had the unmap failed, it would be tried again
-            if sequence.slot is not None:
-                self._free_slots.append(sequence.slot)
+            if sequence.region is not None:
+                self._free_regions.append(sequence.region)
             self._pool.free(sequence.block_ids)
 
 

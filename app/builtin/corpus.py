@@ -155,10 +155,6 @@ def look_up_conversation(rng: random.Random, num_rooms: int, num_questions: int)
     return [Turn(first.task, f"{rooms.text()} {first.question}", first.answer), *others]
 
 
-def copy_conversation(rng: random.Random, num_items: int, num_questions: int) -> list[Turn]:
-    return [copy_turn(rng, num_items) for _ in range(num_questions)]
-
-
 def short_conversation(rng: random.Random, num_questions: int) -> list[Turn]:
     turns = []
     for _ in range(num_questions):

@@ -7,7 +7,7 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -76,7 +76,7 @@ class AsyncEngine:
 
     async def generate(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str | None = None
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         """Yield the output as it is generated. Closing or cancelling the iterator cancels the request.
 
         Raises:
@@ -131,9 +131,11 @@ class AsyncEngine:
         finally:
             with self._sending:
                 self._stopped = True
-            self._fail_all(reason)
-            self._refuse_commands(reason)
-            self._engine.close()
+            try:
+                self._engine.close()
+            finally:  # whatever state memory is in, nobody may wait for ever
+                self._fail_all(reason)
+                self._refuse_commands(reason)
 
     def _take_commands(self) -> bool:
         """Do what was asked since the last step, waiting when there is nothing to compute; False to stop."""
@@ -143,14 +145,19 @@ class AsyncEngine:
             except queue.Empty:
                 return True
             match command:
-                case _Stream():
-                    self._streams[command.request_id] = command
-                    self._engine.submit(command.request_id, command.prompt_token_ids, command.params)
+                case _Stream(request_id):
+                    self._streams[request_id] = command
+                    try:
+                        self._engine.submit(request_id, command.prompt_token_ids, command.params)
+                    except Exception as error:  # this request's fault, not the others'
+                        logger.exception("cannot begin %s", request_id)
+                        self._deliver(Delta(request_id, (), "", error=f"the request cannot begin: {error}"))
                 case _Cancel(request_id):
                     self._streams.pop(request_id, None)
                     self._engine.cancel(request_id)
                 case _TakeReport(result):
-                    result.set_result(self._engine.report())
+                    if result.set_running_or_notify_cancel():
+                        result.set_result(self._engine.report())
                 case _Stop():
                     return False
 
@@ -161,7 +168,10 @@ class AsyncEngine:
             raise
         except Exception as error:  # whatever went wrong, no request may wait for ever
             logger.exception("a step failed")
+            failed = list(self._streams)
             self._fail_all(f"a step failed: {error}")
+            for request_id in failed:
+                self._engine.cancel(request_id)
             self._engine.check_integrity()
             return
         for delta in deltas:
@@ -179,7 +189,6 @@ class AsyncEngine:
 
     def _fail_all(self, reason: str) -> None:
         for request_id in list(self._streams):
-            self._engine.cancel(request_id)
             self._deliver(Delta(request_id, (), "", error=reason))
 
     def _refuse_commands(self, reason: str) -> None:
@@ -189,7 +198,8 @@ class AsyncEngine:
                 case _Stream() as stream:
                     self._streams[stream.request_id] = stream
                 case _TakeReport(result):
-                    result.set_exception(EngineError(reason))
+                    if result.set_running_or_notify_cancel():
+                        result.set_exception(EngineError(reason))
                 case _:
                     pass
         self._fail_all(reason)

@@ -80,11 +80,14 @@ class GeometryProbe:
     def __init__(self, provider: AttentionProvider) -> None:
         self._provider = provider
         self._specs: dict[int, list[LayerSpec]] = {}
+        self.windowed_layers: set[int] = set()
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
     ) -> torch.Tensor:
         self._specs.setdefault(layer, []).append(LayerSpec(key.shape[1], key.shape[2], value.shape[2]))
+        if masking.window_left >= 0:
+            self.windowed_layers.add(layer)
         num_tokens = torch.tensor([len(query)], dtype=torch.int32)
         starts = torch.tensor([0, len(query)], dtype=torch.int32)
         batch = VarlenBatch(starts, num_tokens, torch.zeros(1, 1, dtype=torch.int32))

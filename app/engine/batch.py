@@ -49,7 +49,7 @@ def build_batch(scheduled: Sequence[Scheduled], memory: KVMemory, view: View, *,
     positions = np.arange(starts[-1]) - starts[sequence_of] + first[sequence_of]
     block_tokens = memory.layout.block_tokens
     if view == "region":
-        groups = np.array([[s.request.memory.slot] for s in scheduled], dtype=np.int32)  # type: ignore[union-attr]
+        groups = np.array([[s.request.memory.region] for s in scheduled], dtype=np.int32)  # type: ignore[union-attr]
         slots = groups[sequence_of, 0] * np.int64(memory.region_blocks * block_tokens) + positions
     else:
         tables = [s.request.memory.block_ids for s in scheduled]  # type: ignore[union-attr]

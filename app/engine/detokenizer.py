@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+# What the text before the output can change reaches back a token or two.
+_CONTEXT_TOKENS = 8
+
 
 class TextStream:
     """The text of one output as it grows.
@@ -19,13 +22,16 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
-        self._decoder = DecodeStream(ids=list(prompt_token_ids), skip_special_tokens=True)
+        before = list(prompt_token_ids[-_CONTEXT_TOKENS:])
+        if tokenizer.decode(before, skip_special_tokens=True).endswith("\ufffd"):
+            before = []  # cut inside a character: the stream would take the prompt for output
+        self._decoder = DecodeStream(ids=before, skip_special_tokens=True)
         self._stop = tuple(stop)
         self._held = ""  # text that may turn out to be the beginning of a stop string
 
     def push(self, token_id: int) -> tuple[str, bool]:
         """Add a token; returns the text that is now certain, and whether a stop string was met."""
-        piece = self._decoder.step(self._tokenizer, token_id)
+        piece = self._decode(token_id)
         if piece is None:  # in the middle of a character
             return "", False
         if not self._stop:
@@ -38,6 +44,16 @@ class TextStream:
         keep = max(_overlap(text, s) for s in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
+
+    def _decode(self, token_id: int) -> str | None:
+        try:
+            return self._decoder.step(self._tokenizer, token_id)
+        except Exception as error:
+            if "Invalid prefix" not in str(error):
+                raise
+            # Bytes that looked like a character were none, and text already out reads differently now: start anew.
+            self._decoder = DecodeStream(ids=[], skip_special_tokens=True)
+            return self._decoder.step(self._tokenizer, token_id)
 
     def flush(self) -> str:
         """The text held back, once no more can follow."""

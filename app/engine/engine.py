@@ -22,7 +22,7 @@ from app.engine.sampler import sample
 from app.engine.scheduler import Scheduler
 from app.engine.self_test import self_test
 from app.errors import ConfigError, ContextLengthError, RequestError
-from kernels import AttentionProvider, select_provider
+from kernels import AttentionProvider, KernelError, select_provider
 from vmem import HostBackend, KVMemory, MemoryReport, VmemError, plan_layout
 
 logger = logging.getLogger(__name__)
@@ -42,15 +42,18 @@ class Engine:
         torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         self.config = config
         self.model = load_model(config)
-        provider = select_provider(config.attention, torch.device("cpu"))
-        self.memory = _build_memory(config, self.model, provider)
+        try:
+            provider = select_provider(config.attention, torch.device("cpu"))  # all that `DEVICES` has so far
+            self.memory = _build_memory(config, self.model, provider)
+        except (VmemError, KernelError) as error:
+            raise ConfigError(f"these settings do not work here: {error}") from error
         try:
             self.max_model_len = _max_model_len(config, self.model, self.memory)
-            self._runner = ModelRunner(self.model, self.memory, provider, config.kv_view)
-            self_test(self.model, self._runner, self.memory, config.kv_view)
+            self_test(self.model, self.memory.layout, provider, config.kv_view)
         except BaseException:
             self.memory.close()
             raise
+        self._runner = ModelRunner(self.model, self.memory, provider, config.kv_view)
         self._scheduler = Scheduler(
             self.memory,
             max_num_seqs=config.max_num_seqs,

@@ -23,8 +23,8 @@ class PackedLinear(nn.Module):
 
 def pack_linears(model: nn.Module) -> int:
     """Replace every linear layer of a CPU model; returns how many. The unpacked weights are dropped, except those that
-    an embedding shares."""
-    if not torch.backends.mkldnn.is_available():
+    an embedding shares. Nothing is replaced where the processor lacks the instructions for the model's dtype."""
+    if not _supported(next(model.parameters()).dtype):
         return 0
     num_packed = 0
     for parent in list(model.modules()):
@@ -39,3 +39,13 @@ def pack_linears(model: nn.Module) -> int:
             setattr(parent, name, PackedLinear(weight, bias))
             num_packed += 1
     return num_packed
+
+
+def _supported(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return dtype == torch.float32

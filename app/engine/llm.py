@@ -33,15 +33,38 @@ class LLM:
 
     Args:
         model: "builtin", a local checkpoint folder, or a Hugging Face Hub id.
-        settings: any of `EngineConfig`'s: `dtype`, `device`, `max_model_len`, `max_num_seqs`,
-            `max_num_batched_tokens`, `kv_memory_bytes`, `skip_tokenizer_init`, …
+        settings: more of `EngineConfig`, which says what each of them means.
 
     Raises:
         ConfigError, ModelError: the settings or the model cannot work.
     """
 
-    def __init__(self, model: str | Path, **settings: Any) -> None:
-        self.engine = Engine(EngineConfig(model=str(model), **settings))
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 1024,
+        kv_memory_bytes: int | None = None,
+        skip_tokenizer_init: bool = False,
+        **settings: Any,
+    ) -> None:
+        self.engine = Engine(
+            EngineConfig(
+                model=str(model),
+                dtype=dtype,
+                device=device,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                kv_memory_bytes=kv_memory_bytes,
+                skip_tokenizer_init=skip_tokenizer_init,
+                **settings,
+            )
+        )
         self._num_requests = 0
 
     def generate(
@@ -71,20 +94,21 @@ class LLM:
             index[request_id] = i
             self.engine.submit(request_id, token_ids, param)
         outputs: list[tuple[list[int], list[str]]] = [([], []) for _ in prompts]
-        reasons: list[FinishReason] = ["cancelled"] * len(prompts)
+        reasons: dict[int, FinishReason] = {}
         try:
             while self.engine.has_work:
                 for delta in self.engine.step():
                     i = index[delta.request_id]
                     outputs[i][0].extend(delta.token_ids)
                     outputs[i][1].append(delta.text)
-                    reasons[i] = delta.finish_reason or reasons[i]
+                    if delta.finish_reason is not None:
+                        reasons[i] = delta.finish_reason
         finally:
             for request_id in index:  # only when a step failed is any of them still there
                 self.engine.cancel(request_id)
         return [
-            Completion(prompt, token_ids, "".join(text), reason)
-            for prompt, (token_ids, text), reason in zip(encoded, outputs, reasons, strict=True)
+            Completion(prompt, token_ids, "".join(text), reasons[i])
+            for i, (prompt, (token_ids, text)) in enumerate(zip(encoded, outputs, strict=True))
         ]
 
     def close(self) -> None:

@@ -41,6 +41,7 @@ class LoadedModel:
     """A model ready to run, and what its files say.
 
     Attributes:
+        windowed_layers: layers whose config says that they see only a sliding window.
         max_positions: longest context it was made for, in tokens.
         eos_token_ids: tokens that end an output.
     """
@@ -50,6 +51,7 @@ class LoadedModel:
     dtype: torch.dtype
     num_layers: int
     vocab_size: int
+    windowed_layers: frozenset[int]
     max_positions: int
     eos_token_ids: frozenset[int]
 
@@ -107,8 +109,12 @@ def load_model(config: EngineConfig) -> LoadedModel:
     attention.register()
     dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     try:
-        module = AutoModelForCausalLM.from_pretrained(
-            resolve(config.model), config=hf_config, dtype=dtype, attn_implementation=attention.IMPLEMENTATION
+        loaded_files: Any = AutoModelForCausalLM.from_pretrained(
+            resolve(config.model),
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation=attention.IMPLEMENTATION,
+            output_loading_info=True,
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot load {config.model!r}: {error}") from error
@@ -116,6 +122,10 @@ def load_model(config: EngineConfig) -> LoadedModel:
         if error.args != (attention.IMPLEMENTATION,):
             raise
         raise _not_on_the_interface(config.model, hf_config) from error
+    module, loading = loaded_files
+    if loading["missing_keys"]:
+        missing = sorted(loading["missing_keys"])
+        raise ModelError(f"{config.model!r} lacks {len(missing)} weights, {missing[0]} among them")
     if not module._can_set_attn_implementation():
         raise _not_on_the_interface(config.model, hf_config)
     module.eval().requires_grad_(False)
@@ -126,6 +136,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         dtype=module.dtype,
         num_layers=text_config.num_hidden_layers,
         vocab_size=text_config.vocab_size,
+        windowed_layers=_windowed_layers(text_config),
         max_positions=context_length(hf_config),
         eos_token_ids=_eos_token_ids(module.generation_config),
     )
@@ -151,6 +162,14 @@ def _not_on_the_interface(model: str, config: PreTrainedConfig) -> ModelError:
         f"{model!r} ({config.model_type}) computes attention outside transformers' AttentionInterface; "
         "Folio cannot serve it"
     )
+
+
+def _windowed_layers(config: PreTrainedConfig) -> frozenset[int]:
+    window = getattr(config, "sliding_window", None)
+    if window is None or getattr(config, "use_sliding_window", True) is False:
+        return frozenset()
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return frozenset(i for i, kind in enumerate(types) if kind == "sliding_attention")
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:

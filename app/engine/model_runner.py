@@ -8,6 +8,7 @@ from torch import nn
 from app.engine.attention import CachedAttention, GeometryProbe, bind
 from app.engine.batch import StepBatch
 from app.engine.model_loader import LoadedModel
+from app.errors import ModelError
 from kernels import AttentionProvider
 from vmem import KVMemory, LayerSpec, View
 
@@ -49,5 +50,13 @@ def observe_layers(model: LoadedModel, provider: AttentionProvider) -> tuple[Lay
     probe = GeometryProbe(provider)
     bind(model.module, probe)
     tokens = torch.arange(PROBE_TOKENS) % model.vocab_size
-    forward(model.module, tokens, torch.arange(PROBE_TOKENS), torch.tensor([PROBE_TOKENS - 1]))
+    logits = forward(model.module, tokens, torch.arange(PROBE_TOKENS), torch.tensor([PROBE_TOKENS - 1]))
+    kind = model.module.config.model_type
+    if len(logits) != 1:
+        raise ModelError(f"{kind} ignores logits_to_keep: asked for 1 row of logits, it gave {len(logits)}")
+    if probe.windowed_layers != model.windowed_layers:
+        raise ModelError(
+            f"{kind} should have sliding windows in layers {sorted(model.windowed_layers)}, but tells its attention so "
+            f"only in {sorted(probe.windowed_layers)}; it would be served wrongly beyond the window"
+        )
     return probe.layers(model.num_layers)

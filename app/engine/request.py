@@ -11,7 +11,7 @@ from app.engine.detokenizer import TextStream
 from app.engine.params import SamplingParams
 from vmem import SequenceMemory
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,19 +42,38 @@ def _draw_truncated(logits: torch.Tensor, uniform: torch.Tensor, requests: Seque
     params = [request.params for request in requests]
     vocab_size = logits.shape[-1]
     top_k = torch.tensor([min(p.top_k or vocab_size, vocab_size) for p in params])[:, None]
-    top_p = torch.tensor([p.top_p for p in params])[:, None]
-    limit = min(vocab_size, max(_TOP_P_CANDIDATES, *(p.top_k for p in params)))
+    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64)[:, None]
     log_total = logits.logsumexp(dim=-1, keepdim=True)
-    values, candidates = logits.topk(limit, dim=-1)
-    probs = (values - log_total).exp()
-    if bool(((top_k > limit) & (probs.sum(dim=-1, keepdim=True) < top_p)).any()):  # a flat distribution: sort it all
-        values, candidates = logits.sort(dim=-1, descending=True)
-        probs = (values - log_total).exp()
+    ranks = _ranks(logits)
+    limit = min(vocab_size, max(_TOP_P_CANDIDATES, *(p.top_k for p in params)))
+    candidates, probs = _likeliest(logits, ranks, log_total, limit)
+    if bool(((top_k > limit) & (probs.sum(dim=-1, keepdim=True) < top_p)).any()):  # flat: more are needed
+        candidates, probs = _likeliest(logits, ranks, log_total, vocab_size)
     probs = probs.masked_fill(torch.arange(probs.shape[-1]) >= top_k, 0.0)
-    mass = torch.where(top_k < vocab_size, probs.sum(dim=-1, keepdim=True), 1.0)
-    mass_before = probs.cumsum(dim=-1) - probs
-    probs = probs.masked_fill((mass_before >= top_p * mass) & (top_p < 1), 0.0)
-    return candidates.gather(-1, _invert(probs, uniform)[:, None])[:, 0]
+    cumulated = probs.cumsum(dim=-1)
+    mass = torch.where(top_k < vocab_size, cumulated[:, -1:], 1.0)
+    excluded = (cumulated - probs >= top_p * mass) & (top_p < 1)
+    excluded[:, 0] = False  # the likeliest token stays however small top_p is
+    return candidates.gather(-1, _invert(probs.masked_fill(excluded, 0.0), uniform)[:, None])[:, 0]
+
+
+def _ranks(logits: torch.Tensor) -> torch.Tensor:
+    """Integers that order like the float32 logits, the lower token id first among equals.
+
+    Half precision gives many equal logits, and `topk` orders those differently for another k: then a request's tokens
+    would depend on its neighbours' parameters.
+    """
+    bits = logits.contiguous().view(torch.int32).long()
+    ordered = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+    return ordered * logits.shape[-1] - torch.arange(logits.shape[-1])
+
+
+def _likeliest(
+    logits: torch.Tensor, ranks: torch.Tensor, log_total: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` likeliest tokens of each row and their probabilities (float64), likeliest first."""
+    candidates = ranks.topk(count, dim=-1).indices
+    return candidates, (logits.gather(-1, candidates) - log_total).double().exp()
 
 
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -62,4 +81,5 @@ def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     cumulated = weights.double().cumsum(dim=-1)
     # Just below 1, so that rounding never passes the last weight that is not zero.
     target = uniform * cumulated[:, -1:] * (1 - 2**-40)
-    return torch.searchsorted(cumulated, target, right=True)[:, 0]
+    index = torch.searchsorted(cumulated, target, right=True)[:, 0]
+    return index.clamp_(max=weights.shape[-1] - 1)  # only weights that are not numbers get past the end

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from app.engine.request import Request
-from vmem import KVMemory, OutOfPages, View
+from vmem import KVMemory, OutOfPages, View, VmemError
 
 logger = logging.getLogger(__name__)
 
@@ -94,9 +94,11 @@ class Scheduler:
         request.memory = self._memory.open(self._view)
         try:
             self._memory.append(request.memory, len(request.token_ids))
-        except OutOfPages:
+        except VmemError as error:
             self._release(request)
-            return False
+            if isinstance(error, OutOfPages):
+                return False
+            raise
         return True
 
     def _grow(self, request: Request) -> bool:

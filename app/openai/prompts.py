@@ -14,6 +14,7 @@ from app.openai.bodies import ChatCompletionRequest, CompletionRequest
 def encode_completion(tokenizer: PreTrainedTokenizerBase, request: CompletionRequest) -> list[int]:
     if isinstance(request.prompt, list):
         return request.prompt
+    _check_text(request.prompt, "prompt")
     token_ids: list[int] = tokenizer.encode(request.prompt)
     return list(token_ids)
 
@@ -28,6 +29,8 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, request: ChatCompletionReque
         raise RequestError("messages is empty; it needs at least one message", "messages")
     if tokenizer.chat_template is None:
         raise RequestError("this model has no chat template; use /v1/completions", "messages")
+    for message in request.messages:
+        _check_text(message.text, "messages")
     messages = [
         {"role": "system" if message.role == "developer" else message.role, "content": message.text}
         for message in request.messages
@@ -37,3 +40,11 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, request: ChatCompletionReque
     except TemplateError as error:
         raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
     return list(token_ids)
+
+
+def _check_text(text: str, param: str) -> None:
+    """JSON can carry half of a surrogate pair, which is no character and has no tokens."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{param} is not valid Unicode at character {error.start}", param) from error

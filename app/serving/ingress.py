@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -35,6 +36,8 @@ from app.openai.prompts import encode_chat, encode_completion
 from app.serving.messages import GenerateRequest, Piece
 from vmem import MemoryReport
 
+READY_TIMEOUT_S = 10
+
 
 @serve.ingress()
 class Ingress:
@@ -60,8 +63,12 @@ class Ingress:
         return build_api(self)
 
     async def ready(self) -> None:
-        """Returns once an engine replica answers."""
-        await self._facts()
+        """Returns when an engine replica answers that it is well."""
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await _call(self._engine.facts.remote())
+        except TimeoutError:
+            raise EngineError(f"no engine replica answered within {READY_TIMEOUT_S} s") from None
 
     async def models(self) -> ModelList:
         return ModelList(data=[await self.model(self._model_name)])
@@ -73,7 +80,7 @@ class Ingress:
     async def generate(self, request: CompletionRequest) -> Completion:
         """A completion, whole."""
         self._check_model(request.model)
-        prompt = encode_completion(self._tokenizer, request)
+        prompt = await asyncio.to_thread(encode_completion, self._tokenizer, request)
         request_id, piece = await self._whole("cmpl", prompt, request.sampling_params(request.max_tokens))
         choice = CompletionChoice(text=piece.text, finish_reason=piece.finish_reason)
         return self._completion(request_id, [choice], _usage(prompt, piece.num_tokens))
@@ -81,7 +88,7 @@ class Ingress:
     async def generate_stream(self, request: CompletionRequest) -> AsyncIterator[Completion]:
         """A completion, piece by piece."""
         self._check_model(request.model)
-        prompt = encode_completion(self._tokenizer, request)
+        prompt = await asyncio.to_thread(encode_completion, self._tokenizer, request)
         params = request.sampling_params(request.max_tokens)
         request_id, num_tokens = _new_id("cmpl"), 0
         async for piece in self._pieces(request_id, prompt, params):
@@ -94,7 +101,7 @@ class Ingress:
     async def chat(self, request: ChatCompletionRequest) -> ChatCompletion:
         """A chat completion, whole."""
         self._check_model(request.model)
-        prompt = encode_chat(self._tokenizer, request)
+        prompt = await asyncio.to_thread(encode_chat, self._tokenizer, request)
         request_id, piece = await self._whole("chatcmpl", prompt, _chat_params(request))
         choice = ChatChoice(message=AssistantMessage(content=piece.text), finish_reason=piece.finish_reason)
         return ChatCompletion(
@@ -108,7 +115,7 @@ class Ingress:
     async def chat_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
         """A chat completion, piece by piece; the first chunk carries the role."""
         self._check_model(request.model)
-        prompt = encode_chat(self._tokenizer, request)
+        prompt = await asyncio.to_thread(encode_chat, self._tokenizer, request)
         request_id, num_tokens = _new_id("chatcmpl"), 0
         role: Any = "assistant"
         async for piece in self._pieces(request_id, prompt, _chat_params(request)):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 
 from app.config import EngineConfig
-from app.engine import AsyncEngine
+from app.engine import AsyncEngine, Delta
 from app.errors import EngineError
 from app.serving.messages import GenerateRequest, Piece, ReplicaFacts
 from vmem import MemoryReport
@@ -27,22 +28,25 @@ class EngineReplica:
     async def generate(self, request: GenerateRequest) -> Piece:
         """The whole output at once."""
         texts, num_tokens, finish_reason = [], 0, None
-        async for delta in self._engine.generate(request.prompt_token_ids, request.params, request.request_id):
-            texts.append(delta.text)
-            num_tokens += len(delta.token_ids)
-            finish_reason = delta.finish_reason
+        async with aclosing(self._deltas(request)) as deltas:
+            async for delta in deltas:
+                texts.append(delta.text)
+                num_tokens += len(delta.token_ids)
+                finish_reason = delta.finish_reason
         return Piece("".join(texts), num_tokens, finish_reason)
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[Piece]:
         """The output as it is generated, a piece a step; steps that end inside a character add to the next piece."""
         num_tokens = 0
-        async for delta in self._engine.generate(request.prompt_token_ids, request.params, request.request_id):
-            num_tokens += len(delta.token_ids)
-            if delta.text or delta.finished:
-                yield Piece(delta.text, num_tokens, delta.finish_reason)
-                num_tokens = 0
+        async with aclosing(self._deltas(request)) as deltas:
+            async for delta in deltas:
+                num_tokens += len(delta.token_ids)
+                if delta.text or delta.finished:
+                    yield Piece(delta.text, num_tokens, delta.finish_reason)
+                    num_tokens = 0
 
     async def facts(self) -> ReplicaFacts:
+        self.check_health()
         return ReplicaFacts(self._engine.max_model_len)
 
     async def report(self) -> MemoryReport:
@@ -53,6 +57,9 @@ class EngineReplica:
         """Called by Serve; an error here replaces the replica."""
         if not self._engine.healthy:
             raise EngineError("the engine has stopped")
+
+    def _deltas(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        return self._engine.generate(request.prompt_token_ids, request.params, request.request_id)
 
     def __del__(self) -> None:
         if hasattr(self, "_engine"):  # else it never started

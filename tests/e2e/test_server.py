@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import socket
 import time
@@ -148,12 +149,16 @@ def test_stop_seed_and_n(server: Server) -> None:
             "temperature",
         ),
         ({"model": "builtin", "messages": [{"role": "user", "content": "x"}], "colour": 1}, 400, "colour"),
+        ({"model": "builtin", "messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages"),
         ({"model": "gpt-9", "messages": [{"role": "user", "content": "x"}]}, 404, "model"),
     ],
 )
 def test_errors(server: Server, body: dict[str, Any], status: int, param: str) -> None:
     for stream in (False, True):
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body | {"stream": stream}, timeout=DEADLINE_S)
+        content = json.dumps(body | {"stream": stream})
+        headers = {"content-type": "application/json"}
+        url = f"{server.url}/v1/chat/completions"
+        answer = httpx.post(url, content=content, headers=headers, timeout=DEADLINE_S)
         assert answer.status_code == status
         assert answer.json()["error"]["param"] == param
         assert answer.json()["error"]["type"] == "invalid_request_error"

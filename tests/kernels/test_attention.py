@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels import AttentionProvider, KernelError, Masking, VarlenBatch, select_provider
-from kernels.gather import ReferenceProvider
+from kernels.reference import ReferenceProvider
 
 CPU = torch.device("cpu")
 # Largest difference allowed against float64, for values of order 1.

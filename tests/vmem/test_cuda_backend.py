@@ -123,7 +123,7 @@ def test_memory_survives_a_failure_at_every_call(fail_at: int) -> None:
     driver.fail_at = -1
     memory.check_integrity()
     key, _ = memory.region_view(3)
-    key[sequences[1].slot, : 3 * layout.block_tokens] = 5.0
+    key[sequences[1].region, : 3 * layout.block_tokens] = 5.0
     home, _ = memory.home_view(3)
     assert bool((home[sequences[1].block_ids] == 5.0).all())
     memory.launched()

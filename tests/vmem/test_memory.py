@@ -75,8 +75,8 @@ def test_written_at_home_read_in_the_region() -> None:
         for position in (0, 15, 16, 39):
             block = sequence.block_ids[position // 16]
             home_key[block, position % 16] = float(position + layer)
-            region_value[sequence.slot, position] = float(-position - layer)
-            assert region_key[sequence.slot, position].eq(position + layer).all()
+            region_value[sequence.region, position] = float(-position - layer)
+            assert region_key[sequence.region, position].eq(position + layer).all()
             assert home_value[block, position % 16].eq(-position - layer).all()
     memory.free(sequence)
     memory.check_integrity()
@@ -158,7 +158,7 @@ def test_nothing_is_reused_before_its_fence() -> None:
     assert backend.num_mappings == mapped
     assert memory.num_free_blocks == NUM_BLOCKS - 7
     other = memory.open("region")
-    assert other.slot != sequence.slot
+    assert other.region != sequence.region
     with pytest.raises(OutOfPages):
         memory.append(other, 16 * 6)
     backend.passed = backend.fences
@@ -227,8 +227,8 @@ class MemoryMachine(RuleBasedStateMachine):
             key[sequence.block_ids[position // 16], position % 16] = self.next_value
             self.written[sequence].append(self.next_value)
             self.next_value += 1
-        if sequence.slot is not None:
-            region = self.memory.region_view(1)[0][sequence.slot, : len(self.written[sequence]), 0, 0]
+        if sequence.region is not None:
+            region = self.memory.region_view(1)[0][sequence.region, : len(self.written[sequence]), 0, 0]
             assert region.tolist() == self.written[sequence]
 
     @rule(sequence=consumes(sequences))

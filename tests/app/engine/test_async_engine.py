@@ -107,6 +107,38 @@ def test_a_failed_step_fails_its_requests_and_no_others(engine: AsyncEngine, mon
     run(main())
 
 
+def test_a_failed_admission_fails_its_request_only(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device refuses while a request is being admitted: it was half admitted, and the engine stopped."""
+
+    async def main() -> None:
+        def fail(*_: object) -> None:
+            raise MapError("injected")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._engine.memory, "append", fail)
+            with pytest.raises(EngineError, match="injected"):
+                await collect(engine, [1, 2], GREEDY)
+        assert engine.healthy
+        assert len(await collect(engine, [1, 2], GREEDY)) == 30
+        assert await all_free(engine)
+
+    run(main())
+
+
+def test_a_cancelled_report_harms_nobody(engine: AsyncEngine) -> None:
+    """The thread answered a future that had been cancelled, and died of it."""
+
+    async def main() -> None:
+        for _ in range(50):
+            task = asyncio.create_task(engine.report())
+            await asyncio.sleep(0)
+            task.cancel()
+        assert len(await collect(engine, [1, 2], GREEDY)) == 30
+        assert engine.healthy
+
+    run(main())
+
+
 def test_broken_books_stop_the_engine(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     from vmem import IntegrityError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase
 
 from app.engine.detokenizer import TextStream
@@ -66,3 +67,23 @@ def test_text_is_held_back_only_while_it_may_be_a_stop(tokenizer: PreTrainedToke
     for token in tokenizer.encode("The room 4"):
         emitted += output.push(token)[0]
     assert emitted == "The room 4"
+
+
+def test_a_prompt_cut_inside_a_character_is_not_echoed(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The decoder took a prompt that ends in half a character for output, and emitted all of it."""
+    first, *rest = tokenizer.encode("é")
+    output = TextStream(tokenizer.backend_tokenizer, [*tokenizer.encode("secret prompt"), first], [])
+    emitted = "".join(output.push(token)[0] for token in (*rest, *tokenizer.encode(" and on")))
+    assert "secret" not in emitted
+    assert emitted.endswith(" and on")
+
+
+def test_bytes_that_are_no_character_do_not_stop_the_stream() -> None:
+    """A byte-fallback tokenizer can rewrite text that is out already; the library raises then."""
+    vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"a": 256, "b": 257}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    output = TextStream(tokenizer, [256], [])
+    emitted = "".join(output.push(token)[0] for token in (0x0A, 0xE2, 256, 257, 257))
+    assert emitted.startswith("\n")
+    assert emitted.endswith("bb")

@@ -177,8 +177,22 @@ def test_settings_that_cannot_work(make_checkpoint: MakeCheckpoint) -> None:
         make_engine(make_checkpoint, kv_memory_bytes=3 * BLOCK_BYTES, max_model_len=100)
     with pytest.raises(ConfigError, match="beyond the 1024 positions"):
         make_engine(make_checkpoint, max_model_len=2000)
+    with pytest.raises(ConfigError, match="block_tokens 24 must divide"):
+        make_engine(make_checkpoint, block_tokens=24)
+    with pytest.raises(ConfigError, match="attention 'fast' is unknown"):
+        make_engine(make_checkpoint, attention="fast")
     with pytest.raises(ConfigError, match="choose one of"):
         make_engine(make_checkpoint, dtype="int3")
+
+
+@pytest.mark.parametrize("settings", [{"max_num_seqs": 1}, {"max_model_len": 16}, {"kv_memory_bytes": 2 * BLOCK_BYTES}])
+def test_the_smallest_settings_work(make_checkpoint: MakeCheckpoint, settings: dict[str, int]) -> None:
+    """The self-test needed two sequences of 21 tokens, whatever the settings allowed."""
+    engine = make_engine(make_checkpoint, **settings)
+    for i in range(3):
+        engine.submit(str(i), [1, 2, 3], SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))
+    assert all(len(tokens) == 5 for tokens in run(engine).values())
+    engine.close()
 
 
 def test_a_small_cache_limits_the_context(make_checkpoint: MakeCheckpoint) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from app.engine import LLM
 from app.engine.attention import CachedAttention
 from app.errors import ModelError
-from kernels import Masking
+from kernels import Masking, VarlenBatch
 from tests.conftest import ARCHITECTURES, SMALL, VOCAB_SIZE, MakeCheckpoint
 
 
@@ -51,6 +55,44 @@ def test_the_self_test_finds_wrong_attention(make_checkpoint: MakeCheckpoint, mo
     folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
     with pytest.raises(ModelError, match="self-test failed"):
         LLM(folder, skip_tokenizer_init=True, kv_memory_bytes=8 << 20)
+
+
+def test_the_self_test_finds_a_cache_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 too, where single rows may differ: attention that sees only its own chunk."""
+
+    def forgetful(
+        self: CachedAttention, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking
+    ) -> torch.Tensor:
+        starts = self.batch.attention.cu_seqlens_q
+        lengths = starts.diff().int()
+        batch = VarlenBatch(starts, lengths, torch.arange(len(lengths), dtype=torch.int32)[:, None].contiguous())
+        keys, values = (
+            torch.nn.utils.rnn.pad_sequence(list(tensor.split(lengths.tolist())), batch_first=True) for tensor in (k, v)
+        )
+        return self._provider.attend(q, keys, values, batch, masking)
+
+    monkeypatch.setattr(CachedAttention, "attend", forgetful)
+    with pytest.raises(ModelError, match="self-test failed"):
+        LLM("builtin", kv_memory_bytes=8 << 20)
+
+
+def test_a_window_that_attention_never_hears_of(make_checkpoint: MakeCheckpoint) -> None:
+    """PhiMoE hands its window to the mask only: prompts beyond it got other tokens than from `generate`."""
+    settings = SMALL | {"sliding_window": 40, "num_local_experts": 2, "num_experts_per_tok": 1}
+    folder = make_checkpoint("phimoe", **settings)
+    with pytest.raises(ModelError, match=r"sliding windows in layers \[0, 1, 2\]"):
+        LLM(folder, skip_tokenizer_init=True, kv_memory_bytes=8 << 20)
+
+
+def test_missing_weights(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """transformers only warns, and serves random numbers in their place."""
+    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    shutil.copytree(folder, tmp_path / "cut")
+    weights = load_file(tmp_path / "cut" / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "cut" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 weights, model\.layers\.1\.mlp\.up_proj"):
+        LLM(tmp_path / "cut", skip_tokenizer_init=True, kv_memory_bytes=8 << 20)
 
 
 def test_rope_that_depends_on_the_length_limits_the_context(make_checkpoint: MakeCheckpoint) -> None:

@@ -64,6 +64,29 @@ def test_alone_and_in_a_crowd() -> None:
         assert [sample(logits[i : i + 1], [alone])[0] for _ in range(20)] == [tokens[i] for tokens in crowd]
 
 
+def test_equal_logits_do_not_depend_on_the_neighbours() -> None:
+    """bfloat16 logits tie often, and topk orders ties differently for another k: a neighbour's top_k showed."""
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(40):
+        logits = torch.randn(2, 3000, generator=generator).bfloat16()
+        for params in ({"top_k": 50}, {"top_p": 0.9}):
+            alone = sample(logits[:1], [request(seed=seed, **params)])
+            together = sample(logits, [request(seed=seed, **params), request(seed=1, top_k=1000)])
+            assert together[0] == alone[0]
+
+
+@pytest.mark.parametrize("top_p", [1e-46, 1e-300])
+def test_tiny_top_p_keeps_the_likeliest(top_p: float) -> None:
+    """It is 0 in float32: every token was excluded, and the whole step failed."""
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    assert sample(logits, [request(top_p=top_p)]) == [1]
+
+
+def test_broken_logits_stay_inside_the_vocabulary() -> None:
+    logits = torch.full((2, 5), torch.nan)
+    assert all(0 <= token < 5 for token in sample(logits, [request(), request(top_k=2)]))
+
+
 def test_tiny_temperature_is_greedy() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0]])
     assert sample(logits, [request(temperature=1e-40)]) == [1]

@@ -1,15 +1,14 @@
-"""Providers in plain torch that gather each sequence's keys and values: slow, and simple enough to be believed."""
+"""Attention in plain torch, each sequence's keys and values gathered first: slow, and simple enough to be believed."""
 
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 from kernels.provider import Masking, VarlenBatch, check_shapes
 
 
-class _GatherProvider:
-    """Write by index, and walk the sequences of a batch one by one."""
+class GatherProvider:
+    """Write by index, and walk the sequences of a batch one by one; a subclass attends for one."""
 
     name: str
 
@@ -42,24 +41,20 @@ class _GatherProvider:
             if end > start:
                 key = _gather(key_cache, batch.groups[i], num_cached)
                 value = _gather(value_cache, batch.groups[i], num_cached)
-                out[start:end] = self._attend_one(query[start:end], key, value, masking)
+                out[start:end] = self.attend_one(query[start:end], key, value, masking)
         return out
 
-    def _attend_one(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
-    ) -> torch.Tensor:
+    def attend_one(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking) -> torch.Tensor:
         """`[q, heads, dim]` against `[cached, kv_heads, dim]`."""
         raise AssertionError("a provider defines this")
 
 
-class ReferenceProvider(_GatherProvider):
+class ReferenceProvider(GatherProvider):
     """The definition of correct: every step written out, computed in float32, or in float64 when given float64."""
 
     name = "reference"
 
-    def _attend_one(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
-    ) -> torch.Tensor:
+    def attend_one(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking) -> torch.Tensor:
         compute = torch.float64 if query.dtype == torch.float64 else torch.float32
         group_size = query.shape[1] // key.shape[1]
         keys = key.to(compute).repeat_interleave(group_size, dim=1)
@@ -73,38 +68,6 @@ class ReferenceProvider(_GatherProvider):
             scores = torch.cat([scores, sinks], dim=-1)
         weights = scores.softmax(dim=-1)[..., : key.shape[0]]
         return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
-
-
-class SdpaProvider(_GatherProvider):
-    """torch's scaled_dot_product_attention, one call a sequence, grouped heads folded into the query rows.
-
-    Folding is exact and several times faster than `enable_gqa` on CPUs. Softcap and sinks are beyond SDPA and take the
-    reference's way.
-    """
-
-    name = "sdpa"
-
-    def __init__(self) -> None:
-        self._reference = ReferenceProvider()
-
-    def _attend_one(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
-    ) -> torch.Tensor:
-        if masking.softcap > 0 or masking.sinks is not None:
-            return self._reference._attend_one(query, key, value, masking)
-        num_queries, num_heads, dim = query.shape
-        num_kv_heads = key.shape[1]
-        group_size = num_heads // num_kv_heads
-        folded = query.view(num_queries, num_kv_heads, group_size, dim).permute(1, 2, 0, 3)
-        folded = folded.reshape(1, num_kv_heads, group_size * num_queries, dim)
-        mask = None
-        if num_queries > 1 or masking.window_left >= 0:
-            mask = visible(num_queries, key.shape[0], masking.window_left).repeat(group_size, 1)
-        out = functional.scaled_dot_product_attention(
-            folded, key.transpose(0, 1)[None], value.transpose(0, 1)[None], attn_mask=mask, scale=masking.scale
-        )
-        out = out.view(num_kv_heads, group_size, num_queries, value.shape[2]).permute(2, 0, 1, 3)
-        return out.reshape(num_queries, num_heads, value.shape[2])
 
 
 def visible(num_queries: int, num_cached: int, window_left: int) -> torch.Tensor:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, get_args
 
-from pydantic import ConfigDict
-
 from app.errors import ConfigError
 from vmem import View
 
@@ -33,7 +31,7 @@ class EngineConfig:
         skip_tokenizer_init: no tokenizer: prompts are token ids and there is no text.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # in YAML, unknown settings are errors
 
     model: str
     dtype: str = "auto"

@@ -18,7 +18,7 @@ step() { # NAME SECONDS COMMAND...
 import torch
 print(torch.cuda.get_device_name(), "torch", torch.__version__, "CUDA", torch.version.cuda)
 PY
-step "tests of the CUDA backend on the real driver" 120 "$python" -m pytest -q -m gpu tests
+step "tests of the CUDA backend on the real driver" 120 "$python" -m pytest -q -m gpu tests/vmem tests/kernels
 step "tests of the CUDA backend on the fake driver" 120 "$python" -m pytest -q tests/vmem -m "not gpu"
 
 printf '\n%s\n' "${rows[@]}"

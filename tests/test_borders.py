@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 FORBIDDEN = {
     "vmem": {"app", "kernels", "ray", "transformers"},
     "kernels": {"app", "vmem", "ray", "transformers"},
-    "app/engine": {"ray", "fastapi", "starlette", "app.serving", "app.openai"},
+    "app/engine": {"ray", "fastapi", "starlette", "pydantic", "app.serving", "app.openai"},
     "app/openai": {"ray", "app.serving", "vmem", "kernels"},
     "app/builtin": {"ray", "vmem", "kernels", "app.engine", "app.serving"},
 }
@@ -42,7 +42,7 @@ def test_no_forbidden_imports(folder: str) -> None:
 def test_the_engine_imports_where_ray_and_gpu_libraries_are_missing() -> None:
     code = """
 import sys
-for name in ("ray", "triton", "cuda", "fastapi"):
+for name in ("ray", "triton", "cuda", "fastapi", "pydantic"):
     sys.modules[name] = None  # makes an import of it fail
 import vmem, kernels, app.engine
 """

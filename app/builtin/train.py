@@ -1,4 +1,4 @@
-"""Train the built-in model: `python -m app.builtin.train --out DIR` (about an hour on 2 CPU cores, minutes on a GPU).
+"""Train the built-in model: `python -m app.builtin.train --out DIR` (about an hour on 2 CPU cores).
 
 The data is `corpus.py`'s, the architecture is transformers' Llama, the result an ordinary checkpoint folder. Lengths
 follow a curriculum: short conversations teach the tasks, long ones teach looking further back. The loss counts answer
@@ -46,7 +46,19 @@ class Stage:
     share: float
 
 
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Shares of rows with look-ups and with copies; the rest are short tasks."""
+
+    look_up: float
+    copy: float
+
+
+TRAINING_MIX, POLISHING_MIX = Mix(look_up=0.55, copy=0.2), Mix(look_up=0.25, copy=0.6)
 CURRICULUM = (Stage(128, 0.2), Stage(256, 0.25), Stage(512, 0.2), Stage(1024, 0.15), Stage(2304, 0.2))
+
+
+POLISHING, POLISHING_RATE = Stage(1152, 1.0), 0.2
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
@@ -108,13 +120,13 @@ class Encoder:
         return ids, labels
 
 
-def conversation(rng: random.Random, row_tokens: int) -> Iterator[Turn]:
+def conversation(rng: random.Random, row_tokens: int, mix: Mix) -> Iterator[Turn]:
     """An endless conversation for one row; its first turn takes at most about `row_tokens`."""
     kind = rng.random()
-    if kind < 0.55:  # about 9 tokens a room, 20 a question
+    if kind < mix.look_up:  # about 9 tokens a room, 20 a question
         num_rooms = rng.randint(1, max(2, min(240, int(row_tokens * rng.uniform(0.05, 0.95) / 9.5) - 3)))
         yield from corpus.look_up_conversation(rng, num_rooms, row_tokens // 18)
-    elif kind < 0.75:  # about 2 tokens an item
+    elif kind < mix.look_up + mix.copy:  # about 2 tokens an item
         while True:
             num_items = rng.randint(2, max(4, int(row_tokens * rng.uniform(0.05, 0.48)) - 12))
             yield corpus.copy_turn(rng, min(num_items, 900))
@@ -122,14 +134,16 @@ def conversation(rng: random.Random, row_tokens: int) -> Iterator[Turn]:
         yield from corpus.short_conversation(rng, row_tokens // 10)
 
 
-def batch(rng: random.Random, encoder: Encoder, row_tokens: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(
+    rng: random.Random, encoder: Encoder, row_tokens: int, num_rows: int, mix: Mix
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and labels, both [num_rows, row_tokens]."""
     ids = torch.zeros(num_rows, row_tokens, dtype=torch.long)
     labels = torch.full((num_rows, row_tokens), IGNORED_LABEL)
     for i in range(num_rows):
         row_ids: list[int] = []
         while not row_ids:
-            row_ids, row_labels = encoder.row(conversation(rng, row_tokens), row_tokens)
+            row_ids, row_labels = encoder.row(conversation(rng, row_tokens, mix), row_tokens)
         ids[i, : len(row_ids)] = torch.tensor(row_ids)
         labels[i, : len(row_ids)] = torch.tensor(row_labels)
     return ids, labels
@@ -178,9 +192,15 @@ def train(args: argparse.Namespace) -> None:
         nn.Module.to(model, device)
         print(json.dumps(evaluate(model, encoder, args.samples, EVALUATED_LENGTHS), indent=1))
         return
-    model = build_model(VOCAB_SIZE, token_id(tokenizer, END), token_id(tokenizer, PAD), args.seed)
+    if args.polish:
+        model = LlamaForCausalLM.from_pretrained(args.out, dtype=torch.float32)
+        stages, mix, top_rate = [POLISHING] * args.steps, POLISHING_MIX, POLISHING_RATE
+    else:
+        model = build_model(VOCAB_SIZE, token_id(tokenizer, END), token_id(tokenizer, PAD), args.seed)
+        stages = [stage for stage in CURRICULUM for _ in range(round(stage.share * args.steps))]
+        mix, top_rate = TRAINING_MIX, 1.0
     nn.Module.to(model, device)
-    rng = random.Random(args.seed + 1)
+    rng = random.Random(args.seed + 1 + args.polish)
     hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     rest = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     optimizers = [
@@ -188,11 +208,10 @@ def train(args: argparse.Namespace) -> None:
         torch.optim.AdamW(rest, lr=args.adam_lr, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     start = time.perf_counter()
-    stages = [stage for stage in CURRICULUM for _ in range(round(stage.share * args.steps))]
     for step, stage in enumerate(stages, start=1):
         progress = step / len(stages)
-        scale = min(1.0, step / 100) * min(1.0, (1.0 - progress) / 0.4 + 0.01)
-        ids, labels = batch(rng, encoder, stage.row_tokens, max(1, args.batch_tokens // stage.row_tokens))
+        scale = top_rate * min(1.0, step / 100) * min(1.0, (1.0 - progress) / 0.4 + 0.01)
+        ids, labels = batch(rng, encoder, stage.row_tokens, max(1, args.batch_tokens // stage.row_tokens), mix)
         ids, labels = ids.to(device), labels.to(device)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.bf16):
             logits = model(input_ids=ids).logits
@@ -238,6 +257,7 @@ def main() -> None:
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--samples", type=int, default=200, help="cases per task in the final evaluation")
     parser.add_argument("--report", type=int, default=50, help="steps between progress lines")
+    parser.add_argument("--polish", action="store_true", help="train the checkpoint in --out a little more, on copying")
     parser.add_argument("--evaluate", action="store_true", help="only evaluate the checkpoint in --out")
     train(parser.parse_args())
 

@@ -10,9 +10,10 @@ URL := http://127.0.0.1:8000
 serve: $(VENV)/.base compiler
 	@echo "==> Starting Folio with serve_config.yaml on $(URL); this takes about half a minute (Ctrl-C stops it)"
 	@( for i in $$(seq 300); do sleep 1; \
-	     $(BIN)/python -c 'import urllib.request as r; r.urlopen("$(URL)/health", timeout=5)' >/dev/null 2>&1 && { \
+	     model=$$($(BIN)/python -c 'import json, urllib.request as r; \
+	       print(json.load(r.urlopen("$(URL)/v1/models", timeout=5))["data"][0]["id"])' 2>/dev/null) && { \
 	       printf '\n==> Folio is ready. Try:\n\n%s\n\n' "curl $(URL)/v1/chat/completions -H 'Content-Type: application/json' \
-	-d '{\"model\": \"builtin\", \"temperature\": 0, \"messages\": [{\"role\": \"user\", \"content\": \"What is Folio?\"}]}'"; \
+	-d '{\"model\": \"$$model\", \"temperature\": 0, \"messages\": [{\"role\": \"user\", \"content\": \"What is Folio?\"}]}'"; \
 	       break; }; \
 	     kill -0 $$PPID 2>/dev/null || break; \
 	   done ) & \

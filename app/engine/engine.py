@@ -122,9 +122,13 @@ class Engine:
         tokens = sample(logits, sampling) if sampling else []
         for s in scheduled:
             s.request.num_computed += s.num_tokens
+        sound = logits.amax(dim=-1).isfinite().tolist()  # a NaN anywhere in a row is its maximum
         deltas = []
-        for request, token in zip(sampling, tokens, strict=True):
-            delta = request.append(token, self.model.eos_token_ids)
+        for request, token, is_sound in zip(sampling, tokens, sound, strict=True):
+            if is_sound:
+                delta = request.append(token, self.model.eos_token_ids)
+            else:
+                delta = Delta(request.request_id, (), "", error="the model's logits are not finite numbers")
             deltas.append(delta)
             if delta.finished:
                 self.cancel(request.request_id)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
+
+logger = logging.getLogger(__name__)
 
 
 class PackedLinear(nn.Module):
@@ -24,7 +28,11 @@ class PackedLinear(nn.Module):
 def pack_linears(model: nn.Module) -> int:
     """Replace every linear layer of a CPU model; returns how many. The unpacked weights are dropped, except those that
     an embedding shares. Nothing is replaced where the processor lacks the instructions for the model's dtype."""
-    if not _supported(next(model.parameters()).dtype):
+    dtype = next(model.parameters()).dtype
+    if not _supported(dtype):
+        logger.warning(
+            "this processor has no fast %s products: linear layers stay unpacked, several times slower", dtype
+        )
         return 0
     num_packed = 0
     for parent in list(model.modules()):

@@ -12,7 +12,7 @@ from app.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.params import SamplingParams
 from app.engine.request import FinishReason
-from app.errors import RequestError
+from app.errors import EngineError, RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,7 @@ class LLM:
 
         Raises:
             RequestError: a prompt or a parameter is invalid; nothing was generated.
+            EngineError: the model's output is no numbers.
         """
         if isinstance(prompts, str):
             raise RequestError("prompts must be a list of prompts, got one string", "prompts")
@@ -98,6 +99,8 @@ class LLM:
         try:
             while self.engine.has_work:
                 for delta in self.engine.step():
+                    if delta.error is not None:
+                        raise EngineError(delta.error)
                     i = index[delta.request_id]
                     outputs[i][0].extend(delta.token_ids)
                     outputs[i][1].append(delta.text)

@@ -92,30 +92,18 @@ def test_invalid_requests_raise_before_the_first_delta(engine: AsyncEngine) -> N
         run(collect(engine, [], GREEDY))
 
 
-def test_a_failed_step_fails_its_requests_and_no_others(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        def fail(*_: object) -> None:
-            raise MapError("injected")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(engine._engine.memory, "ensure", fail)
-            with pytest.raises(EngineError, match="injected"):
-                await collect(engine, [1, 2], GREEDY)
-        assert engine.healthy
-        assert len(await collect(engine, [1, 2], GREEDY)) == 30
-
-    run(main())
-
-
-def test_a_failed_admission_fails_its_request_only(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device refuses while a request is being admitted: it was half admitted, and the engine stopped."""
+@pytest.mark.parametrize("call", ["ensure", "append"])
+def test_a_refusing_device_fails_its_requests_and_no_others(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """While a step is mapped, or while a request is admitted: half admitted, it once stopped the engine."""
 
     async def main() -> None:
         def fail(*_: object) -> None:
             raise MapError("injected")
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine._engine.memory, "append", fail)
+            patch.setattr(engine._engine.memory, call, fail)
             with pytest.raises(EngineError, match="injected"):
                 await collect(engine, [1, 2], GREEDY)
         assert engine.healthy

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from app.config import EngineConfig
+from app.engine.batch import StepBatch
 from app.engine.engine import Engine
 from app.engine.params import SamplingParams
 from app.errors import ConfigError, ContextLengthError, RequestError
@@ -168,6 +169,25 @@ def test_a_failed_step_loses_nothing(engine: Engine, monkeypatch: pytest.MonkeyP
             engine.step()
     engine.check_integrity()
     assert len(run(engine)["x"]) == 39
+
+
+def test_logits_that_are_no_numbers_fail_their_request_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.submit("broken", prompts(20)[0], GREEDY)
+    engine.submit("sound", prompts(20)[0], GREEDY)
+    real = engine._runner.run
+
+    def spoil(batch: StepBatch) -> torch.Tensor:
+        logits = real(batch).clone()
+        logits[0, 7] = torch.nan
+        return logits
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "run", spoil)
+        broken, sound = engine.step()
+    assert (broken.request_id, broken.token_ids, broken.finished) == ("broken", (), True)
+    assert "not finite" in (broken.error or "")
+    assert sound.error is None
+    assert len(run(engine)["sound"]) == 39
 
 
 def test_settings_that_cannot_work(make_checkpoint: MakeCheckpoint) -> None:

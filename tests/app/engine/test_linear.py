@@ -26,3 +26,10 @@ def test_every_linear_of_a_model_is_replaced() -> None:
     assert pack_linears(model) == 2
     torch.testing.assert_close(model[1](model[0](x)), expected)
     assert [type(m).__name__ for m in model[1]] == ["PackedLinear", "ReLU"]  # type: ignore[union-attr]
+
+
+def test_unsupported_dtypes_stay_unpacked_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(8, 8, dtype=torch.float64))
+    assert pack_linears(model) == 0
+    assert "stay unpacked" in caplog.text
+    assert type(model[0]) is nn.Linear

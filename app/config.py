@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, get_args
 
 from app.errors import ConfigError
-from vmem import View
+from vmem import LayoutKind, ViewPolicy
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu")
@@ -24,8 +24,12 @@ class EngineConfig:
         max_num_seqs: sequences that run at once; never more than `max_num_batched_tokens`.
         max_num_batched_tokens: tokens computed in one step, decodes and prefill chunks together.
         kv_memory_bytes: ceiling of the KV cache, by default a quarter of the machine's memory. It is taken as needed.
-        block_tokens: tokens in a KV block.
-        kv_view: how attention reads the cache: through contiguous regions or through block tables.
+        kv_memory_floor_bytes: as much of it is taken at the start and never given back.
+        kv_idle_release_s: cache memory that nobody has used for this long goes back to the machine.
+        block_tokens: tokens in a KV block, by default what wastes least.
+        kv_layout: all layers of a token side by side, or each layer's keys and values for themselves.
+        kv_view: how attention reads the cache: through contiguous regions, through block tables, or through regions
+            as long as the mappings they take are within what the system allows.
         attention: which kernel; "auto" takes the fastest for the device.
         num_threads: CPU threads of a step, by default one for each core this process may use.
         skip_tokenizer_init: no tokenizer: prompts are token ids and there is no text.
@@ -40,14 +44,23 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
     kv_memory_bytes: int | None = None
-    block_tokens: int = 16
-    kv_view: View = "region"
+    kv_memory_floor_bytes: int = 0
+    kv_idle_release_s: float = 0.5
+    block_tokens: int | None = None
+    kv_layout: LayoutKind = "interleaved"
+    kv_view: ViewPolicy = "auto"
     attention: str = "auto"
     num_threads: int | None = None
     skip_tokenizer_init: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("dtype", DTYPES), ("device", DEVICES), ("kv_view", get_args(View))):
+        choices = {
+            "dtype": DTYPES,
+            "device": DEVICES,
+            "kv_layout": get_args(LayoutKind),
+            "kv_view": get_args(ViewPolicy),
+        }
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}")
         for name in (
@@ -61,3 +74,6 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
+        for name in ("kv_memory_floor_bytes", "kv_idle_release_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")

@@ -84,7 +84,8 @@ class AttentionProvider(Protocol):
         masking: Masking,
     ) -> torch.Tensor:
         """Causal attention of `query [num_tokens, num_q_heads, key_dim]`; returns `[num_tokens, num_q_heads,
-        value_dim]` of its dtype. No cached token past `cache_seqlens` is read."""
+        value_dim]` of its dtype. No cached token past `cache_seqlens`, or before the window of a sequence's first
+        query, is read: there may be a hole."""
         ...
 
 

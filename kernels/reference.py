@@ -39,8 +39,9 @@ class GatherProvider:
         for i, num_cached in enumerate(lengths):
             start, end = starts[i], starts[i + 1]
             if end > start:
-                key = _gather(key_cache, batch.groups[i], num_cached)
-                value = _gather(value_cache, batch.groups[i], num_cached)
+                first = first_visible(end - start, num_cached, masking.window_left)
+                key = _gather(key_cache, batch.groups[i], first, num_cached)
+                value = _gather(value_cache, batch.groups[i], first, num_cached)
                 out[start:end] = self.attend_one(query[start:end], key, value, masking)
         return out
 
@@ -70,6 +71,11 @@ class ReferenceProvider(GatherProvider):
         return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
 
 
+def first_visible(num_queries: int, num_cached: int, window_left: int) -> int:
+    """The first cached token that any of the last `num_queries` positions sees."""
+    return 0 if window_left < 0 else max(0, num_cached - num_queries - window_left)
+
+
 def visible(num_queries: int, num_cached: int, window_left: int) -> torch.Tensor:
     """Which cached tokens each of the last `num_queries` positions sees: bool `[num_queries, num_cached]`."""
     query_positions = torch.arange(num_cached - num_queries, num_cached)[:, None]
@@ -80,10 +86,11 @@ def visible(num_queries: int, num_cached: int, window_left: int) -> torch.Tensor
     return mask
 
 
-def _gather(cache: torch.Tensor, groups: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """The first `num_tokens` cached tokens of a sequence, `[num_tokens, num_kv_heads, dim]`."""
+def _gather(cache: torch.Tensor, groups: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Cached tokens `begin … end - 1` of a sequence, `[num_tokens, num_kv_heads, dim]`; no others are read."""
     group_tokens = cache.shape[1]
     if groups.numel() == 1:
-        return cache[int(groups[0]), :num_tokens]
-    num_groups = -(-num_tokens // group_tokens)
-    return cache[groups[:num_groups].long()].flatten(0, 1)[:num_tokens]
+        return cache[int(groups[0]), begin:end]
+    first, last = begin // group_tokens, -(-end // group_tokens)
+    tokens = cache[groups[first:last].long()].flatten(0, 1)
+    return tokens[begin - first * group_tokens : end - first * group_tokens]

@@ -1,30 +1,41 @@
 """KV memory: blocks, block tables, pages, regions, backends. Knows nothing of models, requests or Ray."""
 
 from vmem.backend import AddressRange, Backend, MemoryInfo
-from vmem.block_pool import BlockPool
+from vmem.background import MappingOptions
 from vmem.cuda import CudaBackend
-from vmem.errors import IntegrityError, LayoutError, MapError, OutOfPages, VmemError
+from vmem.errors import BudgetError, IntegrityError, LayoutError, MapError, OutOfPages, VmemError
+from vmem.group import LayerGroup
 from vmem.host import HostBackend
-from vmem.layout import KVLayout, LayerSpec, plan_layout
-from vmem.memory import KVMemory, MemoryReport, SequenceMemory, View
+from vmem.layout import KVLayout, LayerSpec, LayoutKind, longest_sequence, plan_groups, plan_layout
+from vmem.memory import BudgetAnswer, Demand, KVMemory, SequenceMemory, View, ViewPolicy
+from vmem.report import GroupReport, MemoryReport
 
 __all__ = [
     "AddressRange",
     "Backend",
-    "BlockPool",
+    "BudgetAnswer",
+    "BudgetError",
     "CudaBackend",
+    "Demand",
+    "GroupReport",
     "HostBackend",
     "IntegrityError",
     "KVLayout",
     "KVMemory",
+    "LayerGroup",
     "LayerSpec",
     "LayoutError",
+    "LayoutKind",
     "MapError",
+    "MappingOptions",
     "MemoryInfo",
     "MemoryReport",
     "OutOfPages",
     "SequenceMemory",
     "View",
+    "ViewPolicy",
     "VmemError",
+    "longest_sequence",
+    "plan_groups",
     "plan_layout",
 ]

@@ -39,8 +39,14 @@ class MemoryInfo:
 class Backend(Protocol):
     """Physical pages and virtual ranges of one device. Calls raise `MapError` when the device refuses them.
 
-    A failed call leaves nothing behind. Not thread-safe unless an implementation says so.
+    A failed call leaves nothing behind. Calls may come from several threads; those that change mappings or pages run
+    one after the other.
     """
+
+    @property
+    def unit_bytes(self) -> int:
+        """How much one call should map at most, so that another thread's call need not wait for long."""
+        ...
 
     @property
     def granularity_bytes(self) -> int:
@@ -82,6 +88,10 @@ class Backend(Protocol):
 
     def completed(self, fence: int) -> bool:
         """Whether all work submitted before the fence is done, so that its mappings may change."""
+        ...
+
+    def wait(self, fence: int) -> None:
+        """Return once `completed(fence)` is true."""
         ...
 
     def memory_info(self) -> MemoryInfo: ...

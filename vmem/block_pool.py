@@ -1,59 +1,224 @@
-"""Which blocks are free, and how many owners each of the others has."""
+"""Which blocks are free, which of those have pages, and how many owners each of the others has."""
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
 
-from vmem.errors import IntegrityError, OutOfPages
+from vmem.errors import IntegrityError
 
 
 class BlockPool:
-    """Reference counts over block ids `0 … num_blocks - 1` (PagedAttention §4.3).
+    """Reference counts and states of block ids `0 … num_blocks - 1` (PagedAttention §4.3).
 
-    Low ids are handed out first: blocks that are neighbours are mapped by one call and merge into one mapping.
+    cold ──attach──> loose ──take──> owned ──free──> loose   free, and no region shows it
+      ^                │                     └─────> tied    free, and a region still shows it (deferred reclamation);
+      └────detach──────┘                                     loose again when the last such place is hidden
+
+    Low ids go first: neighbours are mapped by one call and merge into one mapping. A block that is being attached or
+    detached is *moving* and belongs to nobody. Only called under its memory's lock.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._free = list(range(num_blocks))  # a heap; ascending order is one
         self._references = [0] * num_blocks
+        self._places = [0] * num_blocks  # in how many places of regions it is shown
+        self._cold = list(range(num_blocks))  # a heap; ascending order is one
+        self._loose: OrderedDict[int, None] = OrderedDict()  # the longest free first
+        self._lowest_loose: list[int] = []  # heap over the same ids; entries that left `_loose` are skipped
+        self._in_heap = [False] * num_blocks
+        self._tied: OrderedDict[int, None] = OrderedDict()  # the longest free first
+        self._eager: set[int] = set()  # tied blocks that were mapped ahead for whoever comes next
+        self._moving: set[int] = set()
+        self._freed_at = [0.0] * num_blocks
+        self._fence = [0] * num_blocks
+        self._num_owned = 0
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def num_owned(self) -> int:
+        return self._num_owned
 
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks with one reference each, all or none. Raises `OutOfPages`."""
-        if count > len(self._free):
-            raise OutOfPages(count, len(self._free))
-        block_ids = [heapq.heappop(self._free) for _ in range(count)]
-        for block_id in block_ids:
-            self._references[block_id] = 1
-        return block_ids
+    @property
+    def num_cold(self) -> int:
+        return len(self._cold)
+
+    @property
+    def num_loose(self) -> int:
+        return len(self._loose)
+
+    @property
+    def num_tied(self) -> int:
+        return len(self._tied)
+
+    @property
+    def num_eager(self) -> int:
+        return len(self._eager)
+
+    @property
+    def num_moving(self) -> int:
+        return len(self._moving)
+
+    def references(self, block_id: int) -> int:
+        return self._references[block_id]
+
+    def places(self, block_id: int) -> int:
+        """In how many places of regions the block is shown."""
+        return self._places[block_id]
+
+    def is_free(self, block_id: int) -> bool:
+        """Free and with pages, so that `take` would take it."""
+        return block_id in self._tied or block_id in self._loose
+
+    # ---- owners ----
+
+    def take(self, block_id: int) -> None:
+        """Own this free block, with one reference."""
+        if block_id in self._tied:
+            del self._tied[block_id]
+            self._eager.discard(block_id)
+        elif block_id in self._loose:
+            del self._loose[block_id]
+        else:
+            raise IntegrityError(f"take of block {block_id}, which is not free")
+        self._own(block_id)
+
+    def take_loose(self, count: int) -> list[int]:
+        """Own up to `count` free blocks that no region shows, lowest ids first."""
+        taken: list[int] = []
+        while len(taken) < count and self._loose:
+            block_id = heapq.heappop(self._lowest_loose)
+            self._in_heap[block_id] = False
+            if block_id in self._loose:
+                del self._loose[block_id]
+                self._own(block_id)
+                taken.append(block_id)
+        return taken
+
+    def take_tied(self, count: int) -> list[int]:
+        """Own up to `count` free blocks that regions still show, the longest free first. Those places are stale now."""
+        taken: list[int] = []
+        while len(taken) < count and self._tied:
+            block_id, _ = self._tied.popitem(last=False)
+            self._eager.discard(block_id)
+            self._own(block_id)
+            taken.append(block_id)
+        return taken
 
     def share(self, block_ids: Iterable[int]) -> None:
         """Add one reference to each block; each needs a `free` of its own."""
         for block_id in block_ids:
             if not self._references[block_id]:
-                raise IntegrityError(f"share of block {block_id}, which is free")
+                raise IntegrityError(f"share of block {block_id}, which nobody owns")
             self._references[block_id] += 1
 
-    def free(self, block_ids: Iterable[int]) -> None:
-        """Drop one reference of each block; a block without any is free again."""
+    def free(self, block_ids: Iterable[int], *, fence: int, now: float, eager: bool = False) -> None:
+        """Drop one reference of each block; a block without any is free again.
+
+        Args:
+            fence: of the last step that may read it; 0 if that has not changed since it was taken.
+            now: the time, in seconds of a monotonic clock.
+            eager: it was taken only to be shown in a region ahead of need.
+        """
         for block_id in block_ids:
             if not self._references[block_id]:
                 raise IntegrityError(f"free of block {block_id}, which is free already")
             self._references[block_id] -= 1
-            if not self._references[block_id]:
-                heapq.heappush(self._free, block_id)
+            if self._references[block_id]:
+                continue
+            self._num_owned -= 1
+            self._freed_at[block_id] = now
+            self._fence[block_id] = max(self._fence[block_id], fence)
+            if self._places[block_id]:
+                self._tied[block_id] = None
+                if eager:
+                    self._eager.add(block_id)
+            else:
+                self._make_loose(block_id)
 
-    def check_integrity(self, owned: Counter[int]) -> None:
-        """Raise `IntegrityError` unless the counts are those of `owned` and every other block is free once."""
-        counted = Counter({b: n for b, n in enumerate(self._references) if n})
-        if counted != owned:
-            raise IntegrityError(f"references {dict(counted - owned)} too many, {dict(owned - counted)} too few")
-        free = set(self._free)
-        if len(free) != len(self._free) or len(free) + len(counted) != self.num_blocks or free & counted.keys():
-            raise IntegrityError(f"{len(self._free)} free entries, {len(counted)} owned, of {self.num_blocks} blocks")
+    # ---- regions ----
+
+    def shown(self, block_ids: Iterable[int]) -> None:
+        """Note that each of these owned blocks is shown in one more place of a region."""
+        for block_id in block_ids:
+            assert self._references[block_id], f"block {block_id} is shown, but nobody owns it"
+            self._places[block_id] += 1
+
+    def hidden(self, block_ids: Iterable[int]) -> None:
+        """Note that each of these blocks is shown in one place less."""
+        for block_id in block_ids:
+            if not self._places[block_id]:
+                raise IntegrityError(f"block {block_id} is hidden where it was not shown")
+            self._places[block_id] -= 1
+            if not self._places[block_id] and block_id in self._tied:
+                del self._tied[block_id]
+                self._eager.discard(block_id)
+                self._make_loose(block_id)
+                self._loose.move_to_end(block_id, last=False)  # nobody chose it for as long as it was tied
+
+    # ---- pages ----
+
+    def begin_attach(self, count: int) -> list[int]:
+        """Up to `count` cold blocks, lowest ids first, that are about to get pages."""
+        block_ids = [heapq.heappop(self._cold) for _ in range(min(count, len(self._cold)))]
+        self._moving.update(block_ids)
+        return block_ids
+
+    def begin_detach(self, count: int, *, freed_before: float) -> tuple[list[int], int]:
+        """Up to `count` loose blocks, the longest free first, whose pages are about to go, and the latest of their
+        fences. Those freed after `freed_before` stay."""
+        block_ids: list[int] = []
+        for block_id in self._loose:
+            if len(block_ids) == count or self._freed_at[block_id] > freed_before:
+                break
+            block_ids.append(block_id)
+        for block_id in block_ids:
+            del self._loose[block_id]
+        self._moving.update(block_ids)
+        return sorted(block_ids), max((self._fence[b] for b in block_ids), default=0)
+
+    def end_move(self, block_ids: Sequence[int], *, has_pages: bool) -> None:
+        """The blocks now have pages, or have none."""
+        for block_id in block_ids:
+            self._moving.remove(block_id)
+            if has_pages:
+                self._make_loose(block_id)
+            else:
+                heapq.heappush(self._cold, block_id)
+
+    def end_attach(self, block_ids: Sequence[int], now: float) -> None:
+        """The blocks have pages now, and count as free from this moment."""
+        for block_id in block_ids:
+            self._freed_at[block_id] = now
+        self.end_move(block_ids, has_pages=True)
+
+    def oldest_loose(self) -> float | None:
+        """When the block that has been free for longest, and is shown nowhere, was freed."""
+        return self._freed_at[next(iter(self._loose))] if self._loose else None
+
+    def check_integrity(self, owned: Counter[int], shown: Counter[int]) -> None:
+        """Raise `IntegrityError` unless references are those of `owned`, places those of `shown`, and every block has
+        exactly one state."""
+        for name, counts, expected in (("references", self._references, owned), ("places", self._places, shown)):
+            counted = Counter({b: n for b, n in enumerate(counts) if n})
+            if counted != expected:
+                raise IntegrityError(f"{name}: {dict(counted - expected)} too many, {dict(expected - counted)} too few")
+        states = [*self._cold, *self._loose, *self._tied, *self._moving, *owned]
+        if sorted(states) != list(range(self.num_blocks)):
+            raise IntegrityError(f"{len(states)} states for {self.num_blocks} blocks: {Counter(states).most_common(3)}")
+        if len(owned) != self._num_owned:
+            raise IntegrityError(f"{len(owned)} blocks are owned, {self._num_owned} counted")
+        if any(not self._places[b] for b in self._tied) or any(self._places[b] for b in (*self._loose, *self._cold)):
+            raise IntegrityError("a free block is filed where its places do not belong")
+        if not self._eager <= self._tied.keys() or not self._loose.keys() <= set(self._lowest_loose):
+            raise IntegrityError("the queues of free blocks contradict each other")
+
+    def _own(self, block_id: int) -> None:
+        self._references[block_id] = 1
+        self._num_owned += 1
+
+    def _make_loose(self, block_id: int) -> None:
+        self._loose[block_id] = None
+        if not self._in_heap[block_id]:
+            self._in_heap[block_id] = True
+            heapq.heappush(self._lowest_loose, block_id)

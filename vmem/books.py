@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from vmem.backend import AddressRange
 from vmem.errors import IntegrityError, MapError
+
+S = TypeVar("S", bound="Locked")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Locked(Protocol):
+    """Has the lock that `one_at_a_time` takes."""
+
+    _lock: threading.RLock
+
+
+def one_at_a_time(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """A backend's method that changes pages or mappings: check, call and note are one step for other threads."""
+
+    @functools.wraps(method)
+    def locked(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return cast(Callable[Concatenate[S, P], R], locked)
 
 
 class Books:

@@ -8,6 +8,7 @@ that is not success is a `MapError` with the call, its address and the status.
 from __future__ import annotations
 
 import importlib
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -15,13 +16,16 @@ from typing import Any
 import torch
 
 from vmem.backend import AddressRange, MemoryInfo
-from vmem.books import Books
+from vmem.books import Books, one_at_a_time
 from vmem.dlpack import CPU, CUDA, export_uint8
-from vmem.errors import MapError, OutOfPages
+from vmem.errors import MapError, OutOfPages, VmemError
+
+# Sixteen pages of 2 MiB to a call: fewer calls are cheaper a page, longer ones keep others waiting.
+_UNIT_BYTES = 32 << 20
 
 
 class CudaBackend:
-    """The `Backend` of one CUDA device. Call it from threads that own it one at a time.
+    """The `Backend` of one CUDA device.
 
     Args:
         device: the device's ordinal.
@@ -50,27 +54,39 @@ class CudaBackend:
         self._headroom_bytes = headroom_bytes
         self._stream = stream
         self._tensor_device = tensor_device
+        self._lock = threading.RLock()
         self._call("cuInit", 0)
         self._call("cuDeviceGet", device)
         self._context = self._call("cuDevicePrimaryCtxRetain", device)
-        self._call("cuCtxSetCurrent", self._context)
-
-        location_type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        self._page_properties = driver.CUmemAllocationProp()
-        self._page_properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        self._page_properties.location.type = location_type
-        self._page_properties.location.id = device
-        self._access = driver.CUmemAccessDesc()
-        self._access.location.type = location_type
-        self._access.location.id = device
-        self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        self._granularity_bytes = int(self._call("cuMemGetAllocationGranularity", self._page_properties, minimum))
-
+        try:
+            self._call("cuCtxSetCurrent", self._context)
+            self._granularity_bytes = self._describe_pages()
+        except VmemError:
+            self._call("cuDevicePrimaryCtxRelease", device)
+            raise
         self._books = Books(self._granularity_bytes)
         self._next_fence = 1
         self._events: deque[tuple[int, Any]] = deque()  # (fence, event) of fences not seen to be passed
         self._spare_events: list[Any] = []
+
+    def _describe_pages(self) -> int:
+        """Fill in what the driver wants to know of every page, and return its granularity."""
+        driver = self._driver
+        location_type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._page_properties = driver.CUmemAllocationProp()
+        self._page_properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._page_properties.location.type = location_type
+        self._page_properties.location.id = self._device
+        self._access = driver.CUmemAccessDesc()
+        self._access.location.type = location_type
+        self._access.location.id = self._device
+        self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        return int(self._call("cuMemGetAllocationGranularity", self._page_properties, minimum))
+
+    @property
+    def unit_bytes(self) -> int:
+        return _UNIT_BYTES
 
     @property
     def granularity_bytes(self) -> int:
@@ -80,6 +96,7 @@ class CudaBackend:
     def num_mappings(self) -> int:
         return self._books.num_mappings
 
+    @one_at_a_time
     def reserve(self, num_bytes: int) -> AddressRange:
         self._books.check_size("size", num_bytes)
         address = int(self._call("cuMemAddressReserve", num_bytes, self._granularity_bytes, 0, 0))
@@ -87,11 +104,13 @@ class CudaBackend:
         self._books.note_reserved(reserved)
         return reserved
 
+    @one_at_a_time
     def release(self, reserved: AddressRange) -> None:
         self._books.check_release(reserved)
         self._call("cuMemAddressFree", reserved.address, reserved.num_bytes, at=reserved.address)
         self._books.note_released(reserved)
 
+    @one_at_a_time
     def create(self, page_bytes: int) -> int:
         self._books.check_create(page_bytes)
         if self._headroom_bytes and self.memory_info().available_bytes < page_bytes:
@@ -100,11 +119,13 @@ class CudaBackend:
         self._books.note_created(handle, page_bytes)
         return handle
 
+    @one_at_a_time
     def destroy(self, handle: int) -> None:
         self._books.check_destroy(handle)
         self._call("cuMemRelease", handle)
         self._books.note_destroyed(handle)
 
+    @one_at_a_time
     def map(self, address: int, handles: Sequence[int]) -> None:
         self._books.check_map(address, handles)
         size = self._books.page_bytes
@@ -121,6 +142,7 @@ class CudaBackend:
             raise
         self._books.note_mapped(address, handles)
 
+    @one_at_a_time
     def unmap(self, mapped: AddressRange) -> None:
         self._books.check_unmap(mapped)
         self._call("cuMemUnmap", mapped.address, mapped.num_bytes, at=mapped.address)
@@ -145,6 +167,12 @@ class CudaBackend:
         self._call("cuCtxSetCurrent", self._context)
         self._forget_passed()
         return not self._events or self._events[0][0] > fence
+
+    def wait(self, fence: int) -> None:
+        self._call("cuCtxSetCurrent", self._context)
+        while self._events and self._events[0][0] <= fence:
+            self._call("cuEventSynchronize", self._events[0][1])
+            self._forget_passed()
 
     def memory_info(self) -> MemoryInfo:
         self._call("cuCtxSetCurrent", self._context)

@@ -4,6 +4,7 @@ VmemError
 ├── OutOfPages       not enough free pages now; transient, nothing was changed
 ├── MapError         the operating system or the driver refused a call
 ├── LayoutError      a layout that cannot be built from the given numbers
+├── BudgetError      a budget outside the bounds it may be set to
 └── IntegrityError   the books do not add up: a bug in Folio, never a user's mistake
 """
 
@@ -18,7 +19,7 @@ class OutOfPages(VmemError):
     """The page budget has fewer free pages than were asked for; the caller may free some and try again."""
 
     def __init__(self, needed: int, free: int) -> None:
-        super().__init__(f"{needed} blocks needed, {free} free")
+        super().__init__(f"{needed} pages needed, {free} free")
         self.needed = needed
         self.free = free
 
@@ -29,6 +30,10 @@ class MapError(VmemError):
 
 class LayoutError(VmemError):
     """The numbers given do not make a layout; says the value and the bound."""
+
+
+class BudgetError(VmemError):
+    """The budget cannot be set to this value; says the value and the bounds."""
 
 
 class IntegrityError(VmemError):

@@ -14,12 +14,13 @@ import heapq
 import logging
 import mmap
 import os
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from vmem.backend import AddressRange, MemoryInfo
-from vmem.books import Books
+from vmem.books import Books, one_at_a_time
 from vmem.errors import MapError, OutOfPages
 
 _PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
@@ -30,6 +31,8 @@ _MADV_POPULATE_READ = 22
 _MAP_FAILED = ctypes.c_void_p(-1).value
 # A longer populate holds the process's memory map lock for milliseconds and stalls other threads' mmap.
 _POPULATE_PIECE_BYTES = 2 << 20
+# Fresh pages take about a millisecond for each of these, zeroing included.
+_UNIT_BYTES = 2 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,11 @@ class HostBackend:
         self._next_offset = 0
         self._freed_offsets: list[int] = []  # heap: low offsets first, so that neighbours merge into one mapping
         self._can_populate = True
+        self._lock = threading.RLock()
+
+    @property
+    def unit_bytes(self) -> int:
+        return _UNIT_BYTES
 
     @property
     def granularity_bytes(self) -> int:
@@ -65,6 +73,7 @@ class HostBackend:
     def num_mappings(self) -> int:
         return self._books.num_mappings
 
+    @one_at_a_time
     def reserve(self, num_bytes: int) -> AddressRange:
         self._books.check_size("size", num_bytes)
         address = _libc.mmap(None, num_bytes, _PROT_NONE, _HOLE_FLAGS, -1, 0)
@@ -74,12 +83,14 @@ class HostBackend:
         self._books.note_reserved(reserved)
         return reserved
 
+    @one_at_a_time
     def release(self, reserved: AddressRange) -> None:
         self._books.check_release(reserved)
         if _libc.munmap(reserved.address, reserved.num_bytes):
             raise _os_error(f"munmap of {reserved}")
         self._books.note_released(reserved)
 
+    @one_at_a_time
     def create(self, page_bytes: int) -> int:
         self._books.check_create(page_bytes)
         if self._freed_offsets:
@@ -92,6 +103,7 @@ class HostBackend:
         self._books.note_created(offset, page_bytes)
         return offset
 
+    @one_at_a_time
     def destroy(self, handle: int) -> None:
         self._books.check_destroy(handle)
         flags = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
@@ -100,6 +112,7 @@ class HostBackend:
         self._books.note_destroyed(handle)
         heapq.heappush(self._freed_offsets, handle)
 
+    @one_at_a_time
     def map(self, address: int, handles: Sequence[int]) -> None:
         self._books.check_map(address, handles)
         size = self._books.page_bytes
@@ -114,6 +127,7 @@ class HostBackend:
             raise
         self._books.note_mapped(address, handles)
 
+    @one_at_a_time
     def unmap(self, mapped: AddressRange) -> None:
         self._books.check_unmap(mapped)
         self._punch_range(mapped)
@@ -128,6 +142,9 @@ class HostBackend:
 
     def completed(self, fence: int) -> bool:
         return True
+
+    def wait(self, fence: int) -> None:
+        pass
 
     def memory_info(self) -> MemoryInfo:
         physical = os.fstat(self._memfd).st_blocks * 512

@@ -1,25 +1,38 @@
 """Where the keys and values of a token lie: a pure planner from model geometry to strides.
 
-The layout is *interleaved*: one block holds all layers of its tokens, and inside it one token follows the other:
+A block of `block_tokens` tokens has one page in each of the layout's slices. *Interleaved*: one slice for all layers,
 
-    block   | token 0                                   | token 1 …
-            | layer 0: K [heads, dim] V [heads, dim] | layer 1: … | padding |
+    page    | token 0                                                    | token 1 …
+            | layer 0: K [heads, dim] V [heads, dim] | layer 1: … | pad |
 
-so a token's bytes are contiguous, blocks mapped side by side make one array of tokens with a constant stride, and
-a block needs one page instead of one per layer and side.
+*Per layer*: a slice of its own for the keys and for the values of each layer,
+
+    page    | token 0: K [heads, dim] | token 1 …       slice 0: keys of layer 0, slice 1: its values, slice 2: …
+
+Either way pages mapped side by side make one array of tokens with a constant stride, which is why a page is a whole
+number of tokens. Interleaved blocks are small (Llama-3-8B under 2 MiB pages: 16 tokens against 1,024), and a block
+costs one mapping instead of two for each layer; per-layer reads are dense.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from vmem.errors import LayoutError
 
+LayoutKind = Literal["interleaved", "per_layer"]
+
 # Rows start at multiples of a cache line, so that no vector load of one token splits two lines.
 _ROW_ALIGNMENT_BYTES = 64
+# Smaller blocks waste less, but each of them costs mapping calls and a place in every block table.
+_SMALLEST_BLOCK_TOKENS = 16
+# Pages of more granules than this are not tried: what a larger page saves in padding it loses in unfilled last blocks.
+_MOST_GRANULES_TRIED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,86 +43,202 @@ class LayerSpec:
     key_dim: int
     value_dim: int
 
+    def row_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Bytes of a token's keys and of its values."""
+        return self.num_heads * self.key_dim * dtype.itemsize, self.num_heads * self.value_dim * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row's place: which slice, and how many bytes into the token's share of it."""
+
+    slice: int
+    offset_bytes: int
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Strides and sizes in bytes. `key_offsets[i]` and `value_offsets[i]` are layer i's places within a token."""
+    """Strides and sizes. `keys[i]` and `values[i]` are the places of layer i's rows.
+
+    Attributes:
+        token_bytes: the stride from token to token in every slice.
+        payload_bytes: bytes of keys and values a token has, all layers together.
+    """
 
     layers: tuple[LayerSpec, ...]
     dtype: torch.dtype
+    kind: LayoutKind
     block_tokens: int
     token_bytes: int
     payload_bytes: int
-    key_offsets: tuple[int, ...]
-    value_offsets: tuple[int, ...]
+    num_slices: int
+    keys: tuple[Row, ...]
+    values: tuple[Row, ...]
 
     @property
-    def block_bytes(self) -> int:
+    def page_bytes(self) -> int:
         return self.block_tokens * self.token_bytes
 
     @property
-    def waste(self) -> float:
-        """Share of a token's bytes that hold no key or value."""
-        return 1 - self.payload_bytes / self.token_bytes
+    def block_bytes(self) -> int:
+        """Physical bytes of a block, one page in each slice."""
+        return self.num_slices * self.page_bytes
+
+    @property
+    def padding(self) -> float:
+        """Share of a full block's bytes that hold no key or value."""
+        return 1 - self.payload_bytes * self.block_tokens / self.block_bytes
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_tokens)
 
-    def view(self, memory: torch.Tensor, layer: int, group_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Layer `layer` of `memory`, a uint8 tensor of whole groups of `group_tokens` tokens.
+    def expected_waste(self, expected_tokens: int) -> float:
+        """Share of bytes without token state, padding included, for sequences of about that length: their last block
+        is half full on average."""
+        held_tokens = expected_tokens + (self.block_tokens - 1) / 2
+        return 1 - expected_tokens / held_tokens * (1 - self.padding)
+
+    def view(self, memory: Sequence[torch.Tensor], layer: int, run_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Layer `layer` of `memory`: for each slice a uint8 tensor of whole runs of `run_tokens` tokens.
 
         Returns:
-            K `[num_groups, group_tokens, num_heads, key_dim]` and V `[…, value_dim]`, strided views of `memory`.
+            K `[num_runs, run_tokens, num_heads, key_dim]` and V `[…, value_dim]`, strided views of `memory`.
         """
         spec = self.layers[layer]
-        values = memory.view(self.dtype)
         token_stride = self.token_bytes // self.dtype.itemsize
-        num_groups = memory.numel() // (group_tokens * self.token_bytes)
 
-        def strided(offset_bytes: int, dim: int) -> torch.Tensor:
+        def strided(row: Row, dim: int) -> torch.Tensor:
+            values = memory[row.slice].view(self.dtype)
+            num_runs = memory[row.slice].numel() // (run_tokens * self.token_bytes)
             return values.as_strided(
-                (num_groups, group_tokens, spec.num_heads, dim),
-                (group_tokens * token_stride, token_stride, dim, 1),
-                offset_bytes // self.dtype.itemsize,
+                (num_runs, run_tokens, spec.num_heads, dim),
+                (run_tokens * token_stride, token_stride, dim, 1),
+                row.offset_bytes // self.dtype.itemsize,
             )
 
-        return strided(self.key_offsets[layer], spec.key_dim), strided(self.value_offsets[layer], spec.value_dim)
+        return strided(self.keys[layer], spec.key_dim), strided(self.values[layer], spec.value_dim)
 
 
 def plan_layout(
-    layers: Sequence[LayerSpec], dtype: torch.dtype, *, granularity_bytes: int, block_tokens: int = 16
+    layers: Sequence[LayerSpec],
+    dtype: torch.dtype,
+    *,
+    granularity_bytes: int,
+    kind: LayoutKind = "interleaved",
+    block_tokens: int | None = None,
+    page_bytes: int | None = None,
+    expected_tokens: int = 1024,
 ) -> KVLayout:
-    """Lay out the layers of one token, padded so that a block of `block_tokens` is a whole number of granules.
+    """Lay out the layers of one token so that pages are whole numbers of granules and of tokens.
+
+    Without `block_tokens` or `page_bytes` the page size with the least expected waste is taken, the smallest of equals.
+
+    Args:
+        block_tokens: tokens a block must have; the token is padded until that many are whole granules.
+        page_bytes: the page size other layer groups have; as many tokens as fit become a block.
+        expected_tokens: length of a typical sequence, to weigh padding against unfilled last blocks.
 
     Raises:
-        LayoutError: no layers, a dimension that is not positive, or a block size that does not divide the granule.
+        LayoutError: no layers, a dimension that is not positive, or numbers that make no page.
     """
     if not layers:
         raise LayoutError("a layout needs at least one layer")
     if any(min(spec.num_heads, spec.key_dim, spec.value_dim) < 1 for spec in layers):
         raise LayoutError(f"heads and dimensions must be positive: {layers}")
-    if block_tokens < 1 or granularity_bytes % block_tokens:
-        raise LayoutError(f"block_tokens {block_tokens} must divide the granularity of {granularity_bytes} bytes")
-    offset = payload = 0
-    key_offsets: list[int] = []
-    value_offsets: list[int] = []
-    for spec in layers:
-        for dim, offsets in ((spec.key_dim, key_offsets), (spec.value_dim, value_offsets)):
-            offsets.append(offset)
-            num_bytes = spec.num_heads * dim * dtype.itemsize
-            payload += num_bytes
-            offset = _round_up(offset + num_bytes, _ROW_ALIGNMENT_BYTES)
-    token_bytes = _round_up(offset, max(granularity_bytes // block_tokens, _ROW_ALIGNMENT_BYTES))
-    return KVLayout(
-        layers=tuple(layers),
-        dtype=dtype,
+    if expected_tokens < 1:
+        raise LayoutError(f"expected_tokens {expected_tokens} must be at least 1")
+    keys, values, num_slices, row_bytes = _place_rows(layers, dtype, kind)
+
+    def layout(size: int, tokens: int) -> KVLayout:
+        payload = sum(sum(spec.row_bytes(dtype)) for spec in layers)
+        return KVLayout(tuple(layers), dtype, kind, tokens, size // tokens, payload, num_slices, keys, values)
+
+    if page_bytes is not None:
+        if page_bytes % granularity_bytes:
+            raise LayoutError(f"page_bytes {page_bytes} is not a multiple of the granularity {granularity_bytes}")
+        tokens = block_tokens or _most_tokens(page_bytes, row_bytes)
+        if not tokens or page_bytes % (tokens * _ROW_ALIGNMENT_BYTES) or page_bytes // tokens < row_bytes:
+            raise LayoutError(f"pages of {page_bytes} bytes cannot hold {tokens or 1} tokens of {row_bytes} bytes")
+        return layout(page_bytes, tokens)
+    if block_tokens is not None:
+        if block_tokens < 1 or granularity_bytes % block_tokens:
+            raise LayoutError(f"block_tokens {block_tokens} must divide the granularity of {granularity_bytes} bytes")
+        step = max(granularity_bytes // block_tokens, _ROW_ALIGNMENT_BYTES)
+        return layout(block_tokens * _round_up(row_bytes, step), block_tokens)
+    first = _round_up(_SMALLEST_BLOCK_TOKENS * row_bytes, granularity_bytes)
+    sizes = [first + i * granularity_bytes for i in range(_MOST_GRANULES_TRIED)]
+    layouts = [layout(size, _most_tokens(size, row_bytes)) for size in sizes]
+    return min(layouts, key=lambda candidate: candidate.expected_waste(expected_tokens))
+
+
+def plan_groups(
+    groups: Sequence[Sequence[LayerSpec]],
+    dtype: torch.dtype,
+    *,
+    granularity_bytes: int,
+    kind: LayoutKind = "interleaved",
+    block_tokens: int | None = None,
+    expected_tokens: int = 1024,
+) -> tuple[KVLayout, ...]:
+    """A layout for each layer group, all with pages of one size, so that the groups can share one page budget.
+
+    The group with the longest rows sets the page size; in the others a block holds as many tokens as fit into it.
+    """
+    if not groups:
+        raise LayoutError("there must be at least one layer group")
+    largest = max(groups, key=lambda layers: _place_rows(layers, dtype, kind)[3] if layers else 0)
+    leader = plan_layout(
+        largest,
+        dtype,
+        granularity_bytes=granularity_bytes,
+        kind=kind,
         block_tokens=block_tokens,
-        token_bytes=token_bytes,
-        payload_bytes=payload,
-        key_offsets=tuple(key_offsets),
-        value_offsets=tuple(value_offsets),
+        expected_tokens=expected_tokens,
     )
+    page_bytes = leader.page_bytes
+    return tuple(
+        leader
+        if list(layers) == list(largest)
+        else plan_layout(layers, dtype, granularity_bytes=granularity_bytes, kind=kind, page_bytes=page_bytes)
+        for layers in groups
+    )
+
+
+def longest_sequence(layouts: Sequence[KVLayout], num_pages: int) -> int:
+    """The most tokens of one sequence that fit into so many pages, all layer groups together."""
+
+    def fits(num_tokens: int) -> bool:
+        return sum(layout.num_blocks(num_tokens) * layout.num_slices for layout in layouts) <= num_pages
+
+    most = num_pages * max(layout.block_tokens for layout in layouts)
+    return bisect.bisect_left(range(1, most + 1), True, key=lambda num_tokens: not fits(num_tokens))
+
+
+def _place_rows(
+    layers: Sequence[LayerSpec], dtype: torch.dtype, kind: LayoutKind
+) -> tuple[tuple[Row, ...], tuple[Row, ...], int, int]:
+    """Places of keys and of values, the number of slices, and the bytes a token needs in a slice."""
+    if kind == "per_layer":
+        keys = tuple(Row(2 * i, 0) for i in range(len(layers)))
+        values = tuple(Row(2 * i + 1, 0) for i in range(len(layers)))
+        longest = max(max(spec.row_bytes(dtype)) for spec in layers)
+        return keys, values, 2 * len(layers), _round_up(longest, _ROW_ALIGNMENT_BYTES)
+    offset = 0
+    rows: list[Row] = []
+    for spec in layers:
+        for num_bytes in spec.row_bytes(dtype):
+            rows.append(Row(0, offset))
+            offset = _round_up(offset + num_bytes, _ROW_ALIGNMENT_BYTES)
+    return tuple(rows[::2]), tuple(rows[1::2]), 1, offset
+
+
+def _most_tokens(page_bytes: int, row_bytes: int) -> int:
+    """The most tokens that divide a page evenly at an aligned stride of at least `row_bytes`; 0 if not even one."""
+    for tokens in range(page_bytes // row_bytes, 0, -1):
+        if page_bytes % (tokens * _ROW_ALIGNMENT_BYTES) == 0:
+            return tokens
+    return 0
 
 
 def _round_up(value: int, multiple: int) -> int:

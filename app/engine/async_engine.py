@@ -8,7 +8,6 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,7 @@ from app.engine.engine import Engine
 from app.engine.params import SamplingParams
 from app.engine.request import Delta
 from app.errors import EngineError
-from vmem import IntegrityError, MemoryReport
+from vmem import BudgetAnswer, IntegrityError, MemoryReport
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +39,6 @@ class _Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class _TakeReport:
-    result: Future[MemoryReport]
-
-
-@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
 
@@ -58,7 +52,7 @@ class AsyncEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self._engine = Engine(config)
-        self._commands: queue.SimpleQueue[_Stream | _Cancel | _TakeReport | _Stop] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Stream | _Cancel | _Stop] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}  # only the thread touches it
         self._ids = itertools.count()
         self._sending = threading.Lock()  # between "is it still taking commands?" and handing one over
@@ -99,21 +93,33 @@ class AsyncEngine:
             if not finished:
                 self._commands.put(_Cancel(unique_id))
 
-    async def report(self) -> MemoryReport:
-        """Memory between two steps."""
-        result: Future[MemoryReport] = Future()
-        self._send(_TakeReport(result))
-        return await asyncio.wrap_future(result)
+    def report(self) -> MemoryReport:
+        """Where KV memory is. Raises `EngineError` once the engine has stopped."""
+        self._check_running()
+        return self._engine.report()
+
+    def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
+        """Change how much memory the KV cache may take. Requests that no longer fit are computed again later.
+
+        Raises:
+            RequestError: the budget is out of bounds.
+            EngineError: the engine has stopped.
+        """
+        self._check_running()
+        return self._engine.set_budget(budget_bytes, revision)
 
     def close(self) -> None:
         """Fail what is in flight, stop the thread and give all memory back."""
         self._commands.put(_Stop())
         self._thread.join()
 
-    def _send(self, command: _Stream | _TakeReport) -> None:
+    def _check_running(self) -> None:
+        if self._stopped:
+            raise EngineError("the engine has stopped")
+
+    def _send(self, command: _Stream) -> None:
         with self._sending:
-            if self._stopped:
-                raise EngineError("the engine has stopped")
+            self._check_running()
             self._commands.put(command)
 
     # ---- the thread ----
@@ -155,9 +161,6 @@ class AsyncEngine:
                 case _Cancel(request_id):
                     self._streams.pop(request_id, None)
                     self._engine.cancel(request_id)
-                case _TakeReport(result):
-                    if result.set_running_or_notify_cancel():
-                        result.set_result(self._engine.report())
                 case _Stop():
                     return False
 
@@ -194,12 +197,7 @@ class AsyncEngine:
     def _refuse_commands(self, reason: str) -> None:
         """Answer what was sent before the stop and never begun."""
         while not self._commands.empty():
-            match self._commands.get():
-                case _Stream() as stream:
-                    self._streams[stream.request_id] = stream
-                case _TakeReport(result):
-                    if result.set_running_or_notify_cancel():
-                        result.set_exception(EngineError(reason))
-                case _:
-                    pass
+            command = self._commands.get()
+            if isinstance(command, _Stream):
+                self._streams[command.request_id] = command
         self._fail_all(reason)

@@ -80,14 +80,14 @@ class GeometryProbe:
     def __init__(self, provider: AttentionProvider) -> None:
         self._provider = provider
         self._specs: dict[int, list[LayerSpec]] = {}
-        self.windowed_layers: set[int] = set()
+        self.windows: dict[int, int] = {}  # layer → tokens a query sees, its own included
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
     ) -> torch.Tensor:
         self._specs.setdefault(layer, []).append(LayerSpec(key.shape[1], key.shape[2], value.shape[2]))
         if masking.window_left >= 0:
-            self.windowed_layers.add(layer)
+            self.windows[layer] = masking.window_left + 1
         num_tokens = torch.tensor([len(query)], dtype=torch.int32)
         starts = torch.tensor([0, len(query)], dtype=torch.int32)
         batch = VarlenBatch(starts, num_tokens, torch.zeros(1, 1, dtype=torch.int32))
@@ -118,14 +118,21 @@ class CachedAttention:
 
     batch: StepBatch
 
-    def __init__(self, memory: KVMemory, provider: AttentionProvider, view: View) -> None:
+    def __init__(self, memory: KVMemory, provider: AttentionProvider) -> None:
         self._provider = provider
-        views = memory.region_view if view == "region" else memory.home_view
-        self._layers: Sequence[_LayerCache] = [_LayerCache(*views(i)) for i in range(len(memory.layout.layers))]
+        layers = range(sum(len(group.layers) for group in memory.groups))
+        self._group_of = [memory.group_of(layer) for layer in layers]
+        self._caches: dict[View, Sequence[_LayerCache]] = {
+            "region": [_LayerCache(*memory.region_view(layer)) for layer in layers],
+            "block_table": [_LayerCache(*memory.home_view(layer)) for layer in layers],
+        }
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
     ) -> torch.Tensor:
-        cache = self._layers[layer]
-        self._provider.write(key, value, cache.key, cache.value, self.batch.slots)
-        return self._provider.attend(query, cache.key, cache.value, self.batch.attention, masking)
+        outs: list[torch.Tensor] = []
+        for part in self.batch.parts[self._group_of[layer]]:
+            cache, own = self._caches[part.view][layer], part.tokens
+            self._provider.write(key[own], value[own], cache.key, cache.value, part.slots)
+            outs.append(self._provider.attend(query[own], cache.key, cache.value, part.attention, masking))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)

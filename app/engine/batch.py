@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,23 @@ import torch
 
 from app.engine.scheduler import Scheduled
 from kernels import VarlenBatch
-from vmem import KVMemory, View
+from vmem import Demand, KVMemory, SequenceMemory, View
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPart:
+    """Neighbouring sequences of a step that are read through the same view.
+
+    Attributes:
+        tokens: the step's tokens that are theirs.
+        slots: `[num_tokens]` int64, where each token's keys and values go: group · group_tokens + position within.
+        attention: where each sequence's queries and cache lie.
+    """
+
+    view: View
+    tokens: slice
+    slots: torch.Tensor
+    attention: VarlenBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,20 +36,20 @@ class StepBatch:
 
     Attributes:
         token_ids, positions: `[num_tokens]` int64.
-        slots: `[num_tokens]` int64, where each token's keys and values go: group · group_tokens + position within.
         sample_rows: `[num_samples]` int64, the tokens whose logits are needed.
-        attention: where each sequence's queries and cache lie.
+        parts: for each layer group the parts of the batch, one for each view that occurs.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    slots: torch.Tensor
     sample_rows: torch.Tensor
-    attention: VarlenBatch
+    parts: tuple[tuple[BatchPart, ...], ...]
 
 
-def build_batch(scheduled: Sequence[Scheduled], memory: KVMemory, view: View, *, sample_all: bool = False) -> StepBatch:
-    """Lay out the scheduled tokens. Their blocks must be owned, and in the region view mapped.
+def build_batch(scheduled: Sequence[Scheduled], memory: KVMemory, *, sample_all: bool = False) -> StepBatch:
+    """Lay out the scheduled tokens. Their blocks must be owned, and in the region view mapped (`KVMemory.ensure`).
+
+    Sequences of one view should be neighbours, or there are more parts than need be.
 
     Args:
         sample_all: ask for the logits of every token, not only of those that sample.
@@ -47,25 +64,62 @@ def build_batch(scheduled: Sequence[Scheduled], memory: KVMemory, view: View, *,
         token_ids += s.request.token_ids[start : start + s.num_tokens]
     sequence_of = np.repeat(np.arange(len(scheduled)), num_tokens)
     positions = np.arange(starts[-1]) - starts[sequence_of] + first[sequence_of]
-    block_tokens = memory.layout.block_tokens
-    if view == "region":
-        groups = np.array([[s.request.memory.region] for s in scheduled], dtype=np.int32)  # type: ignore[union-attr]
-        slots = groups[sequence_of, 0] * np.int64(memory.region_blocks * block_tokens) + positions
-    else:
-        tables = [s.request.memory.block_ids for s in scheduled]  # type: ignore[union-attr]
-        groups = np.zeros((len(scheduled), max(map(len, tables))), dtype=np.int32)
-        for i, table in enumerate(tables):
-            groups[i, : len(table)] = table
-        slots = groups[sequence_of, positions // block_tokens] * np.int64(block_tokens) + positions % block_tokens
+    sequences = [memory_of(s) for s in scheduled]
+    parts: list[list[BatchPart]] = [[] for _ in memory.groups]
+    begin = 0
+    for view, run in itertools.groupby(sequences, key=lambda sequence: sequence.view):
+        end = begin + len(list(run))
+        tokens = slice(int(starts[begin]), int(starts[end]))
+        cu_seqlens_q = torch.from_numpy((starts[begin : end + 1] - starts[begin]).astype(np.int32))
+        cache_seqlens = torch.from_numpy((first + num_tokens)[begin:end].astype(np.int32))
+        for g in range(len(memory.groups)):
+            groups, group_tokens = _tables(sequences[begin:end], memory, g, view)
+            at = positions[tokens]
+            within = (
+                groups[sequence_of[tokens] - begin, at // group_tokens] * np.int64(group_tokens) + at % group_tokens
+            )
+            attention = VarlenBatch(cu_seqlens_q, cache_seqlens, torch.from_numpy(groups))
+            parts[g].append(BatchPart(view, tokens, torch.from_numpy(within), attention))
+        begin = end
     sample_rows = np.arange(starts[-1]) if sample_all else starts[1:][np.array([s.samples for s in scheduled])] - 1
     return StepBatch(
         token_ids=torch.tensor(token_ids),
         positions=torch.from_numpy(positions),
-        slots=torch.from_numpy(slots),
         sample_rows=torch.from_numpy(sample_rows),
-        attention=VarlenBatch(
-            torch.from_numpy(starts.astype(np.int32)),
-            torch.from_numpy((first + num_tokens).astype(np.int32)),
-            torch.from_numpy(groups),
-        ),
+        parts=tuple(map(tuple, parts)),
     )
+
+
+def demands(scheduled: Sequence[Scheduled]) -> list[Demand]:
+    """What these tokens need of the memory."""
+    return [Demand(memory_of(s), s.request.num_computed, s.request.num_computed + s.num_tokens) for s in scheduled]
+
+
+def next_demands(scheduled: Sequence[Scheduled]) -> list[Demand]:
+    """What the step after will need, if every request goes on: one more token, or as much of its prompt again."""
+    following = []
+    for s in scheduled:
+        start = s.request.num_computed + s.num_tokens
+        end = start + 1 if s.samples else min(start + s.num_tokens, len(s.request.token_ids))
+        following.append(Demand(memory_of(s), start, end))
+    return following
+
+
+def memory_of(scheduled: Scheduled) -> SequenceMemory:
+    """The memory of a scheduled request, which it has from the moment it is scheduled."""
+    assert scheduled.request.memory is not None
+    return scheduled.request.memory
+
+
+def _tables(
+    sequences: Sequence[SequenceMemory], memory: KVMemory, group: int, view: View
+) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.int32]], int]:
+    """`[num_seqs, width]` int32, region slots or block tables, and how many tokens each of their entries stands for."""
+    tables = [sequence.groups[group] for sequence in sequences]
+    if view == "region":
+        slots = [[table.region.slot if table.region is not None else -1] for table in tables]
+        return np.array(slots, dtype=np.int32), memory.region_tokens(group)
+    groups = np.zeros((len(tables), max(len(table.block_ids) for table in tables)), dtype=np.int32)
+    for i, table in enumerate(tables):
+        groups[i, : len(table.block_ids)] = table.block_ids
+    return groups, memory.groups[group].layout.block_tokens

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from app.config import EngineConfig
-from app.engine.batch import build_batch
+from app.engine.batch import build_batch, demands, memory_of, next_demands
 from app.engine.detokenizer import TextStream
 from app.engine.model_loader import LoadedModel, load_model
-from app.engine.model_runner import ModelRunner, observe_layers
+from app.engine.model_runner import ModelRunner, ObservedLayer, observe_layers
 from app.engine.params import SamplingParams
 from app.engine.request import Delta, Request
 from app.engine.sampler import sample
@@ -23,12 +23,29 @@ from app.engine.scheduler import Scheduler
 from app.engine.self_test import self_test
 from app.errors import ConfigError, ContextLengthError, RequestError
 from kernels import AttentionProvider, KernelError, select_provider
-from vmem import HostBackend, KVMemory, MemoryReport, VmemError, plan_layout
+from vmem import (
+    BudgetAnswer,
+    BudgetError,
+    HostBackend,
+    KVLayout,
+    KVMemory,
+    LayerGroup,
+    MappingOptions,
+    MemoryReport,
+    VmemError,
+    longest_sequence,
+    plan_groups,
+)
 
 logger = logging.getLogger(__name__)
 
-# Every page may become a mapping of its own, at home and in a region, and Linux allows a process 65,530.
-MAX_BLOCKS = 24_000
+# In the worst case every page is a mapping of its own, at home and in regions, with a hole beside it at home. Linux
+# allows a process 65,530: so many pages, and `MappingOptions.max_mappings` in all, stay below that.
+MAX_PAGES = 24_000
+# Longer blocks are tried until the budget has no more pages than that.
+_MOST_BLOCK_TOKENS = 1024
+# How long a step without memory waits before it looks again.
+_WAIT_FOR_PAGES_S = 0.01
 
 
 class Engine:
@@ -49,11 +66,11 @@ class Engine:
             raise ConfigError(f"these settings do not work here: {error}") from error
         try:
             self.max_model_len = _max_model_len(config, self.model, self.memory)
-            self_test(self.model, self.memory.layout, provider, config.kv_view)
+            self_test(self.model, self.memory.groups, provider, config.kv_view)
         except BaseException:
             self.memory.close()
             raise
-        self._runner = ModelRunner(self.model, self.memory, provider, config.kv_view)
+        self._runner = ModelRunner(self.model, self.memory, provider)
         self._scheduler = Scheduler(
             self.memory,
             max_num_seqs=config.max_num_seqs,
@@ -114,9 +131,13 @@ class Engine:
         """Compute one step; returns what it added, at most one delta a request."""
         scheduled = self._scheduler.schedule()
         if not scheduled:
+            if self.has_work:
+                self.memory.wait_for_progress(_WAIT_FOR_PAGES_S)
             return []
-        self.memory.ensure(s.request.memory for s in scheduled if s.request.memory is not None)
-        batch = build_batch(scheduled, self.memory, self.config.kv_view)
+        self.memory.ensure(demands(scheduled))
+        scheduled.sort(key=lambda s: memory_of(s).view)
+        batch = build_batch(scheduled, self.memory)
+        self.memory.plan(next_demands(scheduled))
         sampling = [s.request for s in scheduled if s.samples]
         logits = self._runner.run(batch)
         tokens = sample(logits, sampling) if sampling else []
@@ -135,7 +156,19 @@ class Engine:
         return deltas
 
     def report(self) -> MemoryReport:
+        """Where KV memory is. From any thread."""
         return self.memory.report()
+
+    def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
+        """Change how much memory the KV cache may take (`KVMemory.set_budget`). From any thread.
+
+        Raises:
+            RequestError: the budget is out of bounds.
+        """
+        try:
+            return self.memory.set_budget(budget_bytes, revision)
+        except BudgetError as error:
+            raise RequestError(str(error), "budget_bytes") from error
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless memory adds up; without requests, unless all of it is free."""
@@ -155,38 +188,72 @@ def _build_memory(config: EngineConfig, model: LoadedModel, provider: AttentionP
     budget = config.kv_memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     backend = HostBackend(budget)
     try:
-        layout = plan_layout(
-            layers, model.dtype, granularity_bytes=backend.granularity_bytes, block_tokens=config.block_tokens
+        groups = _plan_groups(config, model, layers, backend.granularity_bytes, budget)
+        page_bytes = groups[0].layout.page_bytes
+        num_pages = min(budget // page_bytes, MAX_PAGES)
+        smallest = sum(group.layout.block_bytes for group in groups)
+        if num_pages * page_bytes < 2 * smallest:
+            raise ConfigError(f"kv_memory_bytes {budget} is below two blocks of {smallest} bytes")
+        capacity = longest_sequence([group.layout for group in groups], num_pages)
+        memory = KVMemory(
+            backend,
+            groups,
+            budget_bytes=num_pages * page_bytes,
+            floor_bytes=config.kv_memory_floor_bytes,
+            num_regions=config.max_num_seqs,
+            max_tokens=min(config.max_model_len or model.max_positions, capacity),
+            options=MappingOptions(idle_release_s=config.kv_idle_release_s),
         )
-        num_blocks = min(budget // layout.block_bytes, MAX_BLOCKS)
-        if num_blocks < 2:
-            raise ConfigError(f"kv_memory_bytes {budget} is below two blocks of {layout.block_bytes} bytes")
-        longest = min(config.max_model_len or model.max_positions, num_blocks * layout.block_tokens)
-        memory = KVMemory(backend, layout, num_blocks=num_blocks, num_regions=config.max_num_seqs, max_tokens=longest)
     except (ConfigError, VmemError):
         backend.close()
         raise
-    logger.info(
-        "KV cache: up to %d blocks of %d tokens (%.1f MiB), %d bytes a token, %.1f %% padding",
-        num_blocks,
-        layout.block_tokens,
-        num_blocks * layout.block_bytes / 2**20,
-        layout.token_bytes,
-        layout.waste * 100,
-    )
+    for group in groups:
+        logger.info(
+            "KV cache of %d layers%s: blocks of %d tokens, %d pages of %d bytes each, %.1f %% padding",
+            len(group.layers),
+            f" with a window of {group.window_tokens} tokens" if group.window_tokens else "",
+            group.layout.block_tokens,
+            group.layout.num_slices,
+            group.layout.page_bytes,
+            group.layout.padding * 100,
+        )
+    logger.info("KV cache: up to %.1f MiB, or %d tokens of one sequence", num_pages * page_bytes / 2**20, capacity)
     return memory
+
+
+def _plan_groups(
+    config: EngineConfig, model: LoadedModel, layers: Sequence[ObservedLayer], granularity_bytes: int, budget: int
+) -> list[LayerGroup]:
+    """Layers that see the same window share a block table. Blocks are as short as the number of pages allows."""
+    members: dict[int | None, list[int]] = {}
+    for i, layer in enumerate(layers):
+        members.setdefault(layer.window_tokens, []).append(i)
+    specs = [[layers[i].spec for i in group] for group in members.values()]
+
+    def plan(block_tokens: int | None) -> tuple[KVLayout, ...]:
+        return plan_groups(
+            specs, model.dtype, granularity_bytes=granularity_bytes, kind=config.kv_layout, block_tokens=block_tokens
+        )
+
+    layouts = plan(config.block_tokens)
+    if config.block_tokens is None:
+        block_tokens = layouts[0].block_tokens
+        while budget // layouts[0].page_bytes > MAX_PAGES and block_tokens * 2 <= _MOST_BLOCK_TOKENS:
+            block_tokens *= 2
+            layouts = plan(block_tokens)
+    return [
+        LayerGroup(tuple(group), layout, window)
+        for (window, group), layout in zip(members.items(), layouts, strict=True)
+    ]
 
 
 def _max_model_len(config: EngineConfig, model: LoadedModel, memory: KVMemory) -> int:
     """The context: what was asked for, else what the model has, as far as the KV cache can hold one whole sequence."""
-    capacity = memory.num_blocks * memory.layout.block_tokens
-    if config.max_model_len is not None:
-        if config.max_model_len > capacity:
-            raise ConfigError(
-                f"max_model_len {config.max_model_len} does not fit into the KV cache of {capacity} tokens; "
-                "raise kv_memory_bytes or lower max_model_len"
-            )
-        return config.max_model_len
-    if model.max_positions > capacity:
-        logger.warning("the KV cache limits the context from %d to %d tokens", model.max_positions, capacity)
-    return min(model.max_positions, capacity)
+    if config.max_model_len is not None and config.max_model_len > memory.max_tokens:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} does not fit into the KV cache of {memory.max_tokens} tokens; "
+            "raise kv_memory_bytes or lower max_model_len"
+        )
+    if config.max_model_len is None and model.max_positions > memory.max_tokens:
+        logger.warning("the KV cache limits the context from %d to %d tokens", model.max_positions, memory.max_tokens)
+    return memory.max_tokens

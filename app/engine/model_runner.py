@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -10,9 +12,17 @@ from app.engine.batch import StepBatch
 from app.engine.model_loader import LoadedModel
 from app.errors import ModelError
 from kernels import AttentionProvider
-from vmem import KVMemory, LayerSpec, View
+from vmem import KVMemory, LayerSpec
 
 PROBE_TOKENS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedLayer:
+    """A layer's cache geometry, and how many tokens a query of it sees; `None` for all before it."""
+
+    spec: LayerSpec
+    window_tokens: int | None
 
 
 class ModelRunner:
@@ -22,10 +32,10 @@ class ModelRunner:
     where one ends and the next begins.
     """
 
-    def __init__(self, model: LoadedModel, memory: KVMemory, provider: AttentionProvider, view: View) -> None:
+    def __init__(self, model: LoadedModel, memory: KVMemory, provider: AttentionProvider) -> None:
         self._module = model.module
         self._memory = memory
-        self._attention = CachedAttention(memory, provider, view)
+        self._attention = CachedAttention(memory, provider)
         bind(self._module, self._attention)
 
     @torch.inference_mode()
@@ -45,8 +55,8 @@ def forward(module: nn.Module, token_ids: torch.Tensor, positions: torch.Tensor,
 
 
 @torch.inference_mode()
-def observe_layers(model: LoadedModel, provider: AttentionProvider) -> tuple[LayerSpec, ...]:
-    """Geometry of every layer's cache, from one tiny forward. Raises `ModelError` if a layer is missing."""
+def observe_layers(model: LoadedModel, provider: AttentionProvider) -> tuple[ObservedLayer, ...]:
+    """Geometry and window of every layer, from one tiny forward. Raises `ModelError` if a layer is missing."""
     probe = GeometryProbe(provider)
     bind(model.module, probe)
     tokens = torch.arange(PROBE_TOKENS) % model.vocab_size
@@ -54,9 +64,10 @@ def observe_layers(model: LoadedModel, provider: AttentionProvider) -> tuple[Lay
     kind = model.module.config.model_type
     if len(logits) != 1:
         raise ModelError(f"{kind} ignores logits_to_keep: asked for 1 row of logits, it gave {len(logits)}")
-    if probe.windowed_layers != model.windowed_layers:
+    if set(probe.windows) != model.windowed_layers:
         raise ModelError(
             f"{kind} should have sliding windows in layers {sorted(model.windowed_layers)}, but tells its attention so "
-            f"only in {sorted(probe.windowed_layers)}; it would be served wrongly beyond the window"
+            f"only in {sorted(probe.windows)}; it would be served wrongly beyond the window"
         )
-    return probe.layers(model.num_layers)
+    specs = probe.layers(model.num_layers)
+    return tuple(ObservedLayer(spec, probe.windows.get(layer)) for layer, spec in enumerate(specs))

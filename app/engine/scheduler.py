@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from app.engine.request import Request
-from vmem import KVMemory, OutOfPages, View, VmemError
+from vmem import KVMemory, OutOfPages, ViewPolicy, VmemError
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +30,10 @@ class Scheduler:
     One token budget a step: decodes first, then chunks of prompts already admitted, then new requests. A request takes
     the blocks of its whole prompt when it is admitted. When a decode finds no page, the latest arrived request gives
     all of its blocks back and waits at the head of the queue to be computed again (PagedAttention §4.5, recompute);
-    while it waits nobody passes it.
+    while it waits nobody passes it. The same happens while sequences own more than a budget that was lowered.
     """
 
-    def __init__(self, memory: KVMemory, *, max_num_seqs: int, max_num_batched_tokens: int, view: View) -> None:
+    def __init__(self, memory: KVMemory, *, max_num_seqs: int, max_num_batched_tokens: int, view: ViewPolicy) -> None:
         self._memory = memory
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # each running sequence decodes in every step
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -61,7 +61,9 @@ class Scheduler:
             self._release(request)
 
     def schedule(self) -> list[Scheduled]:
-        """The next step, its blocks allocated. Empty only when there is nothing to do."""
+        """The next step, its blocks allocated. Empty when there is nothing to do, or no memory to do it with."""
+        while self._memory.num_free_pages < 0 and self._running:
+            self._preempt(self._running[-1])
         budget = self._max_num_batched_tokens
         scheduled: list[Scheduled] = []
 
@@ -86,10 +88,10 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Open the request's memory, if the step after this one would not have to preempt it at once."""
-        needed = self._memory.layout.num_blocks(len(request.token_ids))
+        needed = self._memory.pages_for(len(request.token_ids))
         if self.num_running >= self._max_num_seqs:
             return False
-        if self._running and needed + self.num_running > self._memory.num_free_blocks:
+        if self._running and needed + self.num_running * self._memory.pages_for(1) > self._memory.num_free_pages:
             return False
         request.memory = self._memory.open(self._view)
         try:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import statistics
+from collections.abc import Sequence
 
 import torch
 
 from app.engine.attention import IMPLEMENTATION
-from app.engine.batch import build_batch
+from app.engine.batch import build_batch, demands
 from app.engine.model_loader import LoadedModel
 from app.engine.model_runner import ModelRunner
 from app.engine.params import SamplingParams
@@ -21,7 +22,7 @@ from app.engine.request import Request
 from app.engine.scheduler import Scheduled
 from app.errors import ModelError
 from kernels import AttentionProvider
-from vmem import HostBackend, KVLayout, KVMemory, View
+from vmem import HostBackend, KVMemory, LayerGroup, ViewPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -31,17 +32,21 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.03}
 STEPS = ((11, 0), (1, 7), (1, 13), (1, 1))
 
 
-def self_test(model: LoadedModel, layout: KVLayout, provider: AttentionProvider, view: View) -> None:
-    """Raise `ModelError` unless the packed logits agree with the model's own. Uses a small KV memory of its own."""
+def self_test(model: LoadedModel, groups: Sequence[LayerGroup], provider: AttentionProvider, view: ViewPolicy) -> None:
+    """Raise `ModelError` unless the packed logits agree with the model's own. Uses a small KV memory of its own.
+
+    With "auto" one of the two prompts is read through its region and the other through its block table.
+    """
     generator = torch.Generator().manual_seed(0)
     lengths = [sum(counts) for counts in zip(*STEPS, strict=True)]
     prompts = [torch.randint(model.vocab_size, (length,), generator=generator) for length in lengths]
     expected = [_own_logits(model, prompt) for prompt in prompts]
-    num_blocks = sum(map(layout.num_blocks, lengths))
-    backend = HostBackend(num_blocks * layout.block_bytes)
-    memory = KVMemory(backend, layout, num_blocks=num_blocks, num_regions=len(prompts), max_tokens=max(lengths))
+    views: tuple[ViewPolicy, ...] = ("block_table", "region") if view == "auto" else (view, view)
+    budget = sum(len(prompts) * g.layout.num_blocks(max(lengths)) * g.layout.block_bytes for g in groups)
+    backend = HostBackend(budget)
+    memory = KVMemory(backend, groups, budget_bytes=budget, num_regions=len(prompts), max_tokens=max(lengths))
     try:
-        fresh, cached = _differences(ModelRunner(model, memory, provider, view), memory, prompts, expected, view)
+        fresh, cached = _differences(ModelRunner(model, memory, provider), memory, prompts, expected, views)
     finally:
         memory.close()
     # In half precision a close call of a mixture's router can go the other way and change a row for good; a mix-up
@@ -57,22 +62,26 @@ def self_test(model: LoadedModel, layout: KVLayout, provider: AttentionProvider,
 
 
 def _differences(
-    runner: ModelRunner, memory: KVMemory, prompts: list[torch.Tensor], expected: list[torch.Tensor], view: View
+    runner: ModelRunner,
+    memory: KVMemory,
+    prompts: list[torch.Tensor],
+    expected: list[torch.Tensor],
+    views: Sequence[ViewPolicy],
 ) -> tuple[list[float], list[float]]:
     """Relative differences of the rows of first chunks, and of the rows that read what earlier steps cached."""
     differences: tuple[list[float], list[float]] = ([], [])
     requests = [
         Request(f"self-test-{i}", prompt.tolist(), SamplingParams(), 1, None) for i, prompt in enumerate(prompts)
     ]
-    sequences = [memory.open(view) for _ in requests]
+    sequences = [memory.open(view) for view in views]
     try:
         for request, sequence in zip(requests, sequences, strict=True):
             request.memory = sequence
             memory.append(sequence, len(request.token_ids))
-        memory.ensure(sequences)
         for counts in STEPS:
             scheduled = [Scheduled(r, n) for r, n in zip(requests, counts, strict=True) if n]
-            actual = runner.run(build_batch(scheduled, memory, view, sample_all=True))
+            memory.ensure(demands(scheduled))
+            actual = runner.run(build_batch(scheduled, memory, sample_all=True))
             for s, rows in zip(scheduled, actual.split([s.num_tokens for s in scheduled]), strict=True):
                 start = s.request.num_computed
                 wanted = expected[requests.index(s.request)][start : start + s.num_tokens]

@@ -34,7 +34,7 @@ from app.openai.bodies import (
 from app.openai.http import build_api
 from app.openai.prompts import encode_chat, encode_completion
 from app.serving.messages import GenerateRequest, Piece
-from vmem import MemoryReport
+from vmem import BudgetAnswer, MemoryReport
 
 READY_TIMEOUT_S = 10
 
@@ -132,6 +132,20 @@ class Ingress:
         report: MemoryReport = await _call(self._engine.report.remote())
         return report
 
+    async def set_budget(self, budget_bytes: int, revision: int) -> list[BudgetAnswer]:
+        """Change how much memory the KV cache of every engine replica may take, while they serve.
+
+        Returns:
+            each replica's answer: "applied", "deferred" (its memory shrinks as soon as requests allow), or "stale".
+
+        Raises:
+            RequestError: the budget is out of bounds; a replica that has other bounds may have accepted it.
+        """
+        answers: list[BudgetAnswer] = await _call(
+            self._engine.broadcast("set_budget", budget_bytes, revision).results_async()
+        )
+        return answers
+
     def _check_model(self, name: str) -> None:
         if name != self._model_name:
             raise UnknownModelError(f"the model {name!r} does not exist; this server has {self._model_name!r}", "model")
@@ -183,7 +197,7 @@ def _new_id(kind: str) -> str:
 
 
 async def _call(response: Any) -> Any:
-    """Await a unary call of a replica. When this task is cancelled Serve cancels the call."""
+    """Await a call of a replica, or of all. When this task is cancelled Serve cancels the call."""
     try:
         return await response
     except (RayTaskError, RayActorError) as error:

@@ -10,7 +10,7 @@ from app.config import EngineConfig
 from app.engine import AsyncEngine, Delta
 from app.errors import EngineError
 from app.serving.messages import GenerateRequest, Piece, ReplicaFacts
-from vmem import MemoryReport
+from vmem import BudgetAnswer, MemoryReport
 
 
 class EngineReplica:
@@ -51,7 +51,11 @@ class EngineReplica:
 
     async def report(self) -> MemoryReport:
         """Where KV memory is now."""
-        return await self._engine.report()
+        return self._engine.report()
+
+    async def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
+        """Change how much memory this replica's KV cache may take (`KVMemory.set_budget`)."""
+        return self._engine.set_budget(budget_bytes, revision)
 
     def check_health(self) -> None:
         """Called by Serve; an error here replaces the replica."""

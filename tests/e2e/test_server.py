@@ -38,7 +38,7 @@ class Server:
 
     def wait_until_all_pages_are_free(self) -> None:
         deadline = time.monotonic() + DEADLINE_S
-        while self.handle.report.remote().result().active_blocks:
+        while self.handle.report.remote().result().active_bytes:
             assert time.monotonic() < deadline, self.handle.report.remote().result()
             time.sleep(0.05)
 
@@ -182,7 +182,7 @@ def test_disconnect_frees_pages(server: Server, stream: bool) -> None:
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S) as answer:
             lines = answer.iter_lines()  # dropping the iterator would close the connection
             next(lines)
-            assert server.handle.report.remote().result().active_blocks > 0
+            assert server.handle.report.remote().result().active_bytes > 0
     else:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{server.url}/v1/completions", json=body, timeout=httpx.Timeout(DEADLINE_S, read=0.5))

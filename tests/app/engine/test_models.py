@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from app.engine import SamplingParams
 from app.engine.engine import Engine, EngineConfig
 from tests.conftest import ARCHITECTURES, VOCAB_SIZE, MakeCheckpoint
-from vmem import View
+from vmem import LayoutKind, ViewPolicy
 
 LENGTHS = (1, 2, 16, 17, 63, 129, 300, 700)
 NEW_TOKENS = 24
@@ -29,9 +29,13 @@ def generate_staggered(engine: Engine, prompts: list[list[int]], params: Samplin
     return outputs
 
 
-@pytest.mark.parametrize("view", ["region", "block_table"])
+@pytest.mark.parametrize(
+    ("view", "layout"), [("region", "interleaved"), ("block_table", "interleaved"), ("auto", "per_layer")]
+)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_greedy_equals_transformers(name: str, view: View, make_checkpoint: MakeCheckpoint) -> None:
+def test_greedy_equals_transformers(
+    name: str, view: ViewPolicy, layout: LayoutKind, make_checkpoint: MakeCheckpoint
+) -> None:
     model_type, settings = ARCHITECTURES[name]
     folder = make_checkpoint(model_type, **settings)
     generator = torch.Generator().manual_seed(3)
@@ -44,6 +48,7 @@ def test_greedy_equals_transformers(name: str, view: View, make_checkpoint: Make
             max_num_seqs=16,
             max_num_batched_tokens=96,
             kv_view=view,
+            kv_layout=layout,
             skip_tokenizer_init=True,
         )
     )

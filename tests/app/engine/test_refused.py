@@ -63,8 +63,8 @@ def test_the_self_test_finds_a_cache_that_is_not_read(monkeypatch: pytest.Monkey
     def forgetful(
         self: CachedAttention, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking
     ) -> torch.Tensor:
-        starts = self.batch.attention.cu_seqlens_q
-        lengths = starts.diff().int()
+        lengths = torch.cat([part.attention.cu_seqlens_q.diff() for part in self.batch.parts[0]])
+        starts = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
         batch = VarlenBatch(starts, lengths, torch.arange(len(lengths), dtype=torch.int32)[:, None].contiguous())
         keys, values = (
             torch.nn.utils.rnn.pad_sequence(list(tensor.split(lengths.tolist())), batch_first=True) for tensor in (k, v)

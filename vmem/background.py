@@ -1,0 +1,301 @@
+"""What the mapper does next: the first of a list of duties that has something to do.
+
+Duties look at the state of the memory and nothing else. Nothing that a launched step may still read is changed: duties
+skip what waits for a fence, and the mapper asks again soon.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vmem.backend import Backend
+from vmem.errors import LayoutError
+from vmem.group import GroupMemory
+from vmem.pages import PagePool
+from vmem.region import HOLE, Region
+from vmem.work import Attach, Destroy, Detach, Hide, Show, Work
+
+# How soon to look again whether the device has passed a fence.
+_FENCE_POLL_S = 0.002
+# Prompts that the depth of eager allocation is learnt from, and the share of them it should be enough for.
+_PROMPTS_REMEMBERED, _PROMPTS_COVERED = 32, 0.75
+_MOST_EAGER_REGIONS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MappingOptions:
+    """How mappings and pages follow the load.
+
+    Attributes:
+        overlap: map the next step's blocks while this one computes (vAttention §6.2.1).
+        deferred_reclamation: park what finished sequences had mapped, for others to adopt (vAttention §6.2.2).
+        eager_allocation: keep regions mapped ahead for the next prompts (vAttention §6.2.2).
+        reclaim_threshold: share of the budget below which free pages that no region shows are replenished.
+        idle_release_s: pages nobody has used for this long go back to the machine.
+        max_mappings: pages mapped at once, counted once an address; regions give way to block tables beyond it.
+    """
+
+    overlap: bool = True
+    deferred_reclamation: bool = True
+    eager_allocation: bool = True
+    reclaim_threshold: float = 0.1
+    idle_release_s: float = 0.5
+    max_mappings: int = 50_000
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.reclaim_threshold <= 1:
+            raise LayoutError(f"reclaim_threshold {self.reclaim_threshold} must be between 0 and 1")
+        if self.idle_release_s < 0 or self.max_mappings < 1:
+            raise LayoutError(
+                f"idle_release_s {self.idle_release_s} must not be negative, max_mappings {self.max_mappings} positive"
+            )
+
+
+class PromptDemand:
+    """How many blocks the next prompts will probably take, judged by the last ones."""
+
+    def __init__(self) -> None:
+        self._num_blocks: deque[int] = deque(maxlen=_PROMPTS_REMEMBERED)
+        self._bursts: deque[int] = deque([0], maxlen=_PROMPTS_REMEMBERED)
+        self.last_at = -math.inf
+
+    def note_prompt(self, num_blocks: int, now: float) -> None:
+        self._num_blocks.append(num_blocks)
+        self._bursts[-1] += 1
+        self.last_at = now
+
+    def note_step(self) -> None:
+        if self._bursts[-1]:
+            self._bursts.append(0)
+
+    @property
+    def depth(self) -> int:
+        """Blocks that are enough for most of the last prompts."""
+        if not self._num_blocks:
+            return 0
+        return sorted(self._num_blocks)[math.ceil(len(self._num_blocks) * _PROMPTS_COVERED) - 1]
+
+    @property
+    def num_regions(self) -> int:
+        """Prompts that come at once."""
+        return min(max(self._bursts), _MOST_EAGER_REGIONS)
+
+
+class Background:
+    """The duties, and the state they look at. Only called under the memory's lock.
+
+    Attributes:
+        demand: of each group, what prompts have been like.
+        wanted_loose: of each group, blocks that the next step will take without a region.
+        floor: pages that are created at once and kept.
+    """
+
+    def __init__(
+        self, backend: Backend, pages: PagePool, groups: Sequence[GroupMemory], options: MappingOptions, floor: int
+    ) -> None:
+        self._backend = backend
+        self._pages = pages
+        self._groups = groups
+        self._options = options
+        self._unit_pages = max(1, backend.unit_bytes // pages.page_bytes)
+        self.floor = floor
+        self.demand = [PromptDemand() for _ in groups]
+        self.wanted_loose = [0] * len(groups)
+        self.now = 0.0
+        self._waits_for_fence = False
+
+    def next_work(self, now: float) -> Work | None:
+        self.now = now
+        self._waits_for_fence = False
+        duties = (
+            self._map_wanted,
+            self._hide_expired,
+            self._shrink,
+            self._reclaim,
+            self._fill_floor,
+            self._map_ahead,
+            self._release_idle,
+        )
+        return next((work for duty in duties if (work := duty()) is not None), None)
+
+    def wait_s(self, now: float) -> float | None:
+        """How long until time alone may have made work; `None` for as long as nobody says so."""
+        self.now = now
+        if self._waits_for_fence:
+            return _FENCE_POLL_S
+        if self._pages.num_created <= self.floor:
+            return None
+        since = [at for group in self._groups if (at := group.pool.oldest_loose()) is not None]
+        since += [at for group in self._groups for _, at in self._tails(group)]
+        if not since:
+            return None
+        return max(min(since) + self._options.idle_release_s - now, _FENCE_POLL_S)
+
+    # ---- duties, the most urgent first ----
+
+    def _map_wanted(self) -> Work | None:
+        """This step's and the next step's blocks, behind the regions of the sequences that run."""
+        for i, group in enumerate(self._groups):
+            missing = self.wanted_loose[i] - group.pool.num_loose
+            if missing > 0 and (work := self._attach(group, missing)):
+                return work
+            self.wanted_loose[i] = 0
+            while group.wanted:
+                region = next(iter(group.wanted))
+                if not region.busy and (work := self._map_places(group, region)):
+                    return work
+                del group.wanted[region]
+        return None
+
+    def _map_places(self, group: GroupMemory, region: Region) -> Work | None:
+        """The first places up to `wanted` that show nothing: the holder's blocks, or free ones for it to take."""
+        blocks = region.blocks
+        assert blocks is not None
+        place = max(region.checked, region.first)
+        while place < region.wanted and region.at(place) != HOLE:
+            place += 1  # a stale one among them is changed by the step that needs it
+        end = place
+        while end < region.wanted and end - place < self._unit_blocks(group) and region.at(end) == HOLE:
+            end += 1
+        if end == place or self._mappings_left < (end - place) * group.num_slices:
+            return None
+        if place < len(blocks):
+            return Show(group, region, place, blocks[place : min(end, len(blocks))], ahead=False)
+        return self._show_free(group, region, place, end - place)
+
+    def _hide_expired(self) -> Work | None:
+        """Blocks that have left the window of their sequence."""
+        for group in self._groups:
+            for region in list(group.expired):
+                run = region.first_run(region.first, self._unit_blocks(group))
+                if run is None:
+                    del group.expired[region]
+                elif self._may_change(region):
+                    return Hide(group, region, *run)
+        return None
+
+    def _shrink(self) -> Work | None:
+        """Pages beyond a budget that was lowered, as far as nobody owns them."""
+        excess = self._pages.num_created - self._pages.budget
+        return self._give_back(excess, freed_before=math.inf) if excess > 0 else None
+
+    def _reclaim(self) -> Work | None:
+        """When free pages run low: unmap the tails of the regions parked longest (vAttention §6.2.2)."""
+        if self._num_unshown >= self._options.reclaim_threshold * self._pages.budget:
+            return None
+        return self._hide_tail(parked_only=True, idle_since=math.inf)
+
+    def _fill_floor(self) -> Work | None:
+        """The pages that are always there."""
+        missing = min(self.floor, self._pages.budget) - self._pages.num_created
+        if missing <= 0:
+            return None
+        group = min(self._groups, key=lambda group: len(group.handles) / group.pool.num_blocks)
+        return self._attach(group, missing // group.num_slices)
+
+    def _map_ahead(self) -> Work | None:
+        """Regions for the next prompts (vAttention §6.2.2, eager allocation)."""
+        if not self._options.eager_allocation:
+            return None
+        spare = self._num_unshown - self._options.reclaim_threshold * self._pages.budget
+        for group, demand in zip(self._groups, self.demand, strict=True):
+            depth = min(self._eager_depth(demand), group.region_blocks)
+            ready = sum(region.num_shown >= depth for region in group.parked)
+            if not depth or ready >= demand.num_regions:
+                continue
+            region = max(
+                (r for r in group.parked if r.num_shown < depth and len(r.shows) == r.num_shown and not r.busy),
+                key=lambda r: r.num_shown,
+                default=None,
+            )
+            place = region.num_shown if region is not None else 0
+            missing = (depth - place) * group.num_slices
+            if missing > spare or missing > self._mappings_left // 2 or (region is None and not group.has_free_slot):
+                continue
+            if region is None:
+                if not group.pool.num_loose:
+                    return self._attach(group, depth)
+                region = group.new_region()
+                region.touched = self.now
+                group.parked[region] = None
+            return self._show_free(group, region, place, depth - place)
+        return None
+
+    def _release_idle(self) -> Work | None:
+        """Pages that nobody has used for a while."""
+        excess = self._pages.num_created - self.floor
+        return self._give_back(excess, freed_before=self.now - self._options.idle_release_s) if excess > 0 else None
+
+    # ---- their parts ----
+
+    def _attach(self, group: GroupMemory, count: int) -> Work | None:
+        count = min(count, self._unit_blocks(group), group.pool.num_cold, self._pages.room // group.num_slices)
+        return Attach(self._backend, self._pages, group, count) if count > 0 else None
+
+    def _show_free(self, group: GroupMemory, region: Region, place: int, count: int) -> Work | None:
+        """Show free blocks that nothing shows, of which there may have to be some first."""
+        count = min(count, self._unit_blocks(group))
+        if not group.pool.num_loose:
+            return self._attach(group, count)
+        return Show(group, region, place, group.pool.take_loose(count), ahead=True)
+
+    def _give_back(self, excess: int, *, freed_before: float) -> Work | None:
+        """Up to `excess` pages: spare ones, those of loose blocks, and then those that only regions' tails show."""
+        if self._pages.spare:
+            return Destroy(self._backend, self._pages, min(excess, self._unit_pages))
+        for group in self._groups:
+            count = min(-(-excess // group.num_slices), self._unit_blocks(group))
+            block_ids, fence = group.pool.begin_detach(count, freed_before=freed_before)
+            if block_ids and self._backend.completed(fence):
+                return Detach(self._pages, group, block_ids)
+            if block_ids:
+                group.pool.end_move(block_ids, has_pages=True)
+                self._waits_for_fence = True
+        return self._hide_tail(parked_only=False, idle_since=freed_before)
+
+    def _hide_tail(self, *, parked_only: bool, idle_since: float) -> Work | None:
+        for group in self._groups:
+            for region, since in self._tails(group):
+                if since > idle_since or (parked_only and region.blocks is not None):
+                    continue
+                run = region.last_run(max(region.used, region.wanted), self._unit_blocks(group))
+                if run is not None and self._may_change(region):
+                    return Hide(group, region, *run)
+        return None
+
+    def _tails(self, group: GroupMemory) -> list[tuple[Region, float]]:
+        """Regions that show more than their holders need, those parked longest first, and since when nobody has used
+        that. As many as prompts come at once are in use for as long as prompts come."""
+        demand = self.demand[self._groups.index(group)]
+        num_idle = len(group.parked) - demand.num_regions
+        tails = [
+            (region, region.touched if i < num_idle else max(region.touched, demand.last_at))
+            for i, region in enumerate(group.parked)
+        ]
+        return tails + [(r, r.touched) for r in group.held if len(r.shows) > max(r.used, r.wanted)]
+
+    def _eager_depth(self, demand: PromptDemand) -> int:
+        return demand.depth if self.now - demand.last_at < self._options.idle_release_s else 0
+
+    def _may_change(self, region: Region) -> bool:
+        if region.busy:
+            return False
+        if self._backend.completed(region.fence):
+            return True
+        self._waits_for_fence = True
+        return False
+
+    def _unit_blocks(self, group: GroupMemory) -> int:
+        return max(1, self._unit_pages // group.num_slices)
+
+    @property
+    def _num_unshown(self) -> int:
+        """Free pages that no region shows, created or not."""
+        return self._pages.room + sum(group.pool.num_loose * group.num_slices for group in self._groups)
+
+    @property
+    def _mappings_left(self) -> int:
+        return self._options.max_mappings - self._backend.num_mappings

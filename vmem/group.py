@@ -1,0 +1,261 @@
+"""The memory of one layer group: its blocks, the home of each, and the regions that show them."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from vmem.backend import AddressRange, Backend
+from vmem.block_pool import BlockPool
+from vmem.errors import IntegrityError, VmemError
+from vmem.layout import KVLayout
+from vmem.region import HOLE, Region
+
+# A call that undoes another is tried this often before memory counts as broken.
+_UNDO_ATTEMPTS = 3
+# Adoption looks at this many parked regions only: the choice must not cost what it saves.
+_ADOPTION_CANDIDATES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that cache the same tokens: all of them, or those within a window.
+
+    Attributes:
+        layers: their indices in the model, in the layout's order.
+        layout: strides of these layers.
+        window_tokens: how many tokens a query sees, its own included; `None` for all before it.
+    """
+
+    layers: tuple[int, ...]
+    layout: KVLayout
+    window_tokens: int | None = None
+
+
+class GroupMemory:
+    """Addresses, handles and regions of one layer group.
+
+    `map_*` and `unmap_*` call the backend for every slice, undo what they did when a later slice fails, and touch no
+    books; they run without the lock. Everything else is called under it.
+
+    Args:
+        num_blocks: block ids there are; how many have pages is the page budget's business.
+        num_regions: slots for regions.
+        region_blocks: places a region has.
+    """
+
+    def __init__(
+        self, backend: Backend, spec: LayerGroup, *, num_blocks: int, num_regions: int, region_blocks: int
+    ) -> None:
+        self.spec = spec
+        self.layout = spec.layout
+        self.num_regions = num_regions
+        self.region_blocks = region_blocks
+        self.pool = BlockPool(num_blocks)
+        self.handles: dict[int, tuple[int, ...]] = {}  # block id → its pages, one a slice
+        self.parked: OrderedDict[Region, None] = OrderedDict()  # the longest parked first
+        self.held: set[Region] = set()
+        self.wanted: OrderedDict[Region, None] = OrderedDict()  # the mapper should map up to `wanted` in these
+        self.expired: OrderedDict[Region, None] = OrderedDict()  # these show blocks before `first`
+        self._free_slots = list(range(num_regions))[::-1]
+        self._backend = backend
+        self._page_bytes = spec.layout.page_bytes
+        self._homes: list[AddressRange] = []
+        self._ranges: list[AddressRange] = []
+        try:
+            for _ in range(spec.layout.num_slices):
+                self._homes.append(backend.reserve(num_blocks * self._page_bytes))
+                self._ranges.append(backend.reserve(num_regions * region_blocks * self._page_bytes))
+        except VmemError:
+            self.release()
+            raise
+
+    @property
+    def num_slices(self) -> int:
+        return self.layout.num_slices
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(reserved.num_bytes for reserved in (*self._homes, *self._ranges))
+
+    def release(self) -> None:
+        """Give the reserved addresses back; nothing may be mapped."""
+        for reserved in (*self._homes, *self._ranges):
+            self._backend.release(reserved)
+        self._homes, self._ranges = [], []
+
+    def home_tensors(self) -> list[torch.Tensor]:
+        return [self._backend.tensor(reserved) for reserved in self._homes]
+
+    def region_tensors(self) -> list[torch.Tensor]:
+        return [self._backend.tensor(reserved) for reserved in self._ranges]
+
+    # ---- regions ----
+
+    @property
+    def has_free_slot(self) -> bool:
+        return bool(self._free_slots)
+
+    def new_region(self) -> Region:
+        """A region without any mapping, parked by nobody yet."""
+        return Region(self._free_slots.pop())
+
+    def adopt(self, prefix: Sequence[int], num_blocks: int) -> Region | None:
+        """Take the parked region that saves most mapping to a sequence of `num_blocks` blocks that begins with the
+        blocks `prefix`; a new one where none saves any. `None` if all are held."""
+        best, most = None, 0
+        for region in self._candidates(prefix, num_blocks):
+            saved = region.matching(prefix)
+            if saved == len(prefix):
+                while saved < num_blocks and region.at(saved) != HOLE and self.pool.is_free(region.at(saved)):
+                    saved += 1
+            if saved > most or best is None:
+                best, most = region, saved
+            if saved == num_blocks:
+                break
+        if (best is None or not most) and self._free_slots:
+            best = self.new_region()
+        elif best is not None:
+            del self.parked[best]
+        if best is not None:
+            self.held.add(best)
+        return best
+
+    def _candidates(self, prefix: Sequence[int], num_blocks: int) -> list[Region]:
+        """Parked regions worth a look, the most promising first: for a prefix those that begin alike, else the
+        shortest that is long enough, then the longest of the others."""
+        free = [region for region in self.parked if not region.busy]
+        if prefix:
+            alike = [region for region in free if region.at(0) == prefix[0]]
+            return sorted(alike or free[:1], key=lambda region: -region.num_shown)
+        enough = sorted((r for r in free if r.num_shown >= num_blocks), key=lambda r: r.num_shown)
+        others = sorted((r for r in free if r.num_shown < num_blocks), key=lambda r: -r.num_shown)
+        return (enough + others)[:_ADOPTION_CANDIDATES]
+
+    def park(self, region: Region, *, fence: int, now: float) -> None:
+        """The region's sequence is gone; what it shows stays mapped."""
+        self.held.remove(region)
+        self.wanted.pop(region, None)
+        self.expired.pop(region, None)
+        region.blocks = None
+        region.first = region.checked = region.wanted = 0
+        region.fence = fence
+        region.touched = now
+        if region.num_shown:
+            self.parked[region] = None
+        else:
+            self._free_slots.append(region.slot)
+
+    def discard_if_empty(self, region: Region) -> None:
+        """A parked region that shows nothing any more is only a free slot."""
+        if not region.num_shown and region in self.parked:
+            del self.parked[region]
+            self._free_slots.append(region.slot)
+
+    # ---- backend calls, several in one transaction ----
+
+    def map_home(self, block_ids: Sequence[int], handles: Sequence[tuple[int, ...]]) -> None:
+        """Map blocks (ascending ids) at home, neighbours in one call."""
+        with _Undo() as undo:
+            for start, end in _runs(block_ids):
+                for i, home in enumerate(self._homes):
+                    address = home.address + block_ids[start] * self._page_bytes
+                    self._map(undo, address, [pages[i] for pages in handles[start:end]])
+
+    def unmap_home(self, block_ids: Sequence[int]) -> None:
+        """Unmap blocks (ascending ids) at home, neighbours in one call."""
+        with _Undo() as undo:
+            for start, end in _runs(block_ids):
+                run = block_ids[start:end]
+                for i, home in enumerate(self._homes):
+                    address = home.address + run[0] * self._page_bytes
+                    self._unmap(undo, address, [self.handles[b][i] for b in run])
+
+    def map_places(self, region: Region, start: int, block_ids: Sequence[int]) -> None:
+        """Map blocks behind the region's places from `start` on."""
+        with _Undo() as undo:
+            for i, address in enumerate(self._place_addresses(region, start)):
+                self._map(undo, address, [self.handles[b][i] for b in block_ids])
+
+    def unmap_places(self, region: Region, start: int, block_ids: Sequence[int]) -> None:
+        """Unmap the blocks that the region shows from `start` on."""
+        with _Undo() as undo:
+            for i, address in enumerate(self._place_addresses(region, start)):
+                self._unmap(undo, address, [self.handles[b][i] for b in block_ids])
+
+    def _place_addresses(self, region: Region, place: int) -> list[int]:
+        offset = (region.slot * self.region_blocks + place) * self._page_bytes
+        return [reserved.address + offset for reserved in self._ranges]
+
+    def _map(self, undo: _Undo, address: int, handles: list[int]) -> None:
+        span = AddressRange(address, len(handles) * self._page_bytes)
+        self._backend.map(address, handles)
+        undo.by(lambda: self._backend.unmap(span))
+
+    def _unmap(self, undo: _Undo, address: int, handles: list[int]) -> None:
+        self._backend.unmap(AddressRange(address, len(handles) * self._page_bytes))
+        undo.by(lambda: self._backend.map(address, handles))
+
+    # ---- accounting ----
+
+    def check_integrity(self, owned: Counter[int]) -> int:
+        """Raise `IntegrityError` unless blocks and regions add up; returns how many pages should be mapped."""
+        regions = [*self.held, *self.parked]
+        shown = Counter(b for region in regions for b in region.shows if b != HOLE)
+        self.pool.check_integrity(owned, shown)
+        slots = sorted([*(region.slot for region in regions), *self._free_slots])
+        if slots != list(range(self.num_regions)):
+            raise IntegrityError(f"slots {slots} of {self.num_regions}")
+        for region in regions:
+            if region.num_shown != sum(b != HOLE for b in region.shows) or region.busy:
+                raise IntegrityError(f"region {region.slot} counts {region.num_shown} of {region.shows}")
+            if region.blocks is not None and any(
+                region.at(p) != region.blocks[p] for p in range(region.first, region.checked)
+            ):
+                raise IntegrityError(f"region {region.slot} shows {region.shows} where {region.blocks} should be")
+        attached = self.pool.num_blocks - self.pool.num_cold
+        if len(self.handles) != attached:
+            raise IntegrityError(f"{attached} blocks should have pages, {len(self.handles)} do")
+        return self.num_slices * (len(self.handles) + sum(shown.values()))
+
+
+class _Undo(ExitStack):
+    """What to call, last first, when a later step fails. Leaving without an error forgets it."""
+
+    def by(self, undo: Callable[[], None]) -> None:
+        self.callback(_must, undo)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> bool | None:
+        if error is None:
+            self.pop_all()
+        return super().__exit__(kind, error, trace)
+
+
+def _must(undo: Callable[[], None]) -> None:
+    for attempt in range(_UNDO_ATTEMPTS):
+        try:
+            return undo()
+        except VmemError as error:
+            if attempt == _UNDO_ATTEMPTS - 1:
+                raise IntegrityError(f"a failed change of mappings could not be undone: {error}") from error
+    return None
+
+
+def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(start, end) of each run of consecutive ids."""
+    start = 0
+    for i in range(1, len(block_ids) + 1):
+        if i == len(block_ids) or block_ids[i] != block_ids[i - 1] + 1:
+            yield start, i
+            start = i
+
+
+def total_pages(groups: Iterable[GroupMemory]) -> int:
+    return sum(len(group.handles) * group.num_slices for group in groups)

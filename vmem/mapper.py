@@ -1,0 +1,184 @@
+"""The thread that changes mappings while a step computes.
+
+It knows nothing of blocks: it asks for the next unit of work, runs it, and asks again. What there is to do follows from
+the state of the memory alone, so nothing is queued that could grow stale, and a lost wake-up costs at most one wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from vmem.backend import Backend
+from vmem.errors import IntegrityError, OutOfPages, VmemError
+from vmem.work import MappingCounts, Work
+
+logger = logging.getLogger(__name__)
+
+# After a failed call the thread rests, so that a device in trouble is not asked thousands of times a second …
+_REST_AFTER_FAILURE_S = 0.05
+# … and after so many failures in a row the next step is told.
+_FAILURES_TO_SURFACE = 3
+
+
+@dataclass(slots=True)
+class MappingTimes:
+    """Seconds, and calls, that steps waited for (exposed), and that passed beside them (hidden)."""
+
+    exposed_s: float = 0.0
+    hidden_s: float = 0.0
+    num_exposed: int = 0
+    num_hidden: int = 0
+
+
+@dataclass(slots=True)
+class Mapper:
+    """One background thread, and the same work done at once for whoever cannot wait.
+
+    Args:
+        next_work: the next unit of work, or `None`; called with the lock held.
+        wait_s: how long until there may be work without anybody saying so; called with the lock held.
+
+    Attributes:
+        lock: guards all the books. Also the condition on which work is announced and awaited.
+    """
+
+    next_work: Callable[[], Work | None]
+    wait_s: Callable[[], float | None]
+    lock: threading.Condition = field(default_factory=threading.Condition)
+    counts: MappingCounts = field(default_factory=MappingCounts)
+    times: MappingTimes = field(default_factory=MappingTimes)
+    num_failures: int = 0
+    _working: bool = False
+    _stopping: bool = False
+    _held: int = 0
+    _failures_in_a_row: int = 0
+    _failure: VmemError | None = None
+    _death: BaseException | None = None
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="folio-mapper", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread once it has finished the work in hand."""
+        with self.lock:
+            self._stopping = True
+            self.lock.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    @property
+    def is_working(self) -> bool:
+        """Whether the thread is at work on something now, without the lock."""
+        return self._working
+
+    def wake(self) -> None:
+        """There may be work. With the lock held."""
+        self.lock.notify_all()
+
+    def wait_while(self, condition: Callable[[], bool]) -> None:
+        """With the lock held, wait until the thread's progress has made the condition false."""
+        if not condition():
+            return
+        start = time.perf_counter()
+        while condition():
+            self._raise_death()
+            self.lock.wait()
+        self.times.exposed_s += time.perf_counter() - start
+
+    def wait_for(self, backend: Backend, fence: int) -> None:
+        """With the lock held, wait until the device has passed the fence."""
+        start = time.perf_counter()
+        backend.wait(fence)
+        self.times.exposed_s += time.perf_counter() - start
+
+    def run_now(self, work: Work) -> None:
+        """Do the work in the calling thread, with the lock held. Raises what the work raises, its effects undone."""
+        self.times.num_exposed += 1
+        start = time.perf_counter()
+        failed = True
+        try:
+            work.call()
+            failed = False
+        finally:
+            work.finish(self.counts, time.monotonic(), failed=failed)
+            self.times.exposed_s += time.perf_counter() - start
+
+    def raise_failure(self) -> None:
+        """Raise what ended the thread, or what it failed at again and again. With the lock held."""
+        self._raise_death()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _raise_death(self) -> None:
+        if self._death is not None:
+            raise IntegrityError(f"the mapper thread has died: {self._death!r}") from self._death
+
+    def pause(self) -> None:
+        """Let the thread begin nothing until `resume`, and return when it is idle. With the lock held."""
+        self._held += 1
+        while self._working:
+            self._raise_death()
+            self.lock.wait()
+
+    def resume(self) -> None:
+        self._held -= 1
+        self.wake()
+
+    def _run(self) -> None:
+        try:
+            with self.lock:
+                while not self._stopping:
+                    work = None if self._held else self.next_work()
+                    if work is None:
+                        self.lock.wait(None if self._held else self.wait_s())
+                    else:
+                        self._do(work)
+        except BaseException as error:
+            logger.exception("the mapper thread dies")
+            with self.lock:
+                self._death = error
+                self._working = False
+                self.lock.notify_all()
+
+    def _do(self, work: Work) -> None:
+        """Run the work without the lock, which is held before and after."""
+        self._working = True
+        failure: VmemError | None = None
+        self.lock.release()
+        start = time.perf_counter()
+        try:
+            work.call()
+        except VmemError as error:
+            if isinstance(error, IntegrityError):
+                raise
+            failure = error
+        finally:
+            elapsed = time.perf_counter() - start
+            self.lock.acquire()
+            self._working = False
+        work.finish(self.counts, time.monotonic(), failed=failure is not None)
+        self.times.hidden_s += elapsed
+        self.times.num_hidden += 1
+        self.lock.notify_all()
+        if failure is None:
+            self._failures_in_a_row = 0
+            return
+        self._note_failure(failure)
+        self.lock.wait(_REST_AFTER_FAILURE_S)
+
+    def _note_failure(self, failure: VmemError) -> None:
+        if isinstance(failure, OutOfPages):  # others use the device too; whoever needs the pages hears it then
+            return
+        self.num_failures += 1
+        self._failures_in_a_row += 1
+        logger.warning("the mapper will try again: %s", failure)
+        if self._failures_in_a_row >= _FAILURES_TO_SURFACE:
+            self._failure = failure

@@ -1,0 +1,68 @@
+"""Where KV memory is, at one moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReport:
+    """Blocks of one layer group. `free_blocks` have pages; `parked_blocks` of them are still shown in regions, and
+    `eager_blocks` of those were mapped ahead for sequences to come."""
+
+    block_tokens: int
+    block_bytes: int
+    active_blocks: int
+    free_blocks: int
+    parked_blocks: int
+    eager_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """KV memory at one moment. Counts and times run from the start.
+
+    Attributes:
+        budget_bytes, budget_revision: what `set_budget` last accepted.
+        reserved_bytes: virtual addresses, with or without memory behind them.
+        mapped_bytes: virtual addresses with memory behind them; a page mapped twice counts twice.
+        physical_bytes: memory taken from the device.
+        active_bytes: of these, owned by sequences.
+        cached_bytes: of these, free and kept for their content.
+        parked_bytes: of these, free and still mapped where a sequence ended.
+        eager_bytes: of these, free and mapped ahead for the next prompts and tokens.
+        num_mappings: pages mapped now, counted once an address.
+        map_calls, unmap_calls: pages mapped and unmapped.
+        alias_calls: of the pages mapped, those that a region showed already.
+        create_calls, destroy_calls: pages taken from the device and given back.
+        exposed_us, hidden_us: mapping time that steps waited for, and that passed beside them.
+        num_exposed, num_hidden: units of mapping work in each.
+        mapper_failures: units of work the device refused the mapper; it tries again.
+        adoptions, adopted_blocks: sequences that took over a parked region, and blocks they found mapped there.
+        demotions: sequences that went on through their block table because the mapping budget was used up.
+    """
+
+    budget_bytes: int
+    budget_revision: int
+    reserved_bytes: int
+    mapped_bytes: int
+    physical_bytes: int
+    active_bytes: int
+    cached_bytes: int
+    parked_bytes: int
+    eager_bytes: int
+    num_mappings: int
+    map_calls: int
+    unmap_calls: int
+    alias_calls: int
+    create_calls: int
+    destroy_calls: int
+    exposed_us: float
+    hidden_us: float
+    num_exposed: int
+    num_hidden: int
+    mapper_failures: int
+    adoptions: int
+    adopted_blocks: int
+    demotions: int
+    groups: tuple[GroupReport, ...]

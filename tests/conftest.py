@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+settings.register_profile("nightly", print_blob=True)  # `pytest --hypothesis-profile=nightly`: fifty times as much
 
 VOCAB_SIZE = 512
 SMALL = {

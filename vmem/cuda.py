@@ -153,14 +153,19 @@ class CudaBackend:
 
     def fence(self) -> int:
         self._call("cuCtxSetCurrent", self._context)  # per thread, and events need it
-        event = self._spare_events.pop() if self._spare_events else None
-        if event is None:
-            event = self._call("cuEventCreate", int(self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
-        self._call("cuEventRecord", event, self._stream)
-        self._forget_passed()
         fence = self._next_fence
+        try:
+            if not self._spare_events:
+                flags = int(self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+                self._spare_events.append(self._call("cuEventCreate", flags))
+            self._call("cuEventRecord", self._spare_events[-1], self._stream)
+        except (MapError, OutOfPages):
+            # A step that nothing marks could never be waited for: wait now, and the fence is passed already.
+            self._call("cuStreamSynchronize", self._stream)
+        else:
+            self._events.append((fence, self._spare_events.pop()))
         self._next_fence += 1
-        self._events.append((fence, event))
+        self._forget_passed()
         return fence
 
     def completed(self, fence: int) -> bool:

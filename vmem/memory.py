@@ -202,8 +202,9 @@ class KVMemory:
             needed = sum(self._missing(*pair, had_tokens, num_tokens) * pair[0].num_slices for pair in tables)
             if needed > self.num_free_pages:
                 raise OutOfPages(needed, self.num_free_pages)
+            enters = not had_tokens and sequence.view == "block_table"
             try:
-                if not had_tokens:
+                if enters:
                     self._enter_regions(sequence, num_tokens)
                 for g, (group, table) in enumerate(tables):
                     if self._shares_last(group, table, had_tokens):
@@ -212,7 +213,7 @@ class KVMemory:
             except VmemError:
                 for group, table in tables:
                     self._drop(group, table, group.layout.num_blocks(had_tokens))
-                    if not had_tokens:
+                    if enters:
                         self._leave_region(group, table)
                 raise
             sequence.num_tokens = num_tokens
@@ -227,10 +228,11 @@ class KVMemory:
             self._check_open(sequence)
             if not 0 < num_tokens <= sequence.num_tokens:
                 raise VmemError(f"a fork of {num_tokens} tokens from a sequence of {sequence.num_tokens}")
+            self._check_window(sequence, num_tokens)
             child = SequenceMemory(policy or sequence.policy, tuple(GroupTable() for _ in self._specs), num_tokens)
             for group, table, new in zip(self._groups, sequence.groups, child.groups, strict=True):
                 new.block_ids = table.block_ids[: group.layout.num_blocks(num_tokens)]
-                new.first = min(table.first, len(new.block_ids))
+                new.first = table.first
                 group.pool.share(new.block_ids[new.first :])
             try:
                 self._enter_regions(child, num_tokens)
@@ -246,11 +248,9 @@ class KVMemory:
             self._check_open(sequence)
             if num_tokens > sequence.num_tokens:
                 raise VmemError(f"truncation to {num_tokens} of a sequence of {sequence.num_tokens} tokens")
-            kept = [group.layout.num_blocks(num_tokens) for group in self._groups]
-            if any(n < table.first for n, table in zip(kept, sequence.groups, strict=True)):
-                raise VmemError(f"truncation to {num_tokens} tokens, but those have left the window")
-            for group, table, n in zip(self._groups, sequence.groups, kept, strict=True):
-                self._drop(group, table, n)
+            self._check_window(sequence, num_tokens)
+            for group, table in zip(self._groups, sequence.groups, strict=True):
+                self._drop(group, table, group.layout.num_blocks(num_tokens))
             sequence.num_tokens = num_tokens
             self._mapper.wake()
 
@@ -617,10 +617,7 @@ class KVMemory:
 
     def _expire(self, group: GroupMemory, table: GroupTable, start: int) -> None:
         """Free the blocks that no query from position `start` on sees any more."""
-        window = group.spec.window_tokens
-        if window is None:
-            return
-        first = max(0, start - window + 1) // group.layout.block_tokens
+        first = self._first_visible(group, start)
         if first <= table.first:
             return
         if table.region is not None:
@@ -632,6 +629,18 @@ class KVMemory:
             group.expired[region] = None
         group.pool.free(table.block_ids[table.first : first], fence=self._fence, now=time.monotonic())
         table.first = first
+
+    def _first_visible(self, group: GroupMemory, start: int) -> int:
+        """The first block that a query at position `start` sees a token of."""
+        window = group.spec.window_tokens
+        return 0 if window is None else max(0, start - window + 1) // group.layout.block_tokens
+
+    def _check_window(self, sequence: SequenceMemory, num_tokens: int) -> None:
+        """Raise `VmemError` unless the sequence can go on after its first `num_tokens` tokens."""
+        for group, table in zip(self._groups, sequence.groups, strict=True):
+            if self._first_visible(group, num_tokens) < table.first:
+                lost = table.first * group.layout.block_tokens
+                raise VmemError(f"{num_tokens} tokens cannot be gone on from: the first {lost} have left the window")
 
     # regions
 

@@ -3,15 +3,20 @@
 It stands in for `cuda.bindings.driver`: same functions, same return tuples, CPU memory. Aliasing is real. Breaking a
 rule gives the status the real driver gives: a page maps at offset 0 and whole, no address twice, unmap takes whole
 mappings, access must be granted before use (touching memory without it is a SIGSEGV), released handles are gone. Call
-number `fail_at` fails with `fail_status`. Work takes as long as the test likes: events pass at `finish_work`.
+number `fail_at` fails with `fail_status`, and so does each with probability `fail_rate`. Work takes as long as the test
+likes: `launch` says what a step reads, events pass at `finish_work`, and unmapping what an unfinished step reads is a
+violation. Calls may come from several threads.
 """
 
 from __future__ import annotations
 
 import ctypes
 import enum
+import functools
 import mmap
 import os
+import random
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +43,24 @@ OK = CUresult.CUDA_SUCCESS
 INVALID = CUresult.CUDA_ERROR_INVALID_VALUE
 
 
+def _serialised(driver: type) -> type:
+    """Let every driver call hold the driver's lock."""
+
+    def locked(call: Any) -> Any:
+        @functools.wraps(call)
+        def hold(self: Any, *args: Any) -> Any:
+            with self._lock:
+                return call(self, *args)
+
+        return hold
+
+    for name, call in list(vars(driver).items()):
+        if name.startswith("cu"):
+            setattr(driver, name, locked(call))
+    return driver
+
+
+@_serialised
 class FakeDriver:
     """One fake device with `capacity_bytes` of memory."""
 
@@ -48,6 +71,7 @@ class FakeDriver:
     CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
     CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
     granularity_bytes = 65536
+    granularity_status = OK
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
@@ -61,12 +85,40 @@ class FakeDriver:
         self._events: dict[int, int] = {}  # event → moment it was recorded at
         self._contexts = 0
         self._now = self._finished = 0
+        self._launched: list[tuple[int, set[int]]] = []  # (moment, addresses of pages that a step reads)
+        self._accessible: set[int] = set()
+        self._lock = threading.RLock()
+        self._random = random.Random(0)
+        self.fail_rate = 0.0
+        self.violations: list[str] = []
 
     # ---- for tests ----
 
-    def finish_work(self) -> None:
-        """Everything submitted so far is done."""
-        self._finished = self._now
+    def launch(self, addresses: set[int]) -> None:
+        """A step that reads these pages runs from now until `finish_work`."""
+        with self._lock:
+            self._now += 1
+            if holes := addresses - self._accessible:
+                self.violations.append(f"a step reads {len(holes)} pages that are not mapped, {min(holes):#x} first")
+            self._launched.append((self._now, addresses))
+
+    @property
+    def num_running(self) -> int:
+        """Steps that were launched and are not finished."""
+        with self._lock:
+            return len(self._launched)
+
+    def finish_work(self, num_steps: int | None = None) -> None:
+        """The oldest `num_steps` steps are done; by default all that was submitted."""
+        with self._lock:
+            if num_steps is None or num_steps >= len(self._launched):
+                self._finish(self._now)
+            elif num_steps:
+                self._finish(self._launched[num_steps][0] - 1)
+
+    def _finish(self, moment: int) -> None:
+        self._finished = max(self._finished, moment)
+        self._launched = [(at, addresses) for at, addresses in self._launched if at > self._finished]
 
     @property
     def leftovers(self) -> tuple[int, int, int, int, int]:
@@ -85,7 +137,7 @@ class FakeDriver:
 
     def _fails(self, name: str) -> bool:
         self.calls.append(name)
-        return len(self.calls) == self.fail_at
+        return len(self.calls) == self.fail_at or self._random.random() < self.fail_rate
 
     def cuInit(self, flags: int) -> tuple[CUresult]:  # noqa: N802
         return (OK,)
@@ -105,7 +157,7 @@ class FakeDriver:
         return (OK,)
 
     def cuMemGetAllocationGranularity(self, properties: Any, option: int) -> tuple[CUresult, int]:  # noqa: N802
-        return OK, self.granularity_bytes
+        return self.granularity_status, self.granularity_bytes
 
     def cuMemGetInfo(self) -> tuple[CUresult, int, int]:  # noqa: N802
         used = sum(size for _, size in self._handles.values())
@@ -177,6 +229,7 @@ class FakeDriver:
         if count != 1 or access[0].flags != 3 or not self._whole_mappings(address, size):
             return (INVALID,)
         _libc.mprotect(address, size, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._accessible.update(m for m in self._mappings if address <= m < address + size)
         return (OK,)
 
     def cuMemUnmap(self, address: int, size: int) -> tuple[CUresult]:  # noqa: N802
@@ -186,6 +239,9 @@ class FakeDriver:
             return (INVALID,)
         for mapped in [m for m in self._mappings if address <= m < address + size]:
             del self._mappings[mapped]
+            self._accessible.discard(mapped)
+            if any(mapped in addresses for _, addresses in self._launched):
+                self.violations.append(f"{mapped:#x} was unmapped under a running step")
         _libc.mmap(address, size, 0, _HOLE | _MAP_FIXED | 0x4000, -1, 0)
         return (OK,)
 
@@ -205,6 +261,14 @@ class FakeDriver:
 
     def cuEventQuery(self, event: int) -> tuple[CUresult]:  # noqa: N802
         return (OK if self._events[event] <= self._finished else CUresult.CUDA_ERROR_NOT_READY,)
+
+    def cuEventSynchronize(self, event: int) -> tuple[CUresult]:  # noqa: N802
+        self._finish(self._events[event])  # the device takes no time at all
+        return (OK,)
+
+    def cuStreamSynchronize(self, stream: int) -> tuple[CUresult]:  # noqa: N802
+        self._finish(self._now)
+        return (OK,)
 
     def cuEventDestroy(self, event: int) -> tuple[CUresult]:  # noqa: N802
         if self._events.pop(event, None) is None:

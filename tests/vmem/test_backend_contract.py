@@ -101,6 +101,9 @@ def test_fences_pass(case: tuple[Backend, int]) -> None:
         torch.cuda.synchronize()
     assert backend.completed(second)
     assert backend.completed(first)
+    third = backend.fence()
+    backend.wait(third)
+    assert backend.completed(third)
 
 
 def test_rules_are_enforced(case: tuple[Backend, int]) -> None:

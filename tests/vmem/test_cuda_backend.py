@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 
 import pytest
-import torch
 
 from tests.vmem.fake_driver import CUresult, FakeDriver
-from vmem import CudaBackend, KVMemory, LayerSpec, MapError, OutOfPages, plan_layout
+from vmem import CudaBackend, MapError, OutOfPages
 from vmem.dlpack import CPU
 
 PAGE = FakeDriver.granularity_bytes
@@ -103,34 +102,35 @@ def test_events_are_reused() -> None:
     assert driver.leftovers == (0, 0, 0, 0, 0)
 
 
-@pytest.mark.parametrize("fail_at", range(1, 30))
-def test_memory_survives_a_failure_at_every_call(fail_at: int) -> None:
-    """Append, map, free and close over the CUDA backend with driver call k failing: nothing leaks, the books add up."""
+def test_a_step_that_no_event_marks_is_waited_for() -> None:
+    """No fence could ever tell that it is done."""
     backend, driver = make()
-    layout = plan_layout([LayerSpec(2, 64, 64)] * 4, torch.float32, granularity_bytes=PAGE)
-    memory = KVMemory(backend, layout, num_blocks=8, num_regions=2, max_tokens=8 * layout.block_tokens)
-    driver.fail_at = len(driver.calls) + fail_at
-    sequences = [memory.open("region"), memory.open("region")]
-    for num_blocks in (1, 3):
-        for sequence in sequences:
-            for _ in range(2):  # a failed call may be tried again
-                try:
-                    memory.append(sequence, num_blocks * layout.block_tokens)
-                    memory.ensure([sequence])
-                    break
-                except MapError:
-                    memory.check_integrity()
-    driver.fail_at = -1
-    memory.check_integrity()
-    key, _ = memory.region_view(3)
-    key[sequences[1].region, : 3 * layout.block_tokens] = 5.0
-    home, _ = memory.home_view(3)
-    assert bool((home[sequences[1].block_ids] == 5.0).all())
-    memory.launched()
-    for sequence in sequences:
-        memory.free(sequence)
-    assert memory.num_free_blocks == 2  # the step may still be reading
-    driver.finish_work()
-    memory.check_idle()
-    memory.close()
+    driver.launch(set())
+    driver.fail_at = len(driver.calls) + 1
+    assert backend.completed(backend.fence())
+    assert driver.num_running == 0
+    backend.close()
+    assert driver.leftovers == (0, 0, 0, 0, 0)
+
+
+def test_waiting_for_a_fence() -> None:
+    backend, driver = make()
+    driver.launch(set())
+    first = backend.fence()
+    driver.launch(set())
+    second = backend.fence()
+    backend.wait(first)
+    assert backend.completed(first)
+    assert not backend.completed(second)
+    backend.wait(second)
+    assert driver.num_running == 0
+    backend.close()
+
+
+def test_a_device_that_cannot_be_described_is_let_go() -> None:
+    """The context was retained and never released when a later call of the constructor failed."""
+    driver = FakeDriver(PAGE)
+    driver.granularity_status = CUresult.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(MapError, match="cuMemGetAllocationGranularity"):
+        CudaBackend(driver=driver, tensor_device=CPU)
     assert driver.leftovers == (0, 0, 0, 0, 0)

@@ -5,53 +5,132 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vmem import KVLayout, LayerSpec, LayoutError, plan_layout
+from vmem import KVLayout, LayerSpec, LayoutError, LayoutKind, longest_sequence, plan_groups, plan_layout
+
+KIB, MIB = 1 << 10, 1 << 20
+SHAPES = {  # layers, KV heads, head dimension
+    "Llama-3-8B": (32, 8, 128),
+    "Qwen2.5-0.5B": (24, 2, 64),
+    "Llama-3-70B at TP 8": (80, 1, 128),
+    "tiny": (2, 1, 16),
+}
 
 
-def plan(num_layers: int, heads: int, dim: int, dtype: torch.dtype, block_tokens: int = 16) -> KVLayout:
+def plan(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    granularity_bytes: int = 4 * KIB,
+    kind: LayoutKind = "interleaved",
+    block_tokens: int | None = None,
+) -> KVLayout:
+    num_layers, heads, dim = shape
     layers = [LayerSpec(heads, dim, dim)] * num_layers
-    return plan_layout(layers, dtype, granularity_bytes=4096, block_tokens=block_tokens)
+    return plan_layout(layers, dtype, granularity_bytes=granularity_bytes, kind=kind, block_tokens=block_tokens)
 
 
 @pytest.mark.parametrize(
-    ("shape", "token_bytes", "waste"),
+    ("model", "granularity", "kind", "block_tokens", "token_bytes", "page", "padding", "waste"),
     [
-        ((24, 2, 64, torch.bfloat16), 12288, 0.0),  # Qwen2.5-0.5B
-        ((32, 8, 128, torch.bfloat16), 131072, 0.0),  # Llama-3-8B
-        ((3, 2, 16, torch.float32), 768, 0.0),
-        ((3, 1, 8, torch.float32), 512, 1 - 192 / 512),  # rows padded to 64 bytes, tokens to 256
+        # Waste is expected at 1,024 tokens: padding, and half of a last block.
+        ("Llama-3-8B", 2 * MIB, "interleaved", 16, 131072, 2 * MIB, 0.0, 0.0073),
+        ("Llama-3-8B", 2 * MIB, "per_layer", 1024, 2048, 2 * MIB, 0.0, 0.3331),
+        ("Llama-3-8B", 4 * KIB, "interleaved", 16, 131072, 2 * MIB, 0.0, 0.0073),
+        ("Llama-3-8B", 4 * KIB, "per_layer", 16, 2048, 32 * KIB, 0.0, 0.0073),
+        ("Qwen2.5-0.5B", 2 * MIB, "interleaved", 512, 12288, 6 * MIB, 0.0, 0.1997),
+        ("Qwen2.5-0.5B", 2 * MIB, "per_layer", 8192, 256, 2 * MIB, 0.0, 0.8),
+        ("Qwen2.5-0.5B", 4 * KIB, "interleaved", 16, 12288, 192 * KIB, 0.0, 0.0073),
+        ("Qwen2.5-0.5B", 4 * KIB, "per_layer", 16, 256, 4 * KIB, 0.0, 0.0073),
+        ("Llama-3-70B at TP 8", 2 * MIB, "interleaved", 256, 40960, 10 * MIB, 0.0, 0.1107),
+        ("Llama-3-70B at TP 8", 2 * MIB, "per_layer", 8192, 256, 2 * MIB, 0.0, 0.8),
+        ("Llama-3-70B at TP 8", 4 * KIB, "interleaved", 16, 40960, 640 * KIB, 0.0, 0.0073),
+        ("tiny", 4 * KIB, "interleaved", 16, 256, 4 * KIB, 0.5, 0.5036),
+        ("tiny", 4 * KIB, "per_layer", 64, 64, 4 * KIB, 0.5, 0.5149),  # rows of 32 bytes, padded to 64
+        ("tiny", 2 * MIB, "interleaved", 8192, 256, 2 * MIB, 0.5, 0.9),
     ],
 )
-def test_sizes(shape: tuple[int, int, int, torch.dtype], token_bytes: int, waste: float) -> None:
-    layout = plan(*shape)
-    assert layout.token_bytes == token_bytes
-    assert layout.block_bytes == 16 * token_bytes
-    assert layout.waste == pytest.approx(waste)
-    assert [layout.num_blocks(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+def test_table(
+    model: str,
+    granularity: int,
+    kind: LayoutKind,
+    block_tokens: int,
+    token_bytes: int,
+    page: int,
+    padding: float,
+    waste: float,
+) -> None:
+    layout = plan(SHAPES[model], granularity_bytes=granularity, kind=kind)
+    assert (layout.block_tokens, layout.token_bytes, layout.page_bytes) == (block_tokens, token_bytes, page)
+    assert layout.page_bytes % granularity == 0
+    assert layout.num_slices == (1 if kind == "interleaved" else 2 * SHAPES[model][0])
+    assert layout.padding == pytest.approx(padding, abs=1e-4)
+    assert layout.expected_waste(1024) == pytest.approx(waste, abs=1e-4)
+    assert [layout.num_blocks(n * block_tokens) for n in (0, 1, 2)] == [0, 1, 2]
+    assert layout.num_blocks(block_tokens + 1) == 2
+
+
+def test_expected_lengths_decide_the_page() -> None:
+    """Long sequences bear a larger page without padding, short ones a padded page of fewer tokens."""
+    layers = [LayerSpec(2, 64, 64)] * 24
+    short, long = (
+        plan_layout(layers, torch.bfloat16, granularity_bytes=2 * MIB, expected_tokens=n) for n in (64, 10000)
+    )
+    assert (short.block_tokens, short.page_bytes) == (128, 2 * MIB)
+    assert (long.block_tokens, long.padding) == (512, 0.0)
 
 
 @pytest.mark.parametrize("block_tokens", [1, 2, 16, 64, 256, 4096])
-def test_blocks_are_whole_granules(block_tokens: int) -> None:
-    assert plan(2, 1, 24, torch.bfloat16, block_tokens).block_bytes % 4096 == 0
+def test_asked_for_blocks_are_whole_granules(block_tokens: int) -> None:
+    layout = plan((2, 1, 24), block_tokens=block_tokens)
+    assert layout.block_tokens == block_tokens
+    assert layout.page_bytes % 4096 == 0
 
 
-def test_views_do_not_overlap() -> None:
+@pytest.mark.parametrize("kind", ["interleaved", "per_layer"])
+def test_views_do_not_overlap(kind: LayoutKind) -> None:
     layers = [LayerSpec(2, 8, 4), LayerSpec(1, 24, 24), LayerSpec(3, 16, 16)]
-    layout = plan_layout(layers, torch.float32, granularity_bytes=4096)
-    memory = torch.zeros(3 * layout.block_bytes, dtype=torch.uint8)
+    layout = plan_layout(layers, torch.float32, granularity_bytes=4096, kind=kind, block_tokens=16)
+    memory = [torch.zeros(3 * layout.page_bytes, dtype=torch.uint8) for _ in range(layout.num_slices)]
     views = [view for i in range(3) for view in layout.view(memory, i, layout.block_tokens)]
     assert [list(view.shape) for view in views[:2]] == [[3, 16, 2, 8], [3, 16, 2, 4]]
     for i, view in enumerate(views):
         view.fill_(i + 1.0)
     for i, view in enumerate(views):
         assert bool((view == i + 1.0).all())
-    assert memory.view(torch.float32).count_nonzero() == sum(view.numel() for view in views)
+    written = sum(int(part.view(torch.float32).count_nonzero()) for part in memory)
+    assert written == sum(view.numel() for view in views)
+
+
+def test_groups_have_pages_of_one_size() -> None:
+    """Five window layers to one full layer, as in Gemma 3: a block of the smaller group holds five times the tokens."""
+    layer = LayerSpec(4, 256, 256)
+    windowed, full = plan_groups([[layer] * 25, [layer] * 5], torch.bfloat16, granularity_bytes=4096)
+    assert windowed.page_bytes == full.page_bytes
+    assert (windowed.block_tokens, full.block_tokens) == (16, 80)
+    assert windowed.padding == full.padding == 0.0
+    uneven = plan_groups([[layer] * 7, [LayerSpec(1, 192, 128)] * 3], torch.bfloat16, granularity_bytes=4096)
+    assert uneven[0].page_bytes == uneven[1].page_bytes
+
+
+def test_the_longest_sequence() -> None:
+    one, other = (plan((2, 2, 8), torch.float32, block_tokens=n) for n in (16, 64))
+    assert longest_sequence([one], 10) == 160
+    assert longest_sequence([one, other], 6) == 64  # four pages and one, or five and two
+    assert longest_sequence([one, other], 7) == 80
+    assert longest_sequence([one, other], 1) == 0
 
 
 def test_impossible_layouts_are_refused() -> None:
     with pytest.raises(LayoutError, match="at least one layer"):
         plan_layout([], torch.float32, granularity_bytes=4096)
+    with pytest.raises(LayoutError, match="at least one layer group"):
+        plan_groups([], torch.float32, granularity_bytes=4096)
     with pytest.raises(LayoutError, match="positive"):
-        plan(1, 0, 8, torch.float32)
+        plan((1, 0, 8))
     with pytest.raises(LayoutError, match="block_tokens 24 must divide"):
-        plan(1, 1, 8, torch.float32, 24)
+        plan((1, 1, 8), block_tokens=24)
+    layers = [LayerSpec(8, 128, 128)] * 32
+    with pytest.raises(LayoutError, match="cannot hold 1 tokens"):
+        plan_layout(layers, torch.bfloat16, granularity_bytes=4096, page_bytes=4096)
+    with pytest.raises(LayoutError, match="not a multiple"):
+        plan_layout(layers, torch.bfloat16, granularity_bytes=4096, page_bytes=5000)

@@ -1,0 +1,191 @@
+"""Small KV memories over the host and over the fake CUDA driver, and a plain model to compare them with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.vmem.fake_driver import CUresult, FakeDriver
+from vmem import (
+    Backend,
+    CudaBackend,
+    Demand,
+    HostBackend,
+    KVLayout,
+    KVMemory,
+    LayerGroup,
+    LayerSpec,
+    LayoutKind,
+    MapError,
+    MappingOptions,
+    plan_layout,
+)
+from vmem.dlpack import CPU
+from vmem.mapper import Mapper
+
+BLOCK_TOKENS = 16
+PAGE_BYTES = 4096
+MAX_TOKENS = 160
+WINDOW_TOKENS = 40
+
+
+def layout(kind: LayoutKind = "interleaved") -> KVLayout:
+    """One layer in blocks of 16 tokens: one page interleaved, a page for keys and one for values per layer."""
+    dim = 16 if kind == "interleaved" else 32
+    return plan_layout(
+        [LayerSpec(2, dim, dim)], torch.float32, granularity_bytes=PAGE_BYTES, block_tokens=16, kind=kind
+    )
+
+
+def groups(kind: LayoutKind = "interleaved", *, windowed: bool = False) -> list[LayerGroup]:
+    """One group of one layer that sees everything, and perhaps another that sees a window."""
+    full = LayerGroup((0,), layout(kind))
+    return [full, LayerGroup((1,), layout(kind), WINDOW_TOKENS)] if windowed else [full]
+
+
+class FlakyHost(HostBackend):
+    """The host backend; call number `fail_at` of those that change something fails."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes)
+        self.num_calls = 0
+        self.fail_at = -1
+
+    def _count(self) -> None:
+        self.num_calls += 1
+        if self.num_calls == self.fail_at:
+            raise MapError("injected")
+
+    def create(self, page_bytes: int) -> int:
+        self._count()
+        return super().create(page_bytes)
+
+    def destroy(self, handle: int) -> None:
+        self._count()
+        super().destroy(handle)
+
+    def map(self, address: int, handles: Sequence[int]) -> None:
+        self._count()
+        super().map(address, handles)
+
+    def unmap(self, mapped: Any) -> None:
+        self._count()
+        super().unmap(mapped)
+
+
+class FlakyCuda(CudaBackend):
+    """The CUDA backend over a fake driver with pages of 4 KiB; driver call number `fail_at` fails."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.fake = FakeDriver(capacity_bytes)
+        self.fake.granularity_bytes = PAGE_BYTES
+        super().__init__(driver=self.fake, tensor_device=CPU)
+
+    @property
+    def num_calls(self) -> int:
+        return len(self.fake.calls)
+
+    @property
+    def fail_at(self) -> int:
+        return self.fake.fail_at
+
+    @fail_at.setter
+    def fail_at(self, call: int) -> None:
+        self.fake.fail_at = call
+        self.fake.fail_status = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+
+
+FlakyBackend = FlakyHost | FlakyCuda
+
+
+def make_memory(
+    backend: type[FlakyHost] | type[FlakyCuda] = FlakyHost,
+    *,
+    num_pages: int = 40,
+    kind: LayoutKind = "interleaved",
+    windowed: bool = False,
+    num_regions: int = 4,
+    max_tokens: int = MAX_TOKENS,
+    floor_pages: int = 0,
+    **options: Any,
+) -> tuple[KVMemory, FlakyBackend]:
+    """A memory that gives nothing back by itself unless `idle_release_s` says so."""
+    device = backend(num_pages * PAGE_BYTES)
+    memory = KVMemory(
+        device,
+        groups(kind, windowed=windowed),
+        budget_bytes=num_pages * PAGE_BYTES,
+        floor_bytes=floor_pages * PAGE_BYTES,
+        num_regions=num_regions,
+        max_tokens=max_tokens,
+        options=MappingOptions(**({"idle_release_s": 1e9, "eager_allocation": False} | options)),
+    )
+    return memory, device
+
+
+@pytest.fixture
+def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mapper has no thread; its work is done where the test says `do_background`."""
+    monkeypatch.setattr(Mapper, "start", lambda self: None)
+
+
+def do_background(memory: KVMemory, most: int = 1000) -> int:
+    """Do what the mapper would do now, in this thread; returns how many units there were."""
+    for done in range(most):
+        with memory._lock:
+            work = memory._next_work()
+            if work is None:
+                return done
+            memory._mapper.run_now(work)
+    return most
+
+
+def pages_read(memory: KVMemory, demands: Iterable[Demand]) -> set[int]:
+    """Addresses of the pages that a step over these demands reads and writes."""
+    addresses: set[int] = set()
+    for demand in demands:
+        for group, table in zip(memory._groups, demand.sequence.groups, strict=True):
+            size = group.layout.page_bytes
+            for place in range(table.first, group.layout.num_blocks(demand.end)):
+                if table.region is not None:
+                    addresses.update(group._place_addresses(table.region, place))
+                else:
+                    addresses.update(home.address + table.block_ids[place] * size for home in group._homes)
+    return addresses
+
+
+def write(memory: KVMemory, demand: Demand, values: Sequence[float], view: str) -> None:
+    """Store one value a token in every layer's keys, and its negative in the values, through one of the views."""
+    for g, group in enumerate(memory.groups):
+        table = demand.sequence.groups[g]
+        for layer in group.layers:
+            key, value = memory.region_view(layer) if view == "region" else memory.home_view(layer)
+            for position, number in zip(range(demand.start, demand.end), values, strict=True):
+                if view == "region":
+                    assert table.region is not None
+                    at = table.region.slot, position
+                else:
+                    at = table.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS
+                key[at], value[at] = number, -number
+
+
+def read(memory: KVMemory, demand: Demand, layer: int, view: str) -> list[float]:
+    """The values of the visible tokens up to `demand.end`, oldest first; keys and values must agree."""
+    g = memory.group_of(layer)
+    table = demand.sequence.groups[g]
+    start, end = table.first * BLOCK_TOKENS, demand.end
+    if view == "region":
+        assert table.region is not None
+        key, value = (side[table.region.slot, start:end, 0, 0] for side in memory.region_view(layer))
+    else:
+        blocks = torch.tensor(table.block_ids[table.first :], dtype=torch.int64)
+        key, value = (side[blocks].flatten(0, 1)[: end - start, 0, 0] for side in memory.home_view(layer))
+    assert key.tolist() == (-value).tolist()
+    return [float(number) for number in key.tolist()]
+
+
+def backends() -> list[type[Backend]]:
+    return [FlakyHost, FlakyCuda]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import platform
 import statistics
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,10 +20,10 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
+def arguments(description: str | None, devices: Sequence[str] = ("cpu",)) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="under a minute on 2 CPU cores")
-    parser.add_argument("--device", default="cpu", choices=["cpu"])
+    parser.add_argument("--device", default="cpu", choices=devices)
     return parser
 
 
@@ -64,6 +66,17 @@ def matrix_rate(dtype: torch.dtype, repeats: int = 5) -> float:
         a @ b
         best = max(best, 2 * size**3 / (time.perf_counter() - start))
     return best
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot, drawing to files; `None`, and a word about it, where it is not installed."""
+    try:
+        matplotlib = importlib.import_module("matplotlib")
+    except ImportError:
+        print("matplotlib is not installed: no picture")
+        return None
+    matplotlib.use("Agg")
+    return importlib.import_module("matplotlib.pyplot")
 
 
 def finish(name: str, args: argparse.Namespace, figures: Mapping[str, float], raw: object) -> None:

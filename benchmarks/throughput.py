@@ -148,11 +148,9 @@ def main() -> None:
 
 
 def draw(medians: dict[str, float], limit: float, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = harness.pyplot()
+    if pyplot is None:
+        return
     figure, axes = pyplot.subplots(figsize=(6, 2.5), layout="constrained")
     axes.barh(list(medians), list(medians.values()), color=["#2a6f97", "#b0b0b0", "#b0b0b0"])
     axes.axvline(limit, color="#c1121f", linestyle="--", label="limit of bandwidth and matrix rate")

@@ -83,14 +83,20 @@ class Mapper:
         self.lock.notify_all()
 
     def wait_while(self, condition: Callable[[], bool]) -> None:
-        """With the lock held, wait until the thread's progress has made the condition false."""
+        """With the lock held, wait until what the thread has in hand has made the condition false. It begins nothing
+        else meanwhile: a step must not wait for the whole of a long list."""
         if not condition():
             return
         start = time.perf_counter()
-        while condition():
-            self._raise_death()
-            self.lock.wait()
-        self.times.exposed_s += time.perf_counter() - start
+        self._held += 1
+        try:
+            while condition():
+                self._raise_death()
+                self.lock.wait()
+        finally:
+            self._held -= 1
+            self.times.exposed_s += time.perf_counter() - start
+            self.wake()
 
     def wait_for(self, backend: Backend, fence: int) -> None:
         """With the lock held, wait until the device has passed the fence."""

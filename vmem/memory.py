@@ -528,16 +528,12 @@ class KVMemory:
         pool = group.pool
         taken = pool.take_loose(count)
         try:
+            # Blocks that parked regions show cost nothing now, and one more mapping when such a region is adopted; a
+            # page that must be made and zeroed first costs several times that, and memory.
+            taken += pool.take_tied(count - len(taken))
             while len(taken) < count:
                 if self._room_for(group):
-                    try:
-                        self._mapper.run_now(Attach(self._backend, self._pages, group, count - len(taken)))
-                    except OutOfPages:
-                        if not pool.num_tied:
-                            raise
-                        taken += pool.take_tied(count - len(taken))
-                elif pool.num_tied:
-                    taken += pool.take_tied(count - len(taken))
+                    self._mapper.run_now(Attach(self._backend, self._pages, group, count - len(taken)))
                 elif not self._make_room(group):
                     missing = (count - len(taken)) * group.num_slices
                     raise OutOfPages(missing, max(self.num_free_pages, 0))

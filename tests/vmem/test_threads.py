@@ -104,7 +104,7 @@ class _Engine:
         self.num_steps = 0
         self.revision = 0
         self.stopping = False
-        self.error: BaseException | None = None
+        self.error: Exception | None = None
 
     def run(self) -> None:
         try:
@@ -116,7 +116,7 @@ class _Engine:
                     self.memory.check_integrity()
                 if self.random.random() < 0.01:
                     time.sleep(0.01)  # idle: memory begins to go back
-        except BaseException as error:
+        except Exception as error:  # for the main thread
             self.error = error
 
     def free_all(self) -> None:

@@ -1,0 +1,349 @@
+"""What mapping costs, and how much of it a step waits for.
+
+First the cost of each backend call, by page size and by pages a call. Then the lengths of a trace, replayed through the
+real scheduler and KV memory with the model replaced by what it takes: every step lasts as long as the model's would,
+with the device as busy, and the share of that time spent waiting for mappings is the *exposed share*. Once with
+everything on; without overlap, deferred reclamation and eager allocation in turn; and with all three off.
+
+How long a step takes follows from the memory bandwidth and the matrix rate of the device, measured in this run: on a CPU
+for Qwen2.5-0.5B, on CUDA for Llama-3-8B, and on either for a model with shorter steps. A step lasts at most 50 ms here:
+that leaves the mapper less time than it would have, and shares are of the whole step all the same.
+
+--quick replays fewer requests. The trace is `AzureLLMInferenceTrace_code.csv` of github.com/Azure/AzurePublicDataset
+(CC-BY-4.0; Patel et al., "Splitwise", ISCA 2024); without it lengths are synthetic, with the same means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from app.engine.batch import demands, next_demands
+from app.engine.params import SamplingParams
+from app.engine.request import Request
+from app.engine.scheduler import Scheduler
+from benchmarks import harness
+from vmem import (
+    AddressRange,
+    Backend,
+    CudaBackend,
+    HostBackend,
+    KVMemory,
+    LayerGroup,
+    LayerSpec,
+    MappingOptions,
+    plan_layout,
+)
+
+TRACE = harness.ROOT.parent / "shared" / "traces" / "azure_code_2023.csv"
+MEAN_PROMPT, MEAN_OUTPUT = 2048, 28
+MAX_TOKENS = 8192
+NUM_SEQS, CHUNK_TOKENS = 16, 1024
+LONGEST_STEP_S = 0.05
+VARIANTS = {
+    "all on": MappingOptions(),
+    "no overlap": MappingOptions(overlap=False),
+    "no deferred reclamation": MappingOptions(deferred_reclamation=False),
+    "no eager allocation": MappingOptions(eager_allocation=False),
+    "all off": MappingOptions(overlap=False, deferred_reclamation=False, eager_allocation=False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as far as mapping goes: its cache, and how long a step takes on a device.
+
+    Attributes:
+        num_parameters: without embeddings.
+        bytes_per_s, flop_per_s: what the device reads and computes.
+    """
+
+    name: str
+    layers: tuple[LayerSpec, ...]
+    num_parameters: float
+    bytes_per_s: float
+    flop_per_s: float
+
+    def step_s(self, num_tokens: int, num_cached: int, token_bytes: int) -> float:
+        """The longer of reading the weights and multiplying by them, and then reading the cache."""
+        products = 2 * self.num_parameters * num_tokens / self.flop_per_s
+        return max(2 * self.num_parameters / self.bytes_per_s, products) + num_cached * token_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Seconds of all steps together, and of waiting for mappings in them."""
+
+    steps_s: float
+    exposed_s: float
+    hidden_s: float
+    num_steps: int
+
+    @property
+    def share(self) -> float:
+        return self.exposed_s / self.steps_s
+
+
+def main() -> None:
+    parser = harness.arguments(__doc__, devices=("cpu", "cuda"))
+    parser.add_argument("--trace", type=Path, default=TRACE, help="CSV with ContextTokens and GeneratedTokens")
+    args = parser.parse_args()
+    num_requests, repeats = (24, 1) if args.quick else (300, 3)
+    lengths, workload = read_lengths(args.trace, num_requests)
+    figures: dict[str, float] = {}
+
+    print("cost of backend calls, µs a page (median)")
+    calls = call_costs(args)
+    for row in calls:
+        print(
+            f"  {row['page_kib']:>5.0f} KiB × {row['pages']:<3.0f}"
+            + "".join(f"  {name} {row[name]:8.1f}" for name in ("create", "map", "map_again", "unmap", "destroy"))
+        )
+        for name in ("create", "map", "map_again", "unmap", "destroy"):
+            figures[f"{name}_us_{row['page_kib']:.0f}kib_x{row['pages']:.0f}"] = row[name]
+
+    raw: dict[str, object] = {"calls": calls, "workload": workload}
+    shares: dict[str, dict[str, float]] = {}
+    for model, prefix in zip(models(args), ("", "small_"), strict=True):
+        runs = {name: partial(share_of, args, model, lengths, options) for name, options in VARIANTS.items()}
+        results = alternate(runs, repeats)
+        medians = {name: statistics.median(values) for name, values in results.items()}
+        shares[model.name] = medians
+        raw[model.name] = results
+        figures[f"{prefix}exposed_share"] = medians["all on"]
+        figures[f"{prefix}exposed_share_all_off"] = medians["all off"]
+        for name in ("overlap", "deferred reclamation", "eager allocation"):
+            figures[f"{prefix}exposed_share_no_{name.split()[0]}"] = medians[f"no {name}"]
+
+    print(f"\n{len(lengths)} requests, {workload}; exposed mapping time as a share of step time")
+    for model_name, medians in shares.items():
+        print(f"  {model_name}")
+        hidden = medians["all off"] - medians["all on"]
+        for name, share in medians.items():
+            note = ""
+            if name.startswith("no ") and hidden > 0:
+                note = f"   hides {(share - medians['all on']) / hidden:6.1%} of what is hidden, the others given"
+            print(f"    {name:26s}{share:9.3%}{note}")
+    draw(shares, harness.results_folder(args) / f"mapping{'-quick' if args.quick else ''}.png")
+    harness.finish("mapping", args, figures, raw)
+
+
+def alternate(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """All variants in turn, `repeats` times, after one to warm up: a machine's first touch of memory can be slow."""
+    next(iter(runs.values()))()
+    results: dict[str, list[float]] = {name: [] for name in runs}
+    for i in range(repeats):
+        for name, run in runs.items():
+            results[name].append(run())
+            print(f"run {i + 1}/{repeats}  {name}: {results[name][-1]:.4%}", flush=True)
+    return results
+
+
+def read_lengths(path: Path, count: int) -> tuple[list[tuple[int, int]], str]:
+    """(prompt, output) tokens of the first requests, and where they are from."""
+    if path.is_file():
+        with path.open() as file:
+            rows = [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file)]
+        fitting = [(p, max(o, 1)) for p, o in rows if p > 0 and p + o <= MAX_TOKENS]
+        return fitting[:count], f"the first of {path.name}"
+    rng = random.Random(0)
+    lengths = []
+    for _ in range(count):
+        prompt, output = (
+            max(1, round(rng.lognormvariate(0, 0.8) * mean / 1.377)) for mean in (MEAN_PROMPT, MEAN_OUTPUT)
+        )
+        lengths.append((min(prompt, MAX_TOKENS // 2), min(output, MAX_TOKENS // 2)))
+    return lengths, f"synthetic, means {MEAN_PROMPT} and {MEAN_OUTPUT} tokens, because there is no trace"
+
+
+def models(args: argparse.Namespace) -> tuple[Model, Model]:
+    """The model that the figure is for, and a smaller one whose steps are shorter."""
+    if args.device == "cuda":
+        bandwidth, flops = cuda_rates()
+        large = Model("Llama-3-8B", (LayerSpec(8, 128, 128),) * 32, 7.0e9, bandwidth, flops)
+        return large, Model("Qwen2.5-0.5B", (LayerSpec(2, 64, 64),) * 24, 3.6e8, bandwidth, flops)
+    bandwidth, flops = harness.read_bandwidth(), harness.matrix_rate(torch.bfloat16)
+    large = Model("Qwen2.5-0.5B", (LayerSpec(2, 64, 64),) * 24, 3.6e8, bandwidth, flops)
+    return large, Model("Qwen2.5-0.5B, if it were ten times faster", large.layers, 3.6e7, bandwidth, flops)
+
+
+def share_of(
+    args: argparse.Namespace, model: Model, lengths: Sequence[tuple[int, int]], options: MappingOptions
+) -> float:
+    return replay(args, model, lengths, options).share
+
+
+def make_backend(args: argparse.Namespace, budget_bytes: int) -> Backend:
+    return CudaBackend() if args.device == "cuda" else HostBackend(budget_bytes)
+
+
+# ---- the replay ----
+
+
+def replay(
+    args: argparse.Namespace, model: Model, lengths: Sequence[tuple[int, int]], options: MappingOptions
+) -> Replay:
+    """All requests, as many at once as the scheduler lets run, from empty memory on."""
+    backend = make_backend(args, 1 << 40)
+    layout = plan_layout(model.layers, torch.bfloat16, granularity_bytes=backend.granularity_bytes)
+    budget = NUM_SEQS * 3 * layout.num_blocks(MEAN_PROMPT) * layout.block_bytes
+    budget = max(budget, 2 * layout.num_blocks(MAX_TOKENS) * layout.block_bytes)
+    memory = KVMemory(
+        backend,
+        [LayerGroup(tuple(range(len(model.layers))), layout)],
+        budget_bytes=budget,
+        num_regions=NUM_SEQS,
+        max_tokens=MAX_TOKENS,
+        options=options,
+    )
+    scheduler = Scheduler(memory, max_num_seqs=NUM_SEQS, max_num_batched_tokens=CHUNK_TOKENS, view="region")
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    for i, (prompt, output) in enumerate(lengths):
+        scheduler.add(Request(str(i), [0] * prompt, params, output, None))
+    busy = busy_cuda if args.device == "cuda" else busy_cpu
+    steps_s, num_steps = 0.0, 0
+    while scheduled := scheduler.schedule():
+        memory.ensure(demands(scheduled))
+        memory.plan(next_demands(scheduled))
+        num_tokens = sum(s.num_tokens for s in scheduled)
+        num_cached = sum(s.request.num_computed + s.num_tokens for s in scheduled)
+        step_s = model.step_s(num_tokens, num_cached, layout.token_bytes)
+        busy(min(step_s, LONGEST_STEP_S), memory.launched)
+        steps_s += step_s
+        num_steps += 1
+        for s in scheduled:
+            samples = s.samples
+            s.request.num_computed += s.num_tokens
+            if samples:
+                s.request.append(0, frozenset())
+                if s.request.num_output_tokens == s.request.max_tokens:
+                    scheduler.remove(s.request)
+    report = memory.report()
+    memory.check_integrity()
+    memory.close()
+    return Replay(steps_s, report.exposed_us / 1e6, report.hidden_us / 1e6, num_steps)
+
+
+def busy_cpu(seconds: float, launched: Callable[[], None]) -> None:
+    """Keep every core multiplying for so long, as a step would."""
+    launched()
+    end = time.perf_counter() + seconds
+    a = _matrix()
+    while time.perf_counter() < end:
+        torch.mm(a, a)
+
+
+def busy_cuda(seconds: float, launched: Callable[[], None]) -> None:
+    """Keep the device busy for so long, mark the end of it, and wait for it as sampling does."""
+    torch.cuda._sleep(int(seconds * _clock_hz()))
+    launched()
+    torch.cuda.current_stream().synchronize()
+
+
+_cache: dict[str, torch.Tensor] = {}
+
+
+def _matrix() -> torch.Tensor:
+    if "a" not in _cache:
+        _cache["a"] = torch.randn(256, 256)
+    return _cache["a"]
+
+
+def _clock_hz() -> float:
+    """Cycles a second of the device's sleep, measured once."""
+    if "hz" not in _cache:
+        torch.cuda._sleep(1_000_000)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        torch.cuda._sleep(100_000_000)
+        torch.cuda.synchronize()
+        _cache["hz"] = torch.tensor(1e8 / (time.perf_counter() - start), dtype=torch.float64)
+    return float(_cache["hz"])
+
+
+def cuda_rates() -> tuple[float, float]:
+    """Bytes a second copied (read and written), and floating-point operations a second, of the device."""
+    data = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(data)
+    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+
+    def seconds(call: Callable[[], object]) -> float:
+        call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(10):
+            call()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / 10
+
+    return 2 * data.numel() / seconds(lambda: target.copy_(data)), 2 * 8192**3 / seconds(lambda: a @ a)
+
+
+# ---- single calls ----
+
+
+def call_costs(args: argparse.Namespace) -> list[dict[str, float]]:
+    """Microseconds a page of each call, for pages of several sizes, alone and in runs."""
+    sizes = (2 << 20, 16 << 20) if args.device == "cuda" else (64 << 10, 192 << 10, 2 << 20)
+    rows = []
+    for size in sizes:
+        for pages in (1, 16):
+            rows.append({"page_kib": size / 1024, "pages": float(pages)} | one_size(args, size, pages))
+    return rows
+
+
+def one_size(args: argparse.Namespace, size: int, pages: int, repeats: int = 7) -> dict[str, float]:
+    backend = make_backend(args, 2 * repeats * pages * size)
+    reserved = backend.reserve(2 * pages * size)
+    again = AddressRange(reserved.address + pages * size, pages * size)
+    first = AddressRange(reserved.address, pages * size)
+    times: dict[str, list[float]] = {name: [] for name in ("create", "map", "map_again", "unmap", "destroy")}
+
+    def timed(name: str, call: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        call()
+        times[name].append((time.perf_counter() - start) / pages * 1e6)
+
+    def destroy(handles: Sequence[int]) -> None:
+        for handle in handles:
+            backend.destroy(handle)
+
+    for _ in range(repeats):
+        handles: list[int] = []
+        timed("create", lambda made=handles: made.extend(backend.create(size) for _ in range(pages)))
+        timed("map", partial(backend.map, first.address, handles))
+        timed("map_again", partial(backend.map, again.address, handles))
+        timed("unmap", partial(backend.unmap, again))
+        backend.unmap(first)
+        timed("destroy", partial(destroy, handles))
+    backend.release(reserved)
+    backend.close()
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def draw(shares: dict[str, dict[str, float]], path: Path) -> None:
+    pyplot = harness.pyplot()
+    if pyplot is None:
+        return
+    figure, rows = pyplot.subplots(len(shares), 1, figsize=(7, 2 * len(shares)), layout="constrained")
+    for axes, (name, medians) in zip(rows, shares.items(), strict=True):
+        axes.barh(list(medians), [share * 100 for share in medians.values()], color="#2a6f97")
+        axes.axvline(1, color="#c1121f", linestyle="--", label="1 %")
+        axes.invert_yaxis()
+        axes.set_title(name, fontsize=9)
+        axes.set_xlabel("exposed mapping time, % of step time")
+        axes.legend(loc="lower right", fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

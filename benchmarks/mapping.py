@@ -5,9 +5,9 @@ real scheduler and KV memory with the model replaced by what it takes: every ste
 with the device as busy, and the share of that time spent waiting for mappings is the *exposed share*. Once with
 everything on; without overlap, deferred reclamation and eager allocation in turn; and with all three off.
 
-How long a step takes follows from the memory bandwidth and the matrix rate of the device, measured in this run: on a CPU
-for Qwen2.5-0.5B, on CUDA for Llama-3-8B, and on either for a model with shorter steps. A step lasts at most 50 ms here:
-that leaves the mapper less time than it would have, and shares are of the whole step all the same.
+How long a step takes follows from the memory bandwidth and the matrix rate of the device, measured in this run: on a
+CPU for Qwen2.5-0.5B, on CUDA for Llama-3-8B, and on either for a model with shorter steps. A step lasts at most 50 ms
+here: that leaves the mapper less time than it would have, and shares are of the whole step all the same.
 
 --quick replays fewer requests. The trace is `AzureLLMInferenceTrace_code.csv` of github.com/Azure/AzurePublicDataset
 (CC-BY-4.0; Patel et al., "Splitwise", ISCA 2024); without it lengths are synthetic, with the same means.
@@ -313,13 +313,16 @@ def one_size(args: argparse.Namespace, size: int, pages: int, repeats: int = 7) 
         call()
         times[name].append((time.perf_counter() - start) / pages * 1e6)
 
+    def create(handles: list[int]) -> None:
+        handles += [backend.create(size) for _ in range(pages)]
+
     def destroy(handles: Sequence[int]) -> None:
         for handle in handles:
             backend.destroy(handle)
 
     for _ in range(repeats):
         handles: list[int] = []
-        timed("create", lambda made=handles: made.extend(backend.create(size) for _ in range(pages)))
+        timed("create", partial(create, handles))
         timed("map", partial(backend.map, first.address, handles))
         timed("map_again", partial(backend.map, again.address, handles))
         timed("unmap", partial(backend.unmap, again))

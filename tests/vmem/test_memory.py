@@ -105,7 +105,7 @@ def test_pages_come_on_demand_and_only_for_blocks() -> None:
 
 
 def test_the_mapping_budget_turns_regions_into_block_tables(no_thread: None) -> None:
-    """ "auto" takes a region while there are mappings left, at the cost of parked ones, and loses it when there are not."""
+    """ "auto" takes a region while there are mappings left, and loses it when there are not even parked ones."""
     memory, _ = make_memory(max_mappings=20)
     first = begin(memory, 5 * BLOCK_TOKENS, "auto")  # five at home, five in its region
     assert first.view == "region"
@@ -571,8 +571,8 @@ def test_the_floor_is_there_at_once_and_stays() -> None:
 
 def test_a_lower_budget_takes_free_pages_first() -> None:
     memory, _ = make_memory(num_pages=40)
-    memory.free(begin(memory, 160))
-    kept = begin(memory, 100, "block_table")
+    other, kept = begin(memory, 160), begin(memory, 100, "block_table")
+    memory.free(other)
     assert memory.set_budget(10 * PAGE_BYTES, 1) == "deferred"
     until(lambda: memory.report().physical_bytes <= 10 * PAGE_BYTES)
     assert memory.num_free_pages == 3

@@ -190,7 +190,7 @@ class Background:
 
     def _fill_floor(self) -> Work | None:
         """The pages that are always there."""
-        missing = min(self.floor, self._pages.budget) - self._pages.num_created
+        missing = self.floor - self._pages.num_created
         if missing <= 0:
             return None
         group = min(self._groups, key=lambda group: len(group.handles) / group.pool.num_blocks)

@@ -93,7 +93,7 @@ class KVMemory:
         backend: owned from now on and closed by `close`.
         groups: layer groups with pages of one size; they share the budget.
         budget_bytes: physical memory at most, and the most that `set_budget` can set.
-        floor_bytes: physical memory that is taken at once and never given back.
+        floor_bytes: physical memory, in whole pages, that is taken at once and never given back.
         num_regions: how many sequences may hold a region at once.
         max_tokens: the longest sequence.
         options: how mappings and pages follow the load.
@@ -124,7 +124,7 @@ class KVMemory:
         self._specs = tuple(groups)
         self._pages = PagePool(page_bytes, budget_bytes // page_bytes)
         self._most_pages = self._pages.budget
-        self._fewest_pages = max(self.pages_for(max_tokens), -(-floor_bytes // page_bytes))
+        self._fewest_pages = max(self.pages_for(max_tokens), floor_bytes // page_bytes)
         self._check_budget(budget_bytes)
         self._revision = 0
         self._groups: list[GroupMemory] = []
@@ -146,9 +146,7 @@ class KVMemory:
         self._copies: list[tuple[int, int, int]] = []  # (group, from block, to block), a reference held on both
         self._fence = backend.fence()
         self._adoptions = self._adopted_blocks = self._demotions = 0
-        self._background = Background(
-            backend, self._pages, self._groups, self._options, min(-(-floor_bytes // page_bytes), self._pages.budget)
-        )
+        self._background = Background(backend, self._pages, self._groups, self._options, floor_bytes // page_bytes)
         self._mapper = Mapper(self._next_work, self._wait_s)
         self._lock = self._mapper.lock
         self._mapper.start()

@@ -22,7 +22,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from app.builtin import corpus
 from app.config import EngineConfig
-from app.errors import UnknownModelError
+from app.errors import RequestError, UnknownModelError
 from app.main import AppArgs, build
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, Message
 
@@ -226,6 +226,28 @@ def test_handle_gives_the_same_answers(server: Server) -> None:
 def test_handle_raises_typed_errors(server: Server) -> None:
     with pytest.raises(UnknownModelError, match="does not exist"):
         server.handle.generate.remote(CompletionRequest(model="other", prompt="x")).result()
+
+
+def test_the_budget_is_set_by_handle(server: Server) -> None:
+    """Lowered, refused, stale, and raised again, while the server goes on answering."""
+    before = server.handle.report.remote().result()
+    low = before.budget_bytes // 4
+    assert server.handle.set_budget.remote(low, 1).result() in (["applied"], ["deferred"])
+    assert server.handle.set_budget.remote(before.budget_bytes, 1).result() == ["stale"]
+    assert server.handle.report.remote().result().budget_bytes == pytest.approx(low, rel=0.01)
+    assert ask(server, "What is a page?").choices[0].message.content
+    with pytest.raises(RequestError, match="must be between"):
+        server.handle.set_budget.remote(1, 2).result()
+    assert server.handle.set_budget.remote(before.budget_bytes, 3).result() == ["applied"]
+    assert server.handle.report.remote().result().budget_bytes == before.budget_bytes
+
+
+def test_idle_memory_goes_back(server: Server) -> None:
+    ask(server, "What is a page?")
+    deadline = time.monotonic() + DEADLINE_S
+    while server.handle.report.remote().result().physical_bytes:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_the_yaml_is_valid() -> None:

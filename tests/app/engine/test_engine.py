@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -75,6 +77,76 @@ def test_pressure_changes_nothing(make_checkpoint: MakeCheckpoint, view: View) -
         engine.close()
     assert outputs[0] == outputs[1]
     assert all(len(tokens) == 40 for tokens in outputs[0].values())
+
+
+def test_a_lowered_budget_loses_nothing(make_checkpoint: MakeCheckpoint) -> None:
+    """Lowered to what one sequence needs in the middle of a run and raised again: the same tokens, at another pace."""
+    outputs = []
+    for lowered in (False, True):
+        engine = make_engine(make_checkpoint, kv_memory_bytes=100 * BLOCK_BYTES, max_model_len=140)
+        for i, prompt in enumerate(prompts(60, 31, 47, 16, 90, 5)):
+            engine.submit(str(i), prompt, GREEDY)
+        tokens: dict[str, list[int]] = {}
+        for step in itertools.count():
+            if lowered and step == 5:
+                assert engine.set_budget(9 * BLOCK_BYTES, 1) == "deferred"
+            if lowered and step == 60:
+                assert engine.report().active_bytes <= 9 * BLOCK_BYTES
+                assert engine.set_budget(100 * BLOCK_BYTES, 2) == "applied"
+            for delta in engine.step():
+                tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+            engine.check_integrity()
+            if not engine.has_work:
+                break
+        outputs.append(tokens)
+        engine.close()
+    assert outputs[0] == outputs[1]
+
+
+def test_a_budget_out_of_bounds_is_the_callers_error(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="must be between") as error:
+        engine.set_budget(1, 1)
+    assert error.value.param == "budget_bytes"
+
+
+def test_sequences_of_both_views_in_one_batch(make_checkpoint: MakeCheckpoint) -> None:
+    """When the mappings run out, "auto" goes on through block tables, in the middle of a sequence too."""
+    outputs = []
+    for max_mappings in (50_000, 60):
+        engine = make_engine(make_checkpoint, kv_memory_bytes=100 * BLOCK_BYTES, max_model_len=200)
+        options = dataclasses.replace(engine.memory._options, max_mappings=max_mappings)
+        engine.memory._options = engine.memory._background._options = options
+        for i, prompt in enumerate(prompts(60, 31, 47, 16, 90, 5)):
+            engine.submit(str(i), prompt, GREEDY)
+        outputs.append(run(engine))
+        assert (engine.report().demotions > 0) == (max_mappings == 60)
+        engine.close()
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("view", ["region", "block_table"])
+def test_a_window_layer_keeps_only_its_window(make_checkpoint: MakeCheckpoint, view: View) -> None:
+    folder = make_checkpoint("mistral", **ARCHITECTURES["mistral"][1])
+    engine = Engine(
+        EngineConfig(
+            model=str(folder),
+            kv_memory_bytes=16 << 20,
+            skip_tokenizer_init=True,
+            kv_view=view,
+            block_tokens=16,
+            max_num_batched_tokens=64,
+        )
+    )
+    engine.submit("long", prompts(600)[0], GREEDY)
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+        running = engine._scheduler._running
+        if running and running[0].num_output_tokens:
+            assert (
+                engine.report().active_bytes <= 5 * BLOCK_BYTES
+            )  # 48 tokens touch at most four blocks, and a next one
+    engine.close()
 
 
 def test_a_prompt_as_long_as_the_context(engine: Engine) -> None:

@@ -9,7 +9,7 @@ from app.errors import ConfigError
 from vmem import LayoutKind, ViewPolicy
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-DEVICES = ("auto", "cpu")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,11 +19,13 @@ class EngineConfig:
     Attributes:
         model: "builtin", a local checkpoint folder, or a Hugging Face Hub id.
         dtype: of weights and cache; "auto" takes the checkpoint's.
-        device: "auto" takes the best there is.
+        device: "cpu" or "cuda"; "auto" is the CPU, because attention on CUDA still goes through torch's SDPA, one
+            sequence after the other: it is right, and not yet fast.
         max_model_len: longest prompt plus output in tokens; by default what the model was made for.
         max_num_seqs: sequences that run at once; never more than `max_num_batched_tokens`.
         max_num_batched_tokens: tokens computed in one step, decodes and prefill chunks together.
-        kv_memory_bytes: ceiling of the KV cache, by default a quarter of the machine's memory. It is taken as needed.
+        kv_memory_bytes: ceiling of the KV cache, by default a quarter of the machine's memory, or on a CUDA device most
+            of what the weights leave. It is taken as needed.
         kv_memory_floor_bytes: as much of it is taken at the start and never given back.
         kv_idle_release_s: cache memory that nobody has used for this long goes back to the machine.
         block_tokens: tokens in a KV block, by default what wastes least.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything the project has for a CUDA machine, without Ray, in under 9 minutes; ends in a short table.
-# Needs python3 with torch, transformers, cuda-bindings, pytest and hypothesis.
+# Needs python3 with torch, transformers, cuda-bindings and pytest; hypothesis and matplotlib are used where they are.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
@@ -18,8 +18,9 @@ step() { # NAME SECONDS COMMAND...
 import torch
 print(torch.cuda.get_device_name(), "torch", torch.__version__, "CUDA", torch.version.cuda)
 PY
-step "tests of the CUDA backend on the real driver" 120 "$python" -m pytest -q -m gpu tests/vmem tests/kernels
-step "tests of the CUDA backend on the fake driver" 120 "$python" -m pytest -q tests/vmem -m "not gpu"
+step "tests on the device: backend and engine" 150 "$python" -m pytest -q -m gpu tests/vmem tests/kernels tests/app/engine
+step "tests of the memory over the fake driver" 120 "$python" -m pytest -q tests/vmem -m "not gpu"
+step "benchmark: mapping" 240 "$python" -m benchmarks.mapping --device cuda
 
 printf '\n%s\n' "${rows[@]}"
 [[ "${rows[*]}" != *FAILED* ]]

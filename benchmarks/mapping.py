@@ -97,7 +97,7 @@ def main() -> None:
     parser = harness.arguments(__doc__, devices=("cpu", "cuda"))
     parser.add_argument("--trace", type=Path, default=TRACE, help="CSV with ContextTokens and GeneratedTokens")
     args = parser.parse_args()
-    num_requests, repeats = (24, 1) if args.quick else (300, 3)
+    num_requests, repeats = (24, 1) if args.quick else (120, 3)
     lengths, workload = read_lengths(args.trace, num_requests)
     figures: dict[str, float] = {}
 

@@ -26,9 +26,12 @@ def select_provider(name: str, device: torch.device) -> AttentionProvider:
         raise KernelError(f"attention {name!r} is unknown; choose one of {', '.join(PROVIDERS)}")
     if name == "reference":
         return ReferenceProvider()
-    if device.type != "cpu":
-        raise KernelError(f"there is no attention provider for {device.type} in this version; use device cpu")
     if name == "sdpa":
+        return SdpaProvider()
+    if device.type != "cpu":
+        if name == "cpu":
+            raise KernelError(f"attention cpu cannot run on {device.type}; choose sdpa or reference")
+        logger.warning("attention on %s goes through torch's SDPA, one sequence after the other", device.type)
         return SdpaProvider()
     try:
         return CpuProvider()

@@ -63,7 +63,8 @@ class ReferenceProvider(GatherProvider):
         scores = torch.einsum("qhd,khd->hqk", query.to(compute), keys) * masking.scale
         if masking.softcap > 0:
             scores = masking.softcap * torch.tanh(scores / masking.softcap)
-        scores = scores.masked_fill(~visible(query.shape[0], key.shape[0], masking.window_left), -torch.inf)
+        mask = visible(query.shape[0], key.shape[0], masking.window_left, query.device)
+        scores = scores.masked_fill(~mask, -torch.inf)
         if masking.sinks is not None:
             sinks = masking.sinks.to(compute)[:, None, None].expand(-1, query.shape[0], 1)
             scores = torch.cat([scores, sinks], dim=-1)
@@ -76,10 +77,10 @@ def first_visible(num_queries: int, num_cached: int, window_left: int) -> int:
     return 0 if window_left < 0 else max(0, num_cached - num_queries - window_left)
 
 
-def visible(num_queries: int, num_cached: int, window_left: int) -> torch.Tensor:
+def visible(num_queries: int, num_cached: int, window_left: int, device: torch.device) -> torch.Tensor:
     """Which cached tokens each of the last `num_queries` positions sees: bool `[num_queries, num_cached]`."""
-    query_positions = torch.arange(num_cached - num_queries, num_cached)[:, None]
-    cached_positions = torch.arange(num_cached)
+    query_positions = torch.arange(num_cached - num_queries, num_cached, device=device)[:, None]
+    cached_positions = torch.arange(num_cached, device=device)
     mask = cached_positions <= query_positions
     if window_left >= 0:
         mask &= cached_positions >= query_positions - window_left

@@ -31,7 +31,7 @@ class SdpaProvider(GatherProvider):
         folded = folded.reshape(1, num_kv_heads, group_size * num_queries, dim)
         mask = None
         if num_queries > 1 or masking.window_left >= 0:
-            mask = visible(num_queries, key.shape[0], masking.window_left).repeat(group_size, 1)
+            mask = visible(num_queries, key.shape[0], masking.window_left, query.device).repeat(group_size, 1)
         out = functional.scaled_dot_product_attention(
             folded, key.transpose(0, 1)[None], value.transpose(0, 1)[None], attn_mask=mask, scale=masking.scale
         )

@@ -9,6 +9,7 @@ from vmem.host import HostBackend
 from vmem.layout import KVLayout, LayerSpec, LayoutKind, longest_sequence, plan_groups, plan_layout
 from vmem.memory import BudgetAnswer, Demand, KVMemory, SequenceMemory, View, ViewPolicy
 from vmem.report import GroupReport, MemoryReport
+from vmem.select import select_backend
 
 __all__ = [
     "AddressRange",
@@ -38,4 +39,5 @@ __all__ = [
     "longest_sequence",
     "plan_groups",
     "plan_layout",
+    "select_backend",
 ]

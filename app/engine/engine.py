@@ -26,7 +26,6 @@ from kernels import AttentionProvider, KernelError, select_provider
 from vmem import (
     BudgetAnswer,
     BudgetError,
-    HostBackend,
     KVLayout,
     KVMemory,
     LayerGroup,
@@ -35,15 +34,19 @@ from vmem import (
     VmemError,
     longest_sequence,
     plan_groups,
+    select_backend,
 )
 
 logger = logging.getLogger(__name__)
 
-# In the worst case every page is a mapping of its own, at home and in regions, with a hole beside it at home. Linux
-# allows a process 65,530: so many pages, and `MappingOptions.max_mappings` in all, stay below that.
-MAX_PAGES = 24_000
+# Pages at most, and mappings at most. On Linux every page may be a mapping of its own, at home and in regions, with a
+# hole beside it at home, and a process may have 65,530; a CUDA context had about 520,000 in somebody's measurement.
+MAX_PAGES = {"cpu": 24_000, "cuda": 200_000}
+MAX_MAPPINGS = {"cpu": 50_000, "cuda": 400_000}
+# On a CUDA device, what is left to torch, and the share of the rest that the cache may take.
+_HEADROOM_BYTES, _CUDA_SHARE = 2 << 30, 0.9
 # Longer blocks are tried until the budget has no more pages than that.
-_MOST_BLOCK_TOKENS = 1024
+_LONGER_BLOCK_TOKENS = (32, 64, 128, 256, 512, 1024)
 # How long a step without memory waits before it looks again.
 _WAIT_FOR_PAGES_S = 0.01
 
@@ -60,7 +63,7 @@ class Engine:
         self.config = config
         self.model = load_model(config)
         try:
-            provider = select_provider(config.attention, torch.device("cpu"))  # all that `DEVICES` has so far
+            provider = select_provider(config.attention, self.model.module.device)
             self.memory = _build_memory(config, self.model, provider)
         except (VmemError, KernelError) as error:
             raise ConfigError(f"these settings do not work here: {error}") from error
@@ -185,12 +188,16 @@ class Engine:
 
 def _build_memory(config: EngineConfig, model: LoadedModel, provider: AttentionProvider) -> KVMemory:
     layers = observe_layers(model, provider)
+    device = model.module.device
     budget = config.kv_memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    backend = HostBackend(budget)
+    backend = select_backend(device, capacity_bytes=budget, headroom_bytes=_HEADROOM_BYTES)
+    if device.type == "cuda" and not config.kv_memory_bytes:
+        budget = int(_CUDA_SHARE * backend.memory_info().available_bytes)
+    most_pages = MAX_PAGES[device.type]
     try:
-        groups = _plan_groups(config, model, layers, backend.granularity_bytes, budget)
+        groups = _plan_groups(config, model, layers, backend.granularity_bytes, budget // most_pages)
         page_bytes = groups[0].layout.page_bytes
-        num_pages = min(budget // page_bytes, MAX_PAGES)
+        num_pages = min(budget // page_bytes, most_pages)
         smallest = sum(group.layout.block_bytes for group in groups)
         if num_pages * page_bytes < 2 * smallest:
             raise ConfigError(f"kv_memory_bytes {budget} is below two blocks of {smallest} bytes")
@@ -202,7 +209,7 @@ def _build_memory(config: EngineConfig, model: LoadedModel, provider: AttentionP
             floor_bytes=config.kv_memory_floor_bytes,
             num_regions=config.max_num_seqs,
             max_tokens=min(config.max_model_len or model.max_positions, capacity),
-            options=MappingOptions(idle_release_s=config.kv_idle_release_s),
+            options=MappingOptions(idle_release_s=config.kv_idle_release_s, max_mappings=MAX_MAPPINGS[device.type]),
         )
     except (ConfigError, VmemError):
         backend.close()
@@ -222,9 +229,14 @@ def _build_memory(config: EngineConfig, model: LoadedModel, provider: AttentionP
 
 
 def _plan_groups(
-    config: EngineConfig, model: LoadedModel, layers: Sequence[ObservedLayer], granularity_bytes: int, budget: int
+    config: EngineConfig,
+    model: LoadedModel,
+    layers: Sequence[ObservedLayer],
+    granularity_bytes: int,
+    smallest_page_bytes: int,
 ) -> list[LayerGroup]:
-    """Layers that see the same window share a block table. Blocks are as short as the number of pages allows."""
+    """Layers that see the same window share a block table. Blocks are longer than the planner says if their pages are
+    smaller than `smallest_page_bytes`, because there would be too many."""
     members: dict[int | None, list[int]] = {}
     for i, layer in enumerate(layers):
         members.setdefault(layer.window_tokens, []).append(i)
@@ -236,11 +248,9 @@ def _plan_groups(
         )
 
     layouts = plan(config.block_tokens)
-    if config.block_tokens is None:
-        block_tokens = layouts[0].block_tokens
-        while budget // layouts[0].page_bytes > MAX_PAGES and block_tokens * 2 <= _MOST_BLOCK_TOKENS:
-            block_tokens *= 2
-            layouts = plan(block_tokens)
+    longer = iter(_LONGER_BLOCK_TOKENS if config.block_tokens is None else ())
+    while layouts[0].page_bytes < smallest_page_bytes and (block_tokens := next(longer, None)):
+        layouts = plan(block_tokens)
     return [
         LayerGroup(tuple(group), layout, window)
         for (window, group), layout in zip(members.items(), layouts, strict=True)

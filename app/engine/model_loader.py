@@ -61,6 +61,13 @@ def resolve(model: str) -> str:
     return str(BUILTIN_FOLDER) if model == BUILTIN else model
 
 
+def resolve_device(name: str) -> torch.device:
+    """Where to run. Raises `ConfigError` for CUDA on a machine without it."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch sees no CUDA device here; use cpu")
+    return torch.device("cuda" if name == "cuda" else "cpu")
+
+
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """Raises `ModelError` when there is none, or none that can decode incrementally."""
     try:
@@ -100,7 +107,7 @@ def context_length(config: PreTrainedConfig) -> int:
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
-    """Load weights and tokenizer onto the CPU, attention bound to Folio's function, linear layers packed.
+    """Load weights and tokenizer, attention bound to Folio's function; on a CPU, linear layers packed and norms fused.
 
     Raises:
         ModelError: the model cannot be found, or not be run this way.
@@ -129,6 +136,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
     if not module._can_set_attn_implementation():
         raise _not_on_the_interface(config.model, hf_config)
     module.eval().requires_grad_(False)
+    device = resolve_device(config.device)
+    if device.type != "cpu":
+        module.to(device)
     text_config = hf_config.get_text_config()
     loaded = LoadedModel(
         module=module,
@@ -144,7 +154,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
         raise ConfigError(
             f"max_model_len {config.max_model_len} is beyond the {loaded.max_positions} positions of {config.model!r}"
         )
-    _optimise(module)
+    if device.type == "cpu":
+        _optimise(module)
     return loaded
 
 

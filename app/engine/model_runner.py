@@ -40,15 +40,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> torch.Tensor:
-        """Logits `[num_samples, vocab_size]` of the rows that sample. The batch's blocks must be mapped."""
+        """Logits `[num_samples, vocab_size]` of the rows that sample, on the CPU. The batch's blocks must be mapped."""
         self._attention.batch = batch
         logits = forward(self._module, batch.token_ids, batch.positions, batch.sample_rows)
         self._memory.launched()
-        return logits
+        return logits.cpu()  # waits for the device
 
 
 def forward(module: nn.Module, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Logits `[len(rows), vocab_size]` of a packed forward of `[num_tokens]` tokens."""
+    device = next(module.parameters()).device
+    token_ids, positions, rows = (tensor.to(device) for tensor in (token_ids, positions, rows))
     out = module(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
     logits: torch.Tensor = out.logits[0]
     return logits

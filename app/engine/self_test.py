@@ -22,7 +22,7 @@ from app.engine.request import Request
 from app.engine.scheduler import Scheduled
 from app.errors import ModelError
 from kernels import AttentionProvider
-from vmem import HostBackend, KVMemory, LayerGroup, ViewPolicy
+from vmem import KVMemory, LayerGroup, ViewPolicy, select_backend
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def self_test(model: LoadedModel, groups: Sequence[LayerGroup], provider: Attent
     expected = [_own_logits(model, prompt) for prompt in prompts]
     views: tuple[ViewPolicy, ...] = ("block_table", "region") if view == "auto" else (view, view)
     budget = sum(len(prompts) * g.layout.num_blocks(max(lengths)) * g.layout.block_bytes for g in groups)
-    backend = HostBackend(budget)
+    backend = select_backend(model.module.device, capacity_bytes=budget)
     memory = KVMemory(backend, groups, budget_bytes=budget, num_regions=len(prompts), max_tokens=max(lengths))
     try:
         fresh, cached = _differences(ModelRunner(model, memory, provider), memory, prompts, expected, views)
@@ -99,7 +99,8 @@ def _own_logits(model: LoadedModel, prompt: torch.Tensor) -> torch.Tensor:
     """Logits `[num_tokens, vocab_size]` by transformers' plain attention."""
     model.module.set_attn_implementation("eager")
     try:
-        logits: torch.Tensor = model.module(input_ids=prompt[None], use_cache=False).logits[0].float()
+        out = model.module(input_ids=prompt[None].to(model.module.device), use_cache=False)
+        logits: torch.Tensor = out.logits[0].float().cpu()
         return logits
     finally:
         model.module.set_attn_implementation(IMPLEMENTATION)

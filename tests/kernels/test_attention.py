@@ -136,8 +136,9 @@ def test_wrong_shapes_are_named() -> None:
 def test_unknown_provider_is_an_error() -> None:
     with pytest.raises(KernelError, match="choose one of"):
         select_provider("fastest", CPU)
-    with pytest.raises(KernelError, match="cuda"):
-        select_provider("auto", torch.device("cuda"))
+    with pytest.raises(KernelError, match="cannot run on cuda"):
+        select_provider("cpu", torch.device("cuda"))
+    assert select_provider("auto", torch.device("cuda")).name == "sdpa"
 
 
 def test_no_compiler_falls_back_only_when_auto(

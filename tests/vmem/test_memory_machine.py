@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import math
 
+import pytest
+
+pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule

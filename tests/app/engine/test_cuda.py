@@ -1,0 +1,86 @@
+"""The engine over the CUDA backend: on the fake driver everywhere, on a real device with marker gpu."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from app.engine import LLM, SamplingParams
+from app.engine import engine as engine_module
+from app.errors import ConfigError
+from tests.conftest import ARCHITECTURES, VOCAB_SIZE, MakeCheckpoint
+from tests.vmem.fake_driver import FakeDriver
+from vmem import CudaBackend, MapError, select_backend
+from vmem.dlpack import CPU
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randint(1, VOCAB_SIZE - 1, (n,), generator=generator).tolist() for n in (1, 17, 63, 200, 300)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("view", ["region", "block_table"])
+def test_the_fake_device_gives_the_same_tokens(
+    name: str, view: Any, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its steps finish late, one after the other: what a step may still read stays mapped, and nothing is left over."""
+    model_type, settings = ARCHITECTURES[name]
+    folder = make_checkpoint(model_type, **settings)
+    shared = {"skip_tokenizer_init": True, "kv_view": view, "max_num_batched_tokens": 96, "max_model_len": 400}
+    with LLM(folder, kv_memory_bytes=4 << 20, **shared) as llm:
+        expected = [c.token_ids for c in llm.generate(prompts(), GREEDY)]
+    driver = FakeDriver(16 << 20)
+
+    def fake(*_: object, **__: object) -> CudaBackend:
+        return CudaBackend(driver=driver, tensor_device=CPU)
+
+    monkeypatch.setattr(engine_module, "select_backend", fake)
+    with LLM(folder, kv_memory_bytes=4 << 20, **shared) as llm:
+        for i, prompt in enumerate(prompts()):
+            llm.engine.submit(str(i), prompt, GREEDY)
+        actual: dict[int, list[int]] = {}
+        while llm.engine.has_work:
+            for delta in llm.engine.step():
+                actual.setdefault(int(delta.request_id), []).extend(delta.token_ids)
+            driver.finish_work(1)
+            llm.engine.check_integrity()
+        assert [actual[i] for i in range(len(expected))] == expected
+        driver.finish_work()
+    assert driver.leftovers == (0, 0, 0, 0, 0)
+    assert not driver.violations
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_is_never_silently_something_else() -> None:
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        LLM("builtin", device="cuda")
+    with pytest.raises(MapError, match="no CUDA device"):
+        select_backend(torch.device("cuda"), capacity_bytes=1 << 20)
+    with pytest.raises(MapError, match="no memory backend for mps"):
+        select_backend(torch.device("mps"), capacity_bytes=1 << 20)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt2"])
+@pytest.mark.parametrize("view", ["region", "block_table", "auto"])
+def test_a_real_device_gives_the_same_tokens(name: str, view: Any, make_checkpoint: MakeCheckpoint) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model_type, settings = ARCHITECTURES[name]
+    folder = make_checkpoint(model_type, **settings)
+    shared = {"skip_tokenizer_init": True, "kv_view": view, "max_num_batched_tokens": 96, "dtype": "float32"}
+    with LLM(folder, device="cpu", kv_memory_bytes=64 << 20, **shared) as llm:
+        expected = [c.token_ids for c in llm.generate(prompts(), GREEDY)]
+    with LLM(folder, device="cuda", kv_memory_bytes=1 << 30, max_model_len=400, **shared) as llm:
+        assert [c.token_ids for c in llm.generate(prompts(), GREEDY)] == expected
+        llm.engine.check_integrity()
+        deadline = time.monotonic() + 10
+        while llm.engine.report().physical_bytes:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)

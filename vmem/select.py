@@ -1,0 +1,31 @@
+"""Which backend a device has."""
+
+from __future__ import annotations
+
+import torch
+
+from vmem.backend import Backend
+from vmem.cuda import CudaBackend
+from vmem.errors import MapError
+from vmem.host import HostBackend
+
+
+def select_backend(device: torch.device, *, capacity_bytes: int, headroom_bytes: int = 0) -> Backend:
+    """The backend of a CPU or a CUDA device; never another one than was asked for.
+
+    Args:
+        capacity_bytes: what may be created in all. A CUDA device has its own limit.
+        headroom_bytes: what is left free on a CUDA device for torch.
+
+    Raises:
+        MapError: there is no such device here, or its driver cannot be used.
+    """
+    if device.type == "cpu":
+        return HostBackend(capacity_bytes)
+    if device.type != "cuda":
+        raise MapError(f"there is no memory backend for {device.type}; choose cpu or cuda")
+    if not torch.cuda.is_available():
+        raise MapError("device cuda was asked for, but torch sees no CUDA device here")
+    torch.cuda.init()  # torch's context first: it is the primary one, which the backend shares
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return CudaBackend(index, headroom_bytes=headroom_bytes)

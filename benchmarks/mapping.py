@@ -211,7 +211,9 @@ def replay(
         scheduler.add(Request(str(i), [0] * prompt, params, output, None))
     busy = busy_cuda if args.device == "cuda" else busy_cpu
     steps_s, num_steps = 0.0, 0
-    while scheduled := scheduler.schedule():
+    while scheduler.num_running or scheduler.num_waiting:
+        scheduled = scheduler.schedule()
+        assert scheduled, "the scheduler found no memory for anybody"
         memory.ensure(demands(scheduled))
         memory.plan(next_demands(scheduled))
         num_tokens = sum(s.num_tokens for s in scheduled)

@@ -121,6 +121,12 @@ class Background:
         )
         return next((work for duty in duties if (work := duty()) is not None), None)
 
+    def forget(self) -> None:
+        """Drop what steps were going to need; they map it themselves, and hear what the device says."""
+        self.wanted_loose = [0] * len(self._groups)
+        for group in self._groups:
+            group.wanted.clear()
+
     def wait_s(self, now: float) -> float | None:
         """How long until time alone may have made work; `None` for as long as nobody says so."""
         self.now = now
@@ -170,16 +176,17 @@ class Background:
         """Blocks that have left the window of their sequence."""
         for group in self._groups:
             for region in list(group.expired):
+                if not self._may_change(region):
+                    continue
                 run = region.first_run(region.first, self._unit_blocks(group))
-                if run is None:
-                    del group.expired[region]
-                elif self._may_change(region):
+                if run is not None:
                     return Hide(group, region, *run)
+                del group.expired[region]
         return None
 
     def _shrink(self) -> Work | None:
         """Pages beyond a budget that was lowered, as far as nobody owns them."""
-        excess = self._pages.num_created - self._pages.budget
+        excess = self._pages.num_coming - self._pages.budget
         return self._give_back(excess, freed_before=math.inf) if excess > 0 else None
 
     def _reclaim(self) -> Work | None:
@@ -203,7 +210,7 @@ class Background:
         spare = self._num_unshown - self._options.reclaim_threshold * self._pages.budget
         for group, demand in zip(self._groups, self.demand, strict=True):
             depth = min(self._eager_depth(demand), group.region_blocks)
-            ready = sum(region.num_shown >= depth for region in group.parked)
+            ready = sum(self._is_ready(group, region, depth) for region in group.parked)
             if not depth or ready >= demand.num_regions:
                 continue
             region = max(
@@ -240,7 +247,12 @@ class Background:
         count = min(count, self._unit_blocks(group))
         if not group.pool.num_loose:
             return self._attach(group, count)
-        return Show(group, region, place, group.pool.take_loose(count), ahead=True)
+        return Show(group, region, place, group.pool.begin_show(count), ahead=True)
+
+    def _is_ready(self, group: GroupMemory, region: Region, depth: int) -> bool:
+        """Whether a prompt of `depth` blocks would find them mapped here, and, judged by two of them, still free."""
+        ends = (region.at(0), region.at(depth - 1))
+        return region.num_shown >= depth and all(group.pool.is_free(block_id) for block_id in ends)
 
     def _give_back(self, excess: int, *, freed_before: float) -> Work | None:
         """Up to `excess` pages: spare ones, those of loose blocks, and then those that only regions' tails show."""
@@ -248,12 +260,10 @@ class Background:
             return Destroy(self._backend, self._pages, min(excess, self._unit_pages))
         for group in self._groups:
             count = min(-(-excess // group.num_slices), self._unit_blocks(group))
-            block_ids, fence = group.pool.begin_detach(count, freed_before=freed_before)
+            block_ids, fence = group.pool.detachable(count, freed_before=freed_before)
             if block_ids and self._backend.completed(fence):
                 return Detach(self._pages, group, block_ids)
-            if block_ids:
-                group.pool.end_move(block_ids, has_pages=True)
-                self._waits_for_fence = True
+            self._waits_for_fence |= bool(block_ids)
         return self._hide_tail(parked_only=False, idle_since=freed_before)
 
     def _hide_tail(self, *, parked_only: bool, idle_since: float) -> Work | None:

@@ -16,8 +16,8 @@ class BlockPool:
       ^                │                     └─────> tied    free, and a region still shows it (deferred reclamation);
       └────detach──────┘                                     loose again when the last such place is hidden
 
-    Low ids go first: neighbours are mapped by one call and merge into one mapping. A block that is being attached or
-    detached is *moving* and belongs to nobody. Only called under its memory's lock.
+    Low ids go first: neighbours are mapped by one call and merge into one mapping. A block that is being attached,
+    detached, or shown ahead of need is *moving* and belongs to nobody. Only called under its memory's lock.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -54,10 +54,6 @@ class BlockPool:
     @property
     def num_eager(self) -> int:
         return len(self._eager)
-
-    @property
-    def num_moving(self) -> int:
-        return len(self._moving)
 
     def references(self, block_id: int) -> int:
         return self._references[block_id]
@@ -112,13 +108,12 @@ class BlockPool:
                 raise IntegrityError(f"share of block {block_id}, which nobody owns")
             self._references[block_id] += 1
 
-    def free(self, block_ids: Iterable[int], *, fence: int, now: float, eager: bool = False) -> None:
+    def free(self, block_ids: Iterable[int], *, fence: int, now: float) -> None:
         """Drop one reference of each block; a block without any is free again.
 
         Args:
             fence: of the last step that may read it; 0 if that has not changed since it was taken.
             now: the time, in seconds of a monotonic clock.
-            eager: it was taken only to be shown in a region ahead of need.
         """
         for block_id in block_ids:
             if not self._references[block_id]:
@@ -131,8 +126,6 @@ class BlockPool:
             self._fence[block_id] = max(self._fence[block_id], fence)
             if self._places[block_id]:
                 self._tied[block_id] = None
-                if eager:
-                    self._eager.add(block_id)
             else:
                 self._make_loose(block_id)
 
@@ -143,6 +136,27 @@ class BlockPool:
         for block_id in block_ids:
             assert self._references[block_id], f"block {block_id} is shown, but nobody owns it"
             self._places[block_id] += 1
+
+    def begin_show(self, count: int) -> list[int]:
+        """Up to `count` loose blocks that are about to be shown for whoever comes."""
+        block_ids = self.take_loose(count)
+        for block_id in block_ids:
+            self._references[block_id] = 0
+        self._num_owned -= len(block_ids)
+        self._moving.update(block_ids)
+        return block_ids
+
+    def end_show(self, block_ids: Sequence[int], now: float, *, failed: bool) -> None:
+        """They are shown in one place more and free, or loose as before."""
+        for block_id in block_ids:
+            self._moving.remove(block_id)
+            self._freed_at[block_id] = now
+            if failed:
+                self._make_loose(block_id)
+            else:
+                self._places[block_id] += 1
+                self._tied[block_id] = None
+                self._eager.add(block_id)
 
     def hidden(self, block_ids: Iterable[int]) -> None:
         """Note that each of these blocks is shown in one place less."""
@@ -164,18 +178,21 @@ class BlockPool:
         self._moving.update(block_ids)
         return block_ids
 
-    def begin_detach(self, count: int, *, freed_before: float) -> tuple[list[int], int]:
-        """Up to `count` loose blocks, the longest free first, whose pages are about to go, and the latest of their
-        fences. Those freed after `freed_before` stay."""
+    def detachable(self, count: int, *, freed_before: float) -> tuple[list[int], int]:
+        """Up to `count` loose blocks whose pages could go, the longest free first, and the latest of their fences.
+        Those freed after `freed_before` stay."""
         block_ids: list[int] = []
         for block_id in self._loose:
             if len(block_ids) == count or self._freed_at[block_id] > freed_before:
                 break
             block_ids.append(block_id)
+        return sorted(block_ids), max((self._fence[b] for b in block_ids), default=0)
+
+    def begin_detach(self, block_ids: Sequence[int]) -> None:
+        """These loose blocks are about to lose their pages."""
         for block_id in block_ids:
             del self._loose[block_id]
         self._moving.update(block_ids)
-        return sorted(block_ids), max((self._fence[b] for b in block_ids), default=0)
 
     def end_move(self, block_ids: Sequence[int], *, has_pages: bool) -> None:
         """The blocks now have pages, or have none."""

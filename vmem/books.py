@@ -8,7 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from vmem.backend import AddressRange
-from vmem.errors import IntegrityError, MapError
+from vmem.errors import IntegrityError, MapError, VmemError
+
+# A call that undoes another is tried this often before memory counts as broken.
+_UNDO_ATTEMPTS = 3
 
 S = TypeVar("S", bound="Locked")
 P = ParamSpec("P")
@@ -30,6 +33,17 @@ def one_at_a_time(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenat
             return method(self, *args, **kwargs)
 
     return cast(Callable[Concatenate[S, P], R], locked)
+
+
+def must(undo: Callable[[], None]) -> None:
+    """Call what undoes a step. Raises `IntegrityError` if it fails again and again."""
+    for attempt in range(_UNDO_ATTEMPTS):
+        try:
+            return undo()
+        except VmemError as error:
+            if attempt == _UNDO_ATTEMPTS - 1:
+                raise IntegrityError(f"a failed change of mappings could not be undone: {error}") from error
+    return None
 
 
 class Books:

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 
 from vmem.backend import AddressRange, MemoryInfo
-from vmem.books import Books, one_at_a_time
+from vmem.books import Books, must, one_at_a_time
 from vmem.dlpack import CPU, CUDA, export_uint8
 from vmem.errors import MapError, OutOfPages, VmemError
 
 # Sixteen pages of 2 MiB to a call: fewer calls are cheaper a page, longer ones keep others waiting.
 _UNIT_BYTES = 32 << 20
+# Asking how much is free costs about as much as creating a page: once for so many bytes.
+_HEADROOM_CHECK_BYTES = 64 << 20
 
 
 class CudaBackend:
@@ -65,6 +67,7 @@ class CudaBackend:
             self._call("cuDevicePrimaryCtxRelease", device)
             raise
         self._books = Books(self._granularity_bytes)
+        self._unchecked_bytes = 0  # may be created before the device is asked again how much is free
         self._next_fence = 1
         self._events: deque[tuple[int, Any]] = deque()  # (fence, event) of fences not seen to be passed
         self._spare_events: list[Any] = []
@@ -113,9 +116,12 @@ class CudaBackend:
     @one_at_a_time
     def create(self, page_bytes: int) -> int:
         self._books.check_create(page_bytes)
-        if self._headroom_bytes and self.memory_info().available_bytes < page_bytes:
-            raise OutOfPages(1, 0)
+        if self._headroom_bytes and self._unchecked_bytes < page_bytes:
+            self._unchecked_bytes = min(self.memory_info().available_bytes, _HEADROOM_CHECK_BYTES)
+            if self._unchecked_bytes < page_bytes:
+                raise OutOfPages(1, 0)
         handle = int(self._call("cuMemCreate", page_bytes, self._page_properties, 0))
+        self._unchecked_bytes -= page_bytes
         self._books.note_created(handle, page_bytes)
         return handle
 
@@ -136,9 +142,9 @@ class CudaBackend:
                 done += 1
             # One call for the whole run: access is what costs, and it costs per call as well as per page.
             self._call("cuMemSetAccess", address, len(handles) * size, [self._access], 1, at=address)
-        except (MapError, OutOfPages):
+        except MapError:
             if done:
-                self._call("cuMemUnmap", address, done * size, at=address)
+                must(lambda: self._call("cuMemUnmap", address, done * size, at=address))
             raise
         self._books.note_mapped(address, handles)
 
@@ -156,10 +162,11 @@ class CudaBackend:
         fence = self._next_fence
         try:
             if not self._spare_events:
-                flags = int(self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+                kinds = self._driver.CUevent_flags
+                flags = int(kinds.CU_EVENT_DISABLE_TIMING) | int(kinds.CU_EVENT_BLOCKING_SYNC)
                 self._spare_events.append(self._call("cuEventCreate", flags))
             self._call("cuEventRecord", self._spare_events[-1], self._stream)
-        except (MapError, OutOfPages):
+        except MapError:
             # A step that nothing marks could never be waited for: wait now, and the fence is passed already.
             self._call("cuStreamSynchronize", self._stream)
         else:
@@ -215,8 +222,8 @@ class CudaBackend:
         result = self._driver.CUresult
         if status == result.CUDA_SUCCESS:
             return
-        if status == result.CUDA_ERROR_OUT_OF_MEMORY:
-            raise OutOfPages(1, 0)
+        if status == result.CUDA_ERROR_OUT_OF_MEMORY and name == "cuMemCreate":
+            raise OutOfPages(1, 0)  # elsewhere it means that some table of the driver is full
         place = "" if at is None else f" at {at:#x}"
         raise MapError(f"{name}{place} failed: {status.name} ({int(status)})")
 

@@ -12,12 +12,11 @@ import torch
 
 from vmem.backend import AddressRange, Backend
 from vmem.block_pool import BlockPool
+from vmem.books import must
 from vmem.errors import IntegrityError, VmemError
 from vmem.layout import KVLayout
 from vmem.region import HOLE, Region
 
-# A call that undoes another is tried this often before memory counts as broken.
-_UNDO_ATTEMPTS = 3
 # Adoption looks at this many parked regions only: the choice must not cost what it saves.
 _ADOPTION_CANDIDATES = 4
 
@@ -228,7 +227,7 @@ class _Undo(ExitStack):
     """What to call, last first, when a later step fails. Leaving without an error forgets it."""
 
     def by(self, undo: Callable[[], None]) -> None:
-        self.callback(_must, undo)
+        self.callback(must, undo)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
@@ -236,16 +235,6 @@ class _Undo(ExitStack):
         if error is None:
             self.pop_all()
         return super().__exit__(kind, error, trace)
-
-
-def _must(undo: Callable[[], None]) -> None:
-    for attempt in range(_UNDO_ATTEMPTS):
-        try:
-            return undo()
-        except VmemError as error:
-            if attempt == _UNDO_ATTEMPTS - 1:
-                raise IntegrityError(f"a failed change of mappings could not be undone: {error}") from error
-    return None
 
 
 def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:

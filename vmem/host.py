@@ -24,7 +24,7 @@ from vmem.books import Books, one_at_a_time
 from vmem.errors import MapError, OutOfPages
 
 _PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # Python's mmap has no names for these
+_MAP_FIXED, _MAP_FIXED_NOREPLACE, _MAP_NORESERVE = 0x10, 0x100000, 0x4000  # Python's mmap has no names for these
 _HOLE_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _MADV_POPULATE_READ = 22
@@ -183,8 +183,11 @@ class HostBackend:
         flags = _HOLE_FLAGS | _MAP_FIXED
         if _libc.mmap(target.address, target.num_bytes, _PROT_NONE, flags, -1, 0) != _MAP_FAILED:
             return
-        _libc.munmap(target.address, target.num_bytes)
-        if _libc.mmap(target.address, target.num_bytes, _PROT_NONE, flags, -1, 0) == _MAP_FAILED:
+        # Another thread's mapping may come to lie in the gap: then this must fail and not replace it.
+        flags = _HOLE_FLAGS | _MAP_FIXED_NOREPLACE
+        if _libc.munmap(target.address, target.num_bytes) or (
+            _libc.mmap(target.address, target.num_bytes, _PROT_NONE, flags, -1, 0) == _MAP_FAILED
+        ):
             raise _os_error(f"mmap of a hole over {target}")
 
 

@@ -1,7 +1,7 @@
 """The thread that changes mappings while a step computes.
 
 It knows nothing of blocks: it asks for the next unit of work, runs it, and asks again. What there is to do follows from
-the state of the memory alone, so nothing is queued that could grow stale, and a lost wake-up costs at most one wait.
+the state of the memory alone, so nothing is queued that could grow stale.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 # After a failed call the thread rests, so that a device in trouble is not asked thousands of times a second …
 _REST_AFTER_FAILURE_S = 0.05
-# … and after so many failures in a row the next step is told.
+# … and after so many failures in a row the next step is told, unless they were in giving memory back: that the report
+# and the log say, and requests go on.
 _FAILURES_TO_SURFACE = 3
 
 
@@ -41,6 +42,7 @@ class Mapper:
     Args:
         next_work: the next unit of work, or `None`; called with the lock held.
         wait_s: how long until there may be work without anybody saying so; called with the lock held.
+        forget: called with the lock held after a failure: what steps were going to need they will ask for themselves.
 
     Attributes:
         lock: guards all the books. Also the condition on which work is announced and awaited.
@@ -48,6 +50,7 @@ class Mapper:
 
     next_work: Callable[[], Work | None]
     wait_s: Callable[[], float | None]
+    forget: Callable[[], None]
     lock: threading.Condition = field(default_factory=threading.Condition)
     counts: MappingCounts = field(default_factory=MappingCounts)
     times: MappingTimes = field(default_factory=MappingTimes)
@@ -91,7 +94,7 @@ class Mapper:
         self._held += 1
         try:
             while condition():
-                self._raise_death()
+                self.raise_death()
                 self.lock.wait()
         finally:
             self._held -= 1
@@ -118,21 +121,24 @@ class Mapper:
 
     def raise_failure(self) -> None:
         """Raise what ended the thread, or what it failed at again and again. With the lock held."""
-        self._raise_death()
+        self.raise_death()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
 
-    def _raise_death(self) -> None:
+    def raise_death(self) -> None:
+        """Raise `IntegrityError` if the thread has died. With the lock held."""
         if self._death is not None:
             raise IntegrityError(f"the mapper thread has died: {self._death!r}") from self._death
 
     def pause(self) -> None:
         """Let the thread begin nothing until `resume`, and return when it is idle. With the lock held."""
-        self._held += 1
         while self._working:
-            self._raise_death()
+            self.raise_death()
+            self._held += 1
             self.lock.wait()
+            self._held -= 1
+        self._held += 1
 
     def resume(self) -> None:
         self._held -= 1
@@ -142,17 +148,29 @@ class Mapper:
         try:
             with self.lock:
                 while not self._stopping:
-                    work = None if self._held else self.next_work()
-                    if work is None:
-                        self.lock.wait(None if self._held else self.wait_s())
-                    else:
+                    if self._held:
+                        self.lock.wait()
+                    elif (work := self._choose()) is not None:
                         self._do(work)
+                    else:
+                        self.lock.wait(self.wait_s())
         except BaseException as error:
             logger.exception("the mapper thread dies")
             with self.lock:
                 self._death = error
                 self._working = False
                 self.lock.notify_all()
+
+    def _choose(self) -> Work | None:
+        """The next unit of work; none when the device does not even say what may be changed."""
+        try:
+            return self.next_work()
+        except IntegrityError:
+            raise
+        except VmemError as failure:
+            self._note_failure(failure, gives_back=True)
+            self.lock.wait(_REST_AFTER_FAILURE_S)
+            return None
 
     def _do(self, work: Work) -> None:
         """Run the work without the lock, which is held before and after."""
@@ -176,15 +194,20 @@ class Mapper:
         self.lock.notify_all()
         if failure is None:
             self._failures_in_a_row = 0
+            self._failure = None
             return
-        self._note_failure(failure)
-        self.lock.wait(_REST_AFTER_FAILURE_S)
+        self.forget()
+        self._note_failure(failure, gives_back=work.gives_back)
+        rested_at = time.monotonic() + _REST_AFTER_FAILURE_S
+        while not self._stopping and (left := rested_at - time.monotonic()) > 0:
+            self.lock.wait(left)
 
-    def _note_failure(self, failure: VmemError) -> None:
+    def _note_failure(self, failure: VmemError, *, gives_back: bool) -> None:
         if isinstance(failure, OutOfPages):  # others use the device too; whoever needs the pages hears it then
             return
         self.num_failures += 1
         self._failures_in_a_row += 1
-        logger.warning("the mapper will try again: %s", failure)
-        if self._failures_in_a_row >= _FAILURES_TO_SURFACE:
+        if self._failures_in_a_row & (self._failures_in_a_row - 1) == 0:  # the first, and ever fewer of the next
+            logger.warning("failure %d in a row, the mapper will try again: %s", self._failures_in_a_row, failure)
+        if self._failures_in_a_row >= _FAILURES_TO_SURFACE and not gives_back:
             self._failure = failure

@@ -11,6 +11,7 @@ home as long as it has pages, so a sequence can change from its region to its bl
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import Counter
@@ -23,13 +24,15 @@ import torch
 
 from vmem.backend import Backend
 from vmem.background import Background, MappingOptions
-from vmem.errors import BudgetError, IntegrityError, LayoutError, OutOfPages, VmemError
+from vmem.errors import BudgetError, IntegrityError, LayoutError, MapError, OutOfPages, VmemError
 from vmem.group import GroupMemory, LayerGroup, total_pages
 from vmem.mapper import Mapper
 from vmem.pages import PagePool
 from vmem.region import HOLE, Region
 from vmem.report import GroupReport, MemoryReport
 from vmem.work import Attach, Detach, Hide, Show, Work
+
+logger = logging.getLogger(__name__)
 
 View = Literal["region", "block_table"]
 ViewPolicy = Literal["auto", "region", "block_table"]
@@ -147,7 +150,7 @@ class KVMemory:
         self._fence = backend.fence()
         self._adoptions = self._adopted_blocks = self._demotions = 0
         self._background = Background(backend, self._pages, self._groups, self._options, floor_bytes // page_bytes)
-        self._mapper = Mapper(self._next_work, self._wait_s)
+        self._mapper = Mapper(self._next_work, self._wait_s, self._background.forget)
         self._lock = self._mapper.lock
         self._mapper.start()
 
@@ -156,11 +159,6 @@ class KVMemory:
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
         return self._specs
-
-    @property
-    def num_pages(self) -> int:
-        """The budget in pages."""
-        return self._pages.budget
 
     @property
     def num_free_pages(self) -> int:
@@ -197,27 +195,37 @@ class KVMemory:
             if num_tokens <= had_tokens:
                 return
             tables = list(zip(self._groups, sequence.groups, strict=True))
-            needed = sum(self._missing(*pair, had_tokens, num_tokens) * pair[0].num_slices for pair in tables)
+            needed = sum(
+                (group.layout.num_blocks(num_tokens) - len(table.block_ids) + self._shares_last(g, table, had_tokens))
+                * group.num_slices
+                for g, (group, table) in enumerate(tables)
+            )
             if needed > self.num_free_pages:
                 raise OutOfPages(needed, self.num_free_pages)
             enters = not had_tokens and sequence.view == "block_table"
+            copied: list[tuple[int, GroupTable, int]] = []  # (group, table, the shared block it had)
             try:
                 if enters:
                     self._enter_regions(sequence, num_tokens)
                 for g, (group, table) in enumerate(tables):
-                    if self._shares_last(group, table, had_tokens):
+                    if self._shares_last(g, table, had_tokens):
+                        shared = table.block_ids[-1]
                         self._own_last(g, table)
+                        copied.append((g, table, shared))
                     self._grow(group, table, group.layout.num_blocks(num_tokens) - len(table.block_ids))
             except VmemError:
                 for group, table in tables:
                     self._drop(group, table, group.layout.num_blocks(had_tokens))
                     if enters:
                         self._leave_region(group, table)
+                for g, table, shared in copied:
+                    self._share_last_again(g, table, shared)
                 raise
             sequence.num_tokens = num_tokens
 
     def fork(self, sequence: SequenceMemory, num_tokens: int, policy: ViewPolicy | None = None) -> SequenceMemory:
-        """A new sequence that shares the blocks of the first `num_tokens` tokens (PagedAttention §4.4).
+        """A new sequence that shares the blocks of the first `num_tokens` tokens, which must be computed
+        (PagedAttention §4.4).
 
         In the region view its shared blocks are mapped once more. Whoever first appends to a shared last block copies
         it.
@@ -253,8 +261,13 @@ class KVMemory:
             self._mapper.wake()
 
     def free(self, sequence: SequenceMemory) -> None:
-        """Give everything back. A region stays as it is for another sequence to adopt, until free pages run low."""
-        with self._locked():
+        """Give everything back. A region stays as it is for another sequence to adopt, until free pages run low.
+
+        Raises:
+            MapError: only without deferred reclamation: its region could not be unmapped. It is parked; the sequence
+                is gone all the same.
+        """
+        with self._lock:
             self._check_open(sequence)
             self._sequences.remove(sequence)
             left = [(group, table.region) for group, table in zip(self._groups, sequence.groups, strict=True)]
@@ -288,9 +301,10 @@ class KVMemory:
     def plan(self, demands: Iterable[Demand]) -> None:
         """Say what the step after the one that now begins will need, for the mapper to do meanwhile
         (vAttention §6.2.1)."""
-        with self._lock:
+        with self._locked():
             for prompts in self._background.demand:
                 prompts.note_step()
+            self._background.forget()
             if self._options.overlap:
                 for demand in demands:
                     self._want(demand)
@@ -298,7 +312,7 @@ class KVMemory:
 
     def launched(self) -> None:
         """Note that a step which reads the mappings has been submitted: they may change only once it is done."""
-        with self._lock:
+        with self._locked():
             self._fence = self._backend.fence()
 
     # ---- the two views ----
@@ -349,17 +363,18 @@ class KVMemory:
             self._revision = revision
             self._pages.budget = budget_bytes // self._pages.page_bytes
             self._mapper.wake()
-            return "applied" if self._pages.num_created <= self._pages.budget else "deferred"
+            return "applied" if self._pages.num_coming <= self._pages.budget else "deferred"
 
     def wait_for_progress(self, timeout_s: float) -> None:
         """Wait until the mapper has done something, at most that long: for whoever found no pages."""
         with self._lock:
+            self._mapper.raise_failure()
             self._lock.wait(timeout_s)
 
     # ---- accounting ----
 
     def report(self) -> MemoryReport:
-        """Where memory is. Takes microseconds; from any thread."""
+        """Where memory is. Takes microseconds, once a call under way in another thread lets it; from any thread."""
         with self._lock:
             page_bytes, counts, times = self._pages.page_bytes, self._mapper.counts, self._mapper.times
             groups = tuple(
@@ -402,7 +417,7 @@ class KVMemory:
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless blocks, regions, pages and mappings add up."""
-        with self._locked(), self._quiet():
+        with self._lock, self._quiet():
             mapped = 0
             for g, group in enumerate(self._groups):
                 owned = Counter(b for s in self._sequences for b in s.groups[g].block_ids[s.groups[g].first :])
@@ -433,10 +448,11 @@ class KVMemory:
             self._run_copies()
         self._mapper.stop()
         with self._lock:
+            self._backend.wait(self._backend.fence())
             for group in self._groups:
                 for region in list(group.parked):
                     self._hide_tail(group, region)
-                block_ids, _ = group.pool.begin_detach(group.pool.num_loose, freed_before=math.inf)
+                block_ids, _ = group.pool.detachable(group.pool.num_loose, freed_before=math.inf)
                 if block_ids:
                     self._mapper.run_now(Detach(self._pages, group, block_ids))
                 group.release()
@@ -452,10 +468,11 @@ class KVMemory:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock; the time until it is there counts as exposed."""
+        """Hold the lock of a mapper that is alive; the time until it is there counts as exposed."""
         start = time.perf_counter()
         with self._lock:
             self._mapper.times.exposed_s += time.perf_counter() - start
+            self._mapper.raise_death()
             yield
 
     @contextmanager
@@ -486,13 +503,17 @@ class KVMemory:
 
     # blocks
 
-    def _shares_last(self, group: GroupMemory, table: GroupTable, num_tokens: int) -> bool:
-        """Whether the next token goes into a block that others own too."""
-        return num_tokens % group.layout.block_tokens != 0 and group.pool.references(table.block_ids[-1]) > 1
+    def _shares_last(self, g: int, table: GroupTable, num_tokens: int) -> bool:
+        """Whether the next token goes into a block that other sequences own too."""
+        group = self._groups[g]
+        if num_tokens % group.layout.block_tokens == 0:
+            return False
+        last = table.block_ids[-1]
+        return group.pool.references(last) - self._held_by_copies(g, last) > 1
 
-    def _missing(self, group: GroupMemory, table: GroupTable, had_tokens: int, num_tokens: int) -> int:
-        copied = self._shares_last(group, table, had_tokens)
-        return group.layout.num_blocks(num_tokens) - len(table.block_ids) + copied
+    def _held_by_copies(self, g: int, block_id: int) -> int:
+        """References that copies which are still to be made hold on the block."""
+        return sum((source == block_id) + (target == block_id) for at, source, target in self._copies if at == g)
 
     def _grow(self, group: GroupMemory, table: GroupTable, count: int) -> None:
         """Append blocks to the table: those its region shows next if they are free, then any. All or none."""
@@ -525,16 +546,22 @@ class KVMemory:
         """
         pool = group.pool
         taken = pool.take_loose(count)
+        device_full = False
         try:
             # Blocks that parked regions show cost nothing now, and one more mapping when such a region is adopted; a
             # page that must be made and zeroed first costs several times that, and memory.
             taken += pool.take_tied(count - len(taken))
             while len(taken) < count:
-                if self._room_for(group):
-                    self._mapper.run_now(Attach(self._backend, self._pages, group, count - len(taken)))
+                missing = count - len(taken)
+                if device_full:
+                    missing = min(missing, len(self._pages.spare) // group.num_slices)
+                if missing and self._room_for(group):
+                    try:
+                        self._mapper.run_now(Attach(self._backend, self._pages, group, missing))
+                    except OutOfPages:
+                        device_full = True
                 elif not self._make_room(group):
-                    missing = (count - len(taken)) * group.num_slices
-                    raise OutOfPages(missing, max(self.num_free_pages, 0))
+                    raise OutOfPages((count - len(taken)) * group.num_slices, max(self.num_free_pages, 0))
                 taken += pool.take_loose(count - len(taken))
         except VmemError:
             pool.free(taken, fence=0, now=time.monotonic())
@@ -549,10 +576,10 @@ class KVMemory:
         for other in self._groups:
             if other is group:
                 continue
-            if not other.pool.num_loose and other.pool.num_tied:
-                self._hide_some(other)
+            while not other.pool.num_loose and other.pool.num_tied and self._hide_some(other):
+                pass
             wanted = -(-group.num_slices // other.num_slices)
-            block_ids, fence = other.pool.begin_detach(wanted, freed_before=math.inf)
+            block_ids, fence = other.pool.detachable(wanted, freed_before=math.inf)
             if block_ids:
                 self._mapper.wait_for(self._backend, fence)
                 self._mapper.run_now(Detach(self._pages, other, block_ids))
@@ -578,18 +605,41 @@ class KVMemory:
         table.block_ids[-1] = new
         group.pool.free([old], fence=self._fence, now=time.monotonic())
 
+    def _share_last_again(self, g: int, table: GroupTable, shared: int) -> None:
+        """Undo `_own_last`."""
+        group, new = self._groups[g], table.block_ids[-1]
+        source = next(a for at, a, b in self._copies if (at, b) == (g, new))
+        self._copies.remove((g, source, new))
+        group.pool.share([shared])
+        table.block_ids[-1] = shared
+        group.pool.free([source, new, new], fence=0, now=time.monotonic())
+
     def _run_copies(self) -> None:
         """Copy shared blocks, on the device's own queue: after the steps before, before the steps to come."""
-        for g in sorted({at for at, _, _ in self._copies}):
-            group = self._groups[g]
-            pairs = [(a, b) for at, a, b in self._copies if at == g]
-            for home in group.home_tensors():
-                pages = home.view(-1, group.layout.page_bytes)
-                sources, targets = (torch.tensor(side, device=home.device) for side in zip(*pairs, strict=True))
-                pages[targets] = pages[sources]
-            for pair in pairs:
-                group.pool.free(pair, fence=self._fence, now=time.monotonic())
-        self._copies.clear()
+        if not self._copies:
+            return
+        copies, self._copies = self._copies, []
+        try:
+            for g in sorted({at for at, _, _ in copies}):
+                pairs = [(source, target) for at, source, target in copies if at == g]
+                for home in self._groups[g].home_tensors():
+                    pages = home.view(-1, self._pages.page_bytes)
+                    sources, targets = (torch.tensor(side, device=home.device) for side in zip(*pairs, strict=True))
+                    pages[targets] = pages[sources]
+            self._fence = self._backend.fence()
+        except BaseException:
+            self._copies = copies  # copying again what was copied is harmless
+            raise
+        for g, source, target in copies:
+            self._groups[g].pool.free([source, target], fence=self._fence, now=time.monotonic())
+
+    def _forget_copies(self) -> None:
+        """Drop the copies into blocks that nobody owns any more."""
+        for copy in list(self._copies):
+            g, source, target = copy
+            if self._groups[g].pool.references(target) == self._held_by_copies(g, target):
+                self._copies.remove(copy)
+                self._groups[g].pool.free([source, target], fence=0, now=time.monotonic())
 
     def _drop(self, group: GroupMemory, table: GroupTable, kept: int) -> None:
         """Free the blocks from `kept` on. Their places in the region become its tail."""
@@ -603,6 +653,7 @@ class KVMemory:
         freed = table.block_ids[max(kept, table.first) :]
         del table.block_ids[kept:]
         group.pool.free(freed, fence=self._fence, now=time.monotonic())
+        self._forget_copies()
 
     def _drop_all(self, sequence: SequenceMemory) -> None:
         for group, table in zip(self._groups, sequence.groups, strict=True):
@@ -651,24 +702,34 @@ class KVMemory:
         for group, table, demand in zip(self._groups, sequence.groups, self._background.demand, strict=True):
             num_blocks = group.layout.num_blocks(num_tokens)
             demand.note_prompt(num_blocks, now)
-            if not self._may_map(sequence, num_blocks * group.num_slices):
-                region = None
-            else:
-                region = group.adopt(table.block_ids, num_blocks)
-            if region is None:
+            region = self._adopt(group, table.block_ids, num_blocks)
+            if region is not None:
+                self._adoptions += region.num_shown > 0
+                region.blocks = table.block_ids
+                region.first = region.checked = table.first
+                region.touched = now
+                table.region = region
+                entered.append((group, table))
+                missing = max(num_blocks - table.first - region.num_shown, 0)
+                if self._may_map(sequence, missing * group.num_slices):
+                    continue
+            elif sequence.policy == "region":
                 for left, its in entered:
                     self._leave_region(left, its)
-                if sequence.policy == "region":
-                    raise VmemError("every region is taken: more sequences opened than num_regions")
-                self._demotions += 1
-                return
-            self._adoptions += region.num_shown > 0
-            region.blocks = table.block_ids
-            region.first = table.first
-            region.checked = region.first
-            region.touched = now
-            table.region = region
-            entered.append((group, table))
+                raise VmemError("every region is taken: more sequences opened than num_regions")
+            for left, its in entered:
+                self._leave_region(left, its)
+            self._demotions += 1
+            return
+
+    def _adopt(self, group: GroupMemory, prefix: Sequence[int], num_blocks: int) -> Region | None:
+        """A region for a sequence; waits for one that the mapper has in hand when there is no other."""
+        while True:
+            region = group.adopt(prefix, num_blocks)
+            busy = next((parked for parked in group.parked if parked.busy), None)
+            if region is not None or busy is None:
+                return region
+            self._settle(busy)
 
     def _leave_region(self, group: GroupMemory, table: GroupTable) -> None:
         """Park the region, with all it shows."""
@@ -689,40 +750,56 @@ class KVMemory:
         missing = list(region.stale(end))
         region.wanted = max(region.wanted, end)
         if missing and not self._may_map(sequence, len(missing) * group.num_slices):
-            for other, its in zip(self._groups, sequence.groups, strict=True):
-                self._leave_region(other, its)
-            self._demotions += 1
+            self._demote(sequence)
             return
         stale = [place for place in missing if region.at(place) != HOLE]
-        if stale:
-            self._mapper.wait_for(self._backend, region.fence)
-        for start, stop in _ranges(stale):
-            self._mapper.run_now(Hide(group, region, start, stop))
-        for start, stop in _ranges(missing):
-            self._mapper.run_now(Show(group, region, start, table.block_ids[start:stop], ahead=False))
+        try:
+            if stale:
+                self._mapper.wait_for(self._backend, region.fence)
+            for start, stop in _ranges(stale):
+                self._mapper.run_now(Hide(group, region, start, stop))
+            for start, stop in _ranges(missing):
+                self._mapper.run_now(Show(group, region, start, table.block_ids[start:stop], ahead=False))
+        except MapError as error:
+            if sequence.policy == "region":
+                raise
+            logger.warning("a sequence goes on through its block table: %s", error)
+            self._demote(sequence)
+            return
         region.checked = end
 
+    def _demote(self, sequence: SequenceMemory) -> None:
+        """Read the sequence through its block table from now on."""
+        for group, table in zip(self._groups, sequence.groups, strict=True):
+            self._leave_region(group, table)
+        self._demotions += 1
+
     def _may_map(self, sequence: SequenceMemory, num_pages: int) -> bool:
-        """Whether so many more mappings are within their budget, at the cost of parked regions; always, by policy."""
-        if sequence.policy == "region":
-            return True
+        """Whether so many more mappings are within their budget, at the cost of parked regions; by policy "region" they
+        may exceed it once there are none left."""
         while self._backend.num_mappings + num_pages > self._options.max_mappings:
             if not any(self._hide_some(group) for group in self._groups):
-                return False
+                return sequence.policy == "region"
         return True
 
     def _hide_some(self, group: GroupMemory) -> bool:
-        """Unmap what the region parked longest shows, or the tail of one that is held; False if there is nothing."""
-        for region in [*group.parked, *(r for r in group.held if len(r.shows) > r.used)]:
-            self._hide_tail(group, region)
-            return True
+        """Unmap what the region parked longest shows, or what the holder of one does not use; False if there is
+        nothing."""
+        for region in [*group.parked, *group.held]:
+            if len(region.shows) > region.used or region in group.expired:
+                before = region.num_shown
+                self._hide_tail(group, region)
+                if region.num_shown < before:
+                    return True
         return False
 
     def _hide_tail(self, group: GroupMemory, region: Region) -> None:
-        """Unmap all that the region shows and its holder does not use, once no step can read it any more."""
+        """Unmap all that the region shows and its holder does not use, once no step can read that any more."""
         self._settle(region)
         self._mapper.wait_for(self._backend, region.fence)
         while (run := region.last_run(region.used, group.region_blocks)) is not None:
+            self._mapper.run_now(Hide(group, region, *run))
+        while (run := region.first_run(region.first, group.region_blocks)) is not None:
             self._mapper.run_now(Hide(group, region, *run))
 
     def _want(self, demand: Demand) -> None:

@@ -25,9 +25,14 @@ class PagePool:
         return self._num_created
 
     @property
+    def num_coming(self) -> int:
+        """Pages that exist or are being created."""
+        return self._num_created + self._num_promised
+
+    @property
     def room(self) -> int:
         """Pages that could be claimed now: the spare ones, and those the budget still allows to create."""
-        return len(self.spare) + self.budget - self._num_created - self._num_promised
+        return len(self.spare) + self.budget - self.num_coming
 
     def claim(self, count: int) -> tuple[list[int], int]:
         """Claim `count` pages: handles of spare ones, and how many the caller is to create. Settle with `settle`."""

@@ -27,12 +27,25 @@ class Region:
         busy: the mapper is changing it; nobody else may.
     """
 
-    __slots__ = ("blocks", "busy", "checked", "fence", "first", "num_shown", "shows", "slot", "touched", "wanted")
+    __slots__ = (
+        "_first_shown",
+        "blocks",
+        "busy",
+        "checked",
+        "fence",
+        "first",
+        "num_shown",
+        "shows",
+        "slot",
+        "touched",
+        "wanted",
+    )
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
         self.shows: list[int] = []
         self.num_shown = 0
+        self._first_shown = 0  # every place before it is a hole
         self.blocks: list[int] | None = None
         self.first = 0
         self.checked = 0
@@ -55,6 +68,7 @@ class Region:
         assert self.shows[start:end] == [HOLE] * len(block_ids)
         self.shows[start:end] = block_ids
         self.num_shown += len(block_ids)
+        self._first_shown = min(self._first_shown, start)
 
     def clear(self, start: int, end: int) -> list[int]:
         """Places `start … end - 1` are holes from now on; returns what they showed."""
@@ -79,8 +93,11 @@ class Region:
     def first_run(self, end: int, limit: int) -> tuple[int, int] | None:
         """The first run of up to `limit` places before `end` that show a block: (begin, end)."""
         end = min(end, len(self.shows))
-        begin = next((p for p in range(end) if self.shows[p] != HOLE), end)
-        if begin == end:
+        begin = self._first_shown
+        while begin < end and self.shows[begin] == HOLE:
+            begin += 1
+        self._first_shown = begin
+        if begin >= end:
             return None
         stop = begin
         while stop < end and stop - begin < limit and self.shows[stop] != HOLE:

@@ -28,14 +28,14 @@ class MemoryReport:
         mapped_bytes: virtual addresses with memory behind them; a page mapped twice counts twice.
         physical_bytes: memory taken from the device.
         active_bytes: of these, owned by sequences.
-        cached_bytes: of these, free and kept for their content.
-        parked_bytes: of these, free and still mapped where a sequence ended.
-        eager_bytes: of these, free and mapped ahead for the next prompts and tokens.
+        cached_bytes: of these, free and kept for their content; 0, because there is no prefix cache yet.
+        parked_bytes: of these, free and mapped in some region: where a sequence ended, or ahead of need.
+        eager_bytes: of the parked, mapped ahead for the next prompts and tokens.
         num_mappings: pages mapped now, counted once an address.
         map_calls, unmap_calls: pages mapped and unmapped.
         alias_calls: of the pages mapped, those that a region showed already.
         create_calls, destroy_calls: pages taken from the device and given back.
-        exposed_us, hidden_us: mapping time that steps waited for, and that passed beside them.
+        exposed_us, hidden_us: mapping time that calls of the engine waited for, and that passed beside them.
         num_exposed, num_hidden: units of mapping work in each.
         mapper_failures: units of work the device refused the mapper; it tries again.
         adoptions, adopted_blocks: sequences that took over a parked region, and blocks they found mapped there.

@@ -6,11 +6,12 @@ So the mapper can run one while the engine goes on, and the engine can run one i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from vmem.backend import Backend
-from vmem.errors import VmemError
+from vmem.errors import OutOfPages, VmemError
 from vmem.group import GroupMemory
 from vmem.pages import PagePool
 from vmem.region import Region
@@ -28,7 +29,12 @@ class MappingCounts:
 
 
 class Work(Protocol):
-    """Constructing it claims what it works on, so that nobody else touches that until `finish`."""
+    """Constructing it claims what it works on, so that nobody else touches that until `finish`.
+
+    `gives_back`: it only returns memory; no step waits for it.
+    """
+
+    gives_back: bool
 
     def call(self) -> None:
         """Call the backend. When it raises, the device is as before."""
@@ -40,7 +46,12 @@ class Work(Protocol):
 
 
 class Attach:
-    """Give pages to up to `count` cold blocks, and map them at home. They are loose afterwards."""
+    """Give pages to up to `count` cold blocks, and map them at home. They are loose afterwards.
+
+    When the device is out of memory the pages it still gave are spare afterwards.
+    """
+
+    gives_back = False
 
     def __init__(self, backend: Backend, pages: PagePool, group: GroupMemory, count: int) -> None:
         self._backend, self._pages, self._group = backend, pages, group
@@ -53,38 +64,46 @@ class Attach:
         try:
             for _ in range(self._to_create):
                 self._created.append(self._backend.create(self._pages.page_bytes))
+        except OutOfPages:
+            raise
+        except VmemError:
+            self._destroy_created()
+            raise
+        try:
             handles, slices = self._spare + self._created, self._group.num_slices
             self._handles = [tuple(handles[i : i + slices]) for i in range(0, len(handles), slices)]
             self._group.map_home(self.block_ids, self._handles)
         except VmemError:
-            while self._created and self._destroyed(self._created[-1]):
-                self._created.pop()
+            self._destroy_created()
             raise
 
     def finish(self, counts: MappingCounts, now: float, *, failed: bool) -> None:
         self._pages.settle(self._to_create, len(self._created))
         counts.creates += len(self._created)
         if failed:
-            self._pages.spare += self._spare + self._created  # created pages that could not even be destroyed
+            self._pages.spare += self._spare + self._created  # what could not be destroyed among them
             self._group.pool.end_move(self.block_ids, has_pages=False)
             return
         counts.maps += len(self.block_ids) * self._group.num_slices
         self._group.handles.update(zip(self.block_ids, self._handles, strict=True))
         self._group.pool.end_attach(self.block_ids, now)
 
-    def _destroyed(self, handle: int) -> bool:
-        try:
-            self._backend.destroy(handle)
-        except VmemError:
-            return False
-        return True
+    def _destroy_created(self) -> None:
+        """Undo; what cannot be destroyed stays, and is spare."""
+        with suppress(VmemError):
+            while self._created:
+                self._backend.destroy(self._created[-1])
+                self._created.pop()
 
 
 class Detach:
     """Unmap loose blocks at home; their pages are spare afterwards."""
 
+    gives_back = True
+
     def __init__(self, pages: PagePool, group: GroupMemory, block_ids: Sequence[int]) -> None:
         self._pages, self._group, self._block_ids = pages, group, block_ids
+        group.pool.begin_detach(block_ids)
 
     def call(self) -> None:
         self._group.unmap_home(self._block_ids)
@@ -100,6 +119,8 @@ class Detach:
 
 class Destroy:
     """Give up to `count` spare pages back to the machine."""
+
+    gives_back = True
 
     def __init__(self, backend: Backend, pages: PagePool, count: int) -> None:
         self._backend, self._pages = backend, pages
@@ -123,8 +144,10 @@ class Show:
     """Map blocks behind places of a region. They must be owned while this runs.
 
     Args:
-        ahead: nobody's yet: they were taken only for this, and are free again afterwards, shown for whoever comes.
+        ahead: nobody's yet: they came from `BlockPool.begin_show`, and are free again afterwards.
     """
+
+    gives_back = False
 
     def __init__(
         self, group: GroupMemory, region: Region, start: int, block_ids: Sequence[int], *, ahead: bool
@@ -143,15 +166,18 @@ class Show:
             counts.aliases += sum(pool.places(b) > 0 for b in self._block_ids) * self._group.num_slices
             region.put(self._start, self._block_ids)
             region.touched = now
-            pool.shown(self._block_ids)
         if self._ahead:
-            pool.free(self._block_ids, fence=0, now=now, eager=not failed)
+            pool.end_show(self._block_ids, now, failed=failed)
+        elif not failed:
+            pool.shown(self._block_ids)
         if failed:
             self._group.discard_if_empty(region)
 
 
 class Hide:
     """Turn places of a region, all of which show a block, into holes."""
+
+    gives_back = True
 
     def __init__(self, group: GroupMemory, region: Region, start: int, end: int) -> None:
         self._group, self._region, self._start, self._end = group, region, start, end

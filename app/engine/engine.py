@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Sequence
 
 import torch
@@ -49,6 +50,8 @@ _HEADROOM_BYTES, _CUDA_SHARE = 2 << 30, 0.9
 _LONGER_BLOCK_TOKENS = (32, 64, 128, 256, 512, 1024)
 # How long a step without memory waits before it looks again.
 _WAIT_FOR_PAGES_S = 0.01
+# A request that cannot begin although nothing else runs is failed after this long.
+_GIVE_UP_S = 5.0
 
 
 class Engine:
@@ -81,6 +84,7 @@ class Engine:
             view=config.kv_view,
         )
         self._requests: dict[str, Request] = {}
+        self._stalled_since: float | None = None
 
     @property
     def has_work(self) -> bool:
@@ -134,9 +138,8 @@ class Engine:
         """Compute one step; returns what it added, at most one delta a request."""
         scheduled = self._scheduler.schedule()
         if not scheduled:
-            if self.has_work:
-                self.memory.wait_for_progress(_WAIT_FOR_PAGES_S)
-            return []
+            return self._wait_for_pages()
+        self._stalled_since = None
         self.memory.ensure(demands(scheduled))
         scheduled.sort(key=lambda s: memory_of(s).view)
         batch = build_batch(scheduled, self.memory)
@@ -157,6 +160,20 @@ class Engine:
             if delta.finished:
                 self.cancel(request.request_id)
         return deltas
+
+    def _wait_for_pages(self) -> list[Delta]:
+        """Nothing runs and nothing can begin: the device has less memory than the budget says, for now or for good."""
+        if not self.has_work:
+            return []
+        now = time.monotonic()
+        self._stalled_since = self._stalled_since or now
+        if now - self._stalled_since < _GIVE_UP_S:
+            self.memory.wait_for_progress(_WAIT_FOR_PAGES_S)
+            return []
+        self._stalled_since = None
+        request_id = self._scheduler.next_waiting.request_id
+        self.cancel(request_id)
+        return [Delta(request_id, (), "", error="the device has no memory for this request, although the budget has")]
 
     def report(self) -> MemoryReport:
         """Where KV memory is. From any thread."""
@@ -191,10 +208,10 @@ def _build_memory(config: EngineConfig, model: LoadedModel, provider: AttentionP
     device = model.module.device
     budget = config.kv_memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     backend = select_backend(device, capacity_bytes=budget, headroom_bytes=_HEADROOM_BYTES)
-    if device.type == "cuda" and not config.kv_memory_bytes:
-        budget = int(_CUDA_SHARE * backend.memory_info().available_bytes)
     most_pages = MAX_PAGES[device.type]
     try:
+        if device.type == "cuda" and not config.kv_memory_bytes:
+            budget = int(_CUDA_SHARE * backend.memory_info().available_bytes)
         groups = _plan_groups(config, model, layers, backend.granularity_bytes, budget // most_pages)
         page_bytes = groups[0].layout.page_bytes
         num_pages = min(budget // page_bytes, most_pages)

@@ -42,8 +42,10 @@ class ModelRunner:
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Logits `[num_samples, vocab_size]` of the rows that sample, on the CPU. The batch's blocks must be mapped."""
         self._attention.batch = batch
-        logits = forward(self._module, batch.token_ids, batch.positions, batch.sample_rows)
-        self._memory.launched()
+        try:
+            logits = forward(self._module, batch.token_ids, batch.positions, batch.sample_rows)
+        finally:
+            self._memory.launched()  # a part of a step that fails may be running too
         return logits.cpu()  # waits for the device
 
 

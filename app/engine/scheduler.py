@@ -49,6 +49,10 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def next_waiting(self) -> Request:
+        return self._waiting[0]
+
     def add(self, request: Request) -> None:
         self._waiting.append(request)
 

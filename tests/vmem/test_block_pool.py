@@ -61,22 +61,24 @@ def test_the_longest_free_are_detached_first() -> None:
     for moment, block_id in enumerate((3, 1, 0, 2)):
         free(pool, block_id, now=float(moment), fence=10 + moment)
     assert pool.oldest_loose() == 0.0
-    assert pool.begin_detach(9, freed_before=1.0) == ([1, 3], 11)
+    assert pool.detachable(9, freed_before=1.0) == ([1, 3], 11)
+    pool.begin_detach([1, 3])
     pool.end_move([1, 3], has_pages=False)
     assert (pool.num_cold, pool.num_loose) == (2, 2)
-    assert pool.begin_detach(1, freed_before=math.inf) == ([0], 12)
-    pool.end_move([0], has_pages=True)
+    assert pool.detachable(1, freed_before=math.inf) == ([0], 12)
     assert pool.begin_attach(9) == [1, 3]
     pool.end_move([1, 3], has_pages=False)
     pool.check_integrity(Counter(), Counter())
 
 
 def test_eager_blocks_are_counted_until_somebody_takes_them() -> None:
-    pool = warm(2)
-    pool.take_loose(2)
-    pool.shown([0, 1])
-    pool.free([0, 1], fence=0, now=0.0, eager=True)
+    pool = warm(3)
+    block_ids = pool.begin_show(2)
+    assert (block_ids, pool.num_owned, pool.num_loose) == ([0, 1], 0, 1)
+    pool.end_show(block_ids, 1.0, failed=False)
     assert (pool.num_eager, pool.num_tied) == (2, 2)
+    pool.end_show(pool.begin_show(1), 1.0, failed=True)
+    assert pool.num_loose == 1
     pool.take(0)
     pool.hidden([1])
     assert (pool.num_eager, pool.num_tied) == (0, 0)

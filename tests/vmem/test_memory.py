@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 
@@ -320,10 +321,6 @@ def test_a_page_that_cannot_be_destroyed_is_kept(no_thread: None, monkeypatch: p
     """Mapping fails, and so does giving back the pages made for it: they are spare, and used by the next."""
     memory, device = make_memory(FlakyCuda)
     sequence = memory.open("block_table")
-
-    def refuse(*_: object) -> None:
-        raise MapError("injected")
-
     with monkeypatch.context() as patch:
         patch.setattr(device, "map", refuse)
         patch.setattr(device, "destroy", refuse)
@@ -498,29 +495,43 @@ def test_low_memory_unmaps_what_is_parked(no_thread: None) -> None:
     finish(memory)
 
 
-def test_a_failing_device_is_asked_again_and_told_of() -> None:
-    """Calls that keep failing in the background end up in the next step; afterwards all goes on."""
+def refuse(*_: object) -> None:
+    raise MapError("injected")
+
+
+def test_a_device_that_takes_nothing_back_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests go on meanwhile, and the report says so."""
     memory, device = make_memory(idle_release_s=0.0)
     sequence = begin(memory, 64)
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "unmap", refuse)
+        memory.truncate(sequence, 16)
+        until(lambda: memory.report().mapper_failures >= 4)
+        memory.ensure([Demand(sequence, 15, 16)])
+    until(lambda: memory.report().physical_bytes == PAGE_BYTES)
+    memory.ensure([Demand(sequence, 15, 16)])
+    finish(memory, sequence)
 
-    def refuse(*_: object) -> None:
-        raise MapError("injected")
 
-    original = device.unmap
-    device.unmap = refuse  # type: ignore[method-assign, assignment]
-    memory.truncate(sequence, 16)
-    until(lambda: memory.report().mapper_failures >= 3)
+def test_mapping_that_keeps_failing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the mapper could not do for a step three times in a row, the next step hears; idle pages still go back."""
+    memory, device = make_memory(idle_release_s=0.01)
+    sequence, idle = begin(memory, 16), begin(memory, 48)
+    memory.free(idle)
 
     def told() -> bool:
+        memory.plan([Demand(sequence, 16, 40)])
         try:
             memory.ensure([Demand(sequence, 15, 16)])
         except MapError:
             return True
         return False
 
-    until(told)
-    device.unmap = original  # type: ignore[method-assign]
-    until(lambda: memory.report().physical_bytes == PAGE_BYTES)
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "map", refuse)
+        until(told)
+        until(lambda: memory.report().physical_bytes == PAGE_BYTES)
+    memory.check_integrity()
     finish(memory, sequence)
 
 
@@ -534,8 +545,135 @@ def test_a_dead_mapper_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory._background, "next_work", broken)
     memory.plan([])
     until(lambda: memory._mapper._death is not None)
-    with pytest.raises(IntegrityError, match="mapper thread has died"):
-        memory.ensure([Demand(sequence, 0, 16)])
+    calls: list[Callable[[], object]] = [
+        lambda: memory.ensure([Demand(sequence, 0, 16)]),
+        lambda: memory.append(sequence, 17),
+        lambda: memory.wait_for_progress(0.01),
+    ]
+    for call in calls:
+        with pytest.raises(IntegrityError, match="mapper thread has died"):
+            call()
+    finish(memory, sequence)
+
+
+def test_what_the_mapper_has_in_hand_is_still_free(no_thread: None) -> None:
+    """Blocks that are being mapped ahead counted as owned: a request alone was preempted for want of a page."""
+    memory, _ = make_memory(num_pages=10)
+    sequence = begin(memory, 16)
+    free = memory.num_free_pages
+    memory.plan([Demand(sequence, 16, 60)])
+    with memory._lock:
+        for _ in range(2):  # pages first, then the places
+            work = memory._next_work()
+            assert work is not None
+            assert memory.num_free_pages == free
+            memory._mapper.run_now(work)
+    assert memory.report().eager_bytes == 3 * PAGE_BYTES
+    assert memory.num_free_pages == free
+    finish(memory, sequence)
+
+
+def test_a_region_that_the_mapper_has_in_hand_is_waited_for() -> None:
+    """The only parked region was busy: that counted as none, and failed every request in flight."""
+    memory, _ = make_memory(num_regions=1)
+    memory.free(begin(memory, 40))
+    [region] = memory._groups[0].parked
+    with memory._lock:
+        region.busy = True
+
+    def let_go() -> None:
+        with memory._lock:
+            region.busy = False
+            memory._mapper.wake()
+
+    timer = threading.Timer(0.05, let_go)
+    timer.start()
+    finish(memory, begin(memory, 40))
+    timer.join()
+
+
+def test_a_refused_mapping_costs_the_region_not_the_request(no_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, device = make_memory()
+    automatic, forced = begin(memory, 20, "auto"), begin(memory, 20, "region")
+    for sequence in (automatic, forced):
+        memory.append(sequence, 40)
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "map", refuse)
+        memory.ensure([Demand(automatic, 20, 40)])
+        with pytest.raises(MapError):
+            memory.ensure([Demand(forced, 20, 40)])
+    assert (automatic.view, forced.view) == ("block_table", "region")
+    assert read(memory, Demand(automatic, 0, 20), 0, "home")[:20] == list(range(20))
+    memory.check_integrity()
+    finish(memory, automatic, forced)
+
+
+def test_forced_regions_take_mappings_from_parked_ones(no_thread: None) -> None:
+    """The budget of mappings was ignored: parked regions nobody could use any more stayed mapped for ever."""
+    memory, _ = make_memory(num_pages=40, max_mappings=25, num_regions=8)
+    for _ in range(3):
+        sequences = [begin(memory, 32) for _ in range(4)]
+        for sequence in sequences:
+            memory.free(sequence)
+        table = begin(memory, 100, "block_table")
+        memory.free(table)
+    memory.check_integrity()
+    assert memory.report().num_mappings <= 25
+    finish(memory)
+
+
+def test_copies_nobody_needs_are_not_made(no_thread: None) -> None:
+    """Both ends freed before a step: the copy held its pages for ever. And growing twice copied twice."""
+    memory, _ = make_memory(num_pages=10)
+    parent = begin(memory, 150, "block_table")
+    memory.truncate(parent, 10)
+    child = memory.fork(parent, 10)
+    for num_tokens in (11, 12, 13):
+        memory.append(child, num_tokens)
+    assert memory.report().active_bytes == 2 * PAGE_BYTES
+    memory.free(child)
+    assert memory.report().active_bytes == PAGE_BYTES
+    memory.free(parent)
+    finish(memory, begin(memory, 160))
+
+
+def test_the_pages_of_a_copy_stay_until_it_is_made(no_thread: None) -> None:
+    """They were freed with the fence of the step before, which had passed: unmapped while the copy ran."""
+    memory, device = make_memory(FlakyCuda, idle_release_s=0.0)
+    assert isinstance(device, FlakyCuda)
+    parent = begin(memory, 10, "block_table")
+    device.fake.finish_work()
+    child = memory.fork(parent, 10)
+    memory.append(child, 11)
+    memory.free(parent)
+    unmapped = memory.report().unmap_calls
+    memory.ensure([Demand(child, 10, 11)])  # queues the copy
+    do_background(memory)
+    assert memory.report().unmap_calls == unmapped
+    device.fake.finish_work()
+    do_background(memory)
+    assert memory.report().unmap_calls == unmapped + 1
+    finish(memory, child)
+
+
+def test_a_full_device_lends_from_the_other_group(no_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives less than the budget says: pages of another group's free blocks do instead."""
+    memory, device = make_memory(windowed=True, num_pages=40)
+    sequence = begin(memory, 96, "block_table")
+    memory.append(sequence, 97)
+    memory.ensure([Demand(sequence, 96, 97)])  # the window's group has free blocks now
+    free = memory._groups[1].pool.num_loose
+    assert free >= 2
+
+    def full(page_bytes: int) -> int:
+        raise OutOfPages(1, 0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "create", full)
+        memory.append(sequence, 97 + 16)
+        with pytest.raises(OutOfPages):
+            memory.append(sequence, 160)
+    memory.check_integrity()
     finish(memory, sequence)
 
 

@@ -168,13 +168,13 @@ class _Engine:
             memory.ensure(demands)
         except (OutOfPages, MapError):
             return
+        memory.plan([Demand(d.sequence, d.end, min(d.end + 1, MAX_TOKENS)) for d in demands])
         self.backend.fake.launch(pages_read(memory, demands))
         for demand in demands:
             values = [self.random.random() for _ in range(demand.end - demand.start)]
             write(memory, demand, values, demand.sequence.view if demand.sequence.view == "region" else "home")
             self.written[demand.sequence] += [_rounded(value) for value in values]
         memory.launched()
-        memory.plan([Demand(d.sequence, d.end, min(d.end + 1, MAX_TOKENS)) for d in demands])
         if demands:
             demand = self.random.choice(demands)
             for layer in (0, 1):

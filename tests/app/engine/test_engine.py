@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from app.config import EngineConfig
+from app.engine import engine as engine_module
 from app.engine.batch import StepBatch
 from app.engine.engine import Engine
 from app.engine.params import SamplingParams
+from app.engine.request import Delta
 from app.errors import ConfigError, ContextLengthError, RequestError
 from tests.conftest import ARCHITECTURES, VOCAB_SIZE, MakeCheckpoint
-from vmem import MapError, View
+from vmem import MapError, OutOfPages, View
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 BLOCK_BYTES = 16 * 768
@@ -101,6 +103,51 @@ def test_a_lowered_budget_loses_nothing(make_checkpoint: MakeCheckpoint) -> None
         outputs.append(tokens)
         engine.close()
     assert outputs[0] == outputs[1]
+
+
+def test_a_device_smaller_than_the_budget_fails_the_request(
+    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for ever, and everybody behind it."""
+    engine = make_engine(make_checkpoint)
+    monkeypatch.setattr(engine_module, "_GIVE_UP_S", 0.05)
+
+    def full(page_bytes: int) -> int:
+        raise OutOfPages(1, 0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.memory._backend, "create", full)
+        engine.submit("unlucky", prompts(100)[0], GREEDY)
+        deltas: list[Delta] = []
+        while engine.has_work:
+            deltas += engine.step()
+        assert [delta.error for delta in deltas] == [
+            "the device has no memory for this request, although the budget has"
+        ]
+    engine.submit("lucky", prompts(100)[0], GREEDY)
+    assert len(run(engine)["lucky"]) == 40
+    engine.close()
+
+
+def test_a_step_that_fails_halfway_is_fenced(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Part of it may be running on the device: without a fence its pages would be unmapped under it."""
+    launched = 0
+
+    def count() -> None:
+        nonlocal launched
+        launched += 1
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    engine.submit("0", prompts(20)[0], GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.memory, "launched", count)
+        patch.setattr(engine._runner._module, "forward", fail)
+        with pytest.raises(RuntimeError):
+            engine.step()
+    assert launched == 1
+    engine.cancel("0")
 
 
 def test_a_budget_out_of_bounds_is_the_callers_error(engine: Engine) -> None:

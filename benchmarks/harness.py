@@ -88,7 +88,7 @@ def finish(name: str, args: argparse.Namespace, figures: Mapping[str, float], ra
         | {"python": platform.python_version()},
         "commit": _commit(),
         "quick": args.quick,
-        "figures": {key: round(value, 4) for key, value in figures.items()},
+        "figures": {key: float(f"{value:.4g}") for key, value in figures.items()},
     }
     path = results_folder(args) / f"{name}{'-quick' if args.quick else ''}.json"
     path.write_text(json.dumps(result | {"raw": raw}, indent=1) + "\n")

@@ -7,9 +7,10 @@ from vmem.errors import BudgetError, IntegrityError, LayoutError, MapError, OutO
 from vmem.group import LayerGroup
 from vmem.host import HostBackend
 from vmem.layout import KVLayout, LayerSpec, LayoutKind, longest_sequence, plan_groups, plan_layout
-from vmem.memory import BudgetAnswer, Demand, KVMemory, SequenceMemory, View, ViewPolicy
+from vmem.memory import BudgetAnswer, KVMemory
 from vmem.report import GroupReport, MemoryReport
 from vmem.select import select_backend
+from vmem.sequence import Demand, SequenceMemory, View, ViewPolicy
 
 __all__ = [
     "AddressRange",

@@ -11,75 +11,30 @@ home as long as it has pages, so a sequence can change from its region to its bl
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
+from vmem.allocator import BlockAllocator
 from vmem.backend import Backend
 from vmem.background import Background, MappingOptions
-from vmem.errors import BudgetError, IntegrityError, LayoutError, MapError, OutOfPages, VmemError
+from vmem.copies import BlockCopies
+from vmem.errors import BudgetError, IntegrityError, LayoutError, OutOfPages, VmemError
 from vmem.group import GroupMemory, LayerGroup, total_pages
 from vmem.mapper import Mapper
 from vmem.pages import PagePool
-from vmem.region import HOLE, Region
+from vmem.region import HOLE
 from vmem.report import GroupReport, MemoryReport
-from vmem.work import Attach, Detach, Hide, Show, Work
+from vmem.sequence import Demand, GroupTable, SequenceMemory, ViewPolicy
+from vmem.views import SequenceViews
+from vmem.work import Detach, Work
 
-logger = logging.getLogger(__name__)
-
-View = Literal["region", "block_table"]
-ViewPolicy = Literal["auto", "region", "block_table"]
 BudgetAnswer = Literal["applied", "deferred", "stale"]
-
-
-@dataclass(slots=True, eq=False)
-class GroupTable:
-    """What a sequence owns in one layer group.
-
-    Attributes:
-        block_ids: the block table: logical block index → block id.
-        first: blocks before it have left the window; they belong to others, and their entries mean nothing.
-        region: where they are shown in order, `None` if they are read through the block table.
-    """
-
-    block_ids: list[int] = field(default_factory=list)
-    first: int = 0
-    region: Region | None = None
-
-
-@dataclass(slots=True, eq=False)
-class SequenceMemory:
-    """What one sequence owns. Made by `KVMemory.open` and `fork`, changed by `KVMemory` only.
-
-    Attributes:
-        policy: what was asked for; `view` is what it came to.
-        groups: one table for each layer group.
-        num_tokens: tokens there is room for as far as anybody asked.
-    """
-
-    policy: ViewPolicy
-    groups: tuple[GroupTable, ...]
-    num_tokens: int = 0
-
-    @property
-    def view(self) -> View:
-        return "region" if any(table.region is not None for table in self.groups) else "block_table"
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """A step computes the tokens `start … end - 1` of a sequence, over everything cached before them."""
-
-    sequence: SequenceMemory
-    start: int
-    end: int
 
 
 class KVMemory:
@@ -88,9 +43,7 @@ class KVMemory:
     Its methods may be called from any thread, those that name the same sequence or the same step from one at a time;
     the mapper's thread works beside them. A call that raises has changed nothing, unless it says so.
 
-    Which view a sequence is read through: with the policy "region" or "block_table" that one. With "auto" a region,
-    until the mappings it needs exceed `MappingOptions.max_mappings` even after parked regions have given theirs up;
-    from then on its block table. A running sequence changes its view too when a mapping it needs cannot be had.
+    Which view a sequence is read through is its policy's business, see `SequenceViews`.
 
     Args:
         backend: owned from now on and closed by `close`.
@@ -146,12 +99,15 @@ class KVMemory:
             raise
         self._place_of_layer = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
         self._sequences: set[SequenceMemory] = set()
-        self._copies: list[tuple[int, int, int]] = []  # (group, from block, to block), a reference held on both
-        self._fence = backend.fence()
-        self._adoptions = self._adopted_blocks = self._demotions = 0
+        self._num_adopted_blocks = 0
         self._background = Background(backend, self._pages, self._groups, self._options, floor_bytes // page_bytes)
         self._mapper = Mapper(self._next_work, self._wait_s, self._background.forget)
         self._lock = self._mapper.lock
+        self._allocator = BlockAllocator(backend, self._pages, self._groups, self._mapper)
+        self._copies = BlockCopies(backend, self._groups, self._allocator)
+        self._views = SequenceViews(
+            backend, self._groups, self._allocator, self._mapper, self._background, self._options
+        )
         self._mapper.start()
 
     # ---- sizes ----
@@ -163,7 +119,7 @@ class KVMemory:
     @property
     def num_free_pages(self) -> int:
         """Pages no sequence owns. Negative while sequences own more than a budget that was lowered."""
-        return self._pages.budget - self._num_owned_pages
+        return self._allocator.num_free_pages
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages a sequence of that length owns."""
@@ -196,7 +152,11 @@ class KVMemory:
                 return
             tables = list(zip(self._groups, sequence.groups, strict=True))
             needed = sum(
-                (group.layout.num_blocks(num_tokens) - len(table.block_ids) + self._shares_last(g, table, had_tokens))
+                (
+                    group.layout.num_blocks(num_tokens)
+                    - len(table.block_ids)
+                    + self._copies.shares_last(g, table, had_tokens)
+                )
                 * group.num_slices
                 for g, (group, table) in enumerate(tables)
             )
@@ -206,20 +166,20 @@ class KVMemory:
             copied: list[tuple[int, GroupTable, int]] = []  # (group, table, the shared block it had)
             try:
                 if enters:
-                    self._enter_regions(sequence, num_tokens)
+                    self._views.enter(sequence, num_tokens)
                 for g, (group, table) in enumerate(tables):
-                    if self._shares_last(g, table, had_tokens):
+                    if self._copies.shares_last(g, table, had_tokens):
                         shared = table.block_ids[-1]
-                        self._own_last(g, table)
+                        self._copies.own_last(g, table)
                         copied.append((g, table, shared))
                     self._grow(group, table, group.layout.num_blocks(num_tokens) - len(table.block_ids))
             except VmemError:
                 for group, table in tables:
                     self._drop(group, table, group.layout.num_blocks(had_tokens))
-                    if enters:
-                        self._leave_region(group, table)
+                if enters:
+                    self._views.leave(sequence)
                 for g, table, shared in copied:
-                    self._share_last_again(g, table, shared)
+                    self._copies.share_last_again(g, table, shared)
                 raise
             sequence.num_tokens = num_tokens
 
@@ -241,7 +201,7 @@ class KVMemory:
                 new.first = table.first
                 group.pool.share(new.block_ids[new.first :])
             try:
-                self._enter_regions(child, num_tokens)
+                self._views.enter(child, num_tokens)
             except VmemError:
                 self._drop_all(child)
                 raise
@@ -276,7 +236,7 @@ class KVMemory:
             if not self._options.deferred_reclamation:
                 for group, region in left:
                     if region is not None:
-                        self._hide_tail(group, region)
+                        self._allocator.hide_unused(group, region)
 
     # ---- steps ----
 
@@ -291,12 +251,11 @@ class KVMemory:
         """
         with self._locked():
             self._mapper.raise_failure()
-            self._run_copies()
+            self._copies.run()
             for demand in demands:
                 for group, table in zip(self._groups, demand.sequence.groups, strict=True):
                     self._expire(group, table, demand.start)
-                    if table.region is not None:
-                        self._show(demand.sequence, group, table, group.layout.num_blocks(demand.end))
+                self._views.show(demand.sequence, demand.end)
 
     def plan(self, demands: Iterable[Demand]) -> None:
         """Say what the step after the one that now begins will need, for the mapper to do meanwhile
@@ -307,13 +266,13 @@ class KVMemory:
             self._background.forget()
             if self._options.overlap:
                 for demand in demands:
-                    self._want(demand)
+                    self._views.want(demand)
             self._mapper.wake()
 
     def launched(self) -> None:
         """Note that a step which reads the mappings has been submitted: they may change only once it is done."""
         with self._locked():
-            self._fence = self._backend.fence()
+            self._allocator.fence = self._backend.fence()
 
     # ---- the two views ----
 
@@ -394,7 +353,7 @@ class KVMemory:
                 reserved_bytes=sum(group.reserved_bytes for group in self._groups),
                 mapped_bytes=self._backend.num_mappings * page_bytes,
                 physical_bytes=self._pages.num_created * page_bytes,
-                active_bytes=self._num_owned_pages * page_bytes,
+                active_bytes=self._allocator.num_owned_pages * page_bytes,
                 cached_bytes=0,
                 parked_bytes=sum(group.parked_blocks * group.block_bytes for group in groups),
                 eager_bytes=sum(group.eager_blocks * group.block_bytes for group in groups),
@@ -409,9 +368,9 @@ class KVMemory:
                 num_exposed=times.num_exposed,
                 num_hidden=times.num_hidden,
                 mapper_failures=self._mapper.num_failures,
-                adoptions=self._adoptions,
-                adopted_blocks=self._adopted_blocks,
-                demotions=self._demotions,
+                adoptions=self._views.num_adoptions,
+                adopted_blocks=self._num_adopted_blocks,
+                demotions=self._views.num_demotions,
                 groups=groups,
             )
 
@@ -421,7 +380,7 @@ class KVMemory:
             mapped = 0
             for g, group in enumerate(self._groups):
                 owned = Counter(b for s in self._sequences for b in s.groups[g].block_ids[s.groups[g].first :])
-                owned.update(b for at, *pair in self._copies if at == g for b in pair)
+                owned.update(block_id for at, block_id in self._copies.held if at == g)
                 mapped += group.check_integrity(owned)
             self._pages.check_integrity(total_pages(self._groups))
             if mapped != self._backend.num_mappings:
@@ -430,12 +389,11 @@ class KVMemory:
     def check_idle(self) -> None:
         """Raise `IntegrityError` unless no sequence is open and every block is free."""
         with self._lock:
-            self._run_copies()
+            self._copies.run()
             self.check_integrity()
-            if self._sequences or self._num_owned_pages:
-                raise IntegrityError(
-                    f"idle, but {len(self._sequences)} sequences are open, {self._num_owned_pages} pages are owned"
-                )
+            owned = self._allocator.num_owned_pages
+            if self._sequences or owned:
+                raise IntegrityError(f"idle, but {len(self._sequences)} sequences are open, {owned} pages are owned")
 
     def close(self) -> None:
         """Stop the mapper and give everything back. Raises `IntegrityError` if a sequence is still open.
@@ -445,13 +403,13 @@ class KVMemory:
         with self._lock:
             if self._sequences:
                 raise IntegrityError(f"closed with {len(self._sequences)} sequences open")
-            self._run_copies()
+            self._copies.run()
         self._mapper.stop()
         with self._lock:
             self._backend.wait(self._backend.fence())
             for group in self._groups:
                 for region in list(group.parked):
-                    self._hide_tail(group, region)
+                    self._allocator.hide_unused(group, region)
                 block_ids, _ = group.pool.detachable(group.pool.num_loose, freed_before=math.inf)
                 if block_ids:
                     self._mapper.run_now(Detach(self._pages, group, block_ids))
@@ -461,10 +419,6 @@ class KVMemory:
             self._backend.close()
 
     # ---- inside; all with the lock held ----
-
-    @property
-    def _num_owned_pages(self) -> int:
-        return sum(group.pool.num_owned * group.num_slices for group in self._groups)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -501,20 +455,6 @@ class KVMemory:
                 f"sequence of {self.max_tokens} tokens and the floor take, and {self._most_pages * page_bytes}"
             )
 
-    # blocks
-
-    def _shares_last(self, g: int, table: GroupTable, num_tokens: int) -> bool:
-        """Whether the next token goes into a block that other sequences own too."""
-        group = self._groups[g]
-        if num_tokens % group.layout.block_tokens == 0:
-            return False
-        last = table.block_ids[-1]
-        return group.pool.references(last) - self._held_by_copies(g, last) > 1
-
-    def _held_by_copies(self, g: int, block_id: int) -> int:
-        """References that copies which are still to be made hold on the block."""
-        return sum((source == block_id) + (target == block_id) for at, source, target in self._copies if at == g)
-
     def _grow(self, group: GroupMemory, table: GroupTable, count: int) -> None:
         """Append blocks to the table: those its region shows next if they are free, then any. All or none."""
         if count <= 0:
@@ -522,142 +462,38 @@ class KVMemory:
         region = table.region
         new: list[int] = []
         if region is not None:
-            self._settle(region)
+            self._allocator.settle(region)
             for place in range(len(table.block_ids), len(table.block_ids) + count):
                 shown = region.at(place)
                 if shown == HOLE or not group.pool.is_free(shown):
                     break
                 group.pool.take(shown)
                 new.append(shown)
-        self._adopted_blocks += len(new)
+        self._num_adopted_blocks += len(new)
         try:
-            new += self._allocate(group, count - len(new))
+            new += self._allocator.allocate(group, count - len(new))
         except VmemError:
-            group.pool.free(new, fence=0, now=time.monotonic())
+            self._allocator.free(group, new)
             raise
         table.block_ids += new
-
-    def _allocate(self, group: GroupMemory, count: int) -> list[int]:
-        """Take `count` blocks from wherever they come at least cost, all or none.
-
-        Raises:
-            OutOfPages: there are not enough; the device may have less than the budget says.
-            MapError: the device refused.
-        """
-        pool = group.pool
-        taken = pool.take_loose(count)
-        device_full = False
-        try:
-            # Blocks that parked regions show cost nothing now, and one more mapping when such a region is adopted; a
-            # page that must be made and zeroed first costs several times that, and memory.
-            taken += pool.take_tied(count - len(taken))
-            while len(taken) < count:
-                missing = count - len(taken)
-                if device_full:
-                    missing = min(missing, len(self._pages.spare) // group.num_slices)
-                if missing and self._room_for(group):
-                    try:
-                        self._mapper.run_now(Attach(self._backend, self._pages, group, missing))
-                    except OutOfPages:
-                        device_full = True
-                elif not self._make_room(group):
-                    raise OutOfPages((count - len(taken)) * group.num_slices, max(self.num_free_pages, 0))
-                taken += pool.take_loose(count - len(taken))
-        except VmemError:
-            pool.free(taken, fence=0, now=time.monotonic())
-            raise
-        return taken
-
-    def _room_for(self, group: GroupMemory) -> bool:
-        return group.pool.num_cold > 0 and self._pages.room >= group.num_slices
-
-    def _make_room(self, group: GroupMemory) -> bool:
-        """Take pages from free blocks of other groups, or wait for the mapper to let go of some."""
-        for other in self._groups:
-            if other is group:
-                continue
-            while not other.pool.num_loose and other.pool.num_tied and self._hide_some(other):
-                pass
-            wanted = -(-group.num_slices // other.num_slices)
-            block_ids, fence = other.pool.detachable(wanted, freed_before=math.inf)
-            if block_ids:
-                self._mapper.wait_for(self._backend, fence)
-                self._mapper.run_now(Detach(self._pages, other, block_ids))
-                return True
-        if self._mapper.is_working:
-            self._mapper.wait_while(lambda: self._mapper.is_working)
-            return True
-        return False
-
-    def _own_last(self, g: int, table: GroupTable) -> None:
-        """Replace the shared last block by one of its own; the copy is made before the next step."""
-        group = self._groups[g]
-        [new] = self._allocate(group, 1)
-        old = table.block_ids[-1]
-        # A copy of what is itself still to be copied reads from where that comes from.
-        source = next((a for at, a, b in self._copies if (at, b) == (g, old)), old)
-        group.pool.share([source, new])
-        self._copies.append((g, source, new))
-        if table.region is not None:
-            self._settle(table.region)
-            table.region.checked = min(table.region.checked, len(table.block_ids) - 1)
-            table.region.fence = self._fence
-        table.block_ids[-1] = new
-        group.pool.free([old], fence=self._fence, now=time.monotonic())
-
-    def _share_last_again(self, g: int, table: GroupTable, shared: int) -> None:
-        """Undo `_own_last`."""
-        group, new = self._groups[g], table.block_ids[-1]
-        source = next(a for at, a, b in self._copies if (at, b) == (g, new))
-        self._copies.remove((g, source, new))
-        group.pool.share([shared])
-        table.block_ids[-1] = shared
-        group.pool.free([source, new, new], fence=0, now=time.monotonic())
-
-    def _run_copies(self) -> None:
-        """Copy shared blocks, on the device's own queue: after the steps before, before the steps to come."""
-        if not self._copies:
-            return
-        copies, self._copies = self._copies, []
-        try:
-            for g in sorted({at for at, _, _ in copies}):
-                pairs = [(source, target) for at, source, target in copies if at == g]
-                for home in self._groups[g].home_tensors():
-                    pages = home.view(-1, self._pages.page_bytes)
-                    sources, targets = (torch.tensor(side, device=home.device) for side in zip(*pairs, strict=True))
-                    pages[targets] = pages[sources]
-            self._fence = self._backend.fence()
-        except BaseException:
-            self._copies = copies  # copying again what was copied is harmless
-            raise
-        for g, source, target in copies:
-            self._groups[g].pool.free([source, target], fence=self._fence, now=time.monotonic())
-
-    def _forget_copies(self) -> None:
-        """Drop the copies into blocks that nobody owns any more."""
-        for copy in list(self._copies):
-            g, source, target = copy
-            if self._groups[g].pool.references(target) == self._held_by_copies(g, target):
-                self._copies.remove(copy)
-                self._groups[g].pool.free([source, target], fence=0, now=time.monotonic())
 
     def _drop(self, group: GroupMemory, table: GroupTable, kept: int) -> None:
         """Free the blocks from `kept` on. Their places in the region become its tail."""
         if kept >= len(table.block_ids):
             return
         if table.region is not None:
-            self._settle(table.region)
+            self._allocator.settle(table.region)
             table.region.checked = min(table.region.checked, kept)
             table.region.wanted = min(table.region.wanted, kept)
-            table.region.fence = self._fence
+            table.region.fence = self._allocator.fence
         freed = table.block_ids[max(kept, table.first) :]
         del table.block_ids[kept:]
-        group.pool.free(freed, fence=self._fence, now=time.monotonic())
-        self._forget_copies()
+        self._allocator.free(group, freed)
+        self._copies.forget_unneeded()
 
     def _drop_all(self, sequence: SequenceMemory) -> None:
+        self._views.leave(sequence)
         for group, table in zip(self._groups, sequence.groups, strict=True):
-            self._leave_region(group, table)
             self._drop(group, table, 0)
 
     def _expire(self, group: GroupMemory, table: GroupTable, start: int) -> None:
@@ -667,12 +503,12 @@ class KVMemory:
             return
         if table.region is not None:
             region = table.region
-            self._settle(region)
+            self._allocator.settle(region)
             region.first = first
             region.checked = max(region.checked, first)
-            region.fence = self._fence
+            region.fence = self._allocator.fence
             group.expired[region] = None
-        group.pool.free(table.block_ids[table.first : first], fence=self._fence, now=time.monotonic())
+        self._allocator.free(group, table.block_ids[table.first : first])
         table.first = first
 
     def _first_visible(self, group: GroupMemory, start: int) -> int:
@@ -686,136 +522,3 @@ class KVMemory:
             if self._first_visible(group, num_tokens) < table.first:
                 lost = table.first * group.layout.block_tokens
                 raise VmemError(f"{num_tokens} tokens cannot be gone on from: the first {lost} have left the window")
-
-    # regions
-
-    def _settle(self, region: Region) -> None:
-        """Wait until the mapper has let go of the region."""
-        self._mapper.wait_while(lambda: region.busy)
-
-    def _enter_regions(self, sequence: SequenceMemory, num_tokens: int) -> None:
-        """Give a sequence its regions, if its policy and the mapping budget allow it."""
-        if sequence.policy == "block_table":
-            return
-        now = time.monotonic()
-        entered: list[tuple[GroupMemory, GroupTable]] = []
-        for group, table, demand in zip(self._groups, sequence.groups, self._background.demand, strict=True):
-            num_blocks = group.layout.num_blocks(num_tokens)
-            demand.note_prompt(num_blocks, now)
-            region = self._adopt(group, table.block_ids, num_blocks)
-            if region is not None:
-                self._adoptions += region.num_shown > 0
-                region.blocks = table.block_ids
-                region.first = region.checked = table.first
-                region.touched = now
-                table.region = region
-                entered.append((group, table))
-                missing = max(num_blocks - table.first - region.num_shown, 0)
-                if self._may_map(sequence, missing * group.num_slices):
-                    continue
-            elif sequence.policy == "region":
-                for left, its in entered:
-                    self._leave_region(left, its)
-                raise VmemError("every region is taken: more sequences opened than num_regions")
-            for left, its in entered:
-                self._leave_region(left, its)
-            self._demotions += 1
-            return
-
-    def _adopt(self, group: GroupMemory, prefix: Sequence[int], num_blocks: int) -> Region | None:
-        """A region for a sequence; waits for one that the mapper has in hand when there is no other."""
-        while True:
-            region = group.adopt(prefix, num_blocks)
-            busy = next((parked for parked in group.parked if parked.busy), None)
-            if region is not None or busy is None:
-                return region
-            self._settle(busy)
-
-    def _leave_region(self, group: GroupMemory, table: GroupTable) -> None:
-        """Park the region, with all it shows."""
-        region = table.region
-        if region is None:
-            return
-        self._settle(region)
-        table.region = None
-        group.park(region, fence=self._fence, now=time.monotonic())
-
-    def _show(self, sequence: SequenceMemory, group: GroupMemory, table: GroupTable, end: int) -> None:
-        """Map what the region does not show yet of the table's first `end` blocks."""
-        region = table.region
-        assert region is not None
-        self._settle(region)
-        if region.checked >= end:
-            return
-        missing = list(region.stale(end))
-        region.wanted = max(region.wanted, end)
-        if missing and not self._may_map(sequence, len(missing) * group.num_slices):
-            self._demote(sequence)
-            return
-        stale = [place for place in missing if region.at(place) != HOLE]
-        try:
-            if stale:
-                self._mapper.wait_for(self._backend, region.fence)
-            for start, stop in _ranges(stale):
-                self._mapper.run_now(Hide(group, region, start, stop))
-            for start, stop in _ranges(missing):
-                self._mapper.run_now(Show(group, region, start, table.block_ids[start:stop], ahead=False))
-        except MapError as error:
-            if sequence.policy == "region":
-                raise
-            logger.warning("a sequence goes on through its block table: %s", error)
-            self._demote(sequence)
-            return
-        region.checked = end
-
-    def _demote(self, sequence: SequenceMemory) -> None:
-        """Read the sequence through its block table from now on."""
-        for group, table in zip(self._groups, sequence.groups, strict=True):
-            self._leave_region(group, table)
-        self._demotions += 1
-
-    def _may_map(self, sequence: SequenceMemory, num_pages: int) -> bool:
-        """Whether so many more mappings are within their budget, at the cost of parked regions; by policy "region" they
-        may exceed it once there are none left."""
-        while self._backend.num_mappings + num_pages > self._options.max_mappings:
-            if not any(self._hide_some(group) for group in self._groups):
-                return sequence.policy == "region"
-        return True
-
-    def _hide_some(self, group: GroupMemory) -> bool:
-        """Unmap what the region parked longest shows, or what the holder of one does not use; False if there is
-        nothing."""
-        for region in [*group.parked, *group.held]:
-            if len(region.shows) > region.used or region in group.expired:
-                before = region.num_shown
-                self._hide_tail(group, region)
-                if region.num_shown < before:
-                    return True
-        return False
-
-    def _hide_tail(self, group: GroupMemory, region: Region) -> None:
-        """Unmap all that the region shows and its holder does not use, once no step can read that any more."""
-        self._settle(region)
-        self._mapper.wait_for(self._backend, region.fence)
-        while (run := region.last_run(region.used, group.region_blocks)) is not None:
-            self._mapper.run_now(Hide(group, region, *run))
-        while (run := region.first_run(region.first, group.region_blocks)) is not None:
-            self._mapper.run_now(Hide(group, region, *run))
-
-    def _want(self, demand: Demand) -> None:
-        for g, (group, table) in enumerate(zip(self._groups, demand.sequence.groups, strict=True)):
-            wanted = min(group.layout.num_blocks(demand.end), group.region_blocks)
-            if table.region is None:
-                self._background.wanted_loose[g] += max(wanted - len(table.block_ids), 0)
-            elif wanted > table.region.checked:
-                table.region.wanted = wanted
-                group.wanted[table.region] = None
-
-
-def _ranges(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(start, end) of each run of neighbouring places."""
-    start = 0
-    for i in range(1, len(places) + 1):
-        if i == len(places) or places[i] != places[i - 1] + 1:
-            yield places[start], places[i - 1] + 1
-            start = i

@@ -1,0 +1,115 @@
+"""Where blocks come from: at once if some are free, else by taking pages from wherever that costs least."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+from vmem.backend import Backend
+from vmem.errors import OutOfPages, VmemError
+from vmem.group import GroupMemory
+from vmem.mapper import Mapper
+from vmem.pages import PagePool
+from vmem.region import Region
+from vmem.work import Attach, Detach, Hide
+
+
+class BlockAllocator:
+    """Allocates, frees and unmaps in the engine's thread, beside the mapper. Only called under the memory's lock.
+
+    Attributes:
+        fence: of the last step that was launched. What is freed now, that step may still read.
+    """
+
+    def __init__(self, backend: Backend, pages: PagePool, groups: Sequence[GroupMemory], mapper: Mapper) -> None:
+        self._backend = backend
+        self._pages = pages
+        self._groups = groups
+        self._mapper = mapper
+        self.fence = backend.fence()
+
+    @property
+    def num_owned_pages(self) -> int:
+        return sum(group.pool.num_owned * group.num_slices for group in self._groups)
+
+    @property
+    def num_free_pages(self) -> int:
+        return self._pages.budget - self.num_owned_pages
+
+    def allocate(self, group: GroupMemory, count: int) -> list[int]:
+        """Take `count` blocks from wherever they come at least cost, all or none.
+
+        Raises:
+            OutOfPages: there are not enough; the device may have less than the budget says.
+            MapError: the device refused.
+        """
+        pool = group.pool
+        taken = pool.take_loose(count)
+        device_full = False
+        try:
+            # Blocks that parked regions show cost nothing now, and one more mapping when such a region is adopted; a
+            # page that must be made and zeroed first costs several times that, and memory.
+            taken += pool.take_tied(count - len(taken))
+            while len(taken) < count:
+                missing = count - len(taken)
+                if device_full:
+                    missing = min(missing, len(self._pages.spare) // group.num_slices)
+                if missing and pool.num_cold and self._pages.room >= group.num_slices:
+                    try:
+                        self._mapper.run_now(Attach(self._backend, self._pages, group, missing))
+                    except OutOfPages:
+                        device_full = True
+                elif not self._make_room(group):
+                    raise OutOfPages((count - len(taken)) * group.num_slices, max(self.num_free_pages, 0))
+                taken += pool.take_loose(count - len(taken))
+        except VmemError:
+            pool.free(taken, fence=0, now=time.monotonic())
+            raise
+        return taken
+
+    def free(self, group: GroupMemory, block_ids: Sequence[int]) -> None:
+        """Drop a reference of each block; the last launched step may still read them."""
+        group.pool.free(block_ids, fence=self.fence, now=time.monotonic())
+
+    def settle(self, region: Region) -> None:
+        """Wait until the mapper has let go of the region."""
+        self._mapper.wait_while(lambda: region.busy)
+
+    def hide_some(self, group: GroupMemory) -> bool:
+        """Unmap what the region parked longest shows, or what the holder of one does not use; False if there is
+        nothing."""
+        for region in [*group.parked, *group.held]:
+            if len(region.shows) > region.used or region in group.expired:
+                before = region.num_shown
+                self.hide_unused(group, region)
+                if region.num_shown < before:
+                    return True
+        return False
+
+    def hide_unused(self, group: GroupMemory, region: Region) -> None:
+        """Unmap all that the region shows and its holder does not use, once no step can read that any more."""
+        self.settle(region)
+        self._mapper.wait_for(self._backend, region.fence)
+        while (run := region.last_run(region.used, group.region_blocks)) is not None:
+            self._mapper.run_now(Hide(group, region, *run))
+        while (run := region.first_run(region.first, group.region_blocks)) is not None:
+            self._mapper.run_now(Hide(group, region, *run))
+
+    def _make_room(self, group: GroupMemory) -> bool:
+        """Take pages from free blocks of other groups, or wait for the mapper to let go of some."""
+        for other in self._groups:
+            if other is group:
+                continue
+            while not other.pool.num_loose and other.pool.num_tied and self.hide_some(other):
+                pass
+            wanted = -(-group.num_slices // other.num_slices)
+            block_ids, fence = other.pool.detachable(wanted, freed_before=math.inf)
+            if block_ids:
+                self._mapper.wait_for(self._backend, fence)
+                self._mapper.run_now(Detach(self._pages, other, block_ids))
+                return True
+        if self._mapper.is_working:
+            self._mapper.wait_while(lambda: self._mapper.is_working)
+            return True
+        return False

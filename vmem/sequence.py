@@ -1,0 +1,54 @@
+"""What a sequence owns, and what a step asks of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vmem.region import Region
+
+View = Literal["region", "block_table"]
+ViewPolicy = Literal["auto", "region", "block_table"]
+
+
+@dataclass(slots=True, eq=False)
+class GroupTable:
+    """What a sequence owns in one layer group.
+
+    Attributes:
+        block_ids: the block table: logical block index → block id.
+        first: blocks before it have left the window; they belong to others, and their entries mean nothing.
+        region: where they are shown in order, `None` if they are read through the block table.
+    """
+
+    block_ids: list[int] = field(default_factory=list)
+    first: int = 0
+    region: Region | None = None
+
+
+@dataclass(slots=True, eq=False)
+class SequenceMemory:
+    """What one sequence owns. Made by `KVMemory.open` and `fork`, changed by `KVMemory` only.
+
+    Attributes:
+        policy: what was asked for; `view` is what it came to.
+        groups: one table for each layer group.
+        num_tokens: tokens there is room for as far as anybody asked.
+    """
+
+    policy: ViewPolicy
+    groups: tuple[GroupTable, ...]
+    num_tokens: int = 0
+
+    @property
+    def view(self) -> View:
+        return "region" if any(table.region is not None for table in self.groups) else "block_table"
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A step computes the tokens `start … end - 1` of a sequence, over everything cached before them."""
+
+    sequence: SequenceMemory
+    start: int
+    end: int

@@ -28,7 +28,8 @@ class EngineConfig:
             of what the weights leave. It is taken as needed.
         kv_memory_floor_bytes: as much of it is taken at the start and never given back.
         kv_idle_release_s: cache memory that nobody has used for this long goes back to the machine.
-        block_tokens: tokens in a KV block, by default what wastes least.
+        block_tokens: tokens in a KV block, by default what wastes least, or more if `kv_memory_bytes` would else be
+            more pages than can be mapped.
         kv_layout: all layers of a token side by side, or each layer's keys and values for themselves.
         kv_view: how attention reads the cache: through contiguous regions, through block tables, or through regions
             as long as the mappings they take are within what the system allows.

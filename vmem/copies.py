@@ -32,7 +32,8 @@ class BlockCopies:
         if num_tokens % group.layout.block_tokens == 0:
             return False
         last = table.block_ids[-1]
-        return group.pool.references(last) - self.held.count((g, last)) > 1
+        references = group.pool.references(last)
+        return references > 1 and references - self.held.count((g, last)) > 1
 
     def own_last(self, g: int, table: GroupTable) -> None:
         """Replace the table's shared last block by one of its own, a copy of it when the next step begins."""

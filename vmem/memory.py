@@ -160,6 +160,9 @@ class KVMemory:
                 * group.num_slices
                 for g, (group, table) in enumerate(tables)
             )
+            if not needed:
+                sequence.num_tokens = num_tokens
+                return
             if needed > self.num_free_pages:
                 raise OutOfPages(needed, self.num_free_pages)
             enters = not had_tokens and sequence.view == "block_table"

@@ -212,7 +212,9 @@ def _build_memory(config: EngineConfig, model: LoadedModel, provider: AttentionP
     try:
         if device.type == "cuda" and not config.kv_memory_bytes:
             budget = int(_CUDA_SHARE * backend.memory_info().available_bytes)
-        groups = _plan_groups(config, model, layers, backend.granularity_bytes, budget // most_pages)
+        # A ceiling nobody asked for is no reason to have longer blocks.
+        smallest_page_bytes = budget // most_pages if config.kv_memory_bytes else 0
+        groups = _plan_groups(config, model, layers, backend.granularity_bytes, smallest_page_bytes)
         page_bytes = groups[0].layout.page_bytes
         num_pages = min(budget // page_bytes, most_pages)
         smallest = sum(group.layout.block_bytes for group in groups)

@@ -325,6 +325,18 @@ def test_settings_that_cannot_work(make_checkpoint: MakeCheckpoint) -> None:
         make_engine(make_checkpoint, dtype="int3")
 
 
+@pytest.mark.parametrize(("asked", "block_tokens"), [(None, 16), (1 << 30, 64)])
+def test_blocks_are_longer_only_for_a_ceiling_somebody_asked_for(
+    make_checkpoint: MakeCheckpoint, asked: int | None, block_tokens: int
+) -> None:
+    """Pages are limited: the default ceiling of a small model on a large machine made blocks of 256 tokens."""
+    engine = make_engine(make_checkpoint, kv_memory_bytes=asked)
+    [group] = engine.memory.groups
+    assert group.layout.block_tokens == block_tokens
+    assert engine.report().budget_bytes <= engine_module.MAX_PAGES["cpu"] * group.layout.page_bytes
+    engine.close()
+
+
 @pytest.mark.parametrize("settings", [{"max_num_seqs": 1}, {"max_model_len": 16}, {"kv_memory_bytes": 2 * BLOCK_BYTES}])
 def test_the_smallest_settings_work(make_checkpoint: MakeCheckpoint, settings: dict[str, int]) -> None:
     """The self-test needed two sequences of 21 tokens, whatever the settings allowed."""

@@ -19,8 +19,8 @@ class EngineConfig:
     Attributes:
         model: "builtin", a local checkpoint folder, or a Hugging Face Hub id.
         dtype: of weights and cache; "auto" takes the checkpoint's.
-        device: "cpu" or "cuda"; "auto" is the CPU for now: on CUDA attention goes through torch's SDPA, one sequence after
-            the other, and the whole path has been tested over a fake driver only.
+        device: "cpu" or "cuda"; "auto" is the CPU for now: on CUDA attention goes through torch's SDPA, one sequence
+            after the other, and the whole path has been tested over a fake driver only.
         max_model_len: longest prompt plus output in tokens; by default what the model was made for.
         max_num_seqs: sequences that run at once; never more than `max_num_batched_tokens`.
         max_num_batched_tokens: tokens computed in one step, decodes and prefill chunks together.

@@ -3,9 +3,9 @@
 It stands in for `cuda.bindings.driver`: same functions, same return tuples, CPU memory. Aliasing is real. Breaking a
 rule gives the status the real driver gives: a page maps at offset 0 and whole, no address twice, unmap takes whole
 mappings, access must be granted before use (touching memory without it is a SIGSEGV), released handles are gone. Call
-number `fail_at` fails with `fail_status`, and so does each with probability `fail_rate`. Work takes as long as the test
-likes: `launch` says what a step reads, events pass at `finish_work`, and unmapping what an unfinished step reads is a
-violation. Calls may come from several threads.
+number `fail_at` fails with `fail_status`, and so does each with probability `fail_rate`; with probability `slow_rate` a
+call takes a millisecond. Work takes as long as the test likes: `launch` says what a step reads, events pass at
+`finish_work`, and unmapping what an unfinished step reads is a violation. Calls may come from several threads.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import mmap
 import os
 import random
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,7 +90,7 @@ class FakeDriver:
         self._accessible: set[int] = set()
         self._lock = threading.RLock()
         self._random = random.Random(0)
-        self.fail_rate = 0.0
+        self.fail_rate = self.slow_rate = 0.0
         self.violations: list[str] = []
 
     # ---- for tests ----
@@ -137,6 +138,8 @@ class FakeDriver:
 
     def _fails(self, name: str) -> bool:
         self.calls.append(name)
+        if self.slow_rate and self._random.random() < self.slow_rate:
+            time.sleep(0.001)
         return len(self.calls) == self.fail_at or self._random.random() < self.fail_rate
 
     def cuInit(self, flags: int) -> tuple[CUresult]:  # noqa: N802

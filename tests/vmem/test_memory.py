@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -590,6 +590,35 @@ def test_a_region_that_the_mapper_has_in_hand_is_waited_for() -> None:
     timer.start()
     finish(memory, begin(memory, 40))
     timer.join()
+
+
+def test_a_step_waits_for_one_unit_and_not_for_the_whole_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mapper went from one unit of a region to the next, and a step that needed it waited for all of them."""
+    memory, device = make_memory()
+    monkeypatch.setattr(memory._background, "_unit_pages", 1)
+    sequence = memory.open("region")
+    memory.append(sequence, 80)
+    gate, begun = threading.Event(), threading.Event()
+    units: list[int] = []
+    seen_by_the_step: list[int] = []
+    real = device.map
+
+    def gated(address: int, handles: Sequence[int]) -> None:
+        if threading.current_thread().name == "folio-mapper":
+            units.append(len(handles))
+            begun.set()
+            gate.wait(DEADLINE_S)
+        else:
+            seen_by_the_step.append(len(units))
+        real(address, handles)
+
+    monkeypatch.setattr(device, "map", gated)
+    memory.plan([Demand(sequence, 0, 80)])
+    assert begun.wait(DEADLINE_S)
+    threading.Timer(0.05, gate.set).start()
+    memory.ensure([Demand(sequence, 0, 80)])
+    assert seen_by_the_step == [1]
+    finish(memory, sequence)
 
 
 def test_a_refused_mapping_costs_the_region_not_the_request(no_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from tests.vmem.small_memory import (
 from vmem import Demand, KVMemory, MapError, OutOfPages, SequenceMemory, VmemError
 
 DURATION_S = 30
-FAIL_RATE = 0.002
+FAIL_RATE, SLOW_RATE = 0.002, 0.05
 NO_PROGRESS_S = 20
 NUM_PAGES = 120
 MOST_RUNNING_STEPS = 3
@@ -106,6 +106,7 @@ class _Engine:
     def run(self) -> None:
         while not self.stopping:
             self.backend.fake.fail_rate = self.random.choice([0.0, FAIL_RATE])
+            self.backend.fake.slow_rate = SLOW_RATE
             self._churn()
             self._step()
             if self.random.random() < 0.02:
@@ -154,21 +155,22 @@ class _Engine:
     def _step(self) -> None:
         memory, demands = self.memory, []
         for sequence, values in self.written.items():
-            end = min(len(values) + self.random.choice([1, 1, 1, 30]), MAX_TOKENS)
-            if end == len(values):
+            start = len(values)
+            end = min(start + self.random.choice([1, 1, 1, 30]), MAX_TOKENS)
+            if end == start:
                 continue
-            try:
-                memory.append(sequence, end)
+            try:  # as for a prompt of which this step computes a part
+                memory.append(sequence, min(end + self.random.choice([0, 0, 60]), MAX_TOKENS))
             except (OutOfPages, MapError):
                 continue
-            demands.append(Demand(sequence, len(values), end))
+            demands.append(Demand(sequence, start, end))
         while self.backend.fake.num_running > MOST_RUNNING_STEPS:
             time.sleep(0.0001)
         try:
             memory.ensure(demands)
         except (OutOfPages, MapError):
             return
-        memory.plan([Demand(d.sequence, d.end, min(d.end + 1, MAX_TOKENS)) for d in demands])
+        memory.plan([Demand(d.sequence, d.end, max(d.end + 1, d.sequence.num_tokens)) for d in demands])
         self.backend.fake.launch(pages_read(memory, demands))
         for demand in demands:
             values = [self.random.random() for _ in range(demand.end - demand.start)]

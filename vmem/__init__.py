@@ -7,7 +7,8 @@ from vmem.errors import BudgetError, IntegrityError, LayoutError, MapError, OutO
 from vmem.group import LayerGroup
 from vmem.host import HostBackend
 from vmem.layout import KVLayout, LayerSpec, LayoutKind, longest_sequence, plan_groups, plan_layout
-from vmem.memory import BudgetAnswer, KVMemory
+from vmem.memory import KVMemory
+from vmem.pages import BudgetAnswer
 from vmem.report import GroupReport, MemoryReport
 from vmem.select import select_backend
 from vmem.sequence import Demand, SequenceMemory, View, ViewPolicy

@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 
@@ -24,17 +23,15 @@ from vmem.allocator import BlockAllocator
 from vmem.backend import Backend
 from vmem.background import Background, MappingOptions
 from vmem.copies import BlockCopies
-from vmem.errors import BudgetError, IntegrityError, LayoutError, OutOfPages, VmemError
+from vmem.errors import IntegrityError, LayoutError, OutOfPages, VmemError
 from vmem.group import GroupMemory, LayerGroup, total_pages
 from vmem.mapper import Mapper
-from vmem.pages import PagePool
+from vmem.pages import BudgetAnswer, PagePool
 from vmem.region import HOLE
 from vmem.report import GroupReport, MemoryReport
 from vmem.sequence import Demand, GroupTable, SequenceMemory, ViewPolicy
 from vmem.views import SequenceViews
 from vmem.work import Detach, Work
-
-BudgetAnswer = Literal["applied", "deferred", "stale"]
 
 
 class KVMemory:
@@ -78,11 +75,8 @@ class KVMemory:
         self._options = options or MappingOptions()
         self._backend = backend
         self._specs = tuple(groups)
-        self._pages = PagePool(page_bytes, budget_bytes // page_bytes)
-        self._most_pages = self._pages.budget
-        self._fewest_pages = max(self.pages_for(max_tokens), floor_bytes // page_bytes)
-        self._check_budget(budget_bytes)
-        self._revision = 0
+        fewest_pages = max(self.pages_for(max_tokens), floor_bytes // page_bytes)
+        self._pages = PagePool(page_bytes, budget_bytes // page_bytes, fewest_pages)
         self._groups: list[GroupMemory] = []
         try:
             for group in groups:
@@ -319,13 +313,9 @@ class KVMemory:
                 the budget this memory was made with.
         """
         with self._lock:
-            if revision <= self._revision:
-                return "stale"
-            self._check_budget(budget_bytes)
-            self._revision = revision
-            self._pages.budget = budget_bytes // self._pages.page_bytes
+            answer = self._pages.set_budget(budget_bytes, revision)
             self._mapper.wake()
-            return "applied" if self._pages.num_coming <= self._pages.budget else "deferred"
+            return answer
 
     def wait_for_progress(self, timeout_s: float) -> None:
         """Wait until the mapper has done something, at most that long: for whoever found no pages."""
@@ -352,7 +342,7 @@ class KVMemory:
             )
             return MemoryReport(
                 budget_bytes=self._pages.budget * page_bytes,
-                budget_revision=self._revision,
+                budget_revision=self._pages.revision,
                 reserved_bytes=sum(group.reserved_bytes for group in self._groups),
                 mapped_bytes=self._backend.num_mappings * page_bytes,
                 physical_bytes=self._pages.num_created * page_bytes,
@@ -449,14 +439,6 @@ class KVMemory:
     def _check_open(self, sequence: SequenceMemory) -> None:
         if sequence not in self._sequences:
             raise IntegrityError("the sequence is not open")
-
-    def _check_budget(self, budget_bytes: int) -> None:
-        page_bytes = self._pages.page_bytes
-        if not self._fewest_pages <= budget_bytes // page_bytes <= self._most_pages:
-            raise BudgetError(
-                f"a budget of {budget_bytes} bytes must be between {self._fewest_pages * page_bytes}, which one "
-                f"sequence of {self.max_tokens} tokens and the floor take, and {self._most_pages * page_bytes}"
-            )
 
     def _grow(self, group: GroupMemory, table: GroupTable, count: int) -> None:
         """Append blocks to the table: those its region shows next if they are free, then any. All or none."""

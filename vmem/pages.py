@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
-from vmem.errors import IntegrityError
+from typing import Literal
+
+from vmem.errors import BudgetError, IntegrityError
+
+BudgetAnswer = Literal["applied", "deferred", "stale"]
 
 
 class PagePool:
     """The page budget that all layer groups share. Only called under its memory's lock.
 
+    Args:
+        budget: pages at first, and the most there may ever be.
+        fewest: pages the budget may be lowered to.
+
+    Raises:
+        BudgetError: the budget is below `fewest`.
+
     Attributes:
         budget: pages there may be; lowered and raised at run time. More may exist until some are destroyed.
+        revision: of the last order that changed the budget.
         spare: handles of pages that belong to no block.
     """
 
-    def __init__(self, page_bytes: int, budget: int) -> None:
+    def __init__(self, page_bytes: int, budget: int, fewest: int) -> None:
         self.page_bytes = page_bytes
+        self._fewest, self._most = fewest, budget
+        self._check_budget(budget * page_bytes)
         self.budget = budget
+        self.revision = 0
         self.spare: list[int] = []
         self._num_created = 0
         self._num_promised = 0
+
+    def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
+        """Change the budget, unless a newer order has; "deferred" while more pages exist than it allows."""
+        if revision <= self.revision:
+            return "stale"
+        self._check_budget(budget_bytes)
+        self.revision = revision
+        self.budget = budget_bytes // self.page_bytes
+        return "applied" if self.num_coming <= self.budget else "deferred"
+
+    def _check_budget(self, budget_bytes: int) -> None:
+        if not self._fewest <= budget_bytes // self.page_bytes <= self._most:
+            raise BudgetError(
+                f"a budget of {budget_bytes} bytes must be between {self._fewest * self.page_bytes}, which the longest "
+                f"sequence and the floor take, and {self._most * self.page_bytes}"
+            )
 
     @property
     def num_created(self) -> int:

@@ -10,7 +10,6 @@ import torch
 
 from tests.vmem.fake_driver import CUresult, FakeDriver
 from vmem import (
-    Backend,
     CudaBackend,
     Demand,
     HostBackend,
@@ -185,7 +184,3 @@ def read(memory: KVMemory, demand: Demand, layer: int, view: str) -> list[float]
         key, value = (side[blocks].flatten(0, 1)[: end - start, 0, 0] for side in memory.home_view(layer))
     assert key.tolist() == (-value).tolist()
     return [float(number) for number in key.tolist()]
-
-
-def backends() -> list[type[Backend]]:
-    return [FlakyHost, FlakyCuda]

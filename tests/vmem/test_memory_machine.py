@@ -169,7 +169,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(fraction=st.floats(0, 1))
     def set_budget(self, fraction: float) -> None:
-        fewest = self.memory._fewest_pages
+        fewest = self.memory._pages._fewest
         pages = fewest + math.floor(fraction * (self.num_pages - fewest))
         self.revision += 1
         assert self.memory.set_budget(pages * PAGE_BYTES, self.revision) in ("applied", "deferred")

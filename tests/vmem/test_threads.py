@@ -142,7 +142,7 @@ class _Engine:
                 pass
         if rng.random() < 0.02:
             self.revision += 1
-            pages = rng.randint(memory._fewest_pages, NUM_PAGES)
+            pages = rng.randint(memory._pages._fewest, NUM_PAGES)
             memory.set_budget(pages * PAGE_BYTES, self.revision)
         while memory.num_free_pages < 0 and self.written:
             memory.free(self.written.popitem()[0])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, get_args
 
 from app.errors import ConfigError
 from vmem import LayoutKind, ViewPolicy
+
+RecoveryPolicy = Literal["auto", "swap", "recompute"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -28,6 +31,15 @@ class EngineConfig:
             of what the weights leave. It is taken as needed.
         kv_memory_floor_bytes: as much of it is taken at the start and never given back.
         kv_idle_release_s: cache memory that nobody has used for this long goes back to the machine.
+        expected_tokens: length of a typical request, prompt and output; blocks are chosen for it.
+        prefix_cache: whether requests that begin alike share what is cached.
+        prefix_cache_release_s: cached prefixes that nobody has wanted for this long go back to the machine.
+        pinned_prompts: name → text; these prompts are computed at the start, and stay in the prefix cache.
+        pinned_system_prompts: name → system message, pinned as the chat template writes it.
+        pin_quota: share of the cache that pinned prefixes may take.
+        preemption: how requests that give up their blocks get them back: from host memory, by computing them again, or
+            whichever is expected to be faster.
+        swap_bytes: host memory for that; beyond it requests are computed again.
         block_tokens: tokens in a KV block, by default what wastes least, or more if `kv_memory_bytes` would else be
             more pages than can be mapped.
         kv_layout: all layers of a token side by side, or each layer's keys and values for themselves.
@@ -49,6 +61,14 @@ class EngineConfig:
     kv_memory_bytes: int | None = None
     kv_memory_floor_bytes: int = 0
     kv_idle_release_s: float = 0.5
+    expected_tokens: int = 1024
+    prefix_cache: bool = True
+    prefix_cache_release_s: float = 60.0
+    pinned_prompts: Mapping[str, str] = field(default_factory=dict)
+    pinned_system_prompts: Mapping[str, str] = field(default_factory=dict)
+    pin_quota: float = 0.25
+    preemption: RecoveryPolicy = "auto"
+    swap_bytes: int = 1 << 30
     block_tokens: int | None = None
     kv_layout: LayoutKind = "interleaved"
     kv_view: ViewPolicy = "auto"
@@ -62,6 +82,7 @@ class EngineConfig:
             "device": DEVICES,
             "kv_layout": get_args(LayoutKind),
             "kv_view": get_args(ViewPolicy),
+            "preemption": get_args(RecoveryPolicy),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -72,11 +93,16 @@ class EngineConfig:
             "max_num_batched_tokens",
             "kv_memory_bytes",
             "block_tokens",
+            "expected_tokens",
             "num_threads",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
-        for name in ("kv_memory_floor_bytes", "kv_idle_release_s"):
+        if not 0 <= self.pin_quota <= 1:
+            raise ConfigError(f"pin_quota is {self.pin_quota}; it must be between 0 and 1")
+        if both := self.pinned_prompts.keys() & self.pinned_system_prompts.keys():
+            raise ConfigError(f"{sorted(both)} name both a pinned prompt and a pinned system prompt")
+        for name in ("kv_memory_floor_bytes", "kv_idle_release_s", "prefix_cache_release_s", "swap_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")

@@ -29,7 +29,8 @@ import torch
 
 from app.engine.batch import demands, next_demands
 from app.engine.params import SamplingParams
-from app.engine.request import Request
+from app.engine.recovery import RecoveryModel
+from app.engine.request import Request, SequenceGroup
 from app.engine.scheduler import Scheduler
 from benchmarks import harness
 from vmem import (
@@ -205,10 +206,20 @@ def replay(
         max_tokens=MAX_TOKENS,
         options=options,
     )
-    scheduler = Scheduler(memory, max_num_seqs=NUM_SEQS, max_num_batched_tokens=CHUNK_TOKENS, view="region")
+    scheduler = Scheduler(
+        memory,
+        max_num_seqs=NUM_SEQS,
+        max_num_batched_tokens=CHUNK_TOKENS,
+        view="region",
+        recovery=RecoveryModel(1.0, CHUNK_TOKENS),
+        policy="recompute",
+    )
     params = SamplingParams(temperature=0, ignore_eos=True)
     for i, (prompt, output) in enumerate(lengths):
-        scheduler.add(Request(str(i), [0] * prompt, params, output, None))
+        tokens = list(range(i * MAX_TOKENS, i * MAX_TOKENS + prompt))  # no two prompts begin alike
+        group = SequenceGroup(0, i)
+        Request(str(i), tokens, params, output, None, memory.chain(), group, tokens.copy())
+        scheduler.add(group)
     busy = busy_cuda if args.device == "cuda" else busy_cpu
     steps_s, num_steps = 0.0, 0
     while scheduler.num_running or scheduler.num_waiting:
@@ -222,13 +233,12 @@ def replay(
         busy(min(step_s, LONGEST_STEP_S), memory.launched)
         steps_s += step_s
         num_steps += 1
-        for s in scheduled:
-            samples = s.samples
-            s.request.num_computed += s.num_tokens
-            if samples:
-                s.request.append(0, frozenset())
-                if s.request.num_output_tokens == s.request.max_tokens:
-                    scheduler.remove(s.request)
+        sampling = [s for s in scheduled if s.samples]
+        scheduler.done()
+        for s in sampling:
+            s.request.append(0, frozenset())
+            if s.request.num_output_tokens == s.request.max_tokens:
+                scheduler.remove(s.request)
     report = memory.report()
     memory.check_integrity()
     memory.close()

@@ -42,6 +42,80 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", GPT2),
     "phi3": ("phi3", SMALL | {"pad_token_id": 0}),
     "mixtral": ("mixtral", SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": (  # attention sinks, a window in every other layer
+        "gpt_oss",
+        SMALL | {"head_dim": 32, "sliding_window": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+}
+
+# Layers with a recurrent state, beside attention or in other layers.
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
+DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+NEMOTRON = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+    "chunk_size": 16,
+    "time_step_min": 1e-12,  # its prefill clamps the time step from below, and its decode does not
+}
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+DELTA_TYPES = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+CONV_TYPES = {"layer_types": ["conv", "full_attention", "conv"]}
+
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "bamba": SMALL | IDS | MAMBA | {"attn_layer_indices": [1]},
+    "falcon_h1": SMALL | IDS | MAMBA | {"mamba_d_ssm": 128},
+    "granitemoehybrid": SMALL
+    | IDS
+    | MAMBA
+    | {
+        "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 96,
+    },
+    "nemotron_h": SMALL
+    | IDS
+    | NEMOTRON
+    | {"num_hidden_layers": 4, "layers_block_type": ["mamba", "attention", "mlp", "mamba"], "head_dim": 16},
+    "qwen3_next": SMALL | IDS | DELTA | DELTA_TYPES | EXPERTS | {"head_dim": 32},
+    "olmo_hybrid": SMALL | IDS | DELTA | DELTA_TYPES,
+    "lfm2": SMALL | IDS | CONV_TYPES | {"block_ff_dim": 96, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": SMALL | IDS | CONV_TYPES | EXPERTS | {"num_dense_layers": 1},
+    "jamba": SMALL
+    | IDS
+    | {
+        "attn_layer_offset": 1,
+        "attn_layer_period": 3,
+        "expert_layer_offset": 0,
+        "expert_layer_period": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "mamba_d_state": 16,
+        "mamba_dt_rank": 8,
+    },
 }
 
 MakeCheckpoint = Callable[..., Path]

@@ -3,15 +3,26 @@
 from vmem.backend import AddressRange, Backend, MemoryInfo
 from vmem.background import MappingOptions
 from vmem.cuda import CudaBackend
-from vmem.errors import BudgetError, IntegrityError, LayoutError, MapError, OutOfPages, VmemError
-from vmem.group import LayerGroup
+from vmem.errors import (
+    BudgetError,
+    IntegrityError,
+    LayoutError,
+    MapError,
+    OutOfPages,
+    OutOfSwap,
+    PinError,
+    VmemError,
+)
+from vmem.group import LayerGroup, longest_sequence
 from vmem.host import HostBackend
-from vmem.layout import KVLayout, LayerSpec, LayoutKind, longest_sequence, plan_groups, plan_layout
+from vmem.layout import KVLayout, LayerSpec, LayoutKind, StateLayout, plan_groups, plan_layout
 from vmem.memory import KVMemory
 from vmem.pages import BudgetAnswer
-from vmem.report import GroupReport, MemoryReport
+from vmem.prefix import PrefixMatch, TokenChain
+from vmem.report import GroupReport, MemoryReport, PinReport
 from vmem.select import select_backend
 from vmem.sequence import Demand, SequenceMemory, View, ViewPolicy
+from vmem.swap import SwappedGroup, copy_rate
 
 __all__ = [
     "AddressRange",
@@ -34,10 +45,18 @@ __all__ = [
     "MemoryInfo",
     "MemoryReport",
     "OutOfPages",
+    "OutOfSwap",
+    "PinError",
+    "PinReport",
+    "PrefixMatch",
     "SequenceMemory",
+    "StateLayout",
+    "SwappedGroup",
+    "TokenChain",
     "View",
     "ViewPolicy",
     "VmemError",
+    "copy_rate",
     "longest_sequence",
     "plan_groups",
     "plan_layout",

@@ -11,6 +11,7 @@ from vmem.errors import OutOfPages, VmemError
 from vmem.group import GroupMemory
 from vmem.mapper import Mapper
 from vmem.pages import PagePool
+from vmem.prefix import PrefixIndex
 from vmem.region import Region
 from vmem.work import Attach, Detach, Hide
 
@@ -22,10 +23,18 @@ class BlockAllocator:
         fence: of the last step that was launched. What is freed now, that step may still read.
     """
 
-    def __init__(self, backend: Backend, pages: PagePool, groups: Sequence[GroupMemory], mapper: Mapper) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        pages: PagePool,
+        groups: Sequence[GroupMemory],
+        prefixes: PrefixIndex,
+        mapper: Mapper,
+    ) -> None:
         self._backend = backend
         self._pages = pages
         self._groups = groups
+        self._prefixes = prefixes
         self._mapper = mapper
         self.fence = backend.fence()
 
@@ -36,6 +45,11 @@ class BlockAllocator:
     @property
     def num_free_pages(self) -> int:
         return self._pages.budget - self.num_owned_pages
+
+    def must_evict(self, num_pages: int) -> bool:
+        """Whether so many pages cannot be had without giving up the content of free blocks."""
+        kept = sum(group.pool.num_kept * group.num_slices for group in self._groups)
+        return num_pages > self.num_free_pages - kept
 
     def allocate(self, group: GroupMemory, count: int) -> list[int]:
         """Take `count` blocks from wherever they come at least cost, all or none.
@@ -49,7 +63,8 @@ class BlockAllocator:
         device_full = False
         try:
             # Blocks that parked regions show cost nothing now, and one more mapping when such a region is adopted; a
-            # page that must be made and zeroed first costs several times that, and memory.
+            # page that must be made and zeroed first costs several times that, and memory. Content that may be wanted
+            # again is given up when the budget leaves nothing else.
             taken += pool.take_tied(count - len(taken))
             while len(taken) < count:
                 missing = count - len(taken)
@@ -60,13 +75,20 @@ class BlockAllocator:
                         self._mapper.run_now(Attach(self._backend, self._pages, group, missing))
                     except OutOfPages:
                         device_full = True
-                elif not self._make_room(group):
+                elif not self._prefixes.evict(group.index, count - len(taken)) and not self._make_room(group):
                     raise OutOfPages((count - len(taken)) * group.num_slices, max(self.num_free_pages, 0))
                 taken += pool.take_loose(count - len(taken))
+                taken += pool.take_tied(count - len(taken))
         except VmemError:
             pool.free(taken, fence=0, now=time.monotonic())
             raise
         return taken
+
+    def take(self, group: GroupMemory, block_id: int) -> None:
+        """Own this free block, whatever it holds."""
+        if group.pool.is_kept(block_id):
+            self._prefixes.evict_block(group.index, block_id)
+        group.pool.take(block_id)
 
     def free(self, group: GroupMemory, block_ids: Sequence[int]) -> None:
         """Drop a reference of each block; the last launched step may still read them."""
@@ -101,9 +123,11 @@ class BlockAllocator:
         for other in self._groups:
             if other is group:
                 continue
+            wanted = -(-group.num_slices // other.num_slices)
+            if not other.pool.num_loose and not other.pool.num_tied:
+                self._prefixes.evict(other.index, wanted)
             while not other.pool.num_loose and other.pool.num_tied and self.hide_some(other):
                 pass
-            wanted = -(-group.num_slices // other.num_slices)
             block_ids, fence = other.pool.detachable(wanted, freed_before=math.inf)
             if block_ids:
                 self._mapper.wait_for(self._backend, fence)

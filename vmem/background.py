@@ -15,6 +15,7 @@ from vmem.backend import Backend
 from vmem.errors import LayoutError
 from vmem.group import GroupMemory
 from vmem.pages import PagePool
+from vmem.prefix import PrefixIndex
 from vmem.region import HOLE, Region
 from vmem.work import Attach, Destroy, Detach, Hide, Show, Work
 
@@ -35,6 +36,7 @@ class MappingOptions:
         eager_allocation: keep regions mapped ahead for the next prompts (vAttention §6.2.2).
         reclaim_threshold: share of the budget below which free pages that no region shows are replenished.
         idle_release_s: pages nobody has used for this long go back to the machine.
+        cache_release_s: those of cached prefixes nobody has wanted for this long do.
         max_mappings: pages mapped at once, counted once an address; regions give way to block tables beyond it.
     """
 
@@ -43,14 +45,16 @@ class MappingOptions:
     eager_allocation: bool = True
     reclaim_threshold: float = 0.1
     idle_release_s: float = 0.5
+    cache_release_s: float = 60.0
     max_mappings: int = 50_000
 
     def __post_init__(self) -> None:
         if not 0 <= self.reclaim_threshold <= 1:
             raise LayoutError(f"reclaim_threshold {self.reclaim_threshold} must be between 0 and 1")
-        if self.idle_release_s < 0 or self.max_mappings < 1:
+        if min(self.idle_release_s, self.cache_release_s) < 0 or self.max_mappings < 1:
             raise LayoutError(
-                f"idle_release_s {self.idle_release_s} must not be negative, max_mappings {self.max_mappings} positive"
+                f"idle_release_s {self.idle_release_s}, cache_release_s {self.cache_release_s} must not be negative, "
+                f"max_mappings {self.max_mappings} must be positive"
             )
 
 
@@ -94,11 +98,18 @@ class Background:
     """
 
     def __init__(
-        self, backend: Backend, pages: PagePool, groups: Sequence[GroupMemory], options: MappingOptions, floor: int
+        self,
+        backend: Backend,
+        pages: PagePool,
+        groups: Sequence[GroupMemory],
+        prefixes: PrefixIndex,
+        options: MappingOptions,
+        floor: int,
     ) -> None:
         self._backend = backend
         self._pages = pages
         self._groups = groups
+        self._prefixes = prefixes
         self._options = options
         self._unit_pages = max(1, backend.unit_bytes // pages.page_bytes)
         self.floor = floor
@@ -135,10 +146,11 @@ class Background:
         if self._pages.num_created <= self.floor:
             return None
         since = [at for group in self._groups if (at := group.pool.oldest_loose()) is not None]
-        since += [at for group in self._groups for _, at in self._tails(group)]
-        if not since:
-            return None
-        return max(min(since) + self._options.idle_release_s - now, _FENCE_POLL_S)
+        since += [at for group in self._groups for region, at in self._tails(group) if self._frees(group, region)]
+        due = [at + self._options.idle_release_s for at in since]
+        kept = [(group.pool, group.pool.oldest_kept()) for group in self._groups]
+        due += [pool.freed_at(b) + self._options.cache_release_s for pool, b in kept if b is not None]
+        return max(min(due) - now, _FENCE_POLL_S) if due else None
 
     # ---- duties, the most urgent first ----
 
@@ -170,7 +182,7 @@ class Background:
             return None
         if place < len(blocks):
             return Show(group, region, place, blocks[place : min(end, len(blocks))], ahead=False)
-        return self._show_free(group, region, place, end - place)
+        return self._show_free(group, region, place, end - place, steals=True)
 
     def _hide_expired(self) -> Work | None:
         """Blocks that have left the window of their sequence."""
@@ -187,13 +199,13 @@ class Background:
     def _shrink(self) -> Work | None:
         """Pages beyond a budget that was lowered, as far as nobody owns them."""
         excess = self._pages.num_coming - self._pages.budget
-        return self._give_back(excess, freed_before=math.inf) if excess > 0 else None
+        return self._give_back(excess, freed_before=math.inf, kept_before=math.inf) if excess > 0 else None
 
     def _reclaim(self) -> Work | None:
         """When free pages run low: unmap the tails of the regions parked longest (vAttention §6.2.2)."""
         if self._num_unshown >= self._options.reclaim_threshold * self._pages.budget:
             return None
-        return self._hide_tail(parked_only=True, idle_since=math.inf)
+        return self._hide_tail(parked_only=True, idle_since=math.inf, frees=False)
 
     def _fill_floor(self) -> Work | None:
         """The pages that are always there."""
@@ -228,13 +240,19 @@ class Background:
                 region = group.new_region()
                 region.touched = self.now
                 group.parked[region] = None
-            return self._show_free(group, region, place, depth - place)
+            return self._show_free(group, region, place, depth - place, steals=False)
         return None
 
     def _release_idle(self) -> Work | None:
         """Pages that nobody has used for a while."""
         excess = self._pages.num_created - self.floor
-        return self._give_back(excess, freed_before=self.now - self._options.idle_release_s) if excess > 0 else None
+        if excess <= 0:
+            return None
+        return self._give_back(
+            excess,
+            freed_before=self.now - self._options.idle_release_s,
+            kept_before=self.now - self._options.cache_release_s,
+        )
 
     # ---- their parts ----
 
@@ -242,20 +260,29 @@ class Background:
         count = min(count, self._unit_blocks(group), group.pool.num_cold, self._pages.room // group.num_slices)
         return Attach(self._backend, self._pages, group, count) if count > 0 else None
 
-    def _show_free(self, group: GroupMemory, region: Region, place: int, count: int) -> Work | None:
-        """Show free blocks that nothing shows, of which there may have to be some first."""
+    def _show_free(self, group: GroupMemory, region: Region, place: int, count: int, *, steals: bool) -> Work | None:
+        """Show free blocks, of which there may have to be some first.
+
+        Args:
+            steals: when nothing else is left, those that parked regions show, and those kept for their content.
+        """
         count = min(count, self._unit_blocks(group))
         if not group.pool.num_loose:
-            return self._attach(group, count)
-        return Show(group, region, place, group.pool.begin_show(count), ahead=True)
+            if (work := self._attach(group, count)) or not steals:
+                return work
+            if not group.pool.num_tied:
+                self._prefixes.evict(group.index, count)
+        block_ids = group.pool.begin_show(count, steals=steals)
+        return Show(group, region, place, block_ids, ahead=True) if block_ids else None
 
     def _is_ready(self, group: GroupMemory, region: Region, depth: int) -> bool:
         """Whether a prompt of `depth` blocks would find them mapped here, and, judged by two of them, still free."""
         ends = (region.at(0), region.at(depth - 1))
         return region.num_shown >= depth and all(group.pool.is_free(block_id) for block_id in ends)
 
-    def _give_back(self, excess: int, *, freed_before: float) -> Work | None:
-        """Up to `excess` pages: spare ones, those of loose blocks, and then those that only regions' tails show."""
+    def _give_back(self, excess: int, *, freed_before: float, kept_before: float) -> Work | None:
+        """Up to `excess` pages: spare ones, those of loose blocks, then those that only regions' tails show, and those
+        whose content nobody has wanted since `kept_before`."""
         if self._pages.spare:
             return Destroy(self._backend, self._pages, min(excess, self._unit_pages))
         for group in self._groups:
@@ -264,17 +291,31 @@ class Background:
             if block_ids and self._backend.completed(fence):
                 return Detach(self._pages, group, block_ids)
             self._waits_for_fence |= bool(block_ids)
-        return self._hide_tail(parked_only=False, idle_since=freed_before)
+        if work := self._hide_tail(parked_only=False, idle_since=freed_before, frees=True):
+            return work
+        for group in self._groups:
+            block_id = group.pool.oldest_kept()
+            if block_id is not None and group.pool.freed_at(block_id) <= kept_before:
+                self._prefixes.evict(group.index, min(-(-excess // group.num_slices), self._unit_blocks(group)))
+                return self._give_back(excess, freed_before=freed_before, kept_before=-math.inf)
+        return None
 
-    def _hide_tail(self, *, parked_only: bool, idle_since: float) -> Work | None:
+    def _hide_tail(self, *, parked_only: bool, idle_since: float, frees: bool) -> Work | None:
+        """Args: `frees`: only where blocks are shown that are loose then."""
         for group in self._groups:
             for region, since in self._tails(group):
                 if since > idle_since or (parked_only and region.blocks is not None):
                     continue
                 run = region.last_run(max(region.used, region.wanted), self._unit_blocks(group))
-                if run is not None and self._may_change(region):
+                if run is None or (frees and not self._frees(group, region)):
+                    continue
+                if self._may_change(region):
                     return Hide(group, region, *run)
         return None
+
+    def _frees(self, group: GroupMemory, region: Region) -> bool:
+        """Whether the region shows blocks that would be loose without it."""
+        return any(group.pool.is_free(block_id) for block_id in region.shows)
 
     def _tails(self, group: GroupMemory) -> list[tuple[Region, float]]:
         """Regions that show more than their holders need, those parked longest first, and since when nobody has used
@@ -303,8 +344,11 @@ class Background:
 
     @property
     def _num_unshown(self) -> int:
-        """Free pages that no region shows, created or not."""
-        return self._pages.room + sum(group.pool.num_loose * group.num_slices for group in self._groups)
+        """Free pages that no region shows, created or not, and those kept for their content: shown or not, they can be
+        taken at once."""
+        return self._pages.room + sum(
+            (group.pool.num_loose + group.pool.num_kept) * group.num_slices for group in self._groups
+        )
 
     @property
     def _mappings_left(self) -> int:

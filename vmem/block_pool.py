@@ -13,8 +13,10 @@ class BlockPool:
     """Reference counts and states of block ids `0 … num_blocks - 1` (PagedAttention §4.3).
 
     cold ──attach──> loose ──take──> owned ──free──> loose   free, and no region shows it
-      ^                │                     └─────> tied    free, and a region still shows it (deferred reclamation);
-      └────detach──────┘                                     loose again when the last such place is hidden
+      ^                │             ^       ├─────> tied    free, and a region still shows it (deferred reclamation);
+      └────detach──────┘             │       │               loose again when the last such place is hidden
+                                     │       └─────> kept    free, and its content may be wanted again (prefix cache);
+                                     └───revive─────────┘    loose or tied when that is forgotten
 
     Low ids go first: neighbours are mapped by one call and merge into one mapping. A block that is being attached,
     detached, or shown ahead of need is *moving* and belongs to nobody. Only called under its memory's lock.
@@ -30,6 +32,8 @@ class BlockPool:
         self._in_heap = [False] * num_blocks
         self._tied: OrderedDict[int, None] = OrderedDict()  # the longest free first
         self._eager: set[int] = set()  # tied blocks that were mapped ahead for whoever comes next
+        self._kept: OrderedDict[int, None] = OrderedDict()  # the longest free first
+        self.kept_blocks: set[int] = set()  # blocks whose content has a name, free or owned
         self._moving: set[int] = set()
         self._freed_at = [0.0] * num_blocks
         self._fence = [0] * num_blocks
@@ -55,6 +59,11 @@ class BlockPool:
     def num_eager(self) -> int:
         return len(self._eager)
 
+    @property
+    def num_kept(self) -> int:
+        """Free blocks whose content may be wanted again."""
+        return len(self._kept)
+
     def references(self, block_id: int) -> int:
         return self._references[block_id]
 
@@ -63,8 +72,44 @@ class BlockPool:
         return self._places[block_id]
 
     def is_free(self, block_id: int) -> bool:
-        """Free and with pages, so that `take` would take it."""
+        """Free, with pages, and of no content, so that `take` would take it."""
         return block_id in self._tied or block_id in self._loose
+
+    def is_kept(self, block_id: int) -> bool:
+        """Free, but its content may be wanted again."""
+        return block_id in self._kept
+
+    # ---- content ----
+
+    def keep(self, block_id: int) -> None:
+        """The content of this owned block has a name now: when it is free, others may want it."""
+        assert self._references[block_id], f"block {block_id} has content, but nobody owns it"
+        self.kept_blocks.add(block_id)
+
+    def unkeep(self, block_id: int) -> None:
+        """Its content has no name any more; if it is free, it is for anybody."""
+        self.kept_blocks.remove(block_id)
+        if block_id in self._kept:
+            del self._kept[block_id]
+            self._file(block_id)
+            queue = self._tied if self._places[block_id] else self._loose
+            queue.move_to_end(block_id, last=False)  # nobody has chosen it for longer than the others
+
+    def revive(self, block_ids: Iterable[int]) -> None:
+        """Own these blocks for their content, whether others own them or not."""
+        for block_id in block_ids:
+            if self._references[block_id]:
+                self._references[block_id] += 1
+            else:
+                del self._kept[block_id]
+                self._own(block_id)
+
+    def oldest_kept(self) -> int | None:
+        """The free block whose content nobody has wanted for longest."""
+        return next(iter(self._kept), None)
+
+    def freed_at(self, block_id: int) -> float:
+        return self._freed_at[block_id]
 
     # ---- owners ----
 
@@ -124,10 +169,10 @@ class BlockPool:
             self._num_owned -= 1
             self._freed_at[block_id] = now
             self._fence[block_id] = max(self._fence[block_id], fence)
-            if self._places[block_id]:
-                self._tied[block_id] = None
+            if block_id in self.kept_blocks:
+                self._kept[block_id] = None
             else:
-                self._make_loose(block_id)
+                self._file(block_id)
 
     # ---- regions ----
 
@@ -137,9 +182,12 @@ class BlockPool:
             assert self._references[block_id], f"block {block_id} is shown, but nobody owns it"
             self._places[block_id] += 1
 
-    def begin_show(self, count: int) -> list[int]:
-        """Up to `count` loose blocks that are about to be shown for whoever comes."""
+    def begin_show(self, count: int, *, steals: bool = False) -> list[int]:
+        """Up to `count` free blocks that are about to be shown for whoever comes: loose ones, and if that `steals`,
+        those that other places still show."""
         block_ids = self.take_loose(count)
+        if steals:
+            block_ids += self.take_tied(count - len(block_ids))
         for block_id in block_ids:
             self._references[block_id] = 0
         self._num_owned -= len(block_ids)
@@ -152,7 +200,7 @@ class BlockPool:
             self._moving.remove(block_id)
             self._freed_at[block_id] = now
             if failed:
-                self._make_loose(block_id)
+                self._file(block_id)
             else:
                 self._places[block_id] += 1
                 self._tied[block_id] = None
@@ -220,19 +268,28 @@ class BlockPool:
             counted = Counter({b: n for b, n in enumerate(counts) if n})
             if counted != expected:
                 raise IntegrityError(f"{name}: {dict(counted - expected)} too many, {dict(expected - counted)} too few")
-        states = [*self._cold, *self._loose, *self._tied, *self._moving, *owned]
+        states = [*self._cold, *self._loose, *self._tied, *self._kept, *self._moving, *owned]
         if sorted(states) != list(range(self.num_blocks)):
             raise IntegrityError(f"{len(states)} states for {self.num_blocks} blocks: {Counter(states).most_common(3)}")
         if len(owned) != self._num_owned:
             raise IntegrityError(f"{len(owned)} blocks are owned, {self._num_owned} counted")
         if any(not self._places[b] for b in self._tied) or any(self._places[b] for b in (*self._loose, *self._cold)):
             raise IntegrityError("a free block is filed where its places do not belong")
+        if not self._kept.keys() <= self.kept_blocks or self.kept_blocks - set(owned) - self._kept.keys():
+            raise IntegrityError("a free block with content is filed as one without, or the reverse")
         if not self._eager <= self._tied.keys() or not self._loose.keys() <= set(self._lowest_loose):
             raise IntegrityError("the queues of free blocks contradict each other")
 
     def _own(self, block_id: int) -> None:
         self._references[block_id] = 1
         self._num_owned += 1
+
+    def _file(self, block_id: int) -> None:
+        """A free block without content is tied or loose."""
+        if self._places[block_id]:
+            self._tied[block_id] = None
+        else:
+            self._make_loose(block_id)
 
     def _make_loose(self, block_id: int) -> None:
         self._loose[block_id] = None

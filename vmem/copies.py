@@ -13,12 +13,17 @@ from vmem.sequence import GroupTable
 
 
 class BlockCopies:
-    """Copies that are promised and not made yet; each holds a reference on both its blocks. Under the memory's lock."""
+    """Copies that are promised and not made yet; each holds a reference on both its blocks. Under the memory's lock.
+
+    Attributes:
+        num_copied: blocks copied since the start.
+    """
 
     def __init__(self, backend: Backend, groups: Sequence[GroupMemory], allocator: BlockAllocator) -> None:
         self._backend = backend
         self._groups = groups
         self._allocator = allocator
+        self.num_copied = 0
         self._copies: list[tuple[int, int, int]] = []  # (group, from block, to block)
 
     @property
@@ -27,11 +32,13 @@ class BlockCopies:
         return [(g, block_id) for g, *pair in self._copies for block_id in pair]
 
     def shares_last(self, g: int, table: GroupTable, num_tokens: int) -> bool:
-        """Whether the token after `num_tokens` goes into a block that other sequences own too."""
+        """Whether the token after `num_tokens` goes into a block that other sequences own too, or may want again."""
         group = self._groups[g]
         if num_tokens % group.layout.block_tokens == 0:
             return False
         last = table.block_ids[-1]
+        if last in group.pool.kept_blocks:
+            return True
         references = group.pool.references(last)
         return references > 1 and references - self.held.count((g, last)) > 1
 
@@ -68,11 +75,12 @@ class BlockCopies:
             group = self._groups[g]
             pairs = [(source, target) for at, source, target in self._copies if at == g]
             for home in group.home_tensors():
-                pages = home.view(-1, group.layout.page_bytes)
+                pages = home.view(-1, group.layout.home_bytes)
                 sources, targets = (torch.tensor(side, device=home.device) for side in zip(*pairs, strict=True))
                 pages[targets] = pages[sources]
         self._allocator.fence = self._backend.fence()  # nothing is undone before: copying again would be harmless
         done, self._copies = self._copies, []
+        self.num_copied += len(done)
         for g, source, target in done:
             self._allocator.free(self._groups[g], [source, target])
 

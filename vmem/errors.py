@@ -2,6 +2,8 @@
 
 VmemError
 ├── OutOfPages       not enough free pages now; transient, nothing was changed
+├── OutOfSwap        not enough host memory for swapped blocks now; transient, nothing was changed
+├── PinError         a prefix that cannot be pinned, or is not
 ├── MapError         the operating system or the driver refused a call
 ├── LayoutError      a layout that cannot be built from the given numbers
 ├── BudgetError      a budget outside the bounds it may be set to
@@ -22,6 +24,14 @@ class OutOfPages(VmemError):
         super().__init__(f"{needed} pages needed, {free} free")
         self.needed = needed
         self.free = free
+
+
+class OutOfSwap(VmemError):
+    """The swap budget has less room than was asked for."""
+
+
+class PinError(VmemError):
+    """A prefix cannot be pinned: the quota is used up, or the name is taken or unknown."""
 
 
 class MapError(VmemError):

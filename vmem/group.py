@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from vmem.backend import AddressRange, Backend
 from vmem.block_pool import BlockPool
 from vmem.books import must
 from vmem.errors import IntegrityError, VmemError
-from vmem.layout import KVLayout
+from vmem.layout import KVLayout, StateLayout
 from vmem.region import HOLE, Region
 
 # Adoption looks at this many parked regions only: the choice must not cost what it saves.
@@ -23,7 +24,7 @@ _ADOPTION_CANDIDATES = 4
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that cache the same tokens: all of them, or those within a window.
+    """Layers that cache the same tokens: all of them, those within a window, or none but a state of fixed size.
 
     Attributes:
         layers: their indices in the model, in the layout's order.
@@ -32,8 +33,30 @@ class LayerGroup:
     """
 
     layers: tuple[int, ...]
-    layout: KVLayout
+    layout: KVLayout | StateLayout
     window_tokens: int | None = None
+
+    @property
+    def is_state(self) -> bool:
+        return isinstance(self.layout, StateLayout)
+
+    def most_pages(self, num_tokens: int, step_tokens: int) -> int:
+        """Pages a sequence of `num_tokens` tokens owns at most, when a step computes up to `step_tokens` of them."""
+        num_blocks = self.layout.num_blocks(num_tokens)
+        if self.is_state:
+            num_blocks *= 2  # the state after the step before is kept until the new one has begun as its copy
+        elif self.window_tokens is not None:
+            num_blocks = min(num_blocks, self.layout.num_blocks(self.window_tokens - 1 + step_tokens) + 1)
+        return num_blocks * self.layout.num_slices
+
+
+def longest_sequence(groups: Sequence[LayerGroup], num_pages: int, step_tokens: int) -> int:
+    """The most tokens of one sequence that fit into so many pages, all layer groups together, up to 2³⁰."""
+    return bisect.bisect_left(
+        range(1, 1 << 30),
+        True,
+        key=lambda num_tokens: sum(group.most_pages(num_tokens, step_tokens) for group in groups) > num_pages,
+    )
 
 
 class GroupMemory:
@@ -43,14 +66,23 @@ class GroupMemory:
     books; they run without the lock. Everything else is called under it.
 
     Args:
+        index: of the group among all.
         num_blocks: block ids there are; how many have pages is the page budget's business.
         num_regions: slots for regions.
-        region_blocks: places a region has.
+        region_blocks: places a region has; 0: no sequence has a region.
     """
 
     def __init__(
-        self, backend: Backend, spec: LayerGroup, *, num_blocks: int, num_regions: int, region_blocks: int
+        self,
+        backend: Backend,
+        index: int,
+        spec: LayerGroup,
+        *,
+        num_blocks: int,
+        num_regions: int,
+        region_blocks: int,
     ) -> None:
+        self.index = index
         self.spec = spec
         self.layout = spec.layout
         self.num_regions = num_regions
@@ -67,9 +99,10 @@ class GroupMemory:
         self._homes: list[AddressRange] = []
         self._ranges: list[AddressRange] = []
         try:
-            for _ in range(spec.layout.num_slices):
-                self._homes.append(backend.reserve(num_blocks * self._page_bytes))
-                self._ranges.append(backend.reserve(num_regions * region_blocks * self._page_bytes))
+            for _ in range(spec.layout.num_homes):
+                self._homes.append(backend.reserve(num_blocks * spec.layout.home_bytes))
+                if region_blocks:
+                    self._ranges.append(backend.reserve(num_regions * region_blocks * self._page_bytes))
         except VmemError:
             self.release()
             raise
@@ -104,14 +137,18 @@ class GroupMemory:
         """A region without any mapping, parked by nobody yet."""
         return Region(self._free_slots.pop())
 
-    def adopt(self, prefix: Sequence[int], num_blocks: int) -> Region | None:
+    def adopt(self, prefix: Sequence[int], num_blocks: int, *, evicts: bool) -> Region | None:
         """Take the parked region that saves most mapping to a sequence of `num_blocks` blocks that begins with the
-        blocks `prefix`; a new one where none saves any. `None` if all are held."""
+        blocks `prefix`; a new one where none saves any. `None` if all are held.
+
+        Args:
+            evicts: the sequence will take blocks for which the content of others is given up.
+        """
         best, most = None, 0
-        for region in self._candidates(prefix, num_blocks):
+        for region in self._candidates(prefix, num_blocks, evicts):
             saved = region.matching(prefix)
             if saved == len(prefix):
-                while saved < num_blocks and region.at(saved) != HOLE and self.pool.is_free(region.at(saved)):
+                while saved < num_blocks and self.can_take(region.at(saved), evicts=evicts):
                     saved += 1
             if saved > most or best is None:
                 best, most = region, saved
@@ -125,10 +162,17 @@ class GroupMemory:
             self.held.add(best)
         return best
 
-    def _candidates(self, prefix: Sequence[int], num_blocks: int) -> list[Region]:
+    def can_take(self, block_id: int, *, evicts: bool) -> bool:
+        """Whether the block that a place shows is there for its holder to take."""
+        return block_id != HOLE and (self.pool.is_free(block_id) or (evicts and self.pool.is_kept(block_id)))
+
+    def _candidates(self, prefix: Sequence[int], num_blocks: int, evicts: bool) -> list[Region]:
         """Parked regions worth a look, the most promising first: for a prefix those that begin alike, else the
-        shortest that is long enough, then the longest of the others."""
+        shortest that is long enough, then the longest of the others. When content must be given up, that of the regions
+        parked longest."""
         free = [region for region in self.parked if not region.busy]
+        if evicts and not prefix:
+            return free[:_ADOPTION_CANDIDATES]
         if prefix:
             alike = [region for region in free if region.at(0) == prefix[0]]
             return sorted(alike or free[:1], key=lambda region: -region.num_shown)
@@ -163,8 +207,8 @@ class GroupMemory:
         with _Undo() as undo:
             for start, end in _runs(block_ids):
                 for i, home in enumerate(self._homes):
-                    address = home.address + block_ids[start] * self._page_bytes
-                    self._map(undo, address, [pages[i] for pages in handles[start:end]])
+                    address = home.address + block_ids[start] * self.layout.home_bytes
+                    self._map(undo, address, self._pages_at(i, handles[start:end]))
 
     def unmap_home(self, block_ids: Sequence[int]) -> None:
         """Unmap blocks (ascending ids) at home, neighbours in one call."""
@@ -172,8 +216,13 @@ class GroupMemory:
             for start, end in _runs(block_ids):
                 run = block_ids[start:end]
                 for i, home in enumerate(self._homes):
-                    address = home.address + run[0] * self._page_bytes
-                    self._unmap(undo, address, [self.handles[b][i] for b in run])
+                    address = home.address + run[0] * self.layout.home_bytes
+                    self._unmap(undo, address, self._pages_at(i, [self.handles[b] for b in run]))
+
+    def _pages_at(self, home: int, handles: Sequence[tuple[int, ...]]) -> list[int]:
+        """Of these blocks, the pages in one of the homes, in order."""
+        count = self.num_slices // self.layout.num_homes
+        return [page for pages in handles for page in pages[home * count : (home + 1) * count]]
 
     def map_places(self, region: Region, start: int, block_ids: Sequence[int]) -> None:
         """Map blocks behind the region's places from `start` on."""

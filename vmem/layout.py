@@ -16,7 +16,6 @@ costs one mapping instead of two for each layer; per-layer reads are dense.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -85,6 +84,15 @@ class KVLayout:
         return self.num_slices * self.page_bytes
 
     @property
+    def num_homes(self) -> int:
+        """Address ranges in which a block has a place of `home_bytes`."""
+        return self.num_slices
+
+    @property
+    def home_bytes(self) -> int:
+        return self.page_bytes
+
+    @property
     def padding(self) -> float:
         """Share of a full block's bytes that hold no key or value."""
         return 1 - self.payload_bytes * self.block_tokens / self.block_bytes
@@ -120,6 +128,45 @@ class KVLayout:
         return strided(self.keys[layer], spec.key_dim), strided(self.values[layer], spec.value_dim)
 
 
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """A state of fixed size for each sequence, whatever its length: one block of whole pages, side by side.
+
+    Attributes:
+        payload_bytes: of the state.
+        block_tokens: tokens that one block stands for: as many as there will ever be.
+    """
+
+    payload_bytes: int
+    page_bytes: int
+    block_tokens: int = 1 << 40
+
+    @property
+    def num_slices(self) -> int:
+        return -(-self.payload_bytes // self.page_bytes)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.num_slices * self.page_bytes
+
+    @property
+    def num_homes(self) -> int:
+        return 1
+
+    @property
+    def home_bytes(self) -> int:
+        return self.block_bytes
+
+    @property
+    def padding(self) -> float:
+        """Share of a block's bytes that hold no state."""
+        return 1 - self.payload_bytes / self.block_bytes
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that a sequence of that length has: one, once it has begun."""
+        return min(num_tokens, 1)
+
+
 def plan_layout(
     layers: Sequence[LayerSpec],
     dtype: torch.dtype,
@@ -129,6 +176,7 @@ def plan_layout(
     block_tokens: int | None = None,
     page_bytes: int | None = None,
     expected_tokens: int = 1024,
+    multiple_of: int = 1,
 ) -> KVLayout:
     """Lay out the layers of one token so that pages are whole numbers of granules and of tokens.
 
@@ -138,6 +186,7 @@ def plan_layout(
         block_tokens: tokens a block must have; the token is padded until that many are whole granules.
         page_bytes: the page size other layer groups have; as many tokens as fit become a block.
         expected_tokens: length of a typical sequence, to weigh padding against unfilled last blocks.
+        multiple_of: with `page_bytes`, the block is a multiple of so many tokens.
 
     Raises:
         LayoutError: no layers, a dimension that is not positive, or numbers that make no page.
@@ -157,7 +206,7 @@ def plan_layout(
     if page_bytes is not None:
         if page_bytes % granularity_bytes:
             raise LayoutError(f"page_bytes {page_bytes} is not a multiple of the granularity {granularity_bytes}")
-        tokens = block_tokens or _most_tokens(page_bytes, row_bytes)
+        tokens = block_tokens or _most_tokens(page_bytes, row_bytes, multiple_of)
         if not tokens or page_bytes % (tokens * _ROW_ALIGNMENT_BYTES) or page_bytes // tokens < row_bytes:
             raise LayoutError(f"pages of {page_bytes} bytes cannot hold {tokens or 1} tokens of {row_bytes} bytes")
         return layout(page_bytes, tokens)
@@ -166,7 +215,8 @@ def plan_layout(
             raise LayoutError(f"block_tokens {block_tokens} must divide the granularity of {granularity_bytes} bytes")
         step = max(granularity_bytes // block_tokens, _ROW_ALIGNMENT_BYTES)
         return layout(block_tokens * _round_up(row_bytes, step), block_tokens)
-    first = _round_up(_SMALLEST_BLOCK_TOKENS * row_bytes, granularity_bytes)
+    smallest = _smallest_block(expected_tokens)
+    first = _round_up(smallest * row_bytes, granularity_bytes)
     sizes = [first + i * granularity_bytes for i in range(_MOST_GRANULES_TRIED)]
     layouts = [layout(size, _most_tokens(size, row_bytes)) for size in sizes]
     return min(layouts, key=lambda candidate: candidate.expected_waste(expected_tokens))
@@ -183,7 +233,8 @@ def plan_groups(
 ) -> tuple[KVLayout, ...]:
     """A layout for each layer group, all with pages of one size, so that the groups can share one page budget.
 
-    The group with the longest rows sets the page size; in the others a block holds as many tokens as fit into it.
+    The group with the longest rows sets the page size; in the others a block holds as many tokens as fit into it, in
+    multiples of the first group's block: prefixes are shared in units that are whole blocks of every group.
     """
     if not groups:
         raise LayoutError("there must be at least one layer group")
@@ -200,19 +251,16 @@ def plan_groups(
     return tuple(
         leader
         if list(layers) == list(largest)
-        else plan_layout(layers, dtype, granularity_bytes=granularity_bytes, kind=kind, page_bytes=page_bytes)
+        else plan_layout(
+            layers,
+            dtype,
+            granularity_bytes=granularity_bytes,
+            kind=kind,
+            page_bytes=page_bytes,
+            multiple_of=leader.block_tokens,
+        )
         for layers in groups
     )
-
-
-def longest_sequence(layouts: Sequence[KVLayout], num_pages: int) -> int:
-    """The most tokens of one sequence that fit into so many pages, all layer groups together."""
-
-    def fits(num_tokens: int) -> bool:
-        return sum(layout.num_blocks(num_tokens) * layout.num_slices for layout in layouts) <= num_pages
-
-    most = num_pages * max(layout.block_tokens for layout in layouts)
-    return bisect.bisect_left(range(1, most + 1), True, key=lambda num_tokens: not fits(num_tokens))
 
 
 def _place_rows(
@@ -233,9 +281,17 @@ def _place_rows(
     return tuple(rows[::2]), tuple(rows[1::2]), 1, offset
 
 
-def _most_tokens(page_bytes: int, row_bytes: int) -> int:
+def _smallest_block(expected_tokens: int) -> int:
+    """Tokens of the smallest block worth its mapping calls: half of it is about 3 % of a typical sequence at most."""
+    tokens = _SMALLEST_BLOCK_TOKENS
+    while tokens > 1 and tokens / 2 > 0.03 * expected_tokens:
+        tokens //= 2
+    return tokens
+
+
+def _most_tokens(page_bytes: int, row_bytes: int, multiple_of: int = 1) -> int:
     """The most tokens that divide a page evenly at an aligned stride of at least `row_bytes`; 0 if not even one."""
-    for tokens in range(page_bytes // row_bytes, 0, -1):
+    for tokens in range(page_bytes // row_bytes // multiple_of * multiple_of, 0, -multiple_of):
         if page_bytes % (tokens * _ROW_ALIGNMENT_BYTES) == 0:
             return tokens
     return 0

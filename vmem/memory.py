@@ -7,10 +7,13 @@ Two address ranges show the same pages:
 
 A paged kernel reads home through the block table; any contiguous kernel reads the sequence's region. Every block is at
 home as long as it has pages, so a sequence can change from its region to its block table at any time.
+
+What a sequence leaves is found again by its content: a free block keeps it until the page is needed (prefix cache).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import Counter
@@ -23,22 +26,35 @@ from vmem.allocator import BlockAllocator
 from vmem.backend import Backend
 from vmem.background import Background, MappingOptions
 from vmem.copies import BlockCopies
-from vmem.errors import IntegrityError, LayoutError, OutOfPages, VmemError
+from vmem.errors import IntegrityError, LayoutError, MapError, OutOfPages, VmemError
 from vmem.group import GroupMemory, LayerGroup, total_pages
+from vmem.layout import KVLayout
 from vmem.mapper import Mapper
 from vmem.pages import BudgetAnswer, PagePool
-from vmem.region import HOLE
+from vmem.pins import Pins
+from vmem.prefix import Hash, PrefixIndex, PrefixMatch, TokenChain, stable_hash
 from vmem.report import GroupReport, MemoryReport
+from vmem.reuse import LEAST_PARTIAL_TOKENS, PrefixReuse
 from vmem.sequence import Demand, GroupTable, SequenceMemory, ViewPolicy
+from vmem.swap import SwappedGroup, SwapSpace
+from vmem.swapping import Swapping
+from vmem.tables import BlockTables
 from vmem.views import SequenceViews
 from vmem.work import Detach, Work
+
+logger = logging.getLogger(__name__)
 
 
 class KVMemory:
     """Blocks, pages, mappings and regions of one device.
 
-    Its methods may be called from any thread, those that name the same sequence or the same step from one at a time;
-    the mapper's thread works beside them. A call that raises has changed nothing, unless it says so.
+    **Threads.** Two meet here: the engine's, which calls nearly everything, and the mapper's, which changes mappings
+    and pages beside it and drops cached content that has become old. One lock guards all the books; every method takes
+    it, so `report`, `set_budget` and `check_integrity` may be called from any third thread. Methods that name the same
+    sequence, and those of one step (`begin`, `ensure`, `launched`, `commit`), belong to one thread at a time. What
+    `match` returns holds until the lock is let go: `reuse` looks again.
+
+    A call that raises has changed nothing, unless it says so.
 
     Which view a sequence is read through is its policy's business, see `SequenceViews`.
 
@@ -49,7 +65,12 @@ class KVMemory:
         floor_bytes: physical memory, in whole pages, that is taken at once and never given back.
         num_regions: how many sequences may hold a region at once.
         max_tokens: the longest sequence.
+        step_tokens: the most tokens that a step computes of one sequence; by default all of them.
         options: how mappings and pages follow the load.
+        prefix_cache: whether free blocks keep their content for sequences that begin alike.
+        pin_quota: share of the budget that pinned prefixes may take.
+        swap_bytes: host memory for preempted sequences.
+        hash: of the prefix cache; for tests.
 
     Raises:
         LayoutError: the groups do not fit together.
@@ -64,14 +85,20 @@ class KVMemory:
         budget_bytes: int,
         num_regions: int,
         max_tokens: int,
+        step_tokens: int | None = None,
         floor_bytes: int = 0,
         options: MappingOptions | None = None,
+        prefix_cache: bool = True,
+        pin_quota: float = 0.25,
+        swap_bytes: int = 0,
+        hash: Hash = stable_hash,
     ) -> None:
         page_sizes = {group.layout.page_bytes for group in groups}
         if len(page_sizes) != 1:
             raise LayoutError(f"layer groups must share one page size, got {sorted(page_sizes)}")
         page_bytes = page_sizes.pop()
         self.max_tokens = max_tokens
+        self.step_tokens = step_tokens or max_tokens
         self._options = options or MappingOptions()
         self._backend = backend
         self._specs = tuple(groups)
@@ -79,29 +106,47 @@ class KVMemory:
         self._pages = PagePool(page_bytes, budget_bytes // page_bytes, fewest_pages)
         self._groups: list[GroupMemory] = []
         try:
-            for group in groups:
-                num_blocks = self._pages.budget // group.layout.num_slices
-                region_blocks = group.layout.num_blocks(max_tokens)
+            for g, group in enumerate(groups):
                 self._groups.append(
                     GroupMemory(
-                        backend, group, num_blocks=num_blocks, num_regions=num_regions, region_blocks=region_blocks
+                        backend,
+                        g,
+                        group,
+                        num_blocks=self._pages.budget // group.layout.num_slices,
+                        num_regions=num_regions,
+                        region_blocks=0 if group.is_state else group.layout.num_blocks(max_tokens),
                     )
                 )
         except VmemError:
             for made in self._groups:
                 made.release()
             raise
-        self._place_of_layer = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
+        self._place_of_layer = {
+            layer: (g, i)
+            for g, group in enumerate(groups)
+            if not group.is_state
+            for i, layer in enumerate(group.layers)
+        }
         self._sequences: set[SequenceMemory] = set()
-        self._num_adopted_blocks = 0
-        self._background = Background(backend, self._pages, self._groups, self._options, floor_bytes // page_bytes)
+        self.prefix_cache = prefix_cache
+        block_sizes = [group.layout.block_tokens for group in groups if not group.is_state]
+        self._index = PrefixIndex(self._groups, math.lcm(*block_sizes), hash)
+        self._background = Background(
+            backend, self._pages, self._groups, self._index, self._options, floor_bytes // page_bytes
+        )
         self._mapper = Mapper(self._next_work, self._wait_s, self._background.forget)
         self._lock = self._mapper.lock
-        self._allocator = BlockAllocator(backend, self._pages, self._groups, self._mapper)
+        self._allocator = BlockAllocator(backend, self._pages, self._groups, self._index, self._mapper)
         self._copies = BlockCopies(backend, self._groups, self._allocator)
+        self._tables = BlockTables(self._groups, self._allocator, self._copies)
+        self._reuse = PrefixReuse(self._groups, self._index, self._allocator, self._tables)
         self._views = SequenceViews(
             backend, self._groups, self._allocator, self._mapper, self._background, self._options
         )
+        self._swapping = Swapping(
+            backend, self._groups, SwapSpace(swap_bytes), self._index, self._allocator, self._tables
+        )
+        self._pins = Pins(self._pages, self._groups, pin_quota)
         self._mapper.start()
 
     # ---- sizes ----
@@ -116,22 +161,46 @@ class KVMemory:
         return self._allocator.num_free_pages
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages a sequence of that length owns."""
-        return sum(group.layout.num_blocks(num_tokens) * group.layout.num_slices for group in self._specs)
+        """Pages a sequence of that length owns at most; of layers with a window, only that."""
+        return sum(group.most_pages(num_tokens, self.step_tokens) for group in self._specs)
+
+    def pages_to_come(self, sequence: SequenceMemory | None, num_tokens: int) -> int:
+        """Pages that the sequence may still take until it has so many tokens."""
+        if sequence is None:
+            return self.pages_for(num_tokens)
+        owned = [len(table.block_ids) - table.first for table in sequence.groups]
+        return sum(
+            max(group.most_pages(num_tokens, self.step_tokens) - count * group.layout.num_slices, 0)
+            for group, count in zip(self._specs, owned, strict=True)
+        )
+
+    def fit_together(self, lengths: Sequence[int]) -> bool:
+        """Whether sequences of these lengths could run at once, if nothing else did and they shared nothing."""
+        return sum(map(self.pages_for, lengths)) <= self._pages.budget - self._pages.num_pinned
 
     # ---- sequences ----
 
-    def open(self, policy: ViewPolicy = "auto") -> SequenceMemory:
-        """A new sequence without blocks. Free it with `free`."""
-        sequence = SequenceMemory(policy, tuple(GroupTable() for _ in self._specs))
+    def open(self, policy: ViewPolicy = "auto", *, expected_tokens: int = 0) -> SequenceMemory:
+        """A new sequence without blocks. Free it with `free`.
+
+        Args:
+            expected_tokens: how long it will be soon, if longer than its first `append` says.
+        """
+        sequence = SequenceMemory(
+            policy, tuple(GroupTable() for _ in self._specs), expected_tokens=min(expected_tokens, self.max_tokens)
+        )
         with self._lock:
             self._sequences.add(sequence)
         return sequence
 
-    def append(self, sequence: SequenceMemory, num_tokens: int) -> None:
+    def append(self, sequence: SequenceMemory, num_tokens: int, *, start: int = 0) -> None:
         """Let the sequence own blocks for `num_tokens` tokens in all, the ones it has included.
 
-        A last block that it shares with a fork and that the new tokens begin in is copied first (PagedAttention §4.4).
+        A last block that it shares with a fork, or with the prefix cache, and that the new tokens begin in is copied
+        first (PagedAttention §4.4).
+
+        Args:
+            start: what no query from this position on sees is freed first, whatever happens then.
 
         Raises:
             OutOfPages: the budget is used up; the sequence owns what it owned.
@@ -144,35 +213,31 @@ class KVMemory:
             had_tokens = sequence.num_tokens
             if num_tokens <= had_tokens:
                 return
-            tables = list(zip(self._groups, sequence.groups, strict=True))
-            needed = sum(
-                (
-                    group.layout.num_blocks(num_tokens)
-                    - len(table.block_ids)
-                    + self._copies.shares_last(g, table, had_tokens)
-                )
-                * group.num_slices
-                for g, (group, table) in enumerate(tables)
-            )
+            tables = self._tables.of(sequence)
+            for group, table in tables:
+                self._tables.expire(group, table, start)
+            needed = self._tables.pages_to_grow(sequence, num_tokens)
             if not needed:
                 sequence.num_tokens = num_tokens
                 return
             if needed > self.num_free_pages:
                 raise OutOfPages(needed, self.num_free_pages)
             enters = not had_tokens and sequence.view == "block_table"
+            evicts = self._allocator.must_evict(needed)
             copied: list[tuple[int, GroupTable, int]] = []  # (group, table, the shared block it had)
             try:
                 if enters:
-                    self._views.enter(sequence, num_tokens)
+                    self._views.enter(sequence, max(num_tokens, sequence.expected_tokens), evicts=evicts)
                 for g, (group, table) in enumerate(tables):
                     if self._copies.shares_last(g, table, had_tokens):
                         shared = table.block_ids[-1]
                         self._copies.own_last(g, table)
                         copied.append((g, table, shared))
-                    self._grow(group, table, group.layout.num_blocks(num_tokens) - len(table.block_ids))
+                    count = group.layout.num_blocks(num_tokens) - len(table.block_ids)
+                    self._tables.grow(group, table, count, evicts=evicts)
             except VmemError:
                 for group, table in tables:
-                    self._drop(group, table, group.layout.num_blocks(had_tokens))
+                    self._tables.drop(group, table, group.layout.num_blocks(had_tokens))
                 if enters:
                     self._views.leave(sequence)
                 for g, table, shared in copied:
@@ -180,18 +245,30 @@ class KVMemory:
                 raise
             sequence.num_tokens = num_tokens
 
-    def fork(self, sequence: SequenceMemory, num_tokens: int, policy: ViewPolicy | None = None) -> SequenceMemory:
+    def fork(
+        self,
+        sequence: SequenceMemory,
+        num_tokens: int,
+        policy: ViewPolicy | None = None,
+        chain: TokenChain | None = None,
+    ) -> SequenceMemory:
         """A new sequence that shares the blocks of the first `num_tokens` tokens, which must be computed
         (PagedAttention §4.4).
 
         In the region view its shared blocks are mapped once more. Whoever first appends to a shared last block copies
         it.
+
+        Args:
+            chain: of the new sequence's tokens, to put what it computes into the prefix cache.
+
+        Raises:
+            VmemError: the window, or the state, has moved past `num_tokens`; or every region is taken.
         """
         with self._locked():
             self._check_open(sequence)
             if not 0 < num_tokens <= sequence.num_tokens:
                 raise VmemError(f"a fork of {num_tokens} tokens from a sequence of {sequence.num_tokens}")
-            self._check_window(sequence, num_tokens)
+            self._tables.check_can_go_on(sequence, num_tokens)
             child = SequenceMemory(policy or sequence.policy, tuple(GroupTable() for _ in self._specs), num_tokens)
             for group, table, new in zip(self._groups, sequence.groups, child.groups, strict=True):
                 new.block_ids = table.block_ids[: group.layout.num_blocks(num_tokens)]
@@ -202,6 +279,7 @@ class KVMemory:
             except VmemError:
                 self._drop_all(child)
                 raise
+            self._reuse.fork(sequence, child, chain)
             self._sequences.add(child)
             return child
 
@@ -211,9 +289,10 @@ class KVMemory:
             self._check_open(sequence)
             if num_tokens > sequence.num_tokens:
                 raise VmemError(f"truncation to {num_tokens} of a sequence of {sequence.num_tokens} tokens")
-            self._check_window(sequence, num_tokens)
-            for group, table in zip(self._groups, sequence.groups, strict=True):
-                self._drop(group, table, group.layout.num_blocks(num_tokens))
+            self._tables.check_can_go_on(sequence, num_tokens)
+            for group, table in self._tables.of(sequence):
+                self._tables.drop(group, table, group.layout.num_blocks(num_tokens))
+            self._index.cut(sequence.prefix, num_tokens // self._index.unit_tokens)
             sequence.num_tokens = num_tokens
             self._mapper.wake()
 
@@ -235,6 +314,176 @@ class KVMemory:
                     if region is not None:
                         self._allocator.hide_unused(group, region)
 
+    # ---- the prefix cache ----
+
+    def chain(self, keys: tuple[str, ...] = ()) -> TokenChain:
+        """Hashes of a request's tokens in this memory's units. Keep it as long as the request.
+
+        Args:
+            keys: what must be equal beside the tokens: a cache salt, an adapter.
+        """
+        return TokenChain(self._index.unit_tokens, keys, self._index.hash)
+
+    def match(self, chain: TokenChain, token_ids: Sequence[int]) -> PrefixMatch:
+        """What is cached of these tokens, the last excepted: its logits are needed. Changes nothing."""
+        with self._lock:
+            return self._match(chain, token_ids)
+
+    def pages_needed(self, match: PrefixMatch, num_tokens: int) -> int:
+        """Free pages that a sequence of so many tokens takes at most if it begins with the match."""
+        with self._lock:
+            return self._reuse.pages_needed(match, num_tokens, self.step_tokens)
+
+    def shared_tokens(self, sequence: SequenceMemory) -> int:
+        """Tokens at the beginning of the sequence whose blocks others own too, so that they stay without it."""
+        with self._lock:
+            return self._reuse.shared_tokens(sequence)
+
+    def reuse(self, sequence: SequenceMemory, chain: TokenChain, token_ids: Sequence[int]) -> int:
+        """Let a sequence without blocks share what is cached of its tokens; returns how many tokens that is.
+
+        Whole units are shared. A unit that begins like the next tokens is shared too and copied before the next step.
+        """
+        with self._locked():
+            self._check_open(sequence)
+            sequence.prefix.chain = chain
+            if not self.prefix_cache:
+                return 0
+            match = self._match(chain, token_ids)
+            self._reuse.share(sequence, match)
+            try:
+                if match.num_tokens:
+                    needed = self._tables.pages_to_grow(sequence, max(sequence.expected_tokens, match.num_tokens))
+                    self._views.enter(
+                        sequence,
+                        max(match.num_tokens, sequence.expected_tokens),
+                        evicts=self._allocator.must_evict(needed),
+                    )
+            except VmemError:
+                self._drop_all(sequence)
+                sequence.num_tokens = 0
+                raise
+            self._index.counts.queried_tokens += len(token_ids)
+            self._index.counts.hit_tokens += match.num_tokens
+            return match.num_tokens
+
+    def promise(self, sequence: SequenceMemory, num_tokens: int, snapshots: Sequence[int] = ()) -> None:
+        """Say that the sequence is going to compute its first `num_tokens` tokens, so that `match` tells others to
+        wait.
+
+        Args:
+            snapshots: where `begin` will end, so that a recurrent state is kept there.
+        """
+        if self.prefix_cache and sequence.prefix.chain is not None:
+            with self._lock:
+                self._reuse.promise(sequence, num_tokens, snapshots)
+
+    def begin(self, sequence: SequenceMemory, token_ids: Sequence[int], start: int, end: int) -> None:
+        """The coming step computes the tokens `start … end - 1` of the sequence; others of the same step may share
+        them already. `commit` or `abort` says how it went."""
+        path = sequence.prefix
+        if self.prefix_cache and path.chain is not None and end // self._index.unit_tokens > path.computed:
+            path.chain.extend(token_ids[:end])
+            with self._lock:
+                self._reuse.begin(sequence, end, end - start)
+
+    def commit(self) -> None:
+        """What `begin` announced is computed: it is in the prefix cache."""
+        with self._lock:
+            self._reuse.commit()
+
+    def abort(self) -> None:
+        """What `begin` announced has not been computed. Sequences that shared it must be freed."""
+        with self._lock:
+            self._reuse.abort()
+
+    @property
+    def unit_tokens(self) -> int:
+        """Prefixes are shared in multiples of so many tokens."""
+        return self._index.unit_tokens
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a layer keeps a recurrent state: prefixes are then shared up to where a step has ended."""
+        return self._reuse.has_states
+
+    # ---- pinned prefixes ----
+
+    def pin(self, name: str, sequence: SequenceMemory, num_tokens: int) -> None:
+        """Keep the blocks of the sequence's first `num_tokens` tokens, which must be computed, until `unpin`.
+
+        Raises:
+            PinError: the name is taken, or the quota, or the longest sequence, leaves no room for it.
+        """
+        with self._locked():
+            self._pins.check(name, self._tables.of(sequence), num_tokens)
+            pinned = self.fork(sequence, num_tokens, "block_table", sequence.prefix.chain)
+            self._sequences.remove(pinned)
+            self._pins.add(name, pinned)
+
+    def unpin(self, name: str) -> None:
+        """Let the prefix go the way of others. Raises `PinError` if no prefix of that name is pinned."""
+        with self._lock:
+            self._drop_all(self._pins.remove(name))
+            self._mapper.wake()
+
+    # ---- swapping ----
+
+    def swap_bytes(self, sequences: Sequence[SequenceMemory]) -> int:
+        """Bytes that `swap_out` of these sequences would copy; blocks that they share count once."""
+        with self._lock:
+            return self._swapping.num_bytes(sequences)
+
+    def pages_of(self, swapped: SwappedGroup) -> int:
+        """Pages that `swap_in` needs at most."""
+        return sum(count * group.layout.num_slices for count, group in zip(swapped.num_rows, self._specs, strict=True))
+
+    def swap_out(self, sequences: Sequence[SequenceMemory]) -> SwappedGroup:
+        """Copy what these sequences own to host memory, and free them, all or nothing (PagedAttention §4.5).
+
+        Raises:
+            OutOfSwap: there is no room for it.
+        """
+        with self._locked():
+            for sequence in sequences:
+                self._check_open(sequence)
+            self._copies.run()
+            swapped = self._swapping.copy_out(sequences)
+            for sequence in sequences:
+                try:
+                    self.free(sequence)
+                except MapError as error:  # it is gone all the same, see `free`
+                    logger.warning("a swapped sequence left its region mapped: %s", error)
+            return swapped
+
+    def swap_in(self, swapped: SwappedGroup) -> list[SequenceMemory]:
+        """Bring sequences back, in the order of `swap_out`, before whatever the device does next. What the prefix
+        cache still has is shared, not copied. `swapped` is used up.
+
+        Raises:
+            OutOfPages: too few pages are free; nothing has changed.
+            MapError: the device refused; nothing has changed.
+        """
+        with self._locked():
+            sequences = self._swapping.copy_in(swapped)
+            for i, sequence in enumerate(sequences):
+                try:
+                    self._views.enter(sequence, sequence.num_tokens)
+                except VmemError:
+                    for entered in sequences[: i + 1]:
+                        self._views.leave(entered)
+                    for entered in sequences:
+                        self._drop_all(entered)
+                    raise
+            self._sequences.update(sequences)
+            self._swapping.discard(swapped)
+            return sequences
+
+    def discard(self, swapped: SwappedGroup) -> None:
+        """Give swapped sequences up."""
+        with self._lock:
+            self._swapping.discard(swapped)
+
     # ---- steps ----
 
     def ensure(self, demands: Iterable[Demand]) -> None:
@@ -251,7 +500,7 @@ class KVMemory:
             self._copies.run()
             for demand in demands:
                 for group, table in zip(self._groups, demand.sequence.groups, strict=True):
-                    self._expire(group, table, demand.start)
+                    self._tables.expire(group, table, demand.start)
                 self._views.show(demand.sequence, demand.end)
 
     def plan(self, demands: Iterable[Demand]) -> None:
@@ -284,14 +533,26 @@ class KVMemory:
     def home_view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer by block: `[num_blocks, block_tokens, num_heads, dim]`."""
         g, i = self._place_of_layer[layer]
-        group = self._groups[g]
-        return group.layout.view(group.home_tensors(), i, group.layout.block_tokens)
+        group, layout = self._groups[g], self._specs[g].layout
+        assert isinstance(layout, KVLayout)
+        return layout.view(group.home_tensors(), i, layout.block_tokens)
 
     def region_view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer by slot: `[num_regions, region_tokens, num_heads, dim]`, holes included."""
         g, i = self._place_of_layer[layer]
-        group = self._groups[g]
-        return group.layout.view(group.region_tensors(), i, self.region_tokens(g))
+        layout = self._specs[g].layout
+        assert isinstance(layout, KVLayout)
+        return layout.view(self._groups[g].region_tensors(), i, self.region_tokens(g))
+
+    def state_view(self) -> torch.Tensor:
+        """Recurrent states by block: `[num_blocks, block_bytes]` uint8, holes included."""
+        [group] = [group for group in self._groups if group.spec.is_state]
+        [home] = group.home_tensors()
+        return home.view(-1, group.layout.home_bytes)
+
+    def state_group(self) -> int | None:
+        """The layer group that keeps recurrent states, if there is one."""
+        return next((g for g, group in enumerate(self._specs) if group.is_state), None)
 
     # ---- the budget ----
 
@@ -334,7 +595,8 @@ class KVMemory:
                     block_tokens=group.layout.block_tokens,
                     block_bytes=group.layout.block_bytes,
                     active_blocks=group.pool.num_owned,
-                    free_blocks=group.pool.num_loose + group.pool.num_tied,
+                    free_blocks=group.pool.num_loose + group.pool.num_tied + group.pool.num_kept,
+                    cached_blocks=group.pool.num_kept,
                     parked_blocks=group.pool.num_tied,
                     eager_blocks=group.pool.num_eager,
                 )
@@ -347,7 +609,10 @@ class KVMemory:
                 mapped_bytes=self._backend.num_mappings * page_bytes,
                 physical_bytes=self._pages.num_created * page_bytes,
                 active_bytes=self._allocator.num_owned_pages * page_bytes,
-                cached_bytes=0,
+                cached_bytes=sum(group.cached_blocks * group.block_bytes for group in groups),
+                pinned_bytes=self._pins.num_pages * page_bytes,
+                swapped_bytes=self._swapping.space.used_bytes,
+                swap_budget_bytes=self._swapping.space.budget_bytes,
                 parked_bytes=sum(group.parked_blocks * group.block_bytes for group in groups),
                 eager_bytes=sum(group.eager_blocks * group.block_bytes for group in groups),
                 num_mappings=self._backend.num_mappings,
@@ -362,8 +627,14 @@ class KVMemory:
                 num_hidden=times.num_hidden,
                 mapper_failures=self._mapper.num_failures,
                 adoptions=self._views.num_adoptions,
-                adopted_blocks=self._num_adopted_blocks,
+                adopted_blocks=self._tables.num_adopted,
                 demotions=self._views.num_demotions,
+                queried_tokens=self._index.counts.queried_tokens,
+                hit_tokens=self._index.counts.hit_tokens,
+                evicted_blocks=self._index.counts.evicted_blocks,
+                cached_prefixes=len(self._index),
+                copied_blocks=self._copies.num_copied,
+                pins=self._pins.report(),
                 groups=groups,
             )
 
@@ -371,8 +642,10 @@ class KVMemory:
         """Raise `IntegrityError` unless blocks, regions, pages and mappings add up."""
         with self._lock, self._quiet():
             mapped = 0
+            sequences = [*self._sequences, *self._pins.sequences]
+            self._index.check_integrity([sequence.prefix for sequence in sequences])
             for g, group in enumerate(self._groups):
-                owned = Counter(b for s in self._sequences for b in s.groups[g].block_ids[s.groups[g].first :])
+                owned = Counter(b for s in sequences for b in s.groups[g].block_ids[s.groups[g].first :])
                 owned.update(block_id for at, block_id in self._copies.held if at == g)
                 mapped += group.check_integrity(owned)
             self._pages.check_integrity(total_pages(self._groups))
@@ -380,16 +653,21 @@ class KVMemory:
                 raise IntegrityError(f"{mapped} pages should be mapped, {self._backend.num_mappings} are")
 
     def check_idle(self) -> None:
-        """Raise `IntegrityError` unless no sequence is open and every block is free."""
+        """Raise `IntegrityError` unless no sequence is open, and every block is free or pinned."""
         with self._lock:
             self._copies.run()
             self.check_integrity()
-            owned = self._allocator.num_owned_pages
-            if self._sequences or owned:
-                raise IntegrityError(f"idle, but {len(self._sequences)} sequences are open, {owned} pages are owned")
+            owned = self._allocator.num_owned_pages - self._pins.num_pages
+            if self._sequences or owned or self._swapping.space.used_bytes:
+                raise IntegrityError(
+                    f"idle, but {len(self._sequences)} sequences are open, {owned} pages are owned, "
+                    f"{self._swapping.space.used_bytes} bytes are swapped"
+                )
 
     def close(self) -> None:
-        """Stop the mapper and give everything back. Raises `IntegrityError` if a sequence is still open.
+        """Stop the mapper, unpin what is pinned and give everything back.
+
+        Raises `IntegrityError` if a sequence is still open.
 
         No step may be running any more.
         """
@@ -399,6 +677,9 @@ class KVMemory:
             self._copies.run()
         self._mapper.stop()
         with self._lock:
+            for name in list(self._pins.names):
+                self._drop_all(self._pins.remove(name))
+            self._index.clear()
             self._backend.wait(self._backend.fence())
             for group in self._groups:
                 for region in list(group.parked):
@@ -436,74 +717,23 @@ class KVMemory:
     def _wait_s(self) -> float | None:
         return self._background.wait_s(time.monotonic())
 
+    def _match(self, chain: TokenChain, token_ids: Sequence[int]) -> PrefixMatch:
+        limit = len(token_ids) - 1 if self.prefix_cache else 0
+        chain.extend(token_ids)
+        match = self._index.match(chain, token_ids, limit, LEAST_PARTIAL_TOKENS)
+        if match.partial is not None:
+            # Until its copy is made, a partial unit takes its blocks twice.
+            needed = self.pages_for(len(token_ids)) + self.pages_for(self.unit_tokens)
+            if needed > self.num_free_pages:
+                match = self._index.match(chain, token_ids, limit, 0)
+        return match
+
     def _check_open(self, sequence: SequenceMemory) -> None:
         if sequence not in self._sequences:
             raise IntegrityError("the sequence is not open")
 
-    def _grow(self, group: GroupMemory, table: GroupTable, count: int) -> None:
-        """Append blocks to the table: those its region shows next if they are free, then any. All or none."""
-        if count <= 0:
-            return
-        region = table.region
-        new: list[int] = []
-        if region is not None:
-            self._allocator.settle(region)
-            for place in range(len(table.block_ids), len(table.block_ids) + count):
-                shown = region.at(place)
-                if shown == HOLE or not group.pool.is_free(shown):
-                    break
-                group.pool.take(shown)
-                new.append(shown)
-        self._num_adopted_blocks += len(new)
-        try:
-            new += self._allocator.allocate(group, count - len(new))
-        except VmemError:
-            self._allocator.free(group, new)
-            raise
-        table.block_ids += new
-
-    def _drop(self, group: GroupMemory, table: GroupTable, kept: int) -> None:
-        """Free the blocks from `kept` on. Their places in the region become its tail."""
-        if kept >= len(table.block_ids):
-            return
-        if table.region is not None:
-            self._allocator.settle(table.region)
-            table.region.checked = min(table.region.checked, kept)
-            table.region.wanted = min(table.region.wanted, kept)
-            table.region.fence = self._allocator.fence
-        freed = table.block_ids[max(kept, table.first) :]
-        del table.block_ids[kept:]
-        self._allocator.free(group, freed)
-        self._copies.forget_unneeded()
-
     def _drop_all(self, sequence: SequenceMemory) -> None:
+        self._reuse.leave(sequence)
         self._views.leave(sequence)
-        for group, table in zip(self._groups, sequence.groups, strict=True):
-            self._drop(group, table, 0)
-
-    def _expire(self, group: GroupMemory, table: GroupTable, start: int) -> None:
-        """Free the blocks that no query from position `start` on sees any more."""
-        first = self._first_visible(group, start)
-        if first <= table.first:
-            return
-        if table.region is not None:
-            region = table.region
-            self._allocator.settle(region)
-            region.first = first
-            region.checked = max(region.checked, first)
-            region.fence = self._allocator.fence
-            group.expired[region] = None
-        self._allocator.free(group, table.block_ids[table.first : first])
-        table.first = first
-
-    def _first_visible(self, group: GroupMemory, start: int) -> int:
-        """The first block that a query at position `start` sees a token of."""
-        window = group.spec.window_tokens
-        return 0 if window is None else max(0, start - window + 1) // group.layout.block_tokens
-
-    def _check_window(self, sequence: SequenceMemory, num_tokens: int) -> None:
-        """Raise `VmemError` unless the sequence can go on after its first `num_tokens` tokens."""
-        for group, table in zip(self._groups, sequence.groups, strict=True):
-            if self._first_visible(group, num_tokens) < table.first:
-                lost = table.first * group.layout.block_tokens
-                raise VmemError(f"{num_tokens} tokens cannot be gone on from: the first {lost} have left the window")
+        for group, table in self._tables.of(sequence):
+            self._tables.drop(group, table, 0)

@@ -14,7 +14,7 @@ class PagePool:
 
     Args:
         budget: pages at first, and the most there may ever be.
-        fewest: pages the budget may be lowered to.
+        fewest: pages the budget may be lowered to when nothing is pinned.
 
     Raises:
         BudgetError: the budget is below `fewest`.
@@ -22,12 +22,14 @@ class PagePool:
     Attributes:
         budget: pages there may be; lowered and raised at run time. More may exist until some are destroyed.
         revision: of the last order that changed the budget.
+        num_pinned: pages that pinned prefixes own.
         spare: handles of pages that belong to no block.
     """
 
     def __init__(self, page_bytes: int, budget: int, fewest: int) -> None:
         self.page_bytes = page_bytes
-        self._fewest, self._most = fewest, budget
+        self.num_pinned = 0
+        self.fewest, self._most = fewest, budget
         self._check_budget(budget * page_bytes)
         self.budget = budget
         self.revision = 0
@@ -45,10 +47,11 @@ class PagePool:
         return "applied" if self.num_coming <= self.budget else "deferred"
 
     def _check_budget(self, budget_bytes: int) -> None:
-        if not self._fewest <= budget_bytes // self.page_bytes <= self._most:
+        fewest = self.fewest + self.num_pinned
+        if not fewest <= budget_bytes // self.page_bytes <= self._most:
             raise BudgetError(
-                f"a budget of {budget_bytes} bytes must be between {self._fewest * self.page_bytes}, which the longest "
-                f"sequence and the floor take, and {self._most * self.page_bytes}"
+                f"a budget of {budget_bytes} bytes must be between {fewest * self.page_bytes}, which the longest "
+                f"sequence, the floor and pinned prefixes take, and {self._most * self.page_bytes}"
             )
 
     @property

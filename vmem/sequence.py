@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vmem.prefix import PrefixPath
 from vmem.region import Region
 
 View = Literal["region", "block_table"]
@@ -34,11 +35,15 @@ class SequenceMemory:
         policy: what was asked for; `view` is what it came to.
         groups: one table for each layer group.
         num_tokens: tokens there is room for as far as anybody asked.
+        expected_tokens: how long it will probably be soon; its region is chosen for that.
+        prefix: where it is in the tree of cached prefixes.
     """
 
     policy: ViewPolicy
     groups: tuple[GroupTable, ...]
     num_tokens: int = 0
+    expected_tokens: int = 0
+    prefix: PrefixPath = field(default_factory=PrefixPath)
 
     @property
     def view(self) -> View:

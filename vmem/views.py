@@ -49,8 +49,11 @@ class SequenceViews:
         self.num_adoptions = 0
         self.num_demotions = 0
 
-    def enter(self, sequence: SequenceMemory, num_tokens: int) -> None:
+    def enter(self, sequence: SequenceMemory, num_tokens: int, *, evicts: bool = False) -> None:
         """Give a sequence of `num_tokens` tokens its regions, if its policy and the mapping budget allow it.
+
+        Args:
+            evicts: it will take blocks for which the content of others is given up.
 
         Raises:
             VmemError: the policy is "region", and all of them are held.
@@ -59,9 +62,11 @@ class SequenceViews:
             return
         now = time.monotonic()
         for group, table, prompts in zip(self._groups, sequence.groups, self._background.demand, strict=True):
+            if not group.region_blocks:
+                continue
             num_blocks = group.layout.num_blocks(num_tokens)
             prompts.note_prompt(num_blocks, now)
-            region = self._adopt(group, table.block_ids, num_blocks)
+            region = self._adopt(group, table.block_ids, num_blocks, evicts)
             if region is None:
                 self.leave(sequence)
                 if sequence.policy == "region":
@@ -117,10 +122,10 @@ class SequenceViews:
                 table.region.wanted = wanted
                 group.wanted[table.region] = None
 
-    def _adopt(self, group: GroupMemory, prefix: Sequence[int], num_blocks: int) -> Region | None:
+    def _adopt(self, group: GroupMemory, prefix: Sequence[int], num_blocks: int, evicts: bool) -> Region | None:
         """A region for a sequence; waits for one that the mapper has in hand when there is no other."""
         while True:
-            region = group.adopt(prefix, num_blocks)
+            region = group.adopt(prefix, num_blocks, evicts=evicts)
             busy = next((parked for parked in group.parked if parked.busy), None)
             if region is not None or busy is None:
                 return region

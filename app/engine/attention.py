@@ -6,7 +6,6 @@ given, so that several engines can live in one process and nothing is global.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -93,15 +92,19 @@ class GeometryProbe:
         batch = VarlenBatch(starts, num_tokens, torch.zeros(1, 1, dtype=torch.int32))
         return self._provider.attend(query, key[None], value[None], batch, masking)
 
-    def layers(self, num_layers: int) -> tuple[LayerSpec, ...]:
-        """The geometry of every layer, after one forward. Raises `ModelError` unless each asked exactly once."""
-        calls = {layer: len(specs) for layer, specs in self._specs.items()}
-        if calls != dict.fromkeys(range(num_layers), 1):
+    def layers(self, *, required: frozenset[int], allowed: frozenset[int]) -> dict[int, LayerSpec]:
+        """The geometry of every layer that attends, after one forward.
+
+        Raises `ModelError` unless all `required` layers asked, only `allowed` ones, and none of them twice.
+        """
+        calls = {layer: len(specs) for layer, specs in sorted(self._specs.items())}
+        if not required <= calls.keys() <= allowed or any(count > 1 for count in calls.values()):
             raise ModelError(
-                f"{sum(calls.values())} attention calls from layers {sorted(calls)} in one forward of a model with "
-                f"{num_layers} layers: it does not run all of its attention through transformers' AttentionInterface"
+                f"{sum(calls.values())} attention calls from layers {sorted(calls)} in one forward of a model that "
+                f"should attend in layers {sorted(required)}: it does not run all of its attention through "
+                "transformers' AttentionInterface"
             )
-        return tuple(self._specs[layer][0] for layer in range(num_layers))
+        return {layer: specs[0] for layer, specs in sorted(self._specs.items())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +123,21 @@ class CachedAttention:
 
     def __init__(self, memory: KVMemory, provider: AttentionProvider) -> None:
         self._provider = provider
-        layers = range(sum(len(group.layers) for group in memory.groups))
-        self._group_of = [memory.group_of(layer) for layer in layers]
-        self._caches: dict[View, Sequence[_LayerCache]] = {
-            "region": [_LayerCache(*memory.region_view(layer)) for layer in layers],
-            "block_table": [_LayerCache(*memory.home_view(layer)) for layer in layers],
+        layers = [layer for group in memory.groups for layer in group.layers]
+        self._group_of = {layer: memory.group_of(layer) for layer in layers}
+        self._caches: dict[View, dict[int, _LayerCache]] = {
+            "region": {layer: _LayerCache(*memory.region_view(layer)) for layer in layers},
+            "block_table": {layer: _LayerCache(*memory.home_view(layer)) for layer in layers},
         }
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
     ) -> torch.Tensor:
-        outs: list[torch.Tensor] = []
-        for part in self.batch.parts[self._group_of[layer]]:
-            cache, own = self._caches[part.view][layer], part.tokens
-            self._provider.write(key[own], value[own], cache.key, cache.value, part.slots)
-            outs.append(self._provider.attend(query[own], cache.key, cache.value, part.attention, masking))
+        parts = [(part, self._caches[part.view][layer]) for part in self.batch.parts[self._group_of[layer]]]
+        for part, cache in parts:  # all of them first: a sequence may share what another one computes in this step
+            self._provider.write(key[part.tokens], value[part.tokens], cache.key, cache.value, part.slots)
+        outs = [
+            self._provider.attend(query[part.tokens], cache.key, cache.value, part.attention, masking)
+            for part, cache in parts
+        ]
         return outs[0] if len(outs) == 1 else torch.cat(outs)

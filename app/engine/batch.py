@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from app.engine.scheduler import Scheduled
+from app.engine.states import StateBatch
 from kernels import VarlenBatch
 from vmem import Demand, KVMemory, SequenceMemory, View
 
@@ -37,13 +38,15 @@ class StepBatch:
     Attributes:
         token_ids, positions: `[num_tokens]` int64.
         sample_rows: `[num_samples]` int64, the tokens whose logits are needed.
-        parts: for each layer group the parts of the batch, one for each view that occurs.
+        parts: for each layer group the parts of the batch, one for each view that occurs; none for a group of states.
+        states: whose recurrent state is where; `None` for models without.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     sample_rows: torch.Tensor
     parts: tuple[tuple[BatchPart, ...], ...]
+    states: StateBatch | None = None
 
 
 def build_batch(scheduled: Sequence[Scheduled], memory: KVMemory, *, sample_all: bool = False) -> StepBatch:
@@ -73,6 +76,8 @@ def build_batch(scheduled: Sequence[Scheduled], memory: KVMemory, *, sample_all:
         cu_seqlens_q = torch.from_numpy((starts[begin : end + 1] - starts[begin]).astype(np.int32))
         cache_seqlens = torch.from_numpy((first + num_tokens)[begin:end].astype(np.int32))
         for g in range(len(memory.groups)):
+            if memory.groups[g].is_state:
+                continue
             groups, group_tokens = _tables(sequences[begin:end], memory, g, view)
             at = positions[tokens]
             within = (
@@ -87,7 +92,16 @@ def build_batch(scheduled: Sequence[Scheduled], memory: KVMemory, *, sample_all:
         positions=torch.from_numpy(positions),
         sample_rows=torch.from_numpy(sample_rows),
         parts=tuple(map(tuple, parts)),
+        states=_states(scheduled, memory, starts.tolist()),
     )
+
+
+def _states(scheduled: Sequence[Scheduled], memory: KVMemory, starts: list[int]) -> StateBatch | None:
+    g = memory.state_group()
+    if g is None:
+        return None
+    blocks = [memory_of(s).groups[g].block_ids[0] for s in scheduled]
+    return StateBatch(starts, blocks, [not s.request.num_computed for s in scheduled])
 
 
 def demands(scheduled: Sequence[Scheduled]) -> list[Demand]:
@@ -103,6 +117,11 @@ def next_demands(scheduled: Sequence[Scheduled]) -> list[Demand]:
         end = start + 1 if s.samples else min(start + s.num_tokens, len(s.request.token_ids))
         following.append(Demand(memory_of(s), start, end))
     return following
+
+
+def num_attended(scheduled: Sequence[Scheduled]) -> int:
+    """Cached tokens that the queries of the step see, all together, windows left aside."""
+    return sum(s.num_tokens * s.request.num_computed + s.num_tokens * (s.num_tokens + 1) // 2 for s in scheduled)
 
 
 def memory_of(scheduled: Scheduled) -> SequenceMemory:

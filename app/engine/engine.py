@@ -13,41 +13,23 @@ from collections.abc import Sequence
 import torch
 
 from app.config import EngineConfig
-from app.engine.batch import build_batch, demands, memory_of, next_demands
+from app.engine.batch import build_batch, demands, memory_of, next_demands, num_attended
 from app.engine.detokenizer import TextStream
+from app.engine.kv_plan import build_memory
 from app.engine.model_loader import LoadedModel, load_model
-from app.engine.model_runner import ModelRunner, ObservedLayer, observe_layers
+from app.engine.model_runner import ModelRunner, observe_layers
 from app.engine.params import SamplingParams
-from app.engine.request import Delta, Request
+from app.engine.recovery import RecoveryModel
+from app.engine.request import Delta, Request, SequenceGroup
 from app.engine.sampler import sample
-from app.engine.scheduler import Scheduler
+from app.engine.scheduler import Scheduled, Scheduler
 from app.engine.self_test import self_test
 from app.errors import ConfigError, ContextLengthError, RequestError
-from kernels import AttentionProvider, KernelError, select_provider
-from vmem import (
-    BudgetAnswer,
-    BudgetError,
-    KVLayout,
-    KVMemory,
-    LayerGroup,
-    MappingOptions,
-    MemoryReport,
-    VmemError,
-    longest_sequence,
-    plan_groups,
-    select_backend,
-)
+from kernels import KernelError, select_provider
+from vmem import BudgetAnswer, BudgetError, KVMemory, MemoryReport, PinError, VmemError, copy_rate
 
 logger = logging.getLogger(__name__)
 
-# Pages at most, and mappings at most. On Linux every page may be a mapping of its own, at home and in regions, with a
-# hole beside it at home, and a process may have 65,530; a CUDA context had about 520,000 in somebody's measurement.
-MAX_PAGES = {"cpu": 24_000, "cuda": 200_000}
-MAX_MAPPINGS = {"cpu": 50_000, "cuda": 400_000}
-# On a CUDA device, what is left to torch, and the share of the rest that the cache may take.
-_HEADROOM_BYTES, _CUDA_SHARE = 2 << 30, 0.9
-# Longer blocks are tried until the budget has no more pages than that.
-_LONGER_BLOCK_TOKENS = (32, 64, 128, 256, 512, 1024)
 # How long a step without memory waits before it looks again.
 _WAIT_FOR_PAGES_S = 0.01
 # A request that cannot begin although nothing else runs is failed after this long.
@@ -67,23 +49,28 @@ class Engine:
         self.model = load_model(config)
         try:
             provider = select_provider(config.attention, self.model.module.device)
-            self.memory = _build_memory(config, self.model, provider)
+            layers = observe_layers(self.model, provider)
+            self.memory = build_memory(config, self.model, layers)
         except (VmemError, KernelError) as error:
             raise ConfigError(f"these settings do not work here: {error}") from error
         try:
             self.max_model_len = _max_model_len(config, self.model, self.memory)
-            self_test(self.model, self.memory.groups, provider, config.kv_view)
+            self_test(self.model, self.memory.groups, provider, config.kv_view, layers.states)
         except BaseException:
             self.memory.close()
             raise
-        self._runner = ModelRunner(self.model, self.memory, provider)
+        self._runner = ModelRunner(self.model, self.memory, provider, layers.states)
+        self._recovery = RecoveryModel(copy_rate(self.model.module.device), config.max_num_batched_tokens)
         self._scheduler = Scheduler(
             self.memory,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             view=config.kv_view,
+            recovery=self._recovery,
+            policy=config.preemption,
         )
         self._requests: dict[str, Request] = {}
+        self._num_arrivals = 0
         self._stalled_since: float | None = None
 
     @property
@@ -116,17 +103,90 @@ class Engine:
             )
         return params.max_tokens or room
 
-    def submit(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        """Queue a request. Raises `RequestError` as `validate` does, and for an id that is in use."""
-        if request_id in self._requests:
-            raise RequestError(f"request id {request_id!r} is in use", "request_id")
-        max_tokens = self.validate(prompt_token_ids, params)
-        text = None
-        if self.model.tokenizer is not None:
-            text = TextStream(self.model.tokenizer.backend_tokenizer, prompt_token_ids, params.stop)
-        request = Request(request_id, list(prompt_token_ids), params, max_tokens, text)
-        self._requests[request_id] = request
-        self._scheduler.add(request)
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queue a request.
+
+        Args:
+            priority: the lower goes first, and is preempted last.
+            cache_salt: only requests with the same one share cached prefixes.
+
+        Raises:
+            RequestError: as `validate` does, and for an id that is in use.
+        """
+        self._add(request_id, prompt_token_ids, params, priority, cache_salt)
+
+    def fork(self, request_id: str, fork_id: str, params: SamplingParams) -> None:
+        """Continue a request that has not finished a second time, from its present state, without computing it again.
+
+        What both have is shared; they are preempted together. The fork's deltas begin with its own first token.
+
+        Raises:
+            RequestError: there is no such request, the id is in use, or all of the group could not run together.
+        """
+        parent = self._requests.get(request_id)
+        if parent is None or parent.pin_name is not None:
+            raise RequestError(f"request {request_id!r} is not running, so it cannot be forked", "request_id")
+        self._check_id(fork_id)
+        num_tokens = len(parent.token_ids)
+        max_tokens = parent.num_output_tokens + self.validate(parent.token_ids, params)
+        most = [r.most_tokens for r in parent.group.members]
+        most.append(len(parent.prompt_token_ids) + max_tokens)
+        if len(most) > self._scheduler.max_num_seqs or not self.memory.fit_together(most):
+            raise RequestError(
+                f"{len(most)} sequences of up to {max(most)} tokens do not fit into the KV cache together", "n"
+            )
+        text = self._text(parent.prompt_token_ids, params)
+        if text is not None:
+            for token_id in parent.token_ids[len(parent.prompt_token_ids) :]:
+                text.push(token_id)
+        chain = parent.chain.fork(num_tokens)
+        child = Request(
+            fork_id, parent.prompt_token_ids, params, max_tokens, text, chain, parent.group, parent.token_ids.copy()
+        )
+        child.num_cached_tokens = parent.num_cached_tokens
+        if parent.memory is not None and parent.num_computed:
+            child.memory = self.memory.fork(parent.memory, parent.num_computed, chain=chain)
+            child.num_computed = parent.num_computed
+            child.stops_at = parent.stops_at
+        self._requests[fork_id] = child
+
+    def pin(self, name: str, prompt_token_ids: Sequence[int], *, cache_salt: str | None = None) -> str:
+        """Compute a prefix, unless it is cached, and keep it until `unpin`.
+
+        Returns:
+            the id of the request that computes it; its only delta says when it is pinned, or why not.
+
+        Raises:
+            RequestError: the prompt is invalid or shorter than a block, or the name is taken.
+        """
+        if any(pin.name == name for pin in self.report().pins):
+            raise RequestError(f"a prefix named {name!r} is pinned already; unpin it first", "name")
+        unit = self.memory.unit_tokens
+        prefix = prompt_token_ids[: len(prompt_token_ids) // unit * unit]
+        if not prefix:
+            raise RequestError(
+                f"a prefix of {len(prompt_token_ids)} tokens is shorter than the {unit} that are shared at least",
+                "prompt",
+            )
+        request_id = f"pin {name}"
+        request = self._add(request_id, prefix, SamplingParams(max_tokens=1), 0, cache_salt)
+        request.pin_name = name
+        return request_id
+
+    def unpin(self, name: str) -> None:
+        """Let a pinned prefix go the way of others. Raises `RequestError` if there is none of that name."""
+        try:
+            self.memory.unpin(name)
+        except PinError as error:
+            raise RequestError(str(error), "name") from error
 
     def cancel(self, request_id: str) -> None:
         """Stop a request and free its memory; nothing happens if it is not there any more."""
@@ -136,19 +196,18 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """Compute one step; returns what it added, at most one delta a request."""
-        scheduled = self._scheduler.schedule()
-        if not scheduled:
-            return self._wait_for_pages()
-        self._stalled_since = None
-        self.memory.ensure(demands(scheduled))
-        scheduled.sort(key=lambda s: memory_of(s).view)
-        batch = build_batch(scheduled, self.memory)
-        self.memory.plan(next_demands(scheduled))
+        try:
+            scheduled = self._scheduler.schedule()
+            if not scheduled:
+                return self._wait_for_pages()
+            self._stalled_since = None
+            logits = self._compute(scheduled)
+        except BaseException:
+            self._scheduler.abort()
+            raise
         sampling = [s.request for s in scheduled if s.samples]
-        logits = self._runner.run(batch)
+        self._scheduler.done()
         tokens = sample(logits, sampling) if sampling else []
-        for s in scheduled:
-            s.request.num_computed += s.num_tokens
         sound = logits.amax(dim=-1).isfinite().tolist()  # a NaN anywhere in a row is its maximum
         deltas = []
         for request, token, is_sound in zip(sampling, tokens, sound, strict=True):
@@ -159,7 +218,63 @@ class Engine:
             deltas.append(delta)
             if delta.finished:
                 self.cancel(request.request_id)
+        for request in [s.request for s in scheduled if s.request.pin_name is not None]:
+            if not request.num_uncomputed:
+                deltas.append(self._pin(request))
         return deltas
+
+    def _compute(self, scheduled: list[Scheduled]) -> torch.Tensor:
+        """Map, lay out and run the step; returns the logits of the rows that sample."""
+        self.memory.ensure(demands(scheduled))
+        scheduled.sort(key=lambda s: memory_of(s).view)
+        batch = build_batch(scheduled, self.memory)
+        self.memory.plan(next_demands(scheduled))
+        start = time.perf_counter()
+        logits = self._runner.run(batch)
+        self._recovery.observe_step(len(batch.token_ids), num_attended(scheduled), time.perf_counter() - start)
+        return logits
+
+    def _pin(self, request: Request) -> Delta:
+        """Keep what a request has computed, which ends with that."""
+        assert request.memory is not None
+        assert request.pin_name is not None
+        try:
+            self.memory.pin(request.pin_name, request.memory, request.num_computed)
+            delta = Delta(request.request_id, (), "", "stop", num_cached_tokens=request.num_cached_tokens or 0)
+        except PinError as error:
+            delta = Delta(request.request_id, (), "", error=str(error))
+        self.cancel(request.request_id)
+        return delta
+
+    def _add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        priority: int,
+        cache_salt: str | None,
+    ) -> Request:
+        self._check_id(request_id)
+        max_tokens = self.validate(prompt_token_ids, params)
+        chain = self.memory.chain(() if cache_salt is None else (f"salt:{cache_salt}",))
+        group = SequenceGroup(priority, self._num_arrivals)
+        self._num_arrivals += 1
+        prompt = list(prompt_token_ids)
+        request = Request(
+            request_id, prompt, params, max_tokens, self._text(prompt, params), chain, group, prompt.copy()
+        )
+        self._requests[request_id] = request
+        self._scheduler.add(group)
+        return request
+
+    def _check_id(self, request_id: str) -> None:
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is in use", "request_id")
+
+    def _text(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> TextStream | None:
+        if self.model.tokenizer is None:
+            return None
+        return TextStream(self.model.tokenizer.backend_tokenizer, prompt_token_ids, params.stop)
 
     def _wait_for_pages(self) -> list[Delta]:
         """Nothing runs and nothing can begin: the device has less memory than the budget says, for now or for good."""
@@ -201,79 +316,6 @@ class Engine:
         for request_id in list(self._requests):
             self.cancel(request_id)
         self.memory.close()
-
-
-def _build_memory(config: EngineConfig, model: LoadedModel, provider: AttentionProvider) -> KVMemory:
-    layers = observe_layers(model, provider)
-    device = model.module.device
-    budget = config.kv_memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    backend = select_backend(device, capacity_bytes=budget, headroom_bytes=_HEADROOM_BYTES)
-    most_pages = MAX_PAGES[device.type]
-    try:
-        if device.type == "cuda" and not config.kv_memory_bytes:
-            budget = int(_CUDA_SHARE * backend.memory_info().available_bytes)
-        # A ceiling nobody asked for is no reason to have longer blocks.
-        smallest_page_bytes = budget // most_pages if config.kv_memory_bytes else 0
-        groups = _plan_groups(config, model, layers, backend.granularity_bytes, smallest_page_bytes)
-        page_bytes = groups[0].layout.page_bytes
-        num_pages = min(budget // page_bytes, most_pages)
-        smallest = sum(group.layout.block_bytes for group in groups)
-        if num_pages * page_bytes < 2 * smallest:
-            raise ConfigError(f"kv_memory_bytes {budget} is below two blocks of {smallest} bytes")
-        capacity = longest_sequence([group.layout for group in groups], num_pages)
-        memory = KVMemory(
-            backend,
-            groups,
-            budget_bytes=num_pages * page_bytes,
-            floor_bytes=config.kv_memory_floor_bytes,
-            num_regions=config.max_num_seqs,
-            max_tokens=min(config.max_model_len or model.max_positions, capacity),
-            options=MappingOptions(idle_release_s=config.kv_idle_release_s, max_mappings=MAX_MAPPINGS[device.type]),
-        )
-    except (ConfigError, VmemError):
-        backend.close()
-        raise
-    for group in groups:
-        logger.info(
-            "KV cache of %d layers%s: blocks of %d tokens, %d pages of %d bytes each, %.1f %% padding",
-            len(group.layers),
-            f" with a window of {group.window_tokens} tokens" if group.window_tokens else "",
-            group.layout.block_tokens,
-            group.layout.num_slices,
-            group.layout.page_bytes,
-            group.layout.padding * 100,
-        )
-    logger.info("KV cache: up to %.1f MiB, or %d tokens of one sequence", num_pages * page_bytes / 2**20, capacity)
-    return memory
-
-
-def _plan_groups(
-    config: EngineConfig,
-    model: LoadedModel,
-    layers: Sequence[ObservedLayer],
-    granularity_bytes: int,
-    smallest_page_bytes: int,
-) -> list[LayerGroup]:
-    """Layers that see the same window share a block table. Blocks are longer than the planner says if their pages are
-    smaller than `smallest_page_bytes`, because there would be too many."""
-    members: dict[int | None, list[int]] = {}
-    for i, layer in enumerate(layers):
-        members.setdefault(layer.window_tokens, []).append(i)
-    specs = [[layers[i].spec for i in group] for group in members.values()]
-
-    def plan(block_tokens: int | None) -> tuple[KVLayout, ...]:
-        return plan_groups(
-            specs, model.dtype, granularity_bytes=granularity_bytes, kind=config.kv_layout, block_tokens=block_tokens
-        )
-
-    layouts = plan(config.block_tokens)
-    longer = iter(_LONGER_BLOCK_TOKENS if config.block_tokens is None else ())
-    while layouts[0].page_bytes < smallest_page_bytes and (block_tokens := next(longer, None)):
-        layouts = plan(block_tokens)
-    return [
-        LayerGroup(tuple(group), layout, window)
-        for (window, group), layout in zip(members.items(), layouts, strict=True)
-    ]
 
 
 def _max_model_len(config: EngineConfig, model: LoadedModel, memory: KVMemory) -> int:

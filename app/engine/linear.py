@@ -37,6 +37,8 @@ def pack_linears(model: nn.Module) -> int:
     num_packed = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
+            if name == "dt_proj":  # Mamba-1 mixers read its weight
+                continue
             if type(child) is nn.Linear:
                 weight = child.weight.detach()
             elif type(child) is Conv1D:

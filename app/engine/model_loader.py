@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from app.config import EngineConfig
-from app.engine import attention
+from app.engine import attention, recurrent
 from app.engine.fuse import fuse_modules
 from app.engine.linear import pack_linears
 from app.errors import ConfigError, ModelError
@@ -29,8 +29,11 @@ logger = logging.getLogger(__name__)
 
 BUILTIN = "builtin"
 BUILTIN_FOLDER = Path(__file__).parents[1] / "builtin" / "model"
-# Anything else keeps state between tokens, or masks in a way that is not passed to the attention function.
-SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Anything else masks in a way that is not passed to the attention function.
+ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "hybrid"}
+RECURRENT_LAYER_TYPES = {"linear_attention", "mamba", "conv"}
+STATELESS_LAYER_TYPES = {"mlp", "moe"}
+SUPPORTED_LAYER_TYPES = ATTENTION_LAYER_TYPES | RECURRENT_LAYER_TYPES | STATELESS_LAYER_TYPES
 # These change their frequencies with the length of the running text; a packed batch has no one length.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 DEFAULT_CONTEXT = 2048
@@ -41,6 +44,8 @@ class LoadedModel:
     """A model ready to run, and what its files say.
 
     Attributes:
+        attention_layers: layers that must attend; those with a recurrent state may, too.
+        recurrent_layers: layers that keep a state other than keys and values.
         windowed_layers: layers whose config says that they see only a sliding window.
         max_positions: longest context it was made for, in tokens.
         eos_token_ids: tokens that end an output.
@@ -49,7 +54,8 @@ class LoadedModel:
     module: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     dtype: torch.dtype
-    num_layers: int
+    attention_layers: frozenset[int]
+    recurrent_layers: frozenset[int]
     vocab_size: int
     windowed_layers: frozenset[int]
     max_positions: int
@@ -133,9 +139,12 @@ def load_model(config: EngineConfig) -> LoadedModel:
     if loading["missing_keys"]:
         missing = sorted(loading["missing_keys"])
         raise ModelError(f"{config.model!r} lacks {len(missing)} weights, {missing[0]} among them")
+    if not any("Attention" in type(part).__name__ for part in module.modules()):
+        raise ModelError(f"{config.model!r} ({hf_config.model_type}) has no attention; Folio needs some layers with it")
     if not module._can_set_attn_implementation():
         raise _not_on_the_interface(config.model, hf_config)
     module.eval().requires_grad_(False)
+    recurrent_layers = recurrent.install(module)
     device = resolve_device(config.device)
     if device.type != "cpu":
         module.to(device)
@@ -144,7 +153,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
         module=module,
         tokenizer=None if config.skip_tokenizer_init else load_tokenizer(config.model),
         dtype=module.dtype,
-        num_layers=text_config.num_hidden_layers,
+        attention_layers=_attention_layers(text_config, recurrent_layers),
+        recurrent_layers=recurrent_layers,
         vocab_size=text_config.vocab_size,
         windowed_layers=_windowed_layers(text_config),
         max_positions=context_length(hf_config),
@@ -173,6 +183,13 @@ def _not_on_the_interface(model: str, config: PreTrainedConfig) -> ModelError:
         f"{model!r} ({config.model_type}) computes attention outside transformers' AttentionInterface; "
         "Folio cannot serve it"
     )
+
+
+def _attention_layers(config: PreTrainedConfig, recurrent_layers: frozenset[int]) -> frozenset[int]:
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return frozenset(range(config.num_hidden_layers)) - recurrent_layers
+    return frozenset(i for i, kind in enumerate(types) if kind in ATTENTION_LAYER_TYPES)
 
 
 def _windowed_layers(config: PreTrainedConfig) -> frozenset[int]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from app.engine import recurrent
 from app.engine.attention import CachedAttention, GeometryProbe, bind
 from app.engine.batch import StepBatch
 from app.engine.model_loader import LoadedModel
+from app.engine.recurrent import CachedStates, StateProbe
+from app.engine.states import RecurrentLayer
 from app.errors import ModelError
 from kernels import AttentionProvider
 from vmem import KVMemory, LayerSpec
@@ -18,11 +22,18 @@ PROBE_TOKENS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class ObservedLayer:
-    """A layer's cache geometry, and how many tokens a query of it sees; `None` for all before it."""
+class ObservedLayers:
+    """What one forward showed.
 
-    spec: LayerSpec
-    window_tokens: int | None
+    Attributes:
+        attention: cache geometry of each layer that attends.
+        windows: how many tokens a query sees, of the layers where it does not see all before it.
+        states: what each layer with a recurrent state keeps.
+    """
+
+    attention: dict[int, LayerSpec]
+    windows: dict[int, int]
+    states: dict[int, RecurrentLayer]
 
 
 class ModelRunner:
@@ -32,16 +43,26 @@ class ModelRunner:
     where one ends and the next begins.
     """
 
-    def __init__(self, model: LoadedModel, memory: KVMemory, provider: AttentionProvider) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        memory: KVMemory,
+        provider: AttentionProvider,
+        states: Mapping[int, RecurrentLayer],
+    ) -> None:
         self._module = model.module
         self._memory = memory
         self._attention = CachedAttention(memory, provider)
         bind(self._module, self._attention)
+        self._states = CachedStates(memory.state_view(), states) if states else None
+        recurrent.bind(self._module, self._states)
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Logits `[num_samples, vocab_size]` of the rows that sample, on the CPU. The batch's blocks must be mapped."""
         self._attention.batch = batch
+        if self._states is not None and batch.states is not None:
+            self._states.set_batch(batch.states)
         try:
             logits = forward(self._module, batch.token_ids, batch.positions, batch.sample_rows)
         finally:
@@ -59,10 +80,11 @@ def forward(module: nn.Module, token_ids: torch.Tensor, positions: torch.Tensor,
 
 
 @torch.inference_mode()
-def observe_layers(model: LoadedModel, provider: AttentionProvider) -> tuple[ObservedLayer, ...]:
-    """Geometry and window of every layer, from one tiny forward. Raises `ModelError` if a layer is missing."""
-    probe = GeometryProbe(provider)
+def observe_layers(model: LoadedModel, provider: AttentionProvider) -> ObservedLayers:
+    """Geometry of every layer, from one tiny forward. Raises `ModelError` if a layer is missing."""
+    probe, state_probe = GeometryProbe(provider), StateProbe()
     bind(model.module, probe)
+    recurrent.bind(model.module, state_probe)
     tokens = torch.arange(PROBE_TOKENS) % model.vocab_size
     logits = forward(model.module, tokens, torch.arange(PROBE_TOKENS), torch.tensor([PROBE_TOKENS - 1]))
     kind = model.module.config.model_type
@@ -73,5 +95,5 @@ def observe_layers(model: LoadedModel, provider: AttentionProvider) -> tuple[Obs
             f"{kind} should have sliding windows in layers {sorted(model.windowed_layers)}, but tells its attention so "
             f"only in {sorted(probe.windows)}; it would be served wrongly beyond the window"
         )
-    specs = probe.layers(model.num_layers)
-    return tuple(ObservedLayer(spec, probe.windows.get(layer)) for layer, spec in enumerate(specs))
+    specs = probe.layers(required=model.attention_layers, allowed=model.attention_layers | model.recurrent_layers)
+    return ObservedLayers(specs, probe.windows, state_probe.layers(model.recurrent_layers))

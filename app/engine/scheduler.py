@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
-from collections import deque
+import time
 from dataclasses import dataclass
 
-from app.engine.request import Request
-from vmem import KVMemory, OutOfPages, ViewPolicy, VmemError
+from app.config import RecoveryPolicy
+from app.engine.recovery import Recovery, RecoveryModel
+from app.engine.request import Request, SequenceGroup
+from vmem import KVMemory, OutOfPages, OutOfSwap, PrefixMatch, ViewPolicy, VmemError
 
 logger = logging.getLogger(__name__)
 
@@ -21,110 +24,291 @@ class Scheduled:
 
     @property
     def samples(self) -> bool:
-        return self.num_tokens == self.request.num_uncomputed
+        return self.num_tokens == self.request.num_uncomputed and self.request.pin_name is None
 
 
 class Scheduler:
-    """Iteration-level batching, first come first served.
+    """Iteration-level batching, first come first served within priority.
 
-    One token budget a step: decodes first, then chunks of prompts already admitted, then new requests. A request takes
-    the blocks of its whole prompt when it is admitted. When a decode finds no page, the latest arrived request gives
-    all of its blocks back and waits at the head of the queue to be computed again (PagedAttention §4.5, recompute);
-    while it waits nobody passes it. The same happens while sequences own more than a budget that was lowered.
+    One token budget a step: decodes first, then chunks of prompts already admitted, then new requests. A request is
+    admitted when its whole prompt fits; blocks are taken chunk by chunk. What the prefix cache has of it is shared;
+    when somebody who runs is computing what it wants, it waits for that.
+
+    When blocks run out, the latest arrived group of the lowest priority is preempted, all or nothing: its blocks go to
+    host memory, or are given up and computed again, whichever is expected to cost less (PagedAttention §4.5). As long
+    as a preempted group waits nobody is admitted. The same happens while sequences own more than a budget that was
+    lowered.
+
+    Args:
+        recovery: what either way back costs.
+        policy: "auto", or the way that is always taken; without room in the swap space groups are computed again.
     """
 
-    def __init__(self, memory: KVMemory, *, max_num_seqs: int, max_num_batched_tokens: int, view: ViewPolicy) -> None:
+    def __init__(
+        self,
+        memory: KVMemory,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        view: ViewPolicy,
+        recovery: RecoveryModel,
+        policy: RecoveryPolicy,
+    ) -> None:
         self._memory = memory
-        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # each running sequence decodes in every step
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # each running sequence decodes in every step
         self._max_num_batched_tokens = max_num_batched_tokens
         self._view = view
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []  # in order of arrival
+        self._recovery = recovery
+        self._policy = policy
+        # All in order of rank.
+        self._waiting: list[SequenceGroup] = []
+        self._preempted: list[SequenceGroup] = []
+        self._running: list[SequenceGroup] = []
+        self._scheduled: list[Scheduled] = []
+        self._opened: list[SequenceGroup] = []  # groups that share what the coming step computes, perhaps
+        self.num_preempted: dict[Recovery, int] = {"swap": 0, "recompute": 0}
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return sum(len(group.members) for group in (*self._waiting, *self._preempted))
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return sum(len(group.members) for group in self._running)
 
     @property
     def next_waiting(self) -> Request:
-        return self._waiting[0]
+        return (self._preempted or self._waiting)[0].members[0]
 
-    def add(self, request: Request) -> None:
-        self._waiting.append(request)
+    def add(self, group: SequenceGroup) -> None:
+        bisect.insort(self._waiting, group, key=_rank)
 
     def remove(self, request: Request) -> None:
         """Forget a request that is finished or cancelled, and free its memory."""
-        if request.memory is None:
-            self._waiting.remove(request)
-        else:
-            self._running.remove(request)
+        group = request.group
+        group.members.remove(request)
+        if request.memory is not None:
             self._release(request)
+        if not group.members:
+            for queue in (self._waiting, self._preempted, self._running):
+                if group in queue:
+                    queue.remove(group)
+            if group.swapped is not None:
+                self._memory.discard(group.swapped)
+                group.swapped = None
 
     def schedule(self) -> list[Scheduled]:
-        """The next step, its blocks allocated. Empty when there is nothing to do, or no memory to do it with."""
+        """The next step, its blocks allocated. Empty when there is nothing to do, or no memory to do it with.
+
+        `done` or `abort` must follow.
+        """
+        self._scheduled = []
+        self._opened.clear()
         while self._memory.num_free_pages < 0 and self._running:
             self._preempt(self._running[-1])
+        while self._preempted and self._resume(self._preempted[0]):
+            self._running.append(self._preempted.pop(0))
+            self._running.sort(key=_rank)
         budget = self._max_num_batched_tokens
-        scheduled: list[Scheduled] = []
 
         # Decodes: one token each, and perhaps one block.
-        for request in [r for r in self._running if r.num_uncomputed == 1]:
-            if request.memory is not None and self._grow(request):
-                scheduled.append(Scheduled(request, 1))
-        scheduled = [s for s in scheduled if s.request.memory is not None]  # without those preempted meanwhile
-        budget -= len(scheduled)
+        decodes: list[Scheduled] = []
+        for request in self._requests():
+            if request.memory is not None and request.num_uncomputed == 1 and self._grow(request, 1):
+                decodes.append(Scheduled(request, 1))
+        budget -= len(decodes)
 
-        # Prompts: admitted ones first; their blocks are there already.
-        for request in self._running:
-            if budget and request.num_uncomputed > 1:
-                scheduled.append(Scheduled(request, min(budget, request.num_uncomputed)))
-                budget -= scheduled[-1].num_tokens
-        while budget and self._waiting and self._admit(self._waiting[0]):
-            request = self._waiting.popleft()
-            self._running.append(request)
-            scheduled.append(Scheduled(request, min(budget, request.num_uncomputed)))
-            budget -= scheduled[-1].num_tokens
-        return scheduled
+        # Prompts: admitted ones first.
+        prompts: list[Scheduled] = []
+        for request in self._requests():
+            begins_or_goes_on = request.memory is None or request.num_uncomputed > 1
+            if budget and begins_or_goes_on and request.group in self._running:
+                budget -= self._schedule_chunk(request, budget, prompts)
+        decodes = [s for s in decodes if s.request.memory is not None]  # without those preempted meanwhile
+        for s in decodes:
+            self._begin(s)
+        while budget and not self._preempted and self._waiting and self._admit(self._waiting[0]):
+            group = self._waiting.pop(0)
+            bisect.insort(self._running, group, key=_rank)
+            for request in group.members:
+                if budget:
+                    budget -= self._schedule_chunk(request, budget, prompts)
+        self._scheduled = decodes + prompts
+        return self._scheduled
 
-    def _admit(self, request: Request) -> bool:
-        """Open the request's memory, if the step after this one would not have to preempt it at once."""
-        needed = self._memory.pages_for(len(request.token_ids))
-        if self.num_running >= self._max_num_seqs:
+    def done(self) -> None:
+        """The step that was scheduled is computed."""
+        self._memory.commit()
+        for s in self._scheduled:
+            s.request.num_computed += s.num_tokens
+
+    def abort(self) -> None:
+        """It is not. Who shared what it was to compute begins again; so does everybody whose recurrent state may have
+        been changed by half of it."""
+        self._memory.abort()
+        lost = [s.request.group for s in self._scheduled] if self._memory.has_states else self._opened
+        for group in lost:
+            if group in self._running:
+                self._preempt(group, "recompute")
+
+    # ---- beginning ----
+
+    def _admit(self, group: SequenceGroup) -> bool:
+        """Whether the group may begin: if the step after this one would not have to preempt it at once."""
+        if self.num_running + len(group.members) > self.max_num_seqs:
             return False
-        if self._running and needed + self.num_running * self._memory.pages_for(1) > self._memory.num_free_pages:
+        first, *others = group.members
+        match = self._memory.match(first.chain, first.token_ids)
+        if match.awaited and self._running:
             return False
-        request.memory = self._memory.open(self._view)
+        needed = self._memory.pages_needed(match, len(first.token_ids))
+        needed += sum(self._memory.pages_for(len(request.token_ids)) for request in others)
+        return not self._running or needed + self._reserve <= self._memory.num_free_pages
+
+    def _open(self, request: Request) -> bool:
+        """Give the request memory with what the prefix cache has of it; False if it should wait for more."""
+        match = self._memory.match(request.chain, request.token_ids)
+        if match.awaited and any(r.memory is not None for r in self._requests() if r is not request):
+            return False
+        memory = self._memory.open(self._view, expected_tokens=len(request.token_ids))
         try:
-            self._memory.append(request.memory, len(request.token_ids))
-        except VmemError as error:
-            self._release(request)
-            if isinstance(error, OutOfPages):
-                return False
+            request.num_computed = self._memory.reuse(memory, request.chain, request.token_ids)
+        except VmemError:
+            self._memory.free(memory)
             raise
+        request.memory = memory
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed
+        request.stops_at = self._stops(request, match)
+        self._memory.promise(memory, len(request.token_ids), request.stops_at)
+        self._opened.append(request.group)
         return True
 
-    def _grow(self, request: Request) -> bool:
-        """Give the request room for its next token, at the cost of later ones; False if it was itself preempted."""
+    def _stops(self, request: Request, match: PrefixMatch) -> tuple[int, ...]:
+        """Where steps end, so that the state there is kept: where prompts have branched, and before the last token."""
+        if not self._memory.has_states or not self._memory.prefix_cache:
+            return ()
+        unit = self._memory.unit_tokens
+        last = (len(request.token_ids) - 1) // unit * unit
+        return tuple(sorted({n for n in (match.branch_tokens, last) if request.num_computed < n <= last}))
+
+    def _schedule_chunk(self, request: Request, budget: int, scheduled: list[Scheduled]) -> int:
+        """Schedule as much of a prompt as the budget allows; returns the tokens."""
+        if request.memory is None and not self._open(request):
+            return 0
+        num_tokens = min(budget, request.num_uncomputed)
+        end = request.num_computed + num_tokens
+        end = next((stop for stop in request.stops_at if request.num_computed < stop < end), end)
+        if request.stops_at and end < len(request.token_ids):
+            whole = end // self._memory.unit_tokens * self._memory.unit_tokens
+            end = whole if whole > request.num_computed else end
+        num_tokens = end - request.num_computed
+        if not self._grow(request, num_tokens):
+            return 0
+        scheduled.append(Scheduled(request, num_tokens))
+        self._begin(scheduled[-1])
+        return num_tokens
+
+    def _begin(self, scheduled: Scheduled) -> None:
+        request = scheduled.request
+        assert request.memory is not None
+        end = request.num_computed + scheduled.num_tokens
+        self._memory.begin(request.memory, request.token_ids, request.num_computed, end)
+
+    # ---- when blocks run out ----
+
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        """Give the request room for its next tokens, at the cost of later groups; False if it was itself preempted."""
         while request.memory is not None:
             try:
-                self._memory.append(request.memory, len(request.token_ids))
+                self._memory.append(request.memory, request.num_computed + num_tokens, start=request.num_computed)
                 return True
             except OutOfPages:
                 self._preempt(self._running[-1])
         return False
 
-    def _preempt(self, victim: Request) -> None:
-        logger.info("preempting %s: %d tokens will be computed again", victim.request_id, victim.num_computed)
+    def _preempt(self, victim: SequenceGroup, way: Recovery | None = None) -> None:
+        """Take all of the group's blocks."""
         self._running.remove(victim)
-        self._release(victim)
-        self._waiting.appendleft(victim)
+        members = [request for request in victim.members if request.memory is not None]
+        way = way or self._way(members)
+        if way == "swap" and not self._swap_out(victim, members):
+            way = "recompute"
+        for request in members:
+            if way == "recompute":
+                self._release(request)
+                request.num_computed = 0
+            request.memory = None
+        self.num_preempted[way] += 1
+        logger.info("preempted %s by %s", ", ".join(r.request_id for r in victim.members), way)
+        bisect.insort(self._preempted, victim, key=_rank)
+
+    def _way(self, members: list[Request]) -> Recovery:
+        """What is expected to cost less. What others own too stays in the prefix cache, and is not computed again."""
+        if self._policy != "auto":
+            return self._policy
+        memories = [request.memory for request in members if request.memory is not None]
+        sequences = []
+        for request, memory in zip(members, memories, strict=True):
+            stays = min(self._memory.shared_tokens(memory), request.num_computed)
+            sequences.append((request.num_computed - stays, stays))
+        return self._recovery.cost(sequences, self._memory.swap_bytes(memories)).better
+
+    def _swap_out(self, group: SequenceGroup, members: list[Request]) -> bool:
+        start = time.perf_counter()
+        try:
+            group.swapped = self._memory.swap_out([r.memory for r in members if r.memory is not None])
+        except OutOfSwap as error:
+            logger.info("computing again instead of swapping: %s", error)
+            return False
+        group.swapped_members = members
+        self._recovery.observe_copy(group.swapped.num_bytes, time.perf_counter() - start)
+        return True
+
+    def _resume(self, group: SequenceGroup) -> bool:
+        """Bring a preempted group back, if it would not be preempted again at once."""
+        if self.num_running + len(group.members) > self.max_num_seqs and self._running:
+            return False
+        if group.swapped is None:
+            return self._admit(group)
+        if self._running and self._memory.pages_of(group.swapped) + self._reserve > self._memory.num_free_pages:
+            return False
+        start = time.perf_counter()
+        try:
+            memories = self._memory.swap_in(group.swapped)
+        except OutOfPages:
+            return False
+        self._recovery.observe_copy(group.swapped.num_bytes, time.perf_counter() - start)
+        for request, memory in zip(group.swapped_members, memories, strict=True):
+            if request in group.members:
+                request.memory = memory
+            else:  # cancelled meanwhile
+                self._memory.free(memory)
+        group.swapped, group.swapped_members = None, []
+        return True
+
+    # ---- helpers ----
+
+    def _requests(self) -> list[Request]:
+        return [request for group in self._running for request in group.members]
+
+    @property
+    def _reserve(self) -> int:
+        """Pages that what runs may take in the next step, and for the rest of its prompts."""
+        per_sequence = sum(group.layout.num_slices for group in self._memory.groups if not group.is_state)
+        reserve = 0
+        for request in self._requests():
+            coming = 0
+            if request.memory is None or request.num_uncomputed > 1:
+                coming = self._memory.pages_to_come(request.memory, len(request.token_ids))
+            reserve += max(coming, per_sequence)
+        return reserve
 
     def _release(self, request: Request) -> None:
         assert request.memory is not None
         self._memory.free(request.memory)
         request.memory = None
-        request.num_computed = 0
+
+
+def _rank(group: SequenceGroup) -> tuple[int, int]:
+    return group.rank

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from app.engine import recurrent
 from app.engine.attention import IMPLEMENTATION
 from app.engine.batch import build_batch, demands
 from app.engine.model_loader import LoadedModel
 from app.engine.model_runner import ModelRunner
 from app.engine.params import SamplingParams
-from app.engine.request import Request
+from app.engine.request import Request, SequenceGroup
 from app.engine.scheduler import Scheduled
+from app.engine.states import RecurrentLayer
 from app.errors import ModelError
 from kernels import AttentionProvider
 from vmem import KVMemory, LayerGroup, ViewPolicy, select_backend
@@ -32,7 +34,13 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.03}
 STEPS = ((11, 0), (1, 7), (1, 13), (1, 1))
 
 
-def self_test(model: LoadedModel, groups: Sequence[LayerGroup], provider: AttentionProvider, view: ViewPolicy) -> None:
+def self_test(
+    model: LoadedModel,
+    groups: Sequence[LayerGroup],
+    provider: AttentionProvider,
+    view: ViewPolicy,
+    states: Mapping[int, RecurrentLayer],
+) -> None:
     """Raise `ModelError` unless the packed logits agree with the model's own. Uses a small KV memory of its own.
 
     With "auto" one of the two prompts is read through its region and the other through its block table.
@@ -42,11 +50,19 @@ def self_test(model: LoadedModel, groups: Sequence[LayerGroup], provider: Attent
     prompts = [torch.randint(model.vocab_size, (length,), generator=generator) for length in lengths]
     expected = [_own_logits(model, prompt) for prompt in prompts]
     views: tuple[ViewPolicy, ...] = ("block_table", "region") if view == "auto" else (view, view)
-    budget = sum(len(prompts) * g.layout.num_blocks(max(lengths)) * g.layout.block_bytes for g in groups)
+    num_pages = sum(len(prompts) * group.most_pages(max(lengths), max(lengths)) for group in groups)
+    budget = num_pages * groups[0].layout.page_bytes
     backend = select_backend(model.module.device, capacity_bytes=budget)
-    memory = KVMemory(backend, groups, budget_bytes=budget, num_regions=len(prompts), max_tokens=max(lengths))
+    memory = KVMemory(
+        backend,
+        groups,
+        budget_bytes=budget,
+        num_regions=len(prompts),
+        max_tokens=max(lengths),
+        prefix_cache=False,
+    )
     try:
-        fresh, cached = _differences(ModelRunner(model, memory, provider), memory, prompts, expected, views)
+        fresh, cached = _differences(ModelRunner(model, memory, provider, states), memory, prompts, expected, views)
     finally:
         memory.close()
     # In half precision a close call of a mixture's router can go the other way and change a row for good; a mix-up
@@ -71,7 +87,17 @@ def _differences(
     """Relative differences of the rows of first chunks, and of the rows that read what earlier steps cached."""
     differences: tuple[list[float], list[float]] = ([], [])
     requests = [
-        Request(f"self-test-{i}", prompt.tolist(), SamplingParams(), 1, None) for i, prompt in enumerate(prompts)
+        Request(
+            f"self-test-{i}",
+            prompt.tolist(),
+            SamplingParams(),
+            1,
+            None,
+            memory.chain(),
+            SequenceGroup(0, i),
+            prompt.tolist(),
+        )
+        for i, prompt in enumerate(prompts)
     ]
     sequences = [memory.open(view) for view in views]
     try:
@@ -96,7 +122,8 @@ def _differences(
 
 @torch.inference_mode()
 def _own_logits(model: LoadedModel, prompt: torch.Tensor) -> torch.Tensor:
-    """Logits `[num_tokens, vocab_size]` by transformers' plain attention."""
+    """Logits `[num_tokens, vocab_size]` by transformers' plain attention and unwrapped mixers."""
+    recurrent.bind(model.module, None)
     model.module.set_attn_implementation("eager")
     try:
         out = model.module(input_ids=prompt[None].to(model.module.device), use_cache=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -20,15 +21,22 @@ from vmem import (
     LayoutKind,
     MapError,
     MappingOptions,
+    SequenceMemory,
+    StateLayout,
+    TokenChain,
     plan_layout,
 )
 from vmem.dlpack import CPU
 from vmem.mapper import Mapper
+from vmem.prefix import Hash, stable_hash
 
 BLOCK_TOKENS = 16
 PAGE_BYTES = 4096
 MAX_TOKENS = 160
 WINDOW_TOKENS = 40
+STATE_BYTES = 6000
+# Prompts begin like one of these documents, and go on with tokens of their own after so many.
+DOCUMENTS = [[d * 1000 + i for i in range(MAX_TOKENS)] for d in range(2)]
 
 
 def layout(kind: LayoutKind = "interleaved") -> KVLayout:
@@ -39,10 +47,14 @@ def layout(kind: LayoutKind = "interleaved") -> KVLayout:
     )
 
 
-def groups(kind: LayoutKind = "interleaved", *, windowed: bool = False) -> list[LayerGroup]:
-    """One group of one layer that sees everything, and perhaps another that sees a window."""
-    full = LayerGroup((0,), layout(kind))
-    return [full, LayerGroup((1,), layout(kind), WINDOW_TOKENS)] if windowed else [full]
+def groups(kind: LayoutKind = "interleaved", *, windowed: bool = False, stateful: bool = False) -> list[LayerGroup]:
+    """One group of one layer that sees everything, perhaps one that sees a window, and one of two pages of state."""
+    made = [LayerGroup((0,), layout(kind))]
+    if windowed:
+        made.append(LayerGroup((1,), layout(kind), WINDOW_TOKENS))
+    if stateful:
+        made.append(LayerGroup((), StateLayout(payload_bytes=STATE_BYTES, page_bytes=PAGE_BYTES)))
+    return made
 
 
 class FlakyHost(HostBackend):
@@ -100,27 +112,57 @@ class FlakyCuda(CudaBackend):
 FlakyBackend = FlakyHost | FlakyCuda
 
 
+@dataclass(eq=False)
+class Tokens:
+    """A sequence's tokens so far. What it caches for a token depends on all tokens up to that one."""
+
+    chain: TokenChain
+    ids: list[int] = field(default_factory=list)
+
+    @property
+    def contents(self) -> list[float]:
+        contents, value = [], float(len("".join(self.chain.keys)))
+        for token in self.ids:
+            value = (value * 31 + token) % 1_000_003  # exact in float32
+            contents.append(value)
+        return contents
+
+    def first(self, num_tokens: int) -> Tokens:
+        """The first tokens only, at least one."""
+        num_tokens = max(num_tokens, 1)
+        return Tokens(self.chain.fork(num_tokens), self.ids[:num_tokens])
+
+
 def make_memory(
     backend: type[FlakyHost] | type[FlakyCuda] = FlakyHost,
     *,
     num_pages: int = 40,
     kind: LayoutKind = "interleaved",
     windowed: bool = False,
+    stateful: bool = False,
     num_regions: int = 4,
     max_tokens: int = MAX_TOKENS,
     floor_pages: int = 0,
+    prefix_cache: bool = True,
+    swap_pages: int = 0,
+    hash: Hash = stable_hash,
     **options: Any,
 ) -> tuple[KVMemory, FlakyBackend]:
     """A memory that gives nothing back by itself unless `idle_release_s` says so."""
     device = backend(num_pages * PAGE_BYTES)
     memory = KVMemory(
         device,
-        groups(kind, windowed=windowed),
+        groups(kind, windowed=windowed, stateful=stateful),
         budget_bytes=num_pages * PAGE_BYTES,
         floor_bytes=floor_pages * PAGE_BYTES,
         num_regions=num_regions,
         max_tokens=max_tokens,
-        options=MappingOptions(**({"idle_release_s": 1e9, "eager_allocation": False} | options)),
+        prefix_cache=prefix_cache,
+        swap_bytes=swap_pages * PAGE_BYTES,
+        hash=hash,
+        options=MappingOptions(
+            **({"idle_release_s": 1e9, "cache_release_s": 1e9, "eager_allocation": False} | options)
+        ),
     )
     return memory, device
 
@@ -147,12 +189,14 @@ def pages_read(memory: KVMemory, demands: Iterable[Demand]) -> set[int]:
     addresses: set[int] = set()
     for demand in demands:
         for group, table in zip(memory._groups, demand.sequence.groups, strict=True):
-            size = group.layout.page_bytes
+            size = group.layout.home_bytes
             for place in range(table.first, group.layout.num_blocks(demand.end)):
                 if table.region is not None:
                     addresses.update(group._place_addresses(table.region, place))
-                else:
-                    addresses.update(home.address + table.block_ids[place] * size for home in group._homes)
+                    continue
+                for home in group._homes:
+                    begin = home.address + table.block_ids[place] * size
+                    addresses.update(range(begin, begin + size, group.layout.page_bytes))
     return addresses
 
 
@@ -169,6 +213,25 @@ def write(memory: KVMemory, demand: Demand, values: Sequence[float], view: str) 
                 else:
                     at = table.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS
                 key[at], value[at] = number, -number
+
+
+def write_state(memory: KVMemory, sequence: SequenceMemory, value: float) -> None:
+    """Fill the sequence's recurrent state, first byte to last, with one number."""
+    _state(memory, sequence)[:] = value
+
+
+def read_state(memory: KVMemory, sequence: SequenceMemory) -> float:
+    """The number that fills the sequence's recurrent state."""
+    state = _state(memory, sequence)
+    assert bool((state == state[0]).all())
+    return float(state[0])
+
+
+def _state(memory: KVMemory, sequence: SequenceMemory) -> torch.Tensor:
+    g = memory.state_group()
+    assert g is not None
+    [block_id] = sequence.groups[g].block_ids
+    return memory.state_view()[block_id][:STATE_BYTES].view(torch.float64)
 
 
 def read(memory: KVMemory, demand: Demand, layer: int, view: str) -> list[float]:

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vmem import KVLayout, LayerSpec, LayoutError, LayoutKind, longest_sequence, plan_groups, plan_layout
+from vmem import (
+    KVLayout,
+    LayerGroup,
+    LayerSpec,
+    LayoutError,
+    LayoutKind,
+    StateLayout,
+    longest_sequence,
+    plan_groups,
+    plan_layout,
+)
 
 KIB, MIB = 1 << 10, 1 << 20
 SHAPES = {  # layers, KV heads, head dimension
@@ -114,10 +124,37 @@ def test_groups_have_pages_of_one_size() -> None:
 
 def test_the_longest_sequence() -> None:
     one, other = (plan((2, 2, 8), torch.float32, block_tokens=n) for n in (16, 64))
-    assert longest_sequence([one], 10) == 160
-    assert longest_sequence([one, other], 6) == 64  # four pages and one, or five and two
-    assert longest_sequence([one, other], 7) == 80
-    assert longest_sequence([one, other], 1) == 0
+    short, long = LayerGroup((0,), one), LayerGroup((1,), other)
+    assert longest_sequence([short], 10, 1000) == 160
+    assert longest_sequence([short, long], 6, 1000) == 64  # four pages and one, or five and two
+    assert longest_sequence([short, long], 7, 1000) == 80
+    assert longest_sequence([short, long], 1, 1000) == 0
+
+
+def test_a_window_makes_room_for_longer_sequences() -> None:
+    """A group with a window of 33 tokens needs 32 of them and those of a step, in blocks that begin anywhere."""
+    one = plan((2, 2, 8), torch.float32, block_tokens=16)
+    full, windowed = LayerGroup((0,), one), LayerGroup((1,), one, 33)
+    assert windowed.most_pages(1000, 16) == 4
+    assert windowed.most_pages(20, 16) == 2
+    assert longest_sequence([full, windowed], 10, 16) == 96
+    assert longest_sequence([windowed], 4, 16) == (1 << 30) - 1
+
+
+def test_a_state_takes_whole_pages_whatever_the_length() -> None:
+    state = LayerGroup((), StateLayout(payload_bytes=9000, page_bytes=4096))
+    assert (state.layout.num_slices, state.layout.num_homes, state.layout.block_bytes) == (3, 1, 12288)
+    assert [state.layout.num_blocks(n) for n in (0, 1, 10**6)] == [0, 1, 1]
+    assert state.most_pages(10**6, 1) == 6
+
+
+@pytest.mark.parametrize(("expected_tokens", "block_tokens"), [(1024, 16), (337, 16), (77, 4), (20, 1)])
+def test_short_sequences_get_small_blocks(expected_tokens: int, block_tokens: int) -> None:
+    """Of Alpaca's 77 tokens half a block of 16 would be a tenth."""
+    layout = plan_layout(
+        [LayerSpec(2, 64, 64)] * 24, torch.bfloat16, granularity_bytes=4096, expected_tokens=expected_tokens
+    )
+    assert layout.block_tokens == block_tokens
 
 
 def test_impossible_layouts_are_refused() -> None:

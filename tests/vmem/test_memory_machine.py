@@ -1,5 +1,6 @@
-"""Random use of KV memory against a plain model: what was written through one view is read through every other, the
-books add up after every rule, no mapping is changed under a running step, and at the end nothing is left.
+"""Random use of KV memory against a plain model: what was written through one view is read through every other, what
+the prefix cache gives is what these very tokens left, the books add up after every rule, no mapping is changed under a
+running step, and at the end nothing is left.
 
 CI runs about 6,600 rules; `pytest --hypothesis-profile=nightly tests/vmem/test_memory_machine.py` more than 100,000.
 """
@@ -17,25 +18,46 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.vmem.small_memory import (
+    DOCUMENTS,
     MAX_TOKENS,
     PAGE_BYTES,
     FlakyCuda,
     FlakyHost,
+    Tokens,
     do_background,
     make_memory,
     pages_read,
     read,
+    read_state,
     write,
+    write_state,
 )
-from vmem import Demand, LayoutKind, MapError, OutOfPages, SequenceMemory, VmemError
+from vmem import (
+    Demand,
+    LayoutKind,
+    MapError,
+    OutOfPages,
+    OutOfSwap,
+    PinError,
+    SequenceMemory,
+    SwappedGroup,
+    VmemError,
+)
 from vmem.mapper import Mapper
+from vmem.prefix import stable_hash
 
 # What is drawn must not depend on what happened, or threads would make examples impossible to repeat.
 CHOICE = st.integers(0, 7)
 # How many tokens from the end a fork or a truncation is: often none or few, so that last blocks are shared.
 BACK = st.sampled_from([0, 0, 0, 1, 5, 16, 17, 40])
+COMMON = st.sampled_from([0, 16, 17, 30, 32, 40, 48, 50, 64, 71, 96])
 _STEPS = 50
 _EXAMPLES = {"default": 150, "nightly": 2400}
+
+
+def colliding_hash(parent: bytes, content: bytes) -> bytes:
+    """Three values for everything there is."""
+    return bytes([stable_hash(parent, content)[0] % 3])
 
 
 class MemoryMachine(RuleBasedStateMachine):
@@ -45,30 +67,38 @@ class MemoryMachine(RuleBasedStateMachine):
         backend=st.sampled_from([FlakyHost, FlakyCuda]),
         kind=st.sampled_from(["interleaved", "per_layer"]),
         windowed=st.booleans(),
+        stateful=st.booleans(),
         threaded=st.booleans(),
-        num_pages=st.sampled_from([40, 44, 80]),
+        num_pages=st.sampled_from([44, 48, 80]),
         floor_pages=st.sampled_from([0, 10]),
         max_mappings=st.sampled_from([60, 1000]),
+        prefix_cache=st.sampled_from([True, True, False]),
+        collisions=st.sampled_from([False, False, True]),
         overlap=st.booleans(),
         deferred=st.booleans(),
         eager=st.booleans(),
         threshold=st.sampled_from([0.0, 0.1, 0.6]),
         idle_s=st.sampled_from([0.0, 0.001, 1e9]),
+        cache_s=st.sampled_from([0.0, 0.01, 1e9, 1e9]),
     )
     def begin(
         self,
         backend: type[FlakyHost] | type[FlakyCuda],
         kind: LayoutKind,
         windowed: bool,
+        stateful: bool,
         threaded: bool,
         num_pages: int,
         floor_pages: int,
         max_mappings: int,
+        prefix_cache: bool,
+        collisions: bool,
         overlap: bool,
         deferred: bool,
         eager: bool,
         threshold: float,
         idle_s: float,
+        cache_s: float,
     ) -> None:
         self.threaded = threaded
         start = Mapper.start
@@ -80,33 +110,67 @@ class MemoryMachine(RuleBasedStateMachine):
                 num_pages=num_pages,
                 kind=kind,
                 windowed=windowed,
+                stateful=stateful,
                 floor_pages=floor_pages,
+                prefix_cache=prefix_cache,
+                swap_pages=40,
+                hash=colliding_hash if collisions else stable_hash,
                 overlap=overlap,
                 deferred_reclamation=deferred,
                 eager_allocation=eager,
                 reclaim_threshold=threshold,
                 idle_release_s=idle_s,
+                cache_release_s=cache_s,
                 max_mappings=max_mappings,
             )
         finally:
             Mapper.start = start  # type: ignore[method-assign]
         self.num_pages = num_pages
-        self.written: dict[SequenceMemory, list[float]] = {}
-        self.next_value = 1.0
+        self.written: dict[SequenceMemory, Tokens] = {}
+        self.swapped: list[tuple[SwappedGroup, list[Tokens]]] = []
+        self.next_token = 10_000
+        self.coming: dict[SequenceMemory, list[int]] = {}
         self.revision = 0
 
     # ---- rules ----
 
-    @rule(policy=st.sampled_from(["auto", "region", "block_table"]), num_tokens=st.integers(1, 70))
-    def submit(self, policy: str, num_tokens: int) -> None:
-        sequence = self.memory.open(policy)  # type: ignore[arg-type]
-        try:
-            self.memory.append(sequence, num_tokens)
-        except VmemError:
-            self.memory.free(sequence)
-            return
-        self.written[sequence] = []
-        self._step([Demand(sequence, 0, num_tokens)], "home")
+    @rule(
+        policy=st.sampled_from(["auto", "region", "block_table"]),
+        documents=st.lists(st.integers(0, 1), min_size=1, max_size=3),
+        common=COMMON,
+        own=st.integers(0, 20),
+        salt=st.sampled_from(["", "", "", "x"]),
+        view=st.sampled_from(["home", "region"]),
+        fails=st.sampled_from([False] * 7 + [True]),
+    )
+    def submit(
+        self, policy: str, documents: list[int], common: int, own: int, salt: str, view: str, fails: bool
+    ) -> None:
+        """Prompts that come in one step, those of one document sharing what the step computes."""
+        demands = []
+        shared_with_step: list[SequenceMemory] = []
+        for document in documents:
+            ids = DOCUMENTS[document][:common] + self._fresh(max(own, 1 - common))
+            tokens = Tokens(self.memory.chain((salt,) if salt else ()), ids)
+            sequence = self.memory.open(policy, expected_tokens=len(ids))  # type: ignore[arg-type]
+            try:
+                found = self.memory.reuse(sequence, tokens.chain, ids)
+                assert found < len(ids)
+                self.memory.append(sequence, len(ids), start=found)
+            except VmemError:
+                self._free(sequence)
+                continue
+            self.memory.promise(sequence, len(ids), [len(ids) // 16 * 16])
+            self.memory.begin(sequence, ids, found, len(ids))
+            self.written[sequence] = Tokens(tokens.chain, ids[:found])
+            shared_with_step.append(sequence)
+            demands.append(Demand(sequence, found, len(ids)))
+            self.coming[sequence] = ids
+        if not self._step(demands, view, fails=fails):
+            self.memory.abort()
+            for sequence in shared_with_step:
+                del self.written[sequence]
+                self._free(sequence)
 
     @rule(
         which=st.sets(CHOICE, min_size=1, max_size=5),
@@ -116,69 +180,120 @@ class MemoryMachine(RuleBasedStateMachine):
     def step(self, which: set[int], growth: int, view: str) -> None:
         demands = []
         for sequence in [s for i, s in enumerate(self.written) if i in which]:
-            start = len(self.written[sequence])
+            tokens = self.written[sequence]
+            start = len(tokens.ids)
             end = min(start + growth, MAX_TOKENS)
             if start == end:
                 continue
             try:
-                self.memory.append(sequence, end)
+                self.memory.append(sequence, end, start=start)
             except (OutOfPages, MapError):
                 continue
+            self.coming[sequence] = tokens.ids + self._fresh(end - start)
+            self.memory.begin(sequence, self.coming[sequence], start, end)
             demands.append(Demand(sequence, start, end))
-        self._step(demands, view)
+        if not self._step(demands, view):
+            self.memory.abort()
+            for sequence in [demand.sequence for demand in demands]:
+                tokens = self.written[sequence]
+                if self.memory.has_states:  # as the scheduler does: half of the step may have changed the state
+                    del self.written[sequence]
+                    self._free(sequence)
+                    continue
+                tokens.chain = tokens.chain.fork(len(tokens.ids))  # other tokens will come in their place
+                if sequence.prefix.chain is not None:
+                    self.memory.truncate(sequence, len(tokens.ids))
+                    sequence.prefix.chain = tokens.chain
 
     @rule(which=CHOICE)
     def finish(self, which: int) -> None:
-        if (sequence := self._at(which)) is None:
-            return
-        del self.written[sequence]
-        try:
-            self.memory.free(sequence)
-        except MapError:  # without deferred reclamation the unmapping itself may fail; the sequence is gone
-            assert self.backend.fail_at >= 0
+        if (sequence := self._at(which)) is not None:
+            del self.written[sequence]
+            self._free(sequence)
 
     @rule(which=st.sets(CHOICE, min_size=1, max_size=5), growth=st.integers(1, 20))
     def grow(self, which: set[int], growth: int) -> None:
         """Blocks for a step that never comes."""
         for sequence in [s for i, s in enumerate(self.written) if i in which]:
+            start = len(self.written[sequence].ids)
             with contextlib.suppress(OutOfPages, MapError):
-                self.memory.append(sequence, min(len(self.written[sequence]) + growth, MAX_TOKENS))
+                self.memory.append(sequence, min(start + growth, MAX_TOKENS))
 
-    @rule(which=CHOICE, back=BACK, policy=st.sampled_from(["auto", "region", "block_table"]))
-    def fork(self, which: int, back: int, policy: str) -> None:
+    @rule(which=CHOICE, back=BACK, policy=st.sampled_from(["auto", "region", "block_table"]), cached=st.booleans())
+    def fork(self, which: int, back: int, policy: str, cached: bool) -> None:
         parent = self._at(which)
-        if parent is None or not self.written[parent]:
+        if parent is None or not self.written[parent].ids or self._has_room_ahead(parent):
             return
-        num_tokens = max(1, len(self.written[parent]) - back)
+        tokens = self.written[parent]
+        own = tokens.first(len(tokens.ids) - (0 if self.memory.has_states else back))
+        chain = own.chain if cached else None
         try:
-            child = self.memory.fork(parent, num_tokens, policy)  # type: ignore[arg-type]
+            child = self.memory.fork(parent, len(own.ids), policy, chain)  # type: ignore[arg-type]
         except VmemError:
             return
-        self.written[child] = self.written[parent][:num_tokens]
+        self.written[child] = own
 
     @rule(which=CHOICE, back=BACK)
     def truncate(self, which: int, back: int) -> None:
-        if (sequence := self._at(which)) is None:
+        if (sequence := self._at(which)) is None or self._has_room_ahead(sequence):
             return
-        num_tokens = max(0, len(self.written[sequence]) - back)
+        tokens = self.written[sequence]
+        num_tokens = max(0, len(tokens.ids) - back)
         try:
             self.memory.truncate(sequence, num_tokens)
-        except VmemError:  # has left the window
+        except VmemError:  # has left the window, or the state has moved on
             return
-        del self.written[sequence][num_tokens:]
+        chain = tokens.chain.fork(num_tokens)
+        if sequence.prefix.chain is not None:
+            sequence.prefix.chain = chain
+        self.written[sequence] = Tokens(chain, tokens.ids[:num_tokens])
+
+    @rule(which=st.sets(CHOICE, min_size=1, max_size=4))
+    def swap_out(self, which: set[int]) -> None:
+        sequences = [s for i, s in enumerate(self.written) if i in which]
+        try:
+            swapped = self.memory.swap_out(sequences)
+        except OutOfSwap:
+            return
+        self.swapped.append((swapped, [self.written.pop(sequence) for sequence in sequences]))
+
+    @rule(which=CHOICE, gives_up=st.sampled_from([False, False, False, True]))
+    def swap_in(self, which: int, gives_up: bool) -> None:
+        if not self.swapped:
+            return
+        swapped, tokens = self.swapped[which % len(self.swapped)]
+        if gives_up:
+            self.memory.discard(swapped)
+        else:
+            try:
+                sequences = self.memory.swap_in(swapped)
+            except VmemError:
+                return
+            self.written.update(zip(sequences, tokens, strict=True))
+        self.swapped.remove((swapped, tokens))
+
+    @rule(which=CHOICE, name=st.sampled_from(["a", "b"]), back=BACK)
+    def pin(self, which: int, name: str, back: int) -> None:
+        if (sequence := self._at(which)) is None or self._has_room_ahead(sequence):
+            return
+        num_tokens = len(self.written[sequence].ids) - (0 if self.memory.has_states else back)
+        with contextlib.suppress(PinError, VmemError):
+            self.memory.pin(name, sequence, num_tokens)
+
+    @rule(name=st.sampled_from(["a", "b"]))
+    def unpin(self, name: str) -> None:
+        with contextlib.suppress(PinError):
+            self.memory.unpin(name)
 
     @rule(fraction=st.floats(0, 1))
     def set_budget(self, fraction: float) -> None:
-        fewest = self.memory._pages._fewest
+        fewest = self.memory._pages.fewest + self.memory._pages.num_pinned
         pages = fewest + math.floor(fraction * (self.num_pages - fewest))
         self.revision += 1
         assert self.memory.set_budget(pages * PAGE_BYTES, self.revision) in ("applied", "deferred")
         assert self.memory.set_budget(PAGE_BYTES * self.num_pages, self.revision) == "stale"
         while self.memory.num_free_pages < 0 and self.written:  # as the scheduler does: the latest gives way
-            try:
-                self.memory.free(self._pop())
-            except MapError:
-                assert self.backend.fail_at >= 0
+            self._free(self._pop())
 
     @rule(units=st.integers(1, 30))
     def background(self, units: int) -> None:
@@ -206,10 +321,14 @@ class MemoryMachine(RuleBasedStateMachine):
             return
         self.memory.check_integrity()
         report = self.memory.report()
-        assert report.active_bytes + report.parked_bytes <= report.physical_bytes
+        assert report.active_bytes + report.parked_bytes + report.cached_bytes <= report.physical_bytes
         assert report.eager_bytes <= report.parked_bytes
         assert report.mapped_bytes == self.backend.num_mappings * PAGE_BYTES
         assert report.physical_bytes <= self.num_pages * PAGE_BYTES
+        assert report.pinned_bytes <= report.active_bytes
+        assert report.swapped_bytes <= report.swap_budget_bytes
+        if not self.memory.prefix_cache:
+            assert not report.cached_bytes
         if isinstance(self.backend, FlakyCuda):
             assert not self.backend.fake.violations
 
@@ -219,6 +338,8 @@ class MemoryMachine(RuleBasedStateMachine):
         self.backend.fail_at = -1
         while self.written:
             self.memory.free(self._pop())
+        for swapped, _ in self.swapped:
+            self.memory.discard(swapped)
         self.finish_steps()
         self.memory.check_idle()
         self.memory.close()
@@ -234,30 +355,53 @@ class MemoryMachine(RuleBasedStateMachine):
     def _pop(self) -> SequenceMemory:
         return self.written.popitem()[0]
 
-    def _step(self, demands: list[Demand], view: str) -> None:
-        """Map, write and read back; then let the step run on while the rules go on."""
+    def _free(self, sequence: SequenceMemory) -> None:
+        try:
+            self.memory.free(sequence)
+        except MapError:  # without deferred reclamation the unmapping itself may fail; the sequence is gone
+            assert self.backend.fail_at >= 0
+
+    def _fresh(self, count: int) -> list[int]:
+        """Tokens nobody else has."""
+        self.next_token += count
+        return list(range(self.next_token - count, self.next_token))
+
+    def _has_room_ahead(self, sequence: SequenceMemory) -> bool:
+        """Whether `grow` has given it room for tokens that were never computed: the state is not of that length."""
+        return self.memory.has_states and sequence.num_tokens != len(self.written[sequence].ids)
+
+    def _step(self, demands: list[Demand], view: str, *, fails: bool = False) -> bool:
+        """Map, write and read back; then let the step run on while the rules go on. False if it failed before."""
         try:
             self.memory.ensure(demands)
         except (MapError, OutOfPages):
-            return
+            return False
+        if fails:
+            return False
         if isinstance(self.backend, FlakyCuda):
             self.backend.fake.launch(pages_read(self.memory, demands))
         for demand in demands:
-            values = [self.next_value + i for i in range(demand.end - demand.start)]
-            self.next_value += len(values)
+            tokens = self.written[demand.sequence]
+            if self.memory.has_states and demand.start:
+                assert read_state(self.memory, demand.sequence) == tokens.contents[-1]
+            tokens.ids = self.coming.pop(demand.sequence)
+            values = tokens.contents[demand.start : demand.end]
             through = view if demand.sequence.view == "region" else "home"
             write(self.memory, demand, values, through)
-            self.written[demand.sequence] += values
+            if self.memory.has_states:
+                write_state(self.memory, demand.sequence, values[-1])
         for demand in demands:
             for group in self.memory.groups:
                 for layer in group.layers:
                     table = demand.sequence.groups[self.memory.group_of(layer)]
-                    expected = self.written[demand.sequence][table.first * 16 :]
+                    expected = self.written[demand.sequence].contents[table.first * 16 :]
                     assert read(self.memory, demand, layer, "home") == expected
                     if demand.sequence.view == "region":
                         assert read(self.memory, demand, layer, "region") == expected
         self.memory.launched()
+        self.memory.commit()
         self.memory.plan([Demand(d.sequence, d.end, min(d.end + 5, MAX_TOKENS)) for d in demands])
+        return True
 
 
 MemoryMachine.TestCase.settings = settings(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.vmem.small_memory import (
+    DOCUMENTS,
     MAX_TOKENS,
     PAGE_BYTES,
     FlakyCuda,
+    Tokens,
     make_memory,
     pages_read,
     read,
@@ -54,6 +55,7 @@ def test_no_deadlock_no_lost_wakeup_no_unfenced_change(kind: str) -> None:
         eager_allocation=True,
         reclaim_threshold=0.3,
         idle_release_s=0.003,
+        cache_release_s=0.02,
         max_mappings=300,
     )
     assert isinstance(backend, FlakyCuda)
@@ -88,6 +90,8 @@ def test_no_deadlock_no_lost_wakeup_no_unfenced_change(kind: str) -> None:
     assert report.num_hidden > 100
     assert report.mapper_failures > 0
     assert report.adoptions > 0
+    assert report.hit_tokens > 1000
+    assert report.evicted_blocks > 0
     assert engine.num_steps > 500
 
 
@@ -98,7 +102,9 @@ class _Engine:
         self.memory = memory
         self.backend = backend
         self.random = random.Random(0)
-        self.written: dict[SequenceMemory, list[float]] = {}
+        self.written: dict[SequenceMemory, Tokens] = {}
+        self.next_token = 10_000
+        self.coming: dict[SequenceMemory, list[int]] = {}
         self.num_steps = 0
         self.revision = 0
         self.stopping = False
@@ -121,31 +127,44 @@ class _Engine:
     def _churn(self) -> None:
         rng, memory = self.random, self.memory
         if len(self.written) < 8:
-            sequence = memory.open(rng.choice(["auto", "auto", "block_table"]))
-            self.written[sequence] = []
+            self._open()
         if rng.random() < 0.2:
             memory.free(self.written.popitem()[0] if rng.random() < 0.5 else self._pop_oldest())
         victim = rng.choice([*self.written]) if self.written else None
-        if victim is not None and rng.random() < 0.15 and self.written[victim] and len(self.written) < 8:
-            num_tokens = max(1, len(self.written[victim]) - rng.choice([0, 0, 3, 20]))
+        if victim is not None and rng.random() < 0.15 and self.written[victim].ids and len(self.written) < 8:
+            tokens = self.written[victim].first(len(self.written[victim].ids) - rng.choice([0, 0, 3, 20]))
             try:
-                child = memory.fork(victim, num_tokens, "auto")
-                self.written[child] = self.written[victim][:num_tokens]
+                child = memory.fork(victim, len(tokens.ids), "auto", tokens.chain)
+                self.written[child] = tokens
             except VmemError:
                 pass
         if victim is not None and rng.random() < 0.1:
-            num_tokens = max(0, len(self.written[victim]) - rng.choice([1, 5, 17]))
+            tokens = self.written[victim].first(len(self.written[victim].ids) - rng.choice([1, 5, 17]))
             try:
-                memory.truncate(victim, num_tokens)
-                del self.written[victim][num_tokens:]
+                memory.truncate(victim, len(tokens.ids))
+                victim.prefix.chain = tokens.chain
+                self.written[victim] = tokens
             except VmemError:
                 pass
         if rng.random() < 0.02:
             self.revision += 1
-            pages = rng.randint(memory._pages._fewest, NUM_PAGES)
+            pages = rng.randint(memory._pages.fewest, NUM_PAGES)
             memory.set_budget(pages * PAGE_BYTES, self.revision)
         while memory.num_free_pages < 0 and self.written:
             memory.free(self.written.popitem()[0])
+
+    def _open(self) -> None:
+        """A sequence that begins with what the prefix cache has of a document."""
+        ids = DOCUMENTS[self.random.randrange(2)][: self.random.choice([20, 50, 100])]
+        tokens = Tokens(self.memory.chain(), ids)
+        sequence = self.memory.open(self.random.choice(["auto", "auto", "block_table"]), expected_tokens=len(ids))
+        try:
+            found = self.memory.reuse(sequence, tokens.chain, ids)
+        except VmemError:
+            self.memory.free(sequence)
+            return
+        self.written[sequence] = Tokens(tokens.chain, ids[:found])
+        self.coming[sequence] = ids[found:]
 
     def _pop_oldest(self) -> SequenceMemory:
         sequence = next(iter(self.written))
@@ -154,8 +173,8 @@ class _Engine:
 
     def _step(self) -> None:
         memory, demands = self.memory, []
-        for sequence, values in self.written.items():
-            start = len(values)
+        for sequence, tokens in self.written.items():
+            start = len(tokens.ids)
             end = min(start + self.random.choice([1, 1, 1, 30]), MAX_TOKENS)
             if end == start:
                 continue
@@ -164,30 +183,38 @@ class _Engine:
             except (OutOfPages, MapError):
                 continue
             demands.append(Demand(sequence, start, end))
+            memory.begin(sequence, tokens.ids + self._next(sequence, end - start), start, end)
         while self.backend.fake.num_running > MOST_RUNNING_STEPS:
             time.sleep(0.0001)
         try:
             memory.ensure(demands)
         except (OutOfPages, MapError):
+            memory.abort()
             return
         memory.plan([Demand(d.sequence, d.end, max(d.end + 1, d.sequence.num_tokens)) for d in demands])
         self.backend.fake.launch(pages_read(memory, demands))
         for demand in demands:
-            values = [self.random.random() for _ in range(demand.end - demand.start)]
+            tokens = self.written[demand.sequence]
+            tokens.ids += self._next(demand.sequence, demand.end - demand.start)
+            del self.coming[demand.sequence][: demand.end - demand.start]
+            values = tokens.contents[demand.start :]
             write(memory, demand, values, demand.sequence.view if demand.sequence.view == "region" else "home")
-            self.written[demand.sequence] += [_rounded(value) for value in values]
         memory.launched()
+        memory.commit()
         if demands:
             demand = self.random.choice(demands)
             for layer in (0, 1):
                 first = demand.sequence.groups[layer].first * 16
-                expected = self.written[demand.sequence][first:]
+                expected = self.written[demand.sequence].contents[first:]
                 assert read(memory, demand, layer, "home") == expected
                 if demand.sequence.view == "region":
                     assert read(memory, demand, layer, "region") == expected
         self.num_steps += 1
 
-
-def _rounded(value: float) -> float:
-    """As float32 keeps it."""
-    return float(struct.unpack("f", struct.pack("f", value))[0])
+    def _next(self, sequence: SequenceMemory, count: int) -> list[int]:
+        """The tokens that come next, the same ones until they are taken: of its document, then nobody else's."""
+        coming = self.coming.setdefault(sequence, [])
+        while len(coming) < count:
+            self.next_token += 1
+            coming.append(self.next_token)
+        return coming[:count]

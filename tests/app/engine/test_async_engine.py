@@ -99,7 +99,7 @@ def test_a_refusing_device_fails_its_requests_and_no_others(
     """While a step is mapped, or while a request is admitted: half admitted, it once stopped the engine."""
 
     async def main() -> None:
-        def fail(*_: object) -> None:
+        def fail(*_: object, **__: object) -> None:
             raise MapError("injected")
 
         with monkeypatch.context() as patch:

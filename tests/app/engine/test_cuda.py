@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine import LLM, SamplingParams
-from app.engine import engine as engine_module
+from app.engine import LLM, SamplingParams, kv_plan
 from app.engine.batch import StepBatch
 from app.engine.model_runner import ModelRunner
 from app.errors import ConfigError
@@ -57,7 +56,7 @@ def test_the_fake_device_gives_the_same_tokens(
         driver.launch(reading[0])
         return run(runner, batch)
 
-    monkeypatch.setattr(engine_module, "select_backend", fake)
+    monkeypatch.setattr(kv_plan, "select_backend", fake)
     monkeypatch.setattr(KVMemory, "ensure", ensure_and_note)
     monkeypatch.setattr(ModelRunner, "run", launch_and_run)
     with LLM(folder, kv_memory_bytes=4 << 20, **shared) as llm:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from app.engine import SamplingParams
 from app.engine.engine import Engine, EngineConfig
-from tests.conftest import ARCHITECTURES, VOCAB_SIZE, MakeCheckpoint
+from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
 from vmem import LayoutKind, ViewPolicy
 
 LENGTHS = (1, 2, 16, 17, 63, 129, 300, 700)
@@ -29,14 +31,20 @@ def generate_staggered(engine: Engine, prompts: list[list[int]], params: Samplin
     return outputs
 
 
-@pytest.mark.parametrize(
-    ("view", "layout"), [("region", "interleaved"), ("block_table", "interleaved"), ("auto", "per_layer")]
-)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+CASES = [
+    *itertools.product(
+        ARCHITECTURES, [("region", "interleaved"), ("block_table", "interleaved"), ("auto", "per_layer")]
+    ),
+    *itertools.product(HYBRIDS, [("auto", "interleaved")]),
+]
+
+
+@pytest.mark.parametrize(("name", "memory"), CASES)
 def test_greedy_equals_transformers(
-    name: str, view: ViewPolicy, layout: LayoutKind, make_checkpoint: MakeCheckpoint
+    name: str, memory: tuple[ViewPolicy, LayoutKind], make_checkpoint: MakeCheckpoint
 ) -> None:
-    model_type, settings = ARCHITECTURES[name]
+    model_type, settings = (ARCHITECTURES | {n: (n, s) for n, s in HYBRIDS.items()})[name]
+    view, layout = memory
     folder = make_checkpoint(model_type, **settings)
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(1, VOCAB_SIZE - 1, (n,), generator=generator).tolist() for n in LENGTHS]

@@ -26,7 +26,11 @@ from tests.conftest import ARCHITECTURES, SMALL, VOCAB_SIZE, MakeCheckpoint
             {"vocab_size": VOCAB_SIZE, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 256},
             "Interface",
         ),
-        ("lfm2", SMALL | {"full_attn_idxs": [1]}, "cannot run yet"),
+        (
+            "zamba2",
+            SMALL | {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "mamba_headdim": 16},
+            "attention calls",
+        ),
         (
             "mamba2",
             {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16},

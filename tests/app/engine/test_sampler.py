@@ -6,15 +6,17 @@ import pytest
 import torch
 
 from app.engine.params import SamplingParams
-from app.engine.request import Request
+from app.engine.request import Request, SequenceGroup
 from app.engine.sampler import sample
 from app.errors import RequestError
+from vmem import TokenChain
 
 NUM_DRAWS = 4000
 
 
 def request(**params: object) -> Request:
-    return Request("r", [1], SamplingParams(**params), 1, None)  # type: ignore[arg-type]
+    sampling = SamplingParams(**params)  # type: ignore[arg-type]
+    return Request("r", [1], sampling, 1, None, TokenChain(16), SequenceGroup(0, 0), [1])
 
 
 def frequencies(logits: torch.Tensor, **params: object) -> torch.Tensor:

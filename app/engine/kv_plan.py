@@ -1,0 +1,129 @@
+"""From a model's layers and the settings to a KV memory: layer groups, page size, budget."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from app.config import EngineConfig
+from app.engine.model_loader import LoadedModel
+from app.engine.model_runner import ObservedLayers
+from app.engine.states import state_bytes
+from app.errors import ConfigError
+from vmem import (
+    KVLayout,
+    KVMemory,
+    LayerGroup,
+    MappingOptions,
+    StateLayout,
+    VmemError,
+    longest_sequence,
+    plan_groups,
+    select_backend,
+)
+
+logger = logging.getLogger(__name__)
+
+# Pages at most, and mappings at most. On Linux every page may be a mapping of its own, at home and in regions, with a
+# hole beside it at home, and a process may have 65,530; a CUDA context had about 520,000 in somebody's measurement.
+MAX_PAGES = {"cpu": 24_000, "cuda": 200_000}
+MAX_MAPPINGS = {"cpu": 50_000, "cuda": 400_000}
+# On a CUDA device, what is left to torch, and the share of the rest that the cache may take.
+_HEADROOM_BYTES, _CUDA_SHARE = 2 << 30, 0.9
+# Longer blocks are tried until the budget has no more pages than that.
+_LONGER_BLOCK_TOKENS = (32, 64, 128, 256, 512, 1024)
+
+
+def build_memory(config: EngineConfig, model: LoadedModel, layers: ObservedLayers) -> KVMemory:
+    """A memory for these layers.
+
+    Raises:
+        ConfigError: the settings leave no room for two blocks of each group.
+        VmemError: the device refuses, or the numbers make no layout.
+    """
+    device = model.module.device
+    budget = config.kv_memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    backend = select_backend(device, capacity_bytes=budget, headroom_bytes=_HEADROOM_BYTES)
+    most_pages = MAX_PAGES[device.type]
+    try:
+        if device.type == "cuda" and not config.kv_memory_bytes:
+            budget = int(_CUDA_SHARE * backend.memory_info().available_bytes)
+        # A ceiling nobody asked for is no reason to have longer blocks.
+        smallest_page_bytes = budget // most_pages if config.kv_memory_bytes else 0
+        groups = _plan_groups(config, model, layers, backend.granularity_bytes, smallest_page_bytes)
+        page_bytes = groups[0].layout.page_bytes
+        num_pages = min(budget // page_bytes, most_pages)
+        smallest = sum(group.layout.block_bytes for group in groups)
+        if num_pages * page_bytes < 2 * smallest:
+            raise ConfigError(f"kv_memory_bytes {budget} is below two blocks of {smallest} bytes")
+        step_tokens = config.max_num_batched_tokens
+        capacity = longest_sequence(groups, num_pages, step_tokens)
+        memory = KVMemory(
+            backend,
+            groups,
+            budget_bytes=num_pages * page_bytes,
+            floor_bytes=config.kv_memory_floor_bytes,
+            num_regions=config.max_num_seqs,
+            max_tokens=min(config.max_model_len or model.max_positions, capacity),
+            step_tokens=step_tokens,
+            options=MappingOptions(
+                idle_release_s=config.kv_idle_release_s,
+                cache_release_s=config.prefix_cache_release_s,
+                max_mappings=MAX_MAPPINGS[device.type],
+            ),
+            prefix_cache=config.prefix_cache,
+            pin_quota=config.pin_quota,
+            swap_bytes=config.swap_bytes,
+        )
+    except (ConfigError, VmemError):
+        backend.close()
+        raise
+    for group in groups:
+        logger.info(
+            "KV cache of %d layers%s: %s, %d pages of %d bytes each, %.1f %% padding",
+            len(group.layers) or len(layers.states),
+            f" with a window of {group.window_tokens} tokens" if group.window_tokens else "",
+            "a state a sequence" if group.is_state else f"blocks of {group.layout.block_tokens} tokens",
+            group.layout.num_slices,
+            group.layout.page_bytes,
+            group.layout.padding * 100,
+        )
+    logger.info("KV cache: up to %.1f MiB, or %d tokens of one sequence", num_pages * page_bytes / 2**20, capacity)
+    return memory
+
+
+def _plan_groups(
+    config: EngineConfig,
+    model: LoadedModel,
+    layers: ObservedLayers,
+    granularity_bytes: int,
+    smallest_page_bytes: int,
+) -> list[LayerGroup]:
+    """Layers that see the same window share a block table; recurrent states are a group of their own. Blocks are longer
+    than the planner says if their pages are smaller than `smallest_page_bytes`, because there would be too many."""
+    members: dict[int | None, list[int]] = {}
+    for layer in layers.attention:
+        members.setdefault(layers.windows.get(layer), []).append(layer)
+    specs = [[layers.attention[layer] for layer in group] for group in members.values()]
+
+    def plan(block_tokens: int | None) -> tuple[KVLayout, ...]:
+        return plan_groups(
+            specs,
+            model.dtype,
+            granularity_bytes=granularity_bytes,
+            kind=config.kv_layout,
+            block_tokens=block_tokens,
+            expected_tokens=config.expected_tokens,
+        )
+
+    layouts = plan(config.block_tokens)
+    longer = iter(_LONGER_BLOCK_TOKENS if config.block_tokens is None else ())
+    while layouts[0].page_bytes < smallest_page_bytes and (block_tokens := next(longer, None)):
+        layouts = plan(block_tokens)
+    groups = [
+        LayerGroup(tuple(group), layout, window)
+        for (window, group), layout in zip(members.items(), layouts, strict=True)
+    ]
+    if layers.states:
+        groups.append(LayerGroup((), StateLayout(state_bytes(layers.states), layouts[0].page_bytes)))
+    return groups

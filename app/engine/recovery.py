@@ -1,0 +1,113 @@
+"""Swap or recompute? What a preempted request's way back costs, learnt from steps and copies as they happen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+Recovery = Literal["swap", "recompute"]
+
+# An observation counts half after so many more.
+_HALF_LIFE = 200
+# Keeps the equations solvable before there are as many different steps as unknowns; far below any real step.
+_RIDGE = 1e-9
+
+
+class LinearCost:
+    """Seconds as a linear function of what there was to do, fitted to what has been seen, older sights counting less.
+
+    Args:
+        scales: typical size of each quantity; they are counted in these, so that no weight is much larger than another.
+    """
+
+    def __init__(self, scales: tuple[float, ...]) -> None:
+        self._scales = np.array(scales)
+        self._products = np.zeros((len(scales), len(scales)))
+        self._targets = np.zeros(len(scales))
+        self._weights: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None
+        self.num_observed = 0
+
+    def observe(self, quantities: tuple[float, ...], seconds: float) -> None:
+        row = np.array(quantities) / self._scales
+        keep = 0.5 ** (1 / _HALF_LIFE)
+        # Relative errors count, or the longest steps would decide alone.
+        weight = 1 / max(seconds, 1e-6)
+        self._products = keep * self._products + np.outer(row, row) * weight**2
+        self._targets = keep * self._targets + row * seconds * weight**2
+        self._weights = None
+        self.num_observed += 1
+
+    def seconds(self, quantities: tuple[float, ...]) -> float:
+        """The expected time; no quantity costs less than nothing."""
+        if self._weights is None:
+            self._weights = self._fit()
+        return float(np.array(quantities) / self._scales @ self._weights)
+
+    def _fit(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """Least squares; quantities that would get a negative weight are left out, the worst first."""
+        size = len(self._scales)
+        used = list(range(size))
+        weights = np.zeros(size)
+        while used:
+            products = self._products[np.ix_(used, used)]
+            ridge = _RIDGE * max(float(np.trace(products)), 1e-30) * np.eye(len(used))
+            found = np.linalg.solve(products + ridge, self._targets[used])
+            if (found >= 0).all():
+                weights[used] = found
+                break
+            del used[int(found.argmin())]
+        return weights
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryCost:
+    """Expected seconds of both ways."""
+
+    swap_s: float
+    recompute_s: float
+
+    @property
+    def better(self) -> Recovery:
+        return "swap" if self.swap_s <= self.recompute_s else "recompute"
+
+
+class RecoveryModel:
+    """Expected cost of both ways back, from measured rates.
+
+    Args:
+        copy_bytes_per_s: how fast blocks are copied to host memory or back, until real copies have been seen.
+        step_tokens: the most tokens of a step.
+    """
+
+    def __init__(self, copy_bytes_per_s: float, step_tokens: int) -> None:
+        self._copy_bytes_per_s = copy_bytes_per_s
+        self._step_tokens = step_tokens
+        self._step = LinearCost((1.0, 1e2, 1e5))
+        self._copy = LinearCost((1.0, 1e6))
+
+    def observe_step(self, num_tokens: int, num_attended: int, seconds: float) -> None:
+        """A step of so many tokens, which attended to so many cached ones in all, took that long."""
+        self._step.observe((1.0, num_tokens, num_attended), seconds)
+
+    def observe_copy(self, num_bytes: int, seconds: float) -> None:
+        """Blocks of so many bytes were copied, in one direction."""
+        self._copy.observe((1.0, num_bytes), seconds)
+
+    def cost(self, sequences: list[tuple[int, int]], num_bytes: int) -> RecoveryCost:
+        """
+        Args:
+            sequences: (tokens to compute again, tokens that are there before them) of each.
+            num_bytes: of all their blocks.
+        """
+        recompute_s = 0.0
+        for num_tokens, num_before in sequences:
+            attended = num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
+            num_steps = -(-num_tokens // self._step_tokens)
+            recompute_s += self._step.seconds((num_steps, num_tokens, attended))
+        if self._copy.num_observed:
+            swap_s = 2 * self._copy.seconds((1.0, num_bytes))
+        else:
+            swap_s = 2 * num_bytes / self._copy_bytes_per_s
+        return RecoveryCost(swap_s, recompute_s)

@@ -1,0 +1,72 @@
+"""Request lengths that benchmarks share: lists of (prompt, output) tokens, the same for the same count and seed.
+
+`sharegpt` and `alpaca` are synthetic: log-normal, which gives the long tails, with the means that PagedAttention §6.1
+states for these two datasets; how long the tails are is our guess. `azure` is a real trace,
+`AzureLLMInferenceTrace_code.csv` of github.com/Azure/AzurePublicDataset (CC-BY-4.0; Patel et al., "Splitwise", ISCA
+2024), and synthetic with the same means where there is no such file.
+"""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import harness
+
+Lengths = list[tuple[int, int]]
+
+AZURE_TRACE = harness.ROOT.parent / "shared" / "traces" / "azure_code_2023.csv"
+# The longest request of the models of PagedAttention's evaluation, prompt and output together, and of the Azure trace.
+LONGEST, AZURE_LONGEST = 2048, 8192
+
+
+def sharegpt(count: int, seed: int) -> Lengths:
+    """Conversations, as ShareGPT's: means 161.31 and 337.99 within 1 % from a hundred requests on."""
+    return _synthetic(count, seed, (161.31, 1.2), (337.99, 0.9), LONGEST)
+
+
+def alpaca(count: int, seed: int) -> Lengths:
+    """Instructions, as Alpaca's: means 19.31 and 58.45 within 1 % from a hundred requests on."""
+    return _synthetic(count, seed, (19.31, 0.6), (58.45, 0.9), LONGEST)
+
+
+def azure(path: Path | None, count: int, seed: int) -> tuple[Lengths, str]:
+    """Code completions: the first `count` requests of the trace, and where they are from.
+
+    Args:
+        path: a CSV with the columns ContextTokens and GeneratedTokens; the lengths are synthetic if it is no file.
+    """
+    if path is None or not path.is_file():
+        means = "synthetic, means 2048 and 28 tokens, because there is no trace"
+        return _synthetic(count, seed, (2048, 0.8), (28, 0.8), AZURE_LONGEST), means
+    with path.open() as file:
+        rows = [(int(row["ContextTokens"]), max(int(row["GeneratedTokens"]), 1)) for row in csv.DictReader(file)]
+    fitting = [(prompt, output) for prompt, output in rows if prompt > 0 and prompt + output <= AZURE_LONGEST]
+    return fitting[:count], f"the first of {path.name}"
+
+
+def _synthetic(
+    count: int, seed: int, prompt: tuple[float, float], output: tuple[float, float], longest: int
+) -> Lengths:
+    """Log-normal lengths, (mean, sigma) each, of together `longest` tokens at most."""
+    rng = random.Random(seed)
+    prompts = _scaled([rng.lognormvariate(0, prompt[1]) for _ in range(count)], prompt[0], [longest - 1] * count)
+    left = [longest - tokens for tokens in prompts]
+    outputs = _scaled([rng.lognormvariate(0, output[1]) for _ in range(count)], output[0], left)
+    return list(zip(prompts, outputs, strict=True))
+
+
+def _scaled(draws: Sequence[float], mean: float, most: Sequence[int]) -> list[int]:
+    """The draws times one factor, as whole numbers between 1 and `most`. Rounding and clipping move the mean, so the
+    factor is searched for that makes it right."""
+
+    def times(factor: float) -> list[int]:
+        return [min(max(round(draw * factor), 1), limit) for draw, limit in zip(draws, most, strict=True)]
+
+    low, high = 0.0, 100 * mean
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(times(middle)) < mean * len(draws) else (low, middle)
+    return times(high)

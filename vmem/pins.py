@@ -1,0 +1,86 @@
+"""Prefixes that stay: sequences nobody computes, held for the blocks they own (PagedAttention §4.4, shared prefix)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from vmem.errors import PinError
+from vmem.group import GroupMemory
+from vmem.pages import PagePool
+from vmem.report import PinReport
+from vmem.sequence import GroupTable, SequenceMemory
+
+
+class Pins:
+    """Pinned prefixes by name. Only called under the memory's lock.
+
+    Args:
+        quota: share of the page budget that they may take. What the longest sequence needs is never theirs.
+    """
+
+    def __init__(self, pages: PagePool, groups: Sequence[GroupMemory], quota: float) -> None:
+        self._pages = pages
+        self._groups = groups
+        self._quota = quota
+        self._pins: dict[str, SequenceMemory] = {}
+        self.num_pages = 0
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._pins.keys()
+
+    @property
+    def sequences(self) -> Collection[SequenceMemory]:
+        return self._pins.values()
+
+    def check(self, name: str, tables: Sequence[tuple[GroupMemory, GroupTable]], num_tokens: int) -> None:
+        """Raise `PinError` unless a prefix of these tables may be pinned under that name."""
+        if name in self._pins:
+            raise PinError(f"a prefix named {name!r} is pinned already; unpin it first")
+        more = 0
+        for group, table in tables:
+            pinned = self._blocks(group)
+            block_ids = set(table.block_ids[table.first : group.layout.num_blocks(num_tokens)])
+            more += len(block_ids - pinned) * group.num_slices
+        most = min(int(self._quota * self._pages.budget), self._pages.budget - self._pages.fewest)
+        if self.num_pages + more > most:
+            page_bytes = self._pages.page_bytes
+            raise PinError(
+                f"pinning {num_tokens} tokens takes {more * page_bytes} bytes; {self.num_pages * page_bytes} of the "
+                f"{max(most, 0) * page_bytes} that may be pinned are; raise the quota or kv_memory_bytes"
+            )
+
+    def add(self, name: str, sequence: SequenceMemory) -> None:
+        self._pins[name] = sequence
+        self._count()
+
+    def remove(self, name: str) -> SequenceMemory:
+        """The caller frees it. Raises `PinError` if there is none of that name."""
+        if name not in self._pins:
+            raise PinError(
+                f"no prefix named {name!r} is pinned; there are {', '.join(map(repr, self._pins)) or 'none'}"
+            )
+        sequence = self._pins.pop(name)
+        self._count()
+        return sequence
+
+    def report(self) -> tuple[PinReport, ...]:
+        return tuple(
+            PinReport(
+                name,
+                sequence.num_tokens,
+                sum(
+                    (len(table.block_ids) - table.first) * group.layout.block_bytes
+                    for group, table in zip(self._groups, sequence.groups, strict=True)
+                ),
+            )
+            for name, sequence in self._pins.items()
+        )
+
+    def _count(self) -> None:
+        self.num_pages = sum(len(self._blocks(group)) * group.num_slices for group in self._groups)
+        self._pages.num_pinned = self.num_pages
+
+    def _blocks(self, group: GroupMemory) -> set[int]:
+        tables = [sequence.groups[group.index] for sequence in self._pins.values()]
+        return {block_id for table in tables for block_id in table.block_ids[table.first :]}

@@ -1,0 +1,396 @@
+"""Which prefixes are cached, and in which blocks: a tree of token prefixes, each found by its hash.
+
+    root (salt, adapter) ── node: tokens 0 … 15 ── node: 16 … 31 ── node: 32 … 47
+                               blocks [7]  [3]        [9]  [4]   └─ node: 32 … 47, other tokens
+                                       one entry a layer group
+
+A node stands for the tokens from the beginning to its end. What counts as a hit is verified: the parent is the node the
+search came from, and the tokens are the same. So a collision of hashes costs a miss and never a wrong answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vmem.errors import IntegrityError
+from vmem.group import GroupMemory
+
+Digest = bytes
+Hash = Callable[[Digest, bytes], Digest]
+
+_DIGEST_BYTES = 16
+
+
+def stable_hash(parent: Digest, content: bytes) -> Digest:
+    """The same on every machine and in every run, unlike Python's `hash`: replicas and routers compare them."""
+    return hashlib.blake2b(parent + content, digest_size=_DIGEST_BYTES).digest()
+
+
+class TokenChain:
+    """Token ids cut into units, with the hash of everything up to the end of each. One thread at a time.
+
+    Args:
+        unit_tokens: tokens a unit has.
+        keys: what else must be equal for contents to be equal: a cache salt, an adapter's id, an image's hash.
+    """
+
+    def __init__(self, unit_tokens: int, keys: tuple[str, ...] = (), hash: Hash = stable_hash) -> None:
+        self.unit_tokens = unit_tokens
+        self.keys = keys
+        self.units: list[bytes] = []
+        self.digests: list[Digest] = []
+        self._hash = hash
+        self._root = hash(b"", b"".join(f"{len(key.encode())}:{key}".encode() for key in keys))
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Hash the whole units of `token_ids` that are not hashed yet; the ones that are must be the same tokens."""
+        done = len(self.units) * self.unit_tokens
+        end = len(token_ids) // self.unit_tokens * self.unit_tokens
+        if end <= done:
+            return
+        content = encode_tokens(token_ids[done:end])
+        size = 4 * self.unit_tokens
+        for start in range(0, len(content), size):
+            unit = content[start : start + size]
+            self.digests.append(self._hash(self.digests[-1] if self.digests else self._root, unit))
+            self.units.append(unit)
+
+    def fork(self, num_tokens: int) -> TokenChain:
+        """A chain that begins with the whole units of the first `num_tokens` tokens."""
+        chain = TokenChain(self.unit_tokens, self.keys, self._hash)
+        chain.units = self.units[: num_tokens // self.unit_tokens]
+        chain.digests = self.digests[: num_tokens // self.unit_tokens]
+        return chain
+
+
+def encode_tokens(token_ids: Sequence[int]) -> bytes:
+    """Four bytes a token, lowest first."""
+    return np.asarray(token_ids, dtype="<i4").tobytes()
+
+
+class PrefixNode:
+    """The prefix that ends with the unit `tokens`.
+
+    Attributes:
+        blocks: of each layer group, the blocks that hold this unit; of a group with a fixed-size state the block with
+            the state after it. `None` where there are none.
+        writer: the sequence that is going to compute it, as long as it has not.
+        references: children, groups with blocks, and sequences whose last whole unit it is.
+    """
+
+    __slots__ = ("blocks", "by_first", "digest", "parent", "references", "tokens", "writer")
+
+    def __init__(self, parent: PrefixNode | None, digest: Digest, tokens: bytes, num_groups: int) -> None:
+        self.parent = parent
+        self.digest = digest
+        self.tokens = tokens
+        self.blocks: list[tuple[int, ...] | None] = [None] * num_groups
+        self.by_first: dict[bytes, PrefixNode] = {}  # first token → the child that came last
+        self.references = 0
+        self.writer: object | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """What is cached of a prompt.
+
+    Attributes:
+        nodes: whole units from the beginning on.
+        partial: a unit that begins like the next tokens of the prompt.
+        num_tokens: of the prompt, in `nodes` and `partial`.
+        branch_tokens: tokens up to where the prompt leaves all prompts known, whether their blocks are there or not.
+        awaited: somebody is computing what follows; who waits a little finds more.
+    """
+
+    nodes: tuple[PrefixNode, ...]
+    partial: PrefixNode | None
+    num_tokens: int
+    branch_tokens: int
+    awaited: bool
+
+
+@dataclass(slots=True)
+class PrefixCounts:
+    """Tokens looked up and found by sequences that began, and blocks that lost their content to new ones."""
+
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_blocks: int = 0
+
+
+@dataclass(slots=True)
+class PrefixPath:
+    """Where a sequence is in the tree.
+
+    Attributes:
+        chain: its tokens' hashes; `None`: nothing of it is cached.
+        nodes: its whole units as far as they are computed or promised.
+        computed: of these, how many are computed.
+        broken: a unit's hash belongs to other tokens; from there on nothing is cached.
+        snapshot: the last node that got this sequence's state while it was generating.
+    """
+
+    chain: TokenChain | None = None
+    nodes: list[PrefixNode] = field(default_factory=list)
+    computed: int = 0
+    broken: bool = False
+    snapshot: PrefixNode | None = None
+
+
+class PrefixIndex:
+    """The tree, and which blocks its nodes hold. Only called under the memory's lock.
+
+    Args:
+        unit_tokens: tokens of a node; whole blocks in every group.
+        hash: of a unit and what precedes it.
+    """
+
+    def __init__(self, groups: Sequence[GroupMemory], unit_tokens: int, hash: Hash = stable_hash) -> None:
+        self.unit_tokens = unit_tokens
+        self.hash = hash
+        self.counts = PrefixCounts()
+        self._groups = groups
+        self._nodes: dict[Digest, PrefixNode] = {}
+        self._roots: dict[tuple[str, ...], PrefixNode] = {}
+        self._holder: list[dict[int, PrefixNode]] = [{} for _ in groups]  # of each group: block → its node
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def digests(self) -> Iterator[Digest]:
+        """Hashes of the prefixes whose last unit has blocks in every group that sees all tokens."""
+        full = [g for g, group in enumerate(self._groups) if group.spec.window_tokens is None]
+        return (digest for digest, node in self._nodes.items() if all(node.blocks[g] is not None for g in full))
+
+    # ---- looking up ----
+
+    def match(self, chain: TokenChain, token_ids: Sequence[int], limit: int, least_partial: int) -> PrefixMatch:
+        """The longest cached prefix of at most `limit` tokens.
+
+        Args:
+            least_partial: tokens that a partly matching unit must share, or it is not worth its copy; 0: never.
+        """
+        most = limit // self.unit_tokens
+        walked: list[PrefixNode] = []
+        node = self._roots.get(chain.keys)
+        awaited = False
+        known = 0
+        usable = 0
+        available = _Availability(self._groups, self.unit_tokens)
+        intact = True
+        while node is not None and len(walked) < most:
+            child = self._child(node, chain.digests[len(walked)], chain.units[len(walked)])
+            if child is None:
+                break
+            node = child
+            walked.append(node)
+            known += 1
+            intact = intact and available.add(node)
+            if intact and available.complete:
+                usable = len(walked)
+        awaited = any(node.writer is not None for node in walked[usable:])
+        partial, common = None, 0
+        at = usable * self.unit_tokens
+        if node is not None and usable == len(walked) and 0 < least_partial <= limit - at and intact:
+            partial, common = self._partial(node, token_ids[at : min(at + self.unit_tokens, limit)], available)
+            if common < least_partial:
+                partial, common = None, 0
+        num_tokens = at + common
+        return PrefixMatch(tuple(walked[:usable]), partial, num_tokens, known * self.unit_tokens, awaited)
+
+    def find(self, chain: TokenChain, most: int) -> Iterator[PrefixNode]:
+        """The nodes of the chain's first `most` units, as far as they are known."""
+        node = self._roots.get(chain.keys)
+        for digest, tokens in zip(chain.digests[:most], chain.units[:most], strict=True):
+            node = self._child(node, digest, tokens) if node is not None else None
+            if node is None:
+                return
+            yield node
+
+    def _child(self, parent: PrefixNode, digest: Digest, tokens: bytes) -> PrefixNode | None:
+        node = self._nodes.get(digest)
+        return node if node is not None and node.parent is parent and node.tokens == tokens else None
+
+    def _partial(
+        self, node: PrefixNode, token_ids: Sequence[int], available: _Availability
+    ) -> tuple[PrefixNode | None, int]:
+        """A computed child that begins like these tokens, and how many it shares with them."""
+        wanted = encode_tokens(token_ids)
+        child = node.by_first.get(wanted[:4])
+        if child is None or child.writer is not None or not available.would_do(child):
+            return None, 0
+        common = 0
+        while common < len(wanted) and child.tokens[common : common + 4] == wanted[common : common + 4]:
+            common += 4
+        return child, common // 4
+
+    # ---- growing ----
+
+    def root(self, keys: tuple[str, ...]) -> PrefixNode:
+        if keys not in self._roots:
+            self._roots[keys] = PrefixNode(None, b"", b"", len(self._groups))
+        return self._roots[keys]
+
+    def advance(self, path: PrefixPath, num_units: int) -> None:
+        """Let the path have nodes for its first `num_units` units, as far as no hash is taken by other tokens."""
+        chain = path.chain
+        assert chain is not None
+        while len(path.nodes) < num_units and not path.broken:
+            i = len(path.nodes)
+            parent = path.nodes[-1] if path.nodes else self.root(chain.keys)
+            digest, tokens = chain.digests[i], chain.units[i]
+            node = self._nodes.get(digest)
+            if node is None:
+                node = PrefixNode(parent, digest, tokens, len(self._groups))
+                self._nodes[digest] = node
+                parent.references += 1
+                parent.by_first[tokens[:4]] = node
+            elif node.parent is not parent or node.tokens != tokens:
+                path.broken = True
+                return
+            node.references += 1
+            if path.nodes:
+                self._release(path.nodes[-1])
+            path.nodes.append(node)
+
+    def enter(self, path: PrefixPath, nodes: Sequence[PrefixNode]) -> None:
+        """The path of a new sequence that begins with these nodes, all computed."""
+        path.nodes = list(nodes)
+        path.computed = len(nodes)
+        if nodes:
+            nodes[-1].references += 1
+
+    def cut(self, path: PrefixPath, num_units: int) -> None:
+        """The path ends after `num_units` units."""
+        for node in path.nodes[num_units:]:
+            if node.writer is path:
+                node.writer = None
+        if num_units < len(path.nodes):
+            last = path.nodes[-1]
+            del path.nodes[num_units:]
+            if path.nodes:
+                path.nodes[-1].references += 1
+            self._release(last)
+        path.computed = min(path.computed, num_units)
+        path.broken = path.broken and num_units > 0
+        if path.snapshot is not None and path.snapshot not in path.nodes[-1:]:
+            path.snapshot = None
+
+    # ---- blocks ----
+
+    def hold(self, node: PrefixNode, g: int, block_ids: tuple[int, ...]) -> bool:
+        """Let the node hold these owned blocks of a group; False if it has some, or they are another node's."""
+        if node.blocks[g] is not None or any(b in self._holder[g] for b in block_ids):
+            return False
+        node.blocks[g] = block_ids
+        node.references += 1
+        for block_id in block_ids:
+            self._holder[g][block_id] = node
+            self._groups[g].pool.keep(block_id)
+        return True
+
+    def drop(self, node: PrefixNode, g: int) -> int:
+        """The node's blocks of a group lose their content's name; returns how many there were."""
+        block_ids = node.blocks[g]
+        if block_ids is None:
+            return 0
+        node.blocks[g] = None
+        for block_id in block_ids:
+            del self._holder[g][block_id]
+            self._groups[g].pool.unkeep(block_id)
+        self._release(node)
+        return len(block_ids)
+
+    def evict(self, g: int, count: int) -> int:
+        """Make up to `count` free blocks of a group, or a few more, available that were kept for their content: those
+        free for longest. Returns how many."""
+        pool, evicted = self._groups[g].pool, 0
+        while evicted < count and (block_id := pool.oldest_kept()) is not None:
+            evicted += self.evict_block(g, block_id)
+        return evicted
+
+    def evict_block(self, g: int, block_id: int) -> int:
+        """Forget what this block holds, and what others hold of the same unit."""
+        evicted = self.drop(self._holder[g][block_id], g)
+        self.counts.evicted_blocks += evicted
+        return evicted
+
+    def clear(self) -> None:
+        """Forget the content of all blocks."""
+        for g, holder in enumerate(self._holder):
+            for node in set(holder.values()):
+                self.drop(node, g)
+
+    def check_integrity(self, paths: Sequence[PrefixPath]) -> None:
+        """Raise `IntegrityError` unless references, holders and kept blocks agree."""
+        expected: dict[PrefixNode, int] = {}
+        for node in self._nodes.values():
+            expected[node] = expected.get(node, 0) + sum(blocks is not None for blocks in node.blocks)
+            assert node.parent is not None
+            expected[node.parent] = expected.get(node.parent, 0) + 1
+        for path in paths:
+            if path.nodes:
+                expected[path.nodes[-1]] = expected.get(path.nodes[-1], 0) + 1
+        for node, references in expected.items():
+            if node.references != references or not references:
+                raise IntegrityError(f"a prefix has {node.references} references, {references} are known")
+        for g, holder in enumerate(self._holder):
+            held = [b for node in self._nodes.values() for b in node.blocks[g] or ()]
+            if sorted(held) != sorted(holder) or set(held) != self._groups[g].pool.kept_blocks:
+                raise IntegrityError(f"group {g}: {len(held)} blocks in prefixes, {len(holder)} have a holder")
+        writers = {id(path) for path in paths}
+        if any(node.writer is not None and id(node.writer) not in writers for node in self._nodes.values()):
+            raise IntegrityError("a prefix waits for a sequence that is gone")
+
+    def _release(self, node: PrefixNode) -> None:
+        """Drop a reference; a node without any is gone, and its parent may be."""
+        while True:
+            node.references -= 1
+            if node.references or node.parent is None:
+                break
+            parent = node.parent
+            del self._nodes[node.digest]
+            if parent.by_first.get(node.tokens[:4]) is node:
+                del parent.by_first[node.tokens[:4]]
+            node = parent
+        if node.parent is None and not node.references:
+            self._roots = {keys: root for keys, root in self._roots.items() if root is not node}
+
+
+class _Availability:
+    """Whether every group has what it needs to go on after a run of nodes: all blocks, those of the window, a state."""
+
+    def __init__(self, groups: Sequence[GroupMemory], unit_tokens: int) -> None:
+        self._num_nodes = 0
+        self._kinds: list[int | None] = []  # of each group, nodes in a row that must have blocks; `None`: all
+        self._has_state = any(group.spec.is_state for group in groups)
+        for group in groups:
+            needed = 1 if group.spec.is_state else None
+            if group.spec.window_tokens is not None:
+                needed = -(-(group.spec.window_tokens - 1) // unit_tokens)
+            self._kinds.append(needed)
+        self._runs = [0] * len(groups)  # of each group, nodes in a row up to here that have its blocks
+
+    def add(self, node: PrefixNode) -> bool:
+        """One more node; False if no prefix from here on can be complete."""
+        self._num_nodes += 1
+        for g, blocks in enumerate(node.blocks):
+            self._runs[g] = self._runs[g] + 1 if blocks is not None else 0
+        return all(
+            needed is not None or run == self._num_nodes for needed, run in zip(self._kinds, self._runs, strict=True)
+        )
+
+    @property
+    def complete(self) -> bool:
+        return all(
+            run >= (self._num_nodes if needed is None else min(needed, self._num_nodes))
+            for needed, run in zip(self._kinds, self._runs, strict=True)
+        )
+
+    def would_do(self, node: PrefixNode) -> bool:
+        """Whether a part of this node can be gone on from. A state is only known at the end of a node."""
+        return not self._has_state and self.complete and all(blocks is not None for blocks in node.blocks)

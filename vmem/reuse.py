@@ -1,0 +1,186 @@
+"""What sequences find in the prefix cache, and what they leave there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from vmem.allocator import BlockAllocator
+from vmem.group import GroupMemory
+from vmem.prefix import PrefixIndex, PrefixMatch, PrefixNode, PrefixPath, TokenChain
+from vmem.sequence import SequenceMemory
+from vmem.tables import BlockTables
+
+# Tokens of a partly matching unit that are worth copying its blocks. A copy of 16 tokens takes about as long as
+# computing a tenth of a token (Qwen2.5-0.5B shape on 2 cores), but it costs a block until the copy is made.
+LEAST_PARTIAL_TOKENS = 4
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What a step that has not been computed yet will have computed."""
+
+    sequence: SequenceMemory
+    end: int
+    num_tokens: int
+    first_unit: int
+    held: list[tuple[PrefixNode, int]] = field(default_factory=list)
+
+
+class PrefixReuse:
+    """Sequences share cached prefixes and put their own there. Only called under the memory's lock.
+
+    A unit is *promised* when its sequence is admitted, *pending* while the step that computes it runs, and then
+    computed. In a step keys and values are written before any are read, layer by layer, so a sequence may share pending
+    units: if that step fails, it must start again.
+    """
+
+    def __init__(
+        self, groups: Sequence[GroupMemory], index: PrefixIndex, allocator: BlockAllocator, tables: BlockTables
+    ) -> None:
+        self._groups = groups
+        self._index = index
+        self._allocator = allocator
+        self._tables = tables
+        self._states = [group for group in groups if group.spec.is_state]
+        self._pending: list[_Pending] = []
+
+    @property
+    def has_states(self) -> bool:
+        return bool(self._states)
+
+    def share(self, sequence: SequenceMemory, match: PrefixMatch) -> None:
+        """Let a sequence without blocks own those of the match."""
+        if not match.num_tokens:
+            return
+        nodes = [*match.nodes, *([match.partial] if match.partial is not None else [])]
+        for group, table in self._tables.of(sequence):
+            g = group.index
+            if group.spec.is_state:
+                block_ids = list(match.nodes[-1].blocks[g] or ())
+            else:
+                per_unit = self._index.unit_tokens // group.layout.block_tokens
+                block_ids = [b for node in nodes for b in node.blocks[g] or (0,) * per_unit]
+                del block_ids[group.layout.num_blocks(match.num_tokens) :]
+            table.block_ids = block_ids
+            table.first = self._tables.first_visible(group, match.num_tokens)
+            group.pool.revive(block_ids[table.first :])
+        sequence.num_tokens = match.num_tokens
+        self._index.enter(sequence.prefix, match.nodes)
+
+    def pages_needed(self, match: PrefixMatch, num_tokens: int, step_tokens: int) -> int:
+        """Free pages that a sequence of `num_tokens` tokens takes at most if it begins with the match; what others own
+        already it does not take."""
+        needed = 0
+        for group in self._groups:
+            pages = group.spec.most_pages(num_tokens, step_tokens)
+            if not group.spec.is_state:  # a shared state is copied
+                shared = [node.blocks[group.index] or () for node in match.nodes]
+                per_unit = self._index.unit_tokens // group.layout.block_tokens
+                first = self._tables.first_visible(group, match.num_tokens) // per_unit
+                owned = sum(group.pool.references(b) > 0 for block_ids in shared[first:] for b in block_ids)
+                pages = max(pages - owned * group.num_slices, 0)
+            needed += pages
+        return needed
+
+    def shared_tokens(self, sequence: SequenceMemory) -> int:
+        """Tokens at the beginning whose blocks others own too."""
+        shared = 0
+        for node in sequence.prefix.nodes[: sequence.prefix.computed]:
+            for group in self._groups:
+                if any(group.pool.references(b) < 2 for b in node.blocks[group.index] or ()):
+                    return shared
+            shared += self._index.unit_tokens
+        return shared
+
+    def promise(self, sequence: SequenceMemory, num_tokens: int, snapshots: Sequence[int]) -> None:
+        """The sequence is going to compute its first `num_tokens` tokens; who wants the same should wait.
+
+        Args:
+            snapshots: lengths after which its state will be kept.
+        """
+        path = sequence.prefix
+        unit = self._index.unit_tokens
+        self._index.advance(path, num_tokens // unit)
+        for node in path.nodes[path.computed :]:
+            if node.writer is None and any(node.blocks[g.index] is None for g in self._groups if not g.spec.is_state):
+                node.writer = path
+        for length in snapshots:
+            if self._states and 0 < length // unit <= len(path.nodes):
+                node = path.nodes[length // unit - 1]
+                if node.writer is None and node.blocks[self._states[0].index] is None:
+                    node.writer = path
+
+    def begin(self, sequence: SequenceMemory, end: int, num_tokens: int) -> None:
+        """The coming step computes `num_tokens` tokens of the sequence, up to `end`."""
+        path = sequence.prefix
+        first = path.computed
+        self._index.advance(path, end // self._index.unit_tokens)
+        pending = _Pending(sequence, end, num_tokens, first)
+        for i in range(first, min(end // self._index.unit_tokens, len(path.nodes))):
+            node = path.nodes[i]
+            if node.writer is None:
+                node.writer = path
+            for group, table in self._tables.of(sequence):
+                if group.spec.is_state:
+                    continue
+                per_unit = self._index.unit_tokens // group.layout.block_tokens
+                if i * per_unit < table.first:
+                    continue
+                block_ids = tuple(table.block_ids[i * per_unit : (i + 1) * per_unit])
+                if self._index.hold(node, group.index, block_ids):
+                    pending.held.append((node, group.index))
+        self._pending.append(pending)
+
+    def commit(self) -> None:
+        """The step is done: what it was to compute is computed."""
+        done, self._pending = self._pending, []
+        for pending in done:
+            path = pending.sequence.prefix
+            path.computed = min(pending.end // self._index.unit_tokens, len(path.nodes))
+            self._let_go(path, pending.first_unit, path.computed)
+            if pending.end == path.computed * self._index.unit_tokens:
+                self._keep_state(pending.sequence, generated=pending.num_tokens == 1)
+
+    def fork(self, parent: SequenceMemory, child: SequenceMemory, chain: TokenChain | None) -> None:
+        """The child's tokens begin as the parent's do, as far as it has blocks."""
+        child.prefix.chain = chain
+        if chain is None:
+            return
+        num_units = min(child.num_tokens // self._index.unit_tokens, parent.prefix.computed, len(chain.units))
+        self._index.enter(child.prefix, parent.prefix.nodes[:num_units])
+
+    def abort(self, sequence: SequenceMemory | None = None) -> None:
+        """The step has failed, or this sequence ends before it: what was pending has not been computed."""
+        for pending in [p for p in self._pending if sequence is None or p.sequence is sequence]:
+            self._pending.remove(pending)
+            for node, g in pending.held:
+                self._index.drop(node, g)
+            path = pending.sequence.prefix
+            self._let_go(path, pending.first_unit, len(path.nodes))
+
+    def leave(self, sequence: SequenceMemory) -> None:
+        """The sequence ends; what it promised others must compute themselves."""
+        self.abort(sequence)
+        self._index.cut(sequence.prefix, 0)
+
+    def _let_go(self, path: PrefixPath, start: int, end: int) -> None:
+        for node in path.nodes[start:end]:
+            if node.writer is path:
+                node.writer = None
+
+    def _keep_state(self, sequence: SequenceMemory, *, generated: bool) -> None:
+        """Keep the state that the sequence has now; of those made while it generates, only the latest."""
+        path = sequence.prefix
+        if not path.nodes or not path.computed:
+            return
+        node = path.nodes[path.computed - 1]
+        for group in self._states:
+            [block_id] = sequence.groups[group.index].block_ids
+            if not self._index.hold(node, group.index, (block_id,)) or not generated:
+                continue
+            if path.snapshot is not None:
+                [old] = path.snapshot.blocks[group.index] or (None,)
+                if old is not None and group.pool.is_kept(old):
+                    self._index.drop(path.snapshot, group.index)
+            path.snapshot = node

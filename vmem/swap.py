@@ -1,0 +1,139 @@
+"""Host memory for the blocks of preempted sequences (PagedAttention §4.5, swapping)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vmem.errors import OutOfSwap
+from vmem.group import GroupMemory
+from vmem.prefix import TokenChain
+from vmem.sequence import ViewPolicy
+
+# Of each home so many bytes are gathered at once: on a device that much memory is taken beside the cache.
+_STAGING_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedSequence:
+    """One sequence's tables, with rows of the swapped copies in place of block ids; `None` before the window."""
+
+    policy: ViewPolicy
+    num_tokens: int
+    expected_tokens: int
+    chain: TokenChain | None
+    num_units: int
+    rows: tuple[tuple[int | None, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SwappedGroup:
+    """The sequences of one request in host memory: `KVMemory.swap_in` brings them back, `discard` gives them up.
+
+    Attributes:
+        copies: of each layer group and home, `[num_rows, home_bytes]` uint8.
+    """
+
+    sequences: tuple[SwappedSequence, ...]
+    copies: tuple[tuple[torch.Tensor, ...], ...]
+    num_rows: tuple[int, ...]
+    num_bytes: int
+
+
+class SwapSpace:
+    """Copies blocks to host memory and back, many at once. Only called under the memory's lock.
+
+    On CUDA a step's stream only gathers and scatters; the way over the bus runs on a stream of its own, beside the next
+    steps, from and to pinned memory.
+
+    Args:
+        budget_bytes: host memory at most.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.used_bytes = 0
+        self._stream: torch.cuda.Stream | None = None
+
+    def claim(self, num_bytes: int) -> None:
+        """Raises `OutOfSwap` when the budget has no room for so many bytes."""
+        if self.used_bytes + num_bytes > self.budget_bytes:
+            raise OutOfSwap(f"{num_bytes} bytes to swap, {self.budget_bytes - self.used_bytes} of swap space free")
+        self.used_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        self.used_bytes -= num_bytes
+
+    def copy_out(self, group: GroupMemory, block_ids: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Contents of these blocks, `[len(block_ids), home_bytes]` uint8 for each home."""
+        return tuple(self._copy_out(_blocks_of(home, group), block_ids) for home in group.home_tensors())
+
+    def copy_in(
+        self, group: GroupMemory, copies: Sequence[torch.Tensor], rows: Sequence[int], block_ids: Sequence[int]
+    ) -> None:
+        """Write rows of the copies into these blocks, before whatever the device does next."""
+        if not rows:
+            return
+        for home, copy in zip(group.home_tensors(), copies, strict=True):
+            self._copy_in(_blocks_of(home, group), copy, rows, block_ids)
+
+    def _copy_out(self, blocks: torch.Tensor, block_ids: Sequence[int]) -> torch.Tensor:
+        index = torch.tensor(block_ids, dtype=torch.int64, device=blocks.device)
+        if blocks.device.type == "cpu":
+            return blocks.index_select(0, index)
+        host = torch.empty(len(block_ids), blocks.shape[1], dtype=torch.uint8, pin_memory=True)
+        stream = self._side_stream()
+        for part in _parts(len(block_ids), blocks.shape[1]):
+            staged = blocks.index_select(0, index[part])
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                host[part].copy_(staged, non_blocking=True)
+            staged.record_stream(stream)
+        return host
+
+    def _copy_in(self, blocks: torch.Tensor, copy: torch.Tensor, rows: Sequence[int], block_ids: Sequence[int]) -> None:
+        targets = torch.tensor(block_ids, dtype=torch.int64, device=blocks.device)
+        if blocks.device.type == "cpu":
+            blocks.index_copy_(0, targets, copy.index_select(0, torch.tensor(rows)))
+            return
+        stream = self._side_stream()
+        for part in _parts(len(rows), blocks.shape[1]):
+            with torch.cuda.stream(stream):
+                # Row by row, because a gather on the host would be a copy more and not from pinned memory.
+                staged = torch.empty(len(rows[part]), blocks.shape[1], dtype=torch.uint8, device=blocks.device)
+                for i, row in enumerate(rows[part]):
+                    staged[i].copy_(copy[row], non_blocking=True)
+            torch.cuda.current_stream().wait_stream(stream)
+            blocks.index_copy_(0, targets[part], staged)
+            staged.record_stream(torch.cuda.current_stream())
+
+    def _side_stream(self) -> torch.cuda.Stream:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        return self._stream
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes a second between the device's memory and pinned host memory, measured once by a copy there and back."""
+    num_bytes = 16 << 20
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host.copy_(source)  # the first touch is slower
+    start = time.perf_counter()
+    host.copy_(source)
+    source.copy_(host)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return 2 * num_bytes / (time.perf_counter() - start)
+
+
+def _blocks_of(home: torch.Tensor, group: GroupMemory) -> torch.Tensor:
+    return home.view(-1, group.layout.home_bytes)
+
+
+def _parts(count: int, row_bytes: int) -> list[slice]:
+    step = max(1, _STAGING_BYTES // row_bytes)
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]

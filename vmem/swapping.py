@@ -73,7 +73,8 @@ class Swapping:
     def copy_in(self, swapped: SwappedGroup) -> list[SequenceMemory]:
         """Sequences with their contents, without regions. Raises `OutOfPages` or `MapError`; then nothing changed."""
         blocks = self._cached_blocks(swapped)
-        revived = [(group, list(found.values())) for group, found in zip(self._groups, blocks, strict=True)]
+        # Two sequences that had computed the same may find the same block.
+        revived = [(group, list(dict.fromkeys(f.values()))) for group, f in zip(self._groups, blocks, strict=True)]
         needed = sum(
             (num_rows - len(found)) * group.num_slices
             for group, num_rows, found in zip(self._groups, swapped.num_rows, blocks, strict=True)

@@ -107,8 +107,7 @@ class Scheduler:
         while self._memory.num_free_pages < 0 and self._running:
             self._preempt(self._running[-1])
         while self._preempted and self._resume(self._preempted[0]):
-            self._running.append(self._preempted.pop(0))
-            self._running.sort(key=_rank)
+            bisect.insort(self._running, self._preempted.pop(0), key=_rank)
         budget = self._max_num_batched_tokens
 
         # Decodes: one token each, and perhaps one block.
@@ -124,7 +123,9 @@ class Scheduler:
             begins_or_goes_on = request.memory is None or request.num_uncomputed > 1
             if budget and begins_or_goes_on and request.group in self._running:
                 budget -= self._schedule_chunk(request, budget, prompts)
-        decodes = [s for s in decodes if s.request.memory is not None]  # without those preempted meanwhile
+        # Without those preempted meanwhile: later groups, or other members of the same one.
+        decodes = [s for s in decodes if s.request.memory is not None]
+        prompts = [s for s in prompts if s.request.memory is not None]
         for s in decodes:
             self._begin(s)
         while budget and not self._preempted and self._waiting and self._admit(self._waiting[0]):
@@ -231,6 +232,9 @@ class Scheduler:
         """Take all of the group's blocks."""
         self._running.remove(victim)
         members = [request for request in victim.members if request.memory is not None]
+        if not self._running and len(members) > 1:
+            self._take_apart(victim)
+            return
         way = way or self._way(members)
         if way == "swap" and not self._swap_out(victim, members):
             way = "recompute"
@@ -242,6 +246,22 @@ class Scheduler:
         self.num_preempted[way] += 1
         logger.info("preempted %s by %s", ", ".join(r.request_id for r in victim.members), way)
         bisect.insort(self._preempted, victim, key=_rank)
+
+    def _take_apart(self, group: SequenceGroup) -> None:
+        """Alone, and there is no room for it: the budget was lowered after its forks were made. They go on one by one,
+        and are computed again."""
+        logger.warning("%d sequences of one request do not fit together any more", len(group.members))
+        if group.swapped is not None:
+            self._memory.discard(group.swapped)
+            group.swapped, group.swapped_members = None, []
+        for request in list(group.members):
+            if request.memory is not None:
+                self._release(request)
+            request.num_computed = 0
+            request.group = SequenceGroup(group.priority, group.arrival, [request])
+            bisect.insort(self._preempted, request.group, key=_rank)
+        group.members.clear()
+        self.num_preempted["recompute"] += 1
 
     def _way(self, members: list[Request]) -> Recovery:
         """What is expected to cost less. What others own too stays in the prefix cache, and is not computed again."""
@@ -277,6 +297,9 @@ class Scheduler:
         try:
             memories = self._memory.swap_in(group.swapped)
         except OutOfPages:
+            if not self._running and len(group.members) > 1:
+                self._preempted.remove(group)
+                self._take_apart(group)
             return False
         self._recovery.observe_copy(group.swapped.num_bytes, time.perf_counter() - start)
         for request, memory in zip(group.swapped_members, memories, strict=True):

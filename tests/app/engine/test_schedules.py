@@ -1,0 +1,330 @@
+"""Random schedules over tiny budgets: whatever is cached, evicted, shared, forked, swapped or computed again, every
+request gets the tokens that transformers gives it alone.
+
+CI runs a few hundred schedules; `pytest --hypothesis-profile=nightly tests/app/engine/test_schedules.py` thousands.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hypothesis")
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from app.config import EngineConfig
+from app.engine import engine as engine_module
+from app.engine.engine import Engine
+from app.engine.params import SamplingParams
+from app.engine.request import Request, SequenceGroup
+from app.engine.sampler import sample
+from app.errors import RequestError
+from tests.conftest import HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
+from vmem import TokenChain
+
+TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": TINY,
+    "gemma2": TINY | {"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 16},
+    "bamba": HYBRIDS["bamba"],
+}
+_EXAMPLES = {"default": 30, "nightly": 300}
+MAX_MODEL_LEN = 96
+MORE_BLOCKS = 4  # than the longest sequence takes
+# Prompts begin like one of these; what follows is of few kinds, so that they meet again.
+DOCUMENTS = torch.randint(VOCAB_SIZE - 1, (2, 64), generator=torch.Generator().manual_seed(5)).tolist()
+# Two paths to one logit differ by rounding; where that could decide, the rest of a request is not compared.
+CLOSE = 1e-3
+
+
+@dataclass(frozen=True)
+class Submit:
+    document: int
+    common: int
+    own: tuple[int, ...]
+    max_tokens: int
+    seed: int | None
+    priority: int
+    salt: str | None
+
+
+@dataclass(frozen=True)
+class Fork:
+    which: int
+    max_tokens: int
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class Cancel:
+    which: int
+
+
+@dataclass(frozen=True)
+class Budget:
+    share: float
+
+
+@dataclass(frozen=True)
+class Steps:
+    count: int
+    fails: bool
+
+
+Event = Submit | Fork | Cancel | Budget | Steps
+
+SEEDS = st.sampled_from([None, None, 1, 2])
+SUBMIT = st.builds(
+    Submit,
+    document=st.integers(0, 1),
+    common=st.sampled_from([0, 5, 16, 24, 32, 33, 48, 60]),
+    own=st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple),
+    max_tokens=st.sampled_from([1, 2, 8, 20, 30]),
+    seed=SEEDS,
+    priority=st.sampled_from([0, 0, 1]),
+    salt=st.sampled_from([None, None, None, "x"]),
+)
+EVENTS = st.one_of(
+    SUBMIT,
+    SUBMIT,
+    st.builds(Fork, which=st.integers(0, 5), max_tokens=st.integers(1, 12), seed=SEEDS),
+    st.builds(Cancel, which=st.integers(0, 9)),
+    st.builds(Budget, share=st.floats(0, 1)),
+    st.builds(Steps, count=st.integers(1, 8), fails=st.sampled_from([False] * 9 + [True])),
+)
+
+HAPPENED: Counter[str] = Counter()
+
+
+class Reference:
+    """transformers, one sequence at a time, without any cache; and Folio's sampler over its logits."""
+
+    def __init__(self, folder: str) -> None:
+        self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+        self._logits: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @torch.inference_mode()
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        key = tuple(token_ids)
+        if key not in self._logits:
+            self._logits[key] = self._model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0, -1]
+        return self._logits[key]
+
+    def check(self, prompt: list[int], params: SamplingParams, tokens: list[int]) -> None:
+        """Raise unless `tokens` follow from the prompt, as far as rounding cannot decide."""
+        group = SequenceGroup(0, 0)
+        request = Request("reference", prompt, params, len(tokens), None, TokenChain(1), group, prompt.copy())
+        uniform = Request("uniform", prompt, params, len(tokens), None, TokenChain(1), group, prompt.copy()).random
+        for i, token in enumerate(tokens):
+            logits = self.logits(prompt + tokens[:i])
+            expected = sample(logits[None], [request])[0]
+            if params.temperature:
+                cumulated = logits.double().softmax(-1).cumsum(-1)
+                close = bool(((cumulated - uniform.random()).abs() < CLOSE / 10).any())
+            else:
+                best = logits.topk(2).values
+                close = float(best[0] - best[1]) < CLOSE
+            if close and token != expected:
+                return
+            assert token == expected, f"token {i} of {tokens} after {len(prompt)}: {expected} expected"
+
+
+@pytest.fixture(scope="module")
+def engines(make_checkpoint: MakeCheckpoint) -> Any:
+    """`engines(model, …)` → an engine and its reference; the same call, the same engine."""
+
+    @functools.cache
+    def reference(model: str) -> tuple[str, Reference]:
+        folder = str(make_checkpoint(model, **MODELS[model]))
+        return folder, Reference(folder)
+
+    made = []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(engine_module, "_GIVE_UP_S", 0.1)
+
+    @functools.cache
+    def make(model: str, **settings: Any) -> tuple[Engine, Reference]:
+        folder, expected = reference(model)
+        probe = EngineConfig(
+            model=folder, skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN, block_tokens=16, num_threads=1
+        )
+        first = Engine(probe)
+        page_bytes = first.memory.groups[0].layout.page_bytes
+        longest = first.memory.pages_for(MAX_MODEL_LEN)
+        first.close()
+        engine = Engine(
+            EngineConfig(
+                model=folder,
+                skip_tokenizer_init=True,
+                max_model_len=MAX_MODEL_LEN,
+                max_num_batched_tokens=40,
+                max_num_seqs=6,
+                block_tokens=16,
+                num_threads=1,
+                kv_memory_bytes=(longest + MORE_BLOCKS) * page_bytes,
+                swap_bytes=40 * page_bytes,
+                **settings,
+            )
+        )
+        made.append(engine)
+        return engine, expected
+
+    yield make
+    patch.undo()
+    for engine in made:
+        engine.close()
+
+
+class Run:
+    """One schedule on an engine that others have used before."""
+
+    def __init__(self, engine: Engine, reference: Reference) -> None:
+        self.engine = engine
+        self.reference = reference
+        engine.memory._index.clear()
+        self.begun: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.ids = map(str, itertools.count())
+        self.revision = engine.report().budget_revision
+        self.set_budget(1.0)
+
+    def play(self, events: list[Event]) -> None:
+        for event in events:
+            match event:
+                case Submit():
+                    self.submit(event)
+                case Fork():
+                    self.fork(event)
+                case Cancel(which):
+                    if (request_id := self.at(which)) is not None:
+                        self.engine.cancel(request_id)
+                        self.outputs.pop(request_id)
+                case Budget(share):
+                    self.set_budget(share)
+                case Steps(count, fails):
+                    if fails:
+                        self.fail()
+                    for _ in range(count):
+                        self.step()
+        for _ in range(2000):
+            if not self.engine.has_work:
+                break
+            self.step()
+        assert not self.engine.has_work, "no end in sight"
+        self.engine.check_integrity()
+        for request_id, tokens in self.outputs.items():
+            prompt, params = self.begun[request_id]
+            assert len(tokens) == params.max_tokens
+            self.reference.check(prompt, params, tokens)
+
+    def submit(self, event: Submit) -> None:
+        prompt = DOCUMENTS[event.document][: event.common] + list(event.own)
+        request_id = next(self.ids)
+        params = params_of(event.max_tokens, event.seed)
+        self.begun[request_id], self.outputs[request_id] = (prompt, params), []
+        self.engine.submit(request_id, prompt, params, priority=event.priority, cache_salt=event.salt)
+
+    def fork(self, event: Fork) -> None:
+        parent = self.at(event.which)
+        if parent is None:
+            return
+        prompt = self.begun[parent][0] + self.outputs[parent]
+        request_id, params = next(self.ids), params_of(event.max_tokens, event.seed)
+        try:
+            self.engine.fork(parent, request_id, params)
+        except RequestError:
+            HAPPENED["fork refused"] += 1
+            return
+        HAPPENED["fork"] += 1
+        self.begun[request_id], self.outputs[request_id] = (prompt, params), []
+
+    def set_budget(self, share: float) -> None:
+        pages = self.engine.memory._pages
+        self.revision += 1
+        budget = round(pages.fewest + share * (pages._most - pages.fewest)) * pages.page_bytes
+        self.engine.set_budget(budget, self.revision)
+
+    def step(self) -> None:
+        for delta in self.engine.step():
+            assert delta.error is None
+            self.outputs[delta.request_id] += delta.token_ids
+        self.engine.check_integrity()
+
+    def fail(self) -> None:
+        """The next step fails halfway."""
+        real, module = self.engine._runner.run, self.engine._runner._module
+
+        def break_off(*args: Any, **kwargs: Any) -> Any:
+            module.model.layers[-1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
+            try:
+                return real(*args, **kwargs)
+            finally:
+                module.model.layers[-1]._forward_pre_hooks.clear()
+
+        self.engine._runner.run = break_off  # type: ignore[method-assign]
+        try:
+            if self.engine.has_work:
+                with pytest.raises(RuntimeError, match="broken"):
+                    self.engine.step()
+                HAPPENED["failed step"] += 1
+        finally:
+            self.engine._runner.run = real  # type: ignore[method-assign]
+        self.engine.check_integrity()
+
+    def at(self, which: int) -> str | None:
+        running = list(self.engine._requests)
+        return running[which % len(running)] if running else None
+
+
+def params_of(max_tokens: int, seed: int | None) -> SamplingParams:
+    temperature = 0.0 if seed is None else 1.0
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("policy", ["swap", "recompute", "auto"])
+def test_every_schedule_gives_the_tokens_of_transformers(model: str, policy: str, engines: Any) -> None:
+    @settings(
+        max_examples=_EXAMPLES.get(settings.get_current_profile_name(), _EXAMPLES["default"]),
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        prefix_cache=st.sampled_from([True, True, False]),
+        view=st.sampled_from(["auto", "block_table"]),
+        burst=st.lists(SUBMIT, min_size=4, max_size=6),
+        events=st.lists(EVENTS, min_size=3, max_size=30),
+    )
+    def play(prefix_cache: bool, view: str, burst: list[Event], events: list[Event]) -> None:
+        engine, reference = engines(model, prefix_cache=prefix_cache, kv_view=view, preemption=policy)
+        before = engine.report(), dict(engine._scheduler.num_preempted)
+        try:
+            Run(engine, reference).play(burst + events)
+        finally:
+            for request_id in list(engine._requests):
+                engine.cancel(request_id)
+        report, preempted = engine.report(), engine._scheduler.num_preempted
+        HAPPENED["schedules"] += 1
+        HAPPENED["hit tokens"] += report.hit_tokens - before[0].hit_tokens
+        HAPPENED["evicted blocks"] += report.evicted_blocks - before[0].evicted_blocks
+        HAPPENED["copied blocks"] += report.copied_blocks - before[0].copied_blocks
+        for way in ("swap", "recompute"):
+            HAPPENED[way] += preempted[way] - before[1][way]  # type: ignore[index]
+
+    play()
+
+
+def test_the_schedules_were_worth_playing() -> None:
+    """All of it has happened, in the tests above."""
+    print(dict(HAPPENED))
+    assert HAPPENED["schedules"] >= 200
+    for what in ("hit tokens", "evicted blocks", "copied blocks", "swap", "recompute", "fork", "failed step"):
+        assert HAPPENED[what] >= 5, what

@@ -29,6 +29,9 @@ class _Stream:
     request_id: str
     prompt_token_ids: Sequence[int]
     params: SamplingParams
+    priority: int
+    cache_salt: str | None
+    pin_name: str | None
     loop: asyncio.AbstractEventLoop
     deltas: asyncio.Queue[Delta]
 
@@ -68,18 +71,63 @@ class AsyncEngine:
     def max_model_len(self) -> int:
         return self._engine.max_model_len
 
-    async def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str | None = None
+    def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Yield the output as it is generated. Closing or cancelling the iterator cancels the request.
+
+        Args:
+            priority, cache_salt: see `Engine.submit`.
 
         Raises:
             RequestError: the request is invalid; raised before the first delta.
             EngineError: a step failed, or the engine has stopped.
         """
-        self._engine.validate(prompt_token_ids, params)
-        unique_id = f"{request_id or 'request'}-{next(self._ids)}"
-        stream = _Stream(unique_id, prompt_token_ids, params, asyncio.get_running_loop(), asyncio.Queue())
+        return self._deltas(request_id or "request", prompt_token_ids, params, priority, cache_salt, None)
+
+    async def pin(self, name: str, prompt_token_ids: Sequence[int], *, cache_salt: str | None = None) -> None:
+        """Compute a prefix and keep it in the cache until `unpin`; returns when that is done.
+
+        Raises:
+            RequestError: the prompt cannot be pinned, or the name is taken.
+            EngineError: a step failed, the pinned prefixes have used their quota up, or the engine has stopped.
+        """
+        params = SamplingParams(max_tokens=1)
+        async for _ in self._deltas(f"pin {name}", prompt_token_ids, params, 0, cache_salt, name):
+            pass
+
+    def unpin(self, name: str) -> None:
+        """Let a pinned prefix go the way of others.
+
+        Raises:
+            RequestError: there is none of that name.
+            EngineError: the engine has stopped.
+        """
+        self._check_running()
+        self._engine.unpin(name)
+
+    async def _deltas(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        priority: int,
+        cache_salt: str | None,
+        pin_name: str | None,
+    ) -> AsyncGenerator[Delta, None]:
+        if pin_name is None:
+            self._engine.validate(prompt_token_ids, params)
+        else:
+            self._engine.validate_pin(pin_name, prompt_token_ids)
+        unique_id = f"{request_id}-{next(self._ids)}"
+        loop, deltas = asyncio.get_running_loop(), asyncio.Queue[Delta]()
+        stream = _Stream(unique_id, prompt_token_ids, params, priority, cache_salt, pin_name, loop, deltas)
         self._send(stream)
         finished = False
         try:
@@ -154,7 +202,7 @@ class AsyncEngine:
                 case _Stream(request_id):
                     self._streams[request_id] = command
                     try:
-                        self._engine.submit(request_id, command.prompt_token_ids, command.params)
+                        self._begin(command)
                     except Exception as error:  # this request's fault, not the others'
                         logger.exception("cannot begin %s", request_id)
                         self._deliver(Delta(request_id, (), "", error=f"the request cannot begin: {error}"))
@@ -163,6 +211,13 @@ class AsyncEngine:
                     self._engine.cancel(request_id)
                 case _Stop():
                     return False
+
+    def _begin(self, stream: _Stream) -> None:
+        prompt, salt = stream.prompt_token_ids, stream.cache_salt
+        if stream.pin_name is None:
+            self._engine.submit(stream.request_id, prompt, stream.params, priority=stream.priority, cache_salt=salt)
+        else:
+            self._engine.pin(stream.request_id, stream.pin_name, prompt, cache_salt=salt)
 
     def _step(self) -> None:
         try:

@@ -19,6 +19,7 @@ from app.engine.kv_plan import build_memory
 from app.engine.model_loader import LoadedModel, load_model
 from app.engine.model_runner import ModelRunner, observe_layers
 from app.engine.params import SamplingParams
+from app.engine.pinned import encode_pinned
 from app.engine.recovery import RecoveryModel
 from app.engine.request import Delta, Request, SequenceGroup
 from app.engine.sampler import sample
@@ -72,6 +73,11 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._num_arrivals = 0
         self._stalled_since: float | None = None
+        try:
+            self._pin_configured()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def has_work(self) -> bool:
@@ -158,15 +164,28 @@ class Engine:
             child.stops_at = parent.stops_at
         self._requests[fork_id] = child
 
-    def pin(self, name: str, prompt_token_ids: Sequence[int], *, cache_salt: str | None = None) -> str:
+    def pin(
+        self, request_id: str, name: str, prompt_token_ids: Sequence[int], *, cache_salt: str | None = None
+    ) -> None:
         """Compute a prefix, unless it is cached, and keep it until `unpin`.
 
-        Returns:
-            the id of the request that computes it; its only delta says when it is pinned, or why not.
+        The only delta of the request says when it is pinned, or why not.
 
         Raises:
-            RequestError: the prompt is invalid or shorter than a block, or the name is taken.
+            RequestError: as `validate_pin` does, and for an id that is in use.
         """
+        prefix = self.validate_pin(name, prompt_token_ids)
+        request = self._add(request_id, prefix, SamplingParams(max_tokens=1), 0, cache_salt)
+        request.pin_name = name
+
+    def validate_pin(self, name: str, prompt_token_ids: Sequence[int]) -> Sequence[int]:
+        """What of a prompt would be pinned: whole blocks. Safe to call from any thread.
+
+        Raises:
+            RequestError: the prompt is invalid or shorter than a block, the name is taken, or prefixes are not cached.
+        """
+        if not self.config.prefix_cache:
+            raise RequestError("nothing can be pinned: prefix_cache is off", "name")
         if any(pin.name == name for pin in self.report().pins):
             raise RequestError(f"a prefix named {name!r} is pinned already; unpin it first", "name")
         unit = self.memory.unit_tokens
@@ -176,13 +195,12 @@ class Engine:
                 f"a prefix of {len(prompt_token_ids)} tokens is shorter than the {unit} that are shared at least",
                 "prompt",
             )
-        request_id = f"pin {name}"
-        request = self._add(request_id, prefix, SamplingParams(max_tokens=1), 0, cache_salt)
-        request.pin_name = name
-        return request_id
+        self.validate(prefix, SamplingParams(max_tokens=1))
+        return prefix
 
     def unpin(self, name: str) -> None:
-        """Let a pinned prefix go the way of others. Raises `RequestError` if there is none of that name."""
+        """Let a pinned prefix go the way of others. From any thread. Raises `RequestError` if there is none of that
+        name."""
         try:
             self.memory.unpin(name)
         except PinError as error:
@@ -233,6 +251,19 @@ class Engine:
         logits = self._runner.run(batch)
         self._recovery.observe_step(len(batch.token_ids), num_attended(scheduled), time.perf_counter() - start)
         return logits
+
+    def _pin_configured(self) -> None:
+        for name, token_ids in encode_pinned(self.config, self.model.tokenizer).items():
+            try:
+                self.pin(f"pin {name}", name, token_ids)
+            except RequestError as error:
+                raise ConfigError(f"the prompt {name!r} cannot be pinned: {error}") from error
+        while self.has_work:
+            for delta in self.step():
+                if delta.error is not None:
+                    raise ConfigError(f"{delta.request_id!r} failed: {delta.error}")
+        for pin in self.report().pins:
+            logger.info("pinned %r: %d tokens, %.1f MiB", pin.name, pin.num_tokens, pin.num_bytes / 2**20)
 
     def _pin(self, request: Request) -> Delta:
         """Keep what a request has computed, which ends with that."""

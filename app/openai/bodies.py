@@ -40,7 +40,11 @@ class StreamOptions(_Body):
 
 
 class _GenerationBody(_Body):
-    """What completions and chat completions share. `top_k` and `ignore_eos` are extensions."""
+    """What completions and chat completions share.
+
+    Extensions: `top_k`, `ignore_eos`; `priority`, the lower goes first and is preempted last; `cache_salt`, only
+    requests with the same one share cached prefixes.
+    """
 
     model: str
     temperature: float | None = None
@@ -51,6 +55,8 @@ class _GenerationBody(_Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
+    priority: int = 0
+    cache_salt: str | None = None
     user: str | None = None
     n: Annotated[int | None, _only(1)] = None
     frequency_penalty: Annotated[float | None, _only(0)] = None
@@ -112,11 +118,32 @@ class ChatCompletionRequest(_GenerationBody):
     logprobs: Annotated[bool | None, _only(False)] = None
     top_logprobs: Annotated[int | None, _only(0)] = None
 
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class PinRequest(_Body):
+    """A prefix to keep in the cache under a name: a prompt as text or token ids, or messages that conversations begin
+    with."""
+
+    name: str
+    prompt: str | list[int] | None = None
+    messages: list[Message] | None = None
+    cache_salt: str | None = None
+
+
+class PromptTokensDetails(BaseModel):
+    """`cached_tokens` of the prompt were found in the prefix cache."""
+
+    cached_tokens: int
+
 
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class CompletionChoice(BaseModel):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from app.engine.pinned import conversation_prefix
 from app.errors import RequestError
-from app.openai.bodies import ChatCompletionRequest, CompletionRequest
+from app.openai.bodies import ChatCompletionRequest, CompletionRequest, Message, PinRequest
 
 
 def encode_completion(tokenizer: PreTrainedTokenizerBase, request: CompletionRequest) -> list[int]:
@@ -29,17 +31,35 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, request: ChatCompletionReque
         raise RequestError("messages is empty; it needs at least one message", "messages")
     if tokenizer.chat_template is None:
         raise RequestError("this model has no chat template; use /v1/completions", "messages")
-    for message in request.messages:
-        _check_text(message.text, "messages")
-    messages = [
-        {"role": "system" if message.role == "developer" else message.role, "content": message.text}
-        for message in request.messages
-    ]
+    messages = _template_messages(request.messages)
     try:
         token_ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     except TemplateError as error:
         raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
     return list(token_ids)
+
+
+def encode_pin(tokenizer: PreTrainedTokenizerBase, request: PinRequest) -> list[int]:
+    """The tokens that prompts beginning so have in common. Raises `RequestError` unless it is one or the other."""
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("give either prompt or messages", "prompt")
+    if request.messages is not None:
+        return conversation_prefix(tokenizer, _template_messages(request.messages))
+    if isinstance(request.prompt, list):
+        return request.prompt
+    assert request.prompt is not None
+    _check_text(request.prompt, "prompt")
+    token_ids: list[int] = tokenizer.encode(request.prompt)
+    return token_ids
+
+
+def _template_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
+    for message in messages:
+        _check_text(message.text, "messages")
+    return [
+        {"role": "system" if message.role == "developer" else message.role, "content": message.text}
+        for message in messages
+    ]
 
 
 def _check_text(text: str, param: str) -> None:

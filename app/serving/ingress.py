@@ -14,7 +14,6 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
 from app.engine.model_loader import load_tokenizer
-from app.engine.params import SamplingParams
 from app.errors import EngineError, FolioError, UnknownModelError
 from app.openai.bodies import (
     AssistantMessage,
@@ -29,10 +28,12 @@ from app.openai.bodies import (
     CompletionRequest,
     ModelCard,
     ModelList,
+    PinRequest,
+    PromptTokensDetails,
     Usage,
 )
 from app.openai.http import build_api
-from app.openai.prompts import encode_chat, encode_completion
+from app.openai.prompts import encode_chat, encode_completion, encode_pin
 from app.serving.messages import GenerateRequest, Piece
 from vmem import BudgetAnswer, MemoryReport
 
@@ -44,7 +45,8 @@ class Ingress:
     """Serves one model under one name.
 
     Over HTTP it speaks the OpenAI API; another Ray application calls the same methods through its
-    `DeploymentHandle`, with the same bodies: `generate`, `chat`, `generate_stream`, `chat_stream`, `report`.
+    `DeploymentHandle`, with the same bodies: `generate`, `chat`, `generate_stream`, `chat_stream`; and `report`,
+    `set_budget`, `pin`, `unpin`.
 
     Args:
         model: whose tokenizer to load.
@@ -81,51 +83,54 @@ class Ingress:
         """A completion, whole."""
         self._check_model(request.model)
         prompt = await asyncio.to_thread(encode_completion, self._tokenizer, request)
-        request_id, piece = await self._whole("cmpl", prompt, request.sampling_params(request.max_tokens))
+        call = _call_of("cmpl", prompt, request, request.max_tokens)
+        piece: Piece = await _call(self._engine.generate.remote(call))
         choice = CompletionChoice(text=piece.text, finish_reason=piece.finish_reason)
-        return self._completion(request_id, [choice], _usage(prompt, piece.num_tokens))
+        return self._completion(call.request_id, [choice], _usage(prompt, piece.num_tokens, piece.num_cached_tokens))
 
     async def generate_stream(self, request: CompletionRequest) -> AsyncIterator[Completion]:
         """A completion, piece by piece."""
         self._check_model(request.model)
         prompt = await asyncio.to_thread(encode_completion, self._tokenizer, request)
-        params = request.sampling_params(request.max_tokens)
-        request_id, num_tokens = _new_id("cmpl"), 0
-        async for piece in self._pieces(request_id, prompt, params):
+        call, num_tokens, num_cached_tokens = _call_of("cmpl", prompt, request, request.max_tokens), 0, 0
+        async for piece in self._pieces(call):
             num_tokens += piece.num_tokens
+            num_cached_tokens = piece.num_cached_tokens
             choice = CompletionChoice(text=piece.text, finish_reason=piece.finish_reason)
-            yield self._completion(request_id, [choice], None)
+            yield self._completion(call.request_id, [choice], None)
         if request.include_usage:
-            yield self._completion(request_id, [], _usage(prompt, num_tokens))
+            yield self._completion(call.request_id, [], _usage(prompt, num_tokens, num_cached_tokens))
 
     async def chat(self, request: ChatCompletionRequest) -> ChatCompletion:
         """A chat completion, whole."""
         self._check_model(request.model)
         prompt = await asyncio.to_thread(encode_chat, self._tokenizer, request)
-        request_id, piece = await self._whole("chatcmpl", prompt, _chat_params(request))
+        call = _call_of("chatcmpl", prompt, request, request.most_tokens)
+        piece: Piece = await _call(self._engine.generate.remote(call))
         choice = ChatChoice(message=AssistantMessage(content=piece.text), finish_reason=piece.finish_reason)
         return ChatCompletion(
-            id=request_id,
+            id=call.request_id,
             created=int(time.time()),
             model=self._model_name,
             choices=[choice],
-            usage=_usage(prompt, piece.num_tokens),
+            usage=_usage(prompt, piece.num_tokens, piece.num_cached_tokens),
         )
 
     async def chat_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
         """A chat completion, piece by piece; the first chunk carries the role."""
         self._check_model(request.model)
         prompt = await asyncio.to_thread(encode_chat, self._tokenizer, request)
-        request_id, num_tokens = _new_id("chatcmpl"), 0
+        call, num_tokens, num_cached_tokens = _call_of("chatcmpl", prompt, request, request.most_tokens), 0, 0
         role: Any = "assistant"
-        async for piece in self._pieces(request_id, prompt, _chat_params(request)):
+        async for piece in self._pieces(call):
             num_tokens += piece.num_tokens
+            num_cached_tokens = piece.num_cached_tokens
             delta = ChatDelta(role=role, content=piece.text)
             role = None
             choice = ChatChunkChoice(delta=delta, finish_reason=piece.finish_reason)
-            yield self._chat_chunk(request_id, [choice], None)
+            yield self._chat_chunk(call.request_id, [choice], None)
         if request.include_usage:
-            yield self._chat_chunk(request_id, [], _usage(prompt, num_tokens))
+            yield self._chat_chunk(call.request_id, [], _usage(prompt, num_tokens, num_cached_tokens))
 
     async def report(self) -> MemoryReport:
         """KV memory of one engine replica."""
@@ -146,6 +151,21 @@ class Ingress:
         )
         return answers
 
+    async def pin(self, request: PinRequest) -> None:
+        """Compute a prefix on every engine replica and keep it in the prefix cache; returns when all have.
+
+        Raises:
+            RequestError: the prompt is too short to be shared, or the name is taken; a replica may have it all the
+                same, and keeps it until `unpin`.
+            EngineError: a replica has no room for it within its quota.
+        """
+        prefix = await asyncio.to_thread(encode_pin, self._tokenizer, request)
+        await _call(self._engine.broadcast("pin", request.name, prefix, request.cache_salt).results_async())
+
+    async def unpin(self, name: str) -> None:
+        """Let a pinned prefix go. Raises `RequestError` if none of that name is pinned."""
+        await _call(self._engine.broadcast("unpin", name).results_async())
+
     def _check_model(self, name: str) -> None:
         if name != self._model_name:
             raise UnknownModelError(f"the model {name!r} does not exist; this server has {self._model_name!r}", "model")
@@ -155,13 +175,7 @@ class Ingress:
             self._max_model_len = (await _call(self._engine.facts.remote())).max_model_len
         return self._max_model_len
 
-    async def _whole(self, kind: str, prompt: list[int], params: SamplingParams) -> tuple[str, Piece]:
-        request_id = _new_id(kind)
-        piece: Piece = await _call(self._engine.generate.remote(GenerateRequest(request_id, prompt, params)))
-        return request_id, piece
-
-    async def _pieces(self, request_id: str, prompt: list[int], params: SamplingParams) -> AsyncIterator[Piece]:
-        request = GenerateRequest(request_id, prompt, params)
+    async def _pieces(self, request: GenerateRequest) -> AsyncIterator[Piece]:
         response: Any = self._engine.options(stream=True).generate_stream.remote(request)
         finished = False
         try:
@@ -183,17 +197,25 @@ class Ingress:
         )
 
 
-def _chat_params(request: ChatCompletionRequest) -> SamplingParams:
-    max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    return request.sampling_params(max_tokens)
+def _call_of(
+    kind: str, prompt: list[int], request: CompletionRequest | ChatCompletionRequest, max_tokens: int | None
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=f"{kind}-{uuid.uuid4().hex}",
+        prompt_token_ids=prompt,
+        params=request.sampling_params(max_tokens),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
 
 
-def _usage(prompt: list[int], num_tokens: int) -> Usage:
-    return Usage(prompt_tokens=len(prompt), completion_tokens=num_tokens, total_tokens=len(prompt) + num_tokens)
-
-
-def _new_id(kind: str) -> str:
-    return f"{kind}-{uuid.uuid4().hex}"
+def _usage(prompt: list[int], num_tokens: int, num_cached_tokens: int) -> Usage:
+    return Usage(
+        prompt_tokens=len(prompt),
+        completion_tokens=num_tokens,
+        total_tokens=len(prompt) + num_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached_tokens),
+    )
 
 
 async def _call(response: Any) -> Any:

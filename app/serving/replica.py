@@ -27,13 +27,13 @@ class EngineReplica:
 
     async def generate(self, request: GenerateRequest) -> Piece:
         """The whole output at once."""
-        texts, num_tokens, finish_reason = [], 0, None
+        texts, num_tokens, finish_reason, num_cached_tokens = [], 0, None, 0
         async with aclosing(self._deltas(request)) as deltas:
             async for delta in deltas:
                 texts.append(delta.text)
                 num_tokens += len(delta.token_ids)
-                finish_reason = delta.finish_reason
-        return Piece("".join(texts), num_tokens, finish_reason)
+                finish_reason, num_cached_tokens = delta.finish_reason, delta.num_cached_tokens
+        return Piece("".join(texts), num_tokens, finish_reason, num_cached_tokens)
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[Piece]:
         """The output as it is generated, a piece a step; steps that end inside a character add to the next piece."""
@@ -42,7 +42,7 @@ class EngineReplica:
             async for delta in deltas:
                 num_tokens += len(delta.token_ids)
                 if delta.text or delta.finished:
-                    yield Piece(delta.text, num_tokens, delta.finish_reason)
+                    yield Piece(delta.text, num_tokens, delta.finish_reason, delta.num_cached_tokens)
                     num_tokens = 0
 
     async def facts(self) -> ReplicaFacts:
@@ -57,13 +57,27 @@ class EngineReplica:
         """Change how much memory this replica's KV cache may take (`KVMemory.set_budget`)."""
         return self._engine.set_budget(budget_bytes, revision)
 
+    async def pin(self, name: str, prompt_token_ids: list[int], cache_salt: str | None) -> None:
+        """Compute a prefix and keep it (`Engine.pin`)."""
+        await self._engine.pin(name, prompt_token_ids, cache_salt=cache_salt)
+
+    async def unpin(self, name: str) -> None:
+        """Let a pinned prefix go."""
+        self._engine.unpin(name)
+
     def check_health(self) -> None:
         """Called by Serve; an error here replaces the replica."""
         if not self._engine.healthy:
             raise EngineError("the engine has stopped")
 
     def _deltas(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
-        return self._engine.generate(request.prompt_token_ids, request.params, request.request_id)
+        return self._engine.generate(
+            request.prompt_token_ids,
+            request.params,
+            request.request_id,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
 
     def __del__(self) -> None:
         if hasattr(self, "_engine"):  # else it never started

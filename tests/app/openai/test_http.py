@@ -22,11 +22,17 @@ from app.openai.bodies import (
     CompletionRequest,
     ModelCard,
     ModelList,
+    PromptTokensDetails,
     Usage,
 )
 from app.openai.http import build_api
 
-USAGE = Usage(prompt_tokens=1, completion_tokens=1, total_tokens=2)
+USAGE = Usage(
+    prompt_tokens=1,
+    completion_tokens=1,
+    total_tokens=2,
+    prompt_tokens_details=PromptTokensDetails(cached_tokens=0),
+)
 CARD = ModelCard(id="m", created=0, max_model_len=8)
 
 

@@ -1,0 +1,53 @@
+"""From what the settings or a caller want pinned to the tokens that other prompts will begin with."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from app.config import EngineConfig
+from app.errors import ConfigError, RequestError
+
+
+def encode_pinned(config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, list[int]]:
+    """Name → tokens of every prefix that the settings pin.
+
+    Raises:
+        ConfigError: there is no tokenizer or chat template for them.
+    """
+    if not config.pinned_prompts and not config.pinned_system_prompts:
+        return {}
+    if tokenizer is None:
+        raise ConfigError("pinned prompts are text and need a tokenizer, but skip_tokenizer_init is set")
+    prefixes: dict[str, list[int]] = {name: tokenizer.encode(text) for name, text in config.pinned_prompts.items()}
+    for name, text in config.pinned_system_prompts.items():
+        try:
+            prefixes[name] = conversation_prefix(tokenizer, [{"role": "system", "content": text}])
+        except RequestError as error:
+            raise ConfigError(f"the system prompt {name!r} cannot be pinned: {error}") from error
+    return prefixes
+
+
+def conversation_prefix(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> list[int]:
+    """The tokens with which every conversation begins that begins with these messages.
+
+    What a template writes after them depends on what follows, so it is asked twice, and what is common counts.
+
+    Raises:
+        RequestError: there is no template, or it refuses the messages.
+    """
+    if tokenizer.chat_template is None:
+        raise RequestError("this model has no chat template", "messages")
+    rendered: list[list[int]] = []
+    for text in ("a", "Z"):
+        try:
+            ids: Any = tokenizer.apply_chat_template([*messages, {"role": "user", "content": text}], return_dict=False)
+        except TemplateError as error:
+            raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
+        rendered.append(list(ids))
+    common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*rendered, strict=False))
+    return [token_id for token_id, _ in common]

@@ -1,0 +1,360 @@
+"""What is found of a prompt, what is not, and what goes first when memory runs out."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vmem.small_memory import (
+    PAGE_BYTES,
+    Tokens,
+    make_memory,
+    read,
+    read_state,
+    write,
+    write_state,
+)
+from vmem import Demand, KVMemory, OutOfPages, OutOfSwap, PinError, SequenceMemory
+from vmem.prefix import stable_hash
+
+
+def begin(memory: KVMemory, tokens: Tokens, found: int | None = None) -> SequenceMemory:
+    """A sequence that shares what is cached of its tokens, and is about to compute the rest."""
+    sequence = memory.open("block_table")
+    reused = memory.reuse(sequence, tokens.chain, tokens.ids)
+    assert found is None or reused == found
+    memory.append(sequence, len(tokens.ids), start=reused)
+    memory.promise(sequence, len(tokens.ids))
+    memory.begin(sequence, tokens.ids, reused, len(tokens.ids))
+    return sequence
+
+
+def compute(memory: KVMemory, *begun: tuple[SequenceMemory, Tokens, int]) -> None:
+    """One step over (sequence, its tokens, how many of them are there already); all are read back afterwards."""
+    demands = [Demand(sequence, start, len(tokens.ids)) for sequence, tokens, start in begun]
+    memory.ensure(demands)
+    for demand, (sequence, tokens, start) in zip(demands, begun, strict=True):
+        write(memory, demand, tokens.contents[start:], "home")
+        if memory.has_states:
+            write_state(memory, sequence, tokens.contents[-1])
+    for demand, (_, tokens, _) in zip(demands, begun, strict=True):
+        for group in memory.groups:
+            for layer in group.layers:
+                first = demand.sequence.groups[memory.group_of(layer)].first * 16
+                assert read(memory, demand, layer, "home") == tokens.contents[first:]
+    memory.launched()
+    memory.commit()
+
+
+def run(memory: KVMemory, ids: list[int], found: int | None = None, keys: tuple[str, ...] = ()) -> SequenceMemory:
+    """Compute a prompt; `found` of its tokens must be cached."""
+    tokens = Tokens(memory.chain(keys), ids)
+    sequence = begin(memory, tokens, found)
+    compute(memory, (sequence, tokens, sequence.prefix.computed * 16 if found is None else found))
+    return sequence
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [seed * 1000 + i for i in range(length)]
+
+
+def test_the_hash_is_the_same_everywhere() -> None:
+    """Replicas and routers compare digests: they must not depend on the process, as Python's `hash` does."""
+    memory, _ = make_memory()
+    chain = memory.chain(("salt",))
+    chain.extend(list(range(40)))
+    assert [digest.hex() for digest in chain.digests] == [
+        "490fa165de81294d2998444f726cfdeb",
+        "648cfccce9e151791d6d3e5f28f559d1",
+    ]
+    memory.close()
+
+
+def test_whole_blocks_are_shared_and_a_begun_one_is_copied() -> None:
+    memory, _ = make_memory()
+    first = run(memory, prompt(50), found=0)
+    second = run(memory, prompt(50), found=48)
+    assert second.groups[0].block_ids[:3] == first.groups[0].block_ids[:3]
+    third = run(memory, prompt(40) + prompt(10, 1), found=40)
+    assert third.groups[0].block_ids[:2] == first.groups[0].block_ids[:2]
+    assert third.groups[0].block_ids[2] != first.groups[0].block_ids[2]
+    run_of_four = run(memory, prompt(35) + prompt(9, 2), found=32)  # three tokens are not worth a copy
+    for sequence in (first, second, third, run_of_four):
+        memory.free(sequence)
+    memory.free(run(memory, prompt(48), found=47))  # the last token's logits are wanted
+    assert memory.report().hit_tokens == 48 + 40 + 32 + 47
+    memory.check_idle()
+    memory.close()
+
+
+def test_a_freed_prefix_is_found_and_salts_keep_apart() -> None:
+    memory, _ = make_memory()
+    memory.free(run(memory, prompt(50), found=0))
+    assert memory.report().cached_bytes == 3 * PAGE_BYTES
+    memory.free(run(memory, prompt(50), found=0, keys=("a",)))
+    memory.free(run(memory, prompt(50), found=0, keys=("b",)))
+    memory.free(run(memory, prompt(50), found=48, keys=("a",)))
+    memory.free(run(memory, prompt(50), found=48))
+    memory.check_idle()
+    memory.close()
+
+
+def test_keys_are_not_glued_together() -> None:
+    memory, _ = make_memory()
+    memory.free(run(memory, prompt(20), keys=("ab", "c")))
+    memory.free(run(memory, prompt(20), found=0, keys=("a", "bc")))
+    memory.close()
+
+
+def test_a_collision_is_a_miss() -> None:
+    """Everything has one hash: whoever came first is found, and never by mistake."""
+    memory, _ = make_memory(hash=lambda parent, content: b"same")
+    memory.free(run(memory, prompt(50), found=0))
+    memory.free(run(memory, prompt(50, 1), found=0))
+    memory.free(run(memory, prompt(50), found=16))  # its own second unit has the hash of its first
+    memory.free(run(memory, prompt(20), found=16))
+    memory.check_idle()
+    memory.close()
+
+
+def test_what_nobody_wanted_for_longest_goes_first_and_ends_before_beginnings() -> None:
+    memory, _ = make_memory(num_pages=12)
+    memory.free(run(memory, prompt(64), found=0))
+    memory.free(run(memory, prompt(64, 1), found=0))
+    memory.free(run(memory, prompt(64), found=63))
+    memory.free(run(memory, prompt(96, 2), found=0))  # takes six of twelve: the eight kept lose two
+    memory.free(run(memory, prompt(70, 1), found=32))  # which were the end of the second; this takes three of the first
+    memory.free(run(memory, prompt(70), found=16))
+    memory.check_idle()
+    memory.close()
+
+
+def test_without_the_cache_nothing_is_kept() -> None:
+    memory, _ = make_memory(prefix_cache=False)
+    memory.free(run(memory, prompt(50), found=0))
+    memory.free(run(memory, prompt(50), found=0))
+    assert memory.report().cached_bytes == 0
+    memory.close()
+
+
+def test_generated_tokens_are_found_by_the_next_turn() -> None:
+    memory, _ = make_memory()
+    tokens = Tokens(memory.chain(), prompt(20))
+    sequence = begin(memory, tokens)
+    compute(memory, (sequence, tokens, 0))
+    for token in prompt(30, 7):
+        tokens.ids.append(token)
+        memory.append(sequence, len(tokens.ids))
+        memory.begin(sequence, tokens.ids, len(tokens.ids) - 1, len(tokens.ids))
+        compute(memory, (sequence, tokens, len(tokens.ids) - 1))
+    memory.free(sequence)
+    memory.free(run(memory, prompt(20) + prompt(30, 7) + prompt(5, 8), found=48))
+    memory.close()
+
+
+def test_who_comes_in_the_same_step_shares_what_it_computes() -> None:
+    memory, _ = make_memory()
+    one, two = (Tokens(memory.chain(), prompt(40) + prompt(8, seed)) for seed in (1, 2))
+    first = begin(memory, one, found=0)
+    second = begin(memory, two, found=32)
+    assert second.groups[0].block_ids[:2] == first.groups[0].block_ids[:2]
+    compute(memory, (first, one, 0), (second, two, 32))
+    memory.free(first)
+    memory.free(second)
+    memory.check_idle()
+    memory.close()
+
+
+def test_who_comes_while_it_is_promised_is_told_to_wait() -> None:
+    memory, _ = make_memory()
+    tokens = Tokens(memory.chain(), prompt(64))
+    writer = memory.open("block_table")
+    memory.reuse(writer, tokens.chain, tokens.ids)
+    memory.promise(writer, 64)
+    memory.append(writer, 32)
+    memory.begin(writer, tokens.ids, 0, 32)
+    other = [*prompt(64), 1]
+    match = memory.match(memory.chain(), other)
+    assert (match.num_tokens, match.awaited) == (32, True)
+    memory.abort()
+    assert memory.match(memory.chain(), other).num_tokens == 0
+    memory.free(writer)  # it will never come
+    assert not memory.match(memory.chain(), other).awaited
+    memory.check_idle()
+    memory.close()
+
+
+def test_a_step_that_failed_leaves_nothing_behind() -> None:
+    memory, _ = make_memory()
+    sequence = begin(memory, Tokens(memory.chain(), prompt(50)))
+    memory.abort()
+    memory.free(sequence)
+    assert memory.report().cached_bytes == 0
+    memory.free(run(memory, prompt(50), found=0))
+    memory.close()
+
+
+def test_a_window_needs_only_its_window() -> None:
+    """Layers with a window of 40 tokens have dropped the first blocks; the hit is found all the same."""
+    memory, _ = make_memory(num_pages=60, windowed=True)
+    tokens = Tokens(memory.chain(), prompt(112))
+    sequence = begin(memory, tokens)
+    compute(memory, (sequence, tokens, 0))
+    tokens.ids += prompt(1, 3)
+    memory.append(sequence, 113, start=112)  # the first four blocks have left the window
+    compute(memory, (sequence, tokens, 112))
+    windowed = memory._groups[1]
+    for block_id in list(windowed.pool._kept):
+        memory._index.evict_block(1, block_id)
+    memory.free(sequence)
+    found = run(memory, prompt(120), found=112)
+    assert found.groups[1].first == 4
+    memory.free(found)
+    memory.free(run(memory, prompt(64), found=0))  # here the window's blocks are gone
+    memory.check_idle()
+    memory.close()
+
+
+def test_a_state_is_found_where_a_step_has_ended() -> None:
+    memory, _ = make_memory(stateful=True)
+    tokens = Tokens(memory.chain(), prompt(48))
+    first = begin(memory, tokens, found=0)
+    compute(memory, (first, tokens, 0))
+    other = Tokens(memory.chain(), prompt(48) + prompt(4, 1))
+    second = begin(memory, other, found=48)
+    memory.ensure([Demand(second, 48, 52)])
+    assert read_state(memory, second) == tokens.contents[-1]  # a copy: the first goes on in its own
+    compute(memory, (second, other, 48))
+    tokens.ids += prompt(1, 2)
+    memory.append(first, 49)
+    memory.ensure([Demand(first, 48, 49)])
+    assert read_state(memory, first) == tokens.contents[-2]
+    memory.free(first)
+    memory.free(second)
+    memory.free(run(memory, prompt(40), found=0))  # no step ended at 32
+    memory.check_idle()
+    memory.close()
+
+
+def test_of_the_states_while_generating_only_the_last_is_kept() -> None:
+    memory, _ = make_memory(num_pages=60, stateful=True)
+    tokens = Tokens(memory.chain(), prompt(16))
+    sequence = begin(memory, tokens)
+    compute(memory, (sequence, tokens, 0))
+    for token in prompt(50, 7):
+        tokens.ids.append(token)
+        memory.append(sequence, len(tokens.ids))
+        memory.begin(sequence, tokens.ids, len(tokens.ids) - 1, len(tokens.ids))
+        compute(memory, (sequence, tokens, len(tokens.ids) - 1))
+    memory.free(sequence)
+    states = memory.report().groups[1]
+    assert states.cached_blocks == 2  # after the prompt, and after 64 tokens
+    memory.free(run(memory, [*tokens.ids, 5], found=64))
+    memory.check_idle()
+    memory.close()
+
+
+def test_pins_survive_pressure_up_to_a_quota() -> None:
+    memory, _ = make_memory(num_pages=40)
+    sequence = run(memory, prompt(64))
+    memory.pin("system", sequence, 64)
+    with pytest.raises(PinError, match="pinned already"):
+        memory.pin("system", sequence, 64)
+    memory.free(sequence)
+    [pin] = memory.report().pins
+    assert (pin.name, pin.num_tokens, pin.num_bytes) == ("system", 64, 4 * PAGE_BYTES)
+    assert memory.report().pinned_bytes == memory.report().active_bytes == 4 * PAGE_BYTES
+    for seed in range(1, 8):
+        memory.free(run(memory, prompt(150, seed), found=0))
+    found = run(memory, prompt(70), found=64)
+    memory.check_integrity()
+    memory.free(found)
+    large = run(memory, prompt(112, 9))
+    with pytest.raises(PinError, match="that may be pinned"):  # a quarter of 40 pages is 10
+        memory.pin("large", large, 112)
+    memory.free(large)
+    memory.check_idle()
+    memory.unpin("system")
+    with pytest.raises(PinError, match="no prefix named 'system'"):
+        memory.unpin("system")
+    assert memory.report().active_bytes == 0
+    memory.close()
+
+
+def test_a_pin_shared_with_another_costs_nothing_more() -> None:
+    memory, _ = make_memory(num_pages=40)
+    sequence = run(memory, prompt(128))
+    memory.pin("long", sequence, 128)
+    memory.pin("short", sequence, 64)
+    assert memory.report().pinned_bytes == 8 * PAGE_BYTES
+    memory.unpin("long")
+    assert memory.report().pinned_bytes == 4 * PAGE_BYTES
+    memory.free(sequence)
+    memory.check_idle()
+    memory.close()
+
+
+def test_a_swapped_group_comes_back_as_it_was() -> None:
+    """A parent and its fork share blocks before, in host memory, and after."""
+    memory, _ = make_memory(num_pages=40, swap_pages=8, prefix_cache=False)
+    tokens = Tokens(memory.chain(), prompt(40))
+    parent = begin(memory, tokens)
+    compute(memory, (parent, tokens, 0))
+    child = memory.fork(parent, 40)
+    own = tokens.first(40)
+    own.ids += prompt(1, 1)
+    memory.append(child, 41)
+    compute(memory, (child, own, 40))
+    swapped = memory.swap_out([parent, child])
+    assert swapped.num_bytes == memory.report().swapped_bytes == 4 * PAGE_BYTES
+    assert memory.report().active_bytes == 0
+    filler = run(memory, prompt(150, 5))
+    parent, child = memory.swap_in(swapped)
+    assert memory.report().swapped_bytes == 0
+    assert parent.groups[0].block_ids[:2] == child.groups[0].block_ids[:2]
+    for sequence, written in ((parent, tokens), (child, own)):
+        assert read(memory, Demand(sequence, 0, len(written.ids)), 0, "home") == written.contents
+        memory.free(sequence)
+    memory.free(filler)
+    memory.check_idle()
+    memory.close()
+
+
+def test_without_swap_space_nothing_is_swapped() -> None:
+    memory, _ = make_memory(swap_pages=2)
+    sequence = run(memory, prompt(40))
+    with pytest.raises(OutOfSwap, match="swap space free"):
+        memory.swap_out([sequence])
+    memory.free(sequence)
+    memory.check_idle()
+    memory.close()
+
+
+def test_without_pages_nothing_comes_back_and_nothing_is_lost() -> None:
+    memory, _ = make_memory(num_pages=16, swap_pages=20, prefix_cache=False)
+    sequence = run(memory, prompt(100))
+    swapped = memory.swap_out([sequence])
+    filler = run(memory, prompt(160, 1))
+    with pytest.raises(OutOfPages):
+        memory.swap_in(swapped)
+    memory.check_integrity()
+    memory.free(filler)
+    [sequence] = memory.swap_in(swapped)
+    assert read(memory, Demand(sequence, 0, 100), 0, "home") == Tokens(memory.chain(), prompt(100)).contents
+    memory.free(sequence)
+    memory.check_idle()
+    memory.close()
+
+
+def test_what_is_cached_still_is_not_copied_back() -> None:
+    memory, _ = make_memory(num_pages=40, swap_pages=20)
+    sequence = run(memory, prompt(64))
+    block_ids = list(sequence.groups[0].block_ids)
+    swapped = memory.swap_out([sequence])
+    [sequence] = memory.swap_in(swapped)
+    assert sequence.groups[0].block_ids == block_ids
+    memory.free(sequence)
+    memory.close()
+
+
+def test_digests_differ_by_all_that_comes_before() -> None:
+    assert stable_hash(b"a", b"x") != stable_hash(b"b", b"x") != stable_hash(b"b", b"y")

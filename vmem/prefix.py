@@ -23,6 +23,8 @@ Digest = bytes
 Hash = Callable[[Digest, bytes], Digest]
 
 _DIGEST_BYTES = 16
+# Children with the same first token that are looked at for a partial match: it must not cost what it saves.
+_ALIKE_REMEMBERED = 4
 
 
 def stable_hash(parent: Digest, content: bytes) -> Digest:
@@ -89,7 +91,7 @@ class PrefixNode:
         self.digest = digest
         self.tokens = tokens
         self.blocks: list[tuple[int, ...] | None] = [None] * num_groups
-        self.by_first: dict[bytes, PrefixNode] = {}  # first token → the child that came last
+        self.by_first: dict[bytes, list[PrefixNode]] = {}  # first token → the children that came last
         self.references = 0
         self.writer: object | None = None
 
@@ -218,15 +220,18 @@ class PrefixIndex:
     def _partial(
         self, node: PrefixNode, token_ids: Sequence[int], available: _Availability
     ) -> tuple[PrefixNode | None, int]:
-        """A computed child that begins like these tokens, and how many it shares with them."""
+        """The computed child that begins most like these tokens, and how many it shares with them."""
         wanted = encode_tokens(token_ids)
-        child = node.by_first.get(wanted[:4])
-        if child is None or child.writer is not None or not available.would_do(child):
-            return None, 0
-        common = 0
-        while common < len(wanted) and child.tokens[common : common + 4] == wanted[common : common + 4]:
-            common += 4
-        return child, common // 4
+        best, most = None, 0
+        for child in node.by_first.get(wanted[:4], ()):
+            if child.writer is not None or not available.would_do(child):
+                continue
+            common = 0
+            while common < len(wanted) and child.tokens[common : common + 4] == wanted[common : common + 4]:
+                common += 4
+            if common > most:
+                best, most = child, common
+        return best, most // 4
 
     # ---- growing ----
 
@@ -248,7 +253,9 @@ class PrefixIndex:
                 node = PrefixNode(parent, digest, tokens, len(self._groups))
                 self._nodes[digest] = node
                 parent.references += 1
-                parent.by_first[tokens[:4]] = node
+                alike = parent.by_first.setdefault(tokens[:4], [])
+                alike.append(node)
+                del alike[:-_ALIKE_REMEMBERED]
             elif node.parent is not parent or node.tokens != tokens:
                 path.broken = True
                 return
@@ -354,8 +361,11 @@ class PrefixIndex:
                 break
             parent = node.parent
             del self._nodes[node.digest]
-            if parent.by_first.get(node.tokens[:4]) is node:
-                del parent.by_first[node.tokens[:4]]
+            alike = parent.by_first.get(node.tokens[:4], [])
+            if node in alike:
+                alike.remove(node)
+                if not alike:
+                    del parent.by_first[node.tokens[:4]]
             node = parent
         if node.parent is None and not node.references:
             self._roots = {keys: root for keys, root in self._roots.items() if root is not node}

@@ -1,0 +1,249 @@
+"""What the engine does with the prefix cache: nothing is computed twice that need not be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from app.engine import LLM
+from app.engine.batch import StepBatch
+from app.engine.engine import Engine, EngineConfig
+from app.engine.params import SamplingParams
+from app.errors import ConfigError, RequestError
+from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+
+
+class Counted:
+    """An engine, and how many tokens each of its steps computed."""
+
+    def __init__(self, make_checkpoint: MakeCheckpoint, model: str = "llama", **settings: object) -> None:
+        config = HYBRIDS[model] if model in HYBRIDS else ARCHITECTURES[model][1]
+        defaults = {"kv_memory_bytes": 16 << 20, "skip_tokenizer_init": True, "block_tokens": 16, "max_num_seqs": 32}
+        folder = str(make_checkpoint(model, **config))
+        self.engine = Engine(EngineConfig(model=folder, **(defaults | settings)))  # type: ignore[arg-type]
+        self.steps: list[int] = []
+        self.cached: dict[str, int] = {}
+        run = self.engine._runner.run
+
+        def count(batch: StepBatch) -> torch.Tensor:
+            self.steps.append(len(batch.token_ids))
+            return run(batch)
+
+        self.engine._runner.run = count  # type: ignore[method-assign]
+
+    def run(self) -> dict[str, list[int]]:
+        outputs: dict[str, list[int]] = {}
+        while self.engine.has_work:
+            for delta in self.engine.step():
+                assert delta.error is None
+                outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
+                self.cached[delta.request_id] = delta.num_cached_tokens
+            self.engine.check_integrity()
+        return outputs
+
+
+@pytest.fixture
+def counted(make_checkpoint: MakeCheckpoint) -> Iterator[Counted]:
+    counted = Counted(make_checkpoint)
+    yield counted
+    counted.engine.check_integrity()
+    counted.engine.close()
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB_SIZE - 1, (length,), generator=generator).tolist()
+
+
+def test_requests_that_come_together_compute_their_prefix_once(counted: Counted) -> None:
+    for i in range(8):
+        counted.engine.submit(str(i), tokens(256) + tokens(16, 1 + i), GREEDY)
+    counted.run()
+    assert counted.steps[0] == 256 + 8 * 16
+    assert [counted.cached[str(i)] for i in range(8)] == [0] + [256] * 7
+
+
+def test_who_wants_what_is_being_computed_waits_for_it(make_checkpoint: MakeCheckpoint) -> None:
+    """The prefix takes four steps; meanwhile nobody computes any of it a second time."""
+    counted = Counted(make_checkpoint, max_num_batched_tokens=64)
+    outputs = {}
+    for i in range(3):
+        counted.engine.submit(str(i), tokens(256) + tokens(16, 1 + i), GREEDY)
+    outputs = counted.run()
+    assert counted.steps[:4] == [64] * 4
+    assert [counted.cached[str(i)] for i in range(3)] == [0, 256, 256]
+    counted.engine.memory._index.clear()
+    for i in range(3):
+        counted.engine.submit(str(i), tokens(256) + tokens(16, 1 + i), GREEDY)
+        assert counted.run() == {str(i): outputs[str(i)]}
+    counted.engine.close()
+
+
+def test_a_second_turn_computes_only_what_is_new(counted: Counted) -> None:
+    counted.engine.submit("first", tokens(50), GREEDY)
+    answer = counted.run()["first"]
+    counted.steps.clear()
+    counted.engine.submit("second", tokens(50) + answer + tokens(10, 3), GREEDY)
+    counted.run()
+    # 57 tokens were computed, three blocks of 16 are whole.
+    assert counted.cached["second"] == 48
+    assert counted.steps[0] == 68 - 48
+
+
+def test_a_whole_prompt_in_the_cache_computes_one_token(counted: Counted) -> None:
+    outputs = []
+    for i in range(2):
+        counted.engine.submit(str(i), tokens(64), GREEDY)
+        outputs.append(counted.run()[str(i)])
+    assert outputs[0] == outputs[1]
+    assert counted.cached["1"] == 63
+    assert counted.steps[8] == 1
+
+
+def test_another_salt_shares_nothing(counted: Counted) -> None:
+    for i, salt in enumerate((None, "a", "b", "a")):
+        counted.engine.submit(str(i), tokens(64), GREEDY, cache_salt=salt)
+        counted.run()
+    assert [counted.cached[str(i)] for i in range(4)] == [0, 0, 0, 63]
+
+
+def test_a_cancelled_prefill_leaves_what_it_has_computed(make_checkpoint: MakeCheckpoint) -> None:
+    counted = Counted(make_checkpoint, max_num_batched_tokens=64)
+    counted.engine.submit("0", tokens(256), GREEDY)
+    counted.engine.step()
+    counted.engine.submit("1", tokens(256), GREEDY)
+    counted.engine.step()
+    counted.engine.cancel("0")
+    counted.run()
+    assert counted.cached["1"] == 128
+    counted.engine.close()
+
+
+@pytest.mark.parametrize("model", ["bamba", "falcon_h1", "qwen3_next"])
+def test_a_recurrent_state_is_found_again(model: str, make_checkpoint: MakeCheckpoint) -> None:
+    """Two prompts that branch leave a state where they do; the third begins there, and the tokens are the same."""
+    counted = Counted(make_checkpoint, model, prefix_cache_release_s=1e9)
+    fresh = Counted(make_checkpoint, model, prefix_cache=False)
+    for i in range(4):
+        prompt = tokens(100) + tokens(20, 1 + i % 3)
+        counted.engine.submit(str(i), prompt, GREEDY)
+        fresh.engine.submit(str(i), prompt, GREEDY)
+        assert counted.run() == fresh.run()
+    assert [counted.cached[str(i)] for i in range(4)] == [0, 0, 96, 112]
+    counted.engine.close()
+    fresh.engine.close()
+
+
+def test_the_lower_priority_number_goes_first(make_checkpoint: MakeCheckpoint) -> None:
+    counted = Counted(make_checkpoint, max_num_seqs=1)
+    for i, priority in enumerate((1, 1, 0)):
+        counted.engine.submit(str(i), tokens(20, i), GREEDY, priority=priority)
+    assert list(counted.run()) == ["2", "0", "1"]
+    counted.engine.close()
+
+
+@pytest.mark.parametrize("policy", ["swap", "recompute"])
+def test_preemption_changes_nothing_and_lets_nobody_pass(policy: str, make_checkpoint: MakeCheckpoint) -> None:
+    """The latest of the lowest priority gives way; as long as it waits nobody is admitted."""
+    outputs = []
+    for num_blocks in (1000, 12):
+        counted = Counted(
+            make_checkpoint,
+            kv_memory_bytes=num_blocks * 16 * 768,
+            max_model_len=160,
+            preemption=policy,
+            prefix_cache=False,
+        )
+        scheduler = counted.engine._scheduler
+        longer = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+        for i, length in enumerate((60, 31, 47, 16, 90, 5)):
+            counted.engine.submit(str(i), tokens(length, i), longer, priority=i % 2)
+        finished: dict[str, list[int]] = {}
+        while counted.engine.has_work:
+            waiting = {g.rank for g in scheduler._waiting}
+            preempted = {g.rank for g in scheduler._preempted}
+            for delta in counted.engine.step():
+                finished.setdefault(delta.request_id, []).extend(delta.token_ids)
+            counted.engine.check_integrity()
+            if preempted & {g.rank for g in scheduler._preempted}:
+                assert {g.rank for g in scheduler._waiting} == waiting
+            if scheduler._preempted and scheduler._running:
+                assert min(g.rank for g in scheduler._preempted) > max(g.rank for g in scheduler._running)
+        assert (scheduler.num_preempted[policy] > 0) == (num_blocks == 12)  # type: ignore[index]
+        outputs.append(finished)
+        counted.engine.close()
+    assert outputs[0] == outputs[1]
+
+
+def test_a_fork_goes_on_without_computing_again(counted: Counted) -> None:
+    counted.engine.submit("parent", tokens(40), GREEDY)
+    parent = [token for _ in range(3) for delta in counted.engine.step() for token in delta.token_ids]
+    counted.engine.fork("parent", "child", SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))
+    outputs = counted.run()
+    assert outputs["child"] == outputs["parent"]
+    assert len(parent) == 3
+    assert counted.steps == [40, 1, 1] + [2] * 5
+    assert counted.engine.report().copied_blocks == 1
+
+
+def test_forks_that_cannot_run_together_are_refused(counted: Counted) -> None:
+    with pytest.raises(RequestError, match="not running"):
+        counted.engine.fork("nobody", "child", GREEDY)
+    counted.engine.submit("parent", tokens(40), SamplingParams(max_tokens=900))
+    with pytest.raises(RequestError, match="in use"):
+        counted.engine.fork("parent", "parent", GREEDY)
+    counted.engine.memory._pages.budget = 70
+    with pytest.raises(RequestError, match="do not fit"):
+        counted.engine.fork("parent", "child", SamplingParams(max_tokens=900))
+    counted.engine.memory._pages.budget = counted.engine.memory._pages._most
+    counted.engine.cancel("parent")
+
+
+def test_a_pinned_prefix_is_there_from_the_start() -> None:
+    system = "You answer in one word. " * 12
+    with LLM(
+        "builtin",
+        kv_memory_bytes=16 << 20,
+        pinned_prompts={"rules": system},
+        pinned_system_prompts={"chat": system},
+        prefix_cache_release_s=0.0,
+    ) as llm:
+        report = llm.engine.report()
+        assert [pin.name for pin in report.pins] == ["rules", "chat"]
+        assert report.pinned_bytes > 0
+        tokenizer = llm.engine.model.tokenizer
+        assert tokenizer is not None
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": "What is red?"}]
+        for prompt in (
+            tokenizer.encode(system + "What is red?"),
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False),
+        ):
+            llm.engine.submit("r", prompt, GREEDY)  # type: ignore[arg-type]
+            [delta] = llm.engine.step()
+            assert delta.num_cached_tokens >= len(tokenizer.encode(system)) // 16 * 16 - 16
+            llm.engine.cancel("r")
+        llm.engine.unpin("rules")
+        with pytest.raises(RequestError, match="no prefix named 'rules'"):
+            llm.engine.unpin("rules")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"pinned_prompts": {"short": "Hi"}}, "shorter than the"),
+        ({"pinned_prompts": {"a": "b"}, "pinned_system_prompts": {"a": "c"}}, "name both"),
+        ({"pinned_prompts": {"rules": "x " * 100}, "prefix_cache": False}, "prefix_cache is off"),
+        ({"pinned_prompts": {"rules": "x " * 100}, "pin_quota": 0.0}, "may be pinned"),
+        ({"pinned_prompts": {"rules": "x " * 100}, "skip_tokenizer_init": True}, "need a tokenizer"),
+        ({"pin_quota": 1.5}, "between 0 and 1"),
+        ({"preemption": "maybe"}, "choose one of auto, swap, recompute"),
+        ({"expected_tokens": 0}, "at least 1"),
+    ],
+)
+def test_settings_that_cannot_work(settings: dict[str, object], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        LLM("builtin", kv_memory_bytes=16 << 20, **settings)  # type: ignore[arg-type]

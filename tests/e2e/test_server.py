@@ -24,7 +24,7 @@ from app.builtin import corpus
 from app.config import EngineConfig
 from app.errors import RequestError, UnknownModelError
 from app.main import AppArgs, build
-from app.openai.bodies import ChatCompletionRequest, CompletionRequest, Message
+from app.openai.bodies import ChatCompletionRequest, CompletionRequest, Message, PinRequest
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60
@@ -50,7 +50,9 @@ def server() -> Iterator[Server]:
         port = probe.getsockname()[1]
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    engine = EngineConfig(model="builtin", kv_memory_bytes=256 << 20, max_num_batched_tokens=512)
+    engine = EngineConfig(
+        model="builtin", kv_memory_bytes=256 << 20, max_num_batched_tokens=512, prefix_cache_release_s=3.0
+    )
     serve.run(build(AppArgs(engine=engine)), name="folio", route_prefix="/")
     url = f"http://127.0.0.1:{port}"
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
@@ -95,7 +97,7 @@ def test_chat_stream_equals_whole(server: Server) -> None:
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-2].choices[0].finish_reason == "stop"
     assert chunks[-1].choices == []
-    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
     assert len(chunks) > 5
 
 
@@ -240,6 +242,48 @@ def test_the_budget_is_set_by_handle(server: Server) -> None:
         server.handle.set_budget.remote(1, 2).result()
     assert server.handle.set_budget.remote(before.budget_bytes, 3).result() == ["applied"]
     assert server.handle.report.remote().result().budget_bytes == before.budget_bytes
+
+
+def test_the_usage_tells_cached_tokens_and_a_salt_keeps_apart(server: Server) -> None:
+    question = "The key of room 417 is 93. " * 12 + "What is the key of room 417?"
+
+    def cached_tokens(salt: str) -> int:
+        details = ask(server, question, extra_body={"cache_salt": salt}).usage.prompt_tokens_details
+        return int(details.cached_tokens)
+
+    assert cached_tokens("one") == 0
+    prompt_tokens = ask(server, question).usage.prompt_tokens
+    assert cached_tokens("one") == prompt_tokens - 1
+    assert cached_tokens("other") == 0
+    *_, last = ask(
+        server, question, stream=True, stream_options={"include_usage": True}, extra_body={"cache_salt": "one"}
+    )
+    assert last.usage.prompt_tokens_details.cached_tokens == prompt_tokens - 1
+
+
+def test_a_pinned_conversation_stays(server: Server) -> None:
+    rules = Message(role="system", content="The key of room 11 is 22. " * 12)
+    server.handle.pin.remote(PinRequest(name="rules", messages=[rules])).result()
+    try:
+        [pin] = server.handle.report.remote().result().pins
+        assert (pin.name, pin.num_bytes > 0) == ("rules", True)
+        messages: list[Any] = [
+            {"role": "system", "content": rules.content},
+            {"role": "user", "content": "What is the key of room 11?"},
+        ]
+        answer = server.client.chat.completions.create(model="builtin", messages=messages, temperature=0)
+        assert "22" in (answer.choices[0].message.content or "")
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        assert answer.usage.prompt_tokens_details.cached_tokens == pin.num_tokens
+        with pytest.raises(RequestError, match="pinned already"):
+            server.handle.pin.remote(PinRequest(name="rules", prompt="x " * 200)).result()
+        with pytest.raises(RequestError, match="shorter than the"):
+            server.handle.pin.remote(PinRequest(name="short", prompt="x")).result()
+    finally:
+        server.handle.unpin.remote("rules").result()
+    with pytest.raises(RequestError, match="no prefix named"):
+        server.handle.unpin.remote("rules").result()
 
 
 def test_idle_memory_goes_back(server: Server) -> None:

@@ -21,8 +21,8 @@ host, with the block size of `block_tokens_for`, in each view, stepped as the en
 What its sequences own must be exactly what was counted. The second number counts all physical memory: free pages too,
 parked, mapped ahead, or not given back yet. Steps compute nothing here and pass in 2 ms or less, so that
 `idle_release_s` is hundreds of steps: with real ones more is given back. One small layer without padding stands for a
-model: a block is one page. By default the planner's blocks have 16 tokens on the host; what those would come to is
-`token_state_share_of_16`.
+model: a block is one page. Blocks are as long as the planner makes them when `expected_tokens` is the workload's mean;
+what its default of 1,024 would come to, blocks of 16 for everybody, is `token_state_share_of_16`.
 
 ShareGPT and Alpaca lengths are synthetic, see `workloads.py`. --quick replays fewer requests. The trace is
 `AzureLLMInferenceTrace_code.csv` of github.com/Azure/AzurePublicDataset (CC-BY-4.0; Patel et al., "Splitwise", ISCA
@@ -48,8 +48,6 @@ SEED = 0
 LONGEST_AT_ONCE = 8
 MOST_RUNNING = 1024
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32)
-# What a half-filled last block may cost, and the planner's smallest block, beyond which larger ones gain little.
-MOST_WASTE, LARGEST_RULED = 0.02, 16
 COLORS = ("#d0d0d0", "#b0b0b0", "#909090", "#2a6f97", "#61a5c2")
 
 
@@ -269,20 +267,16 @@ def read_workloads(trace: Path, counts: dict[str, int]) -> list[Workload]:
     ]
 
 
-def mean_live_tokens(lengths: workloads.Lengths) -> float:
-    """Mean length of a running sequence: over all steps of all requests."""
-    states = sum(output * (prompt + (output - 1) / 2) for prompt, output in lengths)
-    return states / sum(output for _, output in lengths)
-
-
 def block_tokens_for(lengths: workloads.Lengths) -> int:
-    """The largest power of two, up to 16, whose half-filled last block costs at most 2 % of a running sequence.
-
-    The last block is half full on average, and its other half is all that blocks waste; so short sequences need small
-    ones. Smaller ones than needed save nothing worth having, and each block costs a mapping, a call and a table entry.
-    """
-    sizes = [size for size in BLOCK_SIZES if size <= LARGEST_RULED]
-    return max(s for s in sizes if (s - 1) / 2 <= MOST_WASTE * mean_live_tokens(lengths) or s == 1)
+    """The blocks that the server makes when `expected_tokens` is the workload's mean length."""
+    mean = statistics.mean(prompt + output for prompt, output in lengths)
+    layout = plan_layout(
+        [LayerSpec(2, 64, 64)] * 24,  # Qwen2.5-0.5B
+        torch.bfloat16,
+        granularity_bytes=4096,
+        expected_tokens=round(mean),
+    )
+    return layout.block_tokens
 
 
 def run_reservations(workload: Workload) -> dict[str, Outcome]:
@@ -354,11 +348,11 @@ def print_workload(
     prompt, output = (statistics.mean(column) for column in zip(*workload.lengths, strict=True))
     print(
         f"\n{workload.name}: {len(workload.lengths)} requests, {workload.source}; means {prompt:.1f} and {output:.1f}, "
-        f"{mean_live_tokens(workload.lengths):.0f} while running; longest {workload.longest}, capacity "
+        f"longest {workload.longest}, capacity "
         f"{workload.capacity} tokens"
     )
     print("  tokens a block  " + "".join(f"{size:8d}{'*' if size == block_tokens else ' '}" for size in sizes))
-    print("  token state     " + "".join(f"{outcome.share:8.1%} " for outcome in sizes.values()) + "   * the rule's")
+    print("  token state     " + "".join(f"{outcome.share:8.1%} " for outcome in sizes.values()) + "   * the planner's")
     print(f"  {'':16s}  token state   of all   running   preempted")
     for name, outcome in outcomes.items():
         print(

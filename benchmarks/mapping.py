@@ -16,8 +16,6 @@ here: that leaves the mapper less time than it would have, and shares are of the
 from __future__ import annotations
 
 import argparse
-import csv
-import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +30,7 @@ from app.engine.params import SamplingParams
 from app.engine.recovery import RecoveryModel
 from app.engine.request import Request, SequenceGroup
 from app.engine.scheduler import Scheduler
-from benchmarks import harness
+from benchmarks import harness, workloads
 from vmem import (
     AddressRange,
     Backend,
@@ -45,9 +43,8 @@ from vmem import (
     plan_layout,
 )
 
-TRACE = harness.ROOT.parent / "shared" / "traces" / "azure_code_2023.csv"
-MEAN_PROMPT, MEAN_OUTPUT = 2048, 28
-MAX_TOKENS = 8192
+MEAN_PROMPT = 2048
+MAX_TOKENS = workloads.AZURE_LONGEST
 NUM_SEQS, CHUNK_TOKENS = 16, 1024
 LONGEST_STEP_S = 0.05
 VARIANTS = {
@@ -96,10 +93,12 @@ class Replay:
 
 def main() -> None:
     parser = harness.arguments(__doc__, devices=("cpu", "cuda"))
-    parser.add_argument("--trace", type=Path, default=TRACE, help="CSV with ContextTokens and GeneratedTokens")
+    parser.add_argument(
+        "--trace", type=Path, default=workloads.AZURE_TRACE, help="CSV with ContextTokens and GeneratedTokens"
+    )
     args = parser.parse_args()
     num_requests, repeats = (24, 1) if args.quick else (120, 3)
-    lengths, workload = read_lengths(args.trace, num_requests)
+    lengths, workload = workloads.azure(args.trace, num_requests, 0)
     figures: dict[str, float] = {}
 
     print("cost of backend calls, µs a page (median)")
@@ -147,23 +146,6 @@ def alternate(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str
             results[name].append(run())
             print(f"run {i + 1}/{repeats}  {name}: {results[name][-1]:.4%}", flush=True)
     return results
-
-
-def read_lengths(path: Path, count: int) -> tuple[list[tuple[int, int]], str]:
-    """(prompt, output) tokens of the first requests, and where they are from."""
-    if path.is_file():
-        with path.open() as file:
-            rows = [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file)]
-        fitting = [(p, max(o, 1)) for p, o in rows if p > 0 and p + o <= MAX_TOKENS]
-        return fitting[:count], f"the first of {path.name}"
-    rng = random.Random(0)
-    lengths = []
-    for _ in range(count):
-        prompt, output = (
-            max(1, round(rng.lognormvariate(0, 0.8) * mean / 1.377)) for mean in (MEAN_PROMPT, MEAN_OUTPUT)
-        )
-        lengths.append((min(prompt, MAX_TOKENS // 2), min(output, MAX_TOKENS // 2)))
-    return lengths, f"synthetic, means {MEAN_PROMPT} and {MEAN_OUTPUT} tokens, because there is no trace"
 
 
 def models(args: argparse.Namespace) -> tuple[Model, Model]:

@@ -19,8 +19,9 @@ import torch
 print(torch.cuda.get_device_name(), "torch", torch.__version__, "CUDA", torch.version.cuda)
 PY
 step "tests on the device: backend and engine" 150 "$python" -m pytest -q -m gpu tests/vmem tests/kernels tests/app/engine
-step "tests of the memory over the fake driver" 120 "$python" -m pytest -q tests/vmem -m "not gpu"
-step "benchmark: mapping" 240 "$python" -m benchmarks.mapping --device cuda
+step "tests of the memory over the fake driver" 130 "$python" -m pytest -q tests/vmem -m "not gpu"
+step "benchmark: mapping" 150 "$python" -m benchmarks.mapping --device cuda
+step "benchmark: preemption" 90 "$python" -m benchmarks.preemption --quick --device cuda
 
 printf '\n%s\n' "${rows[@]}"
 [[ "${rows[*]}" != *FAILED* ]]

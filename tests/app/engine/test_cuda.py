@@ -13,7 +13,7 @@ from app.engine import LLM, SamplingParams, kv_plan
 from app.engine.batch import StepBatch
 from app.engine.model_runner import ModelRunner
 from app.errors import ConfigError
-from tests.conftest import ARCHITECTURES, VOCAB_SIZE, MakeCheckpoint
+from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
 from tests.vmem.fake_driver import FakeDriver
 from tests.vmem.small_memory import pages_read
 from vmem import CudaBackend, Demand, KVMemory, MapError, select_backend
@@ -86,14 +86,19 @@ def test_cuda_is_never_silently_something_else() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt2", "bamba"])
 @pytest.mark.parametrize("view", ["region", "block_table", "auto"])
 def test_a_real_device_gives_the_same_tokens(name: str, view: Any, make_checkpoint: MakeCheckpoint) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    model_type, settings = ARCHITECTURES[name]
-    folder = make_checkpoint(model_type, **settings)
-    shared = {"skip_tokenizer_init": True, "kv_view": view, "max_num_batched_tokens": 96, "dtype": "float32"}
+    folder = make_checkpoint(name, **(HYBRIDS[name] if name in HYBRIDS else ARCHITECTURES[name][1]))
+    shared = {
+        "skip_tokenizer_init": True,
+        "kv_view": view,
+        "max_num_batched_tokens": 96,
+        "dtype": "float32",
+        "prefix_cache_release_s": 0.0,
+    }
     with LLM(folder, device="cpu", kv_memory_bytes=64 << 20, **shared) as llm:
         expected = [c.token_ids for c in llm.generate(prompts(), GREEDY)]
     with LLM(folder, device="cuda", kv_memory_bytes=1 << 30, max_model_len=400, **shared) as llm:
@@ -103,3 +108,20 @@ def test_a_real_device_gives_the_same_tokens(name: str, view: Any, make_checkpoi
         while llm.engine.report().physical_bytes:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["swap", "recompute"])
+def test_preemption_on_a_real_device_changes_nothing(policy: Any, make_checkpoint: MakeCheckpoint) -> None:
+    """Blocks of 16 tokens are pages of 2 MiB there; 14 of them are half of what the prompts want."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    shared = {"skip_tokenizer_init": True, "max_model_len": 128, "block_tokens": 16, "dtype": "float32"}
+    short = [prompt[:70] for prompt in prompts()]
+    with LLM(folder, device="cpu", kv_memory_bytes=64 << 20, **shared) as llm:
+        expected = [c.token_ids for c in llm.generate(short, GREEDY)]
+    with LLM(folder, device="cuda", kv_memory_bytes=14 * 2 << 20, preemption=policy, **shared) as llm:
+        assert [c.token_ids for c in llm.generate(short, GREEDY)] == expected
+        assert llm.engine._scheduler.num_preempted[policy] > 0
+        llm.engine.check_integrity()

@@ -100,7 +100,7 @@ def main() -> None:
     num_layers, repeats = (4, 1) if args.quick else (24, 3)
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder), num_layers)
-        llm = LLM(folder, skip_tokenizer_init=True)
+        llm = LLM(folder, skip_tokenizer_init=True, prefix_cache=False)  # each run would find the prompts of the last
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
         num_parameters = sum(p.numel() for p in model.parameters())
         prompts = make_prompts(model.config.vocab_size)

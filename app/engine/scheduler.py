@@ -282,7 +282,7 @@ class Scheduler:
             logger.info("computing again instead of swapping: %s", error)
             return False
         group.swapped_members = members
-        self._recovery.observe_copy(group.swapped.num_bytes, time.perf_counter() - start)
+        self._observe_copy(group.swapped.num_bytes, start)
         return True
 
     def _resume(self, group: SequenceGroup) -> bool:
@@ -301,7 +301,7 @@ class Scheduler:
                 self._preempted.remove(group)
                 self._take_apart(group)
             return False
-        self._recovery.observe_copy(group.swapped.num_bytes, time.perf_counter() - start)
+        self._observe_copy(group.swapped.num_bytes, start)
         for request, memory in zip(group.swapped_members, memories, strict=True):
             if request in group.members:
                 request.memory = memory
@@ -311,6 +311,11 @@ class Scheduler:
         return True
 
     # ---- helpers ----
+
+    def _observe_copy(self, num_bytes: int, start: float) -> None:
+        """A device copies in its own time; there the rate that was measured at the start stands."""
+        if self._memory.copies_at_once:
+            self._recovery.observe_copy(num_bytes, time.perf_counter() - start)
 
     def _requests(self) -> list[Request]:
         return [request for group in self._running for request in group.members]

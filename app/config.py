@@ -104,5 +104,5 @@ class EngineConfig:
         if both := self.pinned_prompts.keys() & self.pinned_system_prompts.keys():
             raise ConfigError(f"{sorted(both)} name both a pinned prompt and a pinned system prompt")
         for name in ("kv_memory_floor_bytes", "kv_idle_release_s", "prefix_cache_release_s", "swap_bytes"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:  # NaN is not
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")

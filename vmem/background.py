@@ -21,6 +21,8 @@ from vmem.work import Attach, Destroy, Detach, Hide, Show, Work
 
 # How soon to look again whether the device has passed a fence.
 _FENCE_POLL_S = 0.002
+# Waiting for a time that never comes is waiting an hour again and again.
+_LONGEST_WAIT_S = 3600.0
 # Prompts that the depth of eager allocation is learnt from, and the share of them it should be enough for.
 _PROMPTS_REMEMBERED, _PROMPTS_COVERED = 32, 0.75
 _MOST_EAGER_REGIONS = 4
@@ -51,7 +53,7 @@ class MappingOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.reclaim_threshold <= 1:
             raise LayoutError(f"reclaim_threshold {self.reclaim_threshold} must be between 0 and 1")
-        if min(self.idle_release_s, self.cache_release_s) < 0 or self.max_mappings < 1:
+        if not (self.idle_release_s >= 0 and self.cache_release_s >= 0 and self.max_mappings >= 1):
             raise LayoutError(
                 f"idle_release_s {self.idle_release_s}, cache_release_s {self.cache_release_s} must not be negative, "
                 f"max_mappings {self.max_mappings} must be positive"
@@ -150,7 +152,7 @@ class Background:
         due = [at + self._options.idle_release_s for at in since]
         kept = [(group.pool, group.pool.oldest_kept()) for group in self._groups]
         due += [pool.freed_at(b) + self._options.cache_release_s for pool, b in kept if b is not None]
-        return max(min(due) - now, _FENCE_POLL_S) if due else None
+        return min(max(min(due) - now, _FENCE_POLL_S), _LONGEST_WAIT_S) if due else None
 
     # ---- duties, the most urgent first ----
 

@@ -348,10 +348,16 @@ class KVMemory:
         with self._lock:
             return self._reuse.pages_needed(match, num_tokens, self.step_tokens)
 
-    def shared_tokens(self, sequence: SequenceMemory) -> int:
-        """Tokens at the beginning of the sequence whose blocks others own too, so that they stay without it."""
+    def shared_tokens(self, sequences: Sequence[SequenceMemory]) -> list[int]:
+        """For each sequence, tokens at its beginning that are still there when all of these are freed, because others
+        own their blocks too, or that it has in common with one before it in the list."""
         with self._lock:
-            return self._reuse.shared_tokens(sequence)
+            return self._reuse.shared_tokens(sequences)
+
+    @property
+    def changes(self) -> int:
+        """Increases whenever `match` may have another answer than before."""
+        return self._index.changes
 
     def reuse(self, sequence: SequenceMemory, chain: TokenChain, token_ids: Sequence[int]) -> int:
         """Let a sequence without blocks share what is cached of its tokens; returns how many tokens that is.
@@ -432,8 +438,16 @@ class KVMemory:
         with self._locked():
             self._pins.check(name, self._tables.of(sequence), num_tokens)
             pinned = self.fork(sequence, num_tokens, "block_table", sequence.prefix.chain)
+            self._reuse.claim(pinned)
             self._sequences.remove(pinned)
             self._pins.add(name, pinned)
+
+    def check_pin(self, name: str, num_tokens: int) -> None:
+        """Raise `PinError` if a prefix of so many tokens cannot be pinned under that name in any case."""
+        with self._lock:
+            num_pages = sum(group.layout.num_blocks(num_tokens) * group.layout.num_slices for group in self._specs)
+            windowed = any(group.window_tokens is not None for group in self._specs)
+            self._pins.check_request(name, 0 if windowed else num_pages)
 
     def unpin(self, name: str) -> None:
         """Let the prefix go the way of others. Raises `PinError` if no prefix of that name is pinned."""

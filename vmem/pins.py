@@ -35,20 +35,21 @@ class Pins:
 
     def check(self, name: str, tables: Sequence[tuple[GroupMemory, GroupTable]], num_tokens: int) -> None:
         """Raise `PinError` unless a prefix of these tables may be pinned under that name."""
-        if name in self._pins:
-            raise PinError(f"a prefix named {name!r} is pinned already; unpin it first")
+        self.check_request(name, 0)
         more = 0
         for group, table in tables:
             pinned = self._blocks(group)
             block_ids = set(table.block_ids[table.first : group.layout.num_blocks(num_tokens)])
             more += len(block_ids - pinned) * group.num_slices
-        most = min(int(self._quota * self._pages.budget), self._pages.budget - self._pages.fewest)
-        if self.num_pages + more > most:
-            page_bytes = self._pages.page_bytes
-            raise PinError(
-                f"pinning {num_tokens} tokens takes {more * page_bytes} bytes; {self.num_pages * page_bytes} of the "
-                f"{max(most, 0) * page_bytes} that may be pinned are; raise the quota or kv_memory_bytes"
-            )
+        if self.num_pages + more > self._most:
+            raise self._too_large(more, self.num_pages)
+
+    def check_request(self, name: str, num_pages: int) -> None:
+        """Raise `PinError` if the name is taken, or so many pages exceed the quota, whatever is pinned already."""
+        if name in self._pins:
+            raise PinError(f"a prefix named {name!r} is pinned already; unpin it first")
+        if num_pages > self._most:
+            raise self._too_large(num_pages, 0)
 
     def add(self, name: str, sequence: SequenceMemory) -> None:
         self._pins[name] = sequence
@@ -75,6 +76,17 @@ class Pins:
                 ),
             )
             for name, sequence in self._pins.items()
+        )
+
+    @property
+    def _most(self) -> int:
+        return max(min(int(self._quota * self._pages.budget), self._pages.budget - self._pages.fewest), 0)
+
+    def _too_large(self, num_pages: int, num_pinned: int) -> PinError:
+        page_bytes = self._pages.page_bytes
+        return PinError(
+            f"the prefix takes {num_pages * page_bytes} bytes; {num_pinned * page_bytes} of the "
+            f"{self._most * page_bytes} that may be pinned are; raise pin_quota or kv_memory_bytes"
         )
 
     def _count(self) -> None:

@@ -149,12 +149,16 @@ class PrefixIndex:
     Args:
         unit_tokens: tokens of a node; whole blocks in every group.
         hash: of a unit and what precedes it.
+
+    Attributes:
+        changes: increases whenever `match` may have another answer than before.
     """
 
     def __init__(self, groups: Sequence[GroupMemory], unit_tokens: int, hash: Hash = stable_hash) -> None:
         self.unit_tokens = unit_tokens
         self.hash = hash
         self.counts = PrefixCounts()
+        self.changes = 0
         self._groups = groups
         self._nodes: dict[Digest, PrefixNode] = {}
         self._roots: dict[tuple[str, ...], PrefixNode] = {}
@@ -273,6 +277,7 @@ class PrefixIndex:
 
     def cut(self, path: PrefixPath, num_units: int) -> None:
         """The path ends after `num_units` units."""
+        self.changes += 1
         for node in path.nodes[num_units:]:
             if node.writer is path:
                 node.writer = None
@@ -293,6 +298,7 @@ class PrefixIndex:
         """Let the node hold these owned blocks of a group; False if it has some, or they are another node's."""
         if node.blocks[g] is not None or any(b in self._holder[g] for b in block_ids):
             return False
+        self.changes += 1
         node.blocks[g] = block_ids
         node.references += 1
         for block_id in block_ids:
@@ -305,6 +311,7 @@ class PrefixIndex:
         block_ids = node.blocks[g]
         if block_ids is None:
             return 0
+        self.changes += 1
         node.blocks[g] = None
         for block_id in block_ids:
             del self._holder[g][block_id]

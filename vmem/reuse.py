@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -83,15 +84,49 @@ class PrefixReuse:
             needed += pages
         return needed
 
-    def shared_tokens(self, sequence: SequenceMemory) -> int:
-        """Tokens at the beginning whose blocks others own too."""
-        shared = 0
-        for node in sequence.prefix.nodes[: sequence.prefix.computed]:
-            for group in self._groups:
-                if any(group.pool.references(b) < 2 for b in node.blocks[group.index] or ()):
-                    return shared
-            shared += self._index.unit_tokens
+    def shared_tokens(self, sequences: Sequence[SequenceMemory]) -> list[int]:
+        """For each, tokens at the beginning that others than these own too, or one before it in the list has."""
+        owned = [
+            Counter(b for s in sequences for b in s.groups[group.index].block_ids[s.groups[group.index].first :])
+            for group in self._groups
+        ]
+        seen: set[PrefixNode] = set()
+        shared = []
+        for sequence in sequences:
+            nodes = sequence.prefix.nodes[: sequence.prefix.computed]
+            num_units = 0
+            while num_units < len(nodes) and (nodes[num_units] in seen or self._is_elsewhere(nodes[num_units], owned)):
+                num_units += 1
+            shared.append(num_units * self._index.unit_tokens)
+            seen.update(nodes)
         return shared
+
+    def _is_elsewhere(self, node: PrefixNode, owned: Sequence[Counter[int]]) -> bool:
+        """Whether somebody owns all of the node's blocks beside those who own them in `owned`."""
+        for group, count in zip(self._groups, owned, strict=True):
+            blocks = node.blocks[group.index]
+            if group.spec.window_tokens is None and not group.spec.is_state and blocks is None:
+                return False
+            if any(group.pool.references(b) <= count[b] for b in blocks or ()):
+                return False
+        return True
+
+    def claim(self, sequence: SequenceMemory) -> None:
+        """Let its units name the sequence's own blocks, where they name others that hold the same."""
+        path = sequence.prefix
+        for i, node in enumerate(path.nodes):
+            for group, table in self._tables.of(sequence):
+                block_ids = tuple(table.block_ids)
+                if not group.spec.is_state:
+                    per_unit = self._index.unit_tokens // group.layout.block_tokens
+                    block_ids = block_ids[i * per_unit : (i + 1) * per_unit]
+                    if i * per_unit < table.first:
+                        continue
+                elif sequence.num_tokens != (i + 1) * self._index.unit_tokens:
+                    continue
+                if node.blocks[group.index] != block_ids:
+                    self._index.drop(node, group.index)
+                    self._index.hold(node, group.index, block_ids)
 
     def promise(self, sequence: SequenceMemory, num_tokens: int, snapshots: Sequence[int]) -> None:
         """The sequence is going to compute its first `num_tokens` tokens; who wants the same should wait.
@@ -168,6 +203,7 @@ class PrefixReuse:
         for node in path.nodes[start:end]:
             if node.writer is path:
                 node.writer = None
+        self._index.changes += 1
 
     def _keep_state(self, sequence: SequenceMemory, *, generated: bool) -> None:
         """Keep the state that the sequence has now; of those made while it generates, only the latest."""

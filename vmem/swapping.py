@@ -45,10 +45,14 @@ class Swapping:
         self.space.claim(num_bytes)
         rows: list[dict[int, int]] = []
         copies = []
-        for group in self._groups:
-            blocks = self._blocks(group, sequences)
-            rows.append({block_id: row for row, block_id in enumerate(blocks)})
-            copies.append(self.space.copy_out(group, blocks))
+        try:
+            for group in self._groups:
+                blocks = self._blocks(group, sequences)
+                rows.append({block_id: row for row, block_id in enumerate(blocks)})
+                copies.append(self.space.copy_out(group, blocks))
+        except BaseException:  # no host memory
+            self.space.release(num_bytes)
+            raise
         self._allocator.fence = self._backend.fence()
         return SwappedGroup(
             sequences=tuple(

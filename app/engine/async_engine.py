@@ -16,7 +16,7 @@ from app.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.params import SamplingParams
 from app.engine.request import Delta
-from app.errors import EngineError
+from app.errors import EngineError, RequestError
 from vmem import BudgetAnswer, IntegrityError, MemoryReport
 
 logger = logging.getLogger(__name__)
@@ -95,8 +95,8 @@ class AsyncEngine:
         """Compute a prefix and keep it in the cache until `unpin`; returns when that is done.
 
         Raises:
-            RequestError: the prompt cannot be pinned, or the name is taken.
-            EngineError: a step failed, the pinned prefixes have used their quota up, or the engine has stopped.
+            RequestError: the prompt cannot be pinned, the name is taken, or the quota is used up.
+            EngineError: a step failed, or the engine has stopped.
         """
         params = SamplingParams(max_tokens=1)
         async for _ in self._deltas(f"pin {name}", prompt_token_ids, params, 0, cache_salt, name):
@@ -134,6 +134,8 @@ class AsyncEngine:
             while not finished:
                 delta = await stream.deltas.get()
                 finished = delta.finished
+                if delta.refused:
+                    raise RequestError(delta.error or "refused")
                 if delta.error is not None:
                     raise EngineError(delta.error)
                 yield delta

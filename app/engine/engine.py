@@ -145,23 +145,32 @@ class Engine:
         max_tokens = parent.num_output_tokens + self.validate(parent.token_ids, params)
         most = [r.most_tokens for r in parent.group.members]
         most.append(len(parent.prompt_token_ids) + max_tokens)
-        if len(most) > self._scheduler.max_num_seqs or not self.memory.fit_together(most):
+        if not self.memory.fit_together(most):
             raise RequestError(
                 f"{len(most)} sequences of up to {max(most)} tokens do not fit into the KV cache together", "n"
+            )
+        if max(self._scheduler.num_running, len(most) - 1) + 1 > self._scheduler.max_num_seqs:
+            raise RequestError(
+                f"{self._scheduler.max_num_seqs} sequences run at once; there is no room for a fork", "n"
             )
         text = self._text(parent.prompt_token_ids, params)
         if text is not None:
             for token_id in parent.token_ids[len(parent.prompt_token_ids) :]:
                 text.push(token_id)
+            text.flush()  # what the parent holds back is the parent's
         chain = parent.chain.fork(num_tokens)
+        memory = None
+        if parent.memory is not None and parent.num_computed:
+            try:
+                memory = self.memory.fork(parent.memory, parent.num_computed, chain=chain)
+            except VmemError as error:
+                raise RequestError(f"{request_id!r} cannot be forked now: {error}", "request_id") from error
         child = Request(
             fork_id, parent.prompt_token_ids, params, max_tokens, text, chain, parent.group, parent.token_ids.copy()
         )
         child.num_cached_tokens = parent.num_cached_tokens
-        if parent.memory is not None and parent.num_computed:
-            child.memory = self.memory.fork(parent.memory, parent.num_computed, chain=chain)
-            child.num_computed = parent.num_computed
-            child.stops_at = parent.stops_at
+        if memory is not None:
+            child.memory, child.num_computed, child.stops_at = memory, parent.num_computed, parent.stops_at
         self._requests[fork_id] = child
 
     def pin(
@@ -186,8 +195,6 @@ class Engine:
         """
         if not self.config.prefix_cache:
             raise RequestError("nothing can be pinned: prefix_cache is off", "name")
-        if any(pin.name == name for pin in self.report().pins):
-            raise RequestError(f"a prefix named {name!r} is pinned already; unpin it first", "name")
         unit = self.memory.unit_tokens
         prefix = prompt_token_ids[: len(prompt_token_ids) // unit * unit]
         if not prefix:
@@ -196,6 +203,10 @@ class Engine:
                 "prompt",
             )
         self.validate(prefix, SamplingParams(max_tokens=1))
+        try:
+            self.memory.check_pin(name, len(prefix))
+        except PinError as error:
+            raise RequestError(str(error), "name") from error
         return prefix
 
     def unpin(self, name: str) -> None:
@@ -218,14 +229,14 @@ class Engine:
             scheduled = self._scheduler.schedule()
             if not scheduled:
                 return self._wait_for_pages()
-            self._stalled_since = None
             logits = self._compute(scheduled)
+            sampling = [s.request for s in scheduled if s.samples]
+            tokens = sample(logits, sampling) if sampling else []
         except BaseException:
             self._scheduler.abort()
             raise
-        sampling = [s.request for s in scheduled if s.samples]
-        self._scheduler.done()
-        tokens = sample(logits, sampling) if sampling else []
+        if self._scheduler.done():
+            self._stalled_since = None
         sound = logits.amax(dim=-1).isfinite().tolist()  # a NaN anywhere in a row is its maximum
         deltas = []
         for request, token, is_sound in zip(sampling, tokens, sound, strict=True):
@@ -273,7 +284,7 @@ class Engine:
             self.memory.pin(request.pin_name, request.memory, request.num_computed)
             delta = Delta(request.request_id, (), "", "stop", num_cached_tokens=request.num_cached_tokens or 0)
         except PinError as error:
-            delta = Delta(request.request_id, (), "", error=str(error))
+            delta = Delta(request.request_id, (), "", error=str(error), refused=True)
         self.cancel(request.request_id)
         return delta
 

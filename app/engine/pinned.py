@@ -12,6 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from app.config import EngineConfig
 from app.errors import ConfigError, RequestError
 
+# What may follow a prefix, as different as can be.
+_ENDS = ("a", " Z", "\n")
+
 
 def encode_pinned(config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, list[int]]:
     """Name → tokens of every prefix that the settings pin.
@@ -23,13 +26,19 @@ def encode_pinned(config: EngineConfig, tokenizer: PreTrainedTokenizerBase | Non
         return {}
     if tokenizer is None:
         raise ConfigError("pinned prompts are text and need a tokenizer, but skip_tokenizer_init is set")
-    prefixes: dict[str, list[int]] = {name: tokenizer.encode(text) for name, text in config.pinned_prompts.items()}
+    prefixes = {name: text_prefix(tokenizer, text) for name, text in config.pinned_prompts.items()}
     for name, text in config.pinned_system_prompts.items():
         try:
             prefixes[name] = conversation_prefix(tokenizer, [{"role": "system", "content": text}])
         except RequestError as error:
             raise ConfigError(f"the system prompt {name!r} cannot be pinned: {error}") from error
     return prefixes
+
+
+def text_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens with which every prompt begins that begins with this text: its last ones may join with what follows,
+    and some tokenizers end a prompt with a token of their own."""
+    return _common([tokenizer.encode(text + end) for end in _ENDS])
 
 
 def conversation_prefix(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> list[int]:
@@ -43,11 +52,15 @@ def conversation_prefix(tokenizer: PreTrainedTokenizerBase, messages: Sequence[d
     if tokenizer.chat_template is None:
         raise RequestError("this model has no chat template", "messages")
     rendered: list[list[int]] = []
-    for text in ("a", "Z"):
+    for text in _ENDS:
         try:
             ids: Any = tokenizer.apply_chat_template([*messages, {"role": "user", "content": text}], return_dict=False)
         except TemplateError as error:
             raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
         rendered.append(list(ids))
-    common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*rendered, strict=False))
-    return [token_id for token_id, _ in common]
+    return _common(rendered)
+
+
+def _common(prompts: Sequence[Sequence[int]]) -> list[int]:
+    columns = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False))
+    return [column[0] for column in columns]

@@ -11,6 +11,8 @@ Recovery = Literal["swap", "recompute"]
 
 # An observation counts half after so many more.
 _HALF_LIFE = 200
+# The measured rate is believed as if copies of these sizes had been seen to take that long.
+_BELIEVED_BYTES = (1 << 16, 1 << 20, 1 << 26)
 # Keeps the equations solvable before there are as many different steps as unknowns; far below any real step.
 _RIDGE = 1e-9
 
@@ -27,7 +29,6 @@ class LinearCost:
         self._products = np.zeros((len(scales), len(scales)))
         self._targets = np.zeros(len(scales))
         self._weights: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None
-        self.num_observed = 0
 
     def observe(self, quantities: tuple[float, ...], seconds: float) -> None:
         row = np.array(quantities) / self._scales
@@ -37,7 +38,6 @@ class LinearCost:
         self._products = keep * self._products + np.outer(row, row) * weight**2
         self._targets = keep * self._targets + row * seconds * weight**2
         self._weights = None
-        self.num_observed += 1
 
     def seconds(self, quantities: tuple[float, ...]) -> float:
         """The expected time; no quantity costs less than nothing."""
@@ -77,15 +77,16 @@ class RecoveryModel:
     """Expected cost of both ways back, from measured rates.
 
     Args:
-        copy_bytes_per_s: how fast blocks are copied to host memory or back, until real copies have been seen.
+        copy_bytes_per_s: how fast memory is copied to the host or back; what copies of blocks show counts beside it.
         step_tokens: the most tokens of a step.
     """
 
     def __init__(self, copy_bytes_per_s: float, step_tokens: int) -> None:
-        self._copy_bytes_per_s = copy_bytes_per_s
         self._step_tokens = step_tokens
         self._step = LinearCost((1.0, 1e2, 1e5))
         self._copy = LinearCost((1.0, 1e6))
+        for num_bytes in _BELIEVED_BYTES:
+            self._copy.observe((1.0, num_bytes), num_bytes / copy_bytes_per_s)
 
     def observe_step(self, num_tokens: int, num_attended: int, seconds: float) -> None:
         """A step of so many tokens, which attended to so many cached ones in all, took that long."""
@@ -93,7 +94,8 @@ class RecoveryModel:
 
     def observe_copy(self, num_bytes: int, seconds: float) -> None:
         """Blocks of so many bytes were copied, in one direction."""
-        self._copy.observe((1.0, num_bytes), seconds)
+        if num_bytes:
+            self._copy.observe((1.0, num_bytes), seconds)
 
     def cost(self, sequences: list[tuple[int, int]], num_bytes: int) -> RecoveryCost:
         """
@@ -106,8 +108,4 @@ class RecoveryModel:
             attended = num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
             num_steps = -(-num_tokens // self._step_tokens)
             recompute_s += self._step.seconds((num_steps, num_tokens, attended))
-        if self._copy.num_observed:
-            swap_s = 2 * self._copy.seconds((1.0, num_bytes))
-        else:
-            swap_s = 2 * num_bytes / self._copy_bytes_per_s
-        return RecoveryCost(swap_s, recompute_s)
+        return RecoveryCost(2 * self._copy.seconds((1.0, num_bytes)), recompute_s)

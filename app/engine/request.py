@@ -16,7 +16,8 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a step added to a request. `error` is set when the engine failed it; it is then the last one.
+    """What a step added to a request. `error` is set when the engine failed it, or `refused` it after all; it is then
+    the last one.
 
     `num_cached_tokens`: of the prompt, found in the prefix cache.
     """
@@ -26,6 +27,7 @@ class Delta:
     text: str
     finish_reason: FinishReason | None = None
     error: str | None = None
+    refused: bool = False
     num_cached_tokens: int = 0
 
     @property
@@ -63,6 +65,7 @@ class Request:
         group: who is preempted with it.
         token_ids: prompt and output.
         num_computed: tokens whose keys and values are in the cache; the rest is still to be computed.
+        furthest: the most of them there ever were.
         max_tokens: output tokens at most, resolved against the context.
         chain: hashes of its tokens, for the prefix cache.
         memory: its blocks while it runs, else `None`.
@@ -81,6 +84,7 @@ class Request:
     group: SequenceGroup
     token_ids: list[int]
     num_computed: int = 0
+    furthest: int = 0
     memory: SequenceMemory | None = None
     num_cached_tokens: int | None = None
     stops_at: tuple[int, ...] = ()

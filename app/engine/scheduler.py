@@ -36,8 +36,8 @@ class Scheduler:
 
     When blocks run out, the latest arrived group of the lowest priority is preempted, all or nothing: its blocks go to
     host memory, or are given up and computed again, whichever is expected to cost less (PagedAttention §4.5). As long
-    as a preempted group waits nobody is admitted. The same happens while sequences own more than a budget that was
-    lowered.
+    as a preempted group waits nobody is admitted, whatever the priority. The same happens while sequences own more than
+    a budget that was lowered.
 
     Args:
         recovery: what either way back costs.
@@ -65,6 +65,7 @@ class Scheduler:
         self._preempted: list[SequenceGroup] = []
         self._running: list[SequenceGroup] = []
         self._scheduled: list[Scheduled] = []
+        self._refused: object = None  # the situation in which the head of the queue was last not admitted
         self._opened: list[SequenceGroup] = []  # groups that share what the coming step computes, perhaps
         self.num_preempted: dict[Recovery, int] = {"swap": 0, "recompute": 0}
 
@@ -121,27 +122,31 @@ class Scheduler:
         prompts: list[Scheduled] = []
         for request in self._requests():
             begins_or_goes_on = request.memory is None or request.num_uncomputed > 1
-            if budget and begins_or_goes_on and request.group in self._running:
+            if budget > 0 and begins_or_goes_on and request.group in self._running:
                 budget -= self._schedule_chunk(request, budget, prompts)
         # Without those preempted meanwhile: later groups, or other members of the same one.
         decodes = [s for s in decodes if s.request.memory is not None]
         prompts = [s for s in prompts if s.request.memory is not None]
         for s in decodes:
             self._begin(s)
-        while budget and not self._preempted and self._waiting and self._admit(self._waiting[0]):
+        while budget > 0 and not self._preempted and self._waiting and self._admit(self._waiting[0]):
             group = self._waiting.pop(0)
             bisect.insort(self._running, group, key=_rank)
-            for request in group.members:
-                if budget:
-                    budget -= self._schedule_chunk(request, budget, prompts)
-        self._scheduled = decodes + prompts
+            for request in list(group.members):
+                if budget > 0 and request.group in self._running:
+                    budget -= self._schedule_chunk(request, budget, prompts, new=True)
+        self._scheduled = decodes + [s for s in prompts if s.request.memory is not None]
         return self._scheduled
 
-    def done(self) -> None:
-        """The step that was scheduled is computed."""
+    def done(self) -> bool:
+        """The step that was scheduled is computed. False if nobody got further than before it was preempted."""
         self._memory.commit()
+        got_further = False
         for s in self._scheduled:
             s.request.num_computed += s.num_tokens
+            got_further |= s.request.num_computed > s.request.furthest
+            s.request.furthest = max(s.request.furthest, s.request.num_computed)
+        return got_further
 
     def abort(self) -> None:
         """It is not. Who shared what it was to compute begins again; so does everybody whose recurrent state may have
@@ -158,6 +163,15 @@ class Scheduler:
         """Whether the group may begin: if the step after this one would not have to preempt it at once."""
         if self.num_running + len(group.members) > self.max_num_seqs:
             return False
+        situation = (group, len(group.members), self.num_running, self._memory.num_free_pages, self._memory.changes)
+        if situation == self._refused:  # the look-up would cost a long prompt milliseconds in every step
+            return False
+        if self._fits(group):
+            return True
+        self._refused = situation
+        return False
+
+    def _fits(self, group: SequenceGroup) -> bool:
         first, *others = group.members
         match = self._memory.match(first.chain, first.token_ids)
         if match.awaited and self._running:
@@ -193,8 +207,8 @@ class Scheduler:
         last = (len(request.token_ids) - 1) // unit * unit
         return tuple(sorted({n for n in (match.branch_tokens, last) if request.num_computed < n <= last}))
 
-    def _schedule_chunk(self, request: Request, budget: int, scheduled: list[Scheduled]) -> int:
-        """Schedule as much of a prompt as the budget allows; returns the tokens."""
+    def _schedule_chunk(self, request: Request, budget: int, scheduled: list[Scheduled], *, new: bool = False) -> int:
+        """Schedule as much of a prompt as the budget allows; returns the tokens. A `new` group takes from nobody."""
         if request.memory is None and not self._open(request):
             return 0
         num_tokens = min(budget, request.num_uncomputed)
@@ -204,7 +218,7 @@ class Scheduler:
             whole = end // self._memory.unit_tokens * self._memory.unit_tokens
             end = whole if whole > request.num_computed else end
         num_tokens = end - request.num_computed
-        if not self._grow(request, num_tokens):
+        if not self._grow(request, num_tokens, request.group if new else None):
             return 0
         scheduled.append(Scheduled(request, num_tokens))
         self._begin(scheduled[-1])
@@ -218,26 +232,30 @@ class Scheduler:
 
     # ---- when blocks run out ----
 
-    def _grow(self, request: Request, num_tokens: int) -> bool:
-        """Give the request room for its next tokens, at the cost of later groups; False if it was itself preempted."""
+    def _grow(self, request: Request, num_tokens: int, victim: SequenceGroup | None = None) -> bool:
+        """Give the request room for its next tokens, at the cost of the `victim`, by default of later groups; False if
+        it was itself preempted."""
         while request.memory is not None:
             try:
                 self._memory.append(request.memory, request.num_computed + num_tokens, start=request.num_computed)
                 return True
             except OutOfPages:
-                self._preempt(self._running[-1])
+                self._preempt(victim or self._running[-1])
         return False
 
     def _preempt(self, victim: SequenceGroup, way: Recovery | None = None) -> None:
         """Take all of the group's blocks."""
-        self._running.remove(victim)
         members = [request for request in victim.members if request.memory is not None]
-        if not self._running and len(members) > 1:
+        if way is None and self._running == [victim] and len(members) > 1:
+            self._running.remove(victim)
             self._take_apart(victim)
             return
+        if victim in self._opened or not members:  # it may share what is not computed yet: nothing worth keeping
+            way = "recompute"
         way = way or self._way(members)
         if way == "swap" and not self._swap_out(victim, members):
             way = "recompute"
+        self._running.remove(victim)
         for request in members:
             if way == "recompute":
                 self._release(request)
@@ -250,7 +268,7 @@ class Scheduler:
     def _take_apart(self, group: SequenceGroup) -> None:
         """Alone, and there is no room for it: the budget was lowered after its forks were made. They go on one by one,
         and are computed again."""
-        logger.warning("%d sequences of one request do not fit together any more", len(group.members))
+        logger.warning("%d sequences of one request do not fit any more as they were", len(group.members))
         if group.swapped is not None:
             self._memory.discard(group.swapped)
             group.swapped, group.swapped_members = None, []
@@ -264,13 +282,14 @@ class Scheduler:
         self.num_preempted["recompute"] += 1
 
     def _way(self, members: list[Request]) -> Recovery:
-        """What is expected to cost less. What others own too stays in the prefix cache, and is not computed again."""
+        """What is expected to cost less. What others own too stays in the prefix cache, and is not computed again; nor
+        is what the members share with each other, but once."""
         if self._policy != "auto":
             return self._policy
         memories = [request.memory for request in members if request.memory is not None]
         sequences = []
-        for request, memory in zip(members, memories, strict=True):
-            stays = min(self._memory.shared_tokens(memory), request.num_computed)
+        for request, stays in zip(members, self._memory.shared_tokens(memories), strict=True):
+            stays = min(stays, request.num_computed)
             sequences.append((request.num_computed - stays, stays))
         return self._recovery.cost(sequences, self._memory.swap_bytes(memories)).better
 
@@ -278,8 +297,8 @@ class Scheduler:
         start = time.perf_counter()
         try:
             group.swapped = self._memory.swap_out([r.memory for r in members if r.memory is not None])
-        except OutOfSwap as error:
-            logger.info("computing again instead of swapping: %s", error)
+        except (OutOfSwap, RuntimeError, MemoryError) as error:  # torch's word for no host memory is RuntimeError
+            logger.warning("computing again instead of swapping: %s", error)
             return False
         group.swapped_members = members
         self._observe_copy(group.swapped.num_bytes, start)
@@ -297,7 +316,7 @@ class Scheduler:
         try:
             memories = self._memory.swap_in(group.swapped)
         except OutOfPages:
-            if not self._running and len(group.members) > 1:
+            if not self._running:
                 self._preempted.remove(group)
                 self._take_apart(group)
             return False
@@ -323,7 +342,7 @@ class Scheduler:
     @property
     def _reserve(self) -> int:
         """Pages that what runs may take in the next step, and for the rest of its prompts."""
-        per_sequence = sum(group.layout.num_slices for group in self._memory.groups if not group.is_state)
+        per_sequence = sum(group.layout.num_slices for group in self._memory.groups)
         reserve = 0
         for request in self._requests():
             coming = 0

@@ -29,6 +29,15 @@ def _only(*allowed: object) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _is_text(text: str) -> str:
+    """JSON can carry half of a surrogate pair, which no hash can take."""
+    text.encode()  # UnicodeEncodeError is a ValueError
+    return text
+
+
+Name = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_is_text)]
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -56,7 +65,7 @@ class _GenerationBody(_Body):
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
     priority: int = 0
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     user: str | None = None
     n: Annotated[int | None, _only(1)] = None
     frequency_penalty: Annotated[float | None, _only(0)] = None
@@ -127,10 +136,10 @@ class PinRequest(_Body):
     """A prefix to keep in the cache under a name: a prompt as text or token ids, or messages that conversations begin
     with."""
 
-    name: str
+    name: Name
     prompt: str | list[int] | None = None
     messages: list[Message] | None = None
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
 
 
 class PromptTokensDetails(BaseModel):

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from app.engine.pinned import conversation_prefix
+from app.engine.pinned import conversation_prefix, text_prefix
 from app.errors import RequestError
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, Message, PinRequest
 
@@ -49,8 +49,7 @@ def encode_pin(tokenizer: PreTrainedTokenizerBase, request: PinRequest) -> list[
         return request.prompt
     assert request.prompt is not None
     _check_text(request.prompt, "prompt")
-    token_ids: list[int] = tokenizer.encode(request.prompt)
-    return token_ids
+    return text_prefix(tokenizer, request.prompt)
 
 
 def _template_messages(messages: Sequence[Message]) -> list[dict[str, str]]:

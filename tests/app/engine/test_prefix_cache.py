@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from app.engine import LLM
+from app.engine import engine as engine_module
 from app.engine.batch import StepBatch
 from app.engine.engine import Engine, EngineConfig
 from app.engine.params import SamplingParams
@@ -247,3 +248,167 @@ def test_a_pinned_prefix_is_there_from_the_start() -> None:
 def test_settings_that_cannot_work(settings: dict[str, object], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         LLM("builtin", kv_memory_bytes=16 << 20, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("model", ["llama", "bamba"])
+def test_a_prefix_pinned_after_traffic_stays(model: str, make_checkpoint: MakeCheckpoint) -> None:
+    """The pin owned copies of its last block that nobody could find, and lost the ones that had the name."""
+    counted = Counted(make_checkpoint, model)
+    engine = counted.engine
+    engine.submit("before", tokens(70), GREEDY)
+    counted.run()
+    engine.pin("pin", "rules", tokens(70))
+    counted.run()
+    for g, group in enumerate(engine.memory._groups):
+        engine.memory._index.evict(g, group.pool.num_kept)
+    engine.check_integrity()
+    engine.submit("after", tokens(70), GREEDY)
+    counted.run()
+    assert counted.cached["after"] == 64
+    engine.close()
+
+
+def test_who_shares_what_is_not_computed_yet_is_never_swapped(make_checkpoint: MakeCheckpoint) -> None:
+    """Its blocks were copied out empty, and came back as computed."""
+    counted = Counted(make_checkpoint, preemption="swap")
+    engine, scheduler = counted.engine, counted.engine._scheduler
+    for i in range(2):
+        engine.submit(str(i), tokens(64) + tokens(8, 1 + i), GREEDY)
+    scheduler.schedule()
+    second = engine._requests["1"]
+    assert second.num_computed == 64
+    scheduler._preempt(second.group)
+    assert second.group.swapped is None
+    assert second.num_computed == 0
+    scheduler.abort()
+    fresh = counted.run()
+    for i in range(2):
+        engine.memory._index.clear()
+        engine.submit(str(i), tokens(64) + tokens(8, 1 + i), GREEDY)
+        assert counted.run() == {str(i): fresh[str(i)]}
+    engine.close()
+
+
+def test_forks_that_wait_while_the_budget_is_lowered_go_on_one_by_one(make_checkpoint: MakeCheckpoint) -> None:
+    """Admitted together although they did not fit, they were scheduled without memory."""
+    counted = Counted(make_checkpoint, kv_memory_bytes=40 * 16 * 768, max_model_len=200, prefix_cache=False)
+    engine = counted.engine
+    longer = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    engine.submit("0", tokens(150), longer)
+    for fork in ("1", "2"):
+        engine.fork("0", fork, longer)
+    engine.set_budget(13 * 16 * 768, 1)
+    outputs = counted.run()
+    assert outputs["0"] == outputs["1"] == outputs["2"]
+    assert len(outputs["0"]) == 40
+    engine.close()
+
+
+def test_no_more_forks_than_sequences_run_at_once(make_checkpoint: MakeCheckpoint) -> None:
+    """The token budget of a step went below zero, and no step worked any more."""
+    counted = Counted(make_checkpoint, max_num_seqs=2, max_num_batched_tokens=8)
+    for i in range(2):
+        counted.engine.submit(str(i), tokens(3, i), GREEDY)
+        counted.engine.step()
+    with pytest.raises(RequestError, match="2 sequences run at once"):
+        counted.engine.fork("0", "2", GREEDY)
+    assert {len(output) for output in counted.run().values()} <= {6, 7, 8}
+    counted.engine.close()
+
+
+def test_a_swapped_group_that_lost_a_member_comes_back(make_checkpoint: MakeCheckpoint) -> None:
+    """It waited for the pages of both, and was failed although one would have fitted."""
+    counted = Counted(
+        make_checkpoint,
+        kv_memory_bytes=40 * 16 * 768,
+        max_model_len=200,
+        max_num_batched_tokens=512,
+        preemption="swap",
+        prefix_cache=False,
+    )
+    engine = counted.engine
+    longer = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
+    engine.submit("0", tokens(120), longer)
+    first = [token for delta in engine.step() for token in delta.token_ids]
+    engine.fork("0", "1", SamplingParams(max_tokens=49, temperature=1.0, seed=1, ignore_eos=True))
+    for _ in range(30):
+        first += [token for delta in engine.step() if delta.request_id == "0" for token in delta.token_ids]
+    engine._scheduler._preempt(engine._requests["0"].group, "swap")
+    assert engine.report().swapped_bytes > 0
+    engine.set_budget(13 * 16 * 768, 1)
+    engine.cancel("1")
+    first += counted.run()["0"]
+    engine.set_budget(40 * 16 * 768, 2)
+    engine.submit("alone", tokens(120), longer)
+    assert counted.run()["alone"] == first
+    engine.close()
+
+
+def test_without_host_memory_requests_are_computed_again(
+    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failed allocation lost the request, and its share of the swap space for ever."""
+    counted = Counted(make_checkpoint, preemption="swap", prefix_cache=False)
+
+    def full(*_: object) -> None:
+        raise RuntimeError("out of host memory")
+
+    counted.engine.submit("0", tokens(40), GREEDY)
+    counted.engine.step()
+    monkeypatch.setattr(counted.engine.memory._swapping.space, "copy_out", full)
+    counted.engine._scheduler._preempt(counted.engine._requests["0"].group)
+    assert counted.engine._scheduler.num_preempted == {"swap": 0, "recompute": 1}
+    assert counted.engine.report().swapped_bytes == 0
+    assert len(counted.run()["0"]) == 7
+    counted.engine.close()
+
+
+def test_a_sampler_that_fails_loses_nothing(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it was to sample from was counted as computed, and the request never went on."""
+    counted.engine.submit("0", tokens(40), GREEDY)
+    counted.engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "sample", lambda *_: [][0])
+        with pytest.raises(IndexError):
+            counted.engine.step()
+    assert len(counted.run()["0"]) == 7
+
+
+def test_pinning_one_name_twice_at_once(counted: Counted) -> None:
+    counted.engine.pin("1", "rules", tokens(40))
+    counted.engine.pin("2", "rules", tokens(40, 1))
+    deltas = {delta.request_id: delta for _ in range(3) for delta in counted.engine.step()}
+    assert (deltas["1"].error, deltas["2"].refused) == (None, True)
+    assert "pinned already" in (deltas["2"].error or "")
+
+
+def test_a_fork_does_not_say_what_its_parent_holds_back() -> None:
+    """Text that may begin a stop string came out of the child."""
+    with LLM("builtin", kv_memory_bytes=16 << 20) as llm:
+        tokenizer = llm.engine.model.tokenizer
+        assert tokenizer is not None
+        prompt = tokenizer.encode("<|user|>What is Folio?<|end|><|assistant|>")
+        [whole] = llm.generate([prompt], SamplingParams(max_tokens=12, temperature=0))
+        params = SamplingParams(max_tokens=12, temperature=0, stop=whole.text[:20] + "#")
+        llm.engine.submit("parent", prompt, params)
+        said = {"parent": "", "child": ""}
+        for step in range(40):
+            if step == 3:
+                llm.engine.fork("parent", "child", SamplingParams(max_tokens=9, temperature=0))
+            for delta in llm.engine.step():
+                said[delta.request_id] += delta.text
+        assert said["parent"] == whole.text
+        assert whole.text.endswith(said["child"])
+        assert 0 < len(said["child"]) < len(whole.text)
+
+
+@pytest.mark.parametrize("name", ["kv_idle_release_s", "prefix_cache_release_s"])
+def test_never_is_a_time_too(name: str, make_checkpoint: MakeCheckpoint) -> None:
+    """`.inf` is how YAML says it; the mapper's thread died of it."""
+    counted = Counted(make_checkpoint, **{name: float("inf")})
+    counted.engine.submit("0", tokens(40), GREEDY)
+    assert len(counted.run()["0"]) == 8
+    counted.engine.memory.wait_for_progress(0.02)
+    counted.engine.close()
+    with pytest.raises(ConfigError, match="must not be negative"):
+        Counted(make_checkpoint, **{name: float("nan")})

@@ -54,3 +54,15 @@ def test_what_stays_cached_is_not_computed_again() -> None:
         model.observe_step(tokens, tokens * tokens // 2, 0.001 + 1e-4 * tokens)
     assert model.cost([(20, 980)], 10_000_000).better == "recompute"
     assert model.cost([(1000, 0)], 10_000_000).better == "swap"
+
+
+def test_one_small_copy_does_not_decide_about_large_ones() -> None:
+    """The measured rate was dropped at the first copy; what had been copied in a moment then said it all."""
+    model = RecoveryModel(copy_bytes_per_s=1e9, step_tokens=512)
+    before = model.cost([], 1 << 26).swap_s
+    model.observe_copy(50_000, 100e-6)
+    model.observe_copy(0, 1e-6)
+    assert model.cost([], 1 << 26).swap_s == pytest.approx(before, rel=0.2)
+    for _ in range(500):
+        model.observe_copy(1 << 24, (1 << 24) / 5e9)
+    assert model.cost([], 1 << 24).swap_s == pytest.approx(2 * (1 << 24) / 5e9, rel=0.1)

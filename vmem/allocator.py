@@ -75,7 +75,11 @@ class BlockAllocator:
                         self._mapper.run_now(Attach(self._backend, self._pages, group, missing))
                     except OutOfPages:
                         device_full = True
-                elif not self._prefixes.evict(group.index, count - len(taken)) and not self._make_room(group):
+                elif not (
+                    self._make_room(group, evicts=False)
+                    or self._prefixes.evict(group.index, count - len(taken))
+                    or self._make_room(group, evicts=True)
+                ):
                     raise OutOfPages((count - len(taken)) * group.num_slices, max(self.num_free_pages, 0))
                 taken += pool.take_loose(count - len(taken))
                 taken += pool.take_tied(count - len(taken))
@@ -118,13 +122,13 @@ class BlockAllocator:
         while (run := region.first_run(region.first, group.region_blocks)) is not None:
             self._mapper.run_now(Hide(group, region, *run))
 
-    def _make_room(self, group: GroupMemory) -> bool:
+    def _make_room(self, group: GroupMemory, *, evicts: bool) -> bool:
         """Take pages from free blocks of other groups, or wait for the mapper to let go of some."""
         for other in self._groups:
             if other is group:
                 continue
             wanted = -(-group.num_slices // other.num_slices)
-            if not other.pool.num_loose and not other.pool.num_tied:
+            if evicts and not other.pool.num_loose and not other.pool.num_tied:
                 self._prefixes.evict(other.index, wanted)
             while not other.pool.num_loose and other.pool.num_tied and self.hide_some(other):
                 pass

@@ -151,7 +151,8 @@ class Background:
         since += [at for group in self._groups for region, at in self._tails(group) if self._frees(group, region)]
         due = [at + self._options.idle_release_s for at in since]
         kept = [(group.pool, group.pool.oldest_kept()) for group in self._groups]
-        due += [pool.freed_at(b) + self._options.cache_release_s for pool, b in kept if b is not None]
+        keep_s = max(self._options.cache_release_s, self._options.idle_release_s)
+        due += [pool.freed_at(b) + keep_s for pool, b in kept if b is not None]
         return min(max(min(due) - now, _FENCE_POLL_S), _LONGEST_WAIT_S) if due else None
 
     # ---- duties, the most urgent first ----
@@ -228,7 +229,7 @@ class Background:
             if not depth or ready >= demand.num_regions:
                 continue
             region = max(
-                (r for r in group.parked if r.num_shown < depth and len(r.shows) == r.num_shown and not r.busy),
+                (r for r in group.parked if self._can_extend(group, r, depth)),
                 key=lambda r: r.num_shown,
                 default=None,
             )
@@ -253,7 +254,7 @@ class Background:
         return self._give_back(
             excess,
             freed_before=self.now - self._options.idle_release_s,
-            kept_before=self.now - self._options.cache_release_s,
+            kept_before=self.now - max(self._options.cache_release_s, self._options.idle_release_s),
         )
 
     # ---- their parts ----
@@ -277,6 +278,15 @@ class Background:
         block_ids = group.pool.begin_show(count, steals=steals)
         return Show(group, region, place, block_ids, ahead=True) if block_ids else None
 
+    def _can_extend(self, group: GroupMemory, region: Region, depth: int) -> bool:
+        """Whether mapping more behind what it shows makes it ready; a region that begins with content never is."""
+        return (
+            not region.busy
+            and region.num_shown < depth
+            and len(region.shows) == region.num_shown
+            and group.pool.is_free(region.at(0))
+        )
+
     def _is_ready(self, group: GroupMemory, region: Region, depth: int) -> bool:
         """Whether a prompt of `depth` blocks would find them mapped here, and, judged by two of them, still free."""
         ends = (region.at(0), region.at(depth - 1))
@@ -295,11 +305,25 @@ class Background:
             self._waits_for_fence |= bool(block_ids)
         if work := self._hide_tail(parked_only=False, idle_since=freed_before, frees=True):
             return work
+        # What is empty already goes first, as soon as fences and regions let it.
+        excess -= sum((group.pool.num_loose + group.pool.num_tied) * group.num_slices for group in self._groups)
+        return self._give_up_content(excess, freed_before, kept_before) if excess > 0 else None
+
+    def _give_up_content(self, excess: int, idle_since: float, kept_before: float) -> Work | None:
+        """Forget the content of blocks that nobody has wanted since `kept_before`, so that they can go back."""
         for group in self._groups:
-            block_id = group.pool.oldest_kept()
-            if block_id is not None and group.pool.freed_at(block_id) <= kept_before:
-                self._prefixes.evict(group.index, min(-(-excess // group.num_slices), self._unit_blocks(group)))
-                return self._give_back(excess, freed_before=freed_before, kept_before=-math.inf)
+            count = min(-(-excess // group.num_slices), self._unit_blocks(group))
+            while count > 0 and (block_id := group.pool.oldest_kept()) is not None:
+                if group.pool.freed_at(block_id) > kept_before:
+                    break
+                if group.pool.places(block_id) and idle_since < math.inf:
+                    # Shown in a region: only with it, when that is idle, too.
+                    return self._hide_tail(parked_only=True, idle_since=idle_since, frees=False)
+                count -= self._prefixes.evict_block(group.index, block_id)
+            block_ids, fence = group.pool.detachable(self._unit_blocks(group), freed_before=idle_since)
+            if block_ids and self._backend.completed(fence):
+                return Detach(self._pages, group, block_ids)
+            self._waits_for_fence |= bool(block_ids)
         return None
 
     def _hide_tail(self, *, parked_only: bool, idle_since: float, frees: bool) -> Work | None:
@@ -317,7 +341,7 @@ class Background:
 
     def _frees(self, group: GroupMemory, region: Region) -> bool:
         """Whether the region shows blocks that would be loose without it."""
-        return any(group.pool.is_free(block_id) for block_id in region.shows)
+        return group.pool.num_tied > 0 and any(group.pool.is_free(block_id) for block_id in region.shows)
 
     def _tails(self, group: GroupMemory) -> list[tuple[Region, float]]:
         """Regions that show more than their holders need, those parked longest first, and since when nobody has used

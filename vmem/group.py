@@ -175,7 +175,7 @@ class GroupMemory:
             return free[:_ADOPTION_CANDIDATES]
         if prefix:
             alike = [region for region in free if region.at(0) == prefix[0]]
-            return sorted(alike or free[:1], key=lambda region: -region.num_shown)
+            return sorted(alike or free[:1], key=lambda region: -region.num_shown)[:_ADOPTION_CANDIDATES]
         enough = sorted((r for r in free if r.num_shown >= num_blocks), key=lambda r: r.num_shown)
         others = sorted((r for r in free if r.num_shown < num_blocks), key=lambda r: -r.num_shown)
         return (enough + others)[:_ADOPTION_CANDIDATES]

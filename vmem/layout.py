@@ -234,7 +234,7 @@ def plan_groups(
     """A layout for each layer group, all with pages of one size, so that the groups can share one page budget.
 
     The group with the longest rows sets the page size; in the others a block holds as many tokens as fit into it, in
-    multiples of the first group's block: prefixes are shared in units that are whole blocks of every group.
+    multiples of that group's block: prefixes are shared in units that are whole blocks of every group.
     """
     if not groups:
         raise LayoutError("there must be at least one layer group")

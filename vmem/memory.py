@@ -26,7 +26,7 @@ from vmem.allocator import BlockAllocator
 from vmem.backend import Backend
 from vmem.background import Background, MappingOptions
 from vmem.copies import BlockCopies
-from vmem.errors import IntegrityError, LayoutError, MapError, OutOfPages, VmemError
+from vmem.errors import IntegrityError, LayoutError, MapError, OutOfPages, PinError, VmemError
 from vmem.group import GroupMemory, LayerGroup
 from vmem.layout import KVLayout
 from vmem.mapper import Mapper
@@ -225,11 +225,12 @@ class KVMemory:
         with self._locked():
             self._check_open(sequence)
             had_tokens = sequence.num_tokens
-            if num_tokens <= had_tokens:
-                return
             tables = self._tables.of(sequence)
             for group, table in tables:
                 self._tables.expire(group, table, start)
+            if num_tokens <= had_tokens and not self._tables.must_copy_state(sequence):
+                return
+            num_tokens = max(num_tokens, had_tokens)
             needed = self._tables.pages_to_grow(sequence, num_tokens)
             if not needed:
                 sequence.num_tokens = num_tokens
@@ -298,7 +299,8 @@ class KVMemory:
             return child
 
     def truncate(self, sequence: SequenceMemory, num_tokens: int) -> None:
-        """Let the sequence own blocks for its first `num_tokens` tokens only."""
+        """Let the sequence own blocks for its first `num_tokens` tokens only; other tokens may follow. Its chain is
+        cut, too. Not between `begin` and `commit`."""
         with self._locked():
             self._check_open(sequence)
             if num_tokens > sequence.num_tokens:
@@ -307,6 +309,8 @@ class KVMemory:
             for group, table in self._tables.of(sequence):
                 self._tables.drop(group, table, group.layout.num_blocks(num_tokens))
             self._index.cut(sequence.prefix, num_tokens // self._index.unit_tokens)
+            if sequence.prefix.chain is not None:
+                sequence.prefix.chain.cut(num_tokens)
             sequence.num_tokens = num_tokens
             self._mapper.wake()
 
@@ -339,7 +343,8 @@ class KVMemory:
         return TokenChain(self._index.unit_tokens, keys, self._index.hash)
 
     def match(self, chain: TokenChain, token_ids: Sequence[int]) -> PrefixMatch:
-        """What is cached of these tokens, the last excepted: its logits are needed. Changes nothing."""
+        """What is cached of these tokens, the last excepted: its logits are needed. Extends the chain, and changes
+        nothing else."""
         with self._lock:
             return self._match(chain, token_ids)
 
@@ -366,6 +371,8 @@ class KVMemory:
         """
         with self._locked():
             self._check_open(sequence)
+            if sequence.num_tokens:
+                raise VmemError(f"a sequence of {sequence.num_tokens} tokens cannot begin with a cached prefix")
             sequence.prefix.chain = chain
             if not self.prefix_cache:
                 return 0
@@ -381,7 +388,7 @@ class KVMemory:
                     )
             except VmemError:
                 self._drop_all(sequence)
-                sequence.num_tokens = 0
+                sequence.num_tokens, sequence.prefix.chain = 0, None
                 raise
             self._index.counts.queried_tokens += len(token_ids)
             self._index.counts.hit_tokens += match.num_tokens
@@ -402,7 +409,9 @@ class KVMemory:
         """The coming step computes the tokens `start … end - 1` of the sequence; others of the same step may share
         them already. `commit` or `abort` says how it went."""
         path = sequence.prefix
-        if self.prefix_cache and path.chain is not None and end // self._index.unit_tokens > path.computed:
+        if not self.prefix_cache or path.chain is None or (path.broken and path.computed == len(path.nodes)):
+            return
+        if end // self._index.unit_tokens > path.computed:
             path.chain.extend(token_ids[:end])
             with self._lock:
                 self._reuse.begin(sequence, end, end - start)
@@ -433,11 +442,15 @@ class KVMemory:
         """Keep the blocks of the sequence's first `num_tokens` tokens, which must be computed, until `unpin`.
 
         Raises:
-            PinError: the name is taken, or the quota, or the longest sequence, leaves no room for it.
+            PinError: the name is taken; the quota, or what the longest sequence needs, leaves no room for it; or the
+                window, or the state, has moved past it.
         """
         with self._locked():
             self._pins.check(name, self._tables.of(sequence), num_tokens)
-            pinned = self.fork(sequence, num_tokens, "block_table", sequence.prefix.chain)
+            try:
+                pinned = self.fork(sequence, num_tokens, "block_table", sequence.prefix.chain)
+            except VmemError as error:
+                raise PinError(f"{name!r} cannot be pinned: {error}") from error
             self._reuse.claim(pinned)
             self._sequences.remove(pinned)
             self._pins.add(name, pinned)
@@ -480,6 +493,8 @@ class KVMemory:
         with self._locked():
             for sequence in sequences:
                 self._check_open(sequence)
+            if len(set(sequences)) < len(sequences):
+                raise IntegrityError("a sequence is swapped out twice")
             self._copies.run()
             swapped = self._swapping.copy_out(sequences)
             for sequence in sequences:

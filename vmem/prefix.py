@@ -61,6 +61,11 @@ class TokenChain:
             self.digests.append(self._hash(self.digests[-1] if self.digests else self._root, unit))
             self.units.append(unit)
 
+    def cut(self, num_tokens: int) -> None:
+        """Forget the units beyond the first `num_tokens` tokens; other tokens may follow."""
+        del self.units[num_tokens // self.unit_tokens :]
+        del self.digests[num_tokens // self.unit_tokens :]
+
     def fork(self, num_tokens: int) -> TokenChain:
         """A chain that begins with the whole units of the first `num_tokens` tokens."""
         chain = TokenChain(self.unit_tokens, self.keys, self._hash)
@@ -80,11 +85,12 @@ class PrefixNode:
     Attributes:
         blocks: of each layer group, the blocks that hold this unit; of a group with a fixed-size state the block with
             the state after it. `None` where there are none.
-        writer: the sequence that is going to compute it, as long as it has not.
+        writer: the path of the sequence that is going to compute it, as long as it has not.
+        pending: the step that computes what its blocks are to hold is not over yet.
         references: children, groups with blocks, and sequences whose last whole unit it is.
     """
 
-    __slots__ = ("blocks", "by_first", "digest", "parent", "references", "tokens", "writer")
+    __slots__ = ("blocks", "by_first", "digest", "parent", "pending", "references", "tokens", "writer")
 
     def __init__(self, parent: PrefixNode | None, digest: Digest, tokens: bytes, num_groups: int) -> None:
         self.parent = parent
@@ -94,6 +100,7 @@ class PrefixNode:
         self.by_first: dict[bytes, list[PrefixNode]] = {}  # first token → the children that came last
         self.references = 0
         self.writer: object | None = None
+        self.pending = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +169,7 @@ class PrefixIndex:
         self._groups = groups
         self._nodes: dict[Digest, PrefixNode] = {}
         self._roots: dict[tuple[str, ...], PrefixNode] = {}
+        self._root_keys: dict[PrefixNode, tuple[str, ...]] = {}
         self._holder: list[dict[int, PrefixNode]] = [{} for _ in groups]  # of each group: block → its node
 
     def __len__(self) -> int:
@@ -228,7 +236,7 @@ class PrefixIndex:
         wanted = encode_tokens(token_ids)
         best, most = None, 0
         for child in node.by_first.get(wanted[:4], ()):
-            if child.writer is not None or not available.would_do(child):
+            if child.writer is not None or child.pending or not available.would_do(child):
                 continue
             common = 0
             while common < len(wanted) and child.tokens[common : common + 4] == wanted[common : common + 4]:
@@ -241,7 +249,8 @@ class PrefixIndex:
 
     def root(self, keys: tuple[str, ...]) -> PrefixNode:
         if keys not in self._roots:
-            self._roots[keys] = PrefixNode(None, b"", b"", len(self._groups))
+            root = PrefixNode(None, b"", b"", len(self._groups))
+            self._roots[keys], self._root_keys[root] = root, keys
         return self._roots[keys]
 
     def advance(self, path: PrefixPath, num_units: int) -> None:
@@ -262,6 +271,7 @@ class PrefixIndex:
                 del alike[:-_ALIKE_REMEMBERED]
             elif node.parent is not parent or node.tokens != tokens:
                 path.broken = True
+                self._drop_root(parent)
                 return
             node.references += 1
             if path.nodes:
@@ -349,6 +359,8 @@ class PrefixIndex:
         for path in paths:
             if path.nodes:
                 expected[path.nodes[-1]] = expected.get(path.nodes[-1], 0) + 1
+        if len(self._roots) != len(self._root_keys) or any(not root.references for root in self._root_keys):
+            raise IntegrityError(f"{len(self._roots)} roots of prefixes, some without any")
         for node, references in expected.items():
             if node.references != references or not references:
                 raise IntegrityError(f"a prefix has {node.references} references, {references} are known")
@@ -374,8 +386,12 @@ class PrefixIndex:
                 if not alike:
                     del parent.by_first[node.tokens[:4]]
             node = parent
+        self._drop_root(node)
+
+    def _drop_root(self, node: PrefixNode) -> None:
+        """A root without references is gone, too."""
         if node.parent is None and not node.references:
-            self._roots = {keys: root for keys, root in self._roots.items() if root is not node}
+            del self._roots[self._root_keys.pop(node)]
 
 
 class _Availability:

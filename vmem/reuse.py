@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vmem.allocator import BlockAllocator
+from vmem.errors import IntegrityError
 from vmem.group import GroupMemory
 from vmem.prefix import PrefixIndex, PrefixMatch, PrefixNode, PrefixPath, TokenChain
 from vmem.sequence import SequenceMemory
@@ -45,6 +46,7 @@ class PrefixReuse:
         self._tables = tables
         self._states = [group for group in groups if group.spec.is_state]
         self._pending: list[_Pending] = []
+        self._is_cut_short = False  # a sequence ended whose pending units others share
 
     @property
     def has_states(self) -> bool:
@@ -165,12 +167,17 @@ class PrefixReuse:
                 block_ids = tuple(table.block_ids[i * per_unit : (i + 1) * per_unit])
                 if self._index.hold(node, group.index, block_ids):
                     pending.held.append((node, group.index))
+                    node.pending = True
         self._pending.append(pending)
 
     def commit(self) -> None:
         """The step is done: what it was to compute is computed."""
+        if self._is_cut_short:
+            raise IntegrityError("a sequence ended between begin and commit, and others share what it has not computed")
         done, self._pending = self._pending, []
         for pending in done:
+            for node, _ in pending.held:
+                node.pending = False
             path = pending.sequence.prefix
             path.computed = min(pending.end // self._index.unit_tokens, len(path.nodes))
             self._let_go(path, pending.first_unit, path.computed)
@@ -187,9 +194,14 @@ class PrefixReuse:
 
     def abort(self, sequence: SequenceMemory | None = None) -> None:
         """The step has failed, or this sequence ends before it: what was pending has not been computed."""
+        if sequence is None:
+            self._is_cut_short = False
         for pending in [p for p in self._pending if sequence is None or p.sequence is sequence]:
             self._pending.remove(pending)
             for node, g in pending.held:
+                node.pending = False
+                if sequence is not None and any(self._groups[g].pool.references(b) > 1 for b in node.blocks[g] or ()):
+                    self._is_cut_short = True
                 self._index.drop(node, g)
             path = pending.sequence.prefix
             self._let_go(path, pending.first_unit, len(path.nodes))

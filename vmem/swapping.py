@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from vmem.allocator import BlockAllocator
 from vmem.backend import Backend
-from vmem.errors import OutOfPages, VmemError
+from vmem.errors import IntegrityError, OutOfPages, VmemError
 from vmem.group import GroupMemory
 from vmem.prefix import PrefixIndex
 from vmem.sequence import GroupTable, SequenceMemory
@@ -29,6 +29,7 @@ class Swapping:
         tables: BlockTables,
     ) -> None:
         self.space = space
+        self._live: set[SwappedGroup] = set()
         self._backend = backend
         self._groups = groups
         self._index = index
@@ -54,7 +55,7 @@ class Swapping:
             self.space.release(num_bytes)
             raise
         self._allocator.fence = self._backend.fence()
-        return SwappedGroup(
+        swapped = SwappedGroup(
             sequences=tuple(
                 SwappedSequence(
                     policy=sequence.policy,
@@ -73,9 +74,13 @@ class Swapping:
             num_rows=tuple(map(len, rows)),
             num_bytes=num_bytes,
         )
+        self._live.add(swapped)
+        return swapped
 
     def copy_in(self, swapped: SwappedGroup) -> list[SequenceMemory]:
         """Sequences with their contents, without regions. Raises `OutOfPages` or `MapError`; then nothing changed."""
+        if swapped not in self._live:
+            raise IntegrityError("swapped sequences are brought back twice, or were given up")
         blocks = self._cached_blocks(swapped)
         # Two sequences that had computed the same may find the same block.
         revived = [(group, list(dict.fromkeys(f.values()))) for group, f in zip(self._groups, blocks, strict=True)]
@@ -106,6 +111,10 @@ class Swapping:
         return self._sequences(swapped, blocks)
 
     def discard(self, swapped: SwappedGroup) -> None:
+        """Give the host memory back."""
+        if swapped not in self._live:
+            raise IntegrityError("swapped sequences are given up twice")
+        self._live.remove(swapped)
         self.space.release(swapped.num_bytes)
 
     def _sequences(self, swapped: SwappedGroup, blocks: Sequence[dict[int, int]]) -> list[SequenceMemory]:
@@ -150,7 +159,7 @@ class Swapping:
             for i, node in enumerate(self._index.find(sequence.chain, sequence.num_units)):
                 for group in self._groups:
                     block_ids = node.blocks[group.index]
-                    if group.spec.is_state or block_ids is None or node.writer is not None:
+                    if group.spec.is_state or block_ids is None or node.pending:
                         continue
                     rows = sequence.rows[group.index][i * len(block_ids) : (i + 1) * len(block_ids)]
                     if None not in rows and not any(row in found[group.index] for row in rows):

@@ -37,6 +37,13 @@ class BlockTables:
             needed += num_blocks * group.num_slices
         return needed
 
+    def must_copy_state(self, sequence: SequenceMemory) -> bool:
+        """Whether the sequence's recurrent state is others' too, so that it cannot go on in it."""
+        return any(
+            group.spec.is_state and self._copies.shares_last(group.index, table, sequence.num_tokens)
+            for group, table in self.of(sequence)
+        )
+
     def grow(self, group: GroupMemory, table: GroupTable, count: int, *, evicts: bool) -> None:
         """Append blocks to the table: those its region shows next if they are free, then any. All or none.
 
@@ -66,6 +73,7 @@ class BlockTables:
     def drop(self, group: GroupMemory, table: GroupTable, kept: int) -> None:
         """Free the blocks from `kept` on. Their places in the region become its tail."""
         if kept >= len(table.block_ids):
+            table.first = min(table.first, kept)
             return
         if table.region is not None:
             self._allocator.settle(table.region)
@@ -74,6 +82,7 @@ class BlockTables:
             table.region.fence = self._allocator.fence
         freed = table.block_ids[max(kept, table.first) :]
         del table.block_ids[kept:]
+        table.first = min(table.first, kept)
         # The last first: of a prefix in the cache, its end is the first to go.
         self._allocator.free(group, freed[::-1])
         self._copies.forget_unneeded()

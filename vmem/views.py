@@ -76,6 +76,8 @@ class SequenceViews:
             self.num_adoptions += region.num_shown > 0
             region.blocks = table.block_ids
             region.first = region.checked = table.first
+            if table.first and region.num_shown:
+                group.expired[region] = None  # what it shows before that is nobody's here
             region.touched = now
             table.region = region
             missing = max(num_blocks - table.first - region.num_shown, 0)

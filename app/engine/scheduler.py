@@ -152,7 +152,9 @@ class Scheduler:
         """It is not. Who shared what it was to compute begins again; so does everybody whose recurrent state may have
         been changed by half of it."""
         self._memory.abort()
-        lost = [s.request.group for s in self._scheduled] if self._memory.has_states else self._opened
+        lost = [*self._opened]
+        if self._memory.has_states:
+            lost += [s.request.group for s in self._scheduled]
         for group in lost:
             if group in self._running:
                 self._preempt(group, "recompute")

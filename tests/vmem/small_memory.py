@@ -39,19 +39,25 @@ STATE_BYTES = 6000
 DOCUMENTS = [[d * 1000 + i for i in range(MAX_TOKENS)] for d in range(2)]
 
 
-def layout(kind: LayoutKind = "interleaved") -> KVLayout:
-    """One layer in blocks of 16 tokens: one page interleaved, a page for keys and one for values per layer."""
-    dim = 16 if kind == "interleaved" else 32
+def layout(kind: LayoutKind = "interleaved", block_tokens: int = BLOCK_TOKENS) -> KVLayout:
+    """One layer in blocks that are one page interleaved, and a page for keys and one for values per layer."""
+    dim = (16 if kind == "interleaved" else 32) * BLOCK_TOKENS // block_tokens
     return plan_layout(
-        [LayerSpec(2, dim, dim)], torch.float32, granularity_bytes=PAGE_BYTES, block_tokens=16, kind=kind
+        [LayerSpec(2, dim, dim)], torch.float32, granularity_bytes=PAGE_BYTES, block_tokens=block_tokens, kind=kind
     )
 
 
-def groups(kind: LayoutKind = "interleaved", *, windowed: bool = False, stateful: bool = False) -> list[LayerGroup]:
+def groups(
+    kind: LayoutKind = "interleaved",
+    *,
+    windowed: bool = False,
+    window_block_tokens: int = BLOCK_TOKENS,
+    stateful: bool = False,
+) -> list[LayerGroup]:
     """One group of one layer that sees everything, perhaps one that sees a window, and one of two pages of state."""
     made = [LayerGroup((0,), layout(kind))]
     if windowed:
-        made.append(LayerGroup((1,), layout(kind), WINDOW_TOKENS))
+        made.append(LayerGroup((1,), layout(kind, window_block_tokens), WINDOW_TOKENS))
     if stateful:
         made.append(LayerGroup((), StateLayout(payload_bytes=STATE_BYTES, page_bytes=PAGE_BYTES)))
     return made
@@ -139,6 +145,7 @@ def make_memory(
     num_pages: int = 40,
     kind: LayoutKind = "interleaved",
     windowed: bool = False,
+    window_block_tokens: int = BLOCK_TOKENS,
     stateful: bool = False,
     num_regions: int = 4,
     max_tokens: int = MAX_TOKENS,
@@ -152,7 +159,7 @@ def make_memory(
     device = backend(num_pages * PAGE_BYTES)
     memory = KVMemory(
         device,
-        groups(kind, windowed=windowed, stateful=stateful),
+        groups(kind, windowed=windowed, window_block_tokens=window_block_tokens, stateful=stateful),
         budget_bytes=num_pages * PAGE_BYTES,
         floor_bytes=floor_pages * PAGE_BYTES,
         num_regions=num_regions,
@@ -203,7 +210,7 @@ def pages_read(memory: KVMemory, demands: Iterable[Demand]) -> set[int]:
 def write(memory: KVMemory, demand: Demand, values: Sequence[float], view: str) -> None:
     """Store one value a token in every layer's keys, and its negative in the values, through one of the views."""
     for g, group in enumerate(memory.groups):
-        table = demand.sequence.groups[g]
+        table, block_tokens = demand.sequence.groups[g], group.layout.block_tokens
         for layer in group.layers:
             key, value = memory.region_view(layer) if view == "region" else memory.home_view(layer)
             for position, number in zip(range(demand.start, demand.end), values, strict=True):
@@ -211,7 +218,7 @@ def write(memory: KVMemory, demand: Demand, values: Sequence[float], view: str) 
                     assert table.region is not None
                     at = table.region.slot, position
                 else:
-                    at = table.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS
+                    at = table.block_ids[position // block_tokens], position % block_tokens
                 key[at], value[at] = number, -number
 
 
@@ -238,7 +245,7 @@ def read(memory: KVMemory, demand: Demand, layer: int, view: str) -> list[float]
     """The values of the visible tokens up to `demand.end`, oldest first; keys and values must agree."""
     g = memory.group_of(layer)
     table = demand.sequence.groups[g]
-    start, end = table.first * BLOCK_TOKENS, demand.end
+    start, end = table.first * memory.groups[g].layout.block_tokens, demand.end
     if view == "region":
         assert table.region is not None
         key, value = (side[table.region.slot, start:end, 0, 0] for side in memory.region_view(layer))

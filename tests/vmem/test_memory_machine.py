@@ -50,7 +50,7 @@ from vmem.prefix import stable_hash
 CHOICE = st.integers(0, 7)
 # How many tokens from the end a fork or a truncation is: often none or few, so that last blocks are shared.
 BACK = st.sampled_from([0, 0, 0, 1, 5, 16, 17, 40])
-COMMON = st.sampled_from([0, 16, 17, 30, 32, 40, 48, 50, 64, 71, 96])
+COMMON = st.sampled_from([0, 16, 17, 30, 32, 33, 40, 48, 49, 50, 64, 65, 71, 96, 97])
 _STEPS = 50
 _EXAMPLES = {"default": 150, "nightly": 2400}
 
@@ -67,6 +67,7 @@ class MemoryMachine(RuleBasedStateMachine):
         backend=st.sampled_from([FlakyHost, FlakyCuda]),
         kind=st.sampled_from(["interleaved", "per_layer"]),
         windowed=st.booleans(),
+        window_block_tokens=st.sampled_from([16, 32]),
         stateful=st.booleans(),
         threaded=st.booleans(),
         num_pages=st.sampled_from([44, 48, 80]),
@@ -86,6 +87,7 @@ class MemoryMachine(RuleBasedStateMachine):
         backend: type[FlakyHost] | type[FlakyCuda],
         kind: LayoutKind,
         windowed: bool,
+        window_block_tokens: int,
         stateful: bool,
         threaded: bool,
         num_pages: int,
@@ -110,6 +112,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 num_pages=num_pages,
                 kind=kind,
                 windowed=windowed,
+                window_block_tokens=window_block_tokens,
                 stateful=stateful,
                 floor_pages=floor_pages,
                 prefix_cache=prefix_cache,
@@ -138,7 +141,7 @@ class MemoryMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["auto", "region", "block_table"]),
         documents=st.lists(st.integers(0, 1), min_size=1, max_size=3),
         common=COMMON,
-        own=st.integers(0, 20),
+        own=st.sampled_from([0, 0, 0, 1, 5, 16, 20]),
         salt=st.sampled_from(["", "", "", "x"]),
         view=st.sampled_from(["home", "region"]),
         fails=st.sampled_from([False] * 7 + [True]),
@@ -189,7 +192,8 @@ class MemoryMachine(RuleBasedStateMachine):
                 self.memory.append(sequence, end, start=start)
             except (OutOfPages, MapError):
                 continue
-            self.coming[sequence] = tokens.ids + self._fresh(end - start)
+            document = next((d for d in DOCUMENTS if d[:start] == tokens.ids), None)
+            self.coming[sequence] = document[:end] if document else tokens.ids + self._fresh(end - start)
             self.memory.begin(sequence, self.coming[sequence], start, end)
             demands.append(Demand(sequence, start, end))
         if not self._step(demands, view):
@@ -200,10 +204,7 @@ class MemoryMachine(RuleBasedStateMachine):
                     del self.written[sequence]
                     self._free(sequence)
                     continue
-                tokens.chain = tokens.chain.fork(len(tokens.ids))  # other tokens will come in their place
-                if sequence.prefix.chain is not None:
-                    self.memory.truncate(sequence, len(tokens.ids))
-                    sequence.prefix.chain = tokens.chain
+                self.memory.truncate(sequence, len(tokens.ids))  # other tokens will come in their place
 
     @rule(which=CHOICE)
     def finish(self, which: int) -> None:
@@ -243,10 +244,7 @@ class MemoryMachine(RuleBasedStateMachine):
             self.memory.truncate(sequence, num_tokens)
         except VmemError:  # has left the window, or the state has moved on
             return
-        chain = tokens.chain.fork(num_tokens)
-        if sequence.prefix.chain is not None:
-            sequence.prefix.chain = chain
-        self.written[sequence] = Tokens(chain, tokens.ids[:num_tokens])
+        del tokens.ids[num_tokens:]
 
     @rule(which=st.sets(CHOICE, min_size=1, max_size=4))
     def swap_out(self, which: set[int]) -> None:
@@ -394,7 +392,7 @@ class MemoryMachine(RuleBasedStateMachine):
             for group in self.memory.groups:
                 for layer in group.layers:
                     table = demand.sequence.groups[self.memory.group_of(layer)]
-                    expected = self.written[demand.sequence].contents[table.first * 16 :]
+                    expected = self.written[demand.sequence].contents[table.first * group.layout.block_tokens :]
                     assert read(self.memory, demand, layer, "home") == expected
                     if demand.sequence.view == "region":
                         assert read(self.memory, demand, layer, "region") == expected

@@ -6,15 +6,30 @@ import pytest
 
 from tests.vmem.small_memory import (
     PAGE_BYTES,
+    FlakyCuda,
     Tokens,
+    do_background,
     make_memory,
+    no_thread,
+    pages_read,
     read,
     read_state,
     write,
     write_state,
 )
-from vmem import Demand, KVMemory, OutOfPages, OutOfSwap, PinError, SequenceMemory
+from vmem import (
+    Demand,
+    IntegrityError,
+    KVMemory,
+    OutOfPages,
+    OutOfSwap,
+    PinError,
+    SequenceMemory,
+    VmemError,
+)
 from vmem.prefix import stable_hash
+
+__all__ = ["no_thread"]  # a fixture
 
 
 def begin(memory: KVMemory, tokens: Tokens, found: int | None = None) -> SequenceMemory:
@@ -357,4 +372,194 @@ def test_what_is_cached_still_is_not_copied_back() -> None:
 
 
 def test_digests_differ_by_all_that_comes_before() -> None:
-    assert stable_hash(b"a", b"x") != stable_hash(b"b", b"x") != stable_hash(b"b", b"y")
+    assert len({stable_hash(parent, unit) for parent in (b"a", b"b") for unit in (b"x", b"y")}) == 4
+
+
+# ---- what a second reader found ----
+
+
+def in_a_region(memory: KVMemory, ids: list[int]) -> tuple[SequenceMemory, int]:
+    """Compute a prompt in a region; returns how many of its tokens were cached, too."""
+    tokens = Tokens(memory.chain(), ids)
+    sequence = memory.open("region")
+    found = memory.reuse(sequence, tokens.chain, tokens.ids)
+    memory.append(sequence, len(ids), start=found)
+    memory.begin(sequence, ids, found, len(ids))
+    compute(memory, (sequence, tokens, found))
+    return sequence, found
+
+
+def test_a_named_state_is_not_gone_on_in() -> None:
+    """There was room for the next tokens already, so nothing was copied, and the prefix had the state of another."""
+    memory, _ = make_memory(stateful=True)
+    tokens = Tokens(memory.chain(), prompt(16))
+    sequence = memory.open("block_table")
+    memory.reuse(sequence, tokens.chain, prompt(48))
+    memory.append(sequence, 48)
+    for end in (16, 32):
+        memory.append(sequence, end, start=end - 16)
+        memory.begin(sequence, prompt(48), end - 16, end)
+        tokens.ids = prompt(end)
+        compute(memory, (sequence, tokens, end - 16))
+    other = Tokens(memory.chain(), prompt(16) + prompt(8, 1))
+    second = begin(memory, other, found=16)
+    memory.ensure([Demand(second, 16, 24)])
+    assert read_state(memory, second) == Tokens(memory.chain(), prompt(16)).contents[-1]
+    memory.abort()
+    memory.free(second)
+    memory.free(sequence)
+    memory.check_idle()
+    memory.close()
+
+
+def test_other_tokens_after_a_truncation_have_another_name() -> None:
+    """The chain kept the hashes of the tokens that were taken back, and the new ones were found under their name."""
+    memory, _ = make_memory()
+    tokens = Tokens(memory.chain(), prompt(40))
+    sequence = begin(memory, tokens)
+    compute(memory, (sequence, tokens, 0))
+    memory.append(sequence, 64)
+    memory.begin(sequence, prompt(64), 40, 64)
+    memory.abort()
+    memory.truncate(sequence, 40)
+    tokens.ids = prompt(40) + prompt(24, 5)
+    memory.append(sequence, 64)
+    memory.begin(sequence, tokens.ids, 40, 64)
+    compute(memory, (sequence, tokens, 40))
+    memory.free(sequence)
+    memory.free(run(memory, prompt(70), found=40))
+    memory.free(run(memory, [*tokens.ids, 1], found=64))
+    memory.close()
+
+
+def test_a_step_cannot_be_committed_when_the_writer_of_what_others_share_is_gone() -> None:
+    memory, _ = make_memory()
+    first = begin(memory, Tokens(memory.chain(), prompt(48)))
+    second = begin(memory, Tokens(memory.chain(), prompt(40) + prompt(8, 1)), found=32)
+    memory.free(first)
+    with pytest.raises(IntegrityError, match="between begin and commit"):
+        memory.commit()
+    memory.abort()
+    memory.free(second)
+    memory.free(run(memory, prompt(48), found=0))
+    memory.check_idle()
+    memory.close()
+
+
+def test_what_is_not_computed_yet_is_never_copied() -> None:
+    """Its promise was gone with who gave it, so it passed for computed; a copy is made before the step."""
+    memory, _ = make_memory()
+    writer = memory.open("block_table")
+    chain = memory.chain()
+    memory.reuse(writer, chain, prompt(64))
+    memory.promise(writer, 64)
+    other = memory.open("block_table")
+    memory.reuse(other, memory.chain(), prompt(64))
+    memory.append(other, 64)
+    memory.begin(other, prompt(64), 0, 64)
+    memory.free(writer)
+    assert memory.match(memory.chain(), prompt(45) + prompt(8, 1)).num_tokens == 32
+    memory.abort()
+    memory.free(other)
+    memory.close()
+
+
+def test_a_lowered_budget_forgets_no_more_than_it_must(no_thread: None) -> None:
+    """While a fence was open, each look for something to give back gave up another block's content."""
+    memory, device = make_memory(FlakyCuda, num_pages=60)
+    assert isinstance(device, FlakyCuda)
+    for seed in range(3):
+        memory.free(run(memory, prompt(112, seed)))
+    sequence = memory.open("block_table")
+    memory.append(sequence, 32)
+    memory.ensure([Demand(sequence, 0, 32)])
+    device.fake.launch(pages_read(memory, [Demand(sequence, 0, 32)]))
+    memory.launched()
+    memory.free(sequence)
+    kept = memory.report().cached_bytes
+    created = memory.report().physical_bytes
+    memory.set_budget(created - PAGE_BYTES, 1)
+    for _ in range(10):
+        do_background(memory)
+    assert memory.report().cached_bytes == kept
+    device.fake.finish_work()
+    do_background(memory)
+    assert memory.report().physical_bytes == created - PAGE_BYTES
+    assert memory.report().cached_bytes == kept
+    memory.close()
+
+
+def test_places_before_the_window_do_not_keep_pages(no_thread: None) -> None:
+    """A region adopted by a sequence that begins behind its window showed free blocks there that nobody could have."""
+    memory, _ = make_memory(num_pages=48, windowed=True, num_regions=2)
+    first, _ = in_a_region(memory, prompt(112))
+    memory.free(first)
+    second, found = in_a_region(memory, prompt(120))
+    assert found == 112
+    while memory._groups[1].pool.num_kept:
+        memory._index.evict(1, 100)
+    block_ids = memory._allocator.allocate(memory._groups[0], memory.num_free_pages)
+    assert memory.num_free_pages == 0
+    memory._allocator.free(memory._groups[0], block_ids)
+    memory.free(second)
+    memory.check_idle()
+    memory.close()
+
+
+def test_a_reuse_without_a_region_changes_nothing() -> None:
+    memory, _ = make_memory(num_pages=60, windowed=True, num_regions=1)
+    memory.free(run(memory, prompt(112)))
+    holder = memory.open("region")
+    memory.append(holder, 16)
+    sequence = memory.open("region")
+    with pytest.raises(VmemError, match="every region is taken"):
+        memory.reuse(sequence, memory.chain(), prompt(112))
+    assert [table.first for table in sequence.groups] == [0, 0]
+    memory.free(holder)
+    memory.free(sequence)
+    memory.check_idle()
+    memory.close()
+
+
+def test_empty_blocks_of_another_group_go_before_content() -> None:
+    memory, _ = make_memory(num_pages=48, windowed=True)
+    memory.free(run(memory, prompt(96)))
+    with memory._lock:
+        block_ids = memory._allocator.allocate(memory._groups[1], memory._pages.room)
+        memory._allocator.free(memory._groups[1], block_ids)
+    sequence = memory.open("block_table")
+    memory.append(sequence, 64)
+    assert memory.report().evicted_blocks == 0
+    memory.free(sequence)
+    memory.close()
+
+
+def test_wrong_use_is_refused() -> None:
+    memory, _ = make_memory(swap_pages=20)
+    sequence = run(memory, prompt(40))
+    with pytest.raises(VmemError, match="cannot begin with a cached prefix"):
+        memory.reuse(sequence, memory.chain(), prompt(40))
+    with pytest.raises(IntegrityError, match="twice"):
+        memory.swap_out([sequence, sequence])
+    with pytest.raises(PinError, match="cannot be pinned"):
+        memory.pin("long", sequence, 41)
+    swapped = memory.swap_out([sequence])
+    memory.discard(swapped)
+    with pytest.raises(IntegrityError, match="twice"):
+        memory.discard(swapped)
+    with pytest.raises(IntegrityError, match="given up"):
+        memory.swap_in(swapped)
+    memory.check_idle()
+    memory.close()
+
+
+def test_forks_tell_what_stays_without_them() -> None:
+    memory, _ = make_memory(num_pages=60, windowed=True)
+    parent = run(memory, prompt(112))
+    tokens = Tokens(parent.prefix.chain or memory.chain(), prompt(112))
+    child = memory.fork(parent, 112, chain=tokens.chain.fork(112))
+    assert memory.shared_tokens([parent]) == [112]
+    assert memory.shared_tokens([parent, child]) == [0, 112]
+    memory.free(parent)
+    memory.free(child)
+    memory.close()

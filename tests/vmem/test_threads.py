@@ -139,11 +139,10 @@ class _Engine:
             except VmemError:
                 pass
         if victim is not None and rng.random() < 0.1:
-            tokens = self.written[victim].first(len(self.written[victim].ids) - rng.choice([1, 5, 17]))
+            ids = self.written[victim].ids
             try:
-                memory.truncate(victim, len(tokens.ids))
-                victim.prefix.chain = tokens.chain
-                self.written[victim] = tokens
+                memory.truncate(victim, max(0, len(ids) - rng.choice([1, 5, 17])))
+                del ids[victim.num_tokens :]
             except VmemError:
                 pass
         if rng.random() < 0.02:

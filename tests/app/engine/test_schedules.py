@@ -38,7 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 _EXAMPLES = {"default": 30, "nightly": 300}
 MAX_MODEL_LEN = 96
-MORE_BLOCKS = 4  # than the longest sequence takes
+MORE_BLOCKS = 6  # than the longest sequence takes
 # Prompts begin like one of these; what follows is of few kinds, so that they meet again.
 DOCUMENTS = torch.randint(VOCAB_SIZE - 1, (2, 64), generator=torch.Generator().manual_seed(5)).tolist()
 # Two paths to one logit differ by rounding; where that could decide, the rest of a request is not compared.
@@ -79,7 +79,15 @@ class Steps:
     fails: bool
 
 
-Event = Submit | Fork | Cancel | Budget | Steps
+@dataclass(frozen=True)
+class Pin:
+    document: int
+    common: int
+
+
+Event = Submit | Fork | Cancel | Budget | Steps | Pin
+# (prefix cache, view, tokens of a step)
+SETUPS = [(True, "auto", 40), (True, "block_table", 40), (False, "auto", 40), (True, "region", 256)]
 
 SEEDS = st.sampled_from([None, None, 1, 2])
 SUBMIT = st.builds(
@@ -96,6 +104,7 @@ EVENTS = st.one_of(
     SUBMIT,
     SUBMIT,
     st.builds(Fork, which=st.integers(0, 5), max_tokens=st.integers(1, 12), seed=SEEDS),
+    st.builds(Pin, document=st.integers(0, 1), common=st.sampled_from([16, 32])),
     st.builds(Cancel, which=st.integers(0, 9)),
     st.builds(Budget, share=st.floats(0, 1)),
     st.builds(Steps, count=st.integers(1, 8), fails=st.sampled_from([False] * 9 + [True])),
@@ -165,7 +174,6 @@ def engines(make_checkpoint: MakeCheckpoint) -> Any:
                 model=folder,
                 skip_tokenizer_init=True,
                 max_model_len=MAX_MODEL_LEN,
-                max_num_batched_tokens=40,
                 max_num_seqs=6,
                 block_tokens=16,
                 num_threads=1,
@@ -206,7 +214,9 @@ class Run:
                 case Cancel(which):
                     if (request_id := self.at(which)) is not None:
                         self.engine.cancel(request_id)
-                        self.outputs.pop(request_id)
+                        self.outputs.pop(request_id, None)
+                case Pin():
+                    self.pin(event)
                 case Budget(share):
                     self.set_budget(share)
                 case Steps(count, fails):
@@ -234,7 +244,7 @@ class Run:
 
     def fork(self, event: Fork) -> None:
         parent = self.at(event.which)
-        if parent is None:
+        if parent is None or parent not in self.outputs:  # it computes a prefix to pin
             return
         prompt = self.begun[parent][0] + self.outputs[parent]
         request_id, params = next(self.ids), params_of(event.max_tokens, event.seed)
@@ -246,16 +256,28 @@ class Run:
         HAPPENED["fork"] += 1
         self.begun[request_id], self.outputs[request_id] = (prompt, params), []
 
+    def pin(self, event: Pin) -> None:
+        """Pin what a document begins with, or unpin what is pinned."""
+        if pins := self.engine.report().pins:
+            self.engine.unpin(pins[0].name)
+            return
+        try:
+            self.engine.pin(next(self.ids), "document", DOCUMENTS[event.document][: event.common])
+        except RequestError:
+            return
+        HAPPENED["pin"] += 1
+
     def set_budget(self, share: float) -> None:
         pages = self.engine.memory._pages
         self.revision += 1
-        budget = round(pages.fewest + share * (pages._most - pages.fewest)) * pages.page_bytes
-        self.engine.set_budget(budget, self.revision)
+        fewest = pages.fewest + pages.num_pinned
+        self.engine.set_budget(round(fewest + share * (pages._most - fewest)) * pages.page_bytes, self.revision)
 
     def step(self) -> None:
         for delta in self.engine.step():
-            assert delta.error is None
-            self.outputs[delta.request_id] += delta.token_ids
+            assert delta.error is None or delta.refused
+            if delta.request_id in self.outputs:
+                self.outputs[delta.request_id] += delta.token_ids
         self.engine.check_integrity()
 
     def fail(self) -> None:
@@ -298,19 +320,23 @@ def test_every_schedule_gives_the_tokens_of_transformers(model: str, policy: str
         suppress_health_check=list(HealthCheck),
     )
     @given(
-        prefix_cache=st.sampled_from([True, True, False]),
-        view=st.sampled_from(["auto", "block_table"]),
+        setup=st.sampled_from(SETUPS),
         burst=st.lists(SUBMIT, min_size=4, max_size=6),
         events=st.lists(EVENTS, min_size=3, max_size=30),
     )
-    def play(prefix_cache: bool, view: str, burst: list[Event], events: list[Event]) -> None:
-        engine, reference = engines(model, prefix_cache=prefix_cache, kv_view=view, preemption=policy)
+    def play(setup: tuple[bool, str, int], burst: list[Event], events: list[Event]) -> None:
+        cached, view, num_tokens = setup
+        engine, reference = engines(
+            model, prefix_cache=cached, kv_view=view, max_num_batched_tokens=num_tokens, preemption=policy
+        )
         before = engine.report(), dict(engine._scheduler.num_preempted)
         try:
             Run(engine, reference).play(burst + events)
         finally:
             for request_id in list(engine._requests):
                 engine.cancel(request_id)
+            for pin in engine.report().pins:
+                engine.unpin(pin.name)
         report, preempted = engine.report(), engine._scheduler.num_preempted
         HAPPENED["schedules"] += 1
         HAPPENED["hit tokens"] += report.hit_tokens - before[0].hit_tokens
@@ -326,5 +352,5 @@ def test_the_schedules_were_worth_playing() -> None:
     """All of it has happened, in the tests above."""
     print(dict(HAPPENED))
     assert HAPPENED["schedules"] >= 200
-    for what in ("hit tokens", "evicted blocks", "copied blocks", "swap", "recompute", "fork", "failed step"):
+    for what in ("hit tokens", "evicted blocks", "copied blocks", "swap", "recompute", "fork", "failed step", "pin"):
         assert HAPPENED[what] >= 5, what

@@ -7,7 +7,7 @@ layers: steps are short, so that whatever mapping costs shows.
 Saturation: more requests than fit at once, both in turn; the ratio of their output tokens per second. Load: waves of
 1, 4, 16, 32, 16, 4, 1 requests at once, then none, while a thread notes the physical bytes of the KV cache (blocks of
 the memfd behind it, as the kernel counts them). Idle bytes and the time to give back are read off that curve. Cached
-prefixes go back as soon as other idle pages here (`prefix_cache_release_s` 0.5 instead of 60), and no prompt comes twice.
+prefixes go back as soon as other idle pages here (`prefix_cache_release_s` 0.5, not 60), and no prompt comes twice.
 
 --quick runs each once, with fewer requests.
 """

@@ -193,7 +193,7 @@ def replay(
         max_num_seqs=NUM_SEQS,
         max_num_batched_tokens=CHUNK_TOKENS,
         view="region",
-        recovery=RecoveryModel(1.0, CHUNK_TOKENS),
+        recovery=RecoveryModel(CHUNK_TOKENS),
         policy="recompute",
     )
     params = SamplingParams(temperature=0, ignore_eos=True)

@@ -22,7 +22,7 @@ from vmem.prefix import PrefixMatch, TokenChain
 from vmem.report import GroupReport, MemoryReport, PinReport
 from vmem.select import select_backend
 from vmem.sequence import Demand, SequenceMemory, View, ViewPolicy
-from vmem.swap import SwappedGroup, copy_rate
+from vmem.swap import SwappedGroup
 
 __all__ = [
     "AddressRange",
@@ -56,7 +56,6 @@ __all__ = [
     "View",
     "ViewPolicy",
     "VmemError",
-    "copy_rate",
     "longest_sequence",
     "plan_groups",
     "plan_layout",

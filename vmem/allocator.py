@@ -86,7 +86,7 @@ class BlockAllocator:
         except VmemError:
             pool.free(taken, fence=0, now=time.monotonic())
             raise
-        return taken
+        return sorted(taken)  # neighbours are mapped by one call
 
     def take(self, group: GroupMemory, block_id: int) -> None:
         """Own this free block, whatever it holds."""

@@ -475,11 +475,6 @@ class KVMemory:
         with self._lock:
             return self._swapping.num_bytes(sequences)
 
-    @property
-    def copies_at_once(self) -> bool:
-        """Whether `swap_out` and `swap_in` return when the copies are made, and not when the device was told to."""
-        return self._groups[0].home_tensors()[0].device.type == "cpu"
-
     def pages_of(self, swapped: SwappedGroup) -> int:
         """Pages that `swap_in` needs at most."""
         return sum(count * group.layout.num_slices for count, group in zip(swapped.num_rows, self._specs, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -114,20 +113,6 @@ class SwapSpace:
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         return self._stream
-
-
-def copy_rate(device: torch.device) -> float:
-    """Bytes a second between the device's memory and pinned host memory, measured once by a copy there and back."""
-    num_bytes = 16 << 20
-    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    host.copy_(source)  # the first touch is slower
-    start = time.perf_counter()
-    host.copy_(source)
-    source.copy_(host)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return 2 * num_bytes / (time.perf_counter() - start)
 
 
 def _blocks_of(home: torch.Tensor, group: GroupMemory) -> torch.Tensor:

@@ -27,7 +27,7 @@ from app.engine.scheduler import Scheduled, Scheduler
 from app.engine.self_test import self_test
 from app.errors import ConfigError, ContextLengthError, RequestError
 from kernels import KernelError, select_provider
-from vmem import BudgetAnswer, BudgetError, KVMemory, MemoryReport, PinError, VmemError, copy_rate
+from vmem import BudgetAnswer, BudgetError, KVMemory, MemoryReport, PinError, VmemError
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Engine:
             self.memory.close()
             raise
         self._runner = ModelRunner(self.model, self.memory, provider, layers.states)
-        self._recovery = RecoveryModel(copy_rate(self.model.module.device), config.max_num_batched_tokens)
+        self._recovery = RecoveryModel(config.max_num_batched_tokens)
         self._scheduler = Scheduler(
             self.memory,
             max_num_seqs=config.max_num_seqs,
@@ -74,6 +74,7 @@ class Engine:
         self._num_arrivals = 0
         self._stalled_since: float | None = None
         try:
+            self._recovery.try_swaps(self.memory, config.kv_view, self.model.module.device)
             self._pin_configured()
         except BaseException:
             self.close()

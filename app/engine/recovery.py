@@ -1,18 +1,23 @@
-"""Swap or recompute? What a preempted request's way back costs, learnt from steps and copies as they happen."""
+"""Swap or recompute? What a preempted request's way back costs: swaps are tried at the start, steps learnt from."""
 
 from __future__ import annotations
 
+import statistics
+import time
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
+
+from vmem import Demand, KVMemory, SequenceMemory, ViewPolicy
 
 Recovery = Literal["swap", "recompute"]
 
 # An observation counts half after so many more.
 _HALF_LIFE = 200
-# The measured rate is believed as if copies of these sizes had been seen to take that long.
-_BELIEVED_BYTES = (1 << 16, 1 << 20, 1 << 26)
+# Swaps of so many blocks are tried so often, the first time to warm up; not of more bytes, so that starting is quick.
+_TRIED_BLOCKS, _TRIALS, _MOST_TRIED_BYTES = (1, 8, 64), 5, 64 << 20
 # Keeps the equations solvable before there are as many different steps as unknowns; far below any real step.
 _RIDGE = 1e-9
 
@@ -77,25 +82,21 @@ class RecoveryModel:
     """Expected cost of both ways back, from measured rates.
 
     Args:
-        copy_bytes_per_s: how fast memory is copied to the host or back; what copies of blocks show counts beside it.
         step_tokens: the most tokens of a step.
     """
 
-    def __init__(self, copy_bytes_per_s: float, step_tokens: int) -> None:
+    def __init__(self, step_tokens: int) -> None:
         self._step_tokens = step_tokens
         self._step = LinearCost((1.0, 1e2, 1e5))
-        self._copy = LinearCost((1.0, 1e6))
-        for num_bytes in _BELIEVED_BYTES:
-            self._copy.observe((1.0, num_bytes), num_bytes / copy_bytes_per_s)
+        self._swap = LinearCost((1.0, 1e6))
 
     def observe_step(self, num_tokens: int, num_attended: int, seconds: float) -> None:
         """A step of so many tokens, which attended to so many cached ones in all, took that long."""
         self._step.observe((1.0, num_tokens, num_attended), seconds)
 
-    def observe_copy(self, num_bytes: int, seconds: float) -> None:
-        """Blocks of so many bytes were copied, in one direction."""
-        if num_bytes:
-            self._copy.observe((1.0, num_bytes), seconds)
+    def observe_swap(self, num_bytes: int, seconds: float) -> None:
+        """Blocks of so many bytes were copied out and in and mapped again."""
+        self._swap.observe((1.0, num_bytes), seconds)
 
     def cost(self, sequences: list[tuple[int, int]], num_bytes: int) -> RecoveryCost:
         """
@@ -108,4 +109,51 @@ class RecoveryModel:
             attended = num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
             num_steps = -(-num_tokens // self._step_tokens)
             recompute_s += self._step.seconds((num_steps, num_tokens, attended))
-        return RecoveryCost(2 * self._copy.seconds((1.0, num_bytes)), recompute_s)
+        return RecoveryCost(self._swap.seconds((1.0, num_bytes)), recompute_s)
+
+    def try_swaps(self, memory: KVMemory, view: ViewPolicy, device: torch.device) -> None:
+        """Swap sequences of a few lengths out and in, on a memory that nobody uses yet."""
+        most = min(memory.report().swap_budget_bytes, _MOST_TRIED_BYTES)
+        for num_blocks in _TRIED_BLOCKS:
+            num_tokens = min(num_blocks * memory.unit_tokens, memory.max_tokens)
+            tried = [swap for _ in range(_TRIALS) if (swap := _try_swap(memory, view, device, num_tokens, most))]
+            if tried:
+                self.observe_swap(tried[0][0], statistics.median(seconds for _, seconds in tried[1:]))
+
+
+def _try_swap(
+    memory: KVMemory, view: ViewPolicy, device: torch.device, num_tokens: int, most_bytes: int
+) -> tuple[int, float] | None:
+    """Bytes and seconds of a sequence out and in. In between another one takes its blocks, as happens when memory has
+    run out. `None` if there is no room for both."""
+    if 4 * memory.pages_for(num_tokens) > memory.num_free_pages:
+        return None
+    sequence = _filled(memory, view, num_tokens)
+    num_bytes = memory.swap_bytes([sequence])
+    if num_bytes > most_bytes:
+        memory.free(sequence)
+        return None
+    start = _now(device)
+    swapped = memory.swap_out([sequence])
+    elapsed = _now(device) - start
+    other = _filled(memory, view, num_tokens)
+    start = _now(device)
+    [sequence] = memory.swap_in(swapped)
+    memory.ensure([Demand(sequence, 0, num_tokens)])
+    elapsed += _now(device) - start
+    memory.free(other)
+    memory.free(sequence)
+    return num_bytes, elapsed
+
+
+def _filled(memory: KVMemory, view: ViewPolicy, num_tokens: int) -> SequenceMemory:
+    sequence = memory.open(view)
+    memory.append(sequence, num_tokens)
+    memory.ensure([Demand(sequence, 0, num_tokens)])
+    return sequence
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

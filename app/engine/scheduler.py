@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import logging
-import time
 from dataclasses import dataclass
 
 from app.config import RecoveryPolicy
@@ -296,14 +295,12 @@ class Scheduler:
         return self._recovery.cost(sequences, self._memory.swap_bytes(memories)).better
 
     def _swap_out(self, group: SequenceGroup, members: list[Request]) -> bool:
-        start = time.perf_counter()
         try:
             group.swapped = self._memory.swap_out([r.memory for r in members if r.memory is not None])
         except (OutOfSwap, RuntimeError, MemoryError) as error:  # torch's word for no host memory is RuntimeError
             logger.warning("computing again instead of swapping: %s", error)
             return False
         group.swapped_members = members
-        self._observe_copy(group.swapped.num_bytes, start)
         return True
 
     def _resume(self, group: SequenceGroup) -> bool:
@@ -314,7 +311,6 @@ class Scheduler:
             return self._admit(group)
         if self._running and self._memory.pages_of(group.swapped) + self._reserve > self._memory.num_free_pages:
             return False
-        start = time.perf_counter()
         try:
             memories = self._memory.swap_in(group.swapped)
         except OutOfPages:
@@ -322,7 +318,6 @@ class Scheduler:
                 self._preempted.remove(group)
                 self._take_apart(group)
             return False
-        self._observe_copy(group.swapped.num_bytes, start)
         for request, memory in zip(group.swapped_members, memories, strict=True):
             if request in group.members:
                 request.memory = memory
@@ -332,11 +327,6 @@ class Scheduler:
         return True
 
     # ---- helpers ----
-
-    def _observe_copy(self, num_bytes: int, start: float) -> None:
-        """A device copies in its own time; there the rate that was measured at the start stands."""
-        if self._memory.copies_at_once:
-            self._recovery.observe_copy(num_bytes, time.perf_counter() - start)
 
     def _requests(self) -> list[Request]:
         return [request for group in self._running for request in group.members]

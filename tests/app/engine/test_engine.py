@@ -110,8 +110,10 @@ def test_a_device_smaller_than_the_budget_fails_the_request(
     make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waited for ever, and everybody behind it."""
-    engine = make_engine(make_checkpoint)
+    engine = make_engine(make_checkpoint, kv_idle_release_s=0.0)
     monkeypatch.setattr(engine_module, "_GIVE_UP_S", 0.05)
+    while engine.report().physical_bytes:  # of the swaps that are tried at the start
+        engine.memory.wait_for_progress(0.1)
 
     def full(page_bytes: int) -> int:
         raise OutOfPages(1, 0)

@@ -9,8 +9,8 @@ must be exactly what a count by lineage says.
     parallel    n samples, all of the request's output length. Only full blocks of the prompt stay shared, so lengths
                 alone decide: (1 - 1/n) · P / (mean prompt + mean output · (1 + cv²) / 2 + 7.5) if prompts and outputs
                 are independent, with P the mean prompt rounded down to blocks and cv the outputs' standard deviation
-                over their mean. Lengths are synthetic (`workloads.py`); their cv of about 1 is a guess. The ShareGPT
-                lengths that Sarathi-Serve published, of up to 1,024 tokens, have 0.6; the formula is printed for it.
+                over their mean. Lengths are synthetic (`workloads.py`); ShareGPT's outputs have a cv of 0.6, as those
+                published with Sarathi-Serve. Wider ones would save less: the formula is printed for a cv of 1, too.
     beam        All beams run to the output length. Which descends from which is *simulated*: in every step each beam
                 has a next-token distribution, its log-probabilities are added to the beam's own, and the best of all
                 candidates stay. A distribution is a softmax over independent logits with exponential tails, which is
@@ -68,7 +68,7 @@ SENSITIVITY = {  # of the widest beams: (entropy in nats, alike)
     "alike_100_percent": (ENTROPY_NATS, 1.0),
 }
 CANDIDATES = 256  # tokens that a distribution has; the rest would have 1 % of its mass
-SHAREGPT_CV = 0.6
+WIDER_CV = 1.0
 PAPER = {  # of 2 and of 6 sequences
     ("parallel", "alpaca"): (0.061, 0.098),
     ("parallel", "sharegpt"): (0.162, 0.305),
@@ -229,10 +229,8 @@ def measure_blocks(name: str, num_requests: int, recorded: Sequence[Steps]) -> d
         figures[f"parallel_{width}_saved_{name}"] = share
         text = f"formula {expected_parallel(lengths, width):.1%}"
         if name == "sharegpt":
-            published = figures[f"parallel_{width}_formula_at_cv_{SHAREGPT_CV}"] = expected_parallel(
-                lengths, width, SHAREGPT_CV
-            )
-            text += f", at cv {SHAREGPT_CV} {published:.1%}"
+            wider = figures[f"parallel_{width}_formula_at_cv_{WIDER_CV}"] = expected_parallel(lengths, width, WIDER_CV)
+            text += f", at cv {WIDER_CV} {wider:.1%}"
         print(
             f"  parallel {width}{share:25.1%}   {text}; {copied:.1f} copies a request{paper(width, 'parallel', name)}"
         )

@@ -1,7 +1,7 @@
 """Request lengths that benchmarks share: lists of (prompt, output) tokens, the same for the same count and seed.
 
 `sharegpt` and `alpaca` are synthetic: log-normal, which gives the long tails, with the means that PagedAttention §6.1
-states for these two datasets; how long the tails are is our guess. `azure` is a real trace,
+states for these two datasets; how long the tails are is our guess, but for ShareGPT's outputs. `azure` is a real trace,
 `AzureLLMInferenceTrace_code.csv` of github.com/Azure/AzurePublicDataset (CC-BY-4.0; Patel et al., "Splitwise", ISCA
 2024), and synthetic with the same means where there is no such file.
 """
@@ -23,8 +23,11 @@ LONGEST, AZURE_LONGEST = 2048, 8192
 
 
 def sharegpt(count: int, seed: int) -> Lengths:
-    """Conversations, as ShareGPT's: means 161.31 and 337.99 within 1 % from a hundred requests on."""
-    return _synthetic(count, seed, (161.31, 1.2), (337.99, 0.9), LONGEST)
+    """Conversations, as ShareGPT's: means 161.31 and 337.99 within 1 % from a hundred requests on.
+
+    The standard deviation of the outputs is 0.6 of their mean, as in the ShareGPT lengths that come with Sarathi-Serve.
+    """
+    return _synthetic(count, seed, (161.31, 1.2), (337.99, 0.555), LONGEST)
 
 
 def alpaca(count: int, seed: int) -> Lengths:

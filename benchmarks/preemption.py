@@ -6,7 +6,7 @@ back, and maps them. *Recomputing* runs the steps that compute its tokens; the l
 for which a swapped sequence needs a decode step more: regret is given without that step (`model_regret`) and with it
 (`model_regret_to_next_token`). In between somebody else takes the blocks and writes into all of them. Both ways in
 turn, medians; the tokens must be those of an undisturbed run. What the cost model expects is noted before, on an engine
-that has served requests of other lengths, and recovered shorter ones.
+that has served ordinary requests of other lengths.
 
 Three models with random weights: Qwen2.5-0.5B's shape with few layers, where copying should win; and two of one layer
 whose steps cost little. The *narrow* one has 128 bytes of cache a token, so that short blocks are mostly padding, the
@@ -343,7 +343,7 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
         axes.set(xscale="log", yscale="log", xlabel="tokens in a block", ylabel="ms until the state is back")
         axes.set_xticks(blocks, blocks)
         axes.set_title(f"{model} (dots: picked)", fontsize=9)
-    panels[0].legend(fontsize=6)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=6)
     figure.savefig(path, dpi=120)
 
 

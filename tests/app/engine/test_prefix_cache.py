@@ -412,3 +412,24 @@ def test_never_is_a_time_too(name: str, make_checkpoint: MakeCheckpoint) -> None
     counted.engine.close()
     with pytest.raises(ConfigError, match="must not be negative"):
         Counted(make_checkpoint, **{name: float("nan")})
+
+
+def test_a_step_is_shared_across_views(make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One view after the other wrote and read; who came first read what the second had not written."""
+    outputs = []
+    for views in (("region", "block_table"), ("block_table", "region")):
+        counted = Counted(make_checkpoint)
+        policies = iter(views)
+        real = counted.engine.memory.open
+        monkeypatch.setattr(counted.engine.memory, "open", lambda _, real=real, p=policies, **kw: real(next(p), **kw))
+        for i in range(2):
+            counted.engine.submit(str(i), tokens(64) + tokens(8, 1 + i), GREEDY)
+        outputs.append(counted.run())
+        assert counted.cached["1"] == 64
+        counted.engine.close()
+    assert outputs[0] == outputs[1]
+    fresh = Counted(make_checkpoint, prefix_cache=False)
+    for i in range(2):
+        fresh.engine.submit(str(i), tokens(64) + tokens(8, 1 + i), GREEDY)
+    assert fresh.run() == outputs[0]
+    fresh.engine.close()

@@ -9,8 +9,8 @@ must be exactly what a count by lineage says.
     parallel    n samples, all of the request's output length. Only full blocks of the prompt stay shared, so lengths
                 alone decide: (1 - 1/n) · P / (mean prompt + mean output · (1 + cv²) / 2 + 7.5) if prompts and outputs
                 are independent, with P the mean prompt rounded down to blocks and cv the outputs' standard deviation
-                over their mean. Lengths are synthetic (`workloads.py`); ShareGPT's outputs have a cv of 0.6, as those
-                published with Sarathi-Serve. Wider ones would save less: the formula is printed for a cv of 1, too.
+                over their mean. Lengths are synthetic (`workloads.py`); ShareGPT's outputs have a cv of 0.6, an
+                assumption. Wider ones would save less: the formula is printed for a cv of 1, too.
     beam        All beams run to the output length. Which descends from which is *simulated*: in every step each beam
                 has a next-token distribution, its log-probabilities are added to the beam's own, and the best of all
                 candidates stay. A distribution is a softmax over independent logits with exponential tails, which is

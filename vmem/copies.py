@@ -74,10 +74,9 @@ class BlockCopies:
         for g in sorted({at for at, _, _ in self._copies}):
             group = self._groups[g]
             pairs = [(source, target) for at, source, target in self._copies if at == g]
-            for home in group.home_tensors():
-                pages = home.view(-1, group.layout.home_bytes)
-                sources, targets = (torch.tensor(side, device=home.device) for side in zip(*pairs, strict=True))
-                pages[targets] = pages[sources]
+            for blocks in group.home_words():
+                sources, targets = (torch.tensor(side, device=blocks.device) for side in zip(*pairs, strict=True))
+                blocks[targets] = blocks[sources]
         self._allocator.fence = self._backend.fence()  # nothing is undone before: copying again would be harmless
         done, self._copies = self._copies, []
         self.num_copied += len(done)

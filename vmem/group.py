@@ -124,6 +124,10 @@ class GroupMemory:
     def home_tensors(self) -> list[torch.Tensor]:
         return [self._backend.tensor(reserved) for reserved in self._homes]
 
+    def home_words(self) -> list[torch.Tensor]:
+        """Homes as `[num_blocks, home_bytes / 8]` int64: blocks copy several times faster so than by bytes."""
+        return [home.view(torch.int64).view(-1, self.layout.home_bytes // 8) for home in self.home_tensors()]
+
     def region_tensors(self) -> list[torch.Tensor]:
         return [self._backend.tensor(reserved) for reserved in self._ranges]
 

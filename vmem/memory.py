@@ -700,7 +700,9 @@ class KVMemory:
         return self._background.wait_s(time.monotonic())
 
     def _match(self, chain: TokenChain, token_ids: Sequence[int]) -> PrefixMatch:
-        limit = len(token_ids) - 1 if self.prefix_cache else 0
+        if not self.prefix_cache:
+            return PrefixMatch((), None, 0, 0, awaited=False)
+        limit = len(token_ids) - 1
         chain.extend(token_ids)
         match = self._index.match(chain, token_ids, limit, LEAST_PARTIAL_TOKENS)
         if match.partial is not None:

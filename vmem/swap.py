@@ -33,7 +33,7 @@ class SwappedGroup:
     """The sequences of one request in host memory: `KVMemory.swap_in` brings them back, `discard` gives them up.
 
     Attributes:
-        copies: of each layer group and home, `[num_rows, home_bytes]` uint8.
+        copies: of each layer group and home, `[num_rows, home_bytes / 8]` int64.
     """
 
     sequences: tuple[SwappedSequence, ...]
@@ -67,8 +67,8 @@ class SwapSpace:
         self.used_bytes -= num_bytes
 
     def copy_out(self, group: GroupMemory, block_ids: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """Contents of these blocks, `[len(block_ids), home_bytes]` uint8 for each home."""
-        return tuple(self._copy_out(_blocks_of(home, group), block_ids) for home in group.home_tensors())
+        """Contents of these blocks, `[len(block_ids), home_bytes / 8]` int64 for each home."""
+        return tuple(self._copy_out(blocks, block_ids) for blocks in group.home_words())
 
     def copy_in(
         self, group: GroupMemory, copies: Sequence[torch.Tensor], rows: Sequence[int], block_ids: Sequence[int]
@@ -76,16 +76,16 @@ class SwapSpace:
         """Write rows of the copies into these blocks, before whatever the device does next."""
         if not rows:
             return
-        for home, copy in zip(group.home_tensors(), copies, strict=True):
-            self._copy_in(_blocks_of(home, group), copy, rows, block_ids)
+        for blocks, copy in zip(group.home_words(), copies, strict=True):
+            self._copy_in(blocks, copy, rows, block_ids)
 
     def _copy_out(self, blocks: torch.Tensor, block_ids: Sequence[int]) -> torch.Tensor:
         index = torch.tensor(block_ids, dtype=torch.int64, device=blocks.device)
         if blocks.device.type == "cpu":
             return blocks.index_select(0, index)
-        host = torch.empty(len(block_ids), blocks.shape[1], dtype=torch.uint8, pin_memory=True)
+        host = torch.empty(len(block_ids), blocks.shape[1], dtype=torch.int64, pin_memory=True)
         stream = self._side_stream()
-        for part in _parts(len(block_ids), blocks.shape[1]):
+        for part in _parts(len(block_ids), 8 * blocks.shape[1]):
             staged = blocks.index_select(0, index[part])
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -99,10 +99,10 @@ class SwapSpace:
             blocks.index_copy_(0, targets, copy.index_select(0, torch.tensor(rows)))
             return
         stream = self._side_stream()
-        for part in _parts(len(rows), blocks.shape[1]):
+        for part in _parts(len(rows), 8 * blocks.shape[1]):
             with torch.cuda.stream(stream):
                 # Row by row, because a gather on the host would be a copy more and not from pinned memory.
-                staged = torch.empty(len(rows[part]), blocks.shape[1], dtype=torch.uint8, device=blocks.device)
+                staged = torch.empty(len(rows[part]), blocks.shape[1], dtype=torch.int64, device=blocks.device)
                 for i, row in enumerate(rows[part]):
                     staged[i].copy_(copy[row], non_blocking=True)
             torch.cuda.current_stream().wait_stream(stream)
@@ -113,10 +113,6 @@ class SwapSpace:
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         return self._stream
-
-
-def _blocks_of(home: torch.Tensor, group: GroupMemory) -> torch.Tensor:
-    return home.view(-1, group.layout.home_bytes)
 
 
 def _parts(count: int, row_bytes: int) -> list[slice]:

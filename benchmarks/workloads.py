@@ -25,8 +25,8 @@ LONGEST, AZURE_LONGEST = 2048, 8192
 def sharegpt(count: int, seed: int) -> Lengths:
     """Conversations, as ShareGPT's: means 161.31 and 337.99 within 1 % from a hundred requests on.
 
-    How widely the outputs spread is not stated there. Here the standard deviation is 0.6 of the mean, as in the ShareGPT
-    lengths that come with Sarathi-Serve, which end at 1,024 tokens and have other means.
+    How widely the outputs spread is not stated there. Here the standard deviation is 0.6 of the mean, as in the
+    ShareGPT lengths that come with Sarathi-Serve, which end at 1,024 tokens and have other means.
     """
     return _synthetic(count, seed, (161.31, 1.2), (337.99, 0.555), LONGEST)
 

@@ -33,7 +33,7 @@ NUM_LAYERS = 4
 PROMPT_TOKENS, NEW_TOKENS = 256, 48
 AT_ONCE = 32
 WAVES, QUICK_WAVES = (1, 4, 16, 32, 16, 4, 1), (1, 16, 1)
-IDLE_BEFORE_S, IDLE_AFTER_S = 0.5, 3.0
+IDLE_BEFORE_S, IDLE_AFTER_S = 2.0, 3.0  # before: what starting took has gone back in the second half
 # "Given back" is when at most this share of the peak is left.
 IDLE_SHARE = 0.02
 SAMPLE_S = 0.005
@@ -141,7 +141,7 @@ def main() -> None:
     began, ended = spans["elastic"]
     peak = max(size for _, size in curves["elastic"])
     given_back = next((t for t, size in curves["elastic"] if t > ended and size <= IDLE_SHARE * peak), float("inf"))
-    idle = [size for t, size in curves["elastic"] if t < began or t > ended + IDLE_AFTER_S / 2]
+    idle = [size for t, size in curves["elastic"] if began / 2 < t < began or t > ended + IDLE_AFTER_S / 2]
     figures = {
         "saturated_vs_static": harness.median_ratio(rates["elastic"], rates["static"]),
         "idle_bytes_share": max(idle) / peak,

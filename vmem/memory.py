@@ -139,7 +139,7 @@ class KVMemory:
         self._allocator = BlockAllocator(backend, self._pages, self._groups, self._index, self._mapper)
         self._copies = BlockCopies(backend, self._groups, self._allocator)
         self._tables = BlockTables(self._groups, self._allocator, self._copies)
-        self._reuse = PrefixReuse(self._groups, self._index, self._allocator, self._tables)
+        self._reuse = PrefixReuse(self._groups, self._index, self._tables)
         self._views = SequenceViews(
             backend, self._groups, self._allocator, self._mapper, self._background, self._options
         )

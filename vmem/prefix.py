@@ -175,11 +175,6 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def digests(self) -> Iterator[Digest]:
-        """Hashes of the prefixes whose last unit has blocks in every group that sees all tokens."""
-        full = [g for g, group in enumerate(self._groups) if group.spec.window_tokens is None]
-        return (digest for digest, node in self._nodes.items() if all(node.blocks[g] is not None for g in full))
-
     # ---- looking up ----
 
     def match(self, chain: TokenChain, token_ids: Sequence[int], limit: int, least_partial: int) -> PrefixMatch:
@@ -191,8 +186,6 @@ class PrefixIndex:
         most = limit // self.unit_tokens
         walked: list[PrefixNode] = []
         node = self._roots.get(chain.keys)
-        awaited = False
-        known = 0
         usable = 0
         available = _Availability(self._groups, self.unit_tokens)
         intact = True
@@ -202,7 +195,6 @@ class PrefixIndex:
                 break
             node = child
             walked.append(node)
-            known += 1
             intact = intact and available.add(node)
             if intact and available.complete:
                 usable = len(walked)
@@ -214,7 +206,7 @@ class PrefixIndex:
             if common < least_partial:
                 partial, common = None, 0
         num_tokens = at + common
-        return PrefixMatch(tuple(walked[:usable]), partial, num_tokens, known * self.unit_tokens, awaited)
+        return PrefixMatch(tuple(walked[:usable]), partial, num_tokens, len(walked) * self.unit_tokens, awaited)
 
     def find(self, chain: TokenChain, most: int) -> Iterator[PrefixNode]:
         """The nodes of the chain's first `most` units, as far as they are known."""

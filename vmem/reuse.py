@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vmem.allocator import BlockAllocator
 from vmem.errors import IntegrityError
 from vmem.group import GroupMemory
 from vmem.prefix import PrefixIndex, PrefixMatch, PrefixNode, PrefixPath, TokenChain
@@ -37,12 +36,9 @@ class PrefixReuse:
     units: if that step fails, it must start again.
     """
 
-    def __init__(
-        self, groups: Sequence[GroupMemory], index: PrefixIndex, allocator: BlockAllocator, tables: BlockTables
-    ) -> None:
+    def __init__(self, groups: Sequence[GroupMemory], index: PrefixIndex, tables: BlockTables) -> None:
         self._groups = groups
         self._index = index
-        self._allocator = allocator
         self._tables = tables
         self._states = [group for group in groups if group.spec.is_state]
         self._pending: list[_Pending] = []

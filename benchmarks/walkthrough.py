@@ -82,9 +82,9 @@ class Walkthrough:
         key, value = (torch.randn(NUM_KV_HEADS, DIM, generator=self.random) for _ in range(2))
         sequence.keys.append(key)
         sequence.values.append(value)
-        key_cache, value_cache = self.caches[view]  # [groups, tokens, heads, dim]: a group is a block, or a region
-        group, within = divmod(position, key_cache.shape[1])
-        slot = torch.tensor([sequence.where(view)[group] * key_cache.shape[1] + within])
+        key_cache, value_cache = self.caches[view]  # [blocks, tokens, heads, dim]: a block, or a region
+        block, within = divmod(position, key_cache.shape[1])
+        slot = torch.tensor([sequence.where(view)[block] * key_cache.shape[1] + within])
         self.kernel.write(key[None], value[None], key_cache, value_cache, slot)
         return self.check(sequence)
 
@@ -97,7 +97,9 @@ class Walkthrough:
             batch = VarlenBatch(
                 cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
                 cache_seqlens=torch.tensor([len(sequence.keys)], dtype=torch.int32),
-                groups=torch.tensor([sequence.where(view)], dtype=torch.int32),
+                block_table=torch.tensor([sequence.where(view)], dtype=torch.int32),
+                max_seqlen_q=1,
+                max_seqlen_k=len(sequence.keys),
             )
             out = self.kernel.attend(query, *self.caches[view], batch, Masking(scale=DIM**-0.5))
             self.memory.launched()  # a step is on its way: what it reads stays mapped until it is done

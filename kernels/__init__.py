@@ -1,15 +1,22 @@
 """Attention over cached keys and values. Knows nothing of pages, requests or Ray: tensors in, tensors out."""
 
-from kernels.attention import PROVIDERS, select_provider
+from kernels.attention import flash_attn_with_kvcache, varlen_attention
 from kernels.elementwise import CpuElementwise
-from kernels.provider import AttentionProvider, KernelError, Masking, VarlenBatch
+from kernels.provider import AttentionProvider, CacheScales, KernelError, Masking, Problem, VarlenBatch
+from kernels.rotary import Rotary
+from kernels.select import PROVIDERS, select_provider
 
 __all__ = [
     "PROVIDERS",
     "AttentionProvider",
+    "CacheScales",
     "CpuElementwise",
     "KernelError",
     "Masking",
+    "Problem",
+    "Rotary",
     "VarlenBatch",
+    "flash_attn_with_kvcache",
     "select_provider",
+    "varlen_attention",
 ]

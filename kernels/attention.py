@@ -1,42 +1,375 @@
-"""Which attention provider to use."""
+"""The public front: attention over a KV cache with flash-attention's arguments, and over packed batches.
+
+Both views of a cache are read. Blocks with a table: caches `[num_blocks, block_size, num_kv_heads, head_dim]` and a
+`block_table`. Contiguous: caches `[batch_size_cache, seqlen_cache, num_kv_heads, head_dim]`, a row a sequence; rows may
+be ranges of mapped memory that end in a hole, for nothing past `cache_seqlens` is read. Strides are free but for the
+last.
+
+On a CPU the numbers in the index tensors are checked, too. On CUDA only shapes and dtypes are, because looking would
+wait for the device.
+"""
 
 from __future__ import annotations
 
-import logging
+from functools import cache
 
 import torch
 
-from kernels.cpu import CpuProvider
-from kernels.provider import AttentionProvider, KernelError
-from kernels.reference import ReferenceProvider
-from kernels.sdpa import SdpaProvider
-
-logger = logging.getLogger(__name__)
-
-PROVIDERS = ("auto", "cpu", "sdpa", "reference")
+from kernels.provider import FP8_DTYPES, AttentionProvider, CacheScales, Masking, VarlenBatch
+from kernels.rotary import Rotary, rotate
+from kernels.select import select_provider
 
 
-def select_provider(name: str, device: torch.device) -> AttentionProvider:
-    """The provider called `name`, or with "auto" the fastest one that runs on the device.
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    sinks: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    provider: AttentionProvider | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Append `k`, `v` to the cache in place, and attend over it (flash-attention 2's function of this name).
+
+    With query i of seqlen_q and key j of the seqlen_k that are then cached, i sees j if
+    `i + seqlen_k - seqlen_q - window_size[0] <= j <= i + seqlen_k - seqlen_q + window_size[1]`, -1 being no bound;
+    `causal` makes the right window 0. With seqlen_q = 2, seqlen_k = 5 the causal mask is
+
+        1 1 1 1 0
+        1 1 1 1 1
+
+    A query that sees nothing gives zeros, and minus infinity in `softmax_lse` (flash-attention 2: plus infinity).
+
+    Args:
+        q: `[batch_size, seqlen_q, num_heads, head_dim]`; float32, bfloat16 or float16.
+        k_cache, v_cache: `[num_blocks, block_size, num_kv_heads, head_dim]` with a `block_table`, else
+            `[batch_size_cache, seqlen_cache, num_kv_heads, head_dim]`. Their head sizes may differ. dtype of `q`, or
+            8-bit floats.
+        k, v: `[batch_size, seqlen_new, num_kv_heads, head_dim]`, stored from `cache_seqlens` on. There must be room.
+        rotary_cos, rotary_sin: `[seqlen_ro, rotary_dim / 2]`; turn `k` by its positions `cache_seqlens`,
+            `cache_seqlens + 1`, …, and `q` by the same if it is causal or has a window, else by `cache_seqlens`.
+            Only with `k`, `v`.
+        cache_seqlens: int or `[batch_size]` int32, tokens cached before; all of the cache if not given.
+        cache_batch_idx: `[batch_size]` int32, each sequence's row of a contiguous cache; 0, 1, … if not given.
+        cache_leftpad: `[batch_size]` int32, the first token of the cache that counts.
+        block_table: `[batch_size, max_blocks_per_sequence]` int32; any block size.
+        softmax_scale: `1 / sqrt(head_dim)` if not given.
+        softcap: above 0, a score s becomes `softcap · tanh(s / softcap)`.
+        rotary_interleaved: pairs are dimensions 0 and 1, …; else 0 and rotary_dim / 2, ….
+        alibi_slopes: `[num_heads]` or `[batch_size, num_heads]` float32, adds `-slope · |i + seqlen_k - seqlen_q - j|`.
+        num_splits: parts at most that a sequence's cache is divided into between processors; 0: a heuristic.
+        sinks: `[num_heads]` float32, one more score for each head, without a value.
+        k_descale, v_descale: `[num_kv_heads]` float32, by which a cache of 8-bit floats is multiplied.
+        provider: whose kernels; those that `select_provider("auto", …)` finds if not given.
+
+    Returns:
+        `[batch_size, seqlen_q, num_heads, head_dim of v_cache]`, and with `return_softmax_lse` the logarithm of each
+        softmax's denominator `[batch_size, num_heads, seqlen_q]` float32.
 
     Raises:
-        KernelError: the name is unknown, or that provider cannot run here.
+        ValueError: shapes, dtypes or arguments do not fit together; nothing has been stored.
+        KernelError: the provider cannot do this.
     """
-    if name not in PROVIDERS:
-        raise KernelError(f"attention {name!r} is unknown; choose one of {', '.join(PROVIDERS)}")
-    if name == "reference":
-        return ReferenceProvider()
-    if name == "sdpa":
-        return SdpaProvider()
-    if device.type != "cpu":
-        if name == "cpu":
-            raise KernelError(f"attention cpu cannot run on {device.type}; choose sdpa or reference")
-        logger.warning("attention on %s goes through torch's SDPA, one sequence after the other", device.type)
-        return SdpaProvider()
-    try:
-        return CpuProvider()
-    except KernelError as error:
-        if name == "cpu":
-            raise
-        logger.warning("falling back to torch's SDPA, several times slower: %s", error)
-        return SdpaProvider()
+    _expect(q, "q", (None, None, None, None))
+    batch_size, seqlen_q, num_heads, _ = q.shape
+    table = _table(k_cache, v_cache, block_table, cache_batch_idx, batch_size, q.device)
+    capacity = table.shape[1] * k_cache.shape[1]
+    if cache_seqlens is None and k is not None:
+        raise ValueError("k and v are stored at cache_seqlens, which is not given")
+    if cache_seqlens is None or isinstance(cache_seqlens, int):
+        length = capacity if cache_seqlens is None else cache_seqlens
+        if not 0 <= length <= capacity:
+            raise ValueError(f"cache_seqlens {length} is not within 0 … {capacity}, what the cache holds")
+        cache_seqlens = torch.full((batch_size,), length, dtype=torch.int32, device=q.device)
+    _expect(cache_seqlens, "cache_seqlens", (batch_size,), torch.int32, q.device)
+    num_new = 0
+    if k is not None or v is not None:
+        if k is None or v is None:
+            raise ValueError("k and v go together: only one of them is given")
+        _expect(k, "k", (batch_size, None, *k_cache.shape[2:]), q.dtype, q.device)
+        _expect(v, "v", (batch_size, k.shape[1], *v_cache.shape[2:]), q.dtype, q.device)
+        num_new = k.shape[1]
+    left, right = _window(window_size, causal)
+    _check_numbers(cache_seqlens + num_new, cache_leftpad, table, k_cache)
+
+    steps = torch.arange(max(num_new, seqlen_q), device=q.device)
+    positions = cache_seqlens[:, None].long() + steps
+    query = q.flatten(0, 1)
+    rotary = None
+    if rotary_cos is not None or rotary_sin is not None:
+        if k is None:
+            raise ValueError("rotary_cos and rotary_sin turn new keys: give k and v, too")
+        local = causal or left >= 0 or right >= 0
+        turned = positions[:, :seqlen_q] if local else positions[:, :1].expand(-1, seqlen_q)
+        rotary = _rotary(rotary_cos, rotary_sin, positions[:, :num_new], rotary_interleaved, k)
+        query = rotate(query, _rotary(rotary_cos, rotary_sin, turned, rotary_interleaved, q))
+    masking, scales = _options(
+        q, k_cache, batch_size, softmax_scale, left, right, softcap, alibi_slopes, sinks, k_descale, v_descale
+    )
+    cu_seqlens_q = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device) * seqlen_q
+    most = capacity if q.is_cuda else min(capacity, int((cache_seqlens + num_new).max()) if batch_size else 0)
+    leftpad = None
+    if cache_leftpad is not None:
+        _expect(cache_leftpad, "cache_leftpad", (batch_size,), torch.int32, q.device)
+        leftpad = cache_leftpad.contiguous()
+    batch = VarlenBatch(cu_seqlens_q, cache_seqlens + num_new, table, seqlen_q, most, leftpad)
+    provider = provider or _default(q.device)
+    if k is not None and v is not None:
+        slots = _slots(table, torch.arange(batch_size, device=q.device)[:, None], positions[:, :num_new], k_cache)
+        provider.write(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots, rotary=rotary, scales=scales)
+    lse = query.new_empty(query.shape[:2], dtype=torch.float32) if return_softmax_lse else None
+    out = provider.attend(
+        query, k_cache, v_cache, batch, masking, scales=scales, lse=lse, num_splits=num_splits
+    ).unflatten(0, (batch_size, seqlen_q))
+    if lse is None:
+        return out
+    return out, lse.view(batch_size, seqlen_q, num_heads).transpose(1, 2)
+
+
+def varlen_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    rotary_interleaved: bool = True,
+    cache_leftpad: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    provider: AttentionProvider | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The same for sequences of different lengths, packed one after the other: chunks of prompts over what is cached of
+    them already, beside decodes.
+
+    Args:
+        q: `[num_tokens, num_heads, head_dim]`, the last tokens of each sequence.
+        cu_seqlens_q: `[num_seqs + 1]` int32, where each sequence's queries begin; the last entry is `num_tokens`.
+        cache_seqlens: `[num_seqs]` int32, tokens of each sequence that are cached when its queries attend: their own
+            included, and those of `k`, `v`.
+        block_table: `[num_seqs, max_blocks_per_sequence]` int32. For a contiguous cache of width 1: each sequence's
+            row.
+        k, v: `[num_tokens, num_kv_heads, head_dim]`, the queries' own keys and values, if they are to be stored first.
+        max_seqlen_q, max_seqlen_k: bounds for the number of a sequence's queries and cached tokens, if they are known;
+            else looking for them waits for the device.
+        rotary_cos, rotary_sin: `[seqlen_ro, rotary_dim / 2]`; turn `q` and `k` by their positions. Only with `k`, `v`.
+
+    The other arguments, and the errors, are those of `flash_attn_with_kvcache`.
+
+    Returns:
+        `[num_tokens, num_heads, head_dim of v_cache]`, and with `return_softmax_lse` `[num_tokens, num_heads]` float32.
+    """
+    _expect(q, "q", (None, None, None))
+    _expect(cache_seqlens, "cache_seqlens", (None,), torch.int32, q.device)
+    num_seqs, num_tokens = cache_seqlens.numel(), len(q)
+    _expect(cu_seqlens_q, "cu_seqlens_q", (num_seqs + 1,), torch.int32, q.device)
+    table = _table(k_cache, v_cache, block_table, None, num_seqs, q.device)
+    _check_numbers(cache_seqlens, cache_leftpad, table, k_cache)
+    counts = cu_seqlens_q.diff()
+    if not q.is_cuda and (cu_seqlens_q[0] != 0 or cu_seqlens_q[-1] != num_tokens or (counts < 0).any()):
+        raise ValueError(f"cu_seqlens_q must increase from 0 to {num_tokens}, got {cu_seqlens_q.tolist()}")
+    if max_seqlen_q is None:
+        max_seqlen_q = int(counts.max()) if num_seqs else 0
+    if max_seqlen_k is None:
+        max_seqlen_k = int(cache_seqlens.max()) if num_seqs else 0
+    left, right = _window(window_size, causal)
+    rotary = None
+    slots = None
+    if k is not None and v is not None:
+        _expect(k, "k", (num_tokens, *k_cache.shape[2:]), q.dtype, q.device)
+        _expect(v, "v", (num_tokens, *v_cache.shape[2:]), q.dtype, q.device)
+        if not q.is_cuda and (counts > cache_seqlens).any():
+            raise ValueError(
+                "cache_seqlens counts the tokens of k and v, too: a sequence has more of them than it says"
+            )
+        sequence = torch.repeat_interleave(torch.arange(num_seqs, device=q.device), counts, output_size=num_tokens)
+        before = (cache_seqlens - cu_seqlens_q[1:]).long()
+        positions = torch.arange(num_tokens, device=q.device) + before[sequence]
+        slots = _slots(table, sequence, positions, k_cache)
+        if rotary_cos is not None or rotary_sin is not None:
+            rotary = _rotary(rotary_cos, rotary_sin, positions, rotary_interleaved, k)
+            q = rotate(q, rotary)
+    elif k is not None or v is not None:
+        raise ValueError("k and v go together: only one of them is given")
+    elif rotary_cos is not None or rotary_sin is not None:
+        raise ValueError("rotary_cos and rotary_sin turn new keys: give k and v, too")
+    masking, scales = _options(
+        q, k_cache, num_seqs, softmax_scale, left, right, softcap, alibi_slopes, sinks, k_descale, v_descale
+    )
+    leftpad = None
+    if cache_leftpad is not None:
+        _expect(cache_leftpad, "cache_leftpad", (num_seqs,), torch.int32, q.device)
+        leftpad = cache_leftpad.contiguous()
+    batch = VarlenBatch(
+        cu_seqlens_q.contiguous(), cache_seqlens.contiguous(), table, max_seqlen_q, max_seqlen_k, leftpad
+    )
+    provider = provider or _default(q.device)
+    if k is not None and v is not None and slots is not None:
+        provider.write(k, v, k_cache, v_cache, slots, rotary=rotary, scales=scales)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_softmax_lse else None
+    out = provider.attend(q, k_cache, v_cache, batch, masking, scales=scales, lse=lse, num_splits=num_splits)
+    return out if lse is None else (out, lse)
+
+
+@cache
+def _default(device: torch.device) -> AttentionProvider:
+    return select_provider("auto", device)
+
+
+def _expect(
+    tensor: torch.Tensor,
+    name: str,
+    shape: tuple[int | None, ...],
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Raise `ValueError` unless the tensor is like that; `None` in a shape is any size."""
+    fits = tensor.ndim == len(shape) and all(w in (None, s) for w, s in zip(shape, tensor.shape, strict=True))
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has shape {list(tensor.shape)}, expected [{wanted}]")
+    if dtype is not None and tensor.dtype != dtype:
+        raise ValueError(f"{name} {list(tensor.shape)} has dtype {tensor.dtype}, expected {dtype}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name} {list(tensor.shape)} is on {tensor.device}, q on {device}")
+
+
+def _table(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_batch_idx: torch.Tensor | None,
+    num_seqs: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """`[num_seqs, width]`, the block table, or each sequence's row of a contiguous cache."""
+    _expect(k_cache, "k_cache", (None, None, None, None), device=device)
+    _expect(v_cache, "v_cache", (*k_cache.shape[:3], None), k_cache.dtype, device)
+    if block_table is not None and cache_batch_idx is not None:
+        raise ValueError("a cache has a block_table or a cache_batch_idx, not both")
+    if block_table is not None:
+        _expect(block_table, "block_table", (num_seqs, None), torch.int32, device)
+        return block_table.contiguous()
+    if cache_batch_idx is not None:
+        _expect(cache_batch_idx, "cache_batch_idx", (num_seqs,), torch.int32, device)
+        return cache_batch_idx[:, None].contiguous()
+    if num_seqs > len(k_cache):
+        raise ValueError(f"k_cache {list(k_cache.shape)} has fewer rows than q has sequences, {num_seqs}")
+    return torch.arange(num_seqs, dtype=torch.int32, device=device)[:, None].contiguous()
+
+
+def _check_numbers(
+    cache_seqlens: torch.Tensor, cache_leftpad: torch.Tensor | None, table: torch.Tensor, k_cache: torch.Tensor
+) -> None:
+    """Raise `ValueError` if lengths or blocks are outside of the cache; not on CUDA, where looking would wait."""
+    if cache_seqlens.is_cuda or not cache_seqlens.numel():
+        return
+    block_size, capacity = k_cache.shape[1], table.shape[1] * k_cache.shape[1]
+    least, most = int(cache_seqlens.min()), int(cache_seqlens.max())
+    if least < 0 or most > capacity:
+        raise ValueError(
+            f"cache_seqlens, new tokens included, from {least} to {most}, are not within 0 … {capacity}: "
+            f"{table.shape[1]} times {block_size} tokens are what a sequence of this cache holds"
+        )
+    first = torch.zeros_like(cache_seqlens) if cache_leftpad is None else cache_leftpad
+    if cache_leftpad is not None and int(cache_leftpad.min()) < 0:
+        raise ValueError(f"cache_leftpad {int(cache_leftpad.min())} is below 0")
+    places = torch.arange(table.shape[1])
+    used = (places >= (first // block_size)[:, None]) & (places < (-(-cache_seqlens // block_size))[:, None])
+    wrong = table[used & ((table < 0) | (table >= len(k_cache)))]
+    if len(wrong):
+        raise ValueError(f"block {int(wrong[0])} of a table is not within 0 … {len(k_cache) - 1}")
+
+
+def _window(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:
+    left, right = window_size
+    if left < -1 or right < -1:
+        raise ValueError(f"window_size {window_size}: a side is a number of tokens, or -1 for no bound")
+    return left, 0 if causal else right
+
+
+def _slots(table: torch.Tensor, sequence: torch.Tensor, positions: torch.Tensor, k_cache: torch.Tensor) -> torch.Tensor:
+    """Where positions of sequences are in a cache: `block · block_size + position within`, int64, flat."""
+    block_size = k_cache.shape[1]
+    return (table[sequence, positions // block_size].long() * block_size + positions % block_size).flatten()
+
+
+def _rotary(
+    cos: torch.Tensor | None, sin: torch.Tensor | None, positions: torch.Tensor, interleaved: bool, x: torch.Tensor
+) -> Rotary:
+    if cos is None or sin is None:
+        raise ValueError("rotary_cos and rotary_sin go together: only one of them is given")
+    _expect(cos, "rotary_cos", (None, None), device=x.device)
+    _expect(sin, "rotary_sin", tuple(cos.shape), cos.dtype, x.device)
+    if 2 * cos.shape[1] > x.shape[-1]:
+        raise ValueError(f"rotary_cos {list(cos.shape)} turns more dimensions than a head has, {x.shape[-1]}")
+    if not positions.is_cuda and positions.numel() and int(positions.max()) >= len(cos):
+        raise ValueError(f"rotary_cos {list(cos.shape)} has no row for position {int(positions.max())}")
+    return Rotary(cos, sin, positions.flatten(), interleaved)
+
+
+def _options(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    num_seqs: int,
+    softmax_scale: float | None,
+    left: int,
+    right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    k_descale: torch.Tensor | None,
+    v_descale: torch.Tensor | None,
+) -> tuple[Masking, CacheScales | None]:
+    num_heads, num_kv_heads = q.shape[-2], k_cache.shape[2]
+    if softcap < 0:
+        raise ValueError(f"softcap {softcap} is below 0")
+    if alibi_slopes is not None:
+        shape = (num_heads,) if alibi_slopes.ndim == 1 else (num_seqs, num_heads)
+        _expect(alibi_slopes, "alibi_slopes", shape, torch.float32, q.device)
+        alibi_slopes = alibi_slopes.contiguous()
+    if sinks is not None:
+        _expect(sinks, "sinks", (num_heads,), torch.float32, q.device)
+        sinks = sinks.contiguous()
+    scales = None
+    if k_descale is not None or v_descale is not None:
+        if k_cache.dtype not in FP8_DTYPES:
+            raise ValueError(f"k_descale and v_descale are for caches of 8-bit floats, not of {k_cache.dtype}")
+        one = torch.ones(num_kv_heads, device=q.device)
+        scales = CacheScales(one if k_descale is None else k_descale, one if v_descale is None else v_descale)
+        _expect(scales.key, "k_descale", (num_kv_heads,), torch.float32, q.device)
+        _expect(scales.value, "v_descale", (num_kv_heads,), torch.float32, q.device)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    return Masking(scale, left, right, softcap, alibi_slopes, sinks), scales

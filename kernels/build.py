@@ -24,29 +24,32 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent / "csrc"
 # No -ffast-math: linked into a library it sets flush-to-zero for the whole process.
-_FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC"]
+_FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC"]
 # What the C++ side calls each dtype.
 CPP_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 @cache
-def load_library(name: str) -> ctypes.CDLL:
+def load_library(name: str, march: str = "native") -> ctypes.CDLL:
     """The library of `csrc/<name>.cpp`, compiled unless this source, compiler and processor have met before.
+
+    Args:
+        march: the processor it is for, as the compiler names it.
 
     Raises:
         KernelError: there is no compiler, or it failed.
     """
-    return ctypes.CDLL(str(_build(_FOLDER / f"{name}.cpp")))
+    return ctypes.CDLL(str(_build(_FOLDER / f"{name}.cpp", march)))
 
 
-def _build(source: Path) -> Path:
+def _build(source: Path, march: str) -> Path:
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise KernelError("no C++ compiler (g++) found; install one, for example `apt-get install g++`")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     key = hashlib.sha256()
     headers = "".join(path.read_text() for path in sorted(_FOLDER.glob("*.h")))
-    for part in (source.read_text(), headers, version, " ".join(_FLAGS), _cpu_flags()):
+    for part in (source.read_text(), headers, version, " ".join(_FLAGS), march, _cpu_flags()):
         key.update(part.encode())
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "folio"
     library = folder / f"{source.stem}-{key.hexdigest()[:16]}.so"
@@ -59,7 +62,9 @@ def _build(source: Path) -> Path:
     logger.info("compiling %s for this processor into %s", source.name, library)
     with tempfile.TemporaryDirectory(dir=folder) as build:
         built = Path(build) / library.name
-        result = subprocess.run([compiler, *_FLAGS, str(source), "-o", str(built)], capture_output=True, text=True)
+        result = subprocess.run(
+            [compiler, *_FLAGS, f"-march={march}", str(source), "-o", str(built)], capture_output=True, text=True
+        )
         if result.returncode:
             raise KernelError(f"{compiler} failed on {source.name}:\n{result.stderr[-2000:]}")
         built.replace(library)  # atomic: another process may be building the same one

@@ -7,7 +7,18 @@ import ctypes
 import torch
 
 from kernels.build import CPP_DTYPES, load_library
-from kernels.provider import KernelError, Masking, VarlenBatch, check_shapes, check_write
+from kernels.provider import (
+    CacheScales,
+    KernelError,
+    Masking,
+    Problem,
+    VarlenBatch,
+    as_cached,
+    check_attend,
+    check_write,
+    problem_of,
+)
+from kernels.rotary import Rotary, rotate
 
 _MAX_GROUP_SIZE = 64
 
@@ -15,23 +26,24 @@ _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 class _AttentionCall(ctypes.Structure):
-    """`AttentionCall` of attention.cpp, field by field."""
+    """`AttentionCall` of call.h, field by field."""
 
     _fields_ = [
-        *((name, _POINTER) for name in ("query", "key", "value", "out")),
-        *((name, _POINTER) for name in ("cu_seqlens_q", "cache_seqlens", "groups", "sinks")),
+        *((name, _POINTER) for name in ("query", "key", "value", "out", "lse")),
+        *((name, _POINTER) for name in ("cu_seqlens_q", "cache_seqlens", "cache_leftpad", "block_table")),
+        *((name, _POINTER) for name in ("sinks", "alibi_slopes")),
         *((f"query_{name}_stride", _INT64) for name in ("token", "head")),
-        *((f"key_{name}_stride", _INT64) for name in ("group", "token", "head")),
-        *((f"value_{name}_stride", _INT64) for name in ("group", "token", "head")),
-        *((name, _INT64) for name in ("table_stride", "group_tokens")),
+        *((f"key_{name}_stride", _INT64) for name in ("block", "token", "head")),
+        *((f"value_{name}_stride", _INT64) for name in ("block", "token", "head")),
+        *((name, _INT64) for name in ("table_stride", "block_tokens", "alibi_stride")),
         *((name, _INT32) for name in ("num_seqs", "num_q_heads", "num_kv_heads", "key_dim", "value_dim")),
-        *((name, _INT32) for name in ("window_left", "dtype")),
+        *((name, _INT32) for name in ("window_left", "window_right", "dtype", "num_splits")),
         *((name, _FLOAT) for name in ("scale", "softcap")),
     ]
 
 
 class _WriteCall(ctypes.Structure):
-    """`WriteCall` of attention.cpp, field by field."""
+    """`WriteCall` of call.h, field by field."""
 
     _fields_ = [
         *((name, _POINTER) for name in ("key", "value", "key_cache", "value_cache", "slots")),
@@ -39,9 +51,9 @@ class _WriteCall(ctypes.Structure):
         *(
             (f"{side}_{name}_stride", _INT64)
             for side in ("key_cache", "value_cache")
-            for name in ("group", "token", "head")
+            for name in ("block", "token", "head")
         ),
-        ("group_tokens", _INT64),
+        ("block_tokens", _INT64),
         *((name, _INT32) for name in ("num_tokens", "num_kv_heads", "key_dim", "value_dim", "element_bytes")),
     ]
 
@@ -49,18 +61,32 @@ class _WriteCall(ctypes.Structure):
 class CpuProvider:
     """Reads region views and block tables in place, decode and chunked prefill; float32, bfloat16, float16.
 
+    Args:
+        march: the processor to compile for, as the compiler names it.
+
     Raises:
         KernelError: there is no compiler, or it failed.
     """
 
     name = "cpu"
 
-    def __init__(self) -> None:
-        self._library = load_library("attention")
+    def __init__(self, march: str = "native") -> None:
+        self._library = load_library("attention", march)
         self._library.folio_attention.argtypes = [ctypes.POINTER(_AttentionCall)]
         self._library.folio_attention.restype = ctypes.c_int
         self._library.folio_write.argtypes = [ctypes.POINTER(_WriteCall)]
         self._library.folio_write.restype = None
+
+    def unsupported(self, problem: Problem) -> str | None:
+        if problem.device_type != "cpu":
+            return f"it cannot run on {problem.device_type}"
+        if problem.dtype not in CPP_DTYPES or problem.cache_dtype != problem.dtype:
+            return f"it takes float32, bfloat16 and float16, not {problem.dtype} over {problem.cache_dtype}"
+        if problem.num_q_heads // problem.num_kv_heads > _MAX_GROUP_SIZE:
+            return f"it takes at most {_MAX_GROUP_SIZE} query heads a KV head"
+        if problem.dtype == torch.bfloat16 and problem.key_dim % 2:
+            return f"head size {problem.key_dim} is odd"
+        return None
 
     def write(
         self,
@@ -69,8 +95,14 @@ class CpuProvider:
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
         slots: torch.Tensor,
+        *,
+        rotary: Rotary | None = None,
+        scales: CacheScales | None = None,
     ) -> None:
         check_write(key, value, key_cache, value_cache, slots)
+        if rotary is not None:
+            key = rotate(key, rotary)
+        key, value = as_cached(key, value, key_cache.dtype, scales)
         key, value = _unit_stride(key), _unit_stride(value)
         call = _WriteCall(
             key.data_ptr(),
@@ -96,44 +128,57 @@ class CpuProvider:
         value_cache: torch.Tensor,
         batch: VarlenBatch,
         masking: Masking,
+        *,
+        scales: CacheScales | None = None,
+        lse: torch.Tensor | None = None,
+        num_splits: int = 0,
     ) -> torch.Tensor:
-        check_shapes(query, key_cache, value_cache)
+        check_attend(query, key_cache, value_cache, batch, masking, lse)
+        reason = self.unsupported(problem_of(query, key_cache, value_cache, batch, masking))
+        if reason:
+            raise KernelError(f"attention cpu does not do this: {reason}")
         query = _unit_stride(query)
         num_tokens, num_heads, key_dim = query.shape
-        if query.dtype not in CPP_DTYPES or num_heads // key_cache.shape[2] > _MAX_GROUP_SIZE:
-            raise KernelError(
-                f"the cpu kernel takes float32, bfloat16, float16 and at most {_MAX_GROUP_SIZE} query heads a KV head, "
-                f"got {query.dtype} and {num_heads} over {key_cache.shape[2]}"
-            )
         out = query.new_empty(num_tokens, num_heads, value_cache.shape[3])
+        slopes = masking.alibi_slopes
         call = _AttentionCall(
             query.data_ptr(),
             key_cache.data_ptr(),
             value_cache.data_ptr(),
             out.data_ptr(),
+            _address(lse),
             batch.cu_seqlens_q.data_ptr(),
             batch.cache_seqlens.data_ptr(),
-            batch.groups.data_ptr(),
-            None if masking.sinks is None else masking.sinks.data_ptr(),
+            _address(batch.cache_leftpad),
+            batch.block_table.data_ptr(),
+            _address(masking.sinks),
+            _address(slopes),
             *query.stride()[:2],
             *key_cache.stride()[:3],
             *value_cache.stride()[:3],
-            batch.groups.shape[1],
+            batch.block_table.shape[1],
             key_cache.shape[1],
+            0 if slopes is None or slopes.ndim == 1 else num_heads,
             batch.cache_seqlens.numel(),
             num_heads,
             key_cache.shape[2],
             key_dim,
             value_cache.shape[3],
             masking.window_left,
+            masking.window_right,
             CPP_DTYPES[query.dtype],
+            num_splits,
             masking.scale,
             masking.softcap,
         )
         if self._library.folio_attention(call):
-            raise KernelError(f"the cpu kernel does not support head size {key_dim} in {query.dtype}: it must be even")
+            raise KernelError(f"the cpu kernel refused head size {key_dim} in {query.dtype}")
         return out
 
 
 def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from kernels.provider import Masking, VarlenBatch, check_shapes
+from kernels.provider import CacheScales, Masking, Problem, VarlenBatch, as_cached, check_attend, check_write
+from kernels.rotary import Rotary, rotate
 
 
 class GatherProvider:
     """Write by index, and walk the sequences of a batch one by one; a subclass attends for one."""
 
     name: str
+
+    def unsupported(self, problem: Problem) -> str | None:
+        return None
 
     def write(
         self,
@@ -19,11 +23,15 @@ class GatherProvider:
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
         slots: torch.Tensor,
+        *,
+        rotary: Rotary | None = None,
+        scales: CacheScales | None = None,
     ) -> None:
-        group_tokens = key_cache.shape[1]
-        groups, positions = slots // group_tokens, slots % group_tokens
-        key_cache[groups, positions] = key
-        value_cache[groups, positions] = value
+        check_write(key, value, key_cache, value_cache, slots)
+        if rotary is not None:
+            key = rotate(key, rotary)
+        blocks, positions = slots // key_cache.shape[1], slots % key_cache.shape[1]
+        key_cache[blocks, positions], value_cache[blocks, positions] = as_cached(key, value, key_cache.dtype, scales)
 
     def attend(
         self,
@@ -32,21 +40,51 @@ class GatherProvider:
         value_cache: torch.Tensor,
         batch: VarlenBatch,
         masking: Masking,
+        *,
+        scales: CacheScales | None = None,
+        lse: torch.Tensor | None = None,
+        num_splits: int = 0,
     ) -> torch.Tensor:
-        check_shapes(query, key_cache, value_cache)
-        out = query.new_empty(*query.shape[:2], value_cache.shape[3])
+        check_attend(query, key_cache, value_cache, batch, masking, lse)
+        out = query.new_zeros(*query.shape[:2], value_cache.shape[3])
+        if lse is not None:
+            lse.fill_(-torch.inf)
         starts, lengths = batch.cu_seqlens_q.tolist(), batch.cache_seqlens.tolist()
-        for i, num_cached in enumerate(lengths):
-            start, end = starts[i], starts[i + 1]
-            if end > start:
-                first = first_visible(end - start, num_cached, masking.window_left)
-                key = _gather(key_cache, batch.groups[i], first, num_cached)
-                value = _gather(value_cache, batch.groups[i], first, num_cached)
-                out[start:end] = self.attend_one(query[start:end], key, value, masking)
+        leftpad = [0] * len(lengths) if batch.cache_leftpad is None else batch.cache_leftpad.tolist()
+        for i, end in enumerate(lengths):
+            rows = slice(starts[i], starts[i + 1])
+            num_queries = rows.stop - rows.start
+            begin, end = visible_span(num_queries, end, leftpad[i], masking)
+            if not num_queries or begin >= end:
+                continue
+            key, value = (_gather(cache, batch.block_table[i], begin, end) for cache in (key_cache, value_cache))
+            if key.dtype != query.dtype:
+                key, value = (_dequantize(x, s, query.dtype) for x, s in zip((key, value), _pair(scales), strict=True))
+            mask = visible(num_queries, lengths[i], begin, end, masking, query.device)
+            slopes = masking.alibi_slopes
+            bias = None
+            if slopes is not None:
+                distance = _positions(num_queries, lengths[i], query.device)[:, None] - torch.arange(
+                    begin, end, device=query.device
+                )
+                bias = -(slopes if slopes.ndim == 1 else slopes[i])[:, None, None] * distance.abs()
+            out[rows] = self.attend_one(
+                query[rows], key, value, mask, bias, masking, None if lse is None else lse[rows]
+            )
         return out
 
-    def attend_one(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking) -> torch.Tensor:
-        """`[q, heads, dim]` against `[cached, kv_heads, dim]`."""
+    def attend_one(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor,
+        bias: torch.Tensor | None,
+        masking: Masking,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`[q, heads, dim]` against `[cached, kv_heads, dim]`, where `mask [q, cached]` says, with a bias `[heads, q,
+        cached]` on the scores."""
         raise AssertionError("a provider defines this")
 
 
@@ -55,43 +93,80 @@ class ReferenceProvider(GatherProvider):
 
     name = "reference"
 
-    def attend_one(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking) -> torch.Tensor:
-        compute = torch.float64 if query.dtype == torch.float64 else torch.float32
+    def attend_one(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor,
+        bias: torch.Tensor | None,
+        masking: Masking,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        compute = torch.promote_types(query.dtype, torch.float32)
         group_size = query.shape[1] // key.shape[1]
         keys = key.to(compute).repeat_interleave(group_size, dim=1)
         values = value.to(compute).repeat_interleave(group_size, dim=1)
         scores = torch.einsum("qhd,khd->hqk", query.to(compute), keys) * masking.scale
         if masking.softcap > 0:
             scores = masking.softcap * torch.tanh(scores / masking.softcap)
-        mask = visible(query.shape[0], key.shape[0], masking.window_left, query.device)
+        if bias is not None:
+            scores = scores + bias
         scores = scores.masked_fill(~mask, -torch.inf)
         if masking.sinks is not None:
             sinks = masking.sinks.to(compute)[:, None, None].expand(-1, query.shape[0], 1)
             scores = torch.cat([scores, sinks], dim=-1)
-        weights = scores.softmax(dim=-1)[..., : key.shape[0]]
+        total = scores.logsumexp(dim=-1, keepdim=True)
+        weights = (scores - total).exp()[..., : key.shape[0]].nan_to_num(0.0)  # NaN: nothing is visible
+        if lse is not None:
+            lse.copy_(total[..., 0].T.masked_fill(~mask.any(dim=1)[:, None], -torch.inf))
         return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
 
 
-def first_visible(num_queries: int, num_cached: int, window_left: int) -> int:
-    """The first cached token that any of the last `num_queries` positions sees."""
-    return 0 if window_left < 0 else max(0, num_cached - num_queries - window_left)
+def visible_span(num_queries: int, num_cached: int, leftpad: int, masking: Masking) -> tuple[int, int]:
+    """The cached tokens, from and to, outside of which no query sees any."""
+    begin = leftpad
+    if masking.window_left >= 0:
+        begin = max(begin, num_cached - num_queries - masking.window_left)
+    end = num_cached if masking.window_right < 0 else min(num_cached, num_cached + masking.window_right)
+    return begin, end
 
 
-def visible(num_queries: int, num_cached: int, window_left: int, device: torch.device) -> torch.Tensor:
-    """Which cached tokens each of the last `num_queries` positions sees: bool `[num_queries, num_cached]`."""
-    query_positions = torch.arange(num_cached - num_queries, num_cached, device=device)[:, None]
-    cached_positions = torch.arange(num_cached, device=device)
-    mask = cached_positions <= query_positions
-    if window_left >= 0:
-        mask &= cached_positions >= query_positions - window_left
+def visible(
+    num_queries: int, num_cached: int, begin: int, end: int, masking: Masking, device: torch.device
+) -> torch.Tensor:
+    """Which of the cached tokens `begin … end - 1` each of the last `num_queries` positions sees: bool
+    `[num_queries, end - begin]`."""
+    query_positions = _positions(num_queries, num_cached, device)[:, None]
+    cached_positions = torch.arange(begin, end, device=device)
+    mask = torch.ones(num_queries, end - begin, dtype=torch.bool, device=device)
+    if masking.window_right >= 0:
+        mask &= cached_positions <= query_positions + masking.window_right
+    if masking.window_left >= 0:
+        mask &= cached_positions >= query_positions - masking.window_left
     return mask
 
 
-def _gather(cache: torch.Tensor, groups: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+def _positions(num_queries: int, num_cached: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(num_cached - num_queries, num_cached, device=device)
+
+
+def _gather(cache: torch.Tensor, table: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     """Cached tokens `begin … end - 1` of a sequence, `[num_tokens, num_kv_heads, dim]`; no others are read."""
-    group_tokens = cache.shape[1]
-    if groups.numel() == 1:
-        return cache[int(groups[0]), begin:end]
-    first, last = begin // group_tokens, -(-end // group_tokens)
-    tokens = cache[groups[first:last].long()].flatten(0, 1)
-    return tokens[begin - first * group_tokens : end - first * group_tokens]
+    block_tokens = cache.shape[1]
+    if table.numel() == 1:
+        return cache[int(table[0]), begin:end]
+    first, last = begin // block_tokens, -(-end // block_tokens)
+    parts = [cache[b] for b in table[first:last].tolist()]
+    parts[-1] = parts[-1][: end - (last - 1) * block_tokens]
+    parts[0] = parts[0][begin - first * block_tokens :]
+    return torch.cat(parts)
+
+
+def _dequantize(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    wide = x.to(torch.float32)
+    return (wide if scale is None else wide * scale[:, None]).to(dtype)
+
+
+def _pair(scales: CacheScales | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (None, None) if scales is None else (scales.key, scales.value)

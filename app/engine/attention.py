@@ -89,8 +89,8 @@ class GeometryProbe:
             self.windows[layer] = masking.window_left + 1
         num_tokens = torch.tensor([len(query)], dtype=torch.int32)
         starts = torch.tensor([0, len(query)], dtype=torch.int32)
-        batch = VarlenBatch(starts, num_tokens, torch.zeros(1, 1, dtype=torch.int32))
-        return self._provider.attend(query, key[None], value[None], batch, masking)
+        batch = VarlenBatch(starts, num_tokens, torch.zeros(1, 1, dtype=torch.int32), len(query), len(query))
+        return self._provider.attend(query, key[None], value[None], batch.to(query.device), masking)
 
     def layers(self, *, required: frozenset[int], allowed: frozenset[int]) -> dict[int, LayerSpec]:
         """The geometry of every layer that attends, after one forward.

@@ -21,7 +21,8 @@ class BatchPart:
 
     Attributes:
         tokens: the step's tokens that are theirs.
-        slots: `[num_tokens]` int64, where each token's keys and values go: group · group_tokens + position within.
+        slots: `[num_tokens]` int64, where each token's keys and values go: block · block_tokens + position within, a
+            region counting as one block.
         attention: where each sequence's queries and cache lie.
     """
 
@@ -49,12 +50,15 @@ class StepBatch:
     states: StateBatch | None = None
 
 
-def build_batch(scheduled: Sequence[Scheduled], memory: KVMemory, *, sample_all: bool = False) -> StepBatch:
+def build_batch(
+    scheduled: Sequence[Scheduled], memory: KVMemory, device: torch.device, *, sample_all: bool = False
+) -> StepBatch:
     """Lay out the scheduled tokens. Their blocks must be owned, and in the region view mapped (`KVMemory.ensure`).
 
     Sequences of one view should be neighbours, or there are more parts than need be.
 
     Args:
+        device: where attention will want its part of it.
         sample_all: ask for the logits of every token, not only of those that sample.
     """
     num_tokens = np.array([s.num_tokens for s in scheduled], dtype=np.int64)
@@ -74,17 +78,17 @@ def build_batch(scheduled: Sequence[Scheduled], memory: KVMemory, *, sample_all:
         end = begin + len(list(run))
         tokens = slice(int(starts[begin]), int(starts[end]))
         cu_seqlens_q = torch.from_numpy((starts[begin : end + 1] - starts[begin]).astype(np.int32))
-        cache_seqlens = torch.from_numpy((first + num_tokens)[begin:end].astype(np.int32))
+        num_cached = (first + num_tokens)[begin:end]
+        cache_seqlens = torch.from_numpy(num_cached.astype(np.int32))
+        most_queries, most_cached = int(num_tokens[begin:end].max()), int(num_cached.max())
         for g in range(len(memory.groups)):
             if memory.groups[g].is_state:
                 continue
-            groups, group_tokens = _tables(sequences[begin:end], memory, g, view)
+            table, block_tokens = _block_table(sequences[begin:end], memory, g, view)
             at = positions[tokens]
-            within = (
-                groups[sequence_of[tokens] - begin, at // group_tokens] * np.int64(group_tokens) + at % group_tokens
-            )
-            attention = VarlenBatch(cu_seqlens_q, cache_seqlens, torch.from_numpy(groups))
-            parts[g].append(BatchPart(view, tokens, torch.from_numpy(within), attention))
+            slots = table[sequence_of[tokens] - begin, at // block_tokens] * np.int64(block_tokens) + at % block_tokens
+            attention = VarlenBatch(cu_seqlens_q, cache_seqlens, torch.from_numpy(table), most_queries, most_cached)
+            parts[g].append(BatchPart(view, tokens, torch.from_numpy(slots).to(device), attention.to(device)))
         begin = end
     sample_rows = np.arange(starts[-1]) if sample_all else starts[1:][np.array([s.samples for s in scheduled])] - 1
     return StepBatch(
@@ -130,15 +134,15 @@ def memory_of(scheduled: Scheduled) -> SequenceMemory:
     return scheduled.request.memory
 
 
-def _tables(
+def _block_table(
     sequences: Sequence[SequenceMemory], memory: KVMemory, group: int, view: View
 ) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.int32]], int]:
-    """`[num_seqs, width]` int32, region slots or block tables, and how many tokens each of their entries stands for."""
+    """`[num_seqs, width]` int32, each sequence's region or blocks, and how many tokens each entry stands for."""
     tables = [sequence.groups[group] for sequence in sequences]
     if view == "region":
         slots = [[table.region.slot if table.region is not None else -1] for table in tables]
         return np.array(slots, dtype=np.int32), memory.region_tokens(group)
-    groups = np.zeros((len(tables), max(len(table.block_ids) for table in tables)), dtype=np.int32)
+    block_table = np.zeros((len(tables), max(len(table.block_ids) for table in tables)), dtype=np.int32)
     for i, table in enumerate(tables):
-        groups[i, : len(table.block_ids)] = table.block_ids
-    return groups, memory.groups[group].layout.block_tokens
+        block_table[i, : len(table.block_ids)] = table.block_ids
+    return block_table, memory.groups[group].layout.block_tokens

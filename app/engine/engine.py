@@ -57,8 +57,10 @@ class Engine:
         try:
             self.max_model_len = _max_model_len(config, self.model, self.memory)
             self_test(self.model, self.memory.groups, provider, config.kv_view, layers.states)
-        except BaseException:
+        except BaseException as error:
             self.memory.close()
+            if isinstance(error, KernelError):  # the kernel asked for cannot read such a cache
+                raise ConfigError(f"these settings do not work here: {error}") from error
             raise
         self._runner = ModelRunner(self.model, self.memory, provider, layers.states)
         self._recovery = RecoveryModel(config.max_num_batched_tokens)
@@ -257,7 +259,7 @@ class Engine:
         """Map, lay out and run the step; returns the logits of the rows that sample."""
         self.memory.ensure(demands(scheduled))
         scheduled.sort(key=lambda s: memory_of(s).view)
-        batch = build_batch(scheduled, self.memory)
+        batch = build_batch(scheduled, self.memory, self.model.module.device)
         self.memory.plan(next_demands(scheduled))
         start = time.perf_counter()
         logits = self._runner.run(batch)

@@ -62,7 +62,8 @@ def self_test(
         prefix_cache=False,
     )
     try:
-        fresh, cached = _differences(ModelRunner(model, memory, provider, states), memory, prompts, expected, views)
+        runner = ModelRunner(model, memory, provider, states)
+        fresh, cached = _differences(runner, memory, model.module.device, prompts, expected, views)
     finally:
         memory.close()
     # In half precision a close call of a mixture's router can go the other way and change a row for good; a mix-up
@@ -80,6 +81,7 @@ def self_test(
 def _differences(
     runner: ModelRunner,
     memory: KVMemory,
+    device: torch.device,
     prompts: list[torch.Tensor],
     expected: list[torch.Tensor],
     views: Sequence[ViewPolicy],
@@ -107,7 +109,7 @@ def _differences(
         for counts in STEPS:
             scheduled = [Scheduled(r, n) for r, n in zip(requests, counts, strict=True) if n]
             memory.ensure(demands(scheduled))
-            actual = runner.run(build_batch(scheduled, memory, sample_all=True))
+            actual = runner.run(build_batch(scheduled, memory, device, sample_all=True))
             for s, rows in zip(scheduled, actual.split([s.num_tokens for s in scheduled]), strict=True):
                 start = s.request.num_computed
                 wanted = expected[requests.index(s.request)][start : start + s.num_tokens]

@@ -69,6 +69,42 @@ inline Vec exp2_vec(Vec x) {
   return x < -126.0f ? Vec{} : result;
 }
 
+inline Vec max_vec(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+// The same with a relative error of 4e-5, for weights that are rounded to bfloat16.
+inline Vec exp2_rough(Vec x) {
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+  const Vec f = (Vec)_mm512_reduce_ps((__m512)x, 0);  // x minus the nearest integer
+  Vec p = broadcast(9.6181291e-3f);
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  // Rounds x towards minus infinity itself, hence x - f.
+  return (Vec)_mm512_scalef_ps((__m512)p, (__m512)(x - f));
+#else
+  return exp2_vec(x);
+#endif
+}
+
+// cap * tanh(s / cap), tanh by exp of a negative number
+inline Vec soft_cap(Vec s, float cap) {
+  Vec x = s / cap;
+  Vec magnitude = x < 0.0f ? -x : x;
+  Vec e = exp2_vec(magnitude * (-2.0f * kLog2E));
+  Vec tanh = (1.0f - e) / (1.0f + e);
+  return (x < 0.0f ? -tanh : tanh) * cap;
+}
+
+inline IntVec lane_numbers() { return IntVec{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+inline Vec to_floats(IntVec v) { return __builtin_convertvector(v, Vec); }
+
 inline float highest_lane(Vec v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps(reinterpret_cast<__m512>(v));

@@ -1,84 +1,80 @@
-"""Every provider against the reference in float64, over ragged batches and both views."""
+"""The providers of this machine against the reference in float64, over ragged batches and both views."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from kernels import AttentionProvider, KernelError, Masking, VarlenBatch, select_provider
+from kernels import AttentionProvider, CacheScales, KernelError, Masking, Rotary, VarlenBatch, select_provider
+from kernels.cpu import CpuProvider
 from kernels.reference import ReferenceProvider
+from tests.kernels.cases import RAGGED, TOLERANCE, Case, check, make_case, random_case
 
 CPU = torch.device("cpu")
-# Largest difference allowed against float64, for values of order 1.
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-RAGGED = [(1, 1), (1, 17), (5, 5), (3, 64), (1, 65), (70, 200), (33, 33), (1, 300)]
+# Processors that the C++ is compiled for; this one can run them.
+_FLAGS = Path("/proc/cpuinfo").read_text()
+MARCHES = ["native"]
+MARCHES += ["x86-64-v3"] if " avx2 " in _FLAGS and " fma " in _FLAGS else []
+MARCHES += ["x86-64-v4"] if " avx512vl " in _FLAGS else []
 
 
-def make_case(
-    lengths: list[tuple[int, int]], heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, view: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, VarlenBatch]:
-    """Random (queries, keys, values, batch); `lengths` are (queries, cached) of each sequence. What no query may see is
-    poisoned with NaN."""
-    generator = torch.Generator().manual_seed(7)
-    num_q_heads, num_kv_heads = heads
-    num_tokens = sum(q for q, _ in lengths)
-    query = torch.randn(num_tokens, num_q_heads, dims[0], generator=generator).to(dtype)
-    longest = max(cached for _, cached in lengths)
-    group_tokens = longest + 3 if view == "region" else 16
-    per_sequence = 1 if view == "region" else -(-longest // group_tokens)
-    num_groups = len(lengths) * per_sequence + 2
-    groups = torch.randperm(num_groups, generator=generator)[: len(lengths) * per_sequence].view(-1, per_sequence)
-
-    def cache(dim: int) -> torch.Tensor:
-        interleaved = torch.full((num_groups, group_tokens, 3, num_kv_heads, dim), torch.nan, dtype=dtype)
-        layer = interleaved[:, :, 1]
-        for sequence, (_, cached) in enumerate(lengths):
-            for position in range(cached):
-                group = groups[sequence, position // group_tokens]
-                row = torch.randn(num_kv_heads, dim, generator=generator).to(dtype)
-                layer[group, position % group_tokens] = row
-        return layer
-
-    starts = list(itertools.accumulate((q for q, _ in lengths), initial=0))
-    batch = VarlenBatch(
-        torch.tensor(starts, dtype=torch.int32),
-        torch.tensor([cached for _, cached in lengths], dtype=torch.int32),
-        groups.int().contiguous(),
-    )
-    return query, cache(dims[0]), cache(dims[1]), batch
+@pytest.fixture(scope="module", params=MARCHES)
+def cpu(request: pytest.FixtureRequest) -> CpuProvider:
+    return CpuProvider(request.param)
 
 
-def check(
-    provider: AttentionProvider,
-    case: tuple[torch.Tensor, torch.Tensor, torch.Tensor, VarlenBatch],
-    masking: Masking,
-    tolerance: float | None = None,
-) -> None:
-    query, key, value, batch = case
-    expected = ReferenceProvider().attend(query.double(), key.double(), value.double(), batch, masking)
-    actual = provider.attend(query, key, value, batch, masking)
-    difference = (actual.double() - expected).abs().max().item()
-    assert actual.dtype == query.dtype
-    assert difference <= (tolerance or TOLERANCE[query.dtype]), f"maximum difference {difference:.2e}"  # NaN fails too
+@pytest.mark.parametrize("seed", range(80))
+def test_random_problem(cpu: CpuProvider, seed: int) -> None:
+    check(cpu, random_case(seed), num_splits=seed % 3)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_problem_without_a_compiler(seed: int) -> None:
+    check(select_provider("sdpa", CPU), random_case(seed))
 
 
 @pytest.mark.parametrize("view", ["region", "block_table"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("name", ["cpu", "sdpa", "reference"])
+@pytest.mark.parametrize("name", ["auto", "cpu", "sdpa", "reference"])
 def test_ragged_batch_equals_reference(name: str, dtype: torch.dtype, view: str) -> None:
-    case = make_case(RAGGED, (14, 2), (64, 64), dtype, view)
-    check(select_provider(name, CPU), case, Masking(64**-0.5))
+    check(select_provider(name, CPU), make_case(RAGGED, (14, 2), (64, 64), dtype, view))
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (8, 8), (6, 2), (32, 1), (64, 1)])
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (16, 16), (24, 24), (8, 8), (192, 128), (256, 256)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cpu_heads_and_dims(heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype) -> None:
-    case = make_case([(1, 40), (9, 30), (20, 20)], heads, dims, dtype, "region")
-    check(select_provider("cpu", CPU), case, Masking(dims[0] ** -0.5))
+    check(select_provider("cpu", CPU), make_case([(1, 40), (9, 30), (20, 20), (1, 131)], heads, dims, dtype, "region"))
+
+
+@pytest.mark.parametrize("block_tokens", [1, 2, 16, 37, 512])
+@pytest.mark.parametrize("num_splits", [0, 1, 2, 7])
+def test_long_sequences_are_split(block_tokens: int, num_splits: int) -> None:
+    case = make_case([(1, 2100), (1, 513), (1, 512), (1, 1)], (8, 2), block_tokens=block_tokens)
+    check(select_provider("cpu", CPU), case, num_splits=num_splits)
+
+
+def test_result_does_not_depend_on_the_rest_of_the_batch() -> None:
+    """Bit by bit, so that a request gives the same tokens alone and in a crowd."""
+    provider = select_provider("cpu", CPU)
+    lengths = [(1, 700), (40, 90), (1, 64), (1, 1500)]
+    case = make_case(lengths, (14, 2), dtype=torch.bfloat16)
+    together = provider.attend(case.query, case.key_cache, case.value_cache, case.batch, case.masking)
+    starts = case.batch.cu_seqlens_q.tolist()
+    for i, (queries, cached) in enumerate(lengths):
+        rows = slice(starts[i], starts[i + 1])
+        one = VarlenBatch(
+            torch.tensor([0, queries], dtype=torch.int32),
+            case.batch.cache_seqlens[i : i + 1],
+            case.batch.block_table[i : i + 1],
+            queries,
+            cached,
+        )
+        alone = provider.attend(case.query[rows], case.key_cache, case.value_cache, one, case.masking)
+        assert torch.equal(alone, together[rows])
 
 
 @pytest.mark.parametrize("name", ["cpu", "sdpa"])
@@ -87,32 +83,66 @@ def test_cpu_heads_and_dims(heads: tuple[int, int], dims: tuple[int, int], dtype
     [
         Masking(0.125, window_left=0),
         Masking(0.125, window_left=31),
+        Masking(0.125, window_right=-1),
+        Masking(0.125, window_left=9, window_right=2),
         Masking(0.125, softcap=5.0),
-        Masking(0.3, window_left=100, softcap=2.0, sinks=torch.linspace(-3, 5, 8)),
+        Masking(0.125, alibi_slopes=torch.linspace(0, 0.5, 8)),
+        Masking(0.3, 100, 0, 2.0, torch.linspace(0, 0.5, 8), torch.linspace(-3, 5, 8)),
         Masking(0.125, sinks=torch.linspace(-3, 50, 8)),
     ],
-    ids=["own token", "window", "softcap", "all", "sinks"],
+    ids=["own token", "window", "not causal", "both sides", "softcap", "alibi", "all", "sinks"],
 )
 def test_masking(name: str, masking: Masking) -> None:
     for view in ("region", "block_table"):
-        check(select_provider(name, CPU), make_case(RAGGED, (8, 2), (64, 64), torch.float32, view), masking)
+        check(select_provider(name, CPU), make_case(RAGGED, (8, 2), view=view, masking=masking))
 
 
 def test_large_scores_do_not_overflow() -> None:
-    query, key, value, batch = make_case(RAGGED, (8, 2), (64, 64), torch.float32, "region")
     """exp of the raw scores (about 200) would be infinite in float32; their rounding error is what is left."""
-    check(select_provider("cpu", CPU), (query * 5, key * 5, value, batch), Masking(1.0), tolerance=1e-3)
+    case = make_case(RAGGED, (8, 2), view="region", masking=Masking(1.0))
+    case = Case(case.query * 5, case.key_cache * 5, case.value_cache, case.batch, case.masking)
+    check(select_provider("cpu", CPU), case, tolerance=1e-3)
 
 
 @pytest.mark.parametrize("name", ["cpu", "sdpa", "reference"])
-def test_sequence_without_queries(name: str) -> None:
-    case = make_case([(1, 5), (0, 9), (2, 7)], (4, 2), (32, 32), torch.float32, "region")
-    check(select_provider(name, CPU), case, Masking(0.2))
+def test_edges(name: str) -> None:
+    """No queries, nothing cached, one token, a block and a region that are full, more queries than tokens."""
+    provider = select_provider(name, CPU)
+    for view in ("region", "block_table"):
+        check(provider, make_case([(1, 5), (0, 9), (2, 7), (1, 0), (0, 0), (1, 1), (16, 16), (4, 2)], view=view))
+    full = make_case([(1, 16), (3, 16)], block_tokens=16)
+    assert full.batch.block_table.shape == (2, 1)
+    check(provider, full)
 
 
+def test_eight_bit_cache() -> None:
+    """What is written divided by the scales is read multiplied by them; too large values are clipped."""
+    provider = select_provider("auto", CPU)
+    scales = CacheScales(torch.tensor([0.5, 2.0]), torch.tensor([0.25, 1.0]))
+    cache = torch.zeros(4, 16, 2, 2, 64, dtype=torch.float8_e4m3fn)
+    key_cache, value_cache = cache[:, :, 0], cache[:, :, 1]
+    key, value = torch.randn(40, 2, 64), torch.randn(40, 2, 64)
+    value[0] = 1e6
+    provider.write(key, value, key_cache, value_cache, torch.arange(40), scales=scales)
+    held = value_cache.float().flatten(0, 1)[:40] * scales.value[:, None]
+    assert (held[1:] - value[1:]).abs().max() < 0.07 * value[1:].abs().max()
+    assert (held[0, 0] == 448 * 0.25).all()
+    batch = VarlenBatch(
+        torch.tensor([0, 1], dtype=torch.int32),
+        torch.tensor([40], dtype=torch.int32),
+        torch.tensor([[0, 1, 2]], dtype=torch.int32),
+        1,
+        40,
+    )
+    check(provider, Case(torch.randn(1, 4, 64), key_cache, value_cache, batch, Masking(0.125), scales))
+    with pytest.raises(KernelError, match="float8"):
+        select_provider("cpu", CPU).attend(torch.randn(1, 4, 64), key_cache, value_cache, batch, Masking(0.125))
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("make", [lambda: select_provider("cpu", CPU), ReferenceProvider])
-def test_write_then_read_back(make: Callable[[], AttentionProvider]) -> None:
-    cache = torch.zeros(6, 16, 5, 3, 40)  # [groups, tokens, layer and side, heads, dim]
+def test_write_then_read_back(make: Callable[[], AttentionProvider], interleaved: bool) -> None:
+    cache = torch.zeros(6, 16, 5, 3, 40)  # [blocks, tokens, layer and side, heads, dim]
     key_cache, value_cache = cache[:, :, 2], cache[:, :, 3]
     key = torch.randn(1, 3, 20, 40).transpose(1, 2)[0]  # a transposed view, as models hand it over
     value = torch.randn(20, 3, 40)
@@ -121,37 +151,27 @@ def test_write_then_read_back(make: Callable[[], AttentionProvider]) -> None:
     assert torch.equal(key_cache[slots // 16, slots % 16], key)
     assert torch.equal(value_cache[slots // 16, slots % 16], value)
     assert cache.count_nonzero() == key.numel() + value.numel()
+    angles = torch.rand(50, 12)
+    rotary = Rotary(angles.cos(), angles.sin(), torch.arange(20) * 2, interleaved)
+    make().write(key, value, key_cache, value_cache, slots, rotary=rotary)
+    turned = key_cache[slots // 16, slots % 16]
+    pairs = torch.arange(24).view(12, 2) if interleaved else torch.arange(24).view(2, 12).T
+    a, b = (torch.complex(x[..., pairs[:, 0]], x[..., pairs[:, 1]]) for x in (key, turned))
+    torch.testing.assert_close(b, a * torch.polar(torch.ones(12), angles[rotary.positions])[:, None])
+    assert torch.equal(turned[..., 24:], key[..., 24:])
 
 
 def test_wrong_shapes_are_named() -> None:
-    query, key, value, batch = make_case([(1, 5)], (4, 2), (32, 32), torch.float32, "region")
+    case = make_case([(1, 5)], view="region")
+    caches, batch = (case.key_cache, case.value_cache), case.batch
+    provider = select_provider("cpu", CPU)
     with pytest.raises(ValueError, match=r"\[1, 4, 16\]"):
-        select_provider("cpu", CPU).attend(query[..., :16], key, value, batch, Masking(1.0))
+        provider.attend(case.query[..., :16], *caches, batch, Masking(1.0))
     with pytest.raises(ValueError, match="3 query heads"):
-        select_provider("cpu", CPU).attend(query[:, :3], key, value, batch, Masking(1.0))
+        provider.attend(case.query[:, :3], *caches, batch, Masking(1.0))
+    with pytest.raises(ValueError, match=r"sinks must be .* \[4\], got \[3\]"):
+        provider.attend(case.query, *caches, batch, Masking(1.0, sinks=torch.zeros(3)))
+    with pytest.raises(ValueError, match="lse"):
+        provider.attend(case.query, *caches, batch, Masking(1.0), lse=torch.zeros(4))
     with pytest.raises(ValueError, match="cu_seqlens_q"):
-        VarlenBatch(batch.cu_seqlens_q[:1], batch.cache_seqlens, batch.groups)
-
-
-def test_unknown_provider_is_an_error() -> None:
-    with pytest.raises(KernelError, match="choose one of"):
-        select_provider("fastest", CPU)
-    with pytest.raises(KernelError, match="cannot run on cuda"):
-        select_provider("cpu", torch.device("cuda"))
-    assert select_provider("auto", torch.device("cuda")).name == "sdpa"
-
-
-def test_no_compiler_falls_back_only_when_auto(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from kernels import build
-
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
-    build.load_library.cache_clear()
-    try:
-        assert select_provider("auto", CPU).name == "sdpa"
-        assert "falling back" in caplog.text
-        with pytest.raises(KernelError, match="g\\+\\+"):
-            select_provider("cpu", CPU)
-    finally:
-        build.load_library.cache_clear()
+        VarlenBatch(batch.cu_seqlens_q[:1], batch.cache_seqlens, batch.block_table, 1, 5)

@@ -15,7 +15,7 @@ from app.engine.model_runner import forward
 from app.engine.recurrent import CachedStates, PackedMixer, StateProbe
 from app.engine.states import RecurrentLayer, StateBatch, StateSpec
 from app.errors import ModelError
-from kernels import Masking
+from kernels import Masking, VarlenBatch
 from kernels.reference import ReferenceProvider
 from tests.conftest import HYBRIDS, SMALL, VOCAB_SIZE
 
@@ -98,7 +98,9 @@ class PackedModel:
                 before = self.cached[layer, block]
                 keys, values = torch.cat([before[0], keys]), torch.cat([before[1], values])
             self.cached[layer, block] = keys, values
-            outs.append(ReferenceProvider().attend_one(query[start:end], keys, values, masking))
+            lengths = [torch.tensor(length, dtype=torch.int32) for length in ([0, end - start], [len(keys)], [[0]])]
+            alone = VarlenBatch(*lengths, end - start, len(keys))
+            outs.append(ReferenceProvider().attend(query[start:end], keys[None], values[None], alone, masking))
         return torch.cat(outs)
 
     def fork(self, source: int, target: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ def test_the_self_test_finds_wrong_attention(make_checkpoint: MakeCheckpoint, mo
     def unscaled(
         self: CachedAttention, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking
     ) -> torch.Tensor:
-        return real(self, layer, q, k, v, Masking(1.0, masking.window_left, masking.softcap, masking.sinks))
+        return real(self, layer, q, k, v, replace(masking, scale=1.0))
 
     monkeypatch.setattr(CachedAttention, "attend", unscaled)
     folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
@@ -69,7 +70,8 @@ def test_the_self_test_finds_a_cache_that_is_not_read(monkeypatch: pytest.Monkey
     ) -> torch.Tensor:
         lengths = torch.cat([part.attention.cu_seqlens_q.diff() for part in self.batch.parts[0]])
         starts = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
-        batch = VarlenBatch(starts, lengths, torch.arange(len(lengths), dtype=torch.int32)[:, None].contiguous())
+        table = torch.arange(len(lengths), dtype=torch.int32)[:, None].contiguous()
+        batch = VarlenBatch(starts, lengths, table, int(lengths.max()), int(lengths.max()))
         keys, values = (
             torch.nn.utils.rnn.pad_sequence(list(tensor.split(lengths.tolist())), batch_first=True) for tensor in (k, v)
         )

@@ -1,0 +1,94 @@
+// What Python hands over, and which cached tokens a query sees.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+extern "C" {
+
+// Mirrored field by field in kernels/cpu.py. Strides count elements.
+struct AttentionCall {
+  const void* query;  // [num_tokens, num_q_heads, key_dim]
+  const void* key;    // [blocks, block_tokens, num_kv_heads, key_dim]
+  const void* value;  // [blocks, block_tokens, num_kv_heads, value_dim]
+  void* out;          // [num_tokens, num_q_heads, value_dim], contiguous
+  float* lse;         // [num_tokens, num_q_heads] or null
+  const int32_t* cu_seqlens_q;    // [num_seqs + 1]
+  const int32_t* cache_seqlens;   // [num_seqs]
+  const int32_t* cache_leftpad;   // [num_seqs] or null
+  const int32_t* block_table;     // [num_seqs, table_stride]; in the region view of width 1
+  const float* sinks;             // [num_q_heads] or null
+  const float* alibi_slopes;      // [num_q_heads], rows alibi_stride apart, or null
+  int64_t query_token_stride, query_head_stride;
+  int64_t key_block_stride, key_token_stride, key_head_stride;
+  int64_t value_block_stride, value_token_stride, value_head_stride;
+  int64_t table_stride, block_tokens, alibi_stride;
+  int32_t num_seqs, num_q_heads, num_kv_heads, key_dim, value_dim;
+  int32_t window_left, window_right;  // tokens visible before and after a query's own, negative: all
+  int32_t dtype;                      // 0 float32, 1 bfloat16, 2 float16
+  int32_t num_splits;                 // parts of a sequence's cache at most, 0: as many as are useful
+  float scale, softcap;               // softcap 0: none
+};
+
+struct WriteCall {
+  const void* key;    // [num_tokens, num_kv_heads, key_dim]
+  const void* value;  // [num_tokens, num_kv_heads, value_dim]
+  void* key_cache;    // [blocks, block_tokens, num_kv_heads, key_dim]
+  void* value_cache;  // [blocks, block_tokens, num_kv_heads, value_dim]
+  const int64_t* slots;  // [num_tokens]: block * block_tokens + position in the block
+  int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
+  int64_t key_cache_block_stride, key_cache_token_stride, key_cache_head_stride;
+  int64_t value_cache_block_stride, value_cache_token_stride, value_cache_head_stride;
+  int64_t block_tokens;
+  int32_t num_tokens, num_kv_heads, key_dim, value_dim, element_bytes;
+};
+
+}  // extern "C"
+
+namespace folio {
+
+struct Span {
+  int32_t begin, end;
+  int32_t size() const { return std::max(0, end - begin); }
+};
+
+// Cached tokens that the queries at positions first … last see between them.
+inline Span visible(const AttentionCall& call, int32_t sequence, int32_t first, int32_t last) {
+  const int32_t leftpad = call.cache_leftpad ? call.cache_leftpad[sequence] : 0;
+  const int32_t length = call.cache_seqlens[sequence];
+  return {call.window_left < 0 ? leftpad : std::max(leftpad, first - call.window_left),
+          call.window_right < 0 ? length : std::min(length, last + call.window_right + 1)};
+}
+
+// The addresses of a sequence's cached tokens, head 0 of each, one after the other.
+template <typename T>
+struct Rows {
+  const AttentionCall& call;
+  const int32_t* table;
+  int64_t index, within;
+
+  Rows(const AttentionCall& call, int32_t sequence, int32_t begin)
+      : call(call),
+        table(call.block_table + sequence * call.table_stride),
+        index(begin / call.block_tokens),
+        within(begin % call.block_tokens) {}
+
+  void next(int count, const T** keys, const T** values) {
+    for (int t = 0; t < count; t++) {
+      const int64_t block = table[index];
+      keys[t] = static_cast<const T*>(call.key) + block * call.key_block_stride + within * call.key_token_stride;
+      values[t] =
+          static_cast<const T*>(call.value) + block * call.value_block_stride + within * call.value_token_stride;
+      if (++within == call.block_tokens) within = 0, index++;
+    }
+  }
+};
+
+template <typename T>
+inline void prefetch(const T* row, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(row + i);
+}
+
+constexpr int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+}  // namespace folio

@@ -1,0 +1,321 @@
+// Prefill: a chunk of a sequence's queries against its cached tokens.
+//
+// One tile is a few query rows (query positions x the heads that share a KV head) against 64 cached tokens:
+//   1. pack K so that 16 tokens lie side by side in a vector  [dword of the head][16 tokens]
+//   2. scores = Q K^T: each step multiplies 16 tokens by one broadcast dword of a query row
+//   3. online softmax (FlashAttention), 4. out += P V, with V widened to float, or two tokens interleaved, once a tile.
+// Packing is paid once a tile and shared by all its rows.
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "call.h"
+#include "decode.h"
+#include "vector.h"
+
+namespace folio {
+
+constexpr int kTileTokens = 64;  // cached tokens in a tile
+constexpr int kMaxRows = 64;     // query rows in a tile
+
+struct PrefillItem {
+  int32_t sequence, first, count;  // query positions first … first + count - 1 of the sequence's chunk
+  int32_t kv_head;
+};
+
+// One thread's working memory, sized for one tile.
+struct PrefillScratch {
+  std::vector<float> buffer;
+  uint32_t *queries, *keys;
+  float *scores, *values, *out, *row_max, *row_sum, *wide;
+
+  PrefillScratch(int key_stride, int value_stride) {
+    size_t sizes[] = {size_t(kMaxRows) * key_stride,   size_t(kTileTokens) * key_stride,
+                      size_t(kMaxRows) * kTileTokens,  size_t(kTileTokens) * value_stride,
+                      size_t(kMaxRows) * value_stride, kMaxRows, kMaxRows, size_t(kLanes) * key_stride};
+    size_t total = kLanes;
+    for (size_t size : sizes) total += (size + kLanes - 1) / kLanes * kLanes;
+    buffer.resize(total);
+    auto place = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(buffer.data()) + 63) & ~uintptr_t(63));
+    float* places[8];
+    for (int i = 0; i < 8; i++) {
+      places[i] = place;
+      place += (sizes[i] + kLanes - 1) / kLanes * kLanes;
+    }
+    queries = reinterpret_cast<uint32_t*>(places[0]);
+    keys = reinterpret_cast<uint32_t*>(places[1]);
+    scores = places[2], values = places[3], out = places[4], row_max = places[5], row_sum = places[6];
+    wide = places[7];
+  }
+};
+
+// rows[16] of `num_dwords` dwords (zeros beyond `valid_dwords`) -> packed[num_dwords][16].
+inline void transpose_dwords(const uint32_t* const rows[kLanes], int valid_dwords, int num_dwords, uint32_t* packed) {
+#if defined(__AVX512F__)
+  for (int d = 0; d < num_dwords; d += 16) {
+    __mmask16 mask =
+        valid_dwords - d >= 16 ? 0xffff : static_cast<__mmask16>((1u << std::max(0, valid_dwords - d)) - 1);
+    __m512i r[16], t[16];
+    for (int i = 0; i < 16; i++) r[i] = _mm512_maskz_loadu_epi32(mask, rows[i] + d);
+    for (int i = 0; i < 8; i++) {
+      t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+      t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 4; i++) {
+      r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+      r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+      r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+      r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+      t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+      t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+      t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+      t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 8; i++) {
+      _mm512_storeu_si512(packed + (d + i) * 16, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
+      _mm512_storeu_si512(packed + (d + i + 8) * 16, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
+    }
+  }
+#else
+  for (int d = 0; d < num_dwords; d++)
+    for (int i = 0; i < 16; i++) packed[d * 16 + i] = d < valid_dwords ? rows[i][d] : 0;
+#endif
+}
+
+template <bool kDots>
+inline Vec multiply_add(Vec acc, Vec keys, uint32_t query) {
+#if defined(__AVX512BF16__)
+  if constexpr (kDots) {
+    return reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc),
+                                                  reinterpret_cast<__m512bh>(keys),
+                                                  reinterpret_cast<__m512bh>(_mm512_set1_epi32(query))));
+  }
+#endif
+  float value;
+  std::memcpy(&value, &query, 4);
+  return acc + keys * value;
+}
+
+// scores[kRows][kTileTokens] = queries[kRows][num_dwords] . keys[kGroups][num_dwords][16 tokens]
+template <bool kDots, int kRows, int kGroups>
+inline void score_block(const uint32_t* queries, const uint32_t* keys, int num_dwords, float* scores) {
+  Vec acc[kRows][kGroups] = {};
+  for (int d = 0; d < num_dwords; d++) {
+    Vec key[kGroups];
+    for (int g = 0; g < kGroups; g++)
+      key[g] = load(reinterpret_cast<const float*>(keys) + (g * num_dwords + d) * kLanes);
+    for (int r = 0; r < kRows; r++)
+      for (int g = 0; g < kGroups; g++)
+        acc[r][g] = multiply_add<kDots>(acc[r][g], key[g], queries[r * num_dwords + d]);
+  }
+  for (int r = 0; r < kRows; r++)
+    for (int g = 0; g < kGroups; g++) store(scores + r * kTileTokens + g * kLanes, acc[r][g]);
+}
+
+template <bool kDots, int kGroups>
+void score_rows(const uint32_t* queries, const uint32_t* keys, int num_dwords, int num_rows, float* scores) {
+  int r = 0;
+  for (; r + 4 <= num_rows; r += 4)
+    score_block<kDots, 4, kGroups>(queries + r * num_dwords, keys, num_dwords, scores + r * kTileTokens);
+  queries += r * num_dwords, scores += r * kTileTokens;
+  switch (num_rows - r) {
+    case 3: score_block<kDots, 3, kGroups>(queries, keys, num_dwords, scores); break;
+    case 2: score_block<kDots, 2, kGroups>(queries, keys, num_dwords, scores); break;
+    case 1: score_block<kDots, 1, kGroups>(queries, keys, num_dwords, scores); break;
+  }
+}
+
+// out[kRows][stride] += weights[kRows][kTileTokens] · values, kVecs vectors of columns. Values are floats
+// [num_tokens][stride], or, with dot products of pairs, two tokens in each dword [num_tokens / 2][stride].
+template <bool kDots, int kRows, int kVecs>
+inline void value_block(const float* weights, const float* values, int num_steps, int stride, float* out) {
+  Vec acc[kRows][kVecs];
+  for (int r = 0; r < kRows; r++)
+    for (int c = 0; c < kVecs; c++) acc[r][c] = load(out + r * stride + c * kLanes);
+  for (int t = 0; t < num_steps; t++) {
+    Vec value[kVecs];
+    for (int c = 0; c < kVecs; c++) value[c] = load(values + t * stride + c * kLanes);
+    for (int r = 0; r < kRows; r++) {
+      uint32_t weight;
+      std::memcpy(&weight, weights + r * kTileTokens + t, 4);
+      for (int c = 0; c < kVecs; c++) acc[r][c] = multiply_add<kDots>(acc[r][c], value[c], weight);
+    }
+  }
+  for (int r = 0; r < kRows; r++)
+    for (int c = 0; c < kVecs; c++) store(out + r * stride + c * kLanes, acc[r][c]);
+}
+
+template <bool kDots, int kVecs>
+void value_rows(const float* weights, const float* values, int num_steps, int stride, int num_rows, float* out) {
+  int r = 0;
+  for (; r + 4 <= num_rows; r += 4)
+    value_block<kDots, 4, kVecs>(weights + r * kTileTokens, values, num_steps, stride, out + r * stride);
+  weights += r * kTileTokens, out += r * stride;
+  switch (num_rows - r) {
+    case 3: value_block<kDots, 3, kVecs>(weights, values, num_steps, stride, out); break;
+    case 2: value_block<kDots, 2, kVecs>(weights, values, num_steps, stride, out); break;
+    case 1: value_block<kDots, 1, kVecs>(weights, values, num_steps, stride, out); break;
+  }
+}
+
+// The row of a value as `value_block` wants it: two tokens interleaved (as `column` has them), or one as floats.
+template <typename T>
+inline void pack_values(const T* first, const T* second, int count, float* to) {
+#if defined(__AVX512BF16__)
+  if constexpr (kPairs<T>) {
+    for (int c = 0; c < count; c += 32) {
+      const __mmask32 mask = count - c >= 32 ? ~__mmask32(0) : (__mmask32(1) << (count - c)) - 1;
+      const __m512i a = _mm512_maskz_loadu_epi16(mask, first + c), b = _mm512_maskz_loadu_epi16(mask, second + c);
+      _mm512_storeu_si512(to + c, _mm512_unpacklo_epi16(a, b));
+      _mm512_storeu_si512(to + c + kLanes, _mm512_unpackhi_epi16(a, b));
+    }
+    return;
+  }
+#endif
+  widen(first, count, to);
+}
+
+// Scores first_valid … end_valid - 1 of one row become weights, the others zeros; returns the factor by which earlier
+// sums shrink. `distance` is from the row's position to the tile's first token.
+template <typename T>
+inline float softmax_row(const AttentionCall& call, float* scores, int num_vecs, int first_valid, int end_valid,
+                         int32_t distance, float slope, float* row_max, float* row_sum) {
+  Vec highest = broadcast(-kInf);
+  for (int i = 0; i < num_vecs; i++) {
+    Vec s = load(scores + i * kLanes) * call.scale;
+    if (call.softcap > 0.0f) s = soft_cap(s, call.softcap);
+    const int base = i * kLanes;
+    if (slope != 0.0f) {
+      const Vec away = to_floats(distance - base - lane_numbers());
+      s -= slope * (away < 0.0f ? -away : away);
+    }
+    if (base < first_valid || base + kLanes > end_valid) {
+      const IntVec lane = lane_numbers();
+      s = (lane >= first_valid - base) & (lane < end_valid - base) ? s : broadcast(-kInf);
+    }
+    store(scores + base, s);
+    highest = max_vec(highest, s);
+  }
+  const float new_max = std::max(*row_max, highest_lane(highest));
+  if (new_max == -kInf) {  // nothing visible so far
+    for (int i = 0; i < num_vecs; i++) store(scores + i * kLanes, Vec{});
+    return 1.0f;
+  }
+  Vec sum = {};
+  for (int i = 0; i < num_vecs; i++) {
+    const Vec p = exp2_as<T>((load(scores + i * kLanes) - new_max) * kLog2E);
+    sum += p;
+    store_weights<T, 1>(p, i, scores);
+  }
+  const float shrink = std::exp(*row_max - new_max);  // exp(-inf) = 0 for the first tile
+  *row_max = new_max;
+  *row_sum = *row_sum * shrink + sum_lanes(sum);
+  return shrink;
+}
+
+template <typename T>
+void prefill(const AttentionCall& call, const PrefillItem& item, PrefillScratch& scratch) {
+  constexpr bool kDots = kPairs<T>;
+  const int group_size = call.num_q_heads / call.num_kv_heads;
+  const int rows = item.count * group_size;
+  const int valid_dwords = kDots ? call.key_dim / 2 : call.key_dim;
+  const int num_dwords = round_up(valid_dwords, kLanes);
+  const int value_stride = round_up(call.value_dim, 2 * kLanes);
+  const int chunk_start = call.cu_seqlens_q[item.sequence];
+  const int chunk_tokens = call.cu_seqlens_q[item.sequence + 1] - chunk_start;
+  const int first_position = call.cache_seqlens[item.sequence] - chunk_tokens + item.first;
+  const Span span = visible(call, item.sequence, first_position, first_position + item.count - 1);
+  const float* slopes = call.alibi_slopes ? call.alibi_slopes + item.sequence * call.alibi_stride : nullptr;
+
+  for (int r = 0; r < rows; r++) {
+    const T* query = static_cast<const T*>(call.query) +
+                     (chunk_start + item.first + r / group_size) * call.query_token_stride +
+                     (item.kv_head * group_size + r % group_size) * call.query_head_stride;
+    uint32_t* to = scratch.queries + r * num_dwords;
+    if constexpr (kDots) {
+      std::memset(to, 0, num_dwords * 4);
+      std::memcpy(to, query, call.key_dim * sizeof(T));
+    } else {
+      widen(query, call.key_dim, reinterpret_cast<float*>(to));
+    }
+  }
+  std::fill(scratch.row_max, scratch.row_max + rows, -kInf);
+  std::fill(scratch.row_sum, scratch.row_sum + rows, 0.0f);
+  std::fill(scratch.out, scratch.out + rows * value_stride, 0.0f);
+
+  // Addresses of the cached rows, one tile ahead of the computation.
+  const T *key_rows[2][kTileTokens], *value_rows_at[2][kTileTokens];
+  Rows<T> source(call, item.sequence, span.begin);
+  auto locate = [&](int start, int slot) {
+    const int count = std::min(kTileTokens, span.end - start);
+    source.next(count, key_rows[slot], value_rows_at[slot]);
+    for (int t = 0; t < count; t++) {
+      key_rows[slot][t] += item.kv_head * call.key_head_stride;
+      value_rows_at[slot][t] += item.kv_head * call.value_head_stride;
+      prefetch(key_rows[slot][t], call.key_dim);
+      prefetch(value_rows_at[slot][t], call.value_dim);
+    }
+  };
+  if (span.size()) locate(span.begin, 0);
+
+  for (int start = span.begin, slot = 0; start < span.end; start += kTileTokens, slot ^= 1) {
+    const int count = std::min(kTileTokens, span.end - start);
+    const int num_vecs = round_up(count, kLanes) / kLanes;
+    if (start + kTileTokens < span.end) locate(start + kTileTokens, slot ^ 1);
+    const T* const* keys = key_rows[slot];
+    const T* const* values = value_rows_at[slot];
+    for (int v = 0; v < num_vecs; v++) {
+      const uint32_t* lanes[kLanes];
+      for (int i = 0; i < kLanes; i++) {
+        const T* key = keys[std::min(v * kLanes + i, count - 1)];  // lanes past the end repeat a token and are masked
+        if constexpr (kDots || sizeof(T) == 4) {
+          lanes[i] = reinterpret_cast<const uint32_t*>(key);
+        } else {
+          widen(key, call.key_dim, scratch.wide + i * num_dwords);
+          lanes[i] = reinterpret_cast<const uint32_t*>(scratch.wide + i * num_dwords);
+        }
+      }
+      transpose_dwords(lanes, valid_dwords, num_dwords, scratch.keys + v * kLanes * num_dwords);
+    }
+    const int tokens_per_step = kDots ? 2 : 1, num_steps = (count + tokens_per_step - 1) / tokens_per_step;
+    for (int t = 0; t < count; t += tokens_per_step)
+      pack_values(values[t], values[std::min(t + 1, count - 1)], call.value_dim,
+                  scratch.values + t / tokens_per_step * value_stride);
+
+    switch (num_vecs) {
+      case 1: score_rows<kDots, 1>(scratch.queries, scratch.keys, num_dwords, rows, scratch.scores); break;
+      case 2: score_rows<kDots, 2>(scratch.queries, scratch.keys, num_dwords, rows, scratch.scores); break;
+      case 3: score_rows<kDots, 3>(scratch.queries, scratch.keys, num_dwords, rows, scratch.scores); break;
+      default: score_rows<kDots, 4>(scratch.queries, scratch.keys, num_dwords, rows, scratch.scores);
+    }
+    for (int r = 0; r < rows; r++) {
+      const int position = first_position + r / group_size;
+      const Span seen = visible(call, item.sequence, position, position);
+      const float slope = slopes ? slopes[item.kv_head * group_size + r % group_size] : 0.0f;
+      const float shrink =
+          softmax_row<T>(call, scratch.scores + r * kTileTokens, num_vecs, std::max(0, seen.begin - start),
+                         std::min(count, seen.end - start), position - start, slope, scratch.row_max + r, scratch.row_sum + r);
+      if (shrink != 1.0f)
+        for (int c = 0; c < value_stride; c += kLanes)
+          store(scratch.out + r * value_stride + c, load(scratch.out + r * value_stride + c) * shrink);
+    }
+    for (int c = 0; c < value_stride;) {
+      if (value_stride - c >= 4 * kLanes) {
+        value_rows<kDots, 4>(scratch.scores, scratch.values + c, num_steps, value_stride, rows, scratch.out + c);
+        c += 4 * kLanes;
+      } else {
+        value_rows<kDots, 2>(scratch.scores, scratch.values + c, num_steps, value_stride, rows, scratch.out + c);
+        c += 2 * kLanes;
+      }
+    }
+  }
+
+  for (int r = 0; r < rows; r++)
+    finish_row<T>(call, chunk_start + item.first + r / group_size, item.kv_head * group_size + r % group_size,
+                  scratch.out + r * value_stride, scratch.row_max[r], scratch.row_sum[r]);
+}
+
+}  // namespace folio

@@ -1,0 +1,345 @@
+"""torch's own flash attention over ragged batches, and what it shares with the flash-attn package: the kernels are FA2.
+
+What FA2 does (flash-attention v2.8.3, csrc/flash_attn; torch 2.12 and 2.13 compile the same kernels):
+
+- Keys and values are read in tiles of 64 to 256 tokens. Loads stop at the sequence's length (`Is_even_MN` is false
+  whenever lengths are given, and value tiles are zero-filled past it), but where a window begins within a tile, the
+  whole tile is read and the tokens before the window count with weight 0: NaN if they are NaN, a fault if they are not
+  mapped. So a window is made to begin where the reading does, which takes a view without blocks.
+- Without a block table, sequence i begins at token `cu_seq_k[i]` of one flat run of tokens, and `seqused_k[i]` alone
+  says how many it has (`BlockInfo`). A cache of regions is such a run if the stride from region to region is a multiple
+  of that from token to token; nothing is copied and no table is needed.
+- A block table asks for blocks of a multiple of 256 tokens.
+- Split reduction of several queries writes to wrong rows (`o_batch_stride` is not set; flash-attention #2550), so it is
+  left on only where one query a sequence and grouped heads make FA2 fold heads into rows.
+- That folding needs one query of every sequence.
+- With a block table, a sequence that has queries and nothing cached writes its logarithm into other rows, or past the
+  end of them (`row_offset_lseaccum` of the early exit). `_without_empty` keeps such sequences away from the kernel.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import varlen as torch_varlen
+
+from kernels.provider import CacheScales, KernelError, Masking, Problem, VarlenBatch, check_attend, problem_of
+from kernels.reference import GatherProvider
+
+MAX_SPLITS = 128
+BLOCK_MULTIPLE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class FlashArguments:
+    """A batch as FA2's kernels for ragged batches take it.
+
+    Attributes:
+        key, value: `[num_blocks, block_tokens, num_kv_heads, dim]` with a block table, else all tokens of the cache,
+            `[num_tokens, num_kv_heads, dim]`; views either way.
+        starts: `[num_seqs + 1]` int32, each sequence's first token; not read with a block table.
+        lengths: `[num_seqs]` int32, tokens from there.
+        max_seqlen_q: 1 only where every sequence has exactly one query.
+        window: to the left and to the right, -1 for no end.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    block_table: torch.Tensor | None
+    max_seqlen_q: int
+    window: tuple[int, int]
+
+
+class FlashProvider(GatherProvider, ABC):
+    """Checks, edge cases and the translation of arguments; a subclass calls its library. Waits for nothing."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+
+    def unsupported(self, problem: Problem) -> str | None:
+        reason = half_precision_only(problem, self._device_type)
+        if reason is not None:
+            return reason
+        if problem.key_dim > 256 or problem.key_dim % 8:
+            return f"heads have {problem.key_dim} dimensions; multiples of 8 up to 256 are possible"
+        if not problem.paged:
+            return None
+        if problem.block_tokens % BLOCK_MULTIPLE:
+            return f"blocks have {problem.block_tokens} tokens; FA2 takes multiples of {BLOCK_MULTIPLE}"
+        if "window" in problem.extras:
+            return "with a block table FA2 reads tokens before a window; use the region view"
+        if "leftpad" in problem.extras:
+            return "cache_leftpad and a block table exclude each other; use the region view"
+        return None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        batch: VarlenBatch,
+        masking: Masking,
+        *,
+        scales: CacheScales | None = None,
+        lse: torch.Tensor | None = None,
+        num_splits: int = 0,
+    ) -> torch.Tensor:
+        check_attend(query, key_cache, value_cache, batch, masking, lse)
+        check_supported(self, query, key_cache, value_cache, batch, masking, lse)
+        num_tokens, num_seqs = len(query), batch.cache_seqlens.numel()
+        if not num_tokens or batch.max_seqlen_k <= 0:
+            return nothing_visible(query, lse)
+        single = batch.max_seqlen_q <= 1 and num_tokens == num_seqs
+        hidden = None
+        if batch.block_table.shape[1] > 1 and (not single or lse is not None):
+            batch, hidden = _without_empty(batch, num_tokens)
+        out, found = self._run(
+            query if query.stride(2) == 1 else query.contiguous(),
+            key_cache,
+            value_cache,
+            batch,
+            masking,
+            single=single,
+            num_splits=min(num_splits, MAX_SPLITS),
+            with_lse=lse is not None,
+        )
+        if hidden is not None:
+            out.masked_fill_(hidden[:, None, None], 0.0)
+        if lse is not None and found is not None:
+            lse.copy_(found.T)
+            lse.masked_fill_(lse == torch.inf, -torch.inf)  # FA2's way to say that nothing is visible
+            if hidden is not None:
+                lse.masked_fill_(hidden[:, None], -torch.inf)
+        return out
+
+    @abstractmethod
+    def _run(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        batch: VarlenBatch,
+        masking: Masking,
+        *,
+        single: bool,
+        num_splits: int,
+        with_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The output, and the logarithms `[num_q_heads, num_tokens]`; `single`: one query of every sequence."""
+
+
+class TorchFlashProvider(FlashProvider):
+    """`torch.nn.attention.varlen.varlen_attn`, complete since torch 2.12.
+
+    A batch with leftpads or windows is read in place in the region view only. Softcap, ALiBi and sinks are not among
+    its arguments. FA2 is what torch calls unless `activate_flash_attention_impl` chose another.
+
+    Args:
+        varlen: stands in for `varlen_attn`.
+        device_type: where tensors must be.
+
+    Raises:
+        KernelError: there is no CUDA device, or this torch's `varlen_attn` cannot read a cache.
+    """
+
+    name = "torch-flash"
+
+    def __init__(self, varlen: Callable[..., Any] | None = None, device_type: str = "cuda") -> None:
+        super().__init__(device_type)
+        if varlen is None:
+            require_cuda(self.name)
+            varlen = torch_varlen.varlen_attn
+        self._varlen = varlen
+        self._parameters = frozenset(inspect.signature(varlen).parameters)
+        missing = {"scale", "window_size", "seqused_k"} - self._parameters
+        if missing:
+            raise KernelError(
+                f"{self.name}: torch {torch.__version__}'s varlen_attn has no {', '.join(sorted(missing))}; "
+                "install torch 2.12 or later"
+            )
+
+    def unsupported(self, problem: Problem) -> str | None:
+        reason = super().unsupported(problem)
+        if reason is not None:
+            return reason
+        for extra in ("softcap", "alibi"):
+            if extra in problem.extras:
+                return f"varlen_attn has no {extra}"
+        if problem.paged and not {"block_table", "num_splits"} <= self._parameters:
+            return f"torch {torch.__version__}'s varlen_attn has no block_table and num_splits"
+        if problem.num_q_heads != problem.num_kv_heads and "enable_gqa" not in self._parameters:
+            return f"torch {torch.__version__}'s varlen_attn has no enable_gqa"
+        return None
+
+    def _run(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        batch: VarlenBatch,
+        masking: Masking,
+        *,
+        single: bool,
+        num_splits: int,
+        with_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        arguments = flash_arguments(key_cache, value_cache, batch, masking, single)
+        optional: dict[str, Any] = {}
+        grouped = query.shape[1] != key_cache.shape[2]
+        if grouped:
+            optional["enable_gqa"] = True
+        if arguments.block_table is not None:
+            optional["block_table"] = arguments.block_table
+            optional["num_splits"] = 1
+        if grouped and single and "num_splits" in self._parameters:
+            optional["num_splits"] = num_splits or None
+        found: Any = self._varlen(
+            query,
+            arguments.key,
+            arguments.value,
+            batch.cu_seqlens_q,
+            arguments.starts,
+            arguments.max_seqlen_q,
+            batch.max_seqlen_k,
+            return_aux=torch_varlen.AuxRequest(lse=True) if with_lse else None,
+            scale=masking.scale,
+            window_size=arguments.window,
+            seqused_k=arguments.lengths,
+            **optional,
+        )
+        return (found[0], found[1]) if with_lse else (found, None)
+
+
+def require_cuda(name: str) -> None:
+    """Raise `KernelError` unless torch sees a CUDA device."""
+    if not torch.cuda.is_available():
+        raise KernelError(f"attention {name} needs a CUDA device, and torch {torch.__version__} sees none")
+
+
+def half_precision_only(problem: Problem, device_type: str) -> str | None:
+    """Why none of the libraries here can do this; `None` if one may."""
+    if problem.device_type != device_type:
+        return f"runs on {device_type}, not on {problem.device_type}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"computes in float16 and bfloat16, not in {problem.dtype}"
+    if problem.cache_dtype != problem.dtype:
+        return f"does not read a cache of {problem.cache_dtype}"
+    if problem.key_dim != problem.value_dim:
+        return f"keys have {problem.key_dim} dimensions and values {problem.value_dim}; they must be alike"
+    if "sinks" in problem.extras:
+        return "has no sinks"
+    return None
+
+
+def check_supported(
+    provider: GatherProvider,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    batch: VarlenBatch,
+    masking: Masking,
+    lse: torch.Tensor | None,
+) -> None:
+    """Raise `KernelError` if the provider says why it cannot do this, or the caches' strides break 16-byte loads."""
+    problem = problem_of(query, key_cache, value_cache, batch, masking)
+    if lse is not None:
+        problem = replace(problem, extras=problem.extras | {"lse"})
+    reason = provider.unsupported(problem)
+    if reason is not None:
+        raise KernelError(f"attention {provider.name}: {reason}")
+    for cache in (key_cache, value_cache):
+        if any(stride % 8 for stride, size in zip(cache.stride()[:3], cache.shape[:3], strict=True) if size > 1):
+            raise KernelError(
+                f"attention {provider.name}: strides {cache.stride()} of a cache; all but the last must be multiples "
+                "of 8 elements"
+            )
+
+
+def nothing_visible(query: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
+    """The result where no sequence has a cached token."""
+    if lse is not None:
+        lse.fill_(-torch.inf)
+    return torch.zeros_like(query)
+
+
+def flash_arguments(
+    key_cache: torch.Tensor, value_cache: torch.Tensor, batch: VarlenBatch, masking: Masking, single: bool
+) -> FlashArguments:
+    # What a window hides of the past is left out of the span; a last token's own window has no other end.
+    one_query = batch.max_seqlen_q <= 1
+    window = (-1, -1) if one_query else (max(masking.window_left, -1), max(masking.window_right, -1))
+    max_seqlen_q = 1 if single else max(batch.max_seqlen_q, 2)
+    if batch.block_table.shape[1] > 1:
+        return FlashArguments(
+            key_cache,
+            value_cache,
+            batch.cu_seqlens_q,
+            batch.cache_seqlens,
+            batch.block_table,
+            max_seqlen_q,
+            window,
+        )
+    (key, region_stride), (value, value_region_stride) = flat_tokens(key_cache), flat_tokens(value_cache)
+    if region_stride != value_region_stride:
+        raise KernelError(f"regions of keys are {region_stride} tokens apart, those of values {value_region_stride}")
+    starts, lengths = batch.block_table[:, 0] * region_stride, batch.cache_seqlens
+    begin = span_begin(batch, masking)
+    if begin is not None:
+        starts, lengths = starts + begin, lengths - begin
+    return FlashArguments(key, value, functional.pad(starts, (0, 1)), lengths, None, max_seqlen_q, window)
+
+
+def span_begin(batch: VarlenBatch, masking: Masking) -> torch.Tensor | None:
+    """`[num_seqs]` int32, each sequence's first cached token that a query sees, at most its length; `None`: the first
+    of all."""
+    begin = batch.cache_leftpad
+    if masking.window_left >= 0:
+        num_queries = batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1]
+        oldest = (batch.cache_seqlens - num_queries - masking.window_left).clamp_(min=0)
+        begin = oldest if begin is None else torch.maximum(begin, oldest)
+    return None if begin is None else torch.minimum(begin, batch.cache_seqlens)
+
+
+def flat_tokens(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """All tokens of a cache `[num_blocks, block_tokens, num_kv_heads, dim]` as a view `[num_tokens, num_kv_heads,
+    dim]`, and how many tokens lie from one block's first to the next's.
+
+    Raises:
+        KernelError: that is no whole number, or an int32 cannot count the tokens.
+    """
+    num_blocks, block_tokens, num_kv_heads, dim = cache.shape
+    block_stride, token_stride, head_stride, _ = cache.stride()
+    if num_blocks == 1:
+        block_stride = block_tokens * token_stride
+    elif block_tokens == 1:
+        token_stride = block_stride
+    apart, rest = divmod(block_stride, token_stride)
+    num_tokens = (num_blocks - 1) * apart + block_tokens
+    if rest or num_tokens >= 2**31:
+        raise KernelError(
+            f"blocks {block_stride} elements apart cannot be read as tokens {token_stride} elements apart "
+            f"({num_blocks} blocks)"
+        )
+    return cache.as_strided((num_tokens, num_kv_heads, dim), (token_stride, head_stride, 1)), apart
+
+
+def _without_empty(batch: VarlenBatch, num_tokens: int) -> tuple[VarlenBatch, torch.Tensor]:
+    """The batch with the first token of its longest sequence lent to every sequence that has nothing cached, and
+    `[num_tokens]` bool, whose results are to be thrown away."""
+    empty = batch.cache_seqlens <= 0
+    longest = batch.cache_seqlens.argmax()
+    lent = replace(
+        batch,
+        cache_seqlens=torch.where(empty, batch.cache_seqlens.max().clamp(0, 1), batch.cache_seqlens),
+        block_table=torch.where(empty[:, None], batch.block_table[longest], batch.block_table),
+    )
+    num_queries = batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1]
+    return lent, torch.repeat_interleave(empty, num_queries, output_size=num_tokens)

@@ -1,0 +1,880 @@
+"""The providers that call other people's kernels: against stand-ins for these on the CPU, and for real on CUDA.
+
+A stand-in has the signature that the library's source gives, refuses what the library refuses, and reads from its
+arguments what the kernels would read: where they read whole tiles, so does it, and NaN in there comes through.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import KernelError, Masking, VarlenBatch
+from kernels.flash_attn_provider import FlashAttnProvider
+from kernels.flashinfer_provider import FlashInferProvider
+from kernels.provider import AttentionProvider, problem_of
+from kernels.reference import GatherProvider, ReferenceProvider
+from kernels.torch_flash import TorchFlashProvider
+
+# Largest difference allowed against float64, for values of order 1.
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
+LSE_TOLERANCE = 1e-4
+LSE_TOLERANCE_CUDA = 2e-2
+TILE = 64
+Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor, VarlenBatch]
+Lengths = list[tuple[int, int]]
+
+DECODE: Lengths = [(1, 1), (1, 17), (1, 64), (1, 300), (1, 256), (1, 513)]
+PREFILL: Lengths = [(5, 5), (70, 200), (33, 33), (130, 130), (20, 300)]
+MIXED: Lengths = [(1, 1), (5, 5), (3, 64), (1, 300), (70, 200), (1, 700), (2, 257)]
+NO_QUERIES: Lengths = [(1, 5), (0, 9), (1, 300), (0, 0), (1, 7)]
+NOTHING_CACHED: Lengths = [(1, 0), (1, 40), (1, 0), (1, 270)]
+PADDED_PREFILL: Lengths = [(4, 0), (1, 40), (0, 0), (50, 270), (1, 0)]
+RAGGED = {
+    "decode": DECODE,
+    "prefill": PREFILL,
+    "mixed": MIXED,
+    "no queries": NO_QUERIES,
+    "nothing cached": NOTHING_CACHED,
+    "padded prefill": PADDED_PREFILL,
+}
+
+
+def make_case(
+    lengths: Lengths,
+    view: str,
+    *,
+    heads: tuple[int, int] = (8, 2),
+    dim: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    block_tokens: int = 256,
+    leftpad: list[int] | None = None,
+    window_left: int = -1,
+    device: str = "cpu",
+) -> Case:
+    """Random (queries, keys, values, batch); `lengths` are (queries, cached) of each sequence. The caches are one layer
+    of an interleaved cache, and all that no query sees is NaN."""
+    generator = torch.Generator().manual_seed(7)
+    query = torch.randn(sum(q for q, _ in lengths), heads[0], dim, generator=generator).to(dtype)
+    longest = max(cached for _, cached in lengths)
+    if view == "region":
+        block_tokens = longest + 24
+    per_sequence = 1 if view == "region" else max(2, -(-longest // block_tokens))
+    num_blocks = len(lengths) * per_sequence + 2
+    table = torch.randperm(num_blocks, generator=generator)[: len(lengths) * per_sequence].view(-1, per_sequence)
+    caches = torch.full((num_blocks, block_tokens, 3, 2, heads[1], dim), torch.nan, dtype=dtype)
+    for sequence, (queries, cached) in enumerate(lengths):
+        begin = 0 if leftpad is None else leftpad[sequence]
+        if window_left >= 0:
+            begin = max(begin, cached - queries - window_left)
+        for position in range(begin, cached if queries else 0):
+            rows = torch.randn(2, heads[1], dim, generator=generator).to(dtype)
+            caches[table[sequence, position // block_tokens], position % block_tokens, 1] = rows
+    for sequence, (_, cached) in enumerate(lengths):  # what is past the last block is not an index
+        table[sequence, -(-cached // block_tokens) :] = -(10**6)
+    caches = caches.to(device)
+    starts = list(itertools.accumulate((q for q, _ in lengths), initial=0))
+    batch = VarlenBatch(
+        torch.tensor(starts, dtype=torch.int32),
+        torch.tensor([cached for _, cached in lengths], dtype=torch.int32),
+        table.int().contiguous(),
+        max(q for q, _ in lengths),
+        longest,
+        None if leftpad is None else torch.tensor(leftpad, dtype=torch.int32),
+    )
+    return query.to(device), caches[:, :, 1, 0], caches[:, :, 1, 1], _to(batch, device)
+
+
+def _to(batch: VarlenBatch, device: str) -> VarlenBatch:
+    return VarlenBatch(
+        batch.cu_seqlens_q.to(device),
+        batch.cache_seqlens.to(device),
+        batch.block_table.to(device),
+        batch.max_seqlen_q,
+        batch.max_seqlen_k,
+        None if batch.cache_leftpad is None else batch.cache_leftpad.to(device),
+    )
+
+
+def check(provider: AttentionProvider, case: Case, masking: Masking, *, with_lse: bool = True, splits: int = 0) -> None:
+    query, key, value, batch = case
+    host = _to(batch, "cpu")
+    slopes = masking.alibi_slopes
+    expected_lse = torch.full(query.shape[:2], torch.nan)
+    expected = ReferenceProvider().attend(
+        query.cpu().double(),
+        key.cpu().double(),
+        value.cpu().double(),
+        host,
+        Masking(
+            masking.scale,
+            masking.window_left,
+            masking.window_right,
+            masking.softcap,
+            None if slopes is None else slopes.cpu(),
+        ),
+        lse=expected_lse,
+    )
+    lse = torch.full(query.shape[:2], torch.nan, device=query.device) if with_lse else None
+    actual = provider.attend(query, key, value, batch, masking, lse=lse, num_splits=splits)
+    assert actual.dtype == query.dtype
+    difference = (actual.cpu().double() - expected).abs().max().item()
+    assert difference <= TOLERANCE[query.dtype], f"maximum difference {difference:.2e}"  # NaN fails too
+    if lse is not None:
+        found = lse.cpu()
+        assert torch.equal(found == -torch.inf, expected_lse == -torch.inf)
+        off = (found - expected_lse).masked_fill(expected_lse == -torch.inf, 0.0).abs().max().item()
+        limit = LSE_TOLERANCE if lse.device.type == "cpu" else LSE_TOLERANCE_CUDA
+        assert off <= limit, f"maximum difference of the logarithms {off:.2e}"
+
+
+# --- FA2 -------------------------------------------------------------------------------------------------------------
+
+
+def fa2_sequence(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: tuple[int, int],
+    softcap: float = 0.0,
+    slopes: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence as FA2 does it: aligned to the bottom right, tiles from the one where the first row's window begins,
+    +inf as the logarithm of nothing. Returns `[queries, heads, dim]` and `[heads, queries]`."""
+    num_queries, num_keys = len(query), len(key)
+    left, right = window
+    first_tile = 0 if left < 0 else max(0, num_keys - num_queries - left) // TILE * TILE
+    group_size = query.shape[1] // key.shape[1]
+    keys = key[first_tile:].double().repeat_interleave(group_size, 1)
+    values = value[first_tile:].double().repeat_interleave(group_size, 1)
+    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = torch.arange(num_queries)[:, None] + num_keys - num_queries - torch.arange(first_tile, num_keys)
+    if slopes is not None:
+        if left < 0 and right == 0:  # mask.h, Is_causal
+            scores = scores + slopes[:, None, None] * torch.arange(first_tile, num_keys)
+        else:
+            scores = scores - slopes[:, None, None] * distance.abs()
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if left >= 0:
+        hidden |= distance > left
+    if right >= 0:
+        hidden |= distance < -right
+    scores = scores.masked_fill(hidden, -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None]).exp().masked_fill(hidden, 0.0)
+    if not num_keys:
+        weights = weights.new_zeros(scores.shape)
+    out = torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)  # weight 0 times NaN is NaN, as in a tile
+    return out, lse.masked_fill(lse == -torch.inf, torch.inf).float()
+
+
+def fa2_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: tuple[int, int],
+    seqused_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    num_splits: int,
+    splits_kept: bool,
+    softcap: float = 0.0,
+    slopes: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`mha_varlen_fwd` of csrc/flash_attn/flash_api.cpp; `splits_kept`: torch's copy splits all that is paged."""
+    num_seqs, heads, dim = len(cu_q) - 1, q.shape[1], q.shape[2]
+    assert q.dtype == k.dtype == v.dtype
+    assert q.dtype in (torch.float16, torch.bfloat16)
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    assert dim % 8 == 0
+    assert dim <= 256
+    assert num_seqs > 0
+    for tensor in (cu_q, cu_k, seqused_k):
+        assert tensor is None or (tensor.dtype == torch.int32 and tensor.is_contiguous())
+    assert cu_k.shape == cu_q.shape
+    assert seqused_k is None or seqused_k.shape == (num_seqs,)
+    if block_table is None:
+        assert k.ndim == 3
+    else:
+        assert k.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256"
+        assert block_table.dtype == torch.int32
+        assert block_table.shape[0] == num_seqs
+    swapped = max_q == 1 and heads > k.shape[-2] and window == (-1, -1) and slopes is None
+    if swapped:
+        assert len(q) == num_seqs, "q.reshape({batch_size, ...})"
+    elif block_table is not None and splits_kept:
+        assert num_splits == 1, "the combine kernel knows no ragged rows"
+    out, lse = torch.full_like(q, torch.nan), torch.full((heads, len(q)), torch.nan)
+    starts, begins = cu_q.tolist(), cu_k.tolist()
+    for i in range(num_seqs):
+        used = begins[i + 1] - begins[i] if seqused_k is None else int(seqused_k[i])
+        rows = slice(starts[i], starts[i + 1])
+        assert rows.stop - rows.start <= max_q
+        assert used <= max_k
+        if rows.stop == rows.start:
+            continue
+        if block_table is None:
+            key, value = (x[begins[i] : begins[i] + used] for x in (k, v))
+            assert len(key) == used, "past the end of the cache"
+        else:
+            # The early exit writes an infinity to where it should not.
+            assert used > 0 or swapped or max_q == 1
+            key, value = (fa2_gather(x, block_table[i], used) for x in (k, v))
+        slope = slopes if slopes is None or slopes.ndim == 1 else slopes[i]
+        out[rows], lse[:, rows] = fa2_sequence(q[rows], key, value, scale, window, softcap, slope)
+    return out, lse
+
+
+def fa2_gather(cache: torch.Tensor, table: torch.Tensor, used: int) -> torch.Tensor:
+    blocks = table[: -(-used // cache.shape[1])].tolist()
+    assert all(0 <= block < len(cache) for block in blocks), "an index of no block was read"
+    return cache[blocks].flatten(0, 1)[:used]
+
+
+def varlen_attn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """torch 2.13's torch/nn/attention/varlen.py."""
+    assert enable_gqa or query.shape[1] == key.shape[-2]
+    assert cu_seq_k is not None
+    assert scale is not None
+    found = fa2_varlen(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        scale,
+        window_size,
+        seqused_k,
+        block_table,
+        num_splits or 0,
+        splits_kept=True,
+    )
+    return found if return_aux is not None and return_aux.lse else found[0]
+
+
+def flash_attn_varlen_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    zero_tensors: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """flash_attn 2.8.3's flash_attn_interface.py."""
+    assert dropout_p == 0.0
+    assert not return_softmax
+    assert not zero_tensors
+    assert leftpad_k is None
+    window = (window_size_left, 0 if causal else window_size_right)
+    out, lse = fa2_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        window,
+        seqused_k,
+        block_table,
+        0,
+        splits_kept=False,
+        softcap=softcap,
+        slopes=alibi_slopes,
+    )
+    return out, lse, torch.empty(0), torch.empty(2)
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """flash_attn 2.8.3's flash_attn_interface.py and `mha_fwd_kvcache`."""
+    assert k is v is rotary_cos is rotary_sin is None
+    assert q.ndim == k_cache.ndim == 4
+    assert q.dtype == k_cache.dtype == v_cache.dtype
+    assert q.dtype in (torch.float16, torch.bfloat16)
+    assert k_cache.stride(-1) == v_cache.stride(-1) == 1
+    assert cache_seqlens is not None
+    assert softmax_scale is not None
+    assert num_splits <= 128
+    for tensor in (cache_seqlens, cache_batch_idx, cache_leftpad):
+        assert tensor is None or (tensor.dtype == torch.int32 and tensor.is_contiguous() and len(tensor) == len(q))
+    if block_table is not None:
+        assert cache_batch_idx is None
+        assert cache_leftpad is None
+        assert k_cache.shape[1] % 256 == 0
+        assert block_table.dtype == torch.int32
+    out, lse = torch.empty_like(q), torch.empty(len(q), q.shape[2], q.shape[1])
+    for i, used in enumerate(cache_seqlens.tolist()):
+        if block_table is not None:
+            key, value = (fa2_gather(x, block_table[i], used) for x in (k_cache, v_cache))
+        else:
+            begin = 0 if cache_leftpad is None else int(cache_leftpad[i])
+            slot = i if cache_batch_idx is None else int(cache_batch_idx[i])
+            slot = slot if begin < used else 0  # the early exit comes before
+            assert used <= k_cache.shape[1]
+            key, value = (x[slot, begin:used] for x in (k_cache, v_cache))
+        slope = alibi_slopes if alibi_slopes is None or alibi_slopes.ndim == 1 else alibi_slopes[i]
+        window = (window_size[0], 0 if causal else window_size[1])
+        out[i], lse[i] = fa2_sequence(q[i], key, value, softmax_scale, window, softcap, slope)
+    return (out, lse) if return_softmax_lse else out
+
+
+# --- flashinfer ------------------------------------------------------------------------------------------------------
+
+
+class Wrapper:
+    """What flashinfer 0.7.2's two wrappers have in common."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    window_left: int
+    logits_soft_cap: float
+    sm_scale: float
+    q_data_type: torch.dtype
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str, backend: str) -> None:
+        assert kv_layout == "NHD"
+        assert backend == "fa2"
+        assert not float_workspace_buffer.any(), "must be initialized to 0 for its first use"
+        self.plans = 0
+
+    def remember(
+        self, qo_indptr: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor
+    ) -> None:
+        for tensor in (qo_indptr, indptr, indices, last):
+            assert tensor.dtype == torch.int32
+        assert qo_indptr.shape == indptr.shape
+        assert len(last) == len(indptr) - 1
+        assert len(indices) == int(indptr[-1])
+        self.qo_indptr, self.indptr, self.indices, self.last = qo_indptr, indptr, indices, last
+        self.plans += 1
+
+    def attend(
+        self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor], return_lse: bool, causal: bool
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        key_cache, value_cache = paged_kv_cache
+        assert key_cache.stride() == value_cache.stride(), "K/V strides differ"
+        assert key_cache.stride(3) == 1
+        assert key_cache.stride(0) < 2**32
+        assert key_cache.shape[1:] == (self.page_size, self.num_kv_heads, self.head_dim)
+        assert q.shape[1:] == (self.num_qo_heads, self.head_dim)
+        assert q.dtype == key_cache.dtype == self.q_data_type
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
+        starts, bounds = self.qo_indptr.tolist(), self.indptr.tolist()
+        for i, last in enumerate(self.last.tolist()):
+            pages = self.indices[bounds[i] : bounds[i + 1]].tolist()
+            assert all(0 <= page < len(key_cache) for page in pages), "an index of no page was read"
+            used = max(len(pages) - 1, 0) * self.page_size + last
+            assert last <= self.page_size
+            assert (used > 0) == bool(pages)
+            key, value = (cache[pages].flatten(0, 1)[:used] for cache in paged_kv_cache)
+            rows = slice(starts[i], starts[i + 1])
+            window = (self.window_left, 0 if causal else -1)
+            out[rows], found = fa2_sequence(q[rows], key, value, self.sm_scale, window, self.logits_soft_cap)
+            found = found.masked_fill(found == torch.inf, -5e4 * math.log(2))  # older versions' infinity
+            lse[rows] = found.T / math.log(2)
+        return (out, lse) if return_lse else out
+
+
+class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor | None = None,
+        paged_kv_indices_buffer: torch.Tensor | None = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, backend)
+        self.use_tensor_cores = use_tensor_cores
+
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        data_type: Any = None,
+        sm_scale: float | None = None,
+        disable_split_kv: bool = False,
+    ) -> None:
+        assert self.use_tensor_cores or not disable_split_kv
+        assert self.use_tensor_cores or num_qo_heads // num_kv_heads in (1, 2, 3, 4, 8), "Unsupported group_size"
+        self.num_qo_heads, self.num_kv_heads, self.head_dim, self.page_size = (
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+        )
+        self.window_left, self.logits_soft_cap = window_left, logits_soft_cap or 0.0
+        self.sm_scale, self.q_data_type = sm_scale or head_dim**-0.5, q_data_type
+        self.remember(torch.arange(len(indptr), dtype=torch.int32), indptr, indices, last_page_len)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
+        *,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        assert len(q) == len(self.last)
+        return self.attend(q, paged_kv_cache, return_lse, causal=False)
+
+
+class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indices_buf: torch.Tensor | None = None,
+        paged_kv_last_page_len_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, backend)
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        disable_split_kv: bool = False,
+    ) -> None:
+        self.num_qo_heads, self.num_kv_heads, self.head_dim, self.page_size = (
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            page_size,
+        )
+        self.window_left, self.logits_soft_cap = window_left, logits_soft_cap or 0.0
+        self.sm_scale, self.q_data_type, self.causal = sm_scale or head_dim_qk**-0.5, q_data_type, causal
+        self.remember(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
+        *,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        window_left: int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        assert len(q) == int(self.qo_indptr[-1])
+        return self.attend(q, paged_kv_cache, return_lse, self.causal)
+
+
+class CountingFlashInfer:
+    """The module flashinfer, and the wrappers it made."""
+
+    def __init__(self) -> None:
+        self.made: list[Wrapper] = []
+
+    def _make(self, kind: Callable[..., Wrapper], *args: Any, **kwargs: Any) -> Wrapper:
+        self.made.append(kind(*args, **kwargs))
+        return self.made[-1]
+
+    def BatchDecodeWithPagedKVCacheWrapper(self, *args: Any, **kwargs: Any) -> Wrapper:  # noqa: N802
+        return self._make(BatchDecodeWithPagedKVCacheWrapper, *args, **kwargs)
+
+    def BatchPrefillWithPagedKVCacheWrapper(self, *args: Any, **kwargs: Any) -> Wrapper:  # noqa: N802
+        return self._make(BatchPrefillWithPagedKVCacheWrapper, *args, **kwargs)
+
+
+def torch_flash() -> GatherProvider:
+    return TorchFlashProvider(varlen_attn, device_type="cpu")
+
+
+def flash_attn() -> GatherProvider:
+    return FlashAttnProvider(flash_attn_with_kvcache, flash_attn_varlen_forward, device_type="cpu")
+
+
+def flashinfer(module: Any = None) -> GatherProvider:
+    return FlashInferProvider(module or CountingFlashInfer(), device_type="cpu", workspace_bytes=64)
+
+
+PROVIDERS = {"torch-flash": torch_flash, "flash-attn": flash_attn, "flashinfer": flashinfer}
+everywhere = pytest.mark.parametrize("make", PROVIDERS.values(), ids=PROVIDERS.keys())
+both_views = pytest.mark.parametrize("view", ["region", "block_table"])
+
+
+@everywhere
+@both_views
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED.keys())
+def test_ragged_batch_equals_reference(
+    make: Callable[[], GatherProvider], view: str, with_lse: bool, lengths: Lengths
+) -> None:
+    check(make(), make_case(lengths, view), Masking(0.125), with_lse=with_lse)
+
+
+@everywhere
+@both_views
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (7, 1)])
+@pytest.mark.parametrize("lengths", [DECODE, MIXED, NO_QUERIES], ids=["decode", "mixed", "no queries"])
+def test_heads(make: Callable[[], GatherProvider], view: str, heads: tuple[int, int], lengths: Lengths) -> None:
+    check(make(), make_case(lengths, view, heads=heads, dim=128, dtype=torch.float16), Masking(0.1))
+    check(make(), make_case(lengths, view, heads=heads), Masking(0.1), splits=1)
+
+
+@everywhere
+@pytest.mark.parametrize("window_left", [0, 31, 100, 10_000])
+@pytest.mark.parametrize("lengths", [DECODE, PREFILL, MIXED, NO_QUERIES], ids=["decode", "prefill", "mixed", "none"])
+def test_window_over_a_hole(make: Callable[[], GatherProvider], window_left: int, lengths: Lengths) -> None:
+    """Tiles would reach into the hole before the window; the region is read from its end."""
+    case = make_case(lengths, "region", window_left=window_left)
+    check(make(), case, Masking(0.125, window_left=window_left))
+    padded = [min(5, cached) for _, cached in lengths]
+    check(
+        make(),
+        make_case(lengths, "region", window_left=window_left, leftpad=padded),
+        Masking(0.125, window_left=window_left),
+    )
+
+
+@everywhere
+@pytest.mark.parametrize("lengths", [DECODE, PREFILL, MIXED], ids=["decode", "prefill", "mixed"])
+def test_leftpad(make: Callable[[], GatherProvider], lengths: Lengths) -> None:
+    padded = [min(3 * i, cached) for i, (_, cached) in enumerate(lengths)]
+    check(make(), make_case(lengths, "region", leftpad=padded), Masking(0.125))
+
+
+@pytest.mark.parametrize("block_tokens", [1, 16, 24, 256])
+@pytest.mark.parametrize("lengths", [DECODE, MIXED, NO_QUERIES, NOTHING_CACHED])
+def test_flashinfer_blocks_windows_and_leftpads(block_tokens: int, lengths: Lengths) -> None:
+    provider = flashinfer()
+    check(provider, make_case(lengths, "block_table", block_tokens=block_tokens), Masking(0.125))
+    padded = [min(7, cached) for _, cached in lengths]
+    case = make_case(lengths, "block_table", block_tokens=block_tokens, window_left=20, leftpad=padded)
+    check(provider, case, Masking(0.125, window_left=20))
+
+
+@both_views
+@pytest.mark.parametrize("make", [torch_flash, flash_attn])
+@pytest.mark.parametrize("window_right", [-1, 4])
+def test_not_causal(make: Callable[[], GatherProvider], view: str, window_right: int) -> None:
+    for lengths in (DECODE, MIXED, NO_QUERIES):
+        check(make(), make_case(lengths, view), Masking(0.125, window_right=window_right))
+    if view == "region":
+        case = make_case(MIXED, view, window_left=9)
+        check(make(), case, Masking(0.125, window_left=9, window_right=window_right))
+
+
+@both_views
+@pytest.mark.parametrize("make", [flash_attn, flashinfer])
+def test_softcap(make: Callable[[], GatherProvider], view: str) -> None:
+    for lengths in (DECODE, MIXED):
+        check(make(), make_case(lengths, view), Masking(0.3, softcap=2.0))
+
+
+@both_views
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_alibi(view: str, per_sequence: bool) -> None:
+    for lengths in (DECODE, MIXED, NO_QUERIES):
+        slopes = torch.linspace(0.01, 0.5, 8)
+        if per_sequence:
+            slopes = torch.outer(torch.linspace(1, 2, len(lengths)), slopes)
+        decode = all(queries <= 1 for queries, _ in lengths)
+        check(flash_attn(), make_case(lengths, view), Masking(0.1, alibi_slopes=slopes), with_lse=decode)
+
+
+@everywhere
+def test_regions_within_a_larger_cache(make: Callable[[], GatherProvider]) -> None:
+    """Regions of all layers side by side: from one of a layer to its next are more tokens than a region has."""
+    query, key, value, batch = make_case(MIXED, "region")
+    num_regions, region_tokens, num_kv_heads, dim = key.shape
+    cache = torch.full((num_regions, 3, 2, region_tokens, num_kv_heads, dim), torch.nan, dtype=key.dtype)
+    cache[:, 1, 0], cache[:, 1, 1] = key, value
+    check(make(), (query, cache[:, 1, 0], cache[:, 1, 1], batch), Masking(0.125))
+
+
+@everywhere
+def test_unequally_spaced_regions_are_refused(make: Callable[[], GatherProvider]) -> None:
+    query, key, _, batch = make_case(MIXED, "region")
+    storage = torch.zeros(len(key) * (key.stride(0) + 8), dtype=key.dtype)
+    odd = storage.as_strided(key.shape, (key.stride(0) + 8, *key.stride()[1:]))
+    with pytest.raises(KernelError, match="elements apart"):
+        make().attend(query, odd, odd, batch, Masking(0.125))
+    crooked = storage.as_strided(key.shape, (key.stride(0) + 4, *key.stride()[1:]))
+    with pytest.raises(KernelError, match="multiples"):
+        make().attend(query, crooked, crooked, batch, Masking(0.125))
+    if make is torch_flash:
+        with pytest.raises(KernelError, match="elements apart"):
+            make().attend(query, key, odd, batch, Masking(0.125))
+
+
+@everywhere
+def test_no_queries_at_all(make: Callable[[], GatherProvider]) -> None:
+    query, key, value, batch = make_case([(0, 5), (0, 0)], "region")
+    assert make().attend(query, key, value, batch, Masking(1.0)).shape == (0, 8, 64)
+    query, key, value, batch = make_case([(1, 0), (1, 0)], "block_table")
+    lse = torch.zeros(2, 8)
+    assert not make().attend(query, key, value, batch, Masking(1.0), lse=lse).any()
+    assert torch.equal(lse, torch.full((2, 8), -torch.inf))
+
+
+@everywhere
+def test_what_is_beyond_a_library_has_a_reason(make: Callable[[], GatherProvider]) -> None:
+    provider = make()
+    query, key, value, batch = make_case(MIXED, "block_table")
+    slopes = torch.ones(8)
+    cases: list[tuple[Case, Masking, set[str]]] = [
+        ((query.float(), key.float(), value.float(), batch), Masking(1.0), set(PROVIDERS)),
+        ((query, key.to(torch.float8_e4m3fn), value.to(torch.float8_e4m3fn), batch), Masking(1.0), set(PROVIDERS)),
+        ((query, key, value[..., :32], batch), Masking(1.0), set(PROVIDERS)),
+        ((query[..., :60], key[..., :60], value[..., :60], batch), Masking(1.0), set(PROVIDERS)),
+        ((query, key, value, batch), Masking(1.0, sinks=torch.ones(8)), set(PROVIDERS)),
+        ((query, key, value, batch), Masking(1.0, alibi_slopes=slopes), {"torch-flash", "flashinfer"}),
+        ((query, key, value, batch), Masking(1.0, softcap=2.0), {"torch-flash"}),
+        ((query, key, value, batch), Masking(1.0, window_right=3), {"flashinfer"}),
+        ((query, key, value, batch), Masking(1.0, window_left=3), {"torch-flash", "flash-attn"}),
+        (make_case(MIXED, "block_table", leftpad=[0] * 7), Masking(1.0), {"torch-flash", "flash-attn"}),
+        (make_case(MIXED, "block_table", block_tokens=16), Masking(1.0), {"torch-flash", "flash-attn"}),
+    ]
+    for case, masking, refusing in cases:
+        reason = provider.unsupported(problem_of(*case, masking))
+        assert (reason is not None) == (provider.name in refusing), (provider.name, masking, reason)
+        if reason is not None:
+            with pytest.raises(KernelError, match=provider.name):
+                provider.attend(*case, masking)
+
+
+def test_alibi_with_the_logarithm_of_a_causal_mask_is_refused() -> None:
+    query, key, value, batch = make_case(MIXED, "region")
+    masking = Masking(1.0, alibi_slopes=torch.ones(8))
+    with pytest.raises(KernelError, match="shifted"):
+        flash_attn().attend(query, key, value, batch, masking, lse=torch.zeros(query.shape[:2]))
+
+
+def test_flashinfer_plans_once_for_the_layers_of_a_step() -> None:
+    module = CountingFlashInfer()
+    provider = flashinfer(module)
+    query, key, value, batch = make_case(MIXED, "region")
+    full, window = Masking(0.125), Masking(0.125, window_left=1000)
+    for masking in (full, window, full, window):
+        provider.attend(query, key, value, batch, masking)
+    assert [wrapper.plans for wrapper in module.made] == [1, 1]
+    query, key, value, batch = make_case(PREFILL, "region")
+    provider.attend(query, key[:, :640].contiguous(), value[:, :640].contiguous(), batch, full)
+    check(provider, make_case(DECODE, "region"), full)
+    again = make_case(DECODE, "region")
+    plans = [wrapper.plans for wrapper in module.made]
+    check(provider, again, full)
+    check(provider, again, full, with_lse=False)
+    assert sum(wrapper.plans for wrapper in module.made) == sum(plans) + 1
+
+
+@everywhere
+def test_write(make: Callable[[], GatherProvider]) -> None:
+    cache = torch.zeros(6, 16, 5, 2, 64, dtype=torch.float16)
+    key, value = torch.randn(2, 20, 2, 64).half()
+    slots = torch.randperm(6 * 16)[:20]
+    make().write(key, value, cache[:, :, 2], cache[:, :, 3], slots)
+    assert torch.equal(cache[slots // 16, slots % 16, 2], key)
+    assert torch.equal(cache[slots // 16, slots % 16, 3], value)
+
+
+def test_an_older_torch_says_what_it_lacks() -> None:
+    def torch_2_10(  # docs.pytorch.org/docs/2.10/nn.attention.varlen.html
+        query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, is_causal: bool = False
+    ) -> Any: ...
+
+    def without_blocks(
+        query: Any,
+        key: Any,
+        value: Any,
+        cu_seq_q: Any,
+        cu_seq_k: Any,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: Any = None,
+        window_size: Any = (-1, -1),
+        seqused_k: Any = None,
+    ) -> Any: ...
+
+    with pytest.raises(KernelError, match="no scale, seqused_k, window_size"):
+        TorchFlashProvider(torch_2_10, device_type="cpu")
+    provider = TorchFlashProvider(without_blocks, device_type="cpu")
+    paged = problem_of(*make_case(MIXED, "block_table"), Masking(1.0))
+    assert "block_table" in (provider.unsupported(paged) or "")
+    grouped = problem_of(*make_case(MIXED, "region"), Masking(1.0))
+    assert "enable_gqa" in (provider.unsupported(grouped) or "")
+    assert provider.unsupported(problem_of(*make_case(MIXED, "region", heads=(2, 2)), Masking(1.0))) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("make", [TorchFlashProvider, FlashAttnProvider, FlashInferProvider])
+def test_without_cuda_a_provider_says_so(make: Callable[[], GatherProvider]) -> None:
+    with pytest.raises(KernelError, match="needs a CUDA device"):
+        make()
+
+
+@everywhere
+def test_tensors_elsewhere_are_refused(make: Callable[[], GatherProvider]) -> None:
+    problem = problem_of(*make_case(DECODE, "region"), Masking(1.0))
+    assert make().unsupported(replace(problem, device_type="cuda")) == "runs on cpu, not on cuda"
+
+
+def cuda_provider(name: str) -> GatherProvider:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if name == "torch-flash":
+        return TorchFlashProvider()
+    if name == "flash-attn":
+        pytest.importorskip("flash_attn")
+        return FlashAttnProvider()
+    pytest.importorskip("flashinfer")
+    return FlashInferProvider()
+
+
+@pytest.mark.gpu
+@both_views
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED.keys())
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_cuda_ragged_batch_equals_reference(name: str, dtype: torch.dtype, view: str, lengths: Lengths) -> None:
+    provider = cuda_provider(name)
+    for heads, dim in (((8, 2), 64), ((4, 4), 128), ((7, 1), 64)):
+        case = make_case(lengths, view, heads=heads, dim=dim, dtype=dtype, device="cuda")
+        check(provider, case, Masking(dim**-0.5))
+        check(provider, case, Masking(dim**-0.5), with_lse=False, splits=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED.keys())
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_cuda_window_over_a_hole(name: str, lengths: Lengths) -> None:
+    provider = cuda_provider(name)
+    for window_left in (0, 31, 100):
+        case = make_case(lengths, "region", window_left=window_left, dtype=torch.float16, device="cuda")
+        check(provider, case, Masking(0.125, window_left=window_left))
+    padded = [min(5, cached) for _, cached in lengths]
+    case = make_case(lengths, "region", leftpad=padded, dtype=torch.float16, device="cuda")
+    check(provider, case, Masking(0.125))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_tokens", [16, 24])
+def test_cuda_flashinfer_small_blocks(block_tokens: int) -> None:
+    provider = cuda_provider("flashinfer")
+    for lengths in RAGGED.values():
+        case = make_case(lengths, "block_table", block_tokens=block_tokens, device="cuda")
+        check(provider, case, Masking(0.125))
+        case = make_case(lengths, "block_table", block_tokens=block_tokens, window_left=20, device="cuda")
+        check(provider, case, Masking(0.125, window_left=20, softcap=3.0))
+
+
+@pytest.mark.gpu
+@both_views
+def test_cuda_flash_attn_softcap_and_alibi(view: str) -> None:
+    provider = cuda_provider("flash-attn")
+    for lengths in (DECODE, MIXED):
+        case = make_case(lengths, view, dtype=torch.float16, device="cuda")
+        check(provider, case, Masking(0.3, softcap=2.0))
+        slopes = torch.linspace(0.01, 0.5, 8, device="cuda")
+        check(provider, case, Masking(0.1, alibi_slopes=slopes), with_lse=lengths is DECODE)

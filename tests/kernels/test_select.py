@@ -1,0 +1,54 @@
+"""The table of providers."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from kernels import KernelError, Masking, build, select_provider
+from tests.kernels.cases import check, make_case
+
+CPU = torch.device("cpu")
+
+
+def test_unknown_or_unavailable_provider_is_an_error() -> None:
+    with pytest.raises(KernelError, match="choose one of"):
+        select_provider("fastest", CPU)
+    with pytest.raises(KernelError, match="cpu cannot run on cuda; choose one of triton"):
+        select_provider("cpu", torch.device("cuda"))
+    with pytest.raises(KernelError, match="triton cannot run on cpu; choose one of cpu, sdpa, reference"):
+        select_provider("triton", CPU)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("name", ["triton", "torch-flash", "flash-attn", "flashinfer"])
+def test_provider_that_is_not_there_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(KernelError):
+        select_provider(name, torch.device("cuda"))
+
+
+def test_auto_takes_the_next_provider_for_what_the_first_cannot(caplog: pytest.LogCaptureFixture) -> None:
+    provider = select_provider("auto", CPU)
+    for _ in range(2):
+        check(provider, make_case([(1, 20), (3, 9)], (65, 1)))
+    assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
+        "attention goes through sdpa, many times slower than cpu: it takes at most 64 query heads a KV head"
+    ]
+
+
+def test_no_compiler_falls_back_only_when_auto(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    build.load_library.cache_clear()
+    try:
+        provider = select_provider("auto", CPU)
+        check(provider, make_case([(1, 20), (3, 9)], masking=Masking(0.2, window_left=4)))
+        assert "no attention cpu" in caplog.text
+        with pytest.raises(KernelError, match="g\\+\\+"):
+            select_provider("cpu", CPU)
+    finally:
+        build.load_library.cache_clear()

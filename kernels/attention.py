@@ -11,11 +11,21 @@ wait for the device.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 
-from kernels.provider import FP8_DTYPES, AttentionProvider, CacheScales, Masking, VarlenBatch
+from kernels.provider import (
+    FP8_DTYPES,
+    AttentionProvider,
+    CacheScales,
+    KernelError,
+    Masking,
+    VarlenBatch,
+    check_attend,
+    problem_of,
+)
 from kernels.rotary import Rotary, rotate
 from kernels.select import select_provider
 
@@ -85,7 +95,7 @@ def flash_attn_with_kvcache(
 
     Raises:
         ValueError: shapes, dtypes or arguments do not fit together; nothing has been stored.
-        KernelError: the provider cannot do this.
+        KernelError: the provider cannot do this; nothing has been stored.
     """
     _expect(q, "q", (None, None, None, None))
     batch_size, seqlen_q, num_heads, _ = q.shape
@@ -106,7 +116,7 @@ def flash_attn_with_kvcache(
         _expect(k, "k", (batch_size, None, *k_cache.shape[2:]), q.dtype, q.device)
         _expect(v, "v", (batch_size, k.shape[1], *v_cache.shape[2:]), q.dtype, q.device)
         num_new = k.shape[1]
-    left, right = _window(window_size, causal)
+    window = _window(window_size, causal)
     _check_numbers(cache_seqlens + num_new, cache_leftpad, table, k_cache)
 
     steps = torch.arange(max(num_new, seqlen_q), device=q.device)
@@ -116,12 +126,23 @@ def flash_attn_with_kvcache(
     if rotary_cos is not None or rotary_sin is not None:
         if k is None:
             raise ValueError("rotary_cos and rotary_sin turn new keys: give k and v, too")
-        local = causal or left >= 0 or right >= 0
+        local = window != (-1, -1)
         turned = positions[:, :seqlen_q] if local else positions[:, :1].expand(-1, seqlen_q)
         rotary = _rotary(rotary_cos, rotary_sin, positions[:, :num_new], rotary_interleaved, k)
         query = rotate(query, _rotary(rotary_cos, rotary_sin, turned, rotary_interleaved, q))
     masking, scales = _options(
-        q, k_cache, batch_size, softmax_scale, left, right, softcap, alibi_slopes, sinks, k_descale, v_descale
+        q,
+        k_cache,
+        batch_size,
+        softmax_scale,
+        left,
+        right,
+        softcap,
+        num_splits,
+        alibi_slopes,
+        sinks,
+        k_descale,
+        v_descale,
     )
     cu_seqlens_q = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device) * seqlen_q
     most = capacity if q.is_cuda else min(capacity, int((cache_seqlens + num_new).max()) if batch_size else 0)
@@ -130,14 +151,14 @@ def flash_attn_with_kvcache(
         _expect(cache_leftpad, "cache_leftpad", (batch_size,), torch.int32, q.device)
         leftpad = cache_leftpad.contiguous()
     batch = VarlenBatch(cu_seqlens_q, cache_seqlens + num_new, table, seqlen_q, most, leftpad)
-    provider = provider or _default(q.device)
+    new = None
     if k is not None and v is not None:
         slots = _slots(table, torch.arange(batch_size, device=q.device)[:, None], positions[:, :num_new], k_cache)
-        provider.write(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots, rotary=rotary, scales=scales)
-    lse = query.new_empty(query.shape[:2], dtype=torch.float32) if return_softmax_lse else None
-    out = provider.attend(
-        query, k_cache, v_cache, batch, masking, scales=scales, lse=lse, num_splits=num_splits
-    ).unflatten(0, (batch_size, seqlen_q))
+        new = _New(k.flatten(0, 1), v.flatten(0, 1), slots, rotary)
+    out, lse = _store_and_attend(
+        provider, query, k_cache, v_cache, new, batch, masking, scales, num_splits, return_softmax_lse
+    )
+    out = out.unflatten(0, (batch_size, seqlen_q))
     if lse is None:
         return out
     return out, lse.view(batch_size, seqlen_q, num_heads).transpose(1, 2)
@@ -204,9 +225,8 @@ def varlen_attention(
         max_seqlen_q = int(counts.max()) if num_seqs else 0
     if max_seqlen_k is None:
         max_seqlen_k = int(cache_seqlens.max()) if num_seqs else 0
-    left, right = _window(window_size, causal)
-    rotary = None
-    slots = None
+    window = _window(window_size, causal)
+    new = None
     if k is not None and v is not None:
         _expect(k, "k", (num_tokens, *k_cache.shape[2:]), q.dtype, q.device)
         _expect(v, "v", (num_tokens, *v_cache.shape[2:]), q.dtype, q.device)
@@ -217,16 +237,17 @@ def varlen_attention(
         sequence = torch.repeat_interleave(torch.arange(num_seqs, device=q.device), counts, output_size=num_tokens)
         before = (cache_seqlens - cu_seqlens_q[1:]).long()
         positions = torch.arange(num_tokens, device=q.device) + before[sequence]
-        slots = _slots(table, sequence, positions, k_cache)
+        rotary = None
         if rotary_cos is not None or rotary_sin is not None:
             rotary = _rotary(rotary_cos, rotary_sin, positions, rotary_interleaved, k)
             q = rotate(q, rotary)
+        new = _New(k, v, _slots(table, sequence, positions, k_cache), rotary)
     elif k is not None or v is not None:
         raise ValueError("k and v go together: only one of them is given")
     elif rotary_cos is not None or rotary_sin is not None:
         raise ValueError("rotary_cos and rotary_sin turn new keys: give k and v, too")
     masking, scales = _options(
-        q, k_cache, num_seqs, softmax_scale, left, right, softcap, alibi_slopes, sinks, k_descale, v_descale
+        q, k_cache, num_seqs, softmax_scale, window, softcap, num_splits, alibi_slopes, sinks, k_descale, v_descale
     )
     leftpad = None
     if cache_leftpad is not None:
@@ -235,12 +256,45 @@ def varlen_attention(
     batch = VarlenBatch(
         cu_seqlens_q.contiguous(), cache_seqlens.contiguous(), table, max_seqlen_q, max_seqlen_k, leftpad
     )
-    provider = provider or _default(q.device)
-    if k is not None and v is not None and slots is not None:
-        provider.write(k, v, k_cache, v_cache, slots, rotary=rotary, scales=scales)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_softmax_lse else None
-    out = provider.attend(q, k_cache, v_cache, batch, masking, scales=scales, lse=lse, num_splits=num_splits)
+    out, lse = _store_and_attend(
+        provider, q, k_cache, v_cache, new, batch, masking, scales, num_splits, return_softmax_lse
+    )
     return out if lse is None else (out, lse)
+
+
+@dataclass(frozen=True, slots=True)
+class _New:
+    """Keys and values `[num_tokens, num_kv_heads, dim]` to be stored, where, and how far the keys are turned."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    slots: torch.Tensor
+    rotary: Rotary | None
+
+
+def _store_and_attend(
+    provider: AttentionProvider | None,
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    new: _New | None,
+    batch: VarlenBatch,
+    masking: Masking,
+    scales: CacheScales | None,
+    num_splits: int,
+    with_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Store what is new and attend, unless the provider cannot: then nothing is stored."""
+    provider = provider or _default(query.device)
+    lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
+    check_attend(query, k_cache, v_cache, batch, masking, lse)
+    reason = provider.unsupported(problem_of(query, k_cache, v_cache, batch, masking, lse))
+    if reason is not None:
+        raise KernelError(f"attention {provider.name} does not do this: {reason}")
+    if new is not None:
+        provider.write(new.key, new.value, k_cache, v_cache, new.slots, rotary=new.rotary, scales=scales)
+    out = provider.attend(query, k_cache, v_cache, batch, masking, scales=scales, lse=lse, num_splits=num_splits)
+    return out, lse
 
 
 @cache
@@ -345,17 +399,18 @@ def _options(
     k_cache: torch.Tensor,
     num_seqs: int,
     softmax_scale: float | None,
-    left: int,
-    right: int,
+    window: tuple[int, int],
     softcap: float,
+    num_splits: int,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
     k_descale: torch.Tensor | None,
     v_descale: torch.Tensor | None,
 ) -> tuple[Masking, CacheScales | None]:
     num_heads, num_kv_heads = q.shape[-2], k_cache.shape[2]
-    if softcap < 0:
-        raise ValueError(f"softcap {softcap} is below 0")
+    for name, number in (("softcap", softcap), ("num_splits", num_splits)):
+        if number < 0:
+            raise ValueError(f"{name} {number} is below 0")
     if alibi_slopes is not None:
         shape = (num_heads,) if alibi_slopes.ndim == 1 else (num_seqs, num_heads)
         _expect(alibi_slopes, "alibi_slopes", shape, torch.float32, q.device)
@@ -372,4 +427,4 @@ def _options(
         _expect(scales.key, "k_descale", (num_kv_heads,), torch.float32, q.device)
         _expect(scales.value, "v_descale", (num_kv_heads,), torch.float32, q.device)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    return Masking(scale, left, right, softcap, alibi_slopes, sinks), scales
+    return Masking(scale, *window, softcap, alibi_slopes, sinks), scales

@@ -1,0 +1,316 @@
+"""The public functions against flash-attention's semantics, written out query by query."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import KernelError, flash_attn_with_kvcache, select_provider, varlen_attention
+from kernels.cpu import CpuProvider
+from kernels.reference import ReferenceProvider
+
+PROVIDERS = {"cpu": CpuProvider, "reference": ReferenceProvider}
+
+
+def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position: int, interleaved: bool) -> torch.Tensor:
+    """One token's heads `[heads, dim]`, turned by the definition of rotary embedding, dimension by dimension."""
+    out = x.clone()
+    half = cos.shape[1]
+    for i in range(half):
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+        c, s = cos[position, i], sin[position, i]
+        out[:, a], out[:, b] = x[:, a] * c - x[:, b] * s, x[:, a] * s + x[:, b] * c
+    return out
+
+
+def attend_one(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    i: int,
+    seqlen_q: int,
+    *,
+    first: int,
+    scale: float,
+    window: tuple[int, int],
+    softcap: float,
+    slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Query i `[heads, dim]` of a sequence over all its cached tokens `[tokens, kv_heads, dim]`."""
+    seqlen_k = len(keys)
+    diagonal = i + seqlen_k - seqlen_q
+    seen = [
+        j
+        for j in range(first, seqlen_k)
+        if (window[0] < 0 or j >= diagonal - window[0]) and (window[1] < 0 or j <= diagonal + window[1])
+    ]
+    out = torch.zeros(q.shape[0], values.shape[2], dtype=q.dtype)
+    lse = torch.full((q.shape[0],), -math.inf, dtype=q.dtype)
+    if not seen:
+        return out, lse
+    for head in range(q.shape[0]):
+        kv_head = head // (q.shape[0] // keys.shape[1])
+        scores = (keys[seen, kv_head] @ q[head]) * scale
+        if softcap > 0:
+            scores = softcap * (scores / softcap).tanh()
+        if slopes is not None:
+            scores = scores - slopes[head] * (diagonal - torch.tensor(seen)).abs()
+        every = scores if sinks is None else torch.cat([scores, sinks[head : head + 1]])
+        lse[head] = every.logsumexp(0)
+        out[head] = (scores - lse[head]).exp() @ values[seen, kv_head]
+    return out, lse
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_flash_attn_with_kvcache(name: str, seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    batch_size, seqlen_q = rng.randint(1, 4), rng.choice([1, 1, 3, 9])
+    num_kv_heads = rng.choice([1, 2])
+    num_heads = num_kv_heads * rng.choice([1, 4, 7])
+    dim, value_dim = 32, rng.choice([32, 16])
+    seqlen_new = rng.choice([0, seqlen_q, rng.randint(1, seqlen_q)])
+    paged = rng.random() < 0.5
+    block_size = rng.choice([1, 4, 16])
+    capacity = 48
+    num_rows = batch_size + 2
+    table = torch.randperm(num_rows * capacity // block_size)[: batch_size * capacity // block_size]
+    table = table.view(batch_size, -1).int()
+    shape = (num_rows * capacity // block_size, block_size) if paged else (num_rows, capacity)
+    k_cache = torch.randn(*shape, num_kv_heads, dim)
+    v_cache = torch.randn(*shape, num_kv_heads, value_dim)
+    rows = torch.randperm(num_rows)[:batch_size].int()
+    cache_seqlens = torch.randint(0, capacity - seqlen_q + 1, (batch_size,), dtype=torch.int32)
+    k = torch.randn(batch_size, seqlen_new, num_kv_heads, dim) if seqlen_new else None
+    v = torch.randn(batch_size, seqlen_new, num_kv_heads, value_dim) if seqlen_new else None
+    q = torch.randn(batch_size, seqlen_q, num_heads, dim)
+    causal = rng.random() < 0.6
+    window = rng.choice([(-1, -1), (-1, -1), (5, -1), (7, 2), (0, 0)])
+    slopes = rng.choice([None, torch.rand(num_heads), torch.rand(batch_size, num_heads)])
+    sinks = rng.choice([None, torch.randn(num_heads)])
+    leftpad = rng.choice([None, torch.tensor([rng.randint(0, int(n)) for n in cache_seqlens], dtype=torch.int32)])
+    softcap = rng.choice([0.0, 3.0])
+    scale = rng.choice([None, 0.5])
+    angles = torch.rand(capacity, rng.choice([4, 16])) * 6
+    cos, sin = (angles.cos(), angles.sin()) if seqlen_new and rng.random() < 0.6 else (None, None)
+    interleaved = rng.random() < 0.5
+    arguments: dict[str, Any] = {"block_table": table} if paged else {"cache_batch_idx": rows}
+
+    before = k_cache.clone(), v_cache.clone()
+    out, lse = flash_attn_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        cos,
+        sin,
+        cache_seqlens,
+        cache_leftpad=leftpad,
+        softmax_scale=scale,
+        causal=causal,
+        window_size=window,
+        softcap=softcap,
+        rotary_interleaved=interleaved,
+        alibi_slopes=slopes,
+        num_splits=seed % 3,
+        return_softmax_lse=True,
+        sinks=sinks,
+        provider=PROVIDERS[name](),
+        **arguments,
+    )
+
+    right = 0 if causal else window[1]
+    local = causal or window != (-1, -1)
+    for b in range(batch_size):
+
+        def content(cache: torch.Tensor, b: int = b) -> torch.Tensor:
+            return cache[table[b].long()].flatten(0, 1) if paged else cache[rows[b].long()]
+
+        length = int(cache_seqlens[b])
+        keys, values = content(before[0]).double(), content(before[1]).double()
+        for t in range(seqlen_new):
+            assert k is not None
+            assert v is not None
+            new = k[b, t].double()
+            keys[length + t] = new if cos is None else turn(new, cos.double(), sin.double(), length + t, interleaved)
+            values[length + t] = v[b, t].double()
+        torch.testing.assert_close(content(k_cache).double(), keys, atol=1e-5, rtol=0)
+        torch.testing.assert_close(content(v_cache).double(), values, atol=0, rtol=0)
+        for i in range(seqlen_q):
+            query = q[b, i].double()
+            if cos is not None and sin is not None:
+                query = turn(query, cos.double(), sin.double(), length + (i if local else 0), interleaved)
+            wanted, wanted_lse = attend_one(
+                query,
+                keys[: length + seqlen_new],
+                values[: length + seqlen_new],
+                i,
+                seqlen_q,
+                first=0 if leftpad is None else int(leftpad[b]),
+                scale=scale or dim**-0.5,
+                window=(window[0], right),
+                softcap=softcap,
+                slopes=None if slopes is None else (slopes if slopes.ndim == 1 else slopes[b]).double(),
+                sinks=None if sinks is None else sinks.double(),
+            )
+            torch.testing.assert_close(out[b, i].double(), wanted, atol=2e-5, rtol=1e-5)
+            torch.testing.assert_close(lse[b, :, i].double(), wanted_lse, atol=2e-5, rtol=1e-5)
+    untouched = torch.ones(num_rows * capacity, dtype=torch.bool)
+    used = (
+        (table[:, :, None] * block_size + torch.arange(block_size)).flatten()
+        if paged
+        else (rows[:, None] * capacity + torch.arange(capacity)).flatten()
+    )
+    untouched[used.long()] = False
+    assert torch.equal(k_cache.flatten(0, 1)[untouched], before[0].flatten(0, 1)[untouched])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_varlen_attention_appends_and_attends_like_one_sequence_after_the_other(seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    counts = [rng.choice([0, 1, 1, 5, 30]) for _ in range(5)]
+    lengths = [count + rng.choice([0, 1, 40, 100]) for count in counts]
+    k_cache, v_cache = torch.randn(60, 16, 2, 64), torch.randn(60, 16, 2, 64)
+    table = torch.randperm(60)[: 5 * 9].view(5, 9).int()
+    total = sum(counts)
+    q, k, v = torch.randn(total, 6, 64), torch.randn(total, 2, 64), torch.randn(total, 2, 64)
+    angles = torch.rand(200, 32) * 6
+    sinks = torch.randn(6)
+    options: dict[str, Any] = {
+        "rotary_cos": angles.cos(),
+        "rotary_sin": angles.sin(),
+        "rotary_interleaved": False,
+        "window_size": rng.choice([(-1, -1), (20, -1)]),
+        "softcap": rng.choice([0.0, 5.0]),
+        "sinks": rng.choice([None, sinks]),
+        "return_softmax_lse": True,
+    }
+    starts = [sum(counts[:i]) for i in range(6)]
+    ones = k_cache.clone(), v_cache.clone()
+    out, lse = varlen_attention(
+        q,
+        k_cache,
+        v_cache,
+        torch.tensor(starts, dtype=torch.int32),
+        torch.tensor(lengths, dtype=torch.int32),
+        table,
+        k,
+        v,
+        **options,
+    )
+    for i, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        if not count:
+            continue
+        rows = slice(starts[i], starts[i + 1])
+        one, one_lse = flash_attn_with_kvcache(
+            q[None, rows],
+            *ones,
+            k[None, rows],
+            v[None, rows],
+            cache_seqlens=length - count,
+            block_table=table[i : i + 1],
+            causal=True,
+            provider=ReferenceProvider(),
+            **options,
+        )
+        torch.testing.assert_close(out[rows], one[0], atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(lse[rows], one_lse[0].T, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(k_cache, ones[0])
+    torch.testing.assert_close(v_cache, ones[1])
+
+
+GOOD: dict[str, Any] = {
+    "q": torch.zeros(2, 3, 4, 32),
+    "k_cache": torch.zeros(6, 16, 2, 32),
+    "v_cache": torch.zeros(6, 16, 2, 32),
+    "k": torch.zeros(2, 3, 2, 32),
+    "v": torch.zeros(2, 3, 2, 32),
+    "cache_seqlens": torch.tensor([4, 20], dtype=torch.int32),
+    "block_table": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"q": torch.zeros(2, 4, 32)}, r"q has shape \[2, 4, 32\], expected \[any, any, any, any\]"),
+        ({"q": torch.zeros(2, 3, 3, 32)}, "3 query heads cannot share 2 KV heads"),
+        ({"q": torch.zeros(2, 3, 4, 16)}, r"query \[6, 4, 16\], keys \[6, 16, 2, 32\]"),
+        ({"v_cache": torch.zeros(6, 8, 2, 32)}, r"v_cache has shape \[6, 8, 2, 32\], expected \[6, 16, 2, any\]"),
+        ({"v_cache": torch.zeros(6, 16, 2, 32).half()}, "v_cache .* has dtype torch.float16, expected torch.float32"),
+        ({"k": None}, "only one of them"),
+        ({"k": torch.zeros(2, 3, 4, 32)}, r"k has shape \[2, 3, 4, 32\], expected \[2, any, 2, 32\]"),
+        ({"v": torch.zeros(2, 2, 2, 32)}, r"v has shape \[2, 2, 2, 32\], expected \[2, 3, 2, 32\]"),
+        ({"v": torch.zeros(2, 3, 2, 32).half()}, "v .* has dtype torch.float16"),
+        ({"cache_seqlens": None}, "cache_seqlens, which is not given"),
+        ({"cache_seqlens": torch.tensor([4, 20])}, "cache_seqlens .* has dtype torch.int64"),
+        ({"cache_seqlens": torch.tensor([4], dtype=torch.int32)}, r"cache_seqlens has shape \[1\], expected \[2\]"),
+        ({"cache_seqlens": torch.tensor([4, 30], dtype=torch.int32)}, "from 7 to 33, are not within 0 … 32"),
+        ({"cache_seqlens": torch.tensor([-9, 3], dtype=torch.int32)}, "from -6 to 6"),
+        ({"cache_seqlens": 33}, "33 is not within 0 … 32"),
+        ({"block_table": torch.tensor([[0, 1], [2, 6]], dtype=torch.int32)}, "block 6 of a table is not within 0 … 5"),
+        ({"block_table": torch.tensor([[0, 1]], dtype=torch.int32)}, r"block_table has shape \[1, 2\]"),
+        ({"cache_batch_idx": torch.tensor([0, 1], dtype=torch.int32)}, "not both"),
+        ({"cache_leftpad": torch.tensor([0], dtype=torch.int32)}, r"cache_leftpad has shape \[1\], expected \[2\]"),
+        ({"cache_leftpad": torch.tensor([0, -1], dtype=torch.int32)}, "cache_leftpad -1 is below 0"),
+        ({"window_size": (-2, 0)}, "-1 for no bound"),
+        ({"softcap": -1.0}, "softcap -1.0 is below 0"),
+        ({"alibi_slopes": torch.zeros(3)}, r"alibi_slopes has shape \[3\], expected \[4\]"),
+        ({"alibi_slopes": torch.zeros(3, 4)}, r"alibi_slopes has shape \[3, 4\], expected \[2, 4\]"),
+        ({"sinks": torch.zeros(4).half()}, "sinks .* has dtype torch.float16"),
+        ({"rotary_cos": torch.zeros(64, 8)}, "rotary_cos and rotary_sin go together"),
+        ({"rotary_cos": torch.zeros(64, 8), "rotary_sin": torch.zeros(64, 9)}, "rotary_sin has shape"),
+        ({"rotary_cos": torch.zeros(64, 20), "rotary_sin": torch.zeros(64, 20)}, "more dimensions than a head has"),
+        ({"rotary_cos": torch.zeros(9, 8), "rotary_sin": torch.zeros(9, 8)}, "no row for position 22"),
+        ({"k": None, "v": None, "rotary_cos": torch.zeros(64, 8), "rotary_sin": torch.zeros(64, 8)}, "give k and v"),
+        ({"k_descale": torch.ones(2)}, "caches of 8-bit floats"),
+        ({"num_splits": -1}, "num_splits -1 is below 0"),
+    ],
+)
+def test_wrong_arguments_are_named_and_nothing_is_stored(wrong: dict[str, Any], message: str) -> None:
+    arguments = GOOD | wrong
+    arguments["k_cache"] = torch.full_like(GOOD["k_cache"], 7.0)
+    with pytest.raises(ValueError, match=message):
+        flash_attn_with_kvcache(**arguments)
+    assert (arguments["k_cache"] == 7).all()
+
+
+def test_wrong_packing_is_named() -> None:
+    q, cache = torch.zeros(4, 4, 32), torch.zeros(6, 16, 2, 32)
+    lengths, table = torch.tensor([4, 20], dtype=torch.int32), torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="increase from 0 to 4"):
+        varlen_attention(q, cache, cache, torch.tensor([0, 3, 2], dtype=torch.int32), lengths, table)
+    starts = torch.tensor([0, 3, 4], dtype=torch.int32)
+    with pytest.raises(ValueError, match="only one of them"):
+        varlen_attention(q, cache, cache, starts, lengths, table, torch.zeros(4, 2, 32))
+    new = torch.zeros(4, 2, 32)
+    with pytest.raises(ValueError, match="a sequence has more of them"):
+        varlen_attention(q, cache, cache, starts, torch.tensor([2, 20], dtype=torch.int32), table, new, new)
+    with pytest.raises(ValueError, match="rotary_cos"):
+        varlen_attention(q, cache, cache, starts, lengths, table, rotary_cos=torch.zeros(9, 8))
+
+
+def test_nothing_to_do() -> None:
+    cache = torch.zeros(6, 16, 2, 32)
+    assert flash_attn_with_kvcache(torch.zeros(0, 1, 4, 32), cache, cache).shape == (0, 1, 4, 32)
+    assert flash_attn_with_kvcache(torch.zeros(2, 0, 4, 32), cache, cache).shape == (2, 0, 4, 32)
+    none = torch.zeros(0, dtype=torch.int32)
+    table = torch.zeros(0, 3, dtype=torch.int32)
+    starts = torch.zeros(1, dtype=torch.int32)
+    assert varlen_attention(torch.zeros(0, 4, 32), cache, cache, starts, none, table).shape == (0, 4, 32)
+
+
+def test_a_provider_can_be_forced() -> None:
+    cache = torch.zeros(6, 16, 2, 33, dtype=torch.bfloat16)
+    q = torch.zeros(1, 1, 4, 33, dtype=torch.bfloat16)
+    with pytest.raises(KernelError, match="head size 33 is odd"):
+        flash_attn_with_kvcache(q, cache, cache, provider=select_provider("cpu", torch.device("cpu")))
+    assert flash_attn_with_kvcache(q, cache, cache).shape == q.shape  # "auto" finds another

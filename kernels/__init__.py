@@ -1,6 +1,7 @@
 """Attention over cached keys and values. Knows nothing of pages, requests or Ray: tensors in, tensors out."""
 
 from kernels.attention import flash_attn_with_kvcache, varlen_attention
+from kernels.blocks import CopyBlocks, select_block_copy
 from kernels.elementwise import CpuElementwise
 from kernels.provider import AttentionProvider, CacheScales, KernelError, Masking, Problem, VarlenBatch
 from kernels.rotary import Rotary
@@ -10,6 +11,7 @@ __all__ = [
     "PROVIDERS",
     "AttentionProvider",
     "CacheScales",
+    "CopyBlocks",
     "CpuElementwise",
     "KernelError",
     "Masking",
@@ -17,6 +19,7 @@ __all__ = [
     "Rotary",
     "VarlenBatch",
     "flash_attn_with_kvcache",
+    "select_block_copy",
     "select_provider",
     "varlen_attention",
 ]

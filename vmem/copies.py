@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,6 +10,17 @@ from vmem.allocator import BlockAllocator
 from vmem.backend import Backend
 from vmem.group import GroupMemory
 from vmem.sequence import GroupTable
+
+# (source, target, source rows, target rows): `target[target_rows[i]] = source[source_rows[i]]`, in the order of what
+# the device does. `[num_blocks, words]` int64 with adjacent words, and `[n]` int64 on the device.
+CopyBlocks = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def copy_by_index(
+    source: torch.Tensor, target: torch.Tensor, source_rows: torch.Tensor, target_rows: torch.Tensor
+) -> None:
+    """`CopyBlocks` in plain torch, through a copy between."""
+    target.index_copy_(0, target_rows, source.index_select(0, source_rows))
 
 
 class BlockCopies:
@@ -19,10 +30,13 @@ class BlockCopies:
         num_copied: blocks copied since the start.
     """
 
-    def __init__(self, backend: Backend, groups: Sequence[GroupMemory], allocator: BlockAllocator) -> None:
+    def __init__(
+        self, backend: Backend, groups: Sequence[GroupMemory], allocator: BlockAllocator, copy_blocks: CopyBlocks
+    ) -> None:
         self._backend = backend
         self._groups = groups
         self._allocator = allocator
+        self._copy_blocks = copy_blocks
         self.num_copied = 0
         self._copies: list[tuple[int, int, int]] = []  # (group, from block, to block)
 
@@ -76,7 +90,7 @@ class BlockCopies:
             pairs = [(source, target) for at, source, target in self._copies if at == g]
             for blocks in group.home_words():
                 sources, targets = (torch.tensor(side, device=blocks.device) for side in zip(*pairs, strict=True))
-                blocks[targets] = blocks[sources]
+                self._copy_blocks(blocks, blocks, sources, targets)
         self._allocator.fence = self._backend.fence()  # nothing is undone before: copying again would be harmless
         done, self._copies = self._copies, []
         self.num_copied += len(done)

@@ -25,7 +25,7 @@ from vmem.accounts import Accounts
 from vmem.allocator import BlockAllocator
 from vmem.backend import Backend
 from vmem.background import Background, MappingOptions
-from vmem.copies import BlockCopies
+from vmem.copies import BlockCopies, CopyBlocks, copy_by_index
 from vmem.errors import IntegrityError, LayoutError, MapError, OutOfPages, PinError, VmemError
 from vmem.group import GroupMemory, LayerGroup
 from vmem.layout import KVLayout
@@ -70,6 +70,7 @@ class KVMemory:
         prefix_cache: whether free blocks keep their content for sequences that begin alike.
         pin_quota: share of the budget that pinned prefixes may take.
         swap_bytes: host memory for preempted sequences.
+        copy_blocks: how blocks are copied, for copy-on-write and swapping.
         hash: of the prefix cache; for tests.
 
     Raises:
@@ -91,6 +92,7 @@ class KVMemory:
         prefix_cache: bool = True,
         pin_quota: float = 0.25,
         swap_bytes: int = 0,
+        copy_blocks: CopyBlocks = copy_by_index,
         hash: Hash = stable_hash,
     ) -> None:
         page_sizes = {group.layout.page_bytes for group in groups}
@@ -137,14 +139,14 @@ class KVMemory:
         self._mapper = Mapper(self._next_work, self._wait_s, self._background.forget)
         self._lock = self._mapper.lock
         self._allocator = BlockAllocator(backend, self._pages, self._groups, self._index, self._mapper)
-        self._copies = BlockCopies(backend, self._groups, self._allocator)
+        self._copies = BlockCopies(backend, self._groups, self._allocator, copy_blocks)
         self._tables = BlockTables(self._groups, self._allocator, self._copies)
         self._reuse = PrefixReuse(self._groups, self._index, self._tables)
         self._views = SequenceViews(
             backend, self._groups, self._allocator, self._mapper, self._background, self._options
         )
         self._swapping = Swapping(
-            backend, self._groups, SwapSpace(swap_bytes), self._index, self._allocator, self._tables
+            backend, self._groups, SwapSpace(swap_bytes, copy_blocks), self._index, self._allocator, self._tables
         )
         self._pins = Pins(self._pages, self._groups, pin_quota)
         self._accounts = Accounts(

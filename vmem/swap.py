@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vmem.copies import CopyBlocks
 from vmem.errors import OutOfSwap
 from vmem.group import GroupMemory
 from vmem.prefix import TokenChain
@@ -50,10 +51,12 @@ class SwapSpace:
 
     Args:
         budget_bytes: host memory at most.
+        copy_blocks: how blocks are gathered and scattered.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, copy_blocks: CopyBlocks) -> None:
         self.budget_bytes = budget_bytes
+        self._copy_blocks = copy_blocks
         self.used_bytes = 0
         self._stream: torch.cuda.Stream | None = None
 
@@ -80,13 +83,18 @@ class SwapSpace:
             self._copy_in(blocks, copy, rows, block_ids)
 
     def _copy_out(self, blocks: torch.Tensor, block_ids: Sequence[int]) -> torch.Tensor:
-        index = torch.tensor(block_ids, dtype=torch.int64, device=blocks.device)
+        count, words = len(block_ids), blocks.shape[1]
+        sources = torch.tensor(block_ids, dtype=torch.int64, device=blocks.device)
+        rows = torch.arange(count, device=blocks.device)
         if blocks.device.type == "cpu":
-            return blocks.index_select(0, index)
-        host = torch.empty(len(block_ids), blocks.shape[1], dtype=torch.int64, pin_memory=True)
+            copy = torch.empty(count, words, dtype=torch.int64)
+            self._copy_blocks(blocks, copy, sources, rows)
+            return copy
+        host = torch.empty(count, words, dtype=torch.int64, pin_memory=True)
         stream = self._side_stream()
-        for part in _parts(len(block_ids), 8 * blocks.shape[1]):
-            staged = blocks.index_select(0, index[part])
+        for part in _parts(count, 8 * words):
+            staged = torch.empty(len(sources[part]), words, dtype=torch.int64, device=blocks.device)
+            self._copy_blocks(blocks, staged, sources[part], rows[: len(staged)])
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 host[part].copy_(staged, non_blocking=True)
@@ -96,7 +104,7 @@ class SwapSpace:
     def _copy_in(self, blocks: torch.Tensor, copy: torch.Tensor, rows: Sequence[int], block_ids: Sequence[int]) -> None:
         targets = torch.tensor(block_ids, dtype=torch.int64, device=blocks.device)
         if blocks.device.type == "cpu":
-            blocks.index_copy_(0, targets, copy.index_select(0, torch.tensor(rows)))
+            self._copy_blocks(copy, blocks, torch.tensor(rows, dtype=torch.int64), targets)
             return
         stream = self._side_stream()
         for part in _parts(len(rows), 8 * blocks.shape[1]):
@@ -106,7 +114,7 @@ class SwapSpace:
                 for i, row in enumerate(rows[part]):
                     staged[i].copy_(copy[row], non_blocking=True)
             torch.cuda.current_stream().wait_stream(stream)
-            blocks.index_copy_(0, targets[part], staged)
+            self._copy_blocks(staged, blocks, torch.arange(len(staged), device=blocks.device), targets[part])
             staged.record_stream(torch.cuda.current_stream())
 
     def _side_stream(self) -> torch.cuda.Stream:

@@ -10,6 +10,7 @@ from app.engine.model_loader import LoadedModel
 from app.engine.model_runner import ObservedLayers
 from app.engine.states import state_bytes
 from app.errors import ConfigError
+from kernels import select_block_copy
 from vmem import (
     KVLayout,
     KVMemory,
@@ -74,6 +75,7 @@ def build_memory(config: EngineConfig, model: LoadedModel, layers: ObservedLayer
             prefix_cache=config.prefix_cache,
             pin_quota=config.pin_quota,
             swap_bytes=config.swap_bytes,
+            copy_blocks=select_block_copy(device),
         )
     except (ConfigError, VmemError):
         backend.close()

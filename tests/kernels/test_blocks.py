@@ -1,0 +1,62 @@
+"""Block copies against plain indexing."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from kernels import blocks, build, select_block_copy
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("words", [1, 7, 512, 3 * 8192 + 5])
+def test_copies_rows_and_nothing_else(words: int) -> None:
+    """Between tensors of different strides, and within one."""
+    copy = select_block_copy(CPU)
+    assert isinstance(copy, blocks.CpuBlockCopy)
+    source = torch.randint(2**62, (9, words + 3))[:, :words]
+    target = torch.zeros(12, words, dtype=torch.int64)
+    rows, to = torch.tensor([3, 3, 8, 0]), torch.tensor([11, 0, 5, 7])
+    expected = target.clone()
+    expected[to] = source[rows]
+    copy(source, target, rows, to)
+    assert torch.equal(target, expected)
+    expected[torch.tensor([1, 2])] = expected[torch.tensor([5, 7])]
+    copy(target, target, torch.tensor([5, 7]), torch.tensor([1, 2]))
+    assert torch.equal(target, expected)
+    copy(source, target, rows[:0], to[:0])
+    assert torch.equal(target, expected)
+
+
+def test_wrong_tensors_are_named() -> None:
+    source, target, rows = torch.zeros(4, 8, dtype=torch.int64), torch.zeros(4, 8, dtype=torch.int64), torch.arange(2)
+    for copy in (blocks.CpuBlockCopy(), blocks.copy_by_index):
+        with pytest.raises(ValueError, match="source must be an int64"):
+            copy(source.float(), target, rows, rows)
+        with pytest.raises(ValueError, match="target must be an int64"):
+            copy(source, target.T, rows, rows)
+        with pytest.raises(ValueError, match="cannot copy 2 blocks of 8 words to 2 of 4 words"):
+            copy(source, target[:, :4], rows, rows)
+        with pytest.raises(ValueError, match="to 1 of 8 words"):
+            copy(source, target, rows, rows[:1])
+        with pytest.raises(ValueError, match="target_rows must be"):
+            copy(source, target, rows, rows.int())
+
+
+def test_without_a_compiler_blocks_are_copied_by_indexing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    build.load_library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            copy = select_block_copy(CPU)
+    finally:
+        build.load_library.cache_clear()
+    assert "by indexing" in caplog.text
+    target = torch.zeros(3, 4, dtype=torch.int64)
+    copy(torch.ones_like(target), target, torch.tensor([0]), torch.tensor([2]))
+    assert target.sum(dim=1).tolist() == [0, 0, 4]

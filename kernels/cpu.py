@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any, NoReturn
 
 import torch
 
@@ -134,9 +135,8 @@ class CpuProvider:
         num_splits: int = 0,
     ) -> torch.Tensor:
         check_attend(query, key_cache, value_cache, batch, masking, lse)
-        reason = self.unsupported(problem_of(query, key_cache, value_cache, batch, masking))
-        if reason:
-            raise KernelError(f"attention cpu does not do this: {reason}")
+        if query.dtype not in CPP_DTYPES or key_cache.dtype != query.dtype or query.device.type != "cpu":
+            self._refuse(query, key_cache, value_cache, batch, masking)
         query = _unit_stride(query)
         num_tokens, num_heads, key_dim = query.shape
         out = query.new_empty(num_tokens, num_heads, value_cache.shape[3])
@@ -172,8 +172,11 @@ class CpuProvider:
             masking.softcap,
         )
         if self._library.folio_attention(call):
-            raise KernelError(f"the cpu kernel refused head size {key_dim} in {query.dtype}")
+            self._refuse(query, key_cache, value_cache, batch, masking)
         return out
+
+    def _refuse(self, *call: Any) -> NoReturn:
+        raise KernelError(f"attention cpu does not do this: {self.unsupported(problem_of(*call))}")
 
 
 def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,10 +19,10 @@
 
 namespace folio {
 
-constexpr int kDecodeTile = 64;  // cached tokens between two looks at the maximum
+constexpr int kDecodeTile = 32;  // cached tokens between two looks at the maximum, at most
 // Cached tokens that one processor takes at once. A constant, so that a sequence's result does not depend on what else
 // is in the batch, or on how many processors there are.
-constexpr int kSplitTokens = 512;
+constexpr int kSplitTokens = 1024;
 
 #if defined(__AVX512BF16__)
 template <typename T>
@@ -116,8 +116,8 @@ inline Vec multiply_add_as(Vec acc, Vec a, Vec b) {
 }
 
 #if defined(__AVX512F__)
-// Scores of kUnits vectors of tokens for kBlocks blocks of heads: scores[block][unit].
-template <typename T, int kRows, int kBlocks, int kUnits>
+// Scores of kUnits vectors of tokens for kHeads heads, in kBlocks blocks: scores[block][unit].
+template <typename T, int kRows, int kHeads, int kBlocks, int kUnits>
 inline void dot(const T* const* keys, const float* queries, int query_stride, int dim, Vec (&scores)[kBlocks][kUnits]) {
   constexpr int kTokens = kLanes / kRows, kQuads = 4 / kRows;
   constexpr int kElements = kPairs<T> ? 2 * kLanes : kLanes;  // of a key in a vector
@@ -142,20 +142,18 @@ inline void dot(const T* const* keys, const float* queries, int query_stride, in
       }
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
-#pragma GCC unroll 2
-      for (int block = 0; block < kBlocks; block++)
+#pragma GCC unroll 8
+      for (int head = 0; head < kHeads; head++) {
+        const float* place = queries + head * query_stride + at + 4 * i;
+        const Vec query = (Vec)_mm512_broadcast_f32x4(_mm_load_ps(place));
 #pragma GCC unroll 4
-        for (int r = 0; r < kRows; r++) {
-          const float* place = queries + (block * kRows + r) * query_stride + at + 4 * i;
-          const Vec query = (Vec)_mm512_broadcast_f32x4(_mm_load_ps(place));
+        for (int u = 0; u < kUnits; u++)
 #pragma GCC unroll 4
-          for (int u = 0; u < kUnits; u++)
-#pragma GCC unroll 4
-            for (int q = 0; q < kQuads; q++) {
-              __m512& sum = sums[block][u][q][r];
-              sum = (__m512)multiply_add_as<T>((Vec)sum, (Vec)turned[u][q][i], query);
-            }
-        }
+          for (int q = 0; q < kQuads; q++) {
+            __m512& sum = sums[head / kRows][u][q][head % kRows];
+            sum = (__m512)multiply_add_as<T>((Vec)sum, (Vec)turned[u][q][i], query);
+          }
+      }
   }
 #pragma GCC unroll 2
   for (int block = 0; block < kBlocks; block++)
@@ -171,16 +169,17 @@ inline void dot(const T* const* keys, const float* queries, int query_stride, in
     }
 }
 #else
-template <typename T, int kRows, int kBlocks, int kUnits>
+template <typename T, int kRows, int kHeads, int kBlocks, int kUnits>
 inline void dot(const T* const* keys, const float* queries, int query_stride, int dim, Vec (&scores)[kBlocks][kUnits]) {
   for (int u = 0; u < kUnits; u++)
     for (int t = 0; t < kLanes / kRows; t++) {
-      Vec sums[kBlocks * kRows] = {};
+      Vec sums[kHeads] = {};
       for (int c = 0; c < dim; c += kLanes) {
         const Vec key = load_some(keys[u * kLanes / kRows + t] + c, dim - c);
-        for (int r = 0; r < kBlocks * kRows; r++) sums[r] += key * load(queries + r * query_stride + c);
+        for (int r = 0; r < kHeads; r++) sums[r] += key * load(queries + r * query_stride + c);
       }
-      for (int r = 0; r < kBlocks * kRows; r++) scores[r / kRows][u][t * kRows + r % kRows] = sum_lanes(sums[r]);
+      for (int r = 0; r < kBlocks * kRows; r++)
+        scores[r / kRows][u][t * kRows + r % kRows] = r < kHeads ? sum_lanes(sums[r]) : 0.0f;
     }
 }
 #endif
@@ -281,19 +280,18 @@ inline void store_weights(Vec weights, int vector, float* to) {
   store(to + vector * kLanes, weights);
 }
 
-// The state of up to 8 heads that share a KV head, while the tiles of a sequence pass.
+// The state of some heads that share a KV head, while the tiles of a sequence pass.
 struct Heads {
-  int count;
   const float *queries, *slopes;  // slopes: as the lanes of their blocks, or null
-  float *highest, *sum, *out;     // of each block a vector, of each block a vector, [count][value_stride]
+  float *highest, *sum, *out;     // of each block a vector, of each block a vector, of each head value_stride
 };
 
 // One tile of tokens; `keys` and `values` point at the KV head, `keys` at least at whole vectors of tokens.
-template <typename T, int kRows, int kBlocks>
+template <typename T, int kRows, int kHeads>
 inline void decode_tile(const AttentionCall& call, const T* const* keys, const T* const* values, int count,
                         int32_t distance, const Heads& heads, const DecodeScratch& scratch, Ahead& ahead,
                         int lines_per_token) {
-  constexpr int kTokens = kLanes / kRows, kUnits = 2;
+  constexpr int kTokens = kLanes / kRows, kBlocks = (kHeads + kRows - 1) / kRows, kUnits = 2;
   const int num_vecs = (count + kTokens - 1) / kTokens, value_stride = scratch.value_stride;
   auto scores_of = [&](int block, int vector) { return scratch.scores + block * kDecodeTile * 4 + vector * kLanes; };
   Vec tile_highest[kBlocks];
@@ -301,7 +299,7 @@ inline void decode_tile(const AttentionCall& call, const T* const* keys, const T
   for (int v = 0; v < num_vecs; v += kUnits) {
     ahead.bring(lines_per_token * kTokens * kUnits);
     Vec scores[kBlocks][kUnits];
-    dot<T, kRows, kBlocks, kUnits>(keys + v * kTokens, heads.queries, scratch.query_stride, call.key_dim, scores);
+    dot<T, kRows, kHeads, kBlocks, kUnits>(keys + v * kTokens, heads.queries, scratch.query_stride, call.key_dim, scores);
     for (int u = 0; u < kUnits && v + u < num_vecs; u++)
       for (int block = 0; block < kBlocks; block++) {
         Vec s = scores[block][u] * call.scale;
@@ -324,7 +322,7 @@ inline void decode_tile(const AttentionCall& call, const T* const* keys, const T
       const Vec shrink = exp2_vec((before - now) * kLog2E);
       total *= shrink;
       store(heads.highest + block * kLanes, now);
-      for (int r = 0; r < kRows && block * kRows + r < heads.count; r++) {
+      for (int r = 0; r < kRows && block * kRows + r < kHeads; r++) {
         float* out = heads.out + (block * kRows + r) * value_stride;
         for (int c = 0; c < value_stride; c += kLanes) store(out + c, load(out + c) * shrink[r]);
       }
@@ -337,29 +335,14 @@ inline void decode_tile(const AttentionCall& call, const T* const* keys, const T
     store(heads.sum + block * kLanes, total);
   }
   const int columns = call.value_dim, lines = lines_per_token * (kPairs<T> ? 2 : 1);
-  auto add = [&](auto num_heads) {
-    constexpr int kHeads = decltype(num_heads)::value;
-    constexpr int kVecs = kHeads > 4 ? 2 : kHeads > 2 ? 4 : 8;
-    int c = 0;
-    for (; c + kVecs * kLanes <= value_stride; c += kVecs * kLanes)
-      add_values<T, kRows, kHeads, kVecs>(scratch.scores, values, count, c, columns, heads.out, value_stride, ahead,
-                                          lines * kVecs * kLanes / value_stride);
-    if constexpr (kVecs > 2)
-      for (; c < value_stride; c += 2 * kLanes)
-        add_values<T, kRows, kHeads, 2>(scratch.scores, values, count, c, columns, heads.out, value_stride, ahead, 1);
-  };
-  if constexpr (kRows < 4) {
-    add(std::integral_constant<int, kRows>{});
-  } else if constexpr (kBlocks == 1) {
-    heads.count == 3 ? add(std::integral_constant<int, 3>{}) : add(std::integral_constant<int, 4>{});
-  } else {
-    switch (heads.count) {
-      case 5: add(std::integral_constant<int, 5>{}); break;
-      case 6: add(std::integral_constant<int, 6>{}); break;
-      case 7: add(std::integral_constant<int, 7>{}); break;
-      default: add(std::integral_constant<int, 8>{});
-    }
-  }
+  constexpr int kVecs = kHeads > 4 ? 2 : kHeads > 2 ? 4 : 8;
+  int c = 0;
+  for (; c + kVecs * kLanes <= value_stride; c += kVecs * kLanes)
+    add_values<T, kRows, kHeads, kVecs>(scratch.scores, values, count, c, columns, heads.out, value_stride, ahead,
+                                        lines * kVecs * kLanes / value_stride);
+  if constexpr (kVecs > 2)
+    for (; c < value_stride; c += 2 * kLanes)
+      add_values<T, kRows, kHeads, 2>(scratch.scores, values, count, c, columns, heads.out, value_stride, ahead, 1);
 }
 
 // Outputs of a head from its sums.
@@ -383,14 +366,22 @@ inline void finish_row(const AttentionCall& call, int64_t token, int head, const
   if (call.lse) call.lse[token * call.num_q_heads + head] = lse;
 }
 
+// Calls the function with a compile-time number of kLeast … kMost, the one given, or kLeast if that is less.
+template <int kLeast, int kMost, typename Function>
+inline void with_count(int count, Function function) {
+  if constexpr (kMost > kLeast)
+    if (count < kMost) return with_count<kLeast, kMost - 1>(count, function);
+  function(std::integral_constant<int, kMost>{});
+}
+
 // Rows of scratch for the heads that share a KV head.
 inline int padded_rows(int group_size) {
   return group_size <= 2 ? group_size : group_size <= 4 ? 4 : round_up(group_size, 8);
 }
 
-template <typename T, int kRows, int kBlocks>
+template <typename T, int kRows, int kMostHeads>
 void decode(const AttentionCall& call, const DecodeItem& item, DecodeScratch& scratch) {
-  constexpr int kTokens = kLanes / kRows, kHeads = kRows * kBlocks;
+  constexpr int kTokens = kLanes / kRows;
   const int group_size = call.num_q_heads / call.num_kv_heads, group_rows = padded_rows(group_size);
   const int num_rows = group_rows * call.num_kv_heads, num_blocks = num_rows / kRows;
   const int query_stride = scratch.query_stride, value_stride = scratch.value_stride;
@@ -419,13 +410,17 @@ void decode(const AttentionCall& call, const DecodeItem& item, DecodeScratch& sc
   // Two tiles' rows: this one's and the next one's; the first token's of the next stand in for missing ones.
   const T *keys[2][kDecodeTile], *values[2][kDecodeTile];
   Rows<T> rows(call, item.sequence, item.tokens.begin);
-  auto tile_at = [&](int start) { return std::max(0, std::min(kDecodeTile, item.tokens.end - start)); };
+  // The first tile is small: nothing has brought it in.
+  auto tile_at = [&](int start) {
+    return std::max(0, std::min(start == item.tokens.begin ? kTokens : kDecodeTile, item.tokens.end - start));
+  };
   rows.next(tile_at(item.tokens.begin), keys[0], values[0]);
   const int64_t key_bytes = ((call.num_kv_heads - 1) * call.key_head_stride + call.key_dim) * sizeof(T);
   const int64_t value_bytes = ((call.num_kv_heads - 1) * call.value_head_stride + call.value_dim) * sizeof(T);
-  const int steps = call.num_kv_heads * (group_rows / kHeads);
-  for (int start = item.tokens.begin, slot = 0; start < item.tokens.end; start += kDecodeTile, slot ^= 1) {
-    const int count = tile_at(start), next = tile_at(start + kDecodeTile);
+  const int steps = call.num_kv_heads * (group_rows / kMostHeads);
+  for (int start = item.tokens.begin, slot = 0, count; start < item.tokens.end; start += count, slot ^= 1) {
+    count = tile_at(start);
+    const int next = tile_at(start + count);
     rows.next(next, keys[slot ^ 1], values[slot ^ 1]);
     Ahead ahead{{reinterpret_cast<const char* const*>(keys[slot ^ 1]),
                  reinterpret_cast<const char* const*>(values[slot ^ 1])},
@@ -440,16 +435,18 @@ void decode(const AttentionCall& call, const DecodeItem& item, DecodeScratch& sc
         head_values[t] = values[slot][t] + head * call.value_head_stride;
       }
       for (int t = count; t < round_up(count, 2 * kTokens); t++) head_keys[t] = head_keys[count - 1];
-      for (int first = 0; first < group_size; first += kHeads) {
+      for (int first = 0; first < group_size; first += kMostHeads) {
         const int row = head * group_rows + first, block = row / kRows;
-        const Heads heads{std::min(kHeads, group_size - first),
-                          scratch.queries + row * query_stride,
+        const Heads heads{scratch.queries + row * query_stride,
                           slopes.empty() ? nullptr : slopes.data() + block * kLanes,
                           scratch.highest + block * kLanes,
                           scratch.sum + block * kLanes,
                           scratch.out + row * value_stride};
-        decode_tile<T, kRows, kBlocks>(call, head_keys, head_values, count, position - start, heads, scratch, ahead,
-                                       lines_per_token);
+        auto tile = [&](auto num_heads) {
+          decode_tile<T, kRows, decltype(num_heads)::value>(call, head_keys, head_values, count, position - start,
+                                                            heads, scratch, ahead, lines_per_token);
+        };
+        with_count<kMostHeads == 8 ? 4 : kMostHeads == 4 ? 3 : kMostHeads, kMostHeads>(std::min(kMostHeads, group_size - first), tile);
       }
     }
   }

@@ -1,0 +1,197 @@
+"""Write new keys and values into the cache in one launch: rotate the keys, quantise, scatter."""
+
+# ruff: noqa: N803, N806 (compile-time constants are capitals in Triton's kernels)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from kernels.provider import FP8_DTYPES, CacheScales, KernelError
+from kernels.rotary import Rotary
+
+_TILE_ELEMENTS = 2048  # of the keys of one token that a program holds: 16 a thread
+
+
+@triton.jit
+def _to_fp8(x: tl.tensor, scale: tl.tensor, dtype: tl.constexpr, EMULATED: tl.constexpr) -> tl.tensor:
+    """`x / scale`, clipped, as an 8-bit float; not a number stays that."""
+    LIMIT: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
+    scaled = tl.div_rn(x.to(tl.float32), scale)
+    scaled = tl.clamp(scaled, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    if EMULATED:
+        # The interpreter's cast rounds wrongly where the mantissa overflows, so it gets what needs no rounding: adding
+        # 1.5 · 2^k drops, to nearest even, the bits that a float8 of this magnitude has no room for.
+        MANTISSA: tl.constexpr = 3 if dtype == tl.float8e4nv else 2
+        SMALLEST: tl.constexpr = 2.0**-6 if dtype == tl.float8e4nv else 2.0**-14
+        magnitude = (scaled.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        shift = tl.maximum(magnitude, SMALLEST) * (1.5 * 2 ** (23 - MANTISSA))
+        scaled = (scaled + shift) - shift
+    return scaled.to(dtype)
+
+
+@triton.jit
+def _store_rows(
+    rows: tl.tensor,  # [BLOCK_HEADS, BLOCK_DIM]
+    target: tl.tensor,  # the token's place in the cache
+    head_stride: tl.tensor,
+    scales_ptr: tl.tensor,  # [num_kv_heads] or None
+    heads: tl.tensor,
+    dims: tl.tensor,
+    there: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    EMULATED: tl.constexpr,
+) -> None:
+    cache_dtype: tl.constexpr = target.dtype.element_ty
+    if cache_dtype == tl.float8e4nv or cache_dtype == tl.float8e5:
+        scale = tl.full([1, 1], 1.0, tl.float32)
+        if scales_ptr is not None:
+            scale = tl.load(scales_ptr + heads, mask=heads < NUM_HEADS, other=1.0)[:, None]
+        rows = _to_fp8(rows, scale, cache_dtype, EMULATED)
+    pointers = target + heads.to(tl.int64)[:, None] * head_stride + dims[None, :]
+    tl.store(pointers, rows, mask=there)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
+def _write_kernel(
+    key_ptr: tl.tensor,  # [num_tokens, num_kv_heads, key_dim]
+    value_ptr: tl.tensor,  # [num_tokens, num_kv_heads, value_dim]
+    key_cache_ptr: tl.tensor,  # [num_blocks, block_tokens, num_kv_heads, key_dim]
+    value_cache_ptr: tl.tensor,  # [num_blocks, block_tokens, num_kv_heads, value_dim]
+    slots_ptr: tl.tensor,  # [num_tokens]
+    cos_ptr: tl.tensor,  # [num_positions, HALF] or None, and so are sin and positions
+    sin_ptr: tl.tensor,
+    positions_ptr: tl.tensor,  # [num_tokens]
+    key_scales_ptr: tl.tensor,  # [num_kv_heads] or None
+    value_scales_ptr: tl.tensor,
+    block_tokens: tl.tensor,
+    key_token_stride: tl.tensor,
+    key_head_stride: tl.tensor,
+    value_token_stride: tl.tensor,
+    value_head_stride: tl.tensor,
+    key_cache_block_stride: tl.tensor,
+    key_cache_token_stride: tl.tensor,
+    key_cache_head_stride: tl.tensor,
+    value_cache_block_stride: tl.tensor,
+    value_cache_token_stride: tl.tensor,
+    value_cache_head_stride: tl.tensor,
+    cos_stride: tl.tensor,
+    sin_stride: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    HALF: tl.constexpr,  # pairs of dimensions that are rotated
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_KEY_DIM: tl.constexpr,
+    BLOCK_VALUE_DIM: tl.constexpr,
+    EMULATED: tl.constexpr,
+) -> None:
+    """One program a token and `BLOCK_HEADS` heads."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    slot = tl.load(slots_ptr + token)
+    block = slot // block_tokens
+    within = slot % block_tokens
+
+    dims = tl.arange(0, BLOCK_KEY_DIM)
+    there = (heads < NUM_HEADS)[:, None] & (dims < KEY_DIM)[None, :]
+    source = key_ptr + token * key_token_stride + heads.to(tl.int64)[:, None] * key_head_stride
+    key = tl.load(source + dims[None, :], mask=there)
+    if cos_ptr is not None:
+        # A dimension becomes itself times the cosine plus its partner in the pair times the sine, with a sign.
+        if INTERLEAVED:
+            first = dims % 2 == 0
+            partner = tl.where(first, dims + 1, dims - 1)
+            pair = dims // 2
+        else:
+            first = dims < HALF
+            partner = tl.where(first, dims + HALF, dims - HALF)
+            pair = tl.where(first, dims, dims - HALF)
+        turned = dims < 2 * HALF
+        other = tl.load(source + partner[None, :], mask=there & turned[None, :], other=0.0).to(tl.float32)
+        position = tl.load(positions_ptr + token).to(tl.int64)
+        cos = tl.load(cos_ptr + position * cos_stride + pair, mask=turned, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + position * sin_stride + pair, mask=turned, other=0.0).to(tl.float32)
+        sin = tl.where(first, -sin, sin)
+        rotated = key.to(tl.float32) * cos[None, :] + other * sin[None, :]
+        key = tl.where(turned[None, :], rotated.to(key.dtype), key)
+    target = key_cache_ptr + block * key_cache_block_stride + within * key_cache_token_stride
+    _store_rows(key, target, key_cache_head_stride, key_scales_ptr, heads, dims, there, NUM_HEADS, EMULATED)
+
+    dims = tl.arange(0, BLOCK_VALUE_DIM)
+    there = (heads < NUM_HEADS)[:, None] & (dims < VALUE_DIM)[None, :]
+    source = value_ptr + token * value_token_stride + heads.to(tl.int64)[:, None] * value_head_stride
+    value = tl.load(source + dims[None, :], mask=there)
+    target = value_cache_ptr + block * value_cache_block_stride + within * value_cache_token_stride
+    _store_rows(value, target, value_cache_head_stride, value_scales_ptr, heads, dims, there, NUM_HEADS, EMULATED)
+
+
+def write_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    rotary: Rotary | None,
+    scales: CacheScales | None,
+) -> None:
+    """`AttentionProvider.write` on tensors that `check_write` has passed.
+
+    Raises:
+        KernelError: the caches' last stride is not 1, or more dimensions are rotated than a key has.
+    """
+    if key_cache.stride(3) != 1 or value_cache.stride(3) != 1:
+        raise KernelError("the caches must have stride 1 along the head")
+    half = 0 if rotary is None else rotary.cos.shape[1]
+    if 2 * half > key.shape[2]:
+        raise KernelError(f"{2 * half} dimensions are to be rotated, keys have {key.shape[2]}")
+    num_tokens, num_heads, key_dim = key.shape
+    if not num_tokens:
+        return
+    key, value = along_last(key), along_last(value)
+    cos, sin = (None, None) if rotary is None else (along_last(rotary.cos), along_last(rotary.sin))
+    if key_cache.dtype not in FP8_DTYPES:
+        scales = None
+    block_key_dim = triton.next_power_of_2(key_dim)
+    block_heads = triton.next_power_of_2(num_heads)
+    block_heads = min(block_heads, max(1, _TILE_ELEMENTS // block_key_dim))
+    with torch.cuda.device_of(key):
+        _write_kernel[(num_tokens, triton.cdiv(num_heads, block_heads))](
+            key,
+            value,
+            key_cache,
+            value_cache,
+            slots.contiguous(),
+            cos,
+            sin,
+            None if rotary is None else rotary.positions.contiguous(),
+            None if scales is None else scales.key.contiguous(),
+            None if scales is None else scales.value.contiguous(),
+            key_cache.shape[1],
+            key.stride(0),
+            key.stride(1),
+            value.stride(0),
+            value.stride(1),
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            0 if cos is None else cos.stride(0),
+            0 if sin is None else sin.stride(0),
+            NUM_HEADS=num_heads,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value.shape[2],
+            HALF=half,
+            INTERLEAVED=rotary is not None and rotary.interleaved,
+            BLOCK_HEADS=block_heads,
+            BLOCK_KEY_DIM=block_key_dim,
+            BLOCK_VALUE_DIM=triton.next_power_of_2(value.shape[2]),
+            EMULATED=not isinstance(_write_kernel, JITFunction),
+            num_warps=4,
+        )
+
+
+def along_last(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where its last stride is not 1."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

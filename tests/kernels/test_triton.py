@@ -1,0 +1,406 @@
+"""The Triton kernels against the reference in float64: on the GPU if there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import sys
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from kernels.provider import FP8_DTYPES, CacheScales, KernelError, Masking, VarlenBatch, problem_of
+from kernels.reference import ReferenceProvider, visible_span
+from kernels.rotary import Rotary
+from kernels.triton_provider import TritonProvider
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+if not CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # asked for when Triton is imported, which happens below
+pytest.importorskip("triton")
+pytestmark = [pytest.mark.gpu] if CUDA else []
+
+# Largest difference allowed, divided by 1 + |expected|. The interpreter cuts bfloat16 off instead of rounding.
+TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+LSE_TOLERANCE = 1e-4
+# A block that does not exist: reading it ends the process.
+INVALID = 2**30
+# (queries, cached): prompts of one token and more, decodes, chunks, a sequence without queries, one without a cache.
+RAGGED = [(1, 1), (1, 17), (5, 5), (3, 64), (0, 9), (1, 65), (40, 130), (0, 0), (33, 33), (1, 150)]
+ALL_MASKS = {"window_left": 21, "window_right": 4, "softcap": 3.0, "alibi": "seqs", "sinks": True, "leftpad": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    batch: VarlenBatch
+    masking: Masking
+    scales: CacheScales | None
+
+
+@pytest.fixture(scope="module")
+def provider() -> TritonProvider:
+    return TritonProvider()
+
+
+def make_case(
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int] = (4, 2),
+    dims: tuple[int, int] = (64, 64),
+    dtype: torch.dtype = torch.float32,
+    *,
+    cache_dtype: torch.dtype | None = None,
+    block_tokens: int = 16,
+    region: bool = False,
+    scale: float | None = None,
+    window_left: int = -1,
+    window_right: int = 0,
+    softcap: float = 0.0,
+    alibi: str = "",
+    sinks: bool = False,
+    leftpad: bool = False,
+    slack: int = 0,
+    seed: int = 7,
+) -> Case:
+    """Random tensors; `lengths` are (queries, cached) of each sequence. What no query may see is NaN, and a table entry
+    that none may use is `INVALID`. `slack` is by how much the batch overstates its maxima."""
+    generator = torch.Generator().manual_seed(seed)
+    num_seqs, (num_q_heads, num_kv_heads) = len(lengths), heads
+    longest = max(cached for _, cached in lengths)
+    width = 1 if region else -(-longest // block_tokens) + 1
+    pads = [int(torch.randint(0, max(1, cached // 2), (), generator=generator)) for _, cached in lengths]
+    masking = Masking(
+        dims[0] ** -0.5 if scale is None else scale,
+        window_left,
+        window_right,
+        softcap,
+        torch.rand(*([num_seqs] * (alibi == "seqs")), num_q_heads, generator=generator).to(DEVICE) if alibi else None,
+        torch.randn(num_q_heads, generator=generator).to(DEVICE) if sinks else None,
+    )
+    num_blocks = num_seqs * width + 2
+    ids = torch.randperm(num_blocks, generator=generator)[: num_seqs * width].view(num_seqs, width)
+    used = torch.zeros(num_seqs, width, dtype=torch.bool)
+    slots = []
+    for i, (num_queries, cached) in enumerate(lengths):
+        begin, end = visible_span(num_queries, cached, pads[i] if leftpad else 0, masking)
+        if num_queries and begin < end:
+            tokens = torch.arange(begin, end)
+            used[i, begin // block_tokens : (end - 1) // block_tokens + 1] = True
+            slots.append(ids[i, tokens // block_tokens] * block_tokens + tokens % block_tokens)
+    visible = torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64)
+
+    def cache(dim: int) -> torch.Tensor:
+        """One of three interleaved layers."""
+        layers = torch.full((num_blocks, block_tokens, 3, num_kv_heads, dim), torch.nan)
+        values = torch.randn(len(visible), num_kv_heads, dim, generator=generator)
+        layers[visible // block_tokens, visible % block_tokens, 1] = values
+        return layers.to(cache_dtype or dtype).to(DEVICE)[:, :, 1]
+
+    num_tokens = sum(num_queries for num_queries, _ in lengths)
+    # The queries are a slice, as of a fused projection.
+    query = torch.randn(num_tokens, num_q_heads + 2, dims[0], generator=generator).to(dtype).to(DEVICE)[:, 1:-1]
+    scales = None
+    if cache_dtype in FP8_DTYPES:
+        scales = CacheScales(*(0.5 + torch.rand(2, num_kv_heads, generator=generator).to(DEVICE)))
+    starts = list(itertools.accumulate((q for q, _ in lengths), initial=0))
+    batch = VarlenBatch(
+        cu_seqlens_q=torch.tensor(starts, dtype=torch.int32, device=DEVICE),
+        cache_seqlens=torch.tensor([cached for _, cached in lengths], dtype=torch.int32, device=DEVICE),
+        block_table=ids.masked_fill(~used, INVALID).int().to(DEVICE),
+        max_seqlen_q=max(q for q, _ in lengths) + slack,
+        max_seqlen_k=longest + slack,
+        cache_leftpad=torch.tensor(pads, dtype=torch.int32, device=DEVICE) if leftpad else None,
+    )
+    return Case(query, cache(dims[0]), cache(dims[1]), batch, masking, scales)
+
+
+def check(provider: TritonProvider, case: Case, num_splits: int = 0) -> torch.Tensor:
+    """Attend, compare outputs and denominators with the reference, and return the outputs."""
+    lse, expected_lse = (torch.full(case.query.shape[:2], 123.0, device=DEVICE) for _ in range(2))
+    wide = [case.query.double()]
+    for cache in (case.key_cache, case.value_cache):
+        wide.append(cache if cache.dtype in FP8_DTYPES else cache.double())
+    expected = ReferenceProvider().attend(*wide, case.batch, case.masking, scales=case.scales, lse=expected_lse)
+    blind = expected_lse == -torch.inf
+    arguments = (case.query, case.key_cache, case.value_cache, case.batch, case.masking)
+    actual = provider.attend(*arguments, scales=case.scales, lse=lse, num_splits=num_splits)
+    assert actual.dtype == case.query.dtype
+    tolerance = TOLERANCE[case.query.dtype]
+    assert (lse[blind] == -torch.inf).all()
+    assert (actual[blind] == 0).all()
+    difference = _difference(actual, expected)
+    assert difference <= tolerance, f"maximum difference {difference:.2e}"  # NaN fails too
+    difference = _difference(lse[~blind], expected_lse[~blind])
+    assert difference <= LSE_TOLERANCE, f"maximum difference of the denominators {difference:.2e}"
+    return actual
+
+
+def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    if not actual.numel():
+        return 0.0
+    return float(((actual.double() - expected.double()).abs() / (1 + expected.double().abs())).max())
+
+
+@pytest.mark.parametrize(("block_tokens", "region"), [(1, False), (3, False), (16, False), (256, False), (600, True)])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_ragged_batch(provider: TritonProvider, dtype: torch.dtype, block_tokens: int, region: bool) -> None:
+    check(provider, make_case(RAGGED, (3, 1), dtype=dtype, block_tokens=block_tokens, region=region))
+
+
+@pytest.mark.parametrize("dims", [(80, 80), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_head_sizes(provider: TritonProvider, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    check(provider, make_case([(1, 140), (9, 30), (20, 20), (1, 1)], (4, 1), dims, dtype))
+
+
+@pytest.mark.parametrize("group", [1, 4, 7, 64])
+def test_group_sizes(provider: TritonProvider, group: int) -> None:
+    for lengths in ([(1, 40), (1, 1)], [(2, 40), (1, 3)], [(11, 70)]):
+        check(provider, make_case(lengths, (group, 1), dtype=torch.float16))
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"window_left": 0},
+        {"window_left": 31},
+        {"window_left": 5, "window_right": 9},
+        {"window_right": 3},
+        {"window_right": -1},
+        {"softcap": 2.0, "scale": 0.5},
+        {"alibi": "heads"},
+        {"alibi": "seqs", "window_right": -1},
+        {"sinks": True},
+        {"leftpad": True},
+        ALL_MASKS,
+    ],
+    ids=str,
+)
+def test_masking(provider: TritonProvider, features: dict[str, object]) -> None:
+    lengths = [(1, 17), (5, 5), (3, 64), (0, 9), (1, 90), (40, 70)]
+    for seed, region in enumerate((False, True)):
+        case = make_case(lengths, (3, 1), block_tokens=600 if region else 16, region=region, seed=seed, **features)  # type: ignore[arg-type]
+        check(provider, case, num_splits=2)
+
+
+def test_windows_end_anywhere_in_a_tile(provider: TritonProvider) -> None:
+    """Which tiles need no mask is worked out from the windows: one off shows only where a window ends at a tile."""
+    for width in range(16, 33):
+        check(provider, make_case([(2, 36)], (1, 1), (16, 16), window_left=width))
+        check(provider, make_case([(7, 36 + width)], (2, 1), (16, 16), window_right=3))
+
+
+@pytest.mark.parametrize("features", [{}, ALL_MASKS], ids=["plain", "all"])
+def test_lengths_at_the_edges(provider: TritonProvider, features: dict[str, object]) -> None:
+    for lengths in (
+        [(1, 0), (1, 1), (0, 0)],  # nothing is cached
+        [(0, 5), (0, 7)],
+        [(1, 1)] * 5,
+        [(16, 16)],  # one block
+        [(1, 600)],  # a full region
+        [(7, 600)],
+        [(9, 4), (5, 0), (1, 3)],  # more queries than cached tokens: the first ones see nothing
+        [(1, 40), (6, 6)],
+    ):
+        for region in (False, True):
+            case = make_case(
+                lengths, (3, 1), dtype=torch.float16, block_tokens=600 if region else 16, region=region, **features
+            )  # type: ignore[arg-type]
+            check(provider, case)
+
+
+def test_maxima_may_be_overstated(provider: TritonProvider) -> None:
+    for lengths in ([(1, 30), (1, 70)], [(1, 30)], [(4, 30)], [(4, 30), (1, 20)]):
+        check(provider, make_case(lengths, slack=1000))
+
+
+def test_empty_batches(provider: TritonProvider) -> None:
+    case = make_case([(0, 5), (0, 0)])
+    assert check(provider, case).shape == (0, 4, 64)
+    empty = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+    batch = VarlenBatch(empty.new_zeros(1), empty, empty.view(0, 1), max_seqlen_q=0, max_seqlen_k=0)
+    assert provider.attend(case.query, case.key_cache, case.value_cache, batch, case.masking).numel() == 0
+
+
+@pytest.mark.parametrize("num_splits", [1, 3, 20, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_splits(provider: TritonProvider, num_splits: int, dtype: torch.dtype) -> None:
+    lengths = [(1, 300), (1, 0), (0, 4), (1, 129), (1, 64)][: 2 if num_splits == 1000 else 5]
+    for features in ({}, ALL_MASKS):
+        case = make_case(lengths, (3, 1), dtype=dtype, **features)  # type: ignore[arg-type]
+        check(provider, case, num_splits)
+
+
+def test_splits_leave_their_counters_at_zero(provider: TritonProvider) -> None:
+    """The second call would take a partial result for the last, and combine what is not there yet."""
+    case = make_case([(1, 200), (1, 90), (2, 40)], (6, 2))
+    first = check(provider, case, num_splits=4)
+    assert not any(counters.any() for counters in provider._decode._counters.values())
+    assert torch.equal(check(provider, case, num_splits=4), first)
+
+
+def test_splits_grow_their_space() -> None:
+    provider = TritonProvider()
+    for num_seqs in (1, 3, 2):
+        check(provider, make_case([(1, 100)] * num_seqs), num_splits=3)
+
+
+@pytest.mark.parametrize("cache_dtype", FP8_DTYPES)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_float8_cache(provider: TritonProvider, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    """Written by the kernel, and read by it and by the reference."""
+    case = make_case([(1, 90), (3, 40), (20, 20)], (6, 2), (96, 64), dtype, cache_dtype=cache_dtype)
+    assert case.scales is not None
+    num_tokens = 40
+    generator = torch.Generator().manual_seed(3)
+    new = [(3 * torch.randn(num_tokens, 2, dim, generator=generator)).to(dtype).to(DEVICE) for dim in (96, 64)]
+    new[0][0, 0, 0], new[1][1, 0, 0] = 60000, -60000  # clipped
+    visible = (~case.key_cache[:, :, 0, 0].float().isnan()).flatten().nonzero()[:, 0].cpu()
+    slots = visible[torch.randperm(len(visible), generator=generator)[:num_tokens]].to(DEVICE)
+    # The reference on the CPU: not every version of torch has `index_put` for 8-bit floats on CUDA.
+    expected = [case.key_cache.cpu().clone(), case.value_cache.cpu().clone()]
+    on_cpu = CacheScales(case.scales.key.cpu(), case.scales.value.cpu())
+    ReferenceProvider().write(new[0].cpu(), new[1].cpu(), *expected, slots.cpu(), scales=on_cpu)
+    provider.write(*new, case.key_cache, case.value_cache, slots, scales=case.scales)
+    for actual, wanted in zip((case.key_cache, case.value_cache), expected, strict=True):
+        assert torch.equal(actual.cpu().float().nan_to_num(1e6), wanted.float().nan_to_num(1e6))
+    for scales in (case.scales, None):
+        check(provider, replace(case, scales=scales))
+
+
+@pytest.mark.parametrize("interleaved", [None, False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("dims", "rotary_dim"), [((64, 64), 64), ((80, 80), 20), ((192, 128), 64), ((256, 8), 256)])
+def test_write(
+    provider: TritonProvider, dims: tuple[int, int], rotary_dim: int, dtype: torch.dtype, interleaved: bool | None
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    num_tokens, num_heads, shape = 23, 3, (6, 16, 5)  # a cache of five layers' keys and values
+    caches = [torch.randn(*shape, num_heads, dim, generator=generator).to(dtype).to(DEVICE) for dim in dims]
+    expected = [cache.clone() for cache in caches]
+    fused = torch.randn(num_tokens, num_heads + 1, sum(dims), generator=generator).to(dtype).to(DEVICE)[:, 1:]
+    key, value = fused.split(dims, dim=-1)
+    slots = torch.randperm(6 * 16, generator=generator)[:num_tokens].to(DEVICE)
+    rotary = None
+    if interleaved is not None:
+        angles = 10 * torch.rand(40, rotary_dim // 2, generator=generator).to(DEVICE)
+        table = torch.cat([angles.cos(), angles.sin()], dim=1)
+        cos, sin = table.chunk(2, dim=1)
+        positions = torch.randint(0, 40, (num_tokens,), generator=generator).to(DEVICE)
+        rotary = Rotary(cos, sin, positions, interleaved)
+    ReferenceProvider().write(key, value, expected[0][:, :, 2], expected[1][:, :, 3], slots, rotary=rotary)
+    provider.write(key, value, caches[0][:, :, 2], caches[1][:, :, 3], slots, rotary=rotary)
+    assert torch.equal(caches[1], expected[1])
+    if rotary is None:
+        assert torch.equal(caches[0], expected[0])
+    else:
+        difference = _difference(caches[0], expected[0])
+        assert difference <= TOLERANCE[dtype], f"maximum difference {difference:.2e}"
+        # The dimensions that are not rotated, and the rest of the cache, to the bit.
+        caches[0][slots // 16, slots % 16, 2, :, :rotary_dim] = 0
+        expected[0][slots // 16, slots % 16, 2, :, :rotary_dim] = 0
+        assert torch.equal(caches[0], expected[0])
+
+
+def test_write_takes_any_strides(provider: TritonProvider) -> None:
+    """Keys beside values in one allocation, heads before tokens, and keys whose last stride is not 1."""
+    storage = torch.zeros(5, 3, 2, 4, 32, device=DEVICE)  # [blocks, heads, side, tokens, dim]
+    key_cache, value_cache = storage[:, :, 0].transpose(1, 2), storage[:, :, 1].transpose(1, 2)
+    key = torch.randn(32, 3, 7, device=DEVICE).permute(2, 1, 0)
+    value = torch.randn(3, 7, 32, device=DEVICE).transpose(0, 1)
+    slots = torch.randperm(20)[:7].to(DEVICE)
+    provider.write(key, value, key_cache, value_cache, slots)
+    assert torch.equal(key_cache[slots // 4, slots % 4], key)
+    assert torch.equal(value_cache[slots // 4, slots % 4], value)
+    assert storage.count_nonzero() == key.numel() + value.numel()
+    provider.write(key[:0], value[:0], key_cache, value_cache, slots[:0])
+
+
+@pytest.mark.parametrize("words", [1, 100, 2500])
+def test_copy_blocks(words: int) -> None:
+    from kernels.triton_copy import copy_blocks
+
+    source = torch.randint(-(2**62), 2**62, (9, words + 3), device=DEVICE)[:, :words]
+    target = torch.zeros(7, words + 5, dtype=torch.int64, device=DEVICE)
+    rows = torch.tensor([8, 0, 8, 3], device=DEVICE)
+    target_rows = torch.tensor([1, 6, 2, 0], device=DEVICE)
+    copy_blocks(source, target[:, :words], rows, target_rows)
+    assert torch.equal(target[target_rows, :words], source[rows])
+    assert target.count_nonzero() == 4 * words
+    copied = source.clone()
+    copied[[1, 2]] = source[[5, 6]]
+    copy_blocks(source, source, rows.new_tensor([5, 6]), rows.new_tensor([1, 2]))
+    assert torch.equal(source, copied)
+    copy_blocks(source, target[:, :words], rows[:0], rows[:0])
+    with pytest.raises(ValueError, match=f"4 blocks of {words} words to 4 of {words + 5} words"):
+        copy_blocks(source, target, rows, rows)
+    with pytest.raises(ValueError, match="int32"):
+        copy_blocks(source.int(), target, rows, rows)
+
+
+def test_what_is_unsupported_has_a_reason(provider: TritonProvider) -> None:
+    case = make_case([(1, 5)])
+    arguments = (case.query, case.key_cache, case.value_cache, case.batch, case.masking)
+    problem = problem_of(*arguments)
+    assert provider.unsupported(problem) is None
+    for change, reason in (
+        ({"dtype": torch.float64, "cache_dtype": torch.float64}, "float64"),
+        ({"cache_dtype": torch.float16}, "float16 for queries of torch.float32"),
+        ({"value_dim": 264}, "more than 256"),
+        ({"num_q_heads": 130}, "65 query heads"),
+    ):
+        assert reason in str(provider.unsupported(replace(problem, **change)))  # type: ignore[arg-type]
+    with pytest.raises(KernelError, match="float64"):
+        provider.attend(*(tensor.double() for tensor in arguments[:3]), *arguments[3:])
+
+
+def test_without_triton_or_a_device_there_is_no_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if not CUDA:
+        with pytest.raises(KernelError, match="needs a CUDA device"):
+            TritonProvider()
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(KernelError, match="needs the package triton"):
+        TritonProvider()
+
+
+# On a GPU most of the time goes into compiling, for which the lengths do not matter.
+PROBLEMS, PROBLEMS_PER_SHAPE = (300, 5) if CUDA else (30, 1)
+
+
+@pytest.mark.parametrize("seed", range(PROBLEMS))
+def test_random_problem(provider: TritonProvider, seed: int) -> None:
+    shape, lengths_of = random.Random(seed // PROBLEMS_PER_SHAPE), random.Random(1000 + seed)
+    num_kv_heads = shape.choice([1, 2, 3])
+    group = shape.choice([1, 2, 3, 4, 6, 7, 8, 16, 33, 64][: 10 if num_kv_heads == 1 else 7])
+    dim = shape.choice([8, 16, 40, 64, 80, 96, 112, 128, 192, 256])
+    most = shape.choice([20, 150, 400 if CUDA else 200])
+    lengths = []
+    for _ in range(lengths_of.randint(1, 5)):
+        cached = lengths_of.randint(0, most)
+        several = [2, lengths_of.randint(1, 40), cached, cached + 3]
+        lengths.append((lengths_of.choice([0, 1, 1, 1, *several]), cached))
+    region = shape.random() < 0.3
+    case = make_case(
+        lengths,
+        (group * num_kv_heads, num_kv_heads),
+        (dim, shape.choice([dim, dim, 64, 128])),
+        shape.choice(list(TOLERANCE)),
+        cache_dtype=shape.choice([None, None, None, *FP8_DTYPES]),
+        block_tokens=shape.choice([most, 601]) if region else shape.choice([1, 3, 16, 48, 64, 128, 256, 700]),
+        region=region,
+        window_left=shape.choice([-1, -1, 0, shape.randint(0, most)]),
+        window_right=shape.choice([0, 0, 0, -1, shape.randint(0, 30)]),
+        softcap=shape.choice([0.0, 0.0, 3.0, 30.0]),
+        alibi=shape.choice(["", "", "heads", "seqs"]),
+        sinks=shape.random() < 0.3,
+        leftpad=shape.random() < 0.3,
+        slack=lengths_of.choice([0, 0, 100]),
+        seed=seed,
+    )
+    check(provider, case, num_splits=lengths_of.choice([0, 0, 1, 2, 5, 200]))

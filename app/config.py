@@ -22,8 +22,8 @@ class EngineConfig:
     Attributes:
         model: "builtin", a local checkpoint folder, or a Hugging Face Hub id.
         dtype: of weights and cache; "auto" takes the checkpoint's.
-        device: "cpu" or "cuda"; "auto" is the CPU for now: on CUDA attention goes through torch's SDPA, one sequence
-            after the other, and the whole path has been tested over a fake driver only.
+        device: "cpu" or "cuda"; "auto" is the CPU for now: CUDA has been tested over a fake driver and in Triton's
+            interpreter only.
         max_model_len: longest prompt plus output in tokens; by default what the model was made for.
         max_num_seqs: sequences that run at once; never more than `max_num_batched_tokens`.
         max_num_batched_tokens: tokens computed in one step, decodes and prefill chunks together.
@@ -45,7 +45,9 @@ class EngineConfig:
         kv_layout: all layers of a token side by side, or each layer's keys and values for themselves.
         kv_view: how attention reads the cache: through contiguous regions, through block tables, or through regions
             as long as the mappings they take are within what the system allows.
-        attention: which kernel; "auto" takes the fastest for the device.
+        attention: which kernels: "cpu", "sdpa" or "reference" on a CPU; "triton", "torch-flash", "flash-attn",
+            "flashinfer", "sdpa" or "reference" on CUDA. "auto" takes the first of a table that is there and can do what
+            the model needs.
         num_threads: CPU threads of a step, by default one for each core this process may use.
         skip_tokenizer_init: no tokenizer: prompts are token ids and there is no text.
     """

@@ -95,8 +95,8 @@ DEVICES = {
     "cuda": Device(
         ("triton", "torch-flash", "flash-attn", "flashinfer", "sdpa"),
         num_layers=32,
-        cold_bytes=1 << 30,
-        most_tokens=1 << 20,
+        cold_bytes=1 << 29,
+        most_tokens=1 << 19,
         repeats=7,
     ),
 }

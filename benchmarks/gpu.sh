@@ -14,14 +14,29 @@ step() { # NAME SECONDS COMMAND...
   if timeout "$limit" "$@"; then rows+=("ok      $((SECONDS - start))s  $name"); else rows+=("FAILED  $((SECONDS - start))s  $name"); fi
 }
 
+kernel_tests() { # in as many processes as there are processors, because most of the time goes into compiling
+  local count pids=() status=0
+  count=$(nproc)
+  for ((i = 0; i < count; i++)); do
+    "$python" -m pytest -q -p no:cacheprovider -m gpu tests/kernels --shard "$i/$count" &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid" || { code=$?; ((code == 5)) || status=1; }; done # 5: no tests in this one
+  return $status
+}
+export -f kernel_tests
+export python
+
 "$python" - <<'PY'
 import torch
 print(torch.cuda.get_device_name(), "torch", torch.__version__, "CUDA", torch.version.cuda)
 PY
-step "tests on the device: backend and engine" 150 "$python" -m pytest -q -m gpu tests/vmem tests/kernels tests/app/engine
-step "tests of the memory over the fake driver" 130 "$python" -m pytest -q tests/vmem -m "not gpu"
-step "benchmark: mapping" 150 "$python" -m benchmarks.mapping --device cuda
-step "benchmark: preemption" 90 "$python" -m benchmarks.preemption --quick --device cuda
+step "tests on the device: kernels" 150 bash -c kernel_tests
+step "tests on the device: backend and engine" 100 "$python" -m pytest -q -m gpu tests/vmem tests/app/engine
+step "tests of the memory over the fake driver" 70 "$python" -m pytest -q -x tests/vmem -m "not gpu"
+step "benchmark: attention" 120 "$python" -m benchmarks.attention --quick --device cuda
+step "benchmark: mapping" 50 "$python" -m benchmarks.mapping --quick --device cuda
+step "benchmark: preemption" 40 "$python" -m benchmarks.preemption --quick --device cuda
 
 printf '\n%s\n' "${rows[@]}"
 [[ "${rows[*]}" != *FAILED* ]]

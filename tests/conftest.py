@@ -121,6 +121,16 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 MakeCheckpoint = Callable[..., Path]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", default="0/1", help="i/n: every n-th test from the i-th, to run n processes at once")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    index, count = map(int, config.getoption("--shard").split("/"))
+    config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % count != index])
+    items[:] = items[index::count]
+
+
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
     """`make_checkpoint(model_type, **config)` → folder of a random-init checkpoint; the same call, the same folder."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import sys
 from dataclasses import dataclass, replace
@@ -18,9 +17,12 @@ from kernels.triton_provider import TritonProvider
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # asked for when Triton is imported, which happens below
-pytest.importorskip("triton")
+with pytest.MonkeyPatch.context() as patch:
+    if not CUDA:
+        patch.setenv("TRITON_INTERPRET", "1")  # asked for when kernels are defined
+    pytest.importorskip("triton")
+
+    TritonProvider()  # imports the others
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
 # Largest difference allowed, divided by 1 + |expected|. The interpreter cuts bfloat16 off instead of rounding.
@@ -43,7 +45,13 @@ class Case:
     scales: CacheScales | None
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not CUDA:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
 def provider() -> TritonProvider:
     return TritonProvider()
 

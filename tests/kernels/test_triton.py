@@ -17,12 +17,7 @@ from kernels.triton_provider import TritonProvider
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-with pytest.MonkeyPatch.context() as patch:
-    if not CUDA:
-        patch.setenv("TRITON_INTERPRET", "1")  # asked for when kernels are defined
-    pytest.importorskip("triton")
-
-    TritonProvider()  # imports the others
+pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
 # Largest difference allowed, divided by 1 + |expected|. The interpreter cuts bfloat16 off instead of rounding.
@@ -45,13 +40,7 @@ class Case:
     scales: CacheScales | None
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not CUDA:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def provider() -> TritonProvider:
     return TritonProvider()
 

@@ -28,15 +28,16 @@ struct Plan {
   size_t num_parts = 0;
 };
 
-Plan plan(const AttentionCall& call) {
+Plan plan(const AttentionCall& call, int element_bytes) {
   Plan plan;
+  const int most_tokens = split_tokens(int64_t(call.num_kv_heads) * (call.key_dim + call.value_dim) * element_bytes);
   const int positions_per_tile = std::max(1, kMaxRows / (call.num_q_heads / call.num_kv_heads));
   for (int32_t s = 0; s < call.num_seqs; s++) {
     const int32_t num_queries = call.cu_seqlens_q[s + 1] - call.cu_seqlens_q[s];
     if (num_queries == 1) {
       const int32_t position = call.cache_seqlens[s] - 1;
       const Span span = visible(call, s, position, position);
-      const int32_t useful = std::max(1, (span.size() + kSplitTokens - 1) / kSplitTokens);
+      const int32_t useful = std::max(1, (span.size() + most_tokens - 1) / most_tokens);
       const int32_t num_parts = call.num_splits > 0 ? std::min(useful, call.num_splits) : useful;
       const int32_t size = round_up((span.size() + num_parts - 1) / num_parts, kDecodeTile);
       if (num_parts > 1) plan.splits.push_back({s, 0, plan.num_parts});
@@ -55,14 +56,17 @@ Plan plan(const AttentionCall& call) {
 
 template <typename T>
 void attend(const AttentionCall& call) {
-  Plan work = plan(call);
+  Plan work = plan(call, sizeof(T));
   const int group_size = call.num_q_heads / call.num_kv_heads;
   const int num_rows = padded_rows(group_size) * call.num_kv_heads;
   const int value_stride = round_up(call.value_dim, 2 * kLanes);
   const size_t part_floats = size_t(call.num_q_heads) * (value_stride + 2);
   // Kept from call to call: memory that is fresh from the system costs a page fault every 4 KiB.
   static thread_local std::vector<float> buffer;
-  if (buffer.size() < work.num_parts * part_floats) buffer.resize(work.num_parts * part_floats);
+  if (buffer.size() < work.num_parts * part_floats) {
+    buffer.clear();  // nothing of it is to be copied
+    buffer.resize(work.num_parts * part_floats);
+  }
   float* const parts = buffer.data();
   auto decode_item = group_size == 1   ? decode<T, 1, 1>
                      : group_size == 2 ? decode<T, 2, 2>

@@ -20,9 +20,10 @@
 namespace folio {
 
 constexpr int kDecodeTile = 32;  // cached tokens between two looks at the maximum, at most
-// Cached tokens that one processor takes at once. A constant, so that a sequence's result does not depend on what else
-// is in the batch, or on how many processors there are.
-constexpr int kSplitTokens = 1024;
+// Cached tokens that one processor takes at once: it depends on the shape alone, so that a sequence's result does not
+// depend on what else is in the batch, or on how many processors there are. A part of less than half a megabyte would
+// be over before reading ahead pays.
+inline int split_tokens(int64_t token_bytes) { return token_bytes <= 1024 ? 2048 : 1024; }
 
 #if defined(__AVX512BF16__)
 template <typename T>
@@ -118,7 +119,8 @@ inline Vec multiply_add_as(Vec acc, Vec a, Vec b) {
 #if defined(__AVX512F__)
 // Scores of kUnits vectors of tokens for kHeads heads, in kBlocks blocks: scores[block][unit].
 template <typename T, int kRows, int kHeads, int kBlocks, int kUnits>
-inline void dot(const T* const* keys, const float* queries, int query_stride, int dim, Vec (&scores)[kBlocks][kUnits]) {
+inline void dot(const T* const* keys, const float* queries, int query_stride, int dim, Vec (&scores)[kBlocks][kUnits],
+                Ahead& ahead, int lines) {
   constexpr int kTokens = kLanes / kRows, kQuads = 4 / kRows;
   constexpr int kElements = kPairs<T> ? 2 * kLanes : kLanes;  // of a key in a vector
   __m512 sums[kBlocks][kUnits][kQuads][kRows] = {};
@@ -140,8 +142,12 @@ inline void dot(const T* const* keys, const float* queries, int query_stride, in
         turned[u][q][2] = _mm512_shuffle_f32x4(ab_even, de_even, 0xdd);
         turned[u][q][3] = _mm512_shuffle_f32x4(ab_odd, de_odd, 0xdd);
       }
+    const int steps_left = 4 * ((dim - c + kElements - 1) / kElements);
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < 4; i++) {
+      const int share = lines / (steps_left - i);
+      ahead.bring(share);
+      lines -= share;
 #pragma GCC unroll 8
       for (int head = 0; head < kHeads; head++) {
         const float* place = queries + head * query_stride + at + 4 * i;
@@ -154,6 +160,7 @@ inline void dot(const T* const* keys, const float* queries, int query_stride, in
             sum = (__m512)multiply_add_as<T>((Vec)sum, (Vec)turned[u][q][i], query);
           }
       }
+    }
   }
 #pragma GCC unroll 2
   for (int block = 0; block < kBlocks; block++)
@@ -170,7 +177,9 @@ inline void dot(const T* const* keys, const float* queries, int query_stride, in
 }
 #else
 template <typename T, int kRows, int kHeads, int kBlocks, int kUnits>
-inline void dot(const T* const* keys, const float* queries, int query_stride, int dim, Vec (&scores)[kBlocks][kUnits]) {
+inline void dot(const T* const* keys, const float* queries, int query_stride, int dim, Vec (&scores)[kBlocks][kUnits],
+                Ahead& ahead, int lines) {
+  ahead.bring(lines);
   for (int u = 0; u < kUnits; u++)
     for (int t = 0; t < kLanes / kRows; t++) {
       Vec sums[kHeads] = {};
@@ -297,9 +306,9 @@ inline void decode_tile(const AttentionCall& call, const T* const* keys, const T
   Vec tile_highest[kBlocks];
   for (Vec& highest : tile_highest) highest = broadcast(-kInf);
   for (int v = 0; v < num_vecs; v += kUnits) {
-    ahead.bring(lines_per_token * kTokens * kUnits);
     Vec scores[kBlocks][kUnits];
-    dot<T, kRows, kHeads, kBlocks, kUnits>(keys + v * kTokens, heads.queries, scratch.query_stride, call.key_dim, scores);
+    dot<T, kRows, kHeads, kBlocks, kUnits>(keys + v * kTokens, heads.queries, scratch.query_stride, call.key_dim, scores,
+                                           ahead, lines_per_token * kTokens * kUnits);
     for (int u = 0; u < kUnits && v + u < num_vecs; u++)
       for (int block = 0; block < kBlocks; block++) {
         Vec s = scores[block][u] * call.scale;
@@ -381,7 +390,8 @@ inline int padded_rows(int group_size) {
 
 template <typename T, int kRows, int kMostHeads>
 void decode(const AttentionCall& call, const DecodeItem& item, DecodeScratch& scratch) {
-  constexpr int kTokens = kLanes / kRows;
+  constexpr int kTokens = kLanes / kRows, kTile = std::max(16, 2 * kTokens);
+  static_assert(kTile <= kDecodeTile);
   const int group_size = call.num_q_heads / call.num_kv_heads, group_rows = padded_rows(group_size);
   const int num_rows = group_rows * call.num_kv_heads, num_blocks = num_rows / kRows;
   const int query_stride = scratch.query_stride, value_stride = scratch.value_stride;
@@ -412,11 +422,13 @@ void decode(const AttentionCall& call, const DecodeItem& item, DecodeScratch& sc
   Rows<T> rows(call, item.sequence, item.tokens.begin);
   // The first tile is small: nothing has brought it in.
   auto tile_at = [&](int start) {
-    return std::max(0, std::min(start == item.tokens.begin ? kTokens : kDecodeTile, item.tokens.end - start));
+    return std::max(0, std::min(start == item.tokens.begin ? kTokens : kTile, item.tokens.end - start));
   };
   rows.next(tile_at(item.tokens.begin), keys[0], values[0]);
-  const int64_t key_bytes = ((call.num_kv_heads - 1) * call.key_head_stride + call.key_dim) * sizeof(T);
-  const int64_t value_bytes = ((call.num_kv_heads - 1) * call.value_head_stride + call.value_dim) * sizeof(T);
+  // Only heads that lie side by side are brought in together; others are left to the hardware.
+  const bool together = call.key_head_stride <= 2 * call.key_dim && call.value_head_stride <= 2 * call.value_dim;
+  const int64_t key_bytes = ((call.num_kv_heads - 1) * call.key_head_stride + call.key_dim) * int64_t(sizeof(T));
+  const int64_t value_bytes = ((call.num_kv_heads - 1) * call.value_head_stride + call.value_dim) * int64_t(sizeof(T));
   const int steps = call.num_kv_heads * (group_rows / kMostHeads);
   for (int start = item.tokens.begin, slot = 0, count; start < item.tokens.end; start += count, slot ^= 1) {
     count = tile_at(start);
@@ -425,9 +437,9 @@ void decode(const AttentionCall& call, const DecodeItem& item, DecodeScratch& sc
     Ahead ahead{{reinterpret_cast<const char* const*>(keys[slot ^ 1]),
                  reinterpret_cast<const char* const*>(values[slot ^ 1])},
                 {key_bytes, value_bytes},
-                next};
+                together ? next : 0};
     // Half of the lines during the scores, half during the values.
-    const int lines_per_token = static_cast<int>((key_bytes + value_bytes) / 64 / 2 / steps) + 1;
+    const int lines_per_token = together ? static_cast<int>((key_bytes + value_bytes) / 64 / 2 / steps) + 1 : 0;
     for (int head = 0; head < call.num_kv_heads; head++) {
       const T *head_keys[kDecodeTile + 2 * kTokens], *head_values[kDecodeTile];
       for (int t = 0; t < count; t++) {

@@ -20,11 +20,12 @@ from kernels.provider import (
     FP8_DTYPES,
     AttentionProvider,
     CacheScales,
-    KernelError,
     Masking,
     VarlenBatch,
     check_attend,
+    check_write,
     problem_of,
+    refuse_unsupported,
 )
 from kernels.rotary import Rotary, rotate
 from kernels.select import select_provider
@@ -84,7 +85,8 @@ def flash_attn_with_kvcache(
         softcap: above 0, a score s becomes `softcap · tanh(s / softcap)`.
         rotary_interleaved: pairs are dimensions 0 and 1, …; else 0 and rotary_dim / 2, ….
         alibi_slopes: `[num_heads]` or `[batch_size, num_heads]` float32, adds `-slope · |i + seqlen_k - seqlen_q - j|`.
-        num_splits: parts at most that a sequence's cache is divided into between processors; 0: a heuristic.
+        num_splits: parts at most that a single query's cache is divided into between processors, where the kernel
+            divides it; 0: a heuristic.
         sinks: `[num_heads]` float32, one more score for each head, without a value.
         k_descale, v_descale: `[num_kv_heads]` float32, by which a cache of 8-bit floats is multiplied.
         provider: whose kernels; those that `select_provider("auto", …)` finds if not given.
@@ -116,8 +118,11 @@ def flash_attn_with_kvcache(
         _expect(k, "k", (batch_size, None, *k_cache.shape[2:]), q.dtype, q.device)
         _expect(v, "v", (batch_size, k.shape[1], *v_cache.shape[2:]), q.dtype, q.device)
         num_new = k.shape[1]
-    window = _window(window_size, causal)
-    _check_numbers(cache_seqlens + num_new, cache_leftpad, table, k_cache)
+    window = _window(window_size, causal, capacity + seqlen_q)
+    leftpad = _leftpad(cache_leftpad, batch_size, q.device)
+    names = ("cache_batch_idx", "row") if block_table is None else ("block_table", "block")
+    counts = torch.full_like(cache_seqlens, seqlen_q)
+    _check_numbers(names, counts, cache_seqlens + num_new, num_new, leftpad, window[0], table, k_cache)
 
     steps = torch.arange(max(num_new, seqlen_q), device=q.device)
     positions = cache_seqlens[:, None].long() + steps
@@ -145,10 +150,6 @@ def flash_attn_with_kvcache(
     )
     cu_seqlens_q = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device) * seqlen_q
     most = capacity if q.is_cuda else min(capacity, int((cache_seqlens + num_new).max()) if batch_size else 0)
-    leftpad = None
-    if cache_leftpad is not None:
-        _expect(cache_leftpad, "cache_leftpad", (batch_size,), torch.int32, q.device)
-        leftpad = cache_leftpad.contiguous()
     batch = VarlenBatch(cu_seqlens_q, cache_seqlens + num_new, table, seqlen_q, most, leftpad)
     new = None
     if k is not None and v is not None:
@@ -216,15 +217,15 @@ def varlen_attention(
     num_seqs, num_tokens = cache_seqlens.numel(), len(q)
     _expect(cu_seqlens_q, "cu_seqlens_q", (num_seqs + 1,), torch.int32, q.device)
     table = _table(k_cache, v_cache, block_table, None, num_seqs, q.device)
-    _check_numbers(cache_seqlens, cache_leftpad, table, k_cache)
     counts = cu_seqlens_q.diff()
     if not q.is_cuda and (cu_seqlens_q[0] != 0 or cu_seqlens_q[-1] != num_tokens or (counts < 0).any()):
         raise ValueError(f"cu_seqlens_q must increase from 0 to {num_tokens}, got {cu_seqlens_q.tolist()}")
-    if max_seqlen_q is None:
-        max_seqlen_q = int(counts.max()) if num_seqs else 0
-    if max_seqlen_k is None:
-        max_seqlen_k = int(cache_seqlens.max()) if num_seqs else 0
-    window = _window(window_size, causal)
+    window = _window(window_size, causal, table.shape[1] * k_cache.shape[1] + num_tokens)
+    leftpad = _leftpad(cache_leftpad, num_seqs, q.device)
+    num_new = 0 if k is None else counts
+    _check_numbers(("block_table", "block"), counts, cache_seqlens, num_new, leftpad, window[0], table, k_cache)
+    max_seqlen_q = _bound(max_seqlen_q, "max_seqlen_q", counts)
+    max_seqlen_k = _bound(max_seqlen_k, "max_seqlen_k", cache_seqlens)
     new = None
     if k is not None and v is not None:
         _expect(k, "k", (num_tokens, *k_cache.shape[2:]), q.dtype, q.device)
@@ -248,10 +249,6 @@ def varlen_attention(
     masking, scales = _options(
         q, k_cache, num_seqs, softmax_scale, window, softcap, num_splits, alibi_slopes, sinks, k_descale, v_descale
     )
-    leftpad = None
-    if cache_leftpad is not None:
-        _expect(cache_leftpad, "cache_leftpad", (num_seqs,), torch.int32, q.device)
-        leftpad = cache_leftpad.contiguous()
     batch = VarlenBatch(
         cu_seqlens_q.contiguous(), cache_seqlens.contiguous(), table, max_seqlen_q, max_seqlen_k, leftpad
     )
@@ -287,17 +284,22 @@ def _store_and_attend(
     provider = provider or _default(query.device)
     lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
     check_attend(query, k_cache, v_cache, batch, masking, lse)
-    reason = provider.unsupported(problem_of(query, k_cache, v_cache, batch, masking, lse))
-    if reason is not None:
-        raise KernelError(f"attention {provider.name} does not do this: {reason}")
+    refuse_unsupported(provider, problem_of(query, k_cache, v_cache, batch, masking, lse))
+    if new is not None:
+        check_write(new.key, new.value, k_cache, v_cache, new.slots, new.rotary)
     if new is not None:
         provider.write(new.key, new.value, k_cache, v_cache, new.slots, rotary=new.rotary, scales=scales)
     out = provider.attend(query, k_cache, v_cache, batch, masking, scales=scales, lse=lse, num_splits=num_splits)
     return out, lse
 
 
-@cache
 def _default(device: torch.device) -> AttentionProvider:
+    """One for each stream: kernels keep what their parts write between launches."""
+    return _default_of(device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+
+
+@cache
+def _default_of(device: torch.device, stream: int) -> AttentionProvider:
     return select_provider("auto", device)
 
 
@@ -330,6 +332,8 @@ def _table(
     """`[num_seqs, width]`, the block table, or each sequence's row of a contiguous cache."""
     _expect(k_cache, "k_cache", (None, None, None, None), device=device)
     _expect(v_cache, "v_cache", (*k_cache.shape[:3], None), k_cache.dtype, device)
+    if 0 in k_cache.shape[1:] or not v_cache.shape[3]:
+        raise ValueError(f"k_cache {list(k_cache.shape)} and v_cache {list(v_cache.shape)} are empty")
     if block_table is not None and cache_batch_idx is not None:
         raise ValueError("a cache has a block_table or a cache_batch_idx, not both")
     if block_table is not None:
@@ -343,33 +347,66 @@ def _table(
     return torch.arange(num_seqs, dtype=torch.int32, device=device)[:, None].contiguous()
 
 
+def _leftpad(cache_leftpad: torch.Tensor | None, num_seqs: int, device: torch.device) -> torch.Tensor | None:
+    if cache_leftpad is None:
+        return None
+    _expect(cache_leftpad, "cache_leftpad", (num_seqs,), torch.int32, device)
+    if not cache_leftpad.is_cuda and num_seqs and int(cache_leftpad.min()) < 0:
+        raise ValueError(f"cache_leftpad {int(cache_leftpad.min())} is below 0")
+    return cache_leftpad.contiguous()
+
+
+def _bound(given: int | None, name: str, lengths: torch.Tensor) -> int:
+    """The bound that was given, if it is one; else the longest, for which CUDA is waited for."""
+    if given is not None and lengths.is_cuda:
+        if given < 1 and lengths.numel():
+            raise ValueError(f"{name} {given} is below 1")
+        return given
+    longest = int(lengths.max()) if lengths.numel() else 0
+    if given is not None and given < longest:
+        raise ValueError(f"{name} {given} is below {longest}, what a sequence has")
+    return longest if given is None else given
+
+
 def _check_numbers(
-    cache_seqlens: torch.Tensor, cache_leftpad: torch.Tensor | None, table: torch.Tensor, k_cache: torch.Tensor
+    names: tuple[str, str],
+    num_queries: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    num_new: int | torch.Tensor,
+    leftpad: torch.Tensor | None,
+    window_left: int,
+    table: torch.Tensor,
+    k_cache: torch.Tensor,
 ) -> None:
-    """Raise `ValueError` if lengths or blocks are outside of the cache; not on CUDA, where looking would wait."""
+    """Raise `ValueError` if lengths, or entries of the table that are used, are outside of the cache; not on CUDA,
+    where looking would wait. `cache_seqlens` includes what is new."""
     if cache_seqlens.is_cuda or not cache_seqlens.numel():
         return
     block_size, capacity = k_cache.shape[1], table.shape[1] * k_cache.shape[1]
-    least, most = int(cache_seqlens.min()), int(cache_seqlens.max())
-    if least < 0 or most > capacity:
+    before = cache_seqlens - num_new
+    if int(before.min()) < 0 or int(cache_seqlens.max()) > capacity:
         raise ValueError(
-            f"cache_seqlens, new tokens included, from {least} to {most}, are not within 0 … {capacity}: "
-            f"{table.shape[1]} times {block_size} tokens are what a sequence of this cache holds"
+            f"cache_seqlens from {int(before.min())}, and with new tokens to {int(cache_seqlens.max())}, are not "
+            f"within 0 … {capacity}: {table.shape[1]} times {block_size} tokens are what a sequence of this cache holds"
         )
-    first = torch.zeros_like(cache_seqlens) if cache_leftpad is None else cache_leftpad
-    if cache_leftpad is not None and int(cache_leftpad.min()) < 0:
-        raise ValueError(f"cache_leftpad {int(cache_leftpad.min())} is below 0")
+    first = torch.zeros_like(cache_seqlens) if leftpad is None else leftpad
+    if window_left >= 0:
+        first = torch.maximum(first, cache_seqlens - num_queries - window_left)
+    # Read from there on if there are queries, and written from the old length on.
+    first = torch.minimum(torch.where(num_queries > 0, first, cache_seqlens), before)
     places = torch.arange(table.shape[1])
     used = (places >= (first // block_size)[:, None]) & (places < (-(-cache_seqlens // block_size))[:, None])
+    used &= (first < cache_seqlens)[:, None]
     wrong = table[used & ((table < 0) | (table >= len(k_cache)))]
     if len(wrong):
-        raise ValueError(f"block {int(wrong[0])} of a table is not within 0 … {len(k_cache) - 1}")
+        raise ValueError(f"{names[0]} has {names[1]} {int(wrong[0])}, which is not within 0 … {len(k_cache) - 1}")
 
 
-def _window(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:
-    left, right = window_size
-    if left < -1 or right < -1:
+def _window(window_size: tuple[int, int], causal: bool, most: int) -> tuple[int, int]:
+    """Both sides, -1 for one that no query and token are `most` tokens apart to notice."""
+    if min(window_size) < -1:
         raise ValueError(f"window_size {window_size}: a side is a number of tokens, or -1 for no bound")
+    left, right = (-1 if side >= most else side for side in window_size)
     return left, 0 if causal else right
 
 

@@ -10,7 +10,6 @@ import torch
 from kernels.build import CPP_DTYPES, load_library
 from kernels.provider import (
     CacheScales,
-    KernelError,
     Masking,
     Problem,
     VarlenBatch,
@@ -18,6 +17,7 @@ from kernels.provider import (
     check_attend,
     check_write,
     problem_of,
+    refuse_unsupported,
 )
 from kernels.rotary import Rotary, rotate
 
@@ -100,7 +100,7 @@ class CpuProvider:
         rotary: Rotary | None = None,
         scales: CacheScales | None = None,
     ) -> None:
-        check_write(key, value, key_cache, value_cache, slots)
+        check_write(key, value, key_cache, value_cache, slots, rotary)
         if rotary is not None:
             key = rotate(key, rotary)
         key, value = as_cached(key, value, key_cache.dtype, scales)
@@ -176,7 +176,8 @@ class CpuProvider:
         return out
 
     def _refuse(self, *call: Any) -> NoReturn:
-        raise KernelError(f"attention cpu does not do this: {self.unsupported(problem_of(*call))}")
+        refuse_unsupported(self, problem_of(*call))
+        raise AssertionError("the kernel refused what it should support")
 
 
 def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:

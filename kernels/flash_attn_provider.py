@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion as Version
 
 from kernels.provider import KernelError, Masking, Problem, VarlenBatch
 from kernels.torch_flash import FlashProvider, flash_arguments, require_cuda, span_begin
@@ -130,6 +131,6 @@ def _load(name: str) -> Any:
     except ImportError as error:
         raise KernelError(f"attention {name} needs the package flash-attn 2.8: {error}") from error
     version = str(package.__version__)
-    if tuple(int(part) for part in version.split(".")[:2]) < (2, 8):
+    if Version(version) < Version("2.8"):
         raise KernelError(f"attention {name} needs the package flash-attn 2.8, not {version}")
     return interface

@@ -9,9 +9,18 @@ from typing import Any
 
 import torch
 
-from kernels.provider import CacheScales, KernelError, Masking, Problem, VarlenBatch, check_attend
+from kernels.provider import (
+    CacheScales,
+    KernelError,
+    Masking,
+    Problem,
+    VarlenBatch,
+    check_attend,
+    problem_of,
+    refuse_unsupported,
+)
 from kernels.reference import GatherProvider
-from kernels.torch_flash import check_supported, flat_tokens, half_precision_only, nothing_visible, require_cuda
+from kernels.torch_flash import flat_tokens, half_precision_only, nothing_visible, require_cuda, unsuitable_strides
 
 HEAD_DIMS = (64, 128, 256)
 # At most so many tokens make a piece of a region. The planner splits a sequence between its pieces only, so that a
@@ -97,7 +106,11 @@ class FlashInferProvider(GatherProvider):
             return "computes ALiBi slopes of its own"
         if "right" in problem.extras:
             return "a window ends at the query"
-        return None
+        if problem.key_strides != problem.value_strides:
+            return f"keys and values must have equal strides, not {problem.key_strides} and {problem.value_strides}"
+        if problem.key_strides[0] >= 2**32:
+            return f"it cannot step over {problem.key_strides[0]} elements from block to block, at most 2^32"
+        return unsuitable_strides(problem, flat=not problem.paged or bool({"window", "leftpad"} & problem.extras))
 
     def attend(
         self,
@@ -112,18 +125,12 @@ class FlashInferProvider(GatherProvider):
         num_splits: int = 0,
     ) -> torch.Tensor:
         check_attend(query, key_cache, value_cache, batch, masking, lse)
-        check_supported(self, query, key_cache, value_cache, batch, masking, lse)
+        refuse_unsupported(self, problem_of(query, key_cache, value_cache, batch, masking, lse))
         if not len(query) or batch.max_seqlen_k <= 0:
             return nothing_visible(query, lse)
-        if key_cache.stride() != value_cache.stride():
-            raise KernelError(f"{self.name} needs equal strides, got {key_cache.stride()} and {value_cache.stride()}")
         exact = masking.window_left >= 0 or batch.cache_leftpad is not None
         keys, stride_tokens = _pieces(key_cache, exact, batch.block_table.shape[1] == 1)
         values, _ = _pieces(value_cache, exact, batch.block_table.shape[1] == 1)
-        if keys.stride(0) >= 2**32:
-            raise KernelError(
-                f"{self.name} cannot step over {keys.stride(0)} elements from block to block; at most 2^32"
-            )
         single = batch.max_seqlen_q <= 1 and len(query) == batch.cache_seqlens.numel()
         key = _Key(
             query.device,

@@ -9,6 +9,7 @@ import torch
 
 from kernels.rotary import Rotary
 
+MAX_WINDOW = 2**30
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -84,6 +85,11 @@ class Masking:
     alibi_slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("window_left", "window_right"):
+            if getattr(self, name) > MAX_WINDOW:  # kernels add positions in 32 bits
+                raise ValueError(f"{name} {getattr(self, name)} is above {MAX_WINDOW}; -1 is a window without an end")
+
 
 @dataclass(frozen=True, slots=True)
 class CacheScales:
@@ -99,7 +105,8 @@ class Problem:
 
     Attributes:
         dtype, cache_dtype: of the queries; of the cache.
-        block_tokens: tokens of a block, or of a region.
+        num_blocks, block_tokens: of the cache: blocks, or regions.
+        key_strides, value_strides: of the caches, in elements, the last one left out.
         paged: a sequence may have more than one block.
         decode: no sequence has more than one query.
         extras: which of "window", "right" (a window that is not causal), "softcap", "alibi", "sinks", "leftpad" and
@@ -113,7 +120,10 @@ class Problem:
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    num_blocks: int
     block_tokens: int
+    key_strides: tuple[int, ...]
+    value_strides: tuple[int, ...]
     paged: bool
     decode: bool
     extras: frozenset[str]
@@ -130,7 +140,7 @@ class AttentionProvider(Protocol):
     name: str
 
     def unsupported(self, problem: Problem) -> str | None:
-        """Why `attend` cannot do this; `None` if it can."""
+        """Why `attend` cannot do this, as a sentence; `None` if it can."""
         ...
 
     def write(
@@ -167,8 +177,8 @@ class AttentionProvider(Protocol):
         Args:
             lse: `[num_tokens, num_q_heads]` float32, contiguous; filled with the logarithm of each softmax's
                 denominator, sinks included, and minus infinity where nothing is visible.
-            num_splits: into how many parts at most a sequence's cache is split between processors; 0 for a choice of
-                the kernel's own.
+            num_splits: into how many parts at most a sequence's cache is split between processors, where a kernel
+                splits at all; 0 for a choice of its own.
 
         Raises:
             KernelError: `unsupported` gives a reason.
@@ -202,7 +212,10 @@ def problem_of(
         num_kv_heads=key_cache.shape[2],
         key_dim=query.shape[2],
         value_dim=value_cache.shape[3],
+        num_blocks=key_cache.shape[0],
         block_tokens=key_cache.shape[1],
+        key_strides=key_cache.stride()[:3],
+        value_strides=value_cache.stride()[:3],
         paged=batch.block_table.shape[1] > 1,
         decode=batch.max_seqlen_q <= 1,
         extras=frozenset(name for name, there in extras.items() if there),
@@ -228,6 +241,8 @@ def check_attend(
         raise ValueError(
             f"query {list(query.shape)}, keys {list(key_cache.shape)}, values {list(value_cache.shape)} do not match"
         )
+    if 0 in key_cache.shape[1:] or 0 in value_cache.shape[1:]:
+        raise ValueError(f"caches {list(key_cache.shape)} and {list(value_cache.shape)} are empty")
     if query.shape[1] % key_cache.shape[2]:
         raise ValueError(f"{query.shape[1]} query heads cannot share {key_cache.shape[2]} KV heads evenly")
     if key_cache.dtype != value_cache.dtype or key_cache.dtype not in (query.dtype, *FP8_DTYPES):
@@ -245,16 +260,51 @@ def check_attend(
 
 
 def check_write(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    rotary: Rotary | None,
 ) -> None:
     """Raise `ValueError` with the shapes unless the new tokens fit the cache."""
     for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
-        if new.ndim != 3 or new.shape[1:] != cache.shape[2:] or cache.dtype not in (new.dtype, *FP8_DTYPES):
+        if (
+            new.ndim != 3
+            or cache.ndim != 4
+            or new.shape[1:] != cache.shape[2:]
+            or cache.dtype not in (new.dtype, *FP8_DTYPES)
+        ):
             raise ValueError(
                 f"{name} {list(new.shape)} {new.dtype} does not fit a cache {list(cache.shape)} {cache.dtype}"
             )
-    if len(key) != len(value) or slots.shape != key.shape[:1] or slots.dtype != torch.int64:
-        raise ValueError(f"{len(key)} keys, {len(value)} values and slots {list(slots.shape)} {slots.dtype}")
+        if cache.stride(3) != 1:
+            raise ValueError("the caches must have stride 1 along the head")
+    if key_cache.shape[:3] != value_cache.shape[:3] or (key.dtype, key_cache.dtype) != (value.dtype, value_cache.dtype):
+        raise ValueError(
+            f"keys {key.dtype} into {list(key_cache.shape)} {key_cache.dtype} and values {value.dtype} into "
+            f"{list(value_cache.shape)} {value_cache.dtype} do not go together"
+        )
+    if len(key) != len(value) or slots.shape != key.shape[:1] or slots.dtype != torch.int64 or slots.stride(0) > 1:
+        raise ValueError(
+            f"{len(key)} keys and {len(value)} values need as many contiguous int64 slots, got {list(slots.shape)} "
+            f"{slots.dtype} with strides {slots.stride()}"
+        )
+    if rotary is not None:
+        if rotary.positions.shape != slots.shape or rotary.cos.shape != rotary.sin.shape or rotary.cos.ndim != 2:
+            raise ValueError(
+                f"{len(key)} keys cannot be turned by positions {list(rotary.positions.shape)}, cos "
+                f"{list(rotary.cos.shape)} and sin {list(rotary.sin.shape)}"
+            )
+        if 2 * rotary.cos.shape[1] > key.shape[2]:
+            raise ValueError(f"{2 * rotary.cos.shape[1]} dimensions are to be turned, keys have {key.shape[2]}")
+
+
+def refuse_unsupported(provider: AttentionProvider, problem: Problem) -> None:
+    """Raise `KernelError` if the provider says why it cannot do this."""
+    reason = provider.unsupported(problem)
+    if reason is not None:
+        raise KernelError(f"attention {provider.name} cannot do this: {reason}")
 
 
 def as_cached(

@@ -14,6 +14,8 @@ class GatherProvider:
     name: str
 
     def unsupported(self, problem: Problem) -> str | None:
+        if not problem.dtype.is_floating_point or problem.dtype.itemsize < 2:
+            return f"queries cannot be {problem.dtype}"
         return None
 
     def write(
@@ -27,11 +29,8 @@ class GatherProvider:
         rotary: Rotary | None = None,
         scales: CacheScales | None = None,
     ) -> None:
-        check_write(key, value, key_cache, value_cache, slots)
-        if rotary is not None:
-            key = rotate(key, rotary)
-        blocks, positions = slots // key_cache.shape[1], slots % key_cache.shape[1]
-        key_cache[blocks, positions], value_cache[blocks, positions] = as_cached(key, value, key_cache.dtype, scales)
+        check_write(key, value, key_cache, value_cache, slots, rotary)
+        write_by_index(key, value, key_cache, value_cache, slots, rotary, scales)
 
     def attend(
         self,
@@ -54,7 +53,7 @@ class GatherProvider:
         for i, end in enumerate(lengths):
             rows = slice(starts[i], starts[i + 1])
             num_queries = rows.stop - rows.start
-            begin, end = visible_span(num_queries, end, leftpad[i], masking)
+            begin = first_visible(num_queries, end, leftpad[i], masking)
             if not num_queries or begin >= end:
                 continue
             key, value = (_gather(cache, batch.block_table[i], begin, end) for cache in (key_cache, value_cache))
@@ -117,19 +116,32 @@ class ReferenceProvider(GatherProvider):
             sinks = masking.sinks.to(compute)[:, None, None].expand(-1, query.shape[0], 1)
             scores = torch.cat([scores, sinks], dim=-1)
         total = scores.logsumexp(dim=-1, keepdim=True)
-        weights = (scores - total).exp()[..., : key.shape[0]].nan_to_num(0.0)  # NaN: nothing is visible
+        blind = ~mask.any(dim=1)
+        weights = (scores - total).exp()[..., : key.shape[0]].masked_fill(blind[:, None], 0.0)
         if lse is not None:
-            lse.copy_(total[..., 0].T.masked_fill(~mask.any(dim=1)[:, None], -torch.inf))
+            lse.copy_(total[..., 0].T.masked_fill(blind[:, None], -torch.inf))
         return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
 
 
-def visible_span(num_queries: int, num_cached: int, leftpad: int, masking: Masking) -> tuple[int, int]:
-    """The cached tokens, from and to, outside of which no query sees any."""
-    begin = leftpad
-    if masking.window_left >= 0:
-        begin = max(begin, num_cached - num_queries - masking.window_left)
-    end = num_cached if masking.window_right < 0 else min(num_cached, num_cached + masking.window_right)
-    return begin, end
+def write_by_index(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    rotary: Rotary | None,
+    scales: CacheScales | None,
+) -> None:
+    """`AttentionProvider.write` in plain torch."""
+    if rotary is not None:
+        key = rotate(key, rotary)
+    blocks, positions = slots // key_cache.shape[1], slots % key_cache.shape[1]
+    key_cache[blocks, positions], value_cache[blocks, positions] = as_cached(key, value, key_cache.dtype, scales)
+
+
+def first_visible(num_queries: int, num_cached: int, leftpad: int, masking: Masking) -> int:
+    """The cached token before which no query sees any."""
+    return leftpad if masking.window_left < 0 else max(leftpad, num_cached - num_queries - masking.window_left)
 
 
 def visible(

@@ -31,8 +31,12 @@ _CLASSES = {
     "sdpa": ("kernels.sdpa", "SdpaProvider"),
     "reference": ("kernels.reference", "ReferenceProvider"),
 }
-_DEVICES = {"cpu": ("cpu",), "triton": ("cuda",), "torch-flash": ("cuda",), "flash-attn": ("cuda",)} | {
-    "flashinfer": ("cuda",)
+_DEVICES = {  # the others run anywhere
+    "cpu": ("cpu",),
+    "triton": ("cuda",),
+    "torch-flash": ("cuda",),
+    "flash-attn": ("cuda",),
+    "flashinfer": ("cuda",),
 }
 # What "auto" tries, best first, by device and by whether every sequence has one query. On CUDA the order is not
 # measured yet: Triton decodes because it reads any block size and interleaved caches, torch's flash attention prefills
@@ -68,6 +72,9 @@ class AutoProvider:
 
     Args:
         device_type: "cpu" or "cuda".
+
+    Raises:
+        KernelError: it is neither.
     """
 
     name = "auto"
@@ -76,6 +83,8 @@ class AutoProvider:
         self._device_type = device_type
         self._available: dict[str, AttentionProvider] = {}
         orders = [order for (device, _), order in _PREFERENCE.items() if device == device_type]
+        if not orders:
+            raise KernelError(f"there is no attention for {device_type}; choose reference or sdpa by name")
         for name in dict.fromkeys(name for order in orders for name in order):
             try:
                 self._available[name] = _make(name)

@@ -29,7 +29,16 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import varlen as torch_varlen
 
-from kernels.provider import CacheScales, KernelError, Masking, Problem, VarlenBatch, check_attend, problem_of
+from kernels.provider import (
+    CacheScales,
+    KernelError,
+    Masking,
+    Problem,
+    VarlenBatch,
+    check_attend,
+    problem_of,
+    refuse_unsupported,
+)
 from kernels.reference import GatherProvider
 
 MAX_SPLITS = 128
@@ -71,14 +80,14 @@ class FlashProvider(GatherProvider, ABC):
         if problem.key_dim > 256 or problem.key_dim % 8:
             return f"heads have {problem.key_dim} dimensions; multiples of 8 up to 256 are possible"
         if not problem.paged:
-            return None
+            return unsuitable_strides(problem, flat=True)
         if problem.block_tokens % BLOCK_MULTIPLE:
             return f"blocks have {problem.block_tokens} tokens; FA2 takes multiples of {BLOCK_MULTIPLE}"
         if "window" in problem.extras:
             return "with a block table FA2 reads tokens before a window; use the region view"
         if "leftpad" in problem.extras:
             return "cache_leftpad and a block table exclude each other; use the region view"
-        return None
+        return unsuitable_strides(problem, flat=False)
 
     def attend(
         self,
@@ -93,7 +102,7 @@ class FlashProvider(GatherProvider, ABC):
         num_splits: int = 0,
     ) -> torch.Tensor:
         check_attend(query, key_cache, value_cache, batch, masking, lse)
-        check_supported(self, query, key_cache, value_cache, batch, masking, lse)
+        refuse_unsupported(self, problem_of(query, key_cache, value_cache, batch, masking, lse))
         num_tokens, num_seqs = len(query), batch.cache_seqlens.numel()
         if not num_tokens or batch.max_seqlen_k <= 0:
             return nothing_visible(query, lse)
@@ -239,28 +248,34 @@ def half_precision_only(problem: Problem, device_type: str) -> str | None:
     return None
 
 
-def check_supported(
-    provider: GatherProvider,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    batch: VarlenBatch,
-    masking: Masking,
-    lse: torch.Tensor | None,
-) -> None:
-    """Raise `KernelError` if the provider says why it cannot do this, or the caches' strides break 16-byte loads."""
-    problem = problem_of(query, key_cache, value_cache, batch, masking)
-    if lse is not None:
-        problem = replace(problem, extras=problem.extras | {"lse"})
-    reason = provider.unsupported(problem)
-    if reason is not None:
-        raise KernelError(f"attention {provider.name}: {reason}")
-    for cache in (key_cache, value_cache):
-        if any(stride % 8 for stride, size in zip(cache.stride()[:3], cache.shape[:3], strict=True) if size > 1):
-            raise KernelError(
-                f"attention {provider.name}: strides {cache.stride()} of a cache; all but the last must be multiples "
-                "of 8 elements"
+def unsuitable_strides(problem: Problem, *, flat: bool) -> str | None:
+    """Why the caches' strides break 16-byte loads, or, where they are to be `flat`, why their tokens are not evenly
+    apart; `None` if they are fine."""
+    sizes = (problem.num_blocks, problem.block_tokens, problem.num_kv_heads)
+    for strides in (problem.key_strides, problem.value_strides):
+        if any(stride % 8 for stride, size in zip(strides, sizes, strict=True) if size > 1):
+            return f"all strides of a cache but the last must be multiples of 8 elements, not {strides}"
+    if flat:
+        apart = [_tokens_apart(*sizes[:2], strides) for strides in (problem.key_strides, problem.value_strides)]
+        if None in apart or apart[0] != apart[1]:
+            return (
+                f"blocks of strides {problem.key_strides} and {problem.value_strides} cannot be read as rows of tokens"
             )
+        if problem.num_blocks * (apart[0] or 0) >= 2**31:
+            return (
+                f"{problem.num_blocks} blocks that are {apart[0]} tokens apart are too many to be counted in an int32"
+            )
+    return None
+
+
+def _tokens_apart(num_blocks: int, block_tokens: int, strides: tuple[int, ...]) -> int | None:
+    """How many tokens lie from one block's first to the next's; `None` if that is no whole number."""
+    block_stride, token_stride = strides[:2]
+    if num_blocks == 1:
+        return block_tokens
+    if block_tokens == 1:
+        return 1
+    return None if block_stride % token_stride else block_stride // token_stride
 
 
 def nothing_visible(query: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
@@ -287,9 +302,7 @@ def flash_arguments(
             max_seqlen_q,
             window,
         )
-    (key, region_stride), (value, value_region_stride) = flat_tokens(key_cache), flat_tokens(value_cache)
-    if region_stride != value_region_stride:
-        raise KernelError(f"regions of keys are {region_stride} tokens apart, those of values {value_region_stride}")
+    (key, region_stride), (value, _) = flat_tokens(key_cache), flat_tokens(value_cache)
     starts, lengths = batch.block_table[:, 0] * region_stride, batch.cache_seqlens
     begin = span_begin(batch, masking)
     if begin is not None:
@@ -310,25 +323,13 @@ def span_begin(batch: VarlenBatch, masking: Masking) -> torch.Tensor | None:
 
 def flat_tokens(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
     """All tokens of a cache `[num_blocks, block_tokens, num_kv_heads, dim]` as a view `[num_tokens, num_kv_heads,
-    dim]`, and how many tokens lie from one block's first to the next's.
-
-    Raises:
-        KernelError: that is no whole number, or an int32 cannot count the tokens.
-    """
+    dim]`, and how many tokens lie from one block's first to the next's. `unsuitable_strides` has nothing against it."""
     num_blocks, block_tokens, num_kv_heads, dim = cache.shape
     block_stride, token_stride, head_stride, _ = cache.stride()
-    if num_blocks == 1:
-        block_stride = block_tokens * token_stride
-    elif block_tokens == 1:
-        token_stride = block_stride
-    apart, rest = divmod(block_stride, token_stride)
-    num_tokens = (num_blocks - 1) * apart + block_tokens
-    if rest or num_tokens >= 2**31:
-        raise KernelError(
-            f"blocks {block_stride} elements apart cannot be read as tokens {token_stride} elements apart "
-            f"({num_blocks} blocks)"
-        )
-    return cache.as_strided((num_tokens, num_kv_heads, dim), (token_stride, head_stride, 1)), apart
+    apart = _tokens_apart(num_blocks, block_tokens, cache.stride())
+    assert apart is not None
+    shape = ((num_blocks - 1) * apart + block_tokens, num_kv_heads, dim)
+    return cache.as_strided(shape, (block_stride if block_tokens == 1 else token_stride, head_stride, 1)), apart
 
 
 def _without_empty(batch: VarlenBatch, num_tokens: int) -> tuple[VarlenBatch, torch.Tensor]:

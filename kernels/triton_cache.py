@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from kernels.provider import FP8_DTYPES, CacheScales, KernelError
+from kernels.provider import FP8_DTYPES, CacheScales
 from kernels.rotary import Rotary
 
 _TILE_ELEMENTS = 2048  # of the keys of one token that a program holds: 16 a thread
@@ -138,16 +138,8 @@ def write_cache(
     rotary: Rotary | None,
     scales: CacheScales | None,
 ) -> None:
-    """`AttentionProvider.write` on tensors that `check_write` has passed.
-
-    Raises:
-        KernelError: the caches' last stride is not 1, or more dimensions are rotated than a key has.
-    """
-    if key_cache.stride(3) != 1 or value_cache.stride(3) != 1:
-        raise KernelError("the caches must have stride 1 along the head")
+    """`AttentionProvider.write` on tensors that `check_write` has passed."""
     half = 0 if rotary is None else rotary.cos.shape[1]
-    if 2 * half > key.shape[2]:
-        raise KernelError(f"{2 * half} dimensions are to be rotated, keys have {key.shape[2]}")
     num_tokens, num_heads, key_dim = key.shape
     if not num_tokens:
         return
@@ -164,7 +156,7 @@ def write_cache(
             value,
             key_cache,
             value_cache,
-            slots.contiguous(),
+            slots,
             cos,
             sin,
             None if rotary is None else rotary.positions.contiguous(),

@@ -14,13 +14,17 @@ from kernels.provider import (
     check_attend,
     check_write,
     problem_of,
+    refuse_unsupported,
 )
+from kernels.reference import write_by_index
 from kernels.rotary import Rotary
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_DIM = 256
 _MAX_GROUP = 64
 _FP8_CAPABILITY = (8, 9)
+# Heads beyond this many dimensions take tiles of up to 132 KiB, which these GPUs do not have.
+_SMALL_DIM, _SMALL_SHARED_MEMORY = 128, {(7, 0), (7, 5), (8, 6), (8, 9), (12, 0), (12, 1)}
 
 
 class TritonProvider:
@@ -50,22 +54,32 @@ class TritonProvider:
 
     def unsupported(self, problem: Problem) -> str | None:
         if problem.device_type != "cuda" and not self._interpreted:
-            return f"Triton does not run on {problem.device_type}"
+            return f"it does not run on {problem.device_type}"
         if problem.dtype not in _DTYPES:
-            return f"queries of {problem.dtype}"
+            return f"queries cannot be {problem.dtype}"
         if problem.cache_dtype in FP8_DTYPES:
-            if problem.device_type == "cuda" and not self._interpreted:
-                capability = torch.cuda.get_device_capability()
-                if capability < _FP8_CAPABILITY:
-                    return f"8-bit floats need compute capability 8.9, this GPU has {capability[0]}.{capability[1]}"
+            if not self._has_fp8(problem.device_type):
+                return "8-bit floats need compute capability 8.9, which this GPU has not"
         elif problem.cache_dtype != problem.dtype:
-            return f"a cache of {problem.cache_dtype} for queries of {problem.dtype}"
+            return f"a cache cannot be {problem.cache_dtype} for queries of {problem.dtype}"
         if max(problem.key_dim, problem.value_dim) > _MAX_DIM:
-            return f"heads of {problem.key_dim} and {problem.value_dim} dimensions, more than {_MAX_DIM}"
+            return f"heads have {problem.key_dim} and {problem.value_dim} dimensions, more than {_MAX_DIM}"
+        if max(problem.key_dim, problem.value_dim) > _SMALL_DIM and not self._has_large_tiles(problem.device_type):
+            return f"heads of more than {_SMALL_DIM} dimensions need more shared memory than this GPU has"
         group_size = problem.num_q_heads // problem.num_kv_heads
         if group_size > _MAX_GROUP:
             return f"{group_size} query heads share a KV head, more than {_MAX_GROUP}"
         return None
+
+    def _has_fp8(self, device_type: str) -> bool:
+        return self._interpreted or (
+            device_type == "cuda" and torch.cuda.get_device_capability(torch.cuda.current_device()) >= _FP8_CAPABILITY
+        )
+
+    def _has_large_tiles(self, device_type: str) -> bool:
+        if self._interpreted or device_type != "cuda":
+            return self._interpreted
+        return torch.cuda.get_device_capability(torch.cuda.current_device()) not in _SMALL_SHARED_MEMORY
 
     def write(
         self,
@@ -78,7 +92,10 @@ class TritonProvider:
         rotary: Rotary | None = None,
         scales: CacheScales | None = None,
     ) -> None:
-        check_write(key, value, key_cache, value_cache, slots)
+        check_write(key, value, key_cache, value_cache, slots, rotary)
+        if key_cache.dtype in FP8_DTYPES and not self._has_fp8(key.device.type):
+            write_by_index(key, value, key_cache, value_cache, slots, rotary, scales)
+            return
         self._write(key, value, key_cache, value_cache, slots, rotary, scales)
 
     def attend(
@@ -94,9 +111,7 @@ class TritonProvider:
         num_splits: int = 0,
     ) -> torch.Tensor:
         check_attend(query, key_cache, value_cache, batch, masking, lse)
-        reason = self.unsupported(problem_of(query, key_cache, value_cache, batch, masking, lse))
-        if reason is not None:
-            raise KernelError(f"attention triton does not support {reason}")
+        refuse_unsupported(self, problem_of(query, key_cache, value_cache, batch, masking, lse))
         out = query.new_empty(*query.shape[:2], value_cache.shape[3])
         num_seqs = batch.cache_seqlens.numel()
         if not out.numel() or not num_seqs:

@@ -19,7 +19,7 @@ CopyBlocks = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], 
 def copy_by_index(
     source: torch.Tensor, target: torch.Tensor, source_rows: torch.Tensor, target_rows: torch.Tensor
 ) -> None:
-    """`CopyBlocks` in plain torch, through a copy between."""
+    """`CopyBlocks` in plain torch, through a copy between. `kernels`, which this package may not import, has better."""
     target.index_copy_(0, target_rows, source.index_select(0, source_rows))
 
 

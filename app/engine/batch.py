@@ -77,9 +77,9 @@ def build_batch(
     for view, run in itertools.groupby(sequences, key=lambda sequence: sequence.view):
         end = begin + len(list(run))
         tokens = slice(int(starts[begin]), int(starts[end]))
-        cu_seqlens_q = torch.from_numpy((starts[begin : end + 1] - starts[begin]).astype(np.int32))
+        cu_seqlens_q = torch.from_numpy((starts[begin : end + 1] - starts[begin]).astype(np.int32)).to(device)
         num_cached = (first + num_tokens)[begin:end]
-        cache_seqlens = torch.from_numpy(num_cached.astype(np.int32))
+        cache_seqlens = torch.from_numpy(num_cached.astype(np.int32)).to(device)
         most_queries, most_cached = int(num_tokens[begin:end].max()), int(num_cached.max())
         for g in range(len(memory.groups)):
             if memory.groups[g].is_state:
@@ -87,8 +87,9 @@ def build_batch(
             table, block_tokens = _block_table(sequences[begin:end], memory, g, view)
             at = positions[tokens]
             slots = table[sequence_of[tokens] - begin, at // block_tokens] * np.int64(block_tokens) + at % block_tokens
-            attention = VarlenBatch(cu_seqlens_q, cache_seqlens, torch.from_numpy(table), most_queries, most_cached)
-            parts[g].append(BatchPart(view, tokens, torch.from_numpy(slots).to(device), attention.to(device)))
+            block_table = torch.from_numpy(table).to(device)
+            attention = VarlenBatch(cu_seqlens_q, cache_seqlens, block_table, most_queries, most_cached)
+            parts[g].append(BatchPart(view, tokens, torch.from_numpy(slots).to(device), attention))
         begin = end
     sample_rows = np.arange(starts[-1]) if sample_all else starts[1:][np.array([s.samples for s in scheduled])] - 1
     return StepBatch(

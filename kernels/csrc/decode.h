@@ -359,7 +359,7 @@ template <typename T>
 inline void finish_row(const AttentionCall& call, int64_t token, int head, const float* sums, float highest,
                        float total) {
   float norm = 0.0f, lse = -kInf;
-  if (total > 0.0f) {
+  if (total != 0.0f) {  // NaN stays NaN
     float scale = 1.0f;
     if (call.sinks) {  // a sink is one more score in the denominator, without a value
       const float top = std::max(highest, call.sinks[head]);

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import math
+import mmap
 import random
 from dataclasses import dataclass
 
@@ -10,7 +13,7 @@ import torch
 
 from kernels import AttentionProvider, CacheScales, Masking, VarlenBatch
 from kernels.provider import FP8_DTYPES
-from kernels.reference import ReferenceProvider, visible_span
+from kernels.reference import ReferenceProvider, first_visible
 
 # Largest difference allowed against float64, for values of order 1: sums are float32, weights and results are rounded.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -52,7 +55,10 @@ def make_case(
     width = max(1, -(-longest // block_tokens))
     num_blocks = len(lengths) * width + 2
     table = torch.randperm(num_blocks, generator=generator)[: len(lengths) * width].view(-1, width).int()
-    spans = [visible_span(q, cached, leftpad[i] if leftpad else 0, masking) for i, (q, cached) in enumerate(lengths)]
+    spans = [
+        (first_visible(q, cached, leftpad[i] if leftpad else 0, masking), cached)
+        for i, (q, cached) in enumerate(lengths)
+    ]
 
     def cache(dim: int) -> torch.Tensor:
         interleaved = torch.full((num_blocks, block_tokens, 3, num_kv_heads, dim), torch.nan, dtype=dtype)
@@ -121,6 +127,36 @@ def random_case(seed: int) -> Case:
         leftpad=leftpad,
         seed=seed,
     )
+
+
+class GuardedMemory:
+    """Two pieces of memory, each between two pages that nobody may touch."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_bytes = num_pages * mmap.PAGESIZE
+        self._maps = [mmap.mmap(-1, self._num_bytes + 2 * mmap.PAGESIZE) for _ in range(2)]
+
+    def __enter__(self) -> GuardedMemory:
+        self._protect(0)  # PROT_NONE
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def tensor(self, which: int, shape: tuple[int, ...], dtype: torch.dtype, *, at_end: bool) -> torch.Tensor:
+        """Memory of piece 0 or 1, ending or beginning at a page that is not to be touched."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        assert num_bytes <= self._num_bytes
+        offset = mmap.PAGESIZE + (self._num_bytes - num_bytes if at_end else 0)
+        return torch.frombuffer(self._maps[which], dtype=dtype, count=math.prod(shape), offset=offset).view(shape)
+
+    def _protect(self, flags: int) -> None:
+        mprotect = ctypes.CDLL(None, use_errno=True).mprotect
+        mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        for mapped in self._maps:
+            start = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+            for guard in (start, start + mmap.PAGESIZE + self._num_bytes):
+                assert mprotect(guard, mmap.PAGESIZE, flags) == 0
 
 
 def check(provider: AttentionProvider, case: Case, *, tolerance: float | None = None, num_splits: int = 0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from kernels import AttentionProvider, CacheScales, KernelError, Masking, Rotary, VarlenBatch, select_provider
 from kernels.cpu import CpuProvider
 from kernels.reference import ReferenceProvider
-from tests.kernels.cases import RAGGED, TOLERANCE, Case, check, make_case, random_case
+from tests.kernels.cases import RAGGED, TOLERANCE, Case, GuardedMemory, check, make_case, random_case
 
 CPU = torch.device("cpu")
 # Processors that the C++ is compiled for; this one can run them.
@@ -117,6 +118,7 @@ def test_edges(name: str) -> None:
 
 def test_eight_bit_cache() -> None:
     """What is written divided by the scales is read multiplied by them; too large values are clipped."""
+    torch.manual_seed(0)
     provider = select_provider("auto", CPU)
     scales = CacheScales(torch.tensor([0.5, 2.0]), torch.tensor([0.25, 1.0]))
     cache = torch.zeros(4, 16, 2, 2, 64, dtype=torch.float8_e4m3fn)
@@ -134,7 +136,7 @@ def test_eight_bit_cache() -> None:
         1,
         40,
     )
-    check(provider, Case(torch.randn(1, 4, 64), key_cache, value_cache, batch, Masking(0.125), scales))
+    check(provider, Case(torch.randn(1, 4, 64), key_cache, value_cache, batch, Masking(0.125), scales), tolerance=1e-4)
     with pytest.raises(KernelError, match="float8"):
         select_provider("cpu", CPU).attend(torch.randn(1, 4, 64), key_cache, value_cache, batch, Masking(0.125))
 
@@ -159,6 +161,65 @@ def test_write_then_read_back(make: Callable[[], AttentionProvider], interleaved
     a, b = (torch.complex(x[..., pairs[:, 0]], x[..., pairs[:, 1]]) for x in (key, turned))
     torch.testing.assert_close(b, a * torch.polar(torch.ones(12), angles[rotary.positions])[:, None])
     assert torch.equal(turned[..., 24:], key[..., 24:])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (14, 2)])
+def test_nothing_beyond_the_cache_is_read(cpu: CpuProvider, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    """Caches that end at a page which ends the process when it is read, and that begin behind one."""
+    with GuardedMemory(64) as memory:
+        for at_end, dim, length, queries in itertools.product((True, False), (64, 80, 34), (1, 17, 33, 70), (1, 5)):
+            shape = (1, length, heads[1], dim)
+            key, value = (memory.tensor(side, shape, dtype, at_end=at_end).normal_() for side in range(2))
+            query = torch.randn(queries, heads[0], dim).to(dtype)
+            region = torch.zeros(1, 1, dtype=torch.int32)
+            blocks = torch.arange(length - 1, -1, -1, dtype=torch.int32)[None].contiguous()
+            for table, caches in (
+                (region, (key, value)),
+                (blocks, (key.view(length, 1, *shape[2:]), value.view(length, 1, *shape[2:]))),
+            ):
+                lengths = [torch.tensor(n, dtype=torch.int32) for n in ([0, queries], [length])]
+                batch = VarlenBatch(*lengths, table, queries, length)
+                check(cpu, Case(query, *caches, batch, Masking(dim**-0.5)))
+
+
+def test_heads_far_apart() -> None:
+    """A head-major cache: what lies between the heads is nothing to bring in."""
+    cache = torch.randn(2, 2, 8, 3000, 64).bfloat16().transpose(2, 3)
+    batch = VarlenBatch(
+        torch.tensor([0, 1, 2], dtype=torch.int32),
+        torch.tensor([2900, 40], dtype=torch.int32),
+        torch.tensor([[1], [0]], dtype=torch.int32),
+        1,
+        2900,
+    )
+    query = torch.randn(2, 16, 64).bfloat16()
+    check(select_provider("cpu", CPU), Case(query, cache[0], cache[1], batch, Masking(0.125)))
+
+
+def test_wrong_writes_are_named_and_nothing_is_stored() -> None:
+    good = {
+        "key": torch.zeros(3, 2, 32),
+        "value": torch.zeros(3, 2, 32),
+        "key_cache": torch.full((4, 8, 2, 32), 7.0),
+        "value_cache": torch.full((4, 8, 2, 32), 7.0),
+        "slots": torch.arange(3),
+    }
+    turns = torch.zeros(9, 8)
+    for wrong, message in (
+        ({"key": torch.zeros(3, 2, 16)}, r"key \[3, 2, 16\]"),
+        ({"value": torch.zeros(3, 2, 32).bfloat16(), "value_cache": torch.zeros(4, 8, 2, 32).bfloat16()}, "together"),
+        ({"value_cache": torch.zeros(8, 4, 2, 32)}, "together"),
+        ({"value_cache": torch.zeros(4, 8, 32, 2).transpose(2, 3)}, "stride 1"),
+        ({"slots": torch.arange(6)[::2]}, "contiguous int64 slots"),
+        ({"slots": torch.arange(2)}, "3 keys"),
+        ({"rotary": Rotary(turns, turns, torch.arange(2), True)}, "turned by positions"),
+        ({"rotary": Rotary(torch.zeros(9, 17), torch.zeros(9, 17), torch.arange(3), True)}, "34 dimensions"),
+    ):
+        for name in ("cpu", "reference"):
+            with pytest.raises(ValueError, match=message):
+                select_provider(name, CPU).write(**(good | wrong))  # type: ignore[arg-type]
+    assert (good["key_cache"] == 7).all()
 
 
 def test_wrong_shapes_are_named() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import KernelError, flash_attn_with_kvcache, select_provider, varlen_attention
+from kernels import KernelError, Masking, flash_attn_with_kvcache, select_provider, varlen_attention
 from kernels.cpu import CpuProvider
 from kernels.reference import ReferenceProvider
 
@@ -253,13 +253,29 @@ GOOD: dict[str, Any] = {
         ({"cache_seqlens": None}, "cache_seqlens, which is not given"),
         ({"cache_seqlens": torch.tensor([4, 20])}, "cache_seqlens .* has dtype torch.int64"),
         ({"cache_seqlens": torch.tensor([4], dtype=torch.int32)}, r"cache_seqlens has shape \[1\], expected \[2\]"),
-        ({"cache_seqlens": torch.tensor([4, 30], dtype=torch.int32)}, "from 7 to 33, are not within 0 … 32"),
-        ({"cache_seqlens": torch.tensor([-9, 3], dtype=torch.int32)}, "from -6 to 6"),
+        ({"cache_seqlens": torch.tensor([4, 30], dtype=torch.int32)}, "with new tokens to 33, are not within 0 … 32"),
+        ({"cache_seqlens": torch.tensor([-2, 3], dtype=torch.int32)}, "from -2"),
         ({"cache_seqlens": 33}, "33 is not within 0 … 32"),
-        ({"block_table": torch.tensor([[0, 1], [2, 6]], dtype=torch.int32)}, "block 6 of a table is not within 0 … 5"),
+        (
+            {"block_table": torch.tensor([[0, 1], [2, 6]], dtype=torch.int32)},
+            "block_table has block 6, which is not within 0 … 5",
+        ),
+        (
+            {
+                "block_table": torch.tensor([[-1, 1], [2, 3]], dtype=torch.int32),
+                "cache_leftpad": torch.tensor([16, 0], dtype=torch.int32),
+            },
+            "block_table has block -1",
+        ),
+        (
+            {"block_table": None, "cache_seqlens": 4, "cache_batch_idx": torch.tensor([0, 6], dtype=torch.int32)},
+            "cache_batch_idx has row 6",
+        ),
+        ({"k_cache": torch.zeros(6, 0, 2, 32), "v_cache": torch.zeros(6, 0, 2, 32)}, "are empty"),
         ({"block_table": torch.tensor([[0, 1]], dtype=torch.int32)}, r"block_table has shape \[1, 2\]"),
         ({"cache_batch_idx": torch.tensor([0, 1], dtype=torch.int32)}, "not both"),
         ({"cache_leftpad": torch.tensor([0], dtype=torch.int32)}, r"cache_leftpad has shape \[1\], expected \[2\]"),
+        ({"cache_leftpad": torch.tensor([], dtype=torch.int32)}, r"cache_leftpad has shape \[0\], expected \[2\]"),
         ({"cache_leftpad": torch.tensor([0, -1], dtype=torch.int32)}, "cache_leftpad -1 is below 0"),
         ({"window_size": (-2, 0)}, "-1 for no bound"),
         ({"softcap": -1.0}, "softcap -1.0 is below 0"),
@@ -276,8 +292,7 @@ GOOD: dict[str, Any] = {
     ],
 )
 def test_wrong_arguments_are_named_and_nothing_is_stored(wrong: dict[str, Any], message: str) -> None:
-    arguments = GOOD | wrong
-    arguments["k_cache"] = torch.full_like(GOOD["k_cache"], 7.0)
+    arguments = GOOD | {"k_cache": torch.full_like(GOOD["k_cache"], 7.0)} | wrong
     with pytest.raises(ValueError, match=message):
         flash_attn_with_kvcache(**arguments)
     assert (arguments["k_cache"] == 7).all()
@@ -292,8 +307,11 @@ def test_wrong_packing_is_named() -> None:
     with pytest.raises(ValueError, match="only one of them"):
         varlen_attention(q, cache, cache, starts, lengths, table, torch.zeros(4, 2, 32))
     new = torch.zeros(4, 2, 32)
-    with pytest.raises(ValueError, match="a sequence has more of them"):
+    with pytest.raises(ValueError, match="cache_seqlens from -1"):
         varlen_attention(q, cache, cache, starts, torch.tensor([2, 20], dtype=torch.int32), table, new, new)
+    for bound in ("max_seqlen_q", "max_seqlen_k"):
+        with pytest.raises(ValueError, match=f"{bound} 2 is below"):
+            varlen_attention(q, cache, cache, starts, lengths, table, **{bound: 2})
     with pytest.raises(ValueError, match="rotary_cos"):
         varlen_attention(q, cache, cache, starts, lengths, table, rotary_cos=torch.zeros(9, 8))
 
@@ -308,9 +326,52 @@ def test_nothing_to_do() -> None:
     assert varlen_attention(torch.zeros(0, 4, 32), cache, cache, starts, none, table).shape == (0, 4, 32)
 
 
-def test_a_provider_can_be_forced() -> None:
+def test_a_provider_can_be_forced_and_stores_nothing_that_it_cannot_read() -> None:
     cache = torch.zeros(6, 16, 2, 33, dtype=torch.bfloat16)
     q = torch.zeros(1, 1, 4, 33, dtype=torch.bfloat16)
+    new = torch.ones(1, 1, 2, 33, dtype=torch.bfloat16)
     with pytest.raises(KernelError, match="head size 33 is odd"):
-        flash_attn_with_kvcache(q, cache, cache, provider=select_provider("cpu", torch.device("cpu")))
-    assert flash_attn_with_kvcache(q, cache, cache).shape == q.shape  # "auto" finds another
+        flash_attn_with_kvcache(
+            q, cache, cache, new, new, cache_seqlens=3, provider=select_provider("cpu", torch.device("cpu"))
+        )
+    assert not cache.any()
+    assert flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=3).shape == q.shape  # "auto" finds another
+    assert cache.any()
+    with pytest.raises(KernelError, match=r"queries cannot be torch\.int64"):
+        flash_attn_with_kvcache(q.long(), cache.long(), cache.long())
+
+
+def test_windows_without_an_end() -> None:
+    """However they are written: kernels count in 32 bits."""
+    q, cache = torch.randn(2, 3, 4, 32), torch.randn(6, 16, 2, 32)
+    lengths, table = torch.tensor([4, 20], dtype=torch.int32), torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    wanted = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, block_table=table)
+    for window in ((2**40, -1), (-1, 2**31 - 1), (40, 40)):
+        out = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, block_table=table, window_size=window)
+        assert torch.equal(out, wanted)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="-1 is a window without an end"):
+        Masking(1.0, window_left=2**40)
+
+
+def test_entries_that_nobody_reads_may_be_anything() -> None:
+    """Blocks before the window, and those of a sequence without queries."""
+    q, cache = torch.randn(1, 4, 32), torch.randn(6, 16, 2, 32)
+    starts, lengths = torch.tensor([0, 1, 1], dtype=torch.int32), torch.tensor([33, 20], dtype=torch.int32)
+    table = torch.tensor([[-1, -1, 2], [-1, -1, -1]], dtype=torch.int32)
+    out = varlen_attention(q, cache, cache, starts, lengths, table, window_size=(0, 0))
+    torch.testing.assert_close(out, cache[2, 0].repeat_interleave(2, dim=0)[None])
+
+
+def test_eight_bit_cache() -> None:
+    q, new = torch.randn(1, 2, 4, 32), torch.randn(1, 2, 2, 32)
+    cache = torch.zeros(2, 1, 16, 2, 32, dtype=torch.float8_e5m2)
+    scales = torch.tensor([0.5, 4.0])
+    out = flash_attn_with_kvcache(
+        q, cache[0], cache[1], new, new, cache_seqlens=0, causal=True, k_descale=scales, v_descale=scales
+    )
+    held = (cache[1, 0, :2].float() * scales[:, None]).to(q.dtype)
+    assert (held - new[0]).abs().max() < 0.15 * new.abs().max()
+    exact = torch.zeros(1, 16, 2, 32)
+    assert torch.allclose(
+        out, flash_attn_with_kvcache(q, exact, exact, held[None], held[None], cache_seqlens=0, causal=True), atol=1e-5
+    )

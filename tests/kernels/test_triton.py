@@ -6,12 +6,14 @@ import itertools
 import random
 import sys
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 
+from kernels import flash_attn_with_kvcache
 from kernels.provider import FP8_DTYPES, CacheScales, KernelError, Masking, VarlenBatch, problem_of
-from kernels.reference import ReferenceProvider, visible_span
+from kernels.reference import ReferenceProvider, first_visible
 from kernels.rotary import Rotary
 from kernels.triton_provider import TritonProvider
 
@@ -84,7 +86,7 @@ def make_case(
     used = torch.zeros(num_seqs, width, dtype=torch.bool)
     slots = []
     for i, (num_queries, cached) in enumerate(lengths):
-        begin, end = visible_span(num_queries, cached, pads[i] if leftpad else 0, masking)
+        begin, end = first_visible(num_queries, cached, pads[i] if leftpad else 0, masking), cached
         if num_queries and begin < end:
             tokens = torch.arange(begin, end)
             used[i, begin // block_tokens : (end - 1) // block_tokens + 1] = True
@@ -401,3 +403,26 @@ def test_random_problem(provider: TritonProvider, seed: int) -> None:
         seed=seed,
     )
     check(provider, case, num_splits=lengths_of.choice([0, 0, 1, 2, 5, 200]))
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_front(provider: TritonProvider, interleaved: bool) -> None:
+    """The public function over Triton: new keys turned and stored, and read in the same call."""
+    torch.manual_seed(0)
+    caches = [torch.randn(10, 16, 2, 64, device=DEVICE) for _ in range(2)]
+    others = [cache.clone() for cache in caches]
+    q, k, v = (torch.randn(2, 3, heads, 64, device=DEVICE) for heads in (4, 2, 2))
+    angles = torch.rand(64, 16, device=DEVICE) * 6
+    options: dict[str, Any] = {
+        "cache_seqlens": torch.tensor([20, 0], dtype=torch.int32, device=DEVICE),
+        "block_table": torch.tensor([[3, 1], [4, 5]], dtype=torch.int32, device=DEVICE),
+        "causal": True,
+        "rotary_interleaved": interleaved,
+        "return_softmax_lse": True,
+    }
+    found = flash_attn_with_kvcache(q, *caches, k, v, angles.cos(), angles.sin(), **options, provider=provider)
+    wanted = flash_attn_with_kvcache(
+        q, *others, k, v, angles.cos(), angles.sin(), **options, provider=ReferenceProvider()
+    )
+    for a, b in zip((*found, *caches), (*wanted, *others), strict=True):
+        torch.testing.assert_close(a, b, atol=3e-5, rtol=3e-5)

@@ -91,7 +91,7 @@ class Row:
 
 SHAPES = {"Llama-3-8B": Heads(32, 8, 128), "Qwen2.5-0.5B": Heads(14, 2, 64)}
 DEVICES = {
-    "cpu": Device(("cpu", "sdpa"), num_layers=8, cold_bytes=64 << 20, most_tokens=1 << 17, repeats=5),
+    "cpu": Device(("cpu", "sdpa"), num_layers=8, cold_bytes=64 << 20, most_tokens=1 << 17, repeats=3),
     "cuda": Device(
         ("triton", "torch-flash", "flash-attn", "flashinfer", "sdpa"),
         num_layers=32,
@@ -317,7 +317,7 @@ def _wait(query: torch.Tensor) -> None:
 def _read_limit(device_name: str) -> float:
     """Bytes a second: read by all threads; on CUDA read and written by a copy."""
     if device_name == "cpu":
-        return harness.read_bandwidth(repeats=2)
+        return harness.read_bandwidth(1 << 28, repeats=3)
     source = torch.empty(1 << 30, dtype=torch.int32, device=device_name)
     target = torch.empty_like(source)
     return 2 * source.numel() * 4 / _best_s(lambda: target.copy_(source))

@@ -45,12 +45,12 @@ class TritonProvider:
             raise KernelError(f"attention triton needs the package triton, which comes with torch: {error}") from error
         if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
             raise KernelError("attention triton needs a CUDA device, or TRITON_INTERPRET=1 to be tried without one")
-        from kernels import triton_cache, triton_decode, triton_prefill
+        from kernels import triton_cache, triton_decode, triton_prefill, triton_tiles
 
         self._write = triton_cache.write_cache
         self._decode = triton_decode.SplitDecode()
         self._prefill = triton_prefill.attend_prefill
-        self._interpreted = triton_decode.INTERPRETED
+        self._interpreted = triton_tiles.INTERPRETED
 
     def unsupported(self, problem: Problem) -> str | None:
         if problem.device_type != "cuda" and not self._interpreted:

@@ -36,7 +36,7 @@ constexpr bool kPairs = false;
 struct DecodeItem {
   int32_t sequence;
   Span tokens;
-  float* partial;  // [num_q_heads, value_stride + 2] sums, maximum and sum of weights; null: this is all of the sequence
+  float* partial;  // [num_q_heads, value_stride + 2] sums, maximum and sum of weights; null: it is all of the sequence
 };
 
 // Where column c of the output lies while it is summed: pairs are interleaved within 16 bytes.
@@ -307,8 +307,8 @@ inline void decode_tile(const AttentionCall& call, const T* const* keys, const T
   for (Vec& highest : tile_highest) highest = broadcast(-kInf);
   for (int v = 0; v < num_vecs; v += kUnits) {
     Vec scores[kBlocks][kUnits];
-    dot<T, kRows, kHeads, kBlocks, kUnits>(keys + v * kTokens, heads.queries, scratch.query_stride, call.key_dim, scores,
-                                           ahead, lines_per_token * kTokens * kUnits);
+    dot<T, kRows, kHeads, kBlocks, kUnits>(keys + v * kTokens, heads.queries, scratch.query_stride, call.key_dim,
+                                           scores, ahead, lines_per_token * kTokens * kUnits);
     for (int u = 0; u < kUnits && v + u < num_vecs; u++)
       for (int block = 0; block < kBlocks; block++) {
         Vec s = scores[block][u] * call.scale;
@@ -405,7 +405,8 @@ void decode(const AttentionCall& call, const DecodeItem& item, DecodeScratch& sc
   auto row_of = [&](int head) { return head / group_size * group_rows + head % group_size; };
   std::vector<float> slopes(call.alibi_slopes ? num_blocks * kLanes : 0);
   for (int head = 0; head < call.num_q_heads; head++) {
-    const T* query = static_cast<const T*>(call.query) + token * call.query_token_stride + head * call.query_head_stride;
+    const T* query =
+        static_cast<const T*>(call.query) + token * call.query_token_stride + head * call.query_head_stride;
     const int row = row_of(head);
     if constexpr (kPairs<T>) {
       std::memcpy(scratch.queries + row * query_stride, query, call.key_dim * sizeof(T));
@@ -417,7 +418,7 @@ void decode(const AttentionCall& call, const DecodeItem& item, DecodeScratch& sc
         slopes[row / kRows * kLanes + i] = call.alibi_slopes[item.sequence * call.alibi_stride + head];
   }
 
-  // Two tiles' rows: this one's and the next one's; the first token's of the next stand in for missing ones.
+  // Rows of two tiles: of this one, and of the next one.
   const T *keys[2][kDecodeTile], *values[2][kDecodeTile];
   Rows<T> rows(call, item.sequence, item.tokens.begin);
   // The first tile is small: nothing has brought it in.
@@ -458,7 +459,8 @@ void decode(const AttentionCall& call, const DecodeItem& item, DecodeScratch& sc
           decode_tile<T, kRows, decltype(num_heads)::value>(call, head_keys, head_values, count, position - start,
                                                             heads, scratch, ahead, lines_per_token);
         };
-        with_count<kMostHeads == 8 ? 4 : kMostHeads == 4 ? 3 : kMostHeads, kMostHeads>(std::min(kMostHeads, group_size - first), tile);
+        constexpr int kLeast = kMostHeads == 8 ? 4 : kMostHeads == 4 ? 3 : kMostHeads;
+        with_count<kLeast, kMostHeads>(std::min(kMostHeads, group_size - first), tile);
       }
     }
   }

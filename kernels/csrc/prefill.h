@@ -297,7 +297,8 @@ void prefill(const AttentionCall& call, const PrefillItem& item, PrefillScratch&
       const float slope = slopes ? slopes[item.kv_head * group_size + r % group_size] : 0.0f;
       const float shrink =
           softmax_row<T>(call, scratch.scores + r * kTileTokens, num_vecs, std::max(0, seen.begin - start),
-                         std::min(count, seen.end - start), position - start, slope, scratch.row_max + r, scratch.row_sum + r);
+                         std::min(count, seen.end - start), position - start, slope, scratch.row_max + r,
+                         scratch.row_sum + r);
       if (shrink != 1.0f)
         for (int c = 0; c < value_stride; c += kLanes)
           store(scratch.out + r * value_stride + c, load(scratch.out + r * value_stride + c) * shrink);

@@ -16,6 +16,7 @@ from kernels.provider import FP8_DTYPES, CacheScales, KernelError, Masking, Varl
 from kernels.reference import ReferenceProvider, first_visible
 from kernels.rotary import Rotary
 from kernels.triton_provider import TritonProvider
+from tests.kernels.cases import GuardedMemory
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -426,3 +427,23 @@ def test_front(provider: TritonProvider, interleaved: bool) -> None:
     )
     for a, b in zip((*found, *caches), (*wanted, *others), strict=True):
         torch.testing.assert_close(a, b, atol=3e-5, rtol=3e-5)
+
+
+@pytest.mark.skipif(CUDA, reason="pages of the host cannot be guarded for a GPU")
+def test_nothing_beyond_the_cache_is_read(provider: TritonProvider) -> None:
+    """Caches that end at a page which ends the process when it is read, and that begin behind one."""
+    torch.manual_seed(0)
+    with GuardedMemory(128) as memory:  # 600 tokens are what the kernels take for a region
+        for at_end, dim, length, queries in itertools.product((True, False), (64, 80), (1, 17, 600), (1, 5)):
+            shape = (1, length, 2, dim)
+            caches = [memory.tensor(side, shape, torch.float32, at_end=at_end).normal_() for side in range(2)]
+            query = torch.randn(queries, 6, dim)
+            lengths = [torch.tensor(n, dtype=torch.int32) for n in ([0, queries], [length])]
+            region = torch.zeros(1, 1, dtype=torch.int32)
+            blocks = torch.arange(length - 1, -1, -1, dtype=torch.int32)[None].contiguous()
+            for table, block_tokens in ((region, length), (blocks, 1))[: 1 if length > 512 else 2]:
+                batch = VarlenBatch(*lengths, table, queries, length)
+                views = [cache.view(-1, block_tokens, 2, dim) for cache in caches]
+                expected = ReferenceProvider().attend(query, *views, batch, Masking(0.125))
+                actual = provider.attend(query, *views, batch, Masking(0.125))
+                torch.testing.assert_close(actual, expected, atol=3e-5, rtol=3e-5)

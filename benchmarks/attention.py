@@ -118,7 +118,9 @@ def main() -> None:
                 cases = _cases(args, block_tokens)
                 with _setting(args.device, heads, layout, block_tokens, cases) as setting:
                     for case in cases:
-                        rows += _measure(args.device, setting, name, case)
+                        # The figures rest on it, and others use the memory, too.
+                        often = case == _filled(args.device) and not args.quick
+                        rows += _measure(args.device, setting, name, case, 3 if often else 1)
                 print(f"{name}, {layout}, blocks of {setting.block_tokens} tokens: done", flush=True)
     _table(rows)
     _picture(rows, args)
@@ -136,7 +138,7 @@ def _cases(args: argparse.Namespace, block_tokens: int | None) -> list[Case]:
     most = DEVICES[args.device].most_tokens
     filled = [_filled(args.device)]
     if args.quick:
-        return [*filled, Case(1, FILLED_LENGTH), Case(64, 256), PREFILLS[0]]
+        return [*filled, Case(1, FILLED_LENGTH), PREFILLS[0]]
     if block_tokens not in (BLOCKS[0], None):
         return filled
     sweep = [Case(batch, length) for length in LENGTHS for batch in BATCHES if batch * length <= most]
@@ -226,8 +228,8 @@ def _num_sets(device: Device, heads: Heads, case: Case) -> int:
     return max(1, -(-device.cold_bytes // (case.batch * case.length * heads.token_bytes)))
 
 
-def _measure(device_name: str, setting: Setting, shape: str, case: Case) -> list[Row]:
-    """Every kernel in every view that it can read, in turn."""
+def _measure(device_name: str, setting: Setting, shape: str, case: Case, times: int) -> list[Row]:
+    """Every kernel in every view that it can read, in turn, `times` as often as usual."""
     device, memory = DEVICES[device_name], setting.memory
     sets: list[list[SequenceMemory]] = []
     for _ in range(_num_sets(device, setting.heads, case)):
@@ -250,8 +252,7 @@ def _measure(device_name: str, setting: Setting, shape: str, case: Case) -> list
         for _, run in runs:
             run()
         limit = _read_limit if case.queries == 1 else _matrix_limit
-        # The figures rest on the filled machine: more of it, because others use the memory, too.
-        for _ in range(device.repeats * (3 if case == _filled(device_name) else 1)):
+        for _ in range(device.repeats * times):
             limit_now = limit(device_name)
             for row, run in runs:
                 row.seconds.append(run())

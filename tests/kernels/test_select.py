@@ -20,6 +20,8 @@ def test_unknown_or_unavailable_provider_is_an_error() -> None:
         select_provider("cpu", torch.device("cuda"))
     with pytest.raises(KernelError, match="triton cannot run on cpu; choose one of cpu, sdpa, reference"):
         select_provider("triton", CPU)
+    with pytest.raises(KernelError, match="there is no attention for mps"):
+        select_provider("auto", torch.device("mps"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -16,8 +16,18 @@ from functools import cache
 
 import torch
 
+from kernels.arguments import (
+    bound_of,
+    check_numbers,
+    expect,
+    leftpad_of,
+    masking_and_scales,
+    rotary_of,
+    sequence_table,
+    slots_of,
+    window_of,
+)
 from kernels.provider import (
-    FP8_DTYPES,
     AttentionProvider,
     CacheScales,
     Masking,
@@ -99,9 +109,9 @@ def flash_attn_with_kvcache(
         ValueError: shapes, dtypes or arguments do not fit together; nothing has been stored.
         KernelError: the provider cannot do this; nothing has been stored.
     """
-    _expect(q, "q", (None, None, None, None))
+    expect(q, "q", (None, None, None, None))
     batch_size, seqlen_q, num_heads, _ = q.shape
-    table = _table(k_cache, v_cache, block_table, cache_batch_idx, batch_size, q.device)
+    table = sequence_table(k_cache, v_cache, block_table, cache_batch_idx, batch_size, q.device)
     capacity = table.shape[1] * k_cache.shape[1]
     if cache_seqlens is None and k is not None:
         raise ValueError("k and v are stored at cache_seqlens, which is not given")
@@ -110,19 +120,19 @@ def flash_attn_with_kvcache(
         if not 0 <= length <= capacity:
             raise ValueError(f"cache_seqlens {length} is not within 0 … {capacity}, what the cache holds")
         cache_seqlens = torch.full((batch_size,), length, dtype=torch.int32, device=q.device)
-    _expect(cache_seqlens, "cache_seqlens", (batch_size,), torch.int32, q.device)
+    expect(cache_seqlens, "cache_seqlens", (batch_size,), torch.int32, q.device)
     num_new = 0
     if k is not None or v is not None:
         if k is None or v is None:
             raise ValueError("k and v go together: only one of them is given")
-        _expect(k, "k", (batch_size, None, *k_cache.shape[2:]), q.dtype, q.device)
-        _expect(v, "v", (batch_size, k.shape[1], *v_cache.shape[2:]), q.dtype, q.device)
+        expect(k, "k", (batch_size, None, *k_cache.shape[2:]), q.dtype, q.device)
+        expect(v, "v", (batch_size, k.shape[1], *v_cache.shape[2:]), q.dtype, q.device)
         num_new = k.shape[1]
-    window = _window(window_size, causal, capacity + seqlen_q)
-    leftpad = _leftpad(cache_leftpad, batch_size, q.device)
+    window = window_of(window_size, causal, capacity + seqlen_q)
+    leftpad = leftpad_of(cache_leftpad, batch_size, q.device)
     names = ("cache_batch_idx", "row") if block_table is None else ("block_table", "block")
     counts = torch.full_like(cache_seqlens, seqlen_q)
-    _check_numbers(names, counts, cache_seqlens + num_new, num_new, leftpad, window[0], table, k_cache)
+    check_numbers(names, counts, cache_seqlens + num_new, num_new, leftpad, window[0], table, k_cache)
 
     steps = torch.arange(max(num_new, seqlen_q), device=q.device)
     positions = cache_seqlens[:, None].long() + steps
@@ -133,9 +143,9 @@ def flash_attn_with_kvcache(
             raise ValueError("rotary_cos and rotary_sin turn new keys: give k and v, too")
         local = window != (-1, -1)
         turned = positions[:, :seqlen_q] if local else positions[:, :1].expand(-1, seqlen_q)
-        rotary = _rotary(rotary_cos, rotary_sin, positions[:, :num_new], rotary_interleaved, k)
-        query = rotate(query, _rotary(rotary_cos, rotary_sin, turned, rotary_interleaved, q))
-    masking, scales = _options(
+        rotary = rotary_of(rotary_cos, rotary_sin, positions[:, :num_new], rotary_interleaved, k)
+        query = rotate(query, rotary_of(rotary_cos, rotary_sin, turned, rotary_interleaved, q))
+    masking, scales = masking_and_scales(
         q,
         k_cache,
         batch_size,
@@ -153,7 +163,7 @@ def flash_attn_with_kvcache(
     batch = VarlenBatch(cu_seqlens_q, cache_seqlens + num_new, table, seqlen_q, most, leftpad)
     new = None
     if k is not None and v is not None:
-        slots = _slots(table, torch.arange(batch_size, device=q.device)[:, None], positions[:, :num_new], k_cache)
+        slots = slots_of(table, torch.arange(batch_size, device=q.device)[:, None], positions[:, :num_new], k_cache)
         new = _New(k.flatten(0, 1), v.flatten(0, 1), slots, rotary)
     out, lse = _store_and_attend(
         provider, query, k_cache, v_cache, new, batch, masking, scales, num_splits, return_softmax_lse
@@ -212,24 +222,24 @@ def varlen_attention(
     Returns:
         `[num_tokens, num_heads, head_dim of v_cache]`, and with `return_softmax_lse` `[num_tokens, num_heads]` float32.
     """
-    _expect(q, "q", (None, None, None))
-    _expect(cache_seqlens, "cache_seqlens", (None,), torch.int32, q.device)
+    expect(q, "q", (None, None, None))
+    expect(cache_seqlens, "cache_seqlens", (None,), torch.int32, q.device)
     num_seqs, num_tokens = cache_seqlens.numel(), len(q)
-    _expect(cu_seqlens_q, "cu_seqlens_q", (num_seqs + 1,), torch.int32, q.device)
-    table = _table(k_cache, v_cache, block_table, None, num_seqs, q.device)
+    expect(cu_seqlens_q, "cu_seqlens_q", (num_seqs + 1,), torch.int32, q.device)
+    table = sequence_table(k_cache, v_cache, block_table, None, num_seqs, q.device)
     counts = cu_seqlens_q.diff()
     if not q.is_cuda and (cu_seqlens_q[0] != 0 or cu_seqlens_q[-1] != num_tokens or (counts < 0).any()):
         raise ValueError(f"cu_seqlens_q must increase from 0 to {num_tokens}, got {cu_seqlens_q.tolist()}")
-    window = _window(window_size, causal, table.shape[1] * k_cache.shape[1] + num_tokens)
-    leftpad = _leftpad(cache_leftpad, num_seqs, q.device)
+    window = window_of(window_size, causal, table.shape[1] * k_cache.shape[1] + num_tokens)
+    leftpad = leftpad_of(cache_leftpad, num_seqs, q.device)
     num_new = 0 if k is None else counts
-    _check_numbers(("block_table", "block"), counts, cache_seqlens, num_new, leftpad, window[0], table, k_cache)
-    max_seqlen_q = _bound(max_seqlen_q, "max_seqlen_q", counts)
-    max_seqlen_k = _bound(max_seqlen_k, "max_seqlen_k", cache_seqlens)
+    check_numbers(("block_table", "block"), counts, cache_seqlens, num_new, leftpad, window[0], table, k_cache)
+    max_seqlen_q = bound_of(max_seqlen_q, "max_seqlen_q", counts)
+    max_seqlen_k = bound_of(max_seqlen_k, "max_seqlen_k", cache_seqlens)
     new = None
     if k is not None and v is not None:
-        _expect(k, "k", (num_tokens, *k_cache.shape[2:]), q.dtype, q.device)
-        _expect(v, "v", (num_tokens, *v_cache.shape[2:]), q.dtype, q.device)
+        expect(k, "k", (num_tokens, *k_cache.shape[2:]), q.dtype, q.device)
+        expect(v, "v", (num_tokens, *v_cache.shape[2:]), q.dtype, q.device)
         if not q.is_cuda and (counts > cache_seqlens).any():
             raise ValueError(
                 "cache_seqlens counts the tokens of k and v, too: a sequence has more of them than it says"
@@ -239,14 +249,14 @@ def varlen_attention(
         positions = torch.arange(num_tokens, device=q.device) + before[sequence]
         rotary = None
         if rotary_cos is not None or rotary_sin is not None:
-            rotary = _rotary(rotary_cos, rotary_sin, positions, rotary_interleaved, k)
+            rotary = rotary_of(rotary_cos, rotary_sin, positions, rotary_interleaved, k)
             q = rotate(q, rotary)
-        new = _New(k, v, _slots(table, sequence, positions, k_cache), rotary)
+        new = _New(k, v, slots_of(table, sequence, positions, k_cache), rotary)
     elif k is not None or v is not None:
         raise ValueError("k and v go together: only one of them is given")
     elif rotary_cos is not None or rotary_sin is not None:
         raise ValueError("rotary_cos and rotary_sin turn new keys: give k and v, too")
-    masking, scales = _options(
+    masking, scales = masking_and_scales(
         q, k_cache, num_seqs, softmax_scale, window, softcap, num_splits, alibi_slopes, sinks, k_descale, v_descale
     )
     batch = VarlenBatch(
@@ -301,166 +311,3 @@ def _default(device: torch.device) -> AttentionProvider:
 @cache
 def _default_of(device: torch.device, stream: int) -> AttentionProvider:
     return select_provider("auto", device)
-
-
-def _expect(
-    tensor: torch.Tensor,
-    name: str,
-    shape: tuple[int | None, ...],
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-) -> None:
-    """Raise `ValueError` unless the tensor is like that; `None` in a shape is any size."""
-    fits = tensor.ndim == len(shape) and all(w in (None, s) for w, s in zip(shape, tensor.shape, strict=True))
-    if not fits:
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} has shape {list(tensor.shape)}, expected [{wanted}]")
-    if dtype is not None and tensor.dtype != dtype:
-        raise ValueError(f"{name} {list(tensor.shape)} has dtype {tensor.dtype}, expected {dtype}")
-    if device is not None and tensor.device != device:
-        raise ValueError(f"{name} {list(tensor.shape)} is on {tensor.device}, q on {device}")
-
-
-def _table(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor | None,
-    cache_batch_idx: torch.Tensor | None,
-    num_seqs: int,
-    device: torch.device,
-) -> torch.Tensor:
-    """`[num_seqs, width]`, the block table, or each sequence's row of a contiguous cache."""
-    _expect(k_cache, "k_cache", (None, None, None, None), device=device)
-    _expect(v_cache, "v_cache", (*k_cache.shape[:3], None), k_cache.dtype, device)
-    if 0 in k_cache.shape[1:] or not v_cache.shape[3]:
-        raise ValueError(f"k_cache {list(k_cache.shape)} and v_cache {list(v_cache.shape)} are empty")
-    if block_table is not None and cache_batch_idx is not None:
-        raise ValueError("a cache has a block_table or a cache_batch_idx, not both")
-    if block_table is not None:
-        _expect(block_table, "block_table", (num_seqs, None), torch.int32, device)
-        return block_table.contiguous()
-    if cache_batch_idx is not None:
-        _expect(cache_batch_idx, "cache_batch_idx", (num_seqs,), torch.int32, device)
-        return cache_batch_idx[:, None].contiguous()
-    if num_seqs > len(k_cache):
-        raise ValueError(f"k_cache {list(k_cache.shape)} has fewer rows than q has sequences, {num_seqs}")
-    return torch.arange(num_seqs, dtype=torch.int32, device=device)[:, None].contiguous()
-
-
-def _leftpad(cache_leftpad: torch.Tensor | None, num_seqs: int, device: torch.device) -> torch.Tensor | None:
-    if cache_leftpad is None:
-        return None
-    _expect(cache_leftpad, "cache_leftpad", (num_seqs,), torch.int32, device)
-    if not cache_leftpad.is_cuda and num_seqs and int(cache_leftpad.min()) < 0:
-        raise ValueError(f"cache_leftpad {int(cache_leftpad.min())} is below 0")
-    return cache_leftpad.contiguous()
-
-
-def _bound(given: int | None, name: str, lengths: torch.Tensor) -> int:
-    """The bound that was given, if it is one; else the longest, for which CUDA is waited for."""
-    if given is not None and lengths.is_cuda:
-        if given < 1 and lengths.numel():
-            raise ValueError(f"{name} {given} is below 1")
-        return given
-    longest = int(lengths.max()) if lengths.numel() else 0
-    if given is not None and given < longest:
-        raise ValueError(f"{name} {given} is below {longest}, what a sequence has")
-    return longest if given is None else given
-
-
-def _check_numbers(
-    names: tuple[str, str],
-    num_queries: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    num_new: int | torch.Tensor,
-    leftpad: torch.Tensor | None,
-    window_left: int,
-    table: torch.Tensor,
-    k_cache: torch.Tensor,
-) -> None:
-    """Raise `ValueError` if lengths, or entries of the table that are used, are outside of the cache; not on CUDA,
-    where looking would wait. `cache_seqlens` includes what is new."""
-    if cache_seqlens.is_cuda or not cache_seqlens.numel():
-        return
-    block_size, capacity = k_cache.shape[1], table.shape[1] * k_cache.shape[1]
-    before = cache_seqlens - num_new
-    if int(before.min()) < 0 or int(cache_seqlens.max()) > capacity:
-        raise ValueError(
-            f"cache_seqlens from {int(before.min())}, and with new tokens to {int(cache_seqlens.max())}, are not "
-            f"within 0 … {capacity}: {table.shape[1]} times {block_size} tokens are what a sequence of this cache holds"
-        )
-    first = torch.zeros_like(cache_seqlens) if leftpad is None else leftpad
-    if window_left >= 0:
-        first = torch.maximum(first, cache_seqlens - num_queries - window_left)
-    # Read from there on if there are queries, and written from the old length on.
-    first = torch.minimum(torch.where(num_queries > 0, first, cache_seqlens), before)
-    places = torch.arange(table.shape[1])
-    used = (places >= (first // block_size)[:, None]) & (places < (-(-cache_seqlens // block_size))[:, None])
-    used &= (first < cache_seqlens)[:, None]
-    wrong = table[used & ((table < 0) | (table >= len(k_cache)))]
-    if len(wrong):
-        raise ValueError(f"{names[0]} has {names[1]} {int(wrong[0])}, which is not within 0 … {len(k_cache) - 1}")
-
-
-def _window(window_size: tuple[int, int], causal: bool, most: int) -> tuple[int, int]:
-    """Both sides, -1 for one that no query and token are `most` tokens apart to notice."""
-    if min(window_size) < -1:
-        raise ValueError(f"window_size {window_size}: a side is a number of tokens, or -1 for no bound")
-    left, right = (-1 if side >= most else side for side in window_size)
-    return left, 0 if causal else right
-
-
-def _slots(table: torch.Tensor, sequence: torch.Tensor, positions: torch.Tensor, k_cache: torch.Tensor) -> torch.Tensor:
-    """Where positions of sequences are in a cache: `block · block_size + position within`, int64, flat."""
-    block_size = k_cache.shape[1]
-    return (table[sequence, positions // block_size].long() * block_size + positions % block_size).flatten()
-
-
-def _rotary(
-    cos: torch.Tensor | None, sin: torch.Tensor | None, positions: torch.Tensor, interleaved: bool, x: torch.Tensor
-) -> Rotary:
-    if cos is None or sin is None:
-        raise ValueError("rotary_cos and rotary_sin go together: only one of them is given")
-    _expect(cos, "rotary_cos", (None, None), device=x.device)
-    _expect(sin, "rotary_sin", tuple(cos.shape), cos.dtype, x.device)
-    if 2 * cos.shape[1] > x.shape[-1]:
-        raise ValueError(f"rotary_cos {list(cos.shape)} turns more dimensions than a head has, {x.shape[-1]}")
-    if not positions.is_cuda and positions.numel() and int(positions.max()) >= len(cos):
-        raise ValueError(f"rotary_cos {list(cos.shape)} has no row for position {int(positions.max())}")
-    return Rotary(cos, sin, positions.flatten(), interleaved)
-
-
-def _options(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    num_seqs: int,
-    softmax_scale: float | None,
-    window: tuple[int, int],
-    softcap: float,
-    num_splits: int,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    k_descale: torch.Tensor | None,
-    v_descale: torch.Tensor | None,
-) -> tuple[Masking, CacheScales | None]:
-    num_heads, num_kv_heads = q.shape[-2], k_cache.shape[2]
-    for name, number in (("softcap", softcap), ("num_splits", num_splits)):
-        if number < 0:
-            raise ValueError(f"{name} {number} is below 0")
-    if alibi_slopes is not None:
-        shape = (num_heads,) if alibi_slopes.ndim == 1 else (num_seqs, num_heads)
-        _expect(alibi_slopes, "alibi_slopes", shape, torch.float32, q.device)
-        alibi_slopes = alibi_slopes.contiguous()
-    if sinks is not None:
-        _expect(sinks, "sinks", (num_heads,), torch.float32, q.device)
-        sinks = sinks.contiguous()
-    scales = None
-    if k_descale is not None or v_descale is not None:
-        if k_cache.dtype not in FP8_DTYPES:
-            raise ValueError(f"k_descale and v_descale are for caches of 8-bit floats, not of {k_cache.dtype}")
-        one = torch.ones(num_kv_heads, device=q.device)
-        scales = CacheScales(one if k_descale is None else k_descale, one if v_descale is None else v_descale)
-        _expect(scales.key, "k_descale", (num_kv_heads,), torch.float32, q.device)
-        _expect(scales.value, "v_descale", (num_kv_heads,), torch.float32, q.device)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    return Masking(scale, *window, softcap, alibi_slopes, sinks), scales

@@ -2,11 +2,10 @@
 //
 // Nothing past a sequence's last token is read, nor before the first one that a query sees: there may be holes.
 
-#include <array>
-#include <type_traits>
+#include <algorithm>
+#include <cstring>
+#include <memory>
 #include <vector>
-
-#include <omp.h>
 
 #include "call.h"
 #include "decode.h"

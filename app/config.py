@@ -48,7 +48,10 @@ class EngineConfig:
         attention: which kernels: "cpu", "sdpa" or "reference" on a CPU; "triton", "torch-flash", "flash-attn",
             "flashinfer", "sdpa" or "reference" on CUDA. "auto" takes the first of a table that is there and can do what
             the model needs.
-        num_threads: CPU threads of a step, by default one for each core this process may use.
+        num_threads: CPU threads of a step, by default one for each core this process may use, shared among ranks.
+        tensor_parallel_size: ranks that compute each step together, with a device or a share of the cores each. All
+            sizes in bytes are those of one rank.
+        step_timeout_s: a rank that has not finished a step after this long is taken for dead, and the engine stops.
         skip_tokenizer_init: no tokenizer: prompts are token ids and there is no text.
     """
 
@@ -76,6 +79,8 @@ class EngineConfig:
     kv_view: ViewPolicy = "auto"
     attention: str = "auto"
     num_threads: int | None = None
+    tensor_parallel_size: int = 1
+    step_timeout_s: float = 60.0
     skip_tokenizer_init: bool = False
 
     def __post_init__(self) -> None:
@@ -97,10 +102,13 @@ class EngineConfig:
             "block_tokens",
             "expected_tokens",
             "num_threads",
+            "tensor_parallel_size",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if not self.step_timeout_s > 0:
+            raise ConfigError(f"step_timeout_s is {self.step_timeout_s}; it must be above 0")
         if not 0 <= self.pin_quota <= 1:
             raise ConfigError(f"pin_quota is {self.pin_quota}; it must be between 0 and 1")
         if both := self.pinned_prompts.keys() & self.pinned_system_prompts.keys():

@@ -7,6 +7,7 @@ FolioError
 │   ├── ContextLengthError   prompt and output do not fit into the context
 │   └── UnknownModelError    no such model here (HTTP 404)
 └── EngineError            the engine is at fault (HTTP 500); the request may be sent again
+    └── UnavailableError     the engine is gone, and another one is coming (HTTP 503); send the request again
 """
 
 from __future__ import annotations
@@ -52,3 +53,7 @@ class UnknownModelError(RequestError):
 
 class EngineError(FolioError):
     """A step failed, or the engine is not running."""
+
+
+class UnavailableError(EngineError):
+    """The engine has stopped: it lost a rank, or it failed in a way that it cannot go on from."""

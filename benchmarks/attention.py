@@ -196,8 +196,8 @@ def _setting(
     try:
         _fill(memory, num_blocks, planned.block_tokens)
         caches: dict[View, tuple[torch.Tensor, torch.Tensor]] = {
-            "region": memory.region_view(0),
-            "block_table": memory.home_view(0),
+            "region": memory.tensors.region_view(0),
+            "block_table": memory.tensors.home_view(0),
         }
         yield Setting(heads, layout, planned.block_tokens, memory, caches)
     finally:
@@ -212,7 +212,7 @@ def _fill(memory: KVMemory, num_blocks: int, block_tokens: int) -> None:
         memory.append(sequences[-1], block_tokens)
     memory.ensure([Demand(sequence, 0, block_tokens) for sequence in sequences])
     block_ids = [sequence.groups[0].block_ids[0] for sequence in sequences]
-    for cache in memory.home_view(0):
+    for cache in memory.tensors.home_view(0):
         noise = torch.randn(256, *cache.shape[1:], device=cache.device).to(cache.dtype)
         for start in range(0, num_blocks, len(noise)):
             part = torch.tensor(block_ids[start : start + len(noise)], device=cache.device)

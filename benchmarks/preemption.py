@@ -261,7 +261,7 @@ def hand_over(engine: Engine, num_tokens: int) -> None:
     memory.ensure([Demand(other, 0, num_tokens)])
     [group] = memory.groups
     for layer in group.layers:
-        for side in memory.home_view(layer):
+        for side in memory.tensors.home_view(layer):
             side[other.groups[0].block_ids] = 100.0  # whoever reads this computes other tokens
     memory.launched()
     memory.free(other)

@@ -69,7 +69,7 @@ class Walkthrough:
             max_tokens=MAX_TOKENS,
             options=MappingOptions(eager_allocation=False, idle_release_s=1e9),  # so that nothing happens by itself
         )
-        self.caches = {"block_table": self.memory.home_view(0), "region": self.memory.region_view(0)}
+        self.caches = {"block_table": self.memory.tensors.home_view(0), "region": self.memory.tensors.region_view(0)}
         self.kernel = select_provider("auto", torch.device("cpu"))
         self.random = torch.Generator().manual_seed(0)
         self.differences: list[float] = []

@@ -2,6 +2,7 @@
 
 from vmem.backend import AddressRange, Backend, MemoryInfo
 from vmem.background import MappingOptions
+from vmem.contents import BlockContents, CopyBlocks, LocalContents
 from vmem.cuda import CudaBackend
 from vmem.errors import (
     BudgetError,
@@ -17,18 +18,24 @@ from vmem.group import LayerGroup, longest_sequence
 from vmem.host import HostBackend
 from vmem.layout import KVLayout, LayerSpec, LayoutKind, StateLayout, plan_groups, plan_layout
 from vmem.memory import KVMemory
+from vmem.mirror import MirroredBackend, Peers, mirror
 from vmem.pages import BudgetAnswer
+from vmem.peer import PeerMemory
 from vmem.prefix import PrefixMatch, TokenChain
 from vmem.report import GroupReport, MemoryReport, PinReport
 from vmem.select import select_backend
 from vmem.sequence import Demand, SequenceMemory, View, ViewPolicy
 from vmem.swap import SwappedGroup
+from vmem.tensors import CacheTensors
 
 __all__ = [
     "AddressRange",
     "Backend",
+    "BlockContents",
     "BudgetAnswer",
     "BudgetError",
+    "CacheTensors",
+    "CopyBlocks",
     "CudaBackend",
     "Demand",
     "GroupReport",
@@ -40,12 +47,16 @@ __all__ = [
     "LayerSpec",
     "LayoutError",
     "LayoutKind",
+    "LocalContents",
     "MapError",
     "MappingOptions",
     "MemoryInfo",
     "MemoryReport",
+    "MirroredBackend",
     "OutOfPages",
     "OutOfSwap",
+    "PeerMemory",
+    "Peers",
     "PinError",
     "PinReport",
     "PrefixMatch",
@@ -57,6 +68,7 @@ __all__ = [
     "ViewPolicy",
     "VmemError",
     "longest_sequence",
+    "mirror",
     "plan_groups",
     "plan_layout",
     "select_backend",

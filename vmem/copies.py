@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import torch
+from collections.abc import Sequence
 
 from vmem.allocator import BlockAllocator
 from vmem.backend import Backend
+from vmem.contents import BlockContents
 from vmem.group import GroupMemory
 from vmem.sequence import GroupTable
-
-# (source, target, source rows, target rows): `target[target_rows[i]] = source[source_rows[i]]`, in the order of what
-# the device does. `[num_blocks, words]` int64 with adjacent words, and `[n]` int64 on the device.
-CopyBlocks = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-
-
-def copy_by_index(
-    source: torch.Tensor, target: torch.Tensor, source_rows: torch.Tensor, target_rows: torch.Tensor
-) -> None:
-    """`CopyBlocks` in plain torch, through a copy between. `kernels`, which this package may not import, has better."""
-    target.index_copy_(0, target_rows, source.index_select(0, source_rows))
 
 
 class BlockCopies:
@@ -31,12 +19,12 @@ class BlockCopies:
     """
 
     def __init__(
-        self, backend: Backend, groups: Sequence[GroupMemory], allocator: BlockAllocator, copy_blocks: CopyBlocks
+        self, backend: Backend, groups: Sequence[GroupMemory], allocator: BlockAllocator, contents: BlockContents
     ) -> None:
         self._backend = backend
         self._groups = groups
         self._allocator = allocator
-        self._copy_blocks = copy_blocks
+        self._contents = contents
         self.num_copied = 0
         self._copies: list[tuple[int, int, int]] = []  # (group, from block, to block)
 
@@ -86,11 +74,8 @@ class BlockCopies:
         if not self._copies:
             return
         for g in sorted({at for at, _, _ in self._copies}):
-            group = self._groups[g]
-            pairs = [(source, target) for at, source, target in self._copies if at == g]
-            for blocks in group.home_words():
-                sources, targets = (torch.tensor(side, device=blocks.device) for side in zip(*pairs, strict=True))
-                self._copy_blocks(blocks, blocks, sources, targets)
+            sources, targets = zip(*((source, target) for at, source, target in self._copies if at == g), strict=True)
+            self._contents.copy(g, sources, targets)
         self._allocator.fence = self._backend.fence()  # nothing is undone before: copying again would be harmless
         done, self._copies = self._copies, []
         self.num_copied += len(done)

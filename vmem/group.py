@@ -9,8 +9,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 
-import torch
-
 from vmem.backend import AddressRange, Backend
 from vmem.block_pool import BlockPool
 from vmem.books import must
@@ -96,13 +94,13 @@ class GroupMemory:
         self._free_slots = list(range(num_regions))[::-1]
         self._backend = backend
         self._page_bytes = spec.layout.page_bytes
-        self._homes: list[AddressRange] = []
-        self._ranges: list[AddressRange] = []
+        self.homes: list[AddressRange] = []
+        self.ranges: list[AddressRange] = []
         try:
             for _ in range(spec.layout.num_homes):
-                self._homes.append(backend.reserve(num_blocks * spec.layout.home_bytes))
+                self.homes.append(backend.reserve(num_blocks * spec.layout.home_bytes))
                 if region_blocks:
-                    self._ranges.append(backend.reserve(num_regions * region_blocks * self._page_bytes))
+                    self.ranges.append(backend.reserve(num_regions * region_blocks * self._page_bytes))
         except VmemError:
             self.release()
             raise
@@ -113,23 +111,13 @@ class GroupMemory:
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(reserved.num_bytes for reserved in (*self._homes, *self._ranges))
+        return sum(reserved.num_bytes for reserved in (*self.homes, *self.ranges))
 
     def release(self) -> None:
         """Give the reserved addresses back; nothing may be mapped."""
-        for reserved in (*self._homes, *self._ranges):
+        for reserved in (*self.homes, *self.ranges):
             self._backend.release(reserved)
-        self._homes, self._ranges = [], []
-
-    def home_tensors(self) -> list[torch.Tensor]:
-        return [self._backend.tensor(reserved) for reserved in self._homes]
-
-    def home_words(self) -> list[torch.Tensor]:
-        """Homes as `[num_blocks, home_bytes / 8]` int64: blocks copy several times faster so than by bytes."""
-        return [home.view(torch.int64).view(-1, self.layout.home_bytes // 8) for home in self.home_tensors()]
-
-    def region_tensors(self) -> list[torch.Tensor]:
-        return [self._backend.tensor(reserved) for reserved in self._ranges]
+        self.homes, self.ranges = [], []
 
     # ---- regions ----
 
@@ -210,7 +198,7 @@ class GroupMemory:
         """Map blocks (ascending ids) at home, neighbours in one call."""
         with _Undo() as undo:
             for start, end in _runs(block_ids):
-                for i, home in enumerate(self._homes):
+                for i, home in enumerate(self.homes):
                     address = home.address + block_ids[start] * self.layout.home_bytes
                     self._map(undo, address, self._pages_at(i, handles[start:end]))
 
@@ -219,7 +207,7 @@ class GroupMemory:
         with _Undo() as undo:
             for start, end in _runs(block_ids):
                 run = block_ids[start:end]
-                for i, home in enumerate(self._homes):
+                for i, home in enumerate(self.homes):
                     address = home.address + run[0] * self.layout.home_bytes
                     self._unmap(undo, address, self._pages_at(i, [self.handles[b] for b in run]))
 
@@ -242,7 +230,7 @@ class GroupMemory:
 
     def _place_addresses(self, region: Region, place: int) -> list[int]:
         offset = (region.slot * self.region_blocks + place) * self._page_bytes
-        return [reserved.address + offset for reserved in self._ranges]
+        return [reserved.address + offset for reserved in self.ranges]
 
     def _map(self, undo: _Undo, address: int, handles: list[int]) -> None:
         span = AddressRange(address, len(handles) * self._page_bytes)

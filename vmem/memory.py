@@ -16,19 +16,17 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-
-import torch
 
 from vmem.accounts import Accounts
 from vmem.allocator import BlockAllocator
 from vmem.backend import Backend
 from vmem.background import Background, MappingOptions
-from vmem.copies import BlockCopies, CopyBlocks, copy_by_index
+from vmem.contents import BlockContents, LocalContents
+from vmem.copies import BlockCopies
 from vmem.errors import IntegrityError, LayoutError, MapError, OutOfPages, PinError, VmemError
 from vmem.group import GroupMemory, LayerGroup
-from vmem.layout import KVLayout
 from vmem.mapper import Mapper
 from vmem.pages import BudgetAnswer, PagePool
 from vmem.pins import Pins
@@ -39,6 +37,7 @@ from vmem.sequence import Demand, GroupTable, SequenceMemory, ViewPolicy
 from vmem.swap import SwappedGroup, SwapSpace
 from vmem.swapping import Swapping
 from vmem.tables import BlockTables
+from vmem.tensors import CacheTensors
 from vmem.views import SequenceViews
 from vmem.work import Detach, Work
 
@@ -70,7 +69,7 @@ class KVMemory:
         prefix_cache: whether free blocks keep their content for sequences that begin alike.
         pin_quota: share of the budget that pinned prefixes may take.
         swap_bytes: host memory for preempted sequences.
-        copy_blocks: how blocks are copied, for copy-on-write and swapping.
+        contents: made once the addresses are reserved: how blocks are copied, for copy-on-write and swapping.
         hash: of the prefix cache; for tests.
 
     Raises:
@@ -92,7 +91,7 @@ class KVMemory:
         prefix_cache: bool = True,
         pin_quota: float = 0.25,
         swap_bytes: int = 0,
-        copy_blocks: CopyBlocks = copy_by_index,
+        contents: Callable[[CacheTensors], BlockContents] = LocalContents,
         hash: Hash = stable_hash,
     ) -> None:
         page_sizes = {group.layout.page_bytes for group in groups}
@@ -123,12 +122,13 @@ class KVMemory:
             for made in self._groups:
                 made.release()
             raise
-        self._place_of_layer = {
-            layer: (g, i)
-            for g, group in enumerate(groups)
-            if not group.is_state
-            for i, layer in enumerate(group.layers)
-        }
+        self.tensors = CacheTensors(
+            backend,
+            groups,
+            [group.homes for group in self._groups],
+            [group.ranges for group in self._groups],
+            [group.region_blocks * group.layout.block_tokens for group in self._groups],
+        )
         self._sequences: set[SequenceMemory] = set()
         self.prefix_cache = prefix_cache
         block_sizes = [group.layout.block_tokens for group in groups if not group.is_state]
@@ -139,14 +139,15 @@ class KVMemory:
         self._mapper = Mapper(self._next_work, self._wait_s, self._background.forget)
         self._lock = self._mapper.lock
         self._allocator = BlockAllocator(backend, self._pages, self._groups, self._index, self._mapper)
-        self._copies = BlockCopies(backend, self._groups, self._allocator, copy_blocks)
+        moves = contents(self.tensors)
+        self._copies = BlockCopies(backend, self._groups, self._allocator, moves)
         self._tables = BlockTables(self._groups, self._allocator, self._copies)
         self._reuse = PrefixReuse(self._groups, self._index, self._tables)
         self._views = SequenceViews(
             backend, self._groups, self._allocator, self._mapper, self._background, self._options
         )
         self._swapping = Swapping(
-            backend, self._groups, SwapSpace(swap_bytes, copy_blocks), self._index, self._allocator, self._tables
+            backend, self._groups, SwapSpace(swap_bytes), moves, self._index, self._allocator, self._tables
         )
         self._pins = Pins(self._pages, self._groups, pin_quota)
         self._accounts = Accounts(
@@ -564,40 +565,6 @@ class KVMemory:
         """Note that a step which reads the mappings has been submitted: they may change only once it is done."""
         with self._locked():
             self._allocator.fence = self._backend.fence()
-
-    # ---- the two views ----
-
-    def group_of(self, layer: int) -> int:
-        """The layer group of a layer of the model."""
-        return self._place_of_layer[layer][0]
-
-    def region_tokens(self, group: int) -> int:
-        """Tokens from one slot to the next in `region_view`."""
-        return self._groups[group].region_blocks * self._specs[group].layout.block_tokens
-
-    def home_view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer by block: `[num_blocks, block_tokens, num_heads, dim]`."""
-        g, i = self._place_of_layer[layer]
-        group, layout = self._groups[g], self._specs[g].layout
-        assert isinstance(layout, KVLayout)
-        return layout.view(group.home_tensors(), i, layout.block_tokens)
-
-    def region_view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer by slot: `[num_regions, region_tokens, num_heads, dim]`, holes included."""
-        g, i = self._place_of_layer[layer]
-        layout = self._specs[g].layout
-        assert isinstance(layout, KVLayout)
-        return layout.view(self._groups[g].region_tensors(), i, self.region_tokens(g))
-
-    def state_view(self) -> torch.Tensor:
-        """Recurrent states by block: `[num_blocks, block_bytes]` uint8, holes included."""
-        [group] = [group for group in self._groups if group.spec.is_state]
-        [home] = group.home_tensors()
-        return home.view(-1, group.layout.home_bytes)
-
-    def state_group(self) -> int | None:
-        """The layer group that keeps recurrent states, if there is one."""
-        return next((g for g, group in enumerate(self._specs) if group.is_state), None)
 
     # ---- the budget ----
 

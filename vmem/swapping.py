@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 
 from vmem.allocator import BlockAllocator
 from vmem.backend import Backend
+from vmem.contents import BlockContents
 from vmem.errors import IntegrityError, OutOfPages, VmemError
 from vmem.group import GroupMemory
 from vmem.prefix import PrefixIndex
@@ -24,13 +26,16 @@ class Swapping:
         backend: Backend,
         groups: Sequence[GroupMemory],
         space: SwapSpace,
+        contents: BlockContents,
         index: PrefixIndex,
         allocator: BlockAllocator,
         tables: BlockTables,
     ) -> None:
         self.space = space
         self._live: set[SwappedGroup] = set()
+        self._keys = itertools.count()
         self._backend = backend
+        self._contents = contents
         self._groups = groups
         self._index = index
         self._allocator = allocator
@@ -45,13 +50,17 @@ class Swapping:
         num_bytes = self.num_bytes(sequences)
         self.space.claim(num_bytes)
         rows: list[dict[int, int]] = []
-        copies = []
+        copies: list[int] = []
         try:
             for group in self._groups:
                 blocks = self._blocks(group, sequences)
                 rows.append({block_id: row for row, block_id in enumerate(blocks)})
-                copies.append(self.space.copy_out(group, blocks))
+                key = next(self._keys)
+                self._contents.save(key, group.index, blocks)
+                copies.append(key)
         except BaseException:  # no host memory
+            for key in copies:
+                self._contents.discard(key)
             self.space.release(num_bytes)
             raise
         self._allocator.fence = self._backend.fence()
@@ -105,7 +114,7 @@ class Swapping:
                 self._allocator.free(group, block_ids)
             raise
         for group, missing, new in allocated:
-            self.space.copy_in(group, swapped.copies[group.index], missing, new)
+            self._contents.restore(swapped.copies[group.index], missing, new)
             blocks[group.index].update(zip(missing, new, strict=True))
         self._allocator.fence = self._backend.fence()
         return self._sequences(swapped, blocks)
@@ -115,6 +124,8 @@ class Swapping:
         if swapped not in self._live:
             raise IntegrityError("swapped sequences are given up twice")
         self._live.remove(swapped)
+        for key in swapped.copies:
+            self._contents.discard(key)
         self.space.release(swapped.num_bytes)
 
     def _sequences(self, swapped: SwappedGroup, blocks: Sequence[dict[int, int]]) -> list[SequenceMemory]:

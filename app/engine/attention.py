@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from app.engine.batch import StepBatch
 from app.errors import ModelError
 from kernels import AttentionProvider, Masking, VarlenBatch
-from vmem import KVMemory, LayerSpec, View
+from vmem import CacheTensors, LayerSpec, View
 
 IMPLEMENTATION = "folio"
 _STATE = "folio_attention_state"
@@ -121,13 +121,13 @@ class CachedAttention:
 
     batch: StepBatch
 
-    def __init__(self, memory: KVMemory, provider: AttentionProvider) -> None:
+    def __init__(self, tensors: CacheTensors, provider: AttentionProvider) -> None:
         self._provider = provider
-        layers = [layer for group in memory.groups for layer in group.layers]
-        self._group_of = {layer: memory.group_of(layer) for layer in layers}
+        layers = [layer for group in tensors.groups for layer in group.layers]
+        self._group_of = {layer: tensors.group_of(layer) for layer in layers}
         self._caches: dict[View, dict[int, _LayerCache]] = {
-            "region": {layer: _LayerCache(*memory.region_view(layer)) for layer in layers},
-            "block_table": {layer: _LayerCache(*memory.home_view(layer)) for layer in layers},
+            "region": {layer: _LayerCache(*tensors.region_view(layer)) for layer in layers},
+            "block_table": {layer: _LayerCache(*tensors.home_view(layer)) for layer in layers},
         }
 
     def attend(

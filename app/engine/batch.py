@@ -1,10 +1,11 @@
-"""A step's work as tensors."""
+"""A step's work: as a plan, which every rank is told, and as tensors, which each rank makes of it."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,44 @@ import torch
 from app.engine.scheduler import Scheduled
 from app.engine.states import StateBatch
 from kernels import VarlenBatch
-from vmem import Demand, KVMemory, SequenceMemory, View
+from vmem import CacheTensors, Demand, KVMemory, SequenceMemory, View
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """Which tokens of which sequences a step computes, and where their cache is. Numbers only: it travels to the other
+    ranks as it is.
+
+    Attributes:
+        num_tokens, num_computed: `[num_seqs]` int32, tokens to compute and tokens that are cached before them.
+        samples: `[num_seqs]` bool, whether the logits of the last token are needed.
+        in_region: `[num_seqs]` bool, whether the sequence is read through its region.
+        token_ids: `[sum(num_tokens)]` int32.
+        states: `[num_seqs]` int32, the block of each sequence's recurrent state; empty for models without.
+        tables: for each layer group but that of states, and each run of neighbours with one view: `[run, width]` int32,
+            their regions' slots or their block tables, filled up with zeros.
+        sample_all: the logits of every token are needed, not only of those that sample.
+    """
+
+    num_tokens: Array
+    num_computed: Array
+    samples: Array
+    in_region: Array
+    token_ids: Array
+    states: Array
+    tables: tuple[Array, ...]
+    sample_all: bool = False
+
+    @property
+    def runs(self) -> Iterator[tuple[View, int, int]]:
+        """(view, start, end) of each run of sequences with one view."""
+        start = 0
+        for in_region, run in itertools.groupby(self.in_region.tolist()):
+            end = start + len(list(run))
+            yield "region" if in_region else "block_table", start, end
+            start = end
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,63 +88,77 @@ class StepBatch:
     states: StateBatch | None = None
 
 
-def build_batch(
-    scheduled: Sequence[Scheduled], memory: KVMemory, device: torch.device, *, sample_all: bool = False
-) -> StepBatch:
-    """Lay out the scheduled tokens. Their blocks must be owned, and in the region view mapped (`KVMemory.ensure`).
+def plan_step(scheduled: Sequence[Scheduled], memory: KVMemory, *, sample_all: bool = False) -> StepPlan:
+    """What the scheduled tokens need to be computed. Their blocks must be owned, and in the region view mapped
+    (`KVMemory.ensure`).
 
     Sequences of one view should be neighbours, or there are more parts than need be.
-
-    Args:
-        device: where attention will want its part of it.
-        sample_all: ask for the logits of every token, not only of those that sample.
     """
-    num_tokens = np.array([s.num_tokens for s in scheduled], dtype=np.int64)
-    first = np.array([s.request.num_computed for s in scheduled], dtype=np.int64)
-    starts = np.zeros(len(scheduled) + 1, dtype=np.int64)
-    np.cumsum(num_tokens, out=starts[1:])
+    sequences = [memory_of(s) for s in scheduled]
     token_ids: list[int] = []
     for s in scheduled:
         start = s.request.num_computed
         token_ids += s.request.token_ids[start : start + s.num_tokens]
-    sequence_of = np.repeat(np.arange(len(scheduled)), num_tokens)
-    positions = np.arange(starts[-1]) - starts[sequence_of] + first[sequence_of]
-    sequences = [memory_of(s) for s in scheduled]
-    parts: list[list[BatchPart]] = [[] for _ in memory.groups]
-    begin = 0
-    for view, run in itertools.groupby(sequences, key=lambda sequence: sequence.view):
-        end = begin + len(list(run))
-        tokens = slice(int(starts[begin]), int(starts[end]))
-        cu_seqlens_q = torch.from_numpy((starts[begin : end + 1] - starts[begin]).astype(np.int32)).to(device)
-        num_cached = (first + num_tokens)[begin:end]
-        cache_seqlens = torch.from_numpy(num_cached.astype(np.int32)).to(device)
-        most_queries, most_cached = int(num_tokens[begin:end].max()), int(num_cached.max())
-        for g in range(len(memory.groups)):
-            if memory.groups[g].is_state:
-                continue
-            table, block_tokens = _block_table(sequences[begin:end], memory, g, view)
-            at = positions[tokens]
-            slots = table[sequence_of[tokens] - begin, at // block_tokens] * np.int64(block_tokens) + at % block_tokens
-            block_table = torch.from_numpy(table).to(device)
-            attention = VarlenBatch(cu_seqlens_q, cache_seqlens, block_table, most_queries, most_cached)
-            parts[g].append(BatchPart(view, tokens, torch.from_numpy(slots).to(device), attention))
-        begin = end
-    sample_rows = np.arange(starts[-1]) if sample_all else starts[1:][np.array([s.samples for s in scheduled])] - 1
-    return StepBatch(
-        token_ids=torch.tensor(token_ids),
-        positions=torch.from_numpy(positions),
-        sample_rows=torch.from_numpy(sample_rows),
-        parts=tuple(map(tuple, parts)),
-        states=_states(scheduled, memory, starts.tolist()),
+    views = [sequence.view for sequence in sequences]
+    tables = []
+    for g, group in enumerate(memory.groups):
+        if not group.is_state:
+            for view, run in itertools.groupby(sequences, key=lambda sequence: sequence.view):
+                tables.append(_block_table(list(run), g, view))
+    at = memory.tensors.state_group
+    return StepPlan(
+        num_tokens=np.array([s.num_tokens for s in scheduled], dtype=np.int32),
+        num_computed=np.array([s.request.num_computed for s in scheduled], dtype=np.int32),
+        samples=np.array([s.samples for s in scheduled], dtype=np.bool_),
+        in_region=np.array([view == "region" for view in views], dtype=np.bool_),
+        token_ids=np.array(token_ids, dtype=np.int32),
+        states=np.array([] if at is None else [s.groups[at].block_ids[0] for s in sequences], dtype=np.int32),
+        tables=tuple(tables),
+        sample_all=sample_all,
     )
 
 
-def _states(scheduled: Sequence[Scheduled], memory: KVMemory, starts: list[int]) -> StateBatch | None:
-    g = memory.state_group()
-    if g is None:
-        return None
-    blocks = [memory_of(s).groups[g].block_ids[0] for s in scheduled]
-    return StateBatch(starts, blocks, [not s.request.num_computed for s in scheduled])
+def build_batch(plan: StepPlan, tensors: CacheTensors, device: torch.device) -> StepBatch:
+    """Lay out a planned step.
+
+    Args:
+        device: where attention will want its part of it.
+    """
+    num_tokens, first = plan.num_tokens.astype(np.int64), plan.num_computed.astype(np.int64)
+    starts = np.zeros(len(num_tokens) + 1, dtype=np.int64)
+    np.cumsum(num_tokens, out=starts[1:])
+    sequence_of = np.repeat(np.arange(len(num_tokens)), num_tokens)
+    positions = np.arange(starts[-1]) - starts[sequence_of] + first[sequence_of]
+    tables = iter(plan.tables)
+    runs = []
+    for view, begin, end in plan.runs:
+        cu_seqlens_q = torch.from_numpy((starts[begin : end + 1] - starts[begin]).astype(np.int32)).to(device)
+        num_cached = (first + num_tokens)[begin:end]
+        cache_seqlens = torch.from_numpy(num_cached.astype(np.int32)).to(device)
+        most = int(num_tokens[begin:end].max()), int(num_cached.max())
+        runs.append((view, begin, slice(int(starts[begin]), int(starts[end])), cu_seqlens_q, cache_seqlens, most))
+    parts: list[list[BatchPart]] = [[] for _ in tensors.groups]
+    for g, group in enumerate(tensors.groups):
+        if group.is_state:
+            continue
+        for view, begin, tokens, cu_seqlens_q, cache_seqlens, most in runs:
+            table = next(tables)
+            block_tokens = tensors.region_tokens[g] if view == "region" else group.layout.block_tokens
+            at = positions[tokens]
+            slots = table[sequence_of[tokens] - begin, at // block_tokens] * np.int64(block_tokens) + at % block_tokens
+            attention = VarlenBatch(cu_seqlens_q, cache_seqlens, torch.from_numpy(table).to(device), *most)
+            parts[g].append(BatchPart(view, tokens, torch.from_numpy(slots).to(device), attention))
+    sample_rows = np.arange(starts[-1]) if plan.sample_all else starts[1:][plan.samples] - 1
+    states = None
+    if tensors.state_group is not None:
+        states = StateBatch(starts.tolist(), plan.states.tolist(), (first == 0).tolist())
+    return StepBatch(
+        token_ids=torch.from_numpy(plan.token_ids.astype(np.int64)),
+        positions=torch.from_numpy(positions),
+        sample_rows=torch.from_numpy(sample_rows),
+        parts=tuple(map(tuple, parts)),
+        states=states,
+    )
 
 
 def demands(scheduled: Sequence[Scheduled]) -> list[Demand]:
@@ -135,15 +187,13 @@ def memory_of(scheduled: Scheduled) -> SequenceMemory:
     return scheduled.request.memory
 
 
-def _block_table(
-    sequences: Sequence[SequenceMemory], memory: KVMemory, group: int, view: View
-) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.int32]], int]:
-    """`[num_seqs, width]` int32, each sequence's region or blocks, and how many tokens each entry stands for."""
+def _block_table(sequences: Sequence[SequenceMemory], group: int, view: View) -> Array:
+    """`[num_seqs, width]` int32, each sequence's region or blocks."""
     tables = [sequence.groups[group] for sequence in sequences]
     if view == "region":
         slots = [[table.region.slot if table.region is not None else -1] for table in tables]
-        return np.array(slots, dtype=np.int32), memory.region_tokens(group)
+        return np.array(slots, dtype=np.int32)
     block_table = np.zeros((len(tables), max(len(table.block_ids) for table in tables)), dtype=np.int32)
     for i, table in enumerate(tables):
         block_table[i, : len(table.block_ids)] = table.block_ids
-    return block_table, memory.groups[group].layout.block_tokens
+    return block_table

@@ -6,18 +6,17 @@ No Ray and no asyncio here; one thread calls it.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Sequence
 
 import torch
 
 from app.config import EngineConfig
-from app.engine.batch import build_batch, demands, memory_of, next_demands, num_attended
+from app.engine.batch import demands, memory_of, next_demands, num_attended, plan_step
 from app.engine.detokenizer import TextStream
+from app.engine.executor import Executor
 from app.engine.kv_plan import build_memory
-from app.engine.model_loader import LoadedModel, load_model
-from app.engine.model_runner import ModelRunner, observe_layers
+from app.engine.model_loader import LoadedModel
 from app.engine.params import SamplingParams
 from app.engine.pinned import encode_pinned
 from app.engine.recovery import RecoveryModel
@@ -25,8 +24,10 @@ from app.engine.request import Delta, Request, SequenceGroup
 from app.engine.sampler import sample
 from app.engine.scheduler import Scheduled, Scheduler
 from app.engine.self_test import self_test
+from app.engine.tensor_parallel.processes import spawn_ranks
+from app.engine.tensor_parallel.ranks import Launch
 from app.errors import ConfigError, ContextLengthError, RequestError
-from kernels import KernelError, select_provider
+from kernels import KernelError
 from vmem import BudgetAnswer, BudgetError, KVMemory, MemoryReport, PinError, VmemError
 
 logger = logging.getLogger(__name__)
@@ -40,29 +41,40 @@ _GIVE_UP_S = 5.0
 class Engine:
     """Requests in by `submit`, deltas out by `step`.
 
+    Args:
+        launch: how the other ranks are started, if there are to be some.
+
     Raises:
         ConfigError, ModelError: the settings or the model cannot work; nothing is left behind.
+        UnavailableError: a rank died.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+    def __init__(self, config: EngineConfig, launch: Launch = spawn_ranks) -> None:
         self.config = config
-        self.model = load_model(config)
         try:
-            provider = select_provider(config.attention, self.model.module.device)
-            layers = observe_layers(self.model, provider)
-            self.memory = build_memory(config, self.model, layers)
-        except (VmemError, KernelError) as error:
+            self._executor = Executor(config, launch)
+        except KernelError as error:
             raise ConfigError(f"these settings do not work here: {error}") from error
+        self.model = self._executor.model
         try:
-            self.max_model_len = _max_model_len(config, self.model, self.memory)
-            self_test(self.model, self.memory.groups, provider, config.kv_view, layers.states)
+            self.memory = build_memory(config, self.model, self._executor.layers, self._executor.ranks)
         except BaseException as error:
-            self.memory.close()
-            if isinstance(error, KernelError):  # the kernel asked for cannot read such a cache
+            self._executor.close()
+            if isinstance(error, VmemError):
                 raise ConfigError(f"these settings do not work here: {error}") from error
             raise
-        self._runner = ModelRunner(self.model, self.memory, provider, layers.states)
+        try:
+            self.max_model_len = _max_model_len(config, self.model, self.memory)
+            self_test(self._executor, self.memory.groups, config.kv_view)
+            self._executor.open(self.memory)
+        except BaseException as error:
+            self.memory.close()
+            self._executor.close()
+            if isinstance(error, KernelError) or isinstance(
+                error.__cause__, KernelError
+            ):  # the kernel asked for cannot read such a cache
+                raise ConfigError(f"these settings do not work here: {error}") from error
+            raise
         self._recovery = RecoveryModel(config.max_num_batched_tokens)
         self._scheduler = Scheduler(
             self.memory,
@@ -227,7 +239,12 @@ class Engine:
             self._scheduler.remove(request)
 
     def step(self) -> list[Delta]:
-        """Compute one step; returns what it added, at most one delta a request."""
+        """Compute one step; returns what it added, at most one delta a request.
+
+        Raises:
+            UnavailableError: a rank is lost; no step will succeed any more.
+        """
+        self._executor.check()
         try:
             scheduled = self._scheduler.schedule()
             if not scheduled:
@@ -259,11 +276,11 @@ class Engine:
         """Map, lay out and run the step; returns the logits of the rows that sample."""
         self.memory.ensure(demands(scheduled))
         scheduled.sort(key=lambda s: memory_of(s).view)
-        batch = build_batch(scheduled, self.memory, self.model.module.device)
+        plan = plan_step(scheduled, self.memory)
         self.memory.plan(next_demands(scheduled))
         start = time.perf_counter()
-        logits = self._runner.run(batch)
-        self._recovery.observe_step(len(batch.token_ids), num_attended(scheduled), time.perf_counter() - start)
+        logits = self._executor.run(plan, self.memory)
+        self._recovery.observe_step(len(plan.token_ids), num_attended(scheduled), time.perf_counter() - start)
         return logits
 
     def _pin_configured(self) -> None:
@@ -360,7 +377,10 @@ class Engine:
         """Cancel everything and give all memory back."""
         for request_id in list(self._requests):
             self.cancel(request_id)
-        self.memory.close()
+        try:
+            self.memory.close()
+        finally:
+            self._executor.close()
 
 
 def _max_model_len(config: EngineConfig, model: LoadedModel, memory: KVMemory) -> int:

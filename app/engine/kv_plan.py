@@ -16,9 +16,11 @@ from vmem import (
     KVMemory,
     LayerGroup,
     MappingOptions,
+    Peers,
     StateLayout,
     VmemError,
     longest_sequence,
+    mirror,
     plan_groups,
     select_backend,
 )
@@ -35,16 +37,28 @@ _HEADROOM_BYTES, _CUDA_SHARE = 2 << 30, 0.9
 _LONGER_BLOCK_TOKENS = (32, 64, 128, 256, 512, 1024)
 
 
-def build_memory(config: EngineConfig, model: LoadedModel, layers: ObservedLayers) -> KVMemory:
+def build_memory(
+    config: EngineConfig, model: LoadedModel, layers: ObservedLayers, ranks: Peers | None = None
+) -> KVMemory:
     """A memory for these layers.
+
+    Args:
+        ranks: those that have the same memory; the settings say what each of them has.
 
     Raises:
         ConfigError: the settings leave no room for two blocks of each group.
         VmemError: the device refuses, or the numbers make no layout.
     """
     device = model.module.device
-    budget = config.kv_memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    backend = select_backend(device, capacity_bytes=budget, headroom_bytes=_HEADROOM_BYTES)
+    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    budget = config.kv_memory_bytes or machine_bytes // 4 // config.tensor_parallel_size
+    backend, contents = mirror(
+        select_backend(device, capacity_bytes=budget, headroom_bytes=_HEADROOM_BYTES),
+        ranks,
+        capacity_bytes=budget,
+        headroom_bytes=_HEADROOM_BYTES,
+        copy_blocks=select_block_copy(device),
+    )
     most_pages = MAX_PAGES[device.type]
     try:
         if device.type == "cuda" and not config.kv_memory_bytes:
@@ -75,7 +89,7 @@ def build_memory(config: EngineConfig, model: LoadedModel, layers: ObservedLayer
             prefix_cache=config.prefix_cache,
             pin_quota=config.pin_quota,
             swap_bytes=config.swap_bytes,
-            copy_blocks=select_block_copy(device),
+            contents=contents,
         )
     except (ConfigError, VmemError):
         backend.close()

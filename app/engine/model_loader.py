@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from app.config import EngineConfig
 from app.engine import attention, recurrent
 from app.engine.fuse import fuse_modules
 from app.engine.linear import pack_linears
+from app.engine.tensor_parallel.communicator import Communicator
+from app.engine.tensor_parallel.sharding import install_collectives, load_share, plan_for
 from app.errors import ConfigError, ModelError
 from kernels import CpuElementwise, KernelError
 
@@ -37,6 +40,8 @@ SUPPORTED_LAYER_TYPES = ATTENTION_LAYER_TYPES | RECURRENT_LAYER_TYPES | STATELES
 # These change their frequencies with the length of the running text; a packed batch has no one length.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 DEFAULT_CONTEXT = 2048
+# transformers changes settings of the process while it loads a model.
+_loading = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,23 +117,29 @@ def context_length(config: PreTrainedConfig) -> int:
     return longest
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
+def load_model(config: EngineConfig, comm: Communicator | None = None) -> LoadedModel:
     """Load weights and tokenizer, attention bound to Folio's function; on a CPU, linear layers packed and norms fused.
+
+    Args:
+        comm: to the other ranks, if this one has only its share of the model. Loading does not use it; forwards do.
 
     Raises:
         ModelError: the model cannot be found, or not be run this way.
     """
     hf_config = load_config(config.model)
     attention.register()
-    dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    folder, settings = resolve(config.model), {"config": hf_config, "attn_implementation": attention.IMPLEMENTATION}
+    plan = None
     try:
-        loaded_files: Any = AutoModelForCausalLM.from_pretrained(
-            resolve(config.model),
-            config=hf_config,
-            dtype=dtype,
-            attn_implementation=attention.IMPLEMENTATION,
-            output_loading_info=True,
-        )
+        with _loading:
+            if comm is None:
+                loaded_files: Any = AutoModelForCausalLM.from_pretrained(
+                    folder, dtype=dtype or "auto", output_loading_info=True, **settings
+                )
+            else:
+                model_class, plan = plan_for(hf_config, dtype or "auto", attention.IMPLEMENTATION, comm)
+                loaded_files = load_share(model_class, plan, folder, dtype, **settings)
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot load {config.model!r}: {error}") from error
     except KeyError as error:  # how older models look up their attention class
@@ -166,6 +177,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
         )
     if device.type == "cpu":
         _optimise(module)
+    if comm is not None and plan is not None:
+        install_collectives(module, plan, comm)
     return loaded
 
 

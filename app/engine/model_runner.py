@@ -1,22 +1,21 @@
-"""One packed forward: a step's tokens in, logits of the tokens that sample out."""
+"""One rank's forwards: a step's tokens in, logits of the tokens that sample out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from app.engine import recurrent
-from app.engine.attention import CachedAttention, GeometryProbe, bind
+from app.engine.attention import IMPLEMENTATION, CachedAttention, GeometryProbe, bind
 from app.engine.batch import StepBatch
 from app.engine.model_loader import LoadedModel
 from app.engine.recurrent import CachedStates, StateProbe
 from app.engine.states import RecurrentLayer
 from app.errors import ModelError
 from kernels import AttentionProvider
-from vmem import KVMemory, LayerSpec
+from vmem import CacheTensors, LayerSpec
 
 PROBE_TOKENS = 6
 
@@ -37,37 +36,51 @@ class ObservedLayers:
 
 
 class ModelRunner:
-    """Runs a loaded model over the KV memory.
+    """Runs a loaded model over the KV memory. With several ranks each runs its share, all of them together.
 
     A forward sees all sequences as one row `[1, num_tokens]` with explicit positions; only attention knows
     where one ends and the next begins.
+
+    Attributes:
+        layers: what the model's layers need.
     """
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        memory: KVMemory,
-        provider: AttentionProvider,
-        states: Mapping[int, RecurrentLayer],
-    ) -> None:
+    def __init__(self, model: LoadedModel, provider: AttentionProvider) -> None:
+        """Raises `ModelError` if a layer does not attend as it should."""
+        self._model = model
         self._module = model.module
-        self._memory = memory
-        self._attention = CachedAttention(memory, provider)
+        self._provider = provider
+        self._states: CachedStates | None = None
+        self.layers = observe_layers(model, provider)
+
+    def open(self, tensors: CacheTensors) -> None:
+        """Run on these caches from now on."""
+        self._attention = CachedAttention(tensors, self._provider)
+        self._states = CachedStates(tensors.state_view(), self.layers.states) if self.layers.states else None
         bind(self._module, self._attention)
-        self._states = CachedStates(memory.state_view(), states) if states else None
         recurrent.bind(self._module, self._states)
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> torch.Tensor:
-        """Logits `[num_samples, vocab_size]` of the rows that sample, on the CPU. The batch's blocks must be mapped."""
+        """Logits `[num_samples, vocab_size]` of the rows that sample, on the device, which may be computing still; of
+        rank 0 only. The batch's blocks must be mapped."""
         self._attention.batch = batch
         if self._states is not None and batch.states is not None:
             self._states.set_batch(batch.states)
+        return forward(self._module, batch.token_ids, batch.positions, batch.sample_rows)
+
+    @torch.inference_mode()
+    def own_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Logits `[num_tokens, vocab_size]` by transformers' plain attention and unwrapped mixers, on the CPU."""
+        recurrent.bind(self._module, None)
+        self._module.set_attn_implementation("eager")
         try:
-            logits = forward(self._module, batch.token_ids, batch.positions, batch.sample_rows)
+            out = self._module(input_ids=token_ids[None].to(self._module.device), use_cache=False)
+            logits: torch.Tensor = out.logits[0].float().cpu()
+            return logits
         finally:
-            self._memory.launched()  # a part of a step that fails may be running too
-        return logits.cpu()  # waits for the device
+            self._module.set_attn_implementation(IMPLEMENTATION)
+            recurrent.bind(self._module, self._states)
 
 
 def forward(module: nn.Module, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from app.engine import recurrent
-from app.engine.attention import IMPLEMENTATION
-from app.engine.batch import build_batch, demands
-from app.engine.model_loader import LoadedModel
-from app.engine.model_runner import ModelRunner
+from app.engine.batch import demands, plan_step
+from app.engine.executor import Executor
 from app.engine.params import SamplingParams
 from app.engine.request import Request, SequenceGroup
 from app.engine.scheduler import Scheduled
-from app.engine.states import RecurrentLayer
 from app.errors import ModelError
-from kernels import AttentionProvider
-from vmem import KVMemory, LayerGroup, ViewPolicy, select_backend
+from vmem import KVMemory, LayerGroup, ViewPolicy, mirror, select_backend
 
 logger = logging.getLogger(__name__)
 
@@ -34,25 +29,21 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.03}
 STEPS = ((11, 0), (1, 7), (1, 13), (1, 1))
 
 
-def self_test(
-    model: LoadedModel,
-    groups: Sequence[LayerGroup],
-    provider: AttentionProvider,
-    view: ViewPolicy,
-    states: Mapping[int, RecurrentLayer],
-) -> None:
+def self_test(executor: Executor, groups: Sequence[LayerGroup], view: ViewPolicy) -> None:
     """Raise `ModelError` unless the packed logits agree with the model's own. Uses a small KV memory of its own.
 
     With "auto" one of the two prompts is read through its region and the other through its block table.
     """
+    model = executor.model
     generator = torch.Generator().manual_seed(0)
     lengths = [sum(counts) for counts in zip(*STEPS, strict=True)]
     prompts = [torch.randint(model.vocab_size, (length,), generator=generator) for length in lengths]
-    expected = [_own_logits(model, prompt) for prompt in prompts]
+    expected = [executor.own_logits(prompt) for prompt in prompts]
     views: tuple[ViewPolicy, ...] = ("block_table", "region") if view == "auto" else (view, view)
     num_pages = sum(len(prompts) * group.most_pages(max(lengths), max(lengths)) for group in groups)
     budget = num_pages * groups[0].layout.page_bytes
-    backend = select_backend(model.module.device, capacity_bytes=budget)
+    local = select_backend(model.module.device, capacity_bytes=budget)
+    backend, contents = mirror(local, executor.ranks, capacity_bytes=budget)
     memory = KVMemory(
         backend,
         groups,
@@ -60,10 +51,11 @@ def self_test(
         num_regions=len(prompts),
         max_tokens=max(lengths),
         prefix_cache=False,
+        contents=contents,
     )
     try:
-        runner = ModelRunner(model, memory, provider, states)
-        fresh, cached = _differences(runner, memory, model.module.device, prompts, expected, views)
+        executor.open(memory)
+        fresh, cached = _differences(executor, memory, prompts, expected, views)
     finally:
         memory.close()
     # In half precision a close call of a mixture's router can go the other way and change a row for good; a mix-up
@@ -79,9 +71,8 @@ def self_test(
 
 
 def _differences(
-    runner: ModelRunner,
+    executor: Executor,
     memory: KVMemory,
-    device: torch.device,
     prompts: list[torch.Tensor],
     expected: list[torch.Tensor],
     views: Sequence[ViewPolicy],
@@ -109,7 +100,7 @@ def _differences(
         for counts in STEPS:
             scheduled = [Scheduled(r, n) for r, n in zip(requests, counts, strict=True) if n]
             memory.ensure(demands(scheduled))
-            actual = runner.run(build_batch(scheduled, memory, device, sample_all=True))
+            actual = executor.run(plan_step(scheduled, memory, sample_all=True), memory)
             for s, rows in zip(scheduled, actual.split([s.num_tokens for s in scheduled]), strict=True):
                 start = s.request.num_computed
                 wanted = expected[requests.index(s.request)][start : start + s.num_tokens]
@@ -120,16 +111,3 @@ def _differences(
         for sequence in sequences:
             memory.free(sequence)
     return differences
-
-
-@torch.inference_mode()
-def _own_logits(model: LoadedModel, prompt: torch.Tensor) -> torch.Tensor:
-    """Logits `[num_tokens, vocab_size]` by transformers' plain attention and unwrapped mixers."""
-    recurrent.bind(model.module, None)
-    model.module.set_attn_implementation("eager")
-    try:
-        out = model.module(input_ids=prompt[None].to(model.module.device), use_cache=False)
-        logits: torch.Tensor = out.logits[0].float().cpu()
-        return logits
-    finally:
-        model.module.set_attn_implementation(IMPLEMENTATION)

@@ -201,7 +201,7 @@ def pages_read(memory: KVMemory, demands: Iterable[Demand]) -> set[int]:
                 if table.region is not None:
                     addresses.update(group._place_addresses(table.region, place))
                     continue
-                for home in group._homes:
+                for home in group.homes:
                     begin = home.address + table.block_ids[place] * size
                     addresses.update(range(begin, begin + size, group.layout.page_bytes))
     return addresses
@@ -212,7 +212,7 @@ def write(memory: KVMemory, demand: Demand, values: Sequence[float], view: str) 
     for g, group in enumerate(memory.groups):
         table, block_tokens = demand.sequence.groups[g], group.layout.block_tokens
         for layer in group.layers:
-            key, value = memory.region_view(layer) if view == "region" else memory.home_view(layer)
+            key, value = memory.tensors.region_view(layer) if view == "region" else memory.tensors.home_view(layer)
             for position, number in zip(range(demand.start, demand.end), values, strict=True):
                 if view == "region":
                     assert table.region is not None
@@ -235,22 +235,22 @@ def read_state(memory: KVMemory, sequence: SequenceMemory) -> float:
 
 
 def _state(memory: KVMemory, sequence: SequenceMemory) -> torch.Tensor:
-    g = memory.state_group()
+    g = memory.tensors.state_group
     assert g is not None
     [block_id] = sequence.groups[g].block_ids
-    return memory.state_view()[block_id][:STATE_BYTES].view(torch.float64)
+    return memory.tensors.state_view()[block_id][:STATE_BYTES].view(torch.float64)
 
 
 def read(memory: KVMemory, demand: Demand, layer: int, view: str) -> list[float]:
     """The values of the visible tokens up to `demand.end`, oldest first; keys and values must agree."""
-    g = memory.group_of(layer)
+    g = memory.tensors.group_of(layer)
     table = demand.sequence.groups[g]
     start, end = table.first * memory.groups[g].layout.block_tokens, demand.end
     if view == "region":
         assert table.region is not None
-        key, value = (side[table.region.slot, start:end, 0, 0] for side in memory.region_view(layer))
+        key, value = (side[table.region.slot, start:end, 0, 0] for side in memory.tensors.region_view(layer))
     else:
         blocks = torch.tensor(table.block_ids[table.first :], dtype=torch.int64)
-        key, value = (side[blocks].flatten(0, 1)[: end - start, 0, 0] for side in memory.home_view(layer))
+        key, value = (side[blocks].flatten(0, 1)[: end - start, 0, 0] for side in memory.tensors.home_view(layer))
     assert key.tolist() == (-value).tolist()
     return [float(number) for number in key.tolist()]

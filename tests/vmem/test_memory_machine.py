@@ -391,7 +391,7 @@ class MemoryMachine(RuleBasedStateMachine):
         for demand in demands:
             for group in self.memory.groups:
                 for layer in group.layers:
-                    table = demand.sequence.groups[self.memory.group_of(layer)]
+                    table = demand.sequence.groups[self.memory.tensors.group_of(layer)]
                     expected = self.written[demand.sequence].contents[table.first * group.layout.block_tokens :]
                     assert read(self.memory, demand, layer, "home") == expected
                     if demand.sequence.view == "region":

@@ -54,7 +54,7 @@ def compute(memory: KVMemory, *begun: tuple[SequenceMemory, Tokens, int]) -> Non
     for demand, (_, tokens, _) in zip(demands, begun, strict=True):
         for group in memory.groups:
             for layer in group.layers:
-                first = demand.sequence.groups[memory.group_of(layer)].first * 16
+                first = demand.sequence.groups[memory.tensors.group_of(layer)].first * 16
                 assert read(memory, demand, layer, "home") == tokens.contents[first:]
     memory.launched()
     memory.commit()

@@ -146,7 +146,7 @@ def test_a_step_that_fails_halfway_is_fenced(engine: Engine, monkeypatch: pytest
     engine.submit("0", prompts(20)[0], GREEDY)
     with monkeypatch.context() as patch:
         patch.setattr(engine.memory, "launched", count)
-        patch.setattr(engine._runner._module, "forward", fail)
+        patch.setattr(engine._executor._runner._module, "forward", fail)
         with pytest.raises(RuntimeError):
             engine.step()
     assert launched == 1
@@ -295,7 +295,7 @@ def test_a_failed_step_loses_nothing(engine: Engine, monkeypatch: pytest.MonkeyP
 def test_logits_that_are_no_numbers_fail_their_request_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.submit("broken", prompts(20)[0], GREEDY)
     engine.submit("sound", prompts(20)[0], GREEDY)
-    real = engine._runner.run
+    real = engine._executor._runner.run
 
     def spoil(batch: StepBatch) -> torch.Tensor:
         logits = real(batch).clone()
@@ -303,7 +303,7 @@ def test_logits_that_are_no_numbers_fail_their_request_only(engine: Engine, monk
         return logits
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "run", spoil)
+        patch.setattr(engine._executor._runner, "run", spoil)
         broken, sound = engine.step()
     assert (broken.request_id, broken.token_ids, broken.finished) == ("broken", (), True)
     assert "not finite" in (broken.error or "")

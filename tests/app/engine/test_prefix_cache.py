@@ -28,13 +28,13 @@ class Counted:
         self.engine = Engine(EngineConfig(model=folder, **(defaults | settings)))  # type: ignore[arg-type]
         self.steps: list[int] = []
         self.cached: dict[str, int] = {}
-        run = self.engine._runner.run
+        run = self.engine._executor._runner.run
 
         def count(batch: StepBatch) -> torch.Tensor:
             self.steps.append(len(batch.token_ids))
             return run(batch)
 
-        self.engine._runner.run = count  # type: ignore[method-assign]
+        self.engine._executor._runner.run = count  # type: ignore[method-assign]
 
     def run(self) -> dict[str, list[int]]:
         outputs: dict[str, list[int]] = {}
@@ -355,7 +355,7 @@ def test_without_host_memory_requests_are_computed_again(
 
     counted.engine.submit("0", tokens(40), GREEDY)
     counted.engine.step()
-    monkeypatch.setattr(counted.engine.memory._swapping.space, "copy_out", full)
+    monkeypatch.setattr(counted.engine.memory._swapping._contents, "save", full)
     counted.engine._scheduler._preempt(counted.engine._requests["0"].group)
     assert counted.engine._scheduler.num_preempted == {"swap": 0, "recompute": 1}
     assert counted.engine.report().swapped_bytes == 0

@@ -282,7 +282,7 @@ class Run:
 
     def fail(self) -> None:
         """The next step fails halfway."""
-        real, module = self.engine._runner.run, self.engine._runner._module
+        real, module = self.engine._executor._runner.run, self.engine._executor._runner._module
 
         def break_off(*args: Any, **kwargs: Any) -> Any:
             module.model.layers[-1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
@@ -291,14 +291,14 @@ class Run:
             finally:
                 module.model.layers[-1]._forward_pre_hooks.clear()
 
-        self.engine._runner.run = break_off  # type: ignore[method-assign]
+        self.engine._executor._runner.run = break_off  # type: ignore[method-assign]
         try:
             if self.engine.has_work:
                 with pytest.raises(RuntimeError, match="broken"):
                     self.engine.step()
                 HAPPENED["failed step"] += 1
         finally:
-            self.engine._runner.run = real  # type: ignore[method-assign]
+            self.engine._executor._runner.run = real  # type: ignore[method-assign]
         self.engine.check_integrity()
 
     def at(self, which: int) -> str | None:

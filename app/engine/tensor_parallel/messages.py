@@ -1,0 +1,79 @@
+"""What rank 0 tells its peers, as bytes. A step's message is numbers only: nothing is pickled for a token."""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+from app.engine.batch import Array, StepPlan
+
+_DTYPES = tuple(np.dtype(name) for name in ("bool", "int32", "int64"))
+_HEADER = struct.Struct("<BBII")  # dtype, dimensions, their sizes
+
+
+class Order(enum.IntEnum):
+    """What the main thread of a peer does, one after the other."""
+
+    CONNECT = 1  # join the process group
+    LOAD = 2  # load its shard of the model
+    OBSERVE = 3  # find out what the layers need
+    MEMORY = 4  # see `vmem.mirror.Order`
+    OPEN = 5  # run on the memory that was ordered last
+    STEP = 6  # compute a step
+    OWN_LOGITS = 7  # compute one sequence by the model's own attention
+    STOP = 8
+
+
+class Request(enum.IntEnum):
+    """What the memory thread of a peer does."""
+
+    BEAT = 1  # notice that rank 0 is alive
+    MEMORY = 2  # see `vmem.mirror.Request`
+
+
+def pack_arrays(arrays: Sequence[Array]) -> bytes:
+    """Arrays of at most two dimensions."""
+    parts = []
+    for array in arrays:
+        rows, columns = (*array.shape, 0, 0)[:2]
+        parts += [_HEADER.pack(_DTYPES.index(array.dtype), array.ndim, rows, columns), array.tobytes()]
+    return b"".join(parts)
+
+
+def unpack_arrays(message: bytes) -> list[Array]:
+    arrays, at = [], 0
+    while at < len(message):
+        dtype, ndim, *sizes = _HEADER.unpack_from(message, at)
+        shape = sizes[:ndim]
+        count = int(np.prod(shape))
+        at += _HEADER.size
+        array = np.frombuffer(message, _DTYPES[dtype], count, at).reshape(shape)
+        at += array.nbytes
+        arrays.append(array.copy())  # torch wants memory that it may write to, at addresses that fit
+    return arrays
+
+
+def pack_step(plan: StepPlan) -> bytes:
+    every = np.array([plan.sample_all], dtype=np.bool_)
+    return pack_arrays(
+        [
+            every,
+            plan.num_tokens,
+            plan.num_computed,
+            plan.samples,
+            plan.in_region,
+            plan.token_ids,
+            plan.states,
+            *plan.tables,
+        ]
+    )
+
+
+def unpack_step(message: bytes) -> StepPlan:
+    every, num_tokens, num_computed, samples, in_region, token_ids, states, *tables = unpack_arrays(message)
+    return StepPlan(
+        num_tokens, num_computed, samples, in_region, token_ids, states, tuple(tables), sample_all=bool(every[0])
+    )

@@ -1,0 +1,329 @@
+"""The peers as rank 0 sees them: started, told what to do, watched, and ended all together.
+
+A rank that dies or does not finish a step in time ends the group: the others cannot go on without it. Then all peers
+are killed, whoever waits for them stops waiting, and `check` raises from then on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+
+from app.config import EngineConfig
+from app.engine.tensor_parallel import shared_memory
+from app.engine.tensor_parallel.communicator import Communicator, StoreAddress, open_store
+from app.engine.tensor_parallel.links import Link
+from app.engine.tensor_parallel.messages import Order, Request
+from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingWriter
+from app.engine.tensor_parallel.sockets import SocketAddress, SocketListener, SocketWriter
+from app.errors import ConfigError, EngineError, FolioError, ModelError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+STEPS, MEMORY = range(2)  # the links
+_LOOK_S = 0.05
+_BEAT_S = 1.0
+# How long peers may take to leave by themselves.
+_GRACE_S = 5.0
+# Errors that a peer answers with and that mean the same here.
+ERRORS: dict[str, type[FolioError]] = {error.__name__: error for error in (ConfigError, ModelError)}
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """What a peer has to know.
+
+    Attributes:
+        rank: 1 or more.
+        link: where messages come from.
+        store: where ranks find each other.
+        leader_pid: rank 0's process, if it is on this machine: a peer does not outlive it.
+        may_kill_leader: a leader that does not move any more is to be killed, so that somebody notices.
+    """
+
+    config: EngineConfig
+    rank: int
+    link: MemoryAddress | SocketAddress
+    store: StoreAddress
+    leader_pid: int | None
+    may_kill_leader: bool
+
+
+class RankProcesses(Protocol):
+    """Processes for peers, which wait to be told what to do. Peer 0 is rank 1.
+
+    Attributes:
+        host: the address under which they reach this process.
+        on_one_machine: whether they share its memory and process ids.
+        may_kill_leader: see `RankSpec`.
+    """
+
+    host: str
+    on_one_machine: bool
+    may_kill_leader: bool
+
+    def run(self, specs: Sequence[RankSpec]) -> None:
+        """Let each of them do what a peer does."""
+        ...
+
+    def is_alive(self, peer: int) -> bool: ...
+
+    def kill(self, peer: int) -> None:
+        """End it now, whatever state it is in; nothing happens if it has ended."""
+        ...
+
+    def close(self) -> None:
+        """All have ended: forget them."""
+        ...
+
+
+# (number of peers) → their processes. Called in a thread that lives as long as they should.
+Launch = Callable[[int], RankProcesses]
+
+
+class Ranks:
+    """The peers of one engine. It is the `vmem.Peers` of its memory, too.
+
+    Raises:
+        UnavailableError: the processes cannot be started.
+    """
+
+    def __init__(self, config: EngineConfig, launch: Launch) -> None:
+        self._config = config
+        self._num_peers = config.tensor_parallel_size - 1
+        self._reason: str | None = None
+        self._failing = threading.Lock()
+        self._busy: set[_Busy] = set()
+        self._links: list[Link] = []
+        self._listener: SocketListener | None = None
+        self._comm: Communicator | None = None
+        self._num_ordered = 0
+        self._memories = itertools.count()
+        self._processes: RankProcesses | None = None
+        self._launched, self._stop = threading.Event(), threading.Event()
+        self._watcher = threading.Thread(target=self._watch, args=(launch,), name="folio-ranks", daemon=True)
+        self._watcher.start()
+        self._launched.wait()
+        if self._reason is not None:
+            self.close()
+            self.check()
+
+    # ---- starting ----
+
+    def connect(self, device: torch.device) -> Communicator:
+        """Returns when all ranks have found each other. Raises `UnavailableError`."""
+        processes = self._processes
+        assert processes is not None
+        size = self._num_peers + 1
+        store_address, store = open_store(processes.host, size)
+        link: MemoryAddress | SocketAddress
+        in_memory = processes.on_one_machine and shared_memory.is_supported()
+        if in_memory:
+            link = shared_memory.create(2, self._num_peers)
+            memory = link.open()
+            self._links = [RingWriter(memory, link, index, self.check) for index in (STEPS, MEMORY)]
+        else:
+            self._listener = SocketListener(processes.host)
+            link = self._listener.address
+        logger.info("%d ranks, messages over %s", size, "shared memory" if in_memory else "TCP")
+        leader_pid = os.getpid() if processes.on_one_machine else None
+        processes.run(
+            [
+                RankSpec(self._config, rank, link, store_address, leader_pid, processes.may_kill_leader)
+                for rank in range(1, size)
+            ]
+        )
+        if self._listener is not None:
+            self._links = list(self._listener.accept(2, self._num_peers, self.check))
+        self.together(Order.CONNECT, lambda: None, may_take_long=True)  # all are up, and about to join
+        if isinstance(link, MemoryAddress):
+            os.close(link.fd)
+        self._comm = Communicator(store, 0, size, device, processes.host)
+        return self._comm
+
+    # ---- what all do ----
+
+    def together(self, order: Order, act: Callable[[], R], *, may_take_long: bool = False) -> R:
+        """Have every peer do something while this rank does the same; returns what it returned here.
+
+        Args:
+            may_take_long: longer than a step.
+
+        Raises:
+            FolioError: what a peer raised.
+        """
+        self.check()
+        self._post(bytes([order]), answered=True)
+        result = act()
+        with self._busy_with(None if may_take_long else self._config.step_timeout_s):
+            answers = self._links[STEPS].collect()
+        for rank, answer in enumerate(answers, start=1):
+            if answer:
+                name, _, message = answer.decode().partition(":")
+                raise ERRORS.get(name, EngineError)(f"rank {rank}: {message}")
+        return result
+
+    @contextmanager
+    def step(self, message: bytes) -> Iterator[None]:
+        """Have every peer compute something that this rank computes within the context.
+
+        Raises:
+            UnavailableError: it failed here or elsewhere, or took too long.
+        """
+        self.check()
+        self._post(message)
+        try:
+            with self._busy_with(self._config.step_timeout_s):
+                yield
+        except Exception as error:
+            self.fail(f"a step failed: {error}")
+            raise UnavailableError(f"{self._reason}; the request may be sent again") from error
+
+    def command(self, order: Order) -> None:
+        """Have every peer do something, after what was ordered before."""
+        self._post(bytes([order]))
+
+    def check(self) -> None:
+        """Raise `UnavailableError` if a rank is lost."""
+        if self._reason is not None:
+            raise UnavailableError(f"{self._reason}; the request may be sent again")
+
+    # ---- vmem.Peers: when ranks are lost memory goes on without them, and whoever checks hears of it ----
+
+    def open_memory(self) -> int:
+        return next(self._memories) % 256
+
+    @property
+    def num_ordered(self) -> int:
+        return self._num_ordered
+
+    def order(self, order: bytes) -> None:
+        self._post(bytes([Order.MEMORY]) + order)
+
+    def confirm(self, order: bytes) -> Callable[[], list[bytes]]:
+        self._post(bytes([Order.MEMORY]) + order, answered=True)
+        return lambda: self._collect(STEPS)
+
+    def tell(self, request: bytes) -> None:
+        self._request(Request.MEMORY, request)
+
+    def ask(self, request: bytes) -> Callable[[], list[bytes]]:
+        self._request(Request.MEMORY, request, answered=True)
+        return lambda: self._collect(MEMORY)
+
+    # ---- the end ----
+
+    def fail(self, reason: str) -> None:
+        """A rank is lost: end all of them."""
+        with self._failing:
+            if self._reason is not None:
+                return
+            self._reason = reason
+        logger.error("the ranks end: %s", reason)
+        self._kill_all()
+        if self._comm is not None:
+            self._comm.abort()
+
+    def close(self) -> None:
+        """Let the peers end, and make sure that they have."""
+        if self._reason is None and self._links:
+            self._post(bytes([Order.STOP]))
+        self._stop.set()
+        self._watcher.join()
+        if self._listener is not None:
+            self._listener.close()
+        for link in self._links:
+            if isinstance(link, SocketWriter):
+                link.close()
+
+    # ---- inside ----
+
+    def _post(self, message: bytes, *, answered: bool = False) -> None:
+        self._num_ordered += 1
+        self._send(STEPS, bytes([answered]) + message, answered)
+
+    def _request(self, request: Request, message: bytes = b"", *, answered: bool = False) -> None:
+        self._send(MEMORY, bytes([answered, request]) + message, answered)
+
+    def _send(self, link: int, message: bytes, answered: bool) -> None:
+        try:
+            with self._busy_with(self._config.step_timeout_s):
+                self._links[link].post(message, answered=answered)
+        except (UnavailableError, OSError) as error:
+            self.fail(f"a peer cannot be reached: {error}")
+
+    def _collect(self, link: int) -> list[bytes]:
+        try:
+            with self._busy_with(self._config.step_timeout_s):
+                self.check()
+                return self._links[link].collect()
+        except (UnavailableError, OSError, EOFError) as error:
+            self.fail(f"a peer does not answer: {error}")
+            return []
+
+    @contextmanager
+    def _busy_with(self, limit_s: float | None) -> Iterator[None]:
+        """Something is waited for that must not take longer than that."""
+        busy = _Busy(limit_s)
+        self._busy.add(busy)
+        try:
+            yield
+        finally:
+            self._busy.discard(busy)
+
+    def _watch(self, launch: Launch) -> None:
+        """The thread: start the processes, look after them, end them. Their system kills them when it ends."""
+        try:
+            self._processes = launch(self._num_peers)
+        except Exception as error:
+            logger.exception("the ranks cannot be started")
+            self._reason = f"the ranks cannot be started: {error}"
+            return
+        finally:
+            self._launched.set()
+        looked_at = beaten_at = time.monotonic()
+        while not self._stop.wait(_LOOK_S):
+            now = time.monotonic()
+            # Time in which this process did not run itself (it was stopped, say) does not count.
+            elapsed, looked_at = min(now - looked_at, 4 * _LOOK_S), now
+            if self._reason is not None:
+                continue
+            for peer in range(self._num_peers):
+                if not self._processes.is_alive(peer):
+                    self.fail(f"rank {peer + 1} died")
+            for busy in list(self._busy):
+                busy.elapsed_s += elapsed
+                if busy.limit_s is not None and busy.elapsed_s > busy.limit_s:
+                    self.fail(f"the ranks have not answered for {busy.limit_s} s")
+            if self._links and now - beaten_at > _BEAT_S:
+                beaten_at = now
+                self._request(Request.BEAT)
+        deadline = time.monotonic() + (_GRACE_S if self._reason is None and self._links else 0)
+        while time.monotonic() < deadline and any(map(self._processes.is_alive, range(self._num_peers))):
+            time.sleep(_LOOK_S)
+        self._kill_all()
+        self._processes.close()
+
+    def _kill_all(self) -> None:
+        if self._processes is not None:
+            for peer in range(self._num_peers):
+                self._processes.kill(peer)
+
+
+@dataclass(slots=True, eq=False)
+class _Busy:
+    """A wait, and how long it has taken; without a limit it may take as long as it likes."""
+
+    limit_s: float | None
+    elapsed_s: float = 0.0

@@ -1,0 +1,149 @@
+"""A rank's share of a model: only its part of the weights is loaded, and forwards add up what the ranks have.
+
+transformers loads, renames and merges the weights of a checkpoint and registers each with its module. At that moment
+the rank's part takes its place. What came from the file was mapped and not read, so that the peak of a rank's memory is
+near its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from app.engine.tensor_parallel.communicator import Communicator
+from app.engine.tensor_parallel.plan import ShardPlan, plan_shards
+
+
+def plan_for(config: PreTrainedConfig, dtype: Any, implementation: str, comm: Communicator) -> tuple[type, ShardPlan]:
+    """The model's class, and this rank's share of it. Raises `ModelError`."""
+    with torch.device("meta"):
+        blank = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
+    return type(blank), plan_shards(blank, comm.rank, comm.size)
+
+
+def load_share(
+    model_class: type[PreTrainedModel], plan: ShardPlan, folder: str, dtype: torch.dtype | None, **settings: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Like `from_pretrained` with `output_loading_info`, but for one rank's share.
+
+    Args:
+        dtype: of the result, `None` for the checkpoint's. Weights are converted once they are cut.
+    """
+    share = _Share(plan, dtype)
+
+    def init(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, *args, **kwargs)
+        share.expect(self)
+
+    # Only a class of its own sees the model before its weights come.
+    watched: Any = type(model_class.__name__, (model_class,), {"__init__": init, "__module__": model_class.__module__})
+    with share.taken():
+        module, loading = watched.from_pretrained(folder, dtype="auto", output_loading_info=True, **settings)
+    module.__class__ = model_class
+    if dtype is not None:
+        module.config.dtype = dtype
+    return module, loading
+
+
+class _Share:
+    """Cuts the weights of one model while they are registered with its modules."""
+
+    def __init__(self, plan: ShardPlan, dtype: torch.dtype | None) -> None:
+        self._plan = plan
+        self._dtype = dtype
+        self._names: dict[tuple[nn.Module, str], tuple[str, torch.Size]] = {}
+        self._loaded_dtype: torch.dtype | None = None
+        self._kept: tuple[str, ...] = ()
+
+    def expect(self, model: PreTrainedModel) -> None:
+        """The model's weights are going to come."""
+        for path, module in model.named_modules(remove_duplicate=False):
+            for name, parameter in module.named_parameters(recurse=False):
+                self._names[module, name] = (f"{path}.{name}", parameter.shape)
+        self._loaded_dtype = model.dtype
+        kept = (model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict)
+        self._kept = tuple(part for names in kept for part in names or ())
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        take: Any = self._take  # torch's annotation does not know that it may return something
+        hook = register_module_parameter_registration_hook(take)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _take(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        """What is registered instead, `None` for the parameter itself."""
+        full_name, shape = self._names.get((module, name), ("", None))
+        if parameter is None or parameter.is_meta or parameter.shape != shape:  # no weights, or its part already
+            return None
+        cut = self._plan.cuts.get(full_name)
+        part = parameter.detach() if cut is None else cut.of(parameter.detach())
+        if self._dtype is not None and part.dtype == self._loaded_dtype and not self._stays_float32(full_name):
+            part = part.to(self._dtype)
+        if part is parameter:
+            return None
+        taken = nn.Parameter(part, requires_grad=False)
+        taken.__dict__.update(parameter.__dict__)  # the loader's note that it need not be initialised
+        return taken
+
+    def _stays_float32(self, full_name: str) -> bool:
+        return any(part in full_name for part in self._kept)
+
+
+def install_collectives(model: PreTrainedModel, plan: ShardPlan, comm: Communicator) -> None:
+    """Let forwards collect what the other ranks have. After this every forward is one of all ranks."""
+    head = model.get_output_embeddings()
+    modules = dict(model.named_modules())
+    for path, groups in plan.kv_groups.items():
+        modules[path].num_key_value_groups = groups
+    for path, style in plan.styles.items():
+        module = modules.get(path)
+        if module is None:  # merged with its neighbour, or tied to another
+            continue
+        if style in ("rowwise", "rowwise_rep", "moe_tp_experts", "all_reduce"):
+            _sum_output(module, comm)
+        elif style == "rowwise_split_input":
+            _split_input(module, *plan.spans[path][plan.rank])
+            _sum_output(module, comm)
+        elif style in ("colwise_gather_output", "colwise_rep", "embedding_colwise"):
+            sizes = [end - start for start, end in plan.spans[path]]
+            _collect_output(module, sizes, comm, on_first_rank_only=module is head)
+        elif style == "embedding_rowwise":
+            _look_up_part(module, *plan.spans[path][plan.rank], comm)
+        elif style == "moe_identity_expert":
+            module.register_forward_pre_hook(lambda _, args: (args[0] / plan.size, *args[1:]))
+
+
+def _sum_output(module: nn.Module, comm: Communicator) -> None:
+    module.register_forward_hook(lambda _, __, output: comm.all_reduce(output))
+
+
+def _split_input(module: nn.Module, start: int, end: int) -> None:
+    module.register_forward_pre_hook(lambda _, args: (args[0][..., start:end], *args[1:]))
+
+
+def _collect_output(module: nn.Module, sizes: list[int], comm: Communicator, *, on_first_rank_only: bool) -> None:
+    collect = comm.gather if on_first_rank_only else comm.all_gather  # only rank 0 samples
+    module.register_forward_hook(lambda _, __, output: collect(output, sizes))
+
+
+def _look_up_part(module: nn.Module, start: int, end: int, comm: Communicator) -> None:
+    """An embedding of the tokens `start … end - 1`, the others are another rank's."""
+    look_up = module.forward
+    if isinstance(module, nn.Embedding):
+        module.padding_idx = None  # for training, and perhaps not in this part
+
+    def forward(token_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        elsewhere = (token_ids < start) | (token_ids >= end)
+        rows = look_up((token_ids - start).masked_fill(elsewhere, 0), *args, **kwargs)
+        return comm.all_reduce(rows.masked_fill(elsewhere[..., None], 0.0))
+
+    module.forward = forward

@@ -1,0 +1,179 @@
+"""A peer: does what rank 0 says, step after step, until it is told to stop or rank 0 is gone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import threading
+import time
+
+import torch
+
+from app.engine.batch import build_batch
+from app.engine.model_loader import LoadedModel, load_model, resolve_device
+from app.engine.model_runner import ModelRunner
+from app.engine.tensor_parallel.communicator import Communicator, join_store
+from app.engine.tensor_parallel.links import PeerLink
+from app.engine.tensor_parallel.messages import Order, Request, unpack_arrays, unpack_step
+from app.engine.tensor_parallel.ranks import ERRORS, MEMORY, STEPS, RankSpec
+from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingReader
+from kernels import select_block_copy, select_provider
+from vmem import Backend, CacheTensors, LocalContents, PeerMemory, select_backend
+
+logger = logging.getLogger(__name__)
+
+_LOOK_UP_S = 1.0
+
+
+class RankWorker:
+    """One peer, in its own process (or, in tests, in a thread of rank 0's).
+
+    Args:
+        num_threads: CPU threads of a step.
+    """
+
+    def __init__(self, spec: RankSpec, num_threads: int) -> None:
+        self._spec = spec
+        self._num_threads = num_threads
+        self._device = resolve_device(spec.config.device)
+        self._links = _open_links(spec)
+        self._memory = PeerMemory(spec.rank, self._make_backend, self._make_contents)
+        self._stopping = threading.Event()
+        self.heard_at = time.monotonic()  # of rank 0
+        self._broken: Exception | None = None  # what the memory thread died of
+        self._comm: Communicator
+        self._model: LoadedModel
+        self._runner: ModelRunner
+
+    def run(self) -> None:
+        """Returns when told to stop.
+
+        Raises:
+            Exception: something failed that has to succeed; this rank cannot go on.
+        """
+        torch.set_num_threads(self._num_threads)
+        requests = threading.Thread(target=self._answer_requests, name=f"folio-memory-{self._spec.rank}", daemon=True)
+        requests.start()
+        link = self._links[STEPS]
+        try:
+            while True:
+                message = link.receive(_LOOK_UP_S)
+                if self._broken is not None:
+                    raise self._broken
+                if message is None:
+                    continue
+                answered, order = message[0], Order(message[1])
+                if order is Order.STOP:
+                    return
+                answer = self._obey(order, message[2:])
+                if answered:
+                    link.reply(answer)
+                if order is Order.CONNECT:  # rank 0 joins when it knows that all are about to
+                    self._connect()
+                self._memory.done()
+        finally:
+            self._stopping.set()
+            requests.join()
+
+    def _obey(self, order: Order, message: bytes) -> bytes:
+        """What it comes to, for orders that are answered: nothing if all is well."""
+        match order:
+            case Order.CONNECT:
+                return b""
+            case Order.LOAD | Order.OBSERVE:
+                return self._attempt(order)
+            case Order.MEMORY:
+                return self._memory.obey(message)
+            case Order.OPEN:
+                self._runner.open(self._memory.tensors)
+            case Order.STEP:
+                batch = build_batch(unpack_step(message), self._memory.tensors, self._device)
+                self._runner.run(batch)
+            case Order.OWN_LOGITS:
+                [token_ids] = unpack_arrays(message)
+                self._runner.own_logits(torch.from_numpy(token_ids))
+            case _:
+                raise ValueError(f"unknown order {order!r}")
+        return b""
+
+    def _attempt(self, order: Order) -> bytes:
+        """Part of the start: rank 0 is told what went wrong."""
+        try:
+            if order is Order.LOAD:
+                self._model = load_model(self._spec.config, self._comm)
+            else:
+                provider = select_provider(self._spec.config.attention, self._model.module.device)
+                self._runner = ModelRunner(self._model, provider)
+        except Exception as error:
+            logger.exception("rank %d cannot start", self._spec.rank)
+            name = next((name for name, kind in ERRORS.items() if isinstance(error, kind)), "EngineError")
+            return f"{name}:{error}".encode()
+        return b""
+
+    def _connect(self) -> None:
+        spec = self._spec
+        size = spec.config.tensor_parallel_size
+        store = join_store(spec.store, size)
+        self._comm = Communicator(store, spec.rank, size, self._device, spec.store.host)
+
+    # ---- the memory thread ----
+
+    def _answer_requests(self) -> None:
+        try:
+            self._answer_until_stopped()
+        except EOFError:
+            pass  # the main thread hears it, too
+        except Exception as error:
+            logger.exception("the memory thread of rank %d dies", self._spec.rank)
+            self._broken = error
+
+    def _answer_until_stopped(self) -> None:
+        link = self._links[MEMORY]
+        while not self._stopping.is_set():
+            message = link.receive(_LOOK_UP_S)
+            if message is None:
+                continue
+            self.heard_at = time.monotonic()
+            answered, request = message[0], Request(message[1])
+            if request is Request.BEAT:
+                continue
+            answer = self._memory.answer(message[2:])
+            if answered:
+                link.reply(answer)
+
+    def _make_backend(self, capacity_bytes: int, headroom_bytes: int) -> Backend:
+        return select_backend(self._device, capacity_bytes=capacity_bytes, headroom_bytes=headroom_bytes)
+
+    def _make_contents(self, tensors: CacheTensors) -> LocalContents:
+        return LocalContents(tensors, select_block_copy(self._device))
+
+
+def _open_links(spec: RankSpec) -> list[PeerLink]:
+    peer = spec.rank - 1
+    if isinstance(spec.link, MemoryAddress):
+        memory = spec.link.open()
+        return [RingReader(memory, spec.link, index, peer) for index in (STEPS, MEMORY)]
+    return [spec.link.connect(index, peer) for index in (STEPS, MEMORY)]
+
+
+def watch_leader(worker: RankWorker, spec: RankSpec) -> None:
+    """End this process when rank 0's has ended. Where that is wanted, end rank 0's when nothing has been heard of it
+    for as long as a step may take: it hangs, and cannot say so itself."""
+    assert spec.leader_pid is not None
+    leader = os.pidfd_open(spec.leader_pid)
+    poll = select.poll()
+    poll.register(leader, select.POLLIN)
+    heard_at, silent_s, looked_at = worker.heard_at, 0.0, time.monotonic()
+    while not poll.poll(_LOOK_UP_S * 1000):
+        now = time.monotonic()
+        silent_s += min(now - looked_at, 2 * _LOOK_UP_S)  # when this process was stopped itself, that does not count
+        looked_at = now
+        if worker.heard_at != heard_at:
+            heard_at, silent_s = worker.heard_at, 0.0
+        elif spec.may_kill_leader and silent_s > spec.config.step_timeout_s + 2 * _LOOK_UP_S:
+            logger.error("rank 0 has not been heard of for %.0f s: killing it", silent_s)
+            signal.pidfd_send_signal(leader, signal.SIGKILL)
+    logger.error("rank %d ends: rank 0 is gone", spec.rank)
+    os._exit(1)

@@ -1,0 +1,397 @@
+"""The same memory on every rank of a tensor-parallel group (PagedAttention §4.6).
+
+Rank 0 has the books and decides: its `KVMemory` works on a `MirroredBackend` and moves contents by `MirroredContents`.
+Both do a call here and have the peers do the same to their own memory: same reservations, same pages, same block ids,
+of each page their own share of the heads. `PeerMemory` is the other end.
+
+    rank 0    mapper or engine ── MirroredBackend ──> requests: reserve, map, unmap, …    ──> a peer's memory thread
+              engine ──────────── MirroredContents ─> orders: copy, save, restore, steps  ──> a peer's main thread
+
+A mapping is there when all ranks have it, so that what it takes is the slowest rank's time; when one of them fails, the
+others undo it, and what it raises is raised here. Orders are carried out one after the other, in the steps' order.
+"""
+
+from __future__ import annotations
+
+import enum
+import pickle
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from vmem.backend import AddressRange, Backend, MemoryInfo
+from vmem.books import must, one_at_a_time
+from vmem.contents import BlockContents, CopyBlocks, LocalContents, copy_by_index
+from vmem.errors import IntegrityError, MapError, OutOfPages, OutOfSwap, VmemError
+from vmem.tensors import CacheTensors
+
+Answers = Callable[[], list[bytes]]
+ALL_RANKS = -1  # else a bit for each rank that is meant
+
+
+class Peers(Protocol):
+    """How the other ranks are reached. When they are lost nothing is answered, and calls go on without them: whoever
+    runs the ranks has to notice."""
+
+    def open_memory(self) -> int:
+        """A number for a new memory, below 256; messages about it begin with that."""
+        ...
+
+    @property
+    def num_ordered(self) -> int:
+        """Orders so far, of whatever kind."""
+        ...
+
+    def order(self, order: bytes) -> None:
+        """Have the main thread of every peer do something, after what was ordered before. It has to succeed."""
+        ...
+
+    def confirm(self, order: bytes) -> Answers:
+        """The same, where it may fail. Calling the result waits for the peers' answers."""
+        ...
+
+    def tell(self, request: bytes) -> None:
+        """Have the memory thread of every peer do something, after what was requested before. It has to succeed."""
+        ...
+
+    def ask(self, request: bytes) -> Answers:
+        """The same, where it may fail. Calling the result waits for the peers' answers."""
+        ...
+
+
+class Request(enum.IntEnum):
+    """What a peer's memory thread does."""
+
+    OPEN = 1  # capacity, headroom; the memory's first request
+    CLOSE = 2  # orders to wait for
+    RESERVE = 3  # range, bytes
+    RELEASE = 4  # range
+    DESTROY = 5  # handle
+    MAP = 6  # ranks, range, offset, page bytes, handles …
+    UNMAP = 7  # ranks, range, offset, bytes, orders to wait for
+    INFO = 8
+
+
+class Order(enum.IntEnum):
+    """What a peer's main thread does with its memory."""
+
+    TENSORS = 1  # pickled: groups, homes, regions, region tokens
+    COPY = 2  # group, sources …, targets …
+    SAVE = 3  # key, group, blocks …
+    RESTORE = 4  # key, rows …, blocks …
+    DISCARD = 5  # key
+
+
+class Answer(enum.IntEnum):
+    """How a peer's answer begins; numbers or a text follow."""
+
+    DONE = 0
+    OUT_OF_PAGES = 1
+    OUT_OF_SWAP = 2
+    FAILED = 3
+    BROKEN = 4  # its books do not add up
+
+
+_ERRORS: dict[Answer, Callable[[str], VmemError]] = {
+    Answer.OUT_OF_PAGES: lambda _: OutOfPages(1, 0),
+    Answer.OUT_OF_SWAP: OutOfSwap,
+    Answer.FAILED: MapError,
+    Answer.BROKEN: IntegrityError,
+}
+
+
+def pack(kind: int, *numbers: int) -> bytes:
+    """A byte and int64s."""
+    return struct.pack(f"<B{len(numbers)}q", kind, *numbers)
+
+
+def unpack(message: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{(len(message) - 1) // 8}q", message[1:])
+
+
+def _failure(answers: Sequence[bytes]) -> VmemError | None:
+    """What the first peer that failed says."""
+    for rank, answer in enumerate(answers, start=1):
+        if answer[0] != Answer.DONE:
+            return _ERRORS[Answer(answer[0])](f"rank {rank}: {answer[1:].decode()}")
+    return None
+
+
+class _PeersOfOneMemory:
+    """Peers, where all messages are about one memory."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._number = bytes([peers.open_memory()])
+
+    def open_memory(self) -> int:
+        return self._number[0]
+
+    @property
+    def num_ordered(self) -> int:
+        return self._peers.num_ordered
+
+    def order(self, order: bytes) -> None:
+        self._peers.order(self._number + order)
+
+    def confirm(self, order: bytes) -> Answers:
+        return self._peers.confirm(self._number + order)
+
+    def tell(self, request: bytes) -> None:
+        self._peers.tell(self._number + request)
+
+    def ask(self, request: bytes) -> Answers:
+        return self._peers.ask(self._number + request)
+
+
+class MirroredBackend:
+    """A `Backend` whose calls happen on every rank, or on none. Addresses and handles are those of this rank.
+
+    Peers create a page when it is first mapped: `create` costs no message, and a peer without memory for it is heard of
+    in `map`, as `OutOfPages`.
+
+    A fence is passed when this rank has passed it: no rank gets through a layer before all have attended, because each
+    layer adds up what the ranks have. A peer may be behind by the end of a step, so that unmapping waits there too.
+
+    Args:
+        local: this rank's, owned from now on and closed by `close`.
+        capacity_bytes, headroom_bytes: what `select_backend` gets on the peers.
+
+    Raises:
+        MapError: a peer has no such backend.
+    """
+
+    def __init__(self, local: Backend, peers: Peers, *, capacity_bytes: int, headroom_bytes: int = 0) -> None:
+        self._local = local
+        self.peers: Peers = _PeersOfOneMemory(peers)
+        self._lock = threading.RLock()
+        self._ranges: dict[int, AddressRange] = {}  # index, the same on all ranks → this rank's addresses
+        self._num_reserved = 0
+        self._page_bytes = 0
+        self._handle_at: dict[int, int] = {}  # address → handle
+        self._num_fences = 0
+        self._fences: dict[int, tuple[int, int]] = {}  # those not seen to be passed → local fence, orders before it
+        self._orders_passed = 0
+        try:
+            self._check(self.peers.ask(pack(Request.OPEN, capacity_bytes, headroom_bytes)))
+        except VmemError:
+            self.peers.tell(pack(Request.CLOSE, peers.num_ordered))
+            local.close()
+            raise
+
+    @property
+    def unit_bytes(self) -> int:
+        return self._local.unit_bytes
+
+    @property
+    def granularity_bytes(self) -> int:
+        return self._local.granularity_bytes
+
+    @property
+    def num_mappings(self) -> int:
+        return self._local.num_mappings
+
+    def index_of(self, reserved: AddressRange) -> int:
+        """What the range is called on every rank."""
+        return next(index for index, known in self._ranges.items() if known == reserved)
+
+    @one_at_a_time
+    def reserve(self, num_bytes: int) -> AddressRange:
+        reserved = self._local.reserve(num_bytes)
+        index, self._num_reserved = self._num_reserved, self._num_reserved + 1
+        try:
+            self._check(self.peers.ask(pack(Request.RESERVE, index, num_bytes)))
+        except VmemError:
+            self.peers.tell(pack(Request.RELEASE, index))
+            must(lambda: self._local.release(reserved))
+            raise
+        self._ranges[index] = reserved
+        return reserved
+
+    @one_at_a_time
+    def release(self, reserved: AddressRange) -> None:
+        self._local.release(reserved)
+        index = self.index_of(reserved)
+        del self._ranges[index]
+        self.peers.tell(pack(Request.RELEASE, index))
+
+    @one_at_a_time
+    def create(self, page_bytes: int) -> int:
+        handle = self._local.create(page_bytes)
+        self._page_bytes = page_bytes
+        return handle
+
+    @one_at_a_time
+    def destroy(self, handle: int) -> None:
+        self._local.destroy(handle)
+        self.peers.tell(pack(Request.DESTROY, handle))
+
+    @one_at_a_time
+    def map(self, address: int, handles: Sequence[int]) -> None:
+        span = AddressRange(address, len(handles) * self._page_bytes)
+        answers = self._ask_to_map(ALL_RANKS, address, handles)
+        try:
+            self._local.map(address, handles)
+        except VmemError:
+            self._undo_on_peers(answers(), lambda ranks: self._ask_to_unmap(ranks, span))
+            raise
+        replies = answers()
+        if (failure := _failure(replies)) is not None:
+            self._undo_on_peers(replies, lambda ranks: self._ask_to_unmap(ranks, span))
+            must(lambda: self._local.unmap(span))
+            raise failure
+        for i, handle in enumerate(handles):
+            self._handle_at[address + i * self._page_bytes] = handle
+
+    @one_at_a_time
+    def unmap(self, mapped: AddressRange) -> None:
+        places = range(mapped.address, mapped.end, self._page_bytes or mapped.num_bytes)
+        handles = [self._handle_at.get(place, 0) for place in places]
+        self._local.unmap(mapped)
+        replies = self._ask_to_unmap(ALL_RANKS, mapped)()
+        if (failure := _failure(replies)) is not None:
+            self._undo_on_peers(replies, lambda ranks: self._ask_to_map(ranks, mapped.address, handles))
+            must(lambda: self._local.map(mapped.address, handles))
+            raise failure
+        for place in places:
+            del self._handle_at[place]
+
+    def tensor(self, reserved: AddressRange) -> torch.Tensor:
+        return self._local.tensor(reserved)
+
+    @one_at_a_time
+    def fence(self) -> int:
+        self._num_fences += 1
+        self._fences[self._num_fences] = (self._local.fence(), self.peers.num_ordered)
+        return self._num_fences
+
+    @one_at_a_time
+    def completed(self, fence: int) -> bool:
+        known = self._fences.get(fence)
+        if known is None:
+            return True
+        if not self._local.completed(known[0]):
+            return False
+        self._pass(fence)
+        return True
+
+    def wait(self, fence: int) -> None:
+        known = self._fences.get(fence)
+        if known is not None:
+            self._local.wait(known[0])
+            with self._lock:
+                self._pass(fence)
+
+    @one_at_a_time
+    def memory_info(self) -> MemoryInfo:
+        """What this rank holds, and what the poorest rank could still give."""
+        answers = self.peers.ask(pack(Request.INFO))
+        info = self._local.memory_info()
+        available = [unpack(answer)[0] for answer in self._check(answers)]
+        return MemoryInfo(info.physical_bytes, min([info.available_bytes, *available]))
+
+    @one_at_a_time
+    def close(self) -> None:
+        self._local.close()
+        self._check(self.peers.ask(pack(Request.CLOSE, self.peers.num_ordered)))
+
+    def _pass(self, fence: int) -> None:
+        """The device has passed the fence, and so all before it."""
+        for passed in [f for f in self._fences if f <= fence]:
+            self._orders_passed = max(self._orders_passed, self._fences.pop(passed)[1])
+
+    def _place(self, address: int) -> tuple[int, int]:
+        """(range, offset in it) of an address."""
+        for index, reserved in self._ranges.items():
+            if reserved.address <= address < reserved.end:
+                return index, address - reserved.address
+        raise IntegrityError(f"{address:#x} is outside every reservation")
+
+    def _ask_to_map(self, ranks: int, address: int, handles: Sequence[int]) -> Answers:
+        return self.peers.ask(pack(Request.MAP, ranks, *self._place(address), self._page_bytes, *handles))
+
+    def _ask_to_unmap(self, ranks: int, mapped: AddressRange) -> Answers:
+        place = self._place(mapped.address)
+        return self.peers.ask(pack(Request.UNMAP, ranks, *place, mapped.num_bytes, self._orders_passed))
+
+    def _check(self, answers: Answers) -> list[bytes]:
+        replies = answers()
+        if (failure := _failure(replies)) is not None:
+            raise failure
+        return replies
+
+    def _undo_on_peers(self, replies: Sequence[bytes], undo: Callable[[int], Answers]) -> None:
+        """Have those peers undo something that did it, until all of them have."""
+        ranks = sum(1 << rank for rank, reply in enumerate(replies, start=1) if reply[0] == Answer.DONE)
+
+        def attempt() -> None:
+            nonlocal ranks
+            replies = undo(ranks)()
+            ranks &= sum(1 << rank for rank, reply in enumerate(replies, start=1) if reply[0] != Answer.DONE)
+            if (failure := _failure(replies)) is not None:
+                raise failure
+
+        if ranks:
+            must(attempt)
+
+
+class MirroredContents:
+    """The `BlockContents` of every rank.
+
+    Args:
+        local: of this rank.
+        backend: whose ranges the tensors lie in.
+    """
+
+    def __init__(self, local: BlockContents, tensors: CacheTensors, backend: MirroredBackend) -> None:
+        self._local = local
+        self._peers = backend.peers
+        homes, regions = (
+            [[backend.index_of(reserved) for reserved in ranges] for ranges in kind]
+            for kind in (tensors.homes, tensors.regions)
+        )
+        shape = (tensors.groups, homes, regions, tensors.region_tokens)
+        self._peers.order(bytes([Order.TENSORS]) + pickle.dumps(shape))
+
+    def copy(self, g: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self._peers.order(pack(Order.COPY, g, *sources, *targets))
+        self._local.copy(g, sources, targets)
+
+    def save(self, key: int, g: int, block_ids: Sequence[int]) -> None:
+        answers = self._peers.confirm(pack(Order.SAVE, key, g, *block_ids))
+        try:
+            self._local.save(key, g, block_ids)
+        except BaseException:
+            answers()
+            self._peers.order(pack(Order.DISCARD, key))
+            raise
+        if (failure := _failure(answers())) is not None:
+            self.discard(key)
+            raise failure
+
+    def restore(self, key: int, rows: Sequence[int], block_ids: Sequence[int]) -> None:
+        if rows:
+            self._peers.order(pack(Order.RESTORE, key, *rows, *block_ids))
+            self._local.restore(key, rows, block_ids)
+
+    def discard(self, key: int) -> None:
+        self._local.discard(key)
+        self._peers.order(pack(Order.DISCARD, key))
+
+
+def mirror(
+    local: Backend,
+    peers: Peers | None,
+    *,
+    capacity_bytes: int,
+    headroom_bytes: int = 0,
+    copy_blocks: CopyBlocks = copy_by_index,
+) -> tuple[Backend, Callable[[CacheTensors], BlockContents]]:
+    """What `KVMemory` works on: this rank's memory alone, or that of all ranks. Raises `MapError`."""
+    if peers is None:
+        return local, lambda tensors: LocalContents(tensors, copy_blocks)
+    backend = MirroredBackend(local, peers, capacity_bytes=capacity_bytes, headroom_bytes=headroom_bytes)
+    return backend, lambda tensors: MirroredContents(LocalContents(tensors, copy_blocks), tensors, backend)

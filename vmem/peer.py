@@ -1,0 +1,205 @@
+"""The memory of a rank that keeps no books: it does what rank 0's `MirroredBackend` and `MirroredContents` say."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+
+from vmem.backend import AddressRange, Backend
+from vmem.contents import BlockContents
+from vmem.errors import IntegrityError, OutOfPages, OutOfSwap, VmemError
+from vmem.group import LayerGroup
+from vmem.mirror import Answer, Order, Request, pack, unpack
+from vmem.tensors import CacheTensors
+
+logger = logging.getLogger(__name__)
+
+
+class PeerMemory:
+    """The memories of one peer. Its memory thread calls `answer`; its main thread calls `obey`, and `done` after every
+    order, whatever it was.
+
+    Args:
+        rank: 1 or more.
+        make_backend: (capacity_bytes, headroom_bytes) → this rank's backend.
+        make_contents: what moves the contents of blocks.
+
+    Attributes:
+        tensors: the caches that were ordered last.
+    """
+
+    tensors: CacheTensors
+
+    def __init__(
+        self,
+        rank: int,
+        make_backend: Callable[[int, int], Backend],
+        make_contents: Callable[[CacheTensors], BlockContents],
+    ) -> None:
+        self._rank = rank
+        self._make_backend = make_backend
+        self._make_contents = make_contents
+        self._memories: dict[int, _Memory] = {}
+        self._orders = threading.Condition()
+        self._num_done = 0
+
+    # ---- the memory thread ----
+
+    def answer(self, message: bytes) -> bytes:
+        """Do what was requested; a failed request has changed nothing."""
+        number, request = message[0], message[1:]
+        try:
+            return pack(Answer.DONE, *self._answer(number, Request(request[0]), unpack(request)))
+        except OutOfPages as error:
+            return bytes([Answer.OUT_OF_PAGES]) + str(error).encode()
+        except IntegrityError as error:
+            logger.exception("the books of rank %d do not add up", self._rank)
+            return bytes([Answer.BROKEN]) + str(error).encode()
+        except VmemError as error:
+            return bytes([Answer.FAILED]) + str(error).encode()
+
+    def _answer(self, number: int, request: Request, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        if request is Request.OPEN:
+            memory = _Memory(self._rank, self._make_backend(*numbers))
+            with self._orders:
+                self._memories[number] = memory
+            return ()
+        if number not in self._memories:
+            if request is Request.CLOSE:  # it could not be opened here
+                return ()
+            raise IntegrityError(f"memory {number} is not open")
+        memory = self._memories[number]
+        match request, numbers:
+            case Request.CLOSE, (num_orders,):
+                self._wait_until_done(memory, num_orders)
+                with self._orders:
+                    del self._memories[number]
+                memory.close()
+            case Request.RESERVE, (index, num_bytes):
+                memory.ranges[index] = memory.backend.reserve(num_bytes)
+            case Request.RELEASE, (index,):
+                if index in memory.ranges:  # else it could not be reserved here
+                    memory.backend.release(memory.ranges.pop(index))
+            case Request.DESTROY, (handle,):
+                memory.destroy(handle)
+            case Request.MAP, (ranks, index, offset, page_bytes, *handles):
+                if ranks >> self._rank & 1:
+                    memory.map(memory.ranges[index].address + offset, page_bytes, handles)
+            case Request.UNMAP, (ranks, index, offset, num_bytes, num_orders):
+                if ranks >> self._rank & 1:
+                    self._wait_until_done(memory, num_orders)
+                    memory.backend.unmap(AddressRange(memory.ranges[index].address + offset, num_bytes))
+            case Request.INFO, ():
+                return (memory.backend.memory_info().available_bytes,)
+            case _:
+                raise IntegrityError(f"unknown request {request!r} with {len(numbers)} numbers")
+        return ()
+
+    def _wait_until_done(self, memory: _Memory, num_orders: int) -> None:
+        """Until the main thread has carried out so many orders, and the device what came of them."""
+        with self._orders:
+            self._orders.wait_for(lambda: self._num_done >= num_orders)
+            fence = memory.fence
+        memory.backend.wait(fence)
+
+    # ---- the main thread ----
+
+    def obey(self, message: bytes) -> bytes:
+        """Do what was ordered. The answer is for orders that are to be confirmed.
+
+        Raises:
+            Exception: an order that has to succeed did not; this rank cannot go on.
+        """
+        memory, order = self._memories[message[0]], message[1:]
+        kind = Order(order[0])
+        if kind is Order.TENSORS:
+            self.tensors = memory.make_tensors(*pickle.loads(order[1:]))
+            memory.contents = self._make_contents(self.tensors)
+            return pack(Answer.DONE)
+        first, *numbers = unpack(order)
+        half = len(numbers) // 2
+        if kind is Order.COPY:
+            memory.contents.copy(first, numbers[:half], numbers[half:])
+        elif kind is Order.SAVE:
+            try:
+                memory.contents.save(first, numbers[0], numbers[1:])
+            except (OutOfSwap, RuntimeError, MemoryError) as error:
+                return bytes([Answer.OUT_OF_SWAP]) + str(error).encode()
+        elif kind is Order.RESTORE:
+            memory.contents.restore(first, numbers[:half], numbers[half:])
+        else:
+            memory.contents.discard(first)
+        return pack(Answer.DONE)
+
+    def done(self) -> None:
+        """An order, of memory or of whatever else, is carried out as far as this thread is concerned."""
+        with self._orders:
+            self._num_done += 1
+            for memory in self._memories.values():
+                memory.fence = memory.backend.fence()
+            self._orders.notify_all()
+
+
+class _Memory:
+    """Pages and ranges of one memory.
+
+    Attributes:
+        ranges: by the index that they have on every rank.
+        fence: after the last order that is done.
+    """
+
+    contents: BlockContents
+
+    def __init__(self, rank: int, backend: Backend) -> None:
+        self._rank = rank
+        self.backend = backend
+        self.ranges: dict[int, AddressRange] = {}
+        self.fence = backend.fence()
+        self._handles: dict[int, int] = {}  # rank 0's handle → this rank's
+
+    def make_tensors(
+        self,
+        groups: Sequence[LayerGroup],
+        homes: Sequence[Sequence[int]],
+        regions: Sequence[Sequence[int]],
+        region_tokens: Sequence[int],
+    ) -> CacheTensors:
+        """`CacheTensors` over ranges that are named by their indices."""
+        home_ranges, region_ranges = (
+            [[self.ranges[i] for i in indices] for indices in kind] for kind in (homes, regions)
+        )
+        return CacheTensors(self.backend, groups, home_ranges, region_ranges, region_tokens)
+
+    def map(self, address: int, page_bytes: int, handles: Sequence[int]) -> None:
+        """Pages that are not there yet are created."""
+        created = []
+        try:
+            for handle in handles:
+                if handle not in self._handles:
+                    self._handles[handle] = self.backend.create(page_bytes)
+                    created.append(handle)
+            self.backend.map(address, [self._handles[handle] for handle in handles])
+        except VmemError:
+            for handle in created:
+                self.destroy(handle)
+            raise
+
+    def destroy(self, handle: int) -> None:
+        """Nobody waits for an answer. What cannot be destroyed stays, and is used again with the handle."""
+        if handle not in self._handles:  # it was never mapped
+            return
+        try:
+            self.backend.destroy(self._handles[handle])
+        except IntegrityError:
+            raise
+        except VmemError as error:
+            logger.warning("rank %d keeps a page that it cannot destroy: %s", self._rank, error)
+            return
+        del self._handles[handle]
+
+    def close(self) -> None:
+        for handle in self._handles.values():
+            self.backend.destroy(handle)
+        self.backend.close()

@@ -169,6 +169,10 @@ class KVMemory:
     # ---- sizes ----
 
     @property
+    def backend(self) -> Backend:
+        return self._backend
+
+    @property
     def groups(self) -> tuple[LayerGroup, ...]:
         return self._specs
 

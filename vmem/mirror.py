@@ -183,6 +183,11 @@ class MirroredBackend:
             raise
 
     @property
+    def number(self) -> int:
+        """What the memory is called on every rank."""
+        return self.peers.open_memory()
+
+    @property
     def unit_bytes(self) -> int:
         return self._local.unit_bytes
 

@@ -25,12 +25,7 @@ class PeerMemory:
         rank: 1 or more.
         make_backend: (capacity_bytes, headroom_bytes) → this rank's backend.
         make_contents: what moves the contents of blocks.
-
-    Attributes:
-        tensors: the caches that were ordered last.
     """
-
-    tensors: CacheTensors
 
     def __init__(
         self,
@@ -115,8 +110,8 @@ class PeerMemory:
         memory, order = self._memories[message[0]], message[1:]
         kind = Order(order[0])
         if kind is Order.TENSORS:
-            self.tensors = memory.make_tensors(*pickle.loads(order[1:]))
-            memory.contents = self._make_contents(self.tensors)
+            memory.tensors = memory.make_tensors(*pickle.loads(order[1:]))
+            memory.contents = self._make_contents(memory.tensors)
             return pack(Answer.DONE)
         first, *numbers = unpack(order)
         half = len(numbers) // 2
@@ -132,6 +127,10 @@ class PeerMemory:
         else:
             memory.contents.discard(first)
         return pack(Answer.DONE)
+
+    def tensors(self, number: int) -> CacheTensors:
+        """The caches of a memory, once they are ordered."""
+        return self._memories[number].tensors
 
     def done(self) -> None:
         """An order, of memory or of whatever else, is carried out as far as this thread is concerned."""
@@ -150,6 +149,7 @@ class _Memory:
         fence: after the last order that is done.
     """
 
+    tensors: CacheTensors
     contents: BlockContents
 
     def __init__(self, rank: int, backend: Backend) -> None:

@@ -14,7 +14,7 @@ from app.engine.model_runner import ModelRunner, ObservedLayers
 from app.engine.tensor_parallel.messages import Order, pack_arrays, pack_step
 from app.engine.tensor_parallel.ranks import Launch, Ranks
 from kernels import select_provider
-from vmem import KVMemory
+from vmem import KVMemory, MirroredBackend
 
 
 class Executor:
@@ -60,7 +60,8 @@ class Executor:
     def open(self, memory: KVMemory) -> None:
         """Run on this memory from now on."""
         if self.ranks is not None:
-            self.ranks.command(Order.OPEN)
+            assert isinstance(memory.backend, MirroredBackend)
+            self.ranks.command(Order.OPEN, bytes([memory.backend.number]))
         self._runner.open(memory.tensors)
 
     def run(self, plan: StepPlan, memory: KVMemory) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from vmem import Demand, KVMemory, SequenceMemory, ViewPolicy
+from vmem import Demand, KVMemory, OutOfPages, SequenceMemory, ViewPolicy
 
 Recovery = Literal["swap", "recompute"]
 
@@ -117,7 +117,7 @@ class RecoveryModel:
         for num_blocks in _TRIED_BLOCKS:
             num_tokens = min(num_blocks * memory.unit_tokens, memory.max_tokens)
             tried = [swap for _ in range(_TRIALS) if (swap := _try_swap(memory, view, device, num_tokens, most))]
-            if tried:
+            if len(tried) > 1:
                 self.observe_swap(tried[0][0], statistics.median(seconds for _, seconds in tried[1:]))
 
 
@@ -125,10 +125,13 @@ def _try_swap(
     memory: KVMemory, view: ViewPolicy, device: torch.device, num_tokens: int, most_bytes: int
 ) -> tuple[int, float] | None:
     """Bytes and seconds of a sequence out and in. In between another one takes its blocks, as happens when memory has
-    run out. `None` if there is no room for both."""
+    run out. `None` if there is no room for both: the device may have less than the budget says."""
     if 4 * memory.pages_for(num_tokens) > memory.num_free_pages:
         return None
-    sequence = _filled(memory, view, num_tokens)
+    try:
+        sequence = _filled(memory, view, num_tokens)
+    except OutOfPages:
+        return None
     num_bytes = memory.swap_bytes([sequence])
     if num_bytes > most_bytes:
         memory.free(sequence)
@@ -136,20 +139,30 @@ def _try_swap(
     start = _now(device)
     swapped = memory.swap_out([sequence])
     elapsed = _now(device) - start
-    other = _filled(memory, view, num_tokens)
-    start = _now(device)
-    [sequence] = memory.swap_in(swapped)
-    memory.ensure([Demand(sequence, 0, num_tokens)])
-    elapsed += _now(device) - start
-    memory.free(other)
-    memory.free(sequence)
+    filled: list[SequenceMemory] = []
+    try:
+        filled.append(_filled(memory, view, num_tokens))
+        start = _now(device)
+        filled += memory.swap_in(swapped)
+        memory.ensure([Demand(filled[-1], 0, num_tokens)])
+        elapsed += _now(device) - start
+    except OutOfPages:
+        memory.discard(swapped)
+        return None
+    finally:
+        for sequence in filled:
+            memory.free(sequence)
     return num_bytes, elapsed
 
 
 def _filled(memory: KVMemory, view: ViewPolicy, num_tokens: int) -> SequenceMemory:
     sequence = memory.open(view)
-    memory.append(sequence, num_tokens)
-    memory.ensure([Demand(sequence, 0, num_tokens)])
+    try:
+        memory.append(sequence, num_tokens)
+        memory.ensure([Demand(sequence, 0, num_tokens)])
+    except BaseException:
+        memory.free(sequence)
+        raise
     return sequence
 
 

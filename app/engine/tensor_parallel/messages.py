@@ -21,7 +21,7 @@ class Order(enum.IntEnum):
     LOAD = 2  # load its shard of the model
     OBSERVE = 3  # find out what the layers need
     MEMORY = 4  # see `vmem.mirror.Order`
-    OPEN = 5  # run on the memory that was ordered last
+    OPEN = 5  # run on the memory of that number
     STEP = 6  # compute a step
     OWN_LOGITS = 7  # compute one sequence by the model's own attention
     STOP = 8

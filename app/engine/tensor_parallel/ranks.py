@@ -190,9 +190,9 @@ class Ranks:
             self.fail(f"a step failed: {error}")
             raise UnavailableError(f"{self._reason}; the request may be sent again") from error
 
-    def command(self, order: Order) -> None:
+    def command(self, order: Order, message: bytes) -> None:
         """Have every peer do something, after what was ordered before."""
-        self._post(bytes([order]))
+        self._post(bytes([order]) + message)
 
     def check(self) -> None:
         """Raise `UnavailableError` if a rank is lost."""

@@ -16,8 +16,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from app.engine.recurrent import PackedMixer
 from app.engine.tensor_parallel.communicator import Communicator
 from app.engine.tensor_parallel.plan import ShardPlan, plan_shards
+from app.errors import ModelError
+
+# Styles whose forwards collect something; the others need nothing but their part of the weights.
+_COLLECTING = {"rowwise", "rowwise_rep", "rowwise_split_input", "moe_tp_experts", "all_reduce", "moe_identity_expert"}
+_COLLECTING |= {"colwise_gather_output", "colwise_rep", "embedding_rowwise", "embedding_colwise"}
 
 
 def plan_for(config: PreTrainedConfig, dtype: Any, implementation: str, comm: Communicator) -> tuple[type, ShardPlan]:
@@ -99,15 +105,22 @@ class _Share:
 
 
 def install_collectives(model: PreTrainedModel, plan: ShardPlan, comm: Communicator) -> None:
-    """Let forwards collect what the other ranks have. After this every forward is one of all ranks."""
+    """Let forwards collect what the other ranks have. After this every forward is one of all ranks.
+
+    Raises:
+        ModelError: a module whose results have to be collected was replaced by something else.
+    """
     head = model.get_output_embeddings()
-    modules = dict(model.named_modules())
+    modules = _modules_by_first_path(model)
     for path, groups in plan.kv_groups.items():
-        modules[path].num_key_value_groups = groups
+        attention: Any = modules[path]
+        attention.num_key_value_groups = groups
     for path, style in plan.styles.items():
-        module = modules.get(path)
-        if module is None:  # merged with its neighbour, or tied to another
+        if style not in _COLLECTING:
             continue
+        module = modules.get(path)
+        if module is None:
+            raise ModelError(f"{path} of {model.config.model_type} is not where its tensor-parallel plan says")
         if style in ("rowwise", "rowwise_rep", "moe_tp_experts", "all_reduce"):
             _sum_output(module, comm)
         elif style == "rowwise_split_input":
@@ -120,6 +133,21 @@ def install_collectives(model: PreTrainedModel, plan: ShardPlan, comm: Communica
             _look_up_part(module, *plan.spans[path][plan.rank], comm)
         elif style == "moe_identity_expert":
             module.register_forward_pre_hook(lambda _, args: (args[0] / plan.size, *args[1:]))
+
+
+def _modules_by_first_path(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Modules by the paths that they had when the model was loaded: mixers are wrapped since."""
+    modules: dict[str, nn.Module] = {}
+    wrapped: list[str] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, PackedMixer):
+            wrapped.append(path)
+        first = path
+        for wrapper in wrapped:
+            if f"{path}.".startswith(f"{wrapper}.mixer."):
+                first = wrapper + path[len(wrapper) + len(".mixer") :]
+        modules[first] = module
+    return modules
 
 
 def _sum_output(module: nn.Module, comm: Communicator) -> None:

@@ -46,6 +46,7 @@ class RankWorker:
         self._comm: Communicator
         self._model: LoadedModel
         self._runner: ModelRunner
+        self._tensors: CacheTensors
 
     def run(self) -> None:
         """Returns when told to stop.
@@ -87,9 +88,10 @@ class RankWorker:
             case Order.MEMORY:
                 return self._memory.obey(message)
             case Order.OPEN:
-                self._runner.open(self._memory.tensors)
+                self._tensors = self._memory.tensors(message[0])
+                self._runner.open(self._tensors)
             case Order.STEP:
-                batch = build_batch(unpack_step(message), self._memory.tensors, self._device)
+                batch = build_batch(unpack_step(message), self._tensors, self._device)
                 self._runner.run(batch)
             case Order.OWN_LOGITS:
                 [token_ids] = unpack_arrays(message)

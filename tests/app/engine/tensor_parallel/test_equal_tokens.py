@@ -1,0 +1,184 @@
+"""Several ranks give the tokens that one gives, for every architecture that has a plan, whatever else goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.engine import SamplingParams
+from app.engine.engine import Engine, EngineConfig
+from app.engine.linear import PackedLinear
+from app.engine.tensor_parallel.processes import spawn_ranks
+from app.engine.tensor_parallel.ranks import Launch
+from app.engine.tensor_parallel.worker import RankWorker
+from app.errors import ModelError
+from tests.app.engine.tensor_parallel.thread_ranks import ThreadRanks, socket_ranks, thread_ranks
+from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
+from vmem import Backend
+
+ALL = ARCHITECTURES | {name: (name, settings) for name, settings in HYBRIDS.items()}
+WITHOUT_PLAN = {"opt", "gpt2", "bamba", "falcon_h1", "lfm2"}
+NEW_TOKENS = 14
+_expected: dict[str, dict[str, list[int]]] = {}  # of one rank
+GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+
+
+def prompts() -> list[list[int]]:
+    """Some that begin alike, and some of their own."""
+    generator = torch.Generator().manual_seed(7)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(1, VOCAB_SIZE - 1, (count,), generator=generator).tolist()
+
+    common = tokens(100)
+    return [common + tokens(20), tokens(1), common + tokens(33), tokens(64), common[:70] + tokens(9), tokens(150)]
+
+
+def generate(folder: Path, launch: Launch = thread_ranks, **settings: Any) -> tuple[dict[str, list[int]], Engine]:
+    """Outputs of all prompts and of two forks, in a memory that becomes too small for them; and the engine, closed."""
+    engine = Engine(
+        EngineConfig(
+            model=str(folder),
+            max_num_seqs=16,
+            max_model_len=200,
+            max_num_batched_tokens=64,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            **({"kv_memory_bytes": 16 << 20} | settings),
+        ),
+        launch,
+    )
+    outputs: dict[str, list[int]] = {}
+    try:
+        arriving = list(enumerate(prompts()))
+        while arriving or engine.has_work:
+            if arriving:
+                i, prompt = arriving.pop(0)
+                engine.submit(str(i), prompt, GREEDY)
+            for _ in range(2):
+                for delta in engine.step():
+                    assert delta.error is None
+                    outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
+                for i in ("1", "3"):
+                    fork = f"fork of {i}"
+                    if len(outputs.get(i, ())) == 6 and fork not in outputs:
+                        engine.fork(i, fork, SamplingParams(max_tokens=NEW_TOKENS - 6, temperature=0))
+                        outputs[fork] = outputs[i][:6]
+            if "fork of 3" in outputs:
+                pages = engine.memory._pages
+                engine.set_budget(pages.fewest * pages.page_bytes, revision=1)
+            engine.check_integrity()
+        return outputs, engine
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in WITHOUT_PLAN])
+@pytest.mark.parametrize("size", [2, 4])
+def test_greedy_tokens_are_those_of_one_rank(name: str, size: int, make_checkpoint: MakeCheckpoint) -> None:
+    model_type, settings = ALL[name]
+    folder = make_checkpoint(model_type, **settings)
+    if name not in _expected:
+        _expected[name], _ = generate(folder)
+    actual, engine = generate(folder, tensor_parallel_size=size, preemption="swap" if size == 2 else "recompute")
+    assert actual == _expected[name]
+    assert engine.memory._index.counts.hit_tokens > 100
+    assert sum(engine._scheduler.num_preempted.values()) > 0
+    assert engine.memory._copies.num_copied > 0
+
+
+@pytest.mark.parametrize("launch", [socket_ranks, spawn_ranks])
+def test_other_ways_to_reach_peers(launch: Launch, make_checkpoint: MakeCheckpoint) -> None:
+    """Over TCP, as on several machines; and as processes of their own."""
+    folder = make_checkpoint("mixtral", **ARCHITECTURES["mixtral"][1])
+    expected, _ = generate(folder)
+    actual, _ = generate(folder, launch, tensor_parallel_size=2, preemption="swap")
+    assert actual == expected
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_PLAN))
+def test_a_model_without_a_plan_is_refused(name: str, make_checkpoint: MakeCheckpoint) -> None:
+    model_type, settings = ALL[name]
+    with pytest.raises(ModelError, match="no tensor-parallel plan for its layers"):
+        generate(make_checkpoint(model_type, **settings), tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "reason"),
+    [
+        ({}, 3, "cannot share the 4 query heads"),
+        (
+            {"hidden_size": 192, "num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 16},
+            2,
+            "cannot share the 3 KV heads",
+        ),
+        ({"num_key_value_heads": 4, "num_attention_heads": 4}, 8, "cannot share the 4 query heads"),
+        ({"intermediate_size": 97}, 2, "cannot share the 97 rows or columns of model.layers.0.mlp.gate_proj"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused(
+    settings: dict[str, int], size: int, reason: str, make_checkpoint: MakeCheckpoint
+) -> None:
+    folder = make_checkpoint("llama", **(ARCHITECTURES["llama"][1] | settings))
+    with pytest.raises(ModelError, match=reason):
+        generate(folder, tensor_parallel_size=size)
+
+
+def test_a_vocabulary_need_not_be_even(make_checkpoint: MakeCheckpoint) -> None:
+    folder = make_checkpoint("llama", **(ARCHITECTURES["llama"][1] | {"vocab_size": VOCAB_SIZE + 3}))
+    expected, _ = generate(folder)
+    for size in (2, 4):
+        assert generate(folder, tensor_parallel_size=size)[0] == expected
+
+
+def test_tied_embeddings_and_one_kv_head(make_checkpoint: MakeCheckpoint) -> None:
+    settings = ARCHITECTURES["llama"][1] | {"num_key_value_heads": 1, "tie_word_embeddings": True}
+    folder = make_checkpoint("llama", **settings)
+    expected, _ = generate(folder)
+    for size in (2, 4):
+        assert generate(folder, tensor_parallel_size=size)[0] == expected
+
+
+def test_a_rank_has_its_share_of_weights_and_cache(make_checkpoint: MakeCheckpoint) -> None:
+    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    ranks: list[ThreadRanks] = []
+
+    def launch(num_peers: int) -> ThreadRanks:
+        ranks.append(ThreadRanks(num_peers))
+        return ranks[-1]
+
+    def num_parameters(module: torch.nn.Module) -> int:
+        """Those of packed linear layers are no parameters any more, but their shapes tell."""
+        return sum(
+            part.in_features * part.out_features if isinstance(part, PackedLinear) else sum(p.numel() for p in own)
+            for part in module.modules()
+            for own in [list(part.parameters(recurse=False))]
+        )
+
+    _, whole = generate(folder)
+    _, engine = generate(folder, launch, tensor_parallel_size=2)
+    shares = [num_parameters(m) for m in (engine.model.module, ranks[0].workers[0]._model.module)]
+    norms = 7 * 64
+    assert shares[0] == shares[1]
+    assert sum(shares) == num_parameters(whole.model.module) + norms
+    assert engine.memory.groups[0].layout.payload_bytes * 2 == whole.memory.groups[0].layout.payload_bytes
+
+
+def test_a_peer_without_memory_is_the_replica_without_memory(
+    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its device has half of what the budget says: requests wait for each other, and nothing is lost."""
+    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    expected, _ = generate(folder)
+    real = RankWorker._make_backend
+
+    def poor(self: RankWorker, capacity_bytes: int, headroom_bytes: int) -> Backend:
+        return real(self, min(capacity_bytes, 120 << 10), headroom_bytes)
+
+    monkeypatch.setattr(RankWorker, "_make_backend", poor)
+    actual, engine = generate(folder, tensor_parallel_size=2, preemption="recompute")
+    assert actual == expected
+    assert sum(engine._scheduler.num_preempted.values()) > 0

@@ -1,0 +1,53 @@
+"""Peers as threads of the test's own process: they start in no time, and an error has a traceback."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+from app.engine.tensor_parallel.ranks import RankSpec
+from app.engine.tensor_parallel.worker import RankWorker
+
+
+class ThreadRanks:
+    """`RankProcesses` that cannot be killed: a peer that fails just ends."""
+
+    host = "127.0.0.1"
+    may_kill_leader = False
+
+    def __init__(self, num_peers: int, *, on_one_machine: bool = True) -> None:
+        self.on_one_machine = on_one_machine
+        self.workers: list[RankWorker] = []
+        self._threads: list[threading.Thread | None] = [None] * num_peers
+
+    def run(self, specs: Sequence[RankSpec]) -> None:
+        for peer, spec in enumerate(specs):
+            self._threads[peer] = threading.Thread(target=self._work, args=(replace(spec),), daemon=True)
+            self._threads[peer].start()
+
+    def is_alive(self, peer: int) -> bool:
+        thread = self._threads[peer]
+        return thread is None or thread.is_alive()
+
+    def kill(self, peer: int) -> None:
+        pass
+
+    def close(self) -> None:
+        for thread in self._threads:
+            if thread is not None:
+                thread.join(timeout=10)
+
+    def _work(self, spec: RankSpec) -> None:
+        worker = RankWorker(spec, num_threads=1)
+        self.workers.append(worker)
+        worker.run()
+
+
+def thread_ranks(num_peers: int) -> ThreadRanks:
+    return ThreadRanks(num_peers)
+
+
+def socket_ranks(num_peers: int) -> ThreadRanks:
+    """As if they were on other machines."""
+    return ThreadRanks(num_peers, on_one_machine=False)

@@ -16,7 +16,9 @@ from app.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.params import SamplingParams
 from app.engine.request import Delta
-from app.errors import EngineError, RequestError
+from app.engine.tensor_parallel.processes import spawn_ranks
+from app.engine.tensor_parallel.ranks import Launch
+from app.errors import EngineError, RequestError, UnavailableError
 from vmem import BudgetAnswer, IntegrityError, MemoryReport
 
 logger = logging.getLogger(__name__)
@@ -49,12 +51,15 @@ class _Stop:
 class AsyncEngine:
     """An `Engine` behind a thread of its own. Its methods may be called from any event loop.
 
-    A failed step fails the requests that are in flight with an error and frees their memory; if the books do not add
-    up afterwards the engine stops and `healthy` is false.
+    A failed step fails the requests that are in flight with an error and frees their memory. If the books do not add
+    up afterwards, or a rank is lost, the engine stops and `healthy` is false.
+
+    Args:
+        launch: how the other ranks are started, if there are to be some.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._engine = Engine(config)
+    def __init__(self, config: EngineConfig, launch: Launch = spawn_ranks) -> None:
+        self._engine = Engine(config, launch)
         self._commands: queue.SimpleQueue[_Stream | _Cancel | _Stop] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}  # only the thread touches it
         self._ids = itertools.count()
@@ -65,7 +70,7 @@ class AsyncEngine:
 
     @property
     def healthy(self) -> bool:
-        return not self._stopped
+        return not self._stopped and self._engine.available
 
     @property
     def max_model_len(self) -> int:
@@ -87,7 +92,8 @@ class AsyncEngine:
 
         Raises:
             RequestError: the request is invalid; raised before the first delta.
-            EngineError: a step failed, or the engine has stopped.
+            EngineError: a step failed.
+            UnavailableError: the engine has stopped.
         """
         return self._deltas(request_id or "request", prompt_token_ids, params, priority, cache_salt, None)
 
@@ -96,7 +102,8 @@ class AsyncEngine:
 
         Raises:
             RequestError: the prompt cannot be pinned, the name is taken, or the quota is used up.
-            EngineError: a step failed, or the engine has stopped.
+            EngineError: a step failed.
+            UnavailableError: the engine has stopped.
         """
         params = SamplingParams(max_tokens=1)
         async for _ in self._deltas(f"pin {name}", prompt_token_ids, params, 0, cache_salt, name):
@@ -107,7 +114,7 @@ class AsyncEngine:
 
         Raises:
             RequestError: there is none of that name.
-            EngineError: the engine has stopped.
+            UnavailableError: the engine has stopped.
         """
         self._check_running()
         self._engine.unpin(name)
@@ -136,6 +143,8 @@ class AsyncEngine:
                 finished = delta.finished
                 if delta.refused:
                     raise RequestError(delta.error or "refused")
+                if delta.unavailable:
+                    raise UnavailableError(delta.error or "unavailable")
                 if delta.error is not None:
                     raise EngineError(delta.error)
                 yield delta
@@ -144,7 +153,7 @@ class AsyncEngine:
                 self._commands.put(_Cancel(unique_id))
 
     def report(self) -> MemoryReport:
-        """Where KV memory is. Raises `EngineError` once the engine has stopped."""
+        """Where KV memory is. Raises `UnavailableError` once the engine has stopped."""
         self._check_running()
         return self._engine.report()
 
@@ -153,7 +162,7 @@ class AsyncEngine:
 
         Raises:
             RequestError: the budget is out of bounds.
-            EngineError: the engine has stopped.
+            UnavailableError: the engine has stopped.
         """
         self._check_running()
         return self._engine.set_budget(budget_bytes, revision)
@@ -164,8 +173,8 @@ class AsyncEngine:
         self._thread.join()
 
     def _check_running(self) -> None:
-        if self._stopped:
-            raise EngineError("the engine has stopped")
+        if not self.healthy:
+            raise UnavailableError("the engine has stopped; send the request again")
 
     def _send(self, command: _Stream) -> None:
         with self._sending:
@@ -177,21 +186,24 @@ class AsyncEngine:
     def _run(self) -> None:
         # OpenMP keeps the number of threads per thread; a Ray worker's default is its num_cpus.
         torch.set_num_threads(torch.get_num_threads())
-        reason = "the engine has stopped"
+        reason = "the engine has stopped; send the request again"
         try:
             while self._take_commands():
                 self._step()
+        except UnavailableError as error:
+            logger.error("the engine stops: %s", error)
+            reason = str(error)
         except Exception:
             logger.exception("the engine stops")
-            reason = "the engine failed and has stopped"
+            reason = "the engine failed and has stopped; send the request again"
         finally:
             with self._sending:
                 self._stopped = True
-            try:
-                self._engine.close()
-            finally:  # whatever state memory is in, nobody may wait for ever
-                self._fail_all(reason)
+            try:  # first of all: nobody has to wait until memory is in order
+                self._fail_all(reason, unavailable=True)
                 self._refuse_commands(reason)
+            finally:
+                self._engine.close()
 
     def _take_commands(self) -> bool:
         """Do what was asked since the last step, waiting when there is nothing to compute; False to stop."""
@@ -224,7 +236,7 @@ class AsyncEngine:
     def _step(self) -> None:
         try:
             deltas = self._engine.step()
-        except IntegrityError:
+        except (IntegrityError, UnavailableError):
             raise
         except Exception as error:  # whatever went wrong, no request may wait for ever
             logger.exception("a step failed")
@@ -247,9 +259,9 @@ class AsyncEngine:
             self._streams.pop(delta.request_id, None)
             self._engine.cancel(delta.request_id)
 
-    def _fail_all(self, reason: str) -> None:
+    def _fail_all(self, reason: str, *, unavailable: bool = False) -> None:
         for request_id in list(self._streams):
-            self._deliver(Delta(request_id, (), "", error=reason))
+            self._deliver(Delta(request_id, (), "", error=reason, unavailable=unavailable))
 
     def _refuse_commands(self, reason: str) -> None:
         """Answer what was sent before the stop and never begun."""
@@ -257,4 +269,4 @@ class AsyncEngine:
             command = self._commands.get()
             if isinstance(command, _Stream):
                 self._streams[command.request_id] = command
-        self._fail_all(reason)
+        self._fail_all(reason, unavailable=True)

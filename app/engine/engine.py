@@ -95,6 +95,11 @@ class Engine:
             raise
 
     @property
+    def available(self) -> bool:
+        """Whether all ranks are there. From any thread."""
+        return self._executor.available
+
+    @property
     def has_work(self) -> bool:
         return bool(self._requests)
 

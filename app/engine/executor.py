@@ -79,6 +79,11 @@ class Executor:
         with self.ranks.step(bytes([Order.OWN_LOGITS]) + message):
             return self._runner.own_logits(token_ids)
 
+    @property
+    def available(self) -> bool:
+        """Whether all ranks are there."""
+        return self.ranks is None or self.ranks.available
+
     def check(self) -> None:
         """Raise `UnavailableError` if a rank is lost."""
         if self.ranks is not None:

@@ -138,7 +138,7 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
                     folder, dtype=dtype or "auto", output_loading_info=True, **settings
                 )
             else:
-                model_class, plan = plan_for(hf_config, dtype or "auto", attention.IMPLEMENTATION, comm)
+                model_class, plan = plan_for(hf_config, attention.IMPLEMENTATION, comm)
                 loaded_files = load_share(model_class, plan, folder, dtype, **settings)
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot load {config.model!r}: {error}") from error

@@ -16,8 +16,8 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a step added to a request. `error` is set when the engine failed it, or `refused` it after all; it is then
-    the last one.
+    """What a step added to a request. `error` is set when the engine failed it, `refused` it after all, or has become
+    `unavailable`; it is then the last one.
 
     `num_cached_tokens`: of the prompt, found in the prefix cache.
     """
@@ -28,6 +28,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     error: str | None = None
     refused: bool = False
+    unavailable: bool = False
     num_cached_tokens: int = 0
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from app.errors import EngineError, RequestError, UnknownModelError
+from app.errors import EngineError, RequestError, UnavailableError, UnknownModelError
 from app.openai.bodies import ErrorBody, ErrorDetail
 
 
@@ -14,6 +14,8 @@ def error_response(error: BaseException) -> tuple[int, ErrorBody]:
     if isinstance(error, RequestError):
         status = 404 if isinstance(error, UnknownModelError) else 400
         return status, body(error.message, "invalid_request_error", error.param, error.code)
+    if isinstance(error, UnavailableError):
+        return 503, body(str(error), "server_error", None, "unavailable")
     if isinstance(error, EngineError):
         return 500, body(str(error), "server_error", None, "engine_error")
     return 500, body("internal error; the server's log says more", "server_error", None, "internal_error")

@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
 from app.engine.model_loader import load_tokenizer
-from app.errors import EngineError, FolioError, UnknownModelError
+from app.errors import EngineError, FolioError, UnavailableError, UnknownModelError
 from app.openai.bodies import (
     AssistantMessage,
     ChatChoice,
@@ -228,5 +228,7 @@ async def _call(response: Any) -> Any:
 
 def _unwrap(error: RayTaskError | RayActorError) -> FolioError:
     """What really happened at the replica."""
-    cause = error.cause if isinstance(error, RayTaskError) else None
+    if isinstance(error, RayActorError):
+        return UnavailableError("the engine replica died; send the request again")
+    cause = error.cause
     return cause if isinstance(cause, FolioError) else EngineError(f"the engine replica failed: {error}")

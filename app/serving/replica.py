@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from app.config import EngineConfig
 from app.engine import AsyncEngine, Delta
-from app.errors import EngineError
+from app.errors import UnavailableError
 from app.serving.messages import GenerateRequest, Piece, ReplicaFacts
+from app.serving.ranks import actors_of_this_replica
 from vmem import BudgetAnswer, MemoryReport
+
+# How long a replica without an engine stays, so that what it has answered gets out.
+_LAST_WORDS_S = 1.0
 
 
 class EngineReplica:
@@ -23,7 +29,8 @@ class EngineReplica:
     def __init__(self, config: EngineConfig) -> None:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("app").setLevel(logging.INFO)
-        self._engine = AsyncEngine(config)
+        self._engine = AsyncEngine(config, actors_of_this_replica())
+        self._leaving: threading.Timer | None = None
 
     async def generate(self, request: GenerateRequest) -> Piece:
         """The whole output at once."""
@@ -66,9 +73,14 @@ class EngineReplica:
         self._engine.unpin(name)
 
     def check_health(self) -> None:
-        """Called by Serve; an error here replaces the replica."""
-        if not self._engine.healthy:
-            raise EngineError("the engine has stopped")
+        """Called by Serve. Three errors here replace the replica, and the end of its process does so at once: until
+        then it would get requests that it cannot answer."""
+        if self._engine.healthy:
+            return
+        if self._leaving is None:
+            self._leaving = threading.Timer(_LAST_WORDS_S, os._exit, (1,))
+            self._leaving.start()
+        raise UnavailableError("the engine has stopped; send the request again")
 
     def _deltas(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         return self._engine.generate(

@@ -194,6 +194,10 @@ class Ranks:
         """Have every peer do something, after what was ordered before."""
         self._post(bytes([order]) + message)
 
+    @property
+    def available(self) -> bool:
+        return self._reason is None
+
     def check(self) -> None:
         """Raise `UnavailableError` if a rank is lost."""
         if self._reason is not None:

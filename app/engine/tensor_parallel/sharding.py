@@ -26,10 +26,10 @@ _COLLECTING = {"rowwise", "rowwise_rep", "rowwise_split_input", "moe_tp_experts"
 _COLLECTING |= {"colwise_gather_output", "colwise_rep", "embedding_rowwise", "embedding_colwise"}
 
 
-def plan_for(config: PreTrainedConfig, dtype: Any, implementation: str, comm: Communicator) -> tuple[type, ShardPlan]:
+def plan_for(config: PreTrainedConfig, implementation: str, comm: Communicator) -> tuple[type, ShardPlan]:
     """The model's class, and this rank's share of it. Raises `ModelError`."""
     with torch.device("meta"):
-        blank = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
+        blank = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     return type(blank), plan_shards(blank, comm.rank, comm.size)
 
 

@@ -1,0 +1,119 @@
+"""Peers of a tensor-parallel replica as Ray actors, one in each further bundle of the replica's placement group."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util import get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from app.engine.executor import num_threads
+from app.engine.tensor_parallel.ranks import Launch, RankProcesses, RankSpec
+from app.engine.tensor_parallel.worker import RankWorker, watch_leader
+from app.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# Actors start in seconds; more than this means that the cluster has no room for them after all.
+START_TIMEOUT_S = 300.0
+
+
+class RankActor:
+    """A peer. Its process does nothing else."""
+
+    def place(self) -> tuple[str, int]:
+        """(node, process id)."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    def run(self, spec: RankSpec) -> None:
+        """Returns when rank 0 says so. What fails here ends the process, as it would a child process."""
+        logging.basicConfig(format=f"%(asctime)s %(levelname)s rank {spec.rank} %(name)s: %(message)s")
+        worker = RankWorker(spec, num_threads(spec.config))
+        if spec.leader_pid is not None:
+            threading.Thread(target=watch_leader, args=(worker, spec), name="folio-watch", daemon=True).start()
+        try:
+            worker.run()
+        except Exception:
+            logger.exception("rank %d ends", spec.rank)
+            os._exit(1)
+
+
+class ActorProcesses:
+    """`RankProcesses` that are actors. They die with the replica, which owns them.
+
+    Raises:
+        ConfigError: the replica has no placement group with a bundle for each rank.
+    """
+
+    may_kill_leader = True  # a replica that hangs is replaced sooner when it is dead
+
+    def __init__(self, num_peers: int, group: Any) -> None:
+        bundles = [] if group is None else group.bundle_specs
+        if len(bundles) != num_peers + 1:
+            raise ConfigError(
+                f"{num_peers + 1} ranks need a placement group of as many bundles, the replica has {len(bundles)}: "
+                "set placement_group_bundles of the deployment accordingly, or leave them out"
+            )
+        self._actors: list[ActorHandle[Any]] = []
+        for peer in range(num_peers):
+            bundle = dict(bundles[peer + 1])
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=peer + 1)
+            options = {
+                "num_cpus": bundle.pop("CPU", 0),
+                "num_gpus": bundle.pop("GPU", 0),
+                "scheduling_strategy": strategy,
+                "max_restarts": 0,
+            }
+            actor: Any = ray.remote(**options)(RankActor)
+            self._actors.append(actor.remote())
+        places: list[tuple[str, int]] = ray.get(
+            [actor.place.remote() for actor in self._actors], timeout=START_TIMEOUT_S
+        )
+        node = ray.get_runtime_context().get_node_id()
+        self.on_one_machine = all(place == node for place, _ in places)
+        self.host = "127.0.0.1" if self.on_one_machine else ray.util.get_node_ip_address()
+        # Of processes on this node: they can be watched and killed without asking Ray, even when they are stopped.
+        self._pidfds = [os.pidfd_open(pid) if place == node else None for place, pid in places]
+        self._runs: list[Any] = []
+
+    def run(self, specs: Sequence[RankSpec]) -> None:
+        self._runs = [actor.run.remote(spec) for actor, spec in zip(self._actors, specs, strict=True)]
+
+    def is_alive(self, peer: int) -> bool:
+        pidfd = self._pidfds[peer]
+        if pidfd is not None:
+            return not select.select([pidfd], [], [], 0)[0]
+        if not self._runs:
+            return True
+        ended, _ = ray.wait([self._runs[peer]], timeout=0)
+        return not ended
+
+    def kill(self, peer: int) -> None:
+        pidfd = self._pidfds[peer]
+        if pidfd is not None and self.is_alive(peer):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        ray.kill(self._actors[peer])
+
+    def close(self) -> None:
+        for pidfd in self._pidfds:
+            if pidfd is not None:
+                os.close(pidfd)
+        self._pidfds = [None] * len(self._actors)
+
+
+def actors_of_this_replica() -> Launch:
+    """`Launch` for the replica that this is called in."""
+    group = get_current_placement_group()
+
+    def launch(num_peers: int) -> RankProcesses:
+        return ActorProcesses(num_peers, group)
+
+    return launch

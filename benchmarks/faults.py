@@ -1,0 +1,242 @@
+"""Ranks of a tensor-parallel replica are killed and stopped, one after the other, while clients ask.
+
+A real Ray Serve application with the built-in model on two ranks. Clients ask over HTTP for a key that is in their
+prompt, so that a wrong answer shows, and for long outputs as streams, so that some are always under way. At random
+moments a rank, the replica's own process or its peer's, gets SIGKILL or SIGSTOP. Every request must end with a right
+answer, or with an error that says that it may be sent again; a new replica must answer; nothing of the old one may be
+left.
+
+--quick: 4 faults instead of 50, each kind once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import ray
+from ray import serve
+
+from app.config import EngineConfig
+from app.main import HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S, AppArgs, build
+from benchmarks import harness
+
+NUM_CLIENTS = 6
+STEP_TIMEOUT_S = 5.0
+REQUEST_TIMEOUT_S = 120.0
+BETWEEN_FAULTS_S = (0.5, 2.0)
+BACK_TIMEOUT_S = 120.0
+WAIT_BEFORE_RETRY_S = 0.2
+RANKS, SIGNALS = ("replica", "peer"), (signal.SIGKILL, signal.SIGSTOP)
+PROCESS_TITLES = {"replica": "ray::ServeReplica:folio:EngineReplica", "peer": "ray::RankActor"}
+
+
+@dataclass
+class Outcomes:
+    """What became of the requests. `answered_at`: when right answers came whose request was sent after a fault."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    strange: list[str] = field(default_factory=list)
+    last_answered: tuple[float, float] = (0.0, 0.0)  # (sent, answered)
+
+
+class Client(threading.Thread):
+    """Asks again and again; every third request is a stream."""
+
+    def __init__(self, url: str, seed: int, outcomes: Outcomes, stop: threading.Event) -> None:
+        super().__init__(daemon=True)
+        self._url = url
+        self._random = random.Random(seed)
+        self._outcomes = outcomes
+        self._stop_asking = stop
+
+    def run(self) -> None:
+        with httpx.Client(timeout=REQUEST_TIMEOUT_S) as client:
+            for i in itertools.count():
+                if self._stop_asking.is_set():
+                    return
+                sent = time.monotonic()
+                try:
+                    outcome = self._stream(client) if i % 3 == 0 else self._look_up(client)
+                except httpx.HTTPError as error:
+                    outcome = "lost"
+                    self._outcomes.strange.append(f"{type(error).__name__}: {error}")
+                self._outcomes.counts[outcome] += 1
+                if outcome != "answered":
+                    time.sleep(WAIT_BEFORE_RETRY_S)
+                else:
+                    self._outcomes.last_answered = max(self._outcomes.last_answered, (sent, time.monotonic()))
+
+    def _look_up(self, client: httpx.Client) -> str:
+        """Which key some room has."""
+        keys = {room: self._random.randrange(10, 99) for room in self._random.sample(range(100, 999), 8)}
+        room = self._random.choice(list(keys))
+        question = " ".join(f"The key of room {r} is {key}." for r, key in keys.items())
+        content = f"{question} What is the key of room {room}?"
+        body = {"model": "builtin", "temperature": 0, "messages": [{"role": "user", "content": content}]}
+        response = client.post(f"{self._url}/v1/chat/completions", json=body)
+        if response.status_code != 200:
+            return self._judge(response.status_code, response.text)
+        answer = response.json()["choices"][0]["message"]["content"]
+        if answer == f"The key of room {room} is {keys[room]}.":
+            return "answered"
+        self._outcomes.strange.append(f"{content} → {answer}")
+        return "wrong"
+
+    def _stream(self, client: httpx.Client) -> str:
+        """300 tokens, whatever they are."""
+        body = {"model": "builtin", "prompt": "What is Folio?", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with client.stream("POST", f"{self._url}/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                return self._judge(response.status_code, response.read().decode())
+            last = ""
+            for line in response.iter_lines():
+                last = line.removeprefix("data: ") or last
+                if '"error"' in line:
+                    return self._judge(503, last)
+        if last == "[DONE]":
+            return "answered"
+        self._outcomes.strange.append(f"a stream ended with {last!r}")
+        return "lost"
+
+    def _judge(self, status: int, text: str) -> str:
+        """Of an answer that is none: whether it says so properly."""
+        try:
+            code = json.loads(text)["error"]["code"]
+        except (ValueError, KeyError, TypeError):
+            code = None
+        if status == 503 and code == "unavailable":
+            return "to be sent again"
+        self._outcomes.strange.append(f"{status}: {text[:300]}")
+        return "other error"
+
+
+def processes() -> dict[str, list[int]]:
+    """Process ids of replicas and peers, stopped ones included."""
+    found: dict[str, list[int]] = {name: [] for name in PROCESS_TITLES}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            title = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                continue
+        except OSError:  # it has ended meanwhile
+            continue
+        for name, start in PROCESS_TITLES.items():
+            if title.startswith(start):
+                found[name].append(int(folder.name))
+    return found
+
+
+def shared_files() -> int:
+    """Shared files of ranks that some process still holds or that have a name."""
+    held: set[str] = set()
+    for link in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            held.update(line.split()[4] for line in link.read_text().splitlines() if "folio-ranks" in line)
+        except OSError:
+            continue
+    return len(held) + sum("folio" in name for name in os.listdir("/dev/shm"))
+
+
+def faults(count: int, seed: int = 0) -> Iterator[tuple[str, signal.Signals, float]]:
+    """(rank, signal, seconds before it), every kind equally often, in random order."""
+    rng = random.Random(seed)
+    kinds = list(itertools.product(RANKS, SIGNALS)) * -(-count // 4)
+    rng.shuffle(kinds)
+    if count == 4:
+        kinds = list(itertools.product(RANKS, SIGNALS))
+    for rank, number in kinds[:count]:
+        yield rank, number, rng.uniform(*BETWEEN_FAULTS_S)
+
+
+def strike(rank: str, number: signal.Signals, outcomes: Outcomes) -> tuple[float, int]:
+    """Seconds until a request that was sent afterwards is answered, and how many old processes are left then."""
+    before = processes()
+    at = time.monotonic()
+    os.kill(before[rank][0], number)
+    while time.monotonic() - at < BACK_TIMEOUT_S:
+        sent, answered = outcomes.last_answered
+        left = sum(pid in now for name, now in processes().items() for pid in before[name])
+        if sent > at and not left:
+            return answered - at, 0
+        time.sleep(0.05)
+    return float("inf"), left
+
+
+def main() -> None:
+    args = harness.arguments(__doc__).parse_args()
+    count = 4 if args.quick else 50
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    engine = EngineConfig(
+        model="builtin",
+        dtype="float32",
+        tensor_parallel_size=2,
+        step_timeout_s=STEP_TIMEOUT_S,
+        kv_memory_bytes=128 << 20,
+    )
+    serve.run(build(AppArgs(engine=engine)), name="folio", route_prefix="/")
+    outcomes, stop = Outcomes(), threading.Event()
+    clients = [Client(f"http://127.0.0.1:{port}", seed, outcomes, stop) for seed in range(NUM_CLIENTS)]
+    for client in clients:
+        client.start()
+    rows: list[tuple[str, str, float, int]] = []
+    for rank, number, wait_s in faults(count):
+        time.sleep(wait_s)
+        back_s, left = strike(rank, number, outcomes)
+        rows.append((rank, number.name, back_s, left))
+        print(f"{len(rows):3} {rank:8} {number.name:8} back after {back_s:5.1f} s, {left} processes left", flush=True)
+    stop.set()
+    for client in clients:
+        client.join()
+    shared = shared_files()
+    serve.shutdown()
+    time.sleep(1.0)
+    left_over = sum(map(len, processes().values()))
+    ray.shutdown()
+
+    limit_s = 3 * (HEALTH_CHECK_PERIOD_S + HEALTH_CHECK_TIMEOUT_S)
+    times = [row[2] for row in rows]
+    print(f"\n{count} faults, {sum(outcomes.counts.values())} requests of {NUM_CLIENTS} clients at once")
+    for what in ("answered", "to be sent again", "other error", "wrong", "lost"):
+        print(f"  {what:18} {outcomes.counts[what]}")
+    for text in outcomes.strange[:10]:
+        print(f"  {text}")
+    print(f"back after {statistics.median(times):.1f} s (median), {max(times):.1f} s at most")
+    print(f"three failed health checks take up to {limit_s:.0f} s")
+    harness.finish(
+        "faults",
+        args,
+        {
+            "faults": count,
+            "answered": outcomes.counts["answered"],
+            "to_be_sent_again": outcomes.counts["to be sent again"],
+            "other_errors": outcomes.counts["other error"],
+            "wrong": outcomes.counts["wrong"],
+            "lost": outcomes.counts["lost"],
+            "back_s_median": statistics.median(times),
+            "back_s_max": max(times),
+            "processes_left": left_over + sum(row[3] for row in rows),
+            "shared_files_more_than_one_replica": shared - 1,
+        },
+        {"faults": rows, "strange": outcomes.strange},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -71,6 +71,7 @@ class CudaBackend:
         self._next_fence = 1
         self._events: deque[tuple[int, Any]] = deque()  # (fence, event) of fences not seen to be passed
         self._spare_events: list[Any] = []
+        self._fence_lock = threading.Lock()  # a thread may wait for a fence while another sets one
 
     def _describe_pages(self) -> int:
         """Fill in what the driver wants to know of every page, and return its granularity."""
@@ -159,6 +160,10 @@ class CudaBackend:
 
     def fence(self) -> int:
         self._call("cuCtxSetCurrent", self._context)  # per thread, and events need it
+        with self._fence_lock:
+            return self._set_fence()
+
+    def _set_fence(self) -> int:
         fence = self._next_fence
         try:
             if not self._spare_events:
@@ -177,14 +182,17 @@ class CudaBackend:
 
     def completed(self, fence: int) -> bool:
         self._call("cuCtxSetCurrent", self._context)
-        self._forget_passed()
-        return not self._events or self._events[0][0] > fence
+        with self._fence_lock:
+            self._forget_passed()
+            return not self._events or self._events[0][0] > fence
 
     def wait(self, fence: int) -> None:
         self._call("cuCtxSetCurrent", self._context)
-        while self._events and self._events[0][0] <= fence:
-            self._call("cuEventSynchronize", self._events[0][1])
-            self._forget_passed()
+        while not self.completed(fence):
+            with self._fence_lock:
+                event = self._events[0][1] if self._events else None
+            if event is not None:  # used again meanwhile, at worst: then this waits a little longer
+                self._call("cuEventSynchronize", event)
 
     def memory_info(self) -> MemoryInfo:
         self._call("cuCtxSetCurrent", self._context)
@@ -204,7 +212,7 @@ class CudaBackend:
         self._context = None
 
     def _forget_passed(self) -> None:
-        """Take back the events of fences that the device has passed, in order."""
+        """Take back the events of fences that the device has passed, in order. With the lock held."""
         while self._events:
             (status,) = self._driver.cuEventQuery(self._events[0][1])
             if status == self._driver.CUresult.CUDA_ERROR_NOT_READY:

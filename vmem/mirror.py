@@ -62,7 +62,7 @@ class Peers(Protocol):
         ...
 
 
-class Request(enum.IntEnum):
+class MemoryRequest(enum.IntEnum):
     """What a peer's memory thread does."""
 
     OPEN = 1  # capacity, headroom; the memory's first request
@@ -75,7 +75,7 @@ class Request(enum.IntEnum):
     INFO = 8
 
 
-class Order(enum.IntEnum):
+class MemoryOrder(enum.IntEnum):
     """What a peer's main thread does with its memory."""
 
     TENSORS = 1  # pickled: groups, homes, regions, region tokens
@@ -116,19 +116,17 @@ def _failure(answers: Sequence[bytes]) -> VmemError | None:
     """What the first peer that failed says."""
     for rank, answer in enumerate(answers, start=1):
         if answer[0] != Answer.DONE:
-            return _ERRORS[Answer(answer[0])](f"rank {rank}: {answer[1:].decode()}")
+            return _ERRORS[Answer(answer[0])](f"rank {rank}: {answer[1:].decode(errors='replace')}")
     return None
 
 
 class _PeersOfOneMemory:
-    """Peers, where all messages are about one memory."""
+    """Peers, where all messages are about one new memory."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._number = bytes([peers.open_memory()])
-
-    def open_memory(self) -> int:
-        return self._number[0]
+        self.number = peers.open_memory()
+        self._number = bytes([self.number])
 
     @property
     def num_ordered(self) -> int:
@@ -166,7 +164,7 @@ class MirroredBackend:
 
     def __init__(self, local: Backend, peers: Peers, *, capacity_bytes: int, headroom_bytes: int = 0) -> None:
         self._local = local
-        self.peers: Peers = _PeersOfOneMemory(peers)
+        self.peers = _PeersOfOneMemory(peers)
         self._lock = threading.RLock()
         self._ranges: dict[int, AddressRange] = {}  # index, the same on all ranks → this rank's addresses
         self._num_reserved = 0
@@ -176,16 +174,16 @@ class MirroredBackend:
         self._fences: dict[int, tuple[int, int]] = {}  # those not seen to be passed → local fence, orders before it
         self._orders_passed = 0
         try:
-            self._check(self.peers.ask(pack(Request.OPEN, capacity_bytes, headroom_bytes)))
+            self._check(self.peers.ask(pack(MemoryRequest.OPEN, capacity_bytes, headroom_bytes)))
         except VmemError:
-            self.peers.tell(pack(Request.CLOSE, peers.num_ordered))
+            self.peers.tell(pack(MemoryRequest.CLOSE, peers.num_ordered))
             local.close()
             raise
 
     @property
     def number(self) -> int:
         """What the memory is called on every rank."""
-        return self.peers.open_memory()
+        return self.peers.number
 
     @property
     def unit_bytes(self) -> int:
@@ -208,9 +206,9 @@ class MirroredBackend:
         reserved = self._local.reserve(num_bytes)
         index, self._num_reserved = self._num_reserved, self._num_reserved + 1
         try:
-            self._check(self.peers.ask(pack(Request.RESERVE, index, num_bytes)))
+            self._check(self.peers.ask(pack(MemoryRequest.RESERVE, index, num_bytes)))
         except VmemError:
-            self.peers.tell(pack(Request.RELEASE, index))
+            self.peers.tell(pack(MemoryRequest.RELEASE, index))
             must(lambda: self._local.release(reserved))
             raise
         self._ranges[index] = reserved
@@ -221,7 +219,7 @@ class MirroredBackend:
         self._local.release(reserved)
         index = self.index_of(reserved)
         del self._ranges[index]
-        self.peers.tell(pack(Request.RELEASE, index))
+        self.peers.tell(pack(MemoryRequest.RELEASE, index))
 
     @one_at_a_time
     def create(self, page_bytes: int) -> int:
@@ -232,30 +230,33 @@ class MirroredBackend:
     @one_at_a_time
     def destroy(self, handle: int) -> None:
         self._local.destroy(handle)
-        self.peers.tell(pack(Request.DESTROY, handle))
+        self.peers.tell(pack(MemoryRequest.DESTROY, handle))
 
     @one_at_a_time
     def map(self, address: int, handles: Sequence[int]) -> None:
         span = AddressRange(address, len(handles) * self._page_bytes)
         answers = self._ask_to_map(ALL_RANKS, address, handles)
+        refusal: VmemError | None = None
         try:
             self._local.map(address, handles)
-        except VmemError:
-            self._undo_on_peers(answers(), lambda ranks: self._ask_to_unmap(ranks, span))
-            raise
-        replies = answers()
-        if (failure := _failure(replies)) is not None:
+        except VmemError as error:
+            refusal = error
+        finally:  # whatever happened here, nobody else's answers may be taken for these
+            replies = answers()
+        failure = refusal or _failure(replies)
+        if failure is not None:
             self._undo_on_peers(replies, lambda ranks: self._ask_to_unmap(ranks, span))
-            must(lambda: self._local.unmap(span))
+            if refusal is None:
+                must(lambda: self._local.unmap(span))
             raise failure
         for i, handle in enumerate(handles):
             self._handle_at[address + i * self._page_bytes] = handle
 
     @one_at_a_time
     def unmap(self, mapped: AddressRange) -> None:
-        places = range(mapped.address, mapped.end, self._page_bytes or mapped.num_bytes)
-        handles = [self._handle_at.get(place, 0) for place in places]
         self._local.unmap(mapped)
+        places = range(mapped.address, mapped.end, self._page_bytes)
+        handles = [self._handle_at[place] for place in places]
         replies = self._ask_to_unmap(ALL_RANKS, mapped)()
         if (failure := _failure(replies)) is not None:
             self._undo_on_peers(replies, lambda ranks: self._ask_to_map(ranks, mapped.address, handles))
@@ -293,7 +294,7 @@ class MirroredBackend:
     @one_at_a_time
     def memory_info(self) -> MemoryInfo:
         """What this rank holds, and what the poorest rank could still give."""
-        answers = self.peers.ask(pack(Request.INFO))
+        answers = self.peers.ask(pack(MemoryRequest.INFO))
         info = self._local.memory_info()
         available = [unpack(answer)[0] for answer in self._check(answers)]
         return MemoryInfo(info.physical_bytes, min([info.available_bytes, *available]))
@@ -301,7 +302,7 @@ class MirroredBackend:
     @one_at_a_time
     def close(self) -> None:
         self._local.close()
-        self._check(self.peers.ask(pack(Request.CLOSE, self.peers.num_ordered)))
+        self._check(self.peers.ask(pack(MemoryRequest.CLOSE, self.peers.num_ordered)))
 
     def _pass(self, fence: int) -> None:
         """The device has passed the fence, and so all before it."""
@@ -316,11 +317,11 @@ class MirroredBackend:
         raise IntegrityError(f"{address:#x} is outside every reservation")
 
     def _ask_to_map(self, ranks: int, address: int, handles: Sequence[int]) -> Answers:
-        return self.peers.ask(pack(Request.MAP, ranks, *self._place(address), self._page_bytes, *handles))
+        return self.peers.ask(pack(MemoryRequest.MAP, ranks, *self._place(address), self._page_bytes, *handles))
 
     def _ask_to_unmap(self, ranks: int, mapped: AddressRange) -> Answers:
         place = self._place(mapped.address)
-        return self.peers.ask(pack(Request.UNMAP, ranks, *place, mapped.num_bytes, self._orders_passed))
+        return self.peers.ask(pack(MemoryRequest.UNMAP, ranks, *place, mapped.num_bytes, self._orders_passed))
 
     def _check(self, answers: Answers) -> list[bytes]:
         replies = answers()
@@ -359,32 +360,33 @@ class MirroredContents:
             for kind in (tensors.homes, tensors.regions)
         )
         shape = (tensors.groups, homes, regions, tensors.region_tokens)
-        self._peers.order(bytes([Order.TENSORS]) + pickle.dumps(shape))
+        self._peers.order(bytes([MemoryOrder.TENSORS]) + pickle.dumps(shape))
 
     def copy(self, g: int, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self._peers.order(pack(Order.COPY, g, *sources, *targets))
+        self._peers.order(pack(MemoryOrder.COPY, g, *sources, *targets))
         self._local.copy(g, sources, targets)
 
     def save(self, key: int, g: int, block_ids: Sequence[int]) -> None:
-        answers = self._peers.confirm(pack(Order.SAVE, key, g, *block_ids))
+        answers = self._peers.confirm(pack(MemoryOrder.SAVE, key, g, *block_ids))
         try:
             self._local.save(key, g, block_ids)
         except BaseException:
-            answers()
-            self._peers.order(pack(Order.DISCARD, key))
+            self._peers.order(pack(MemoryOrder.DISCARD, key))
             raise
-        if (failure := _failure(answers())) is not None:
+        finally:
+            replies = answers()
+        if (failure := _failure(replies)) is not None:
             self.discard(key)
             raise failure
 
     def restore(self, key: int, rows: Sequence[int], block_ids: Sequence[int]) -> None:
         if rows:
-            self._peers.order(pack(Order.RESTORE, key, *rows, *block_ids))
+            self._peers.order(pack(MemoryOrder.RESTORE, key, *rows, *block_ids))
             self._local.restore(key, rows, block_ids)
 
     def discard(self, key: int) -> None:
         self._local.discard(key)
-        self._peers.order(pack(Order.DISCARD, key))
+        self._peers.order(pack(MemoryOrder.DISCARD, key))
 
 
 def mirror(

@@ -11,7 +11,7 @@ from vmem.backend import AddressRange, Backend
 from vmem.contents import BlockContents
 from vmem.errors import IntegrityError, OutOfPages, OutOfSwap, VmemError
 from vmem.group import LayerGroup
-from vmem.mirror import Answer, Order, Request, pack, unpack
+from vmem.mirror import Answer, MemoryOrder, MemoryRequest, pack, unpack
 from vmem.tensors import CacheTensors
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class PeerMemory:
         """Do what was requested; a failed request has changed nothing."""
         number, request = message[0], message[1:]
         try:
-            return pack(Answer.DONE, *self._answer(number, Request(request[0]), unpack(request)))
+            return pack(Answer.DONE, *self._answer(number, MemoryRequest(request[0]), unpack(request)))
         except OutOfPages as error:
             return bytes([Answer.OUT_OF_PAGES]) + str(error).encode()
         except IntegrityError as error:
@@ -55,38 +55,38 @@ class PeerMemory:
         except VmemError as error:
             return bytes([Answer.FAILED]) + str(error).encode()
 
-    def _answer(self, number: int, request: Request, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        if request is Request.OPEN:
+    def _answer(self, number: int, request: MemoryRequest, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        if request is MemoryRequest.OPEN:
             memory = _Memory(self._rank, self._make_backend(*numbers))
             with self._orders:
                 self._memories[number] = memory
             return ()
         if number not in self._memories:
-            if request is Request.CLOSE:  # it could not be opened here
+            if request is MemoryRequest.CLOSE:  # it could not be opened here
                 return ()
             raise IntegrityError(f"memory {number} is not open")
         memory = self._memories[number]
         match request, numbers:
-            case Request.CLOSE, (num_orders,):
+            case MemoryRequest.CLOSE, (num_orders,):
                 self._wait_until_done(memory, num_orders)
                 with self._orders:
                     del self._memories[number]
                 memory.close()
-            case Request.RESERVE, (index, num_bytes):
+            case MemoryRequest.RESERVE, (index, num_bytes):
                 memory.ranges[index] = memory.backend.reserve(num_bytes)
-            case Request.RELEASE, (index,):
+            case MemoryRequest.RELEASE, (index,):
                 if index in memory.ranges:  # else it could not be reserved here
                     memory.backend.release(memory.ranges.pop(index))
-            case Request.DESTROY, (handle,):
+            case MemoryRequest.DESTROY, (handle,):
                 memory.destroy(handle)
-            case Request.MAP, (ranks, index, offset, page_bytes, *handles):
+            case MemoryRequest.MAP, (ranks, index, offset, page_bytes, *handles):
                 if ranks >> self._rank & 1:
                     memory.map(memory.ranges[index].address + offset, page_bytes, handles)
-            case Request.UNMAP, (ranks, index, offset, num_bytes, num_orders):
+            case MemoryRequest.UNMAP, (ranks, index, offset, num_bytes, num_orders):
                 if ranks >> self._rank & 1:
                     self._wait_until_done(memory, num_orders)
                     memory.backend.unmap(AddressRange(memory.ranges[index].address + offset, num_bytes))
-            case Request.INFO, ():
+            case MemoryRequest.INFO, ():
                 return (memory.backend.memory_info().available_bytes,)
             case _:
                 raise IntegrityError(f"unknown request {request!r} with {len(numbers)} numbers")
@@ -108,21 +108,21 @@ class PeerMemory:
             Exception: an order that has to succeed did not; this rank cannot go on.
         """
         memory, order = self._memories[message[0]], message[1:]
-        kind = Order(order[0])
-        if kind is Order.TENSORS:
+        kind = MemoryOrder(order[0])
+        if kind is MemoryOrder.TENSORS:
             memory.tensors = memory.make_tensors(*pickle.loads(order[1:]))
             memory.contents = self._make_contents(memory.tensors)
             return pack(Answer.DONE)
         first, *numbers = unpack(order)
         half = len(numbers) // 2
-        if kind is Order.COPY:
+        if kind is MemoryOrder.COPY:
             memory.contents.copy(first, numbers[:half], numbers[half:])
-        elif kind is Order.SAVE:
+        elif kind is MemoryOrder.SAVE:
             try:
                 memory.contents.save(first, numbers[0], numbers[1:])
             except (OutOfSwap, RuntimeError, MemoryError) as error:
                 return bytes([Answer.OUT_OF_SWAP]) + str(error).encode()
-        elif kind is Order.RESTORE:
+        elif kind is MemoryOrder.RESTORE:
             memory.contents.restore(first, numbers[:half], numbers[half:])
         else:
             memory.contents.discard(first)

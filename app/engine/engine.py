@@ -68,8 +68,10 @@ class Engine:
             self_test(self._executor, self.memory.groups, config.kv_view)
             self._executor.open(self.memory)
         except BaseException as error:
-            self.memory.close()
-            self._executor.close()
+            try:
+                self.memory.close()
+            finally:
+                self._executor.close()
             if isinstance(error, KernelError) or isinstance(
                 error.__cause__, KernelError
             ):  # the kernel asked for cannot read such a cache

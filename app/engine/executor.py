@@ -13,7 +13,8 @@ from app.engine.model_loader import load_model, resolve_device
 from app.engine.model_runner import ModelRunner, ObservedLayers
 from app.engine.tensor_parallel.messages import Order, pack_arrays, pack_step
 from app.engine.tensor_parallel.ranks import Launch, Ranks
-from kernels import select_provider
+from app.errors import FolioError, ModelError, UnavailableError
+from kernels import KernelError, select_provider
 from vmem import KVMemory, MirroredBackend
 
 
@@ -43,15 +44,26 @@ class Executor:
             if self.ranks is None:
                 self.model = load_model(config)
             else:
-                self.model = self.ranks.together(Order.LOAD, lambda: load_model(config, comm), may_take_long=True)
-            provider = select_provider(config.attention, self.model.module.device)
-            if self.ranks is None:
-                self._runner = ModelRunner(self.model, provider)
-            else:
-                self._runner = self.ranks.together(Order.OBSERVE, lambda: ModelRunner(self.model, provider))
+                self.model = self.ranks.load(lambda: load_model(config, comm))
+            self._runner = self._observe(config)
         except BaseException:
             self.close()
             raise
+
+    def _observe(self, config: EngineConfig) -> ModelRunner:
+        provider = select_provider(config.attention, self.model.module.device)
+        if self.ranks is None:
+            return ModelRunner(self.model, provider)
+        try:
+            with self.ranks.step(bytes([Order.OBSERVE])):
+                return ModelRunner(self.model, provider)
+        except UnavailableError as error:
+            if isinstance(error.__cause__, FolioError | KernelError):
+                raise error.__cause__ from error
+            raise ModelError(
+                f"{config.model!r} cannot be run by {config.tensor_parallel_size} ranks: {error.__cause__ or error}; "
+                "what the other ranks logged may say more"
+            ) from error
 
     @property
     def layers(self) -> ObservedLayers:

@@ -24,7 +24,7 @@ from app.engine import attention, recurrent
 from app.engine.fuse import fuse_modules
 from app.engine.linear import pack_linears
 from app.engine.tensor_parallel.communicator import Communicator
-from app.engine.tensor_parallel.sharding import install_collectives, load_share, plan_for
+from app.engine.tensor_parallel.sharding import install_collectives, load_share
 from app.errors import ConfigError, ModelError
 from kernels import CpuElementwise, KernelError
 
@@ -128,18 +128,17 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
     """
     hf_config = load_config(config.model)
     attention.register()
-    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-    folder, settings = resolve(config.model), {"config": hf_config, "attn_implementation": attention.IMPLEMENTATION}
+    dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+    folder, settings = resolve(config.model), {"dtype": dtype, "attn_implementation": attention.IMPLEMENTATION}
     plan = None
     try:
         with _loading:
             if comm is None:
                 loaded_files: Any = AutoModelForCausalLM.from_pretrained(
-                    folder, dtype=dtype or "auto", output_loading_info=True, **settings
+                    folder, config=hf_config, output_loading_info=True, **settings
                 )
             else:
-                model_class, plan = plan_for(hf_config, attention.IMPLEMENTATION, comm)
-                loaded_files = load_share(model_class, plan, folder, dtype, **settings)
+                *loaded_files, plan = load_share(folder, hf_config, comm, **settings)
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot load {config.model!r}: {error}") from error
     except KeyError as error:  # how older models look up their attention class

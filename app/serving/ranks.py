@@ -6,21 +6,20 @@ import logging
 import os
 import select
 import signal
-import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
+import torch
 from ray.actor import ActorHandle
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from app.engine.executor import num_threads
 from app.engine.tensor_parallel.ranks import Launch, RankProcesses, RankSpec
-from app.engine.tensor_parallel.worker import RankWorker, watch_leader
+from app.engine.tensor_parallel.worker import RankWorker, run_to_the_end
 from app.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 # Actors start in seconds; more than this means that the cluster has no room for them after all.
 START_TIMEOUT_S = 300.0
@@ -34,16 +33,12 @@ class RankActor:
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def run(self, spec: RankSpec) -> None:
-        """Returns when rank 0 says so. What fails here ends the process, as it would a child process."""
+        """Returns when rank 0 says so. What fails here ends the process."""
         logging.basicConfig(format=f"%(asctime)s %(levelname)s rank {spec.rank} %(name)s: %(message)s")
-        worker = RankWorker(spec, num_threads(spec.config))
-        if spec.leader_pid is not None:
-            threading.Thread(target=watch_leader, args=(worker, spec), name="folio-watch", daemon=True).start()
-        try:
-            worker.run()
-        except Exception:
-            logger.exception("rank %d ends", spec.rank)
-            os._exit(1)
+        if spec.leader_pid is None:  # rank 0 is on another node
+            spec = replace(spec, host=ray.util.get_node_ip_address())
+        device = torch.device("cuda", 0) if spec.config.device == "cuda" else torch.device("cpu")  # Ray shows it one
+        run_to_the_end(RankWorker(spec, num_threads(spec.config), device))
 
 
 class ActorProcesses:

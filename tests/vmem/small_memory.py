@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.vmem.direct_peers import DirectPeers
 from tests.vmem.fake_driver import CUresult, FakeDriver
 from vmem import (
+    BlockContents,
+    CacheTensors,
     CudaBackend,
     Demand,
     HostBackend,
@@ -19,8 +23,10 @@ from vmem import (
     LayerGroup,
     LayerSpec,
     LayoutKind,
+    LocalContents,
     MapError,
     MappingOptions,
+    MirroredBackend,
     SequenceMemory,
     StateLayout,
     TokenChain,
@@ -28,6 +34,7 @@ from vmem import (
 )
 from vmem.dlpack import CPU
 from vmem.mapper import Mapper
+from vmem.mirror import MirroredContents
 from vmem.prefix import Hash, stable_hash
 
 BLOCK_TOKENS = 16
@@ -115,7 +122,38 @@ class FlakyCuda(CudaBackend):
         self.fake.fail_status = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
 
 
-FlakyBackend = FlakyHost | FlakyCuda
+class FlakyMirror(MirroredBackend):
+    """The host backend on two ranks; call number `fail_at` fails, on rank 0 if it is even, else on rank 1."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._here = FlakyHost(capacity_bytes)
+        self.ranks = DirectPeers(FlakyHost)
+        self._fail_at = -1
+        super().__init__(self._here, self.ranks, capacity_bytes=capacity_bytes)
+
+    @property
+    def there(self) -> FlakyHost:
+        [peer] = self.ranks.backends
+        assert isinstance(peer, FlakyHost)
+        return peer
+
+    @property
+    def num_calls(self) -> int:
+        return min(self._here.num_calls, self.there.num_calls)
+
+    @property
+    def fail_at(self) -> int:
+        return self._fail_at
+
+    @fail_at.setter
+    def fail_at(self, call: int) -> None:
+        self._fail_at = call
+        ahead = (call - self.num_calls + 1) // 2
+        self._here.fail_at = self._here.num_calls + ahead if call >= 0 and call % 2 == 0 else -1
+        self.there.fail_at = self.there.num_calls + ahead if call >= 0 and call % 2 == 1 else -1
+
+
+FlakyBackend = FlakyHost | FlakyCuda | FlakyMirror
 
 
 @dataclass(eq=False)
@@ -140,7 +178,7 @@ class Tokens:
 
 
 def make_memory(
-    backend: type[FlakyHost] | type[FlakyCuda] = FlakyHost,
+    backend: type[FlakyHost] | type[FlakyCuda] | type[FlakyMirror] = FlakyHost,
     *,
     num_pages: int = 40,
     kind: LayoutKind = "interleaved",
@@ -157,6 +195,11 @@ def make_memory(
 ) -> tuple[KVMemory, FlakyBackend]:
     """A memory that gives nothing back by itself unless `idle_release_s` says so."""
     device = backend(num_pages * PAGE_BYTES)
+
+    def contents(tensors: CacheTensors) -> BlockContents:
+        local = LocalContents(tensors)
+        return MirroredContents(local, tensors, device) if isinstance(device, FlakyMirror) else local
+
     memory = KVMemory(
         device,
         groups(kind, windowed=windowed, window_block_tokens=window_block_tokens, stateful=stateful),
@@ -167,6 +210,7 @@ def make_memory(
         prefix_cache=prefix_cache,
         swap_bytes=swap_pages * PAGE_BYTES,
         hash=hash,
+        contents=contents,
         options=MappingOptions(
             **({"idle_release_s": 1e9, "cache_release_s": 1e9, "eager_allocation": False} | options)
         ),
@@ -207,12 +251,19 @@ def pages_read(memory: KVMemory, demands: Iterable[Demand]) -> set[int]:
     return addresses
 
 
+def tensors_of_ranks(memory: KVMemory) -> list[CacheTensors]:
+    """The caches of every rank, rank 0's first."""
+    device = memory.backend
+    peers = device.ranks.memories if isinstance(device, FlakyMirror) else []
+    return [memory.tensors, *(peer.tensors(device.number) for peer in peers if isinstance(device, FlakyMirror))]
+
+
 def write(memory: KVMemory, demand: Demand, values: Sequence[float], view: str) -> None:
     """Store one value a token in every layer's keys, and its negative in the values, through one of the views."""
     for g, group in enumerate(memory.groups):
         table, block_tokens = demand.sequence.groups[g], group.layout.block_tokens
-        for layer in group.layers:
-            key, value = memory.tensors.region_view(layer) if view == "region" else memory.tensors.home_view(layer)
+        for layer, tensors in itertools.product(group.layers, tensors_of_ranks(memory)):
+            key, value = tensors.region_view(layer) if view == "region" else tensors.home_view(layer)
             for position, number in zip(range(demand.start, demand.end), values, strict=True):
                 if view == "region":
                     assert table.region is not None
@@ -224,33 +275,41 @@ def write(memory: KVMemory, demand: Demand, values: Sequence[float], view: str) 
 
 def write_state(memory: KVMemory, sequence: SequenceMemory, value: float) -> None:
     """Fill the sequence's recurrent state, first byte to last, with one number."""
-    _state(memory, sequence)[:] = value
+    for state in _states(memory, sequence):
+        state[:] = value
 
 
 def read_state(memory: KVMemory, sequence: SequenceMemory) -> float:
     """The number that fills the sequence's recurrent state."""
-    state = _state(memory, sequence)
-    assert bool((state == state[0]).all())
-    return float(state[0])
+    states = torch.stack(_states(memory, sequence))
+    assert bool((states == states[0, 0]).all())
+    return float(states[0, 0])
 
 
-def _state(memory: KVMemory, sequence: SequenceMemory) -> torch.Tensor:
+def _states(memory: KVMemory, sequence: SequenceMemory) -> list[torch.Tensor]:
+    """Of every rank."""
     g = memory.tensors.state_group
     assert g is not None
     [block_id] = sequence.groups[g].block_ids
-    return memory.tensors.state_view()[block_id][:STATE_BYTES].view(torch.float64)
+    return [t.state_view()[block_id][:STATE_BYTES].view(torch.float64) for t in tensors_of_ranks(memory)]
 
 
 def read(memory: KVMemory, demand: Demand, layer: int, view: str) -> list[float]:
-    """The values of the visible tokens up to `demand.end`, oldest first; keys and values must agree."""
+    """The values of the visible tokens up to `demand.end`, oldest first; keys and values must agree, and all ranks."""
+    [found, *others] = [_read(memory, tensors, demand, layer, view) for tensors in tensors_of_ranks(memory)]
+    assert all(other == found for other in others)
+    return found
+
+
+def _read(memory: KVMemory, tensors: CacheTensors, demand: Demand, layer: int, view: str) -> list[float]:
     g = memory.tensors.group_of(layer)
     table = demand.sequence.groups[g]
     start, end = table.first * memory.groups[g].layout.block_tokens, demand.end
     if view == "region":
         assert table.region is not None
-        key, value = (side[table.region.slot, start:end, 0, 0] for side in memory.tensors.region_view(layer))
+        key, value = (side[table.region.slot, start:end, 0, 0] for side in tensors.region_view(layer))
     else:
         blocks = torch.tensor(table.block_ids[table.first :], dtype=torch.int64)
-        key, value = (side[blocks].flatten(0, 1)[: end - start, 0, 0] for side in memory.tensors.home_view(layer))
+        key, value = (side[blocks].flatten(0, 1)[: end - start, 0, 0] for side in tensors.home_view(layer))
     assert key.tolist() == (-value).tolist()
     return [float(number) for number in key.tolist()]

@@ -7,8 +7,18 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from tests.vmem.direct_peers import DirectPeers
 from tests.vmem.fake_driver import FakeDriver
-from vmem import AddressRange, Backend, CudaBackend, HostBackend, IntegrityError, MapError, OutOfPages
+from vmem import (
+    AddressRange,
+    Backend,
+    CudaBackend,
+    HostBackend,
+    IntegrityError,
+    MapError,
+    MirroredBackend,
+    OutOfPages,
+)
 from vmem.dlpack import CPU
 
 NUM_PAGES = 8
@@ -24,6 +34,21 @@ def fake_cuda() -> tuple[Backend, int]:
     return CudaBackend(driver=FakeDriver(NUM_PAGES * page_bytes), tensor_device=CPU), page_bytes
 
 
+def mirrored_host() -> tuple[Backend, int]:
+    page_bytes = 16384
+    capacity = NUM_PAGES * page_bytes
+    return MirroredBackend(
+        HostBackend(capacity), DirectPeers(HostBackend, HostBackend), capacity_bytes=capacity
+    ), page_bytes
+
+
+def mirrored_cuda() -> tuple[Backend, int]:
+    """Of a rank's fake device all that is known here is that nothing is left: closing it checks that."""
+    local, page_bytes = fake_cuda()
+    peers = DirectPeers(lambda _: fake_cuda()[0])
+    return MirroredBackend(local, peers, capacity_bytes=NUM_PAGES * page_bytes), page_bytes
+
+
 def real_cuda() -> tuple[Backend, int]:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
@@ -32,7 +57,7 @@ def real_cuda() -> tuple[Backend, int]:
     return backend, backend.granularity_bytes
 
 
-@pytest.fixture(params=[host, fake_cuda, pytest.param(real_cuda, marks=pytest.mark.gpu)])
+@pytest.fixture(params=[host, fake_cuda, mirrored_host, mirrored_cuda, pytest.param(real_cuda, marks=pytest.mark.gpu)])
 def case(request: pytest.FixtureRequest) -> Iterator[tuple[Backend, int]]:
     make: Callable[[], tuple[Backend, int]] = request.param
     backend, page_bytes = make()
@@ -93,7 +118,7 @@ def test_physical_bytes_follow_the_pages(case: tuple[Backend, int]) -> None:
 def test_fences_pass(case: tuple[Backend, int]) -> None:
     backend, _ = case
     first, second = backend.fence(), backend.fence()
-    driver = getattr(backend, "_driver", None)
+    driver = getattr(getattr(backend, "_local", backend), "_driver", None)
     if isinstance(driver, FakeDriver):
         assert not backend.completed(first)
         driver.finish_work()
@@ -134,7 +159,7 @@ def test_rules_are_enforced(case: tuple[Backend, int]) -> None:
     backend.release(reserved)
 
 
-@pytest.mark.parametrize("make", [host, fake_cuda])
+@pytest.mark.parametrize("make", [host, fake_cuda, mirrored_host, mirrored_cuda])
 def test_out_of_pages_is_transient(make: Callable[[], tuple[Backend, int]]) -> None:
     backend, size = make()
     handles = [backend.create(size) for _ in range(NUM_PAGES)]

@@ -17,6 +17,7 @@ from tests.vmem.small_memory import (
     WINDOW_TOKENS,
     FlakyCuda,
     FlakyHost,
+    FlakyMirror,
     do_background,
     groups,
     layout,
@@ -284,7 +285,7 @@ def test_groups_share_one_budget(no_thread: None) -> None:
 # ---- failures ----
 
 
-@pytest.mark.parametrize("backend", [FlakyHost, FlakyCuda])
+@pytest.mark.parametrize("backend", [FlakyHost, FlakyCuda, FlakyMirror])
 @pytest.mark.parametrize("fail_at", range(1, 60))
 def test_a_failure_at_each_call_changes_nothing(backend: type, fail_at: int, no_thread: None) -> None:
     """Growing, forking, copying, hiding and giving back, with call k failing: the same calls work a moment later."""
@@ -312,6 +313,8 @@ def test_a_failure_at_each_call_changes_nothing(backend: type, fail_at: int, no_
     device.fail_at = -1
     memory.check_integrity()
     assert read(memory, Demand(sequences[1], 0, 40), 0, "region") == list(range(40))
+    if isinstance(device, FlakyMirror):
+        assert device.there.num_mappings == device.num_mappings
     finish(memory, *sequences)
     if isinstance(device, FlakyCuda):
         assert device.fake.leftovers == (0, 0, 0, 0, 0)

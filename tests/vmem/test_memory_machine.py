@@ -23,6 +23,7 @@ from tests.vmem.small_memory import (
     PAGE_BYTES,
     FlakyCuda,
     FlakyHost,
+    FlakyMirror,
     Tokens,
     do_background,
     make_memory,
@@ -64,7 +65,7 @@ class MemoryMachine(RuleBasedStateMachine):
     """With `threaded` the mapper's thread works beside the rules; without it, between them where a rule says so."""
 
     @initialize(
-        backend=st.sampled_from([FlakyHost, FlakyCuda]),
+        backend=st.sampled_from([FlakyHost, FlakyCuda, FlakyMirror]),
         kind=st.sampled_from(["interleaved", "per_layer"]),
         windowed=st.booleans(),
         window_block_tokens=st.sampled_from([16, 32]),
@@ -84,7 +85,7 @@ class MemoryMachine(RuleBasedStateMachine):
     )
     def begin(
         self,
-        backend: type[FlakyHost] | type[FlakyCuda],
+        backend: type[FlakyHost] | type[FlakyCuda] | type[FlakyMirror],
         kind: LayoutKind,
         windowed: bool,
         window_block_tokens: int,
@@ -329,6 +330,8 @@ class MemoryMachine(RuleBasedStateMachine):
             assert not report.cached_bytes
         if isinstance(self.backend, FlakyCuda):
             assert not self.backend.fake.violations
+        if isinstance(self.backend, FlakyMirror) and not self.threaded:
+            assert self.backend.there.num_mappings == self.backend.num_mappings
 
     def teardown(self) -> None:
         if not hasattr(self, "memory"):

@@ -11,13 +11,12 @@ import os
 import pickle
 import signal
 import sys
-import threading
 
 import torch
 
 from app.engine.executor import num_threads
 from app.engine.tensor_parallel.ranks import RankSpec
-from app.engine.tensor_parallel.worker import RankWorker, watch_leader
+from app.engine.tensor_parallel.worker import RankWorker, run_to_the_end
 
 _PR_SET_PDEATHSIG = 1
 
@@ -33,11 +32,8 @@ def main() -> None:
     except EOFError:  # rank 0 did not come that far
         return
     logging.basicConfig(format=f"%(asctime)s %(levelname)s rank {spec.rank} %(name)s: %(message)s")
-    if spec.config.device == "cuda":
-        torch.cuda.set_device(spec.rank)
-    worker = RankWorker(spec, num_threads(spec.config))
-    threading.Thread(target=watch_leader, args=(worker, spec), name="folio-watch", daemon=True).start()
-    worker.run()
+    device = torch.device("cuda", spec.rank) if spec.config.device == "cuda" else torch.device("cpu")
+    run_to_the_end(RankWorker(spec, num_threads(spec.config), device))
 
 
 if __name__ == "__main__":

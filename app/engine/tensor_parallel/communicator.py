@@ -16,7 +16,6 @@ Store = Any
 
 # How long ranks wait for one another in a collective. Whoever watches them has ended a rank that hangs long before.
 _TIMEOUT = timedelta(hours=1)
-_START_TIMEOUT = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +26,12 @@ class StoreAddress:
     port: int
 
 
-def open_store(host: str, size: int) -> tuple[StoreAddress, Store]:
-    """A store for `size` ranks, at a free port of this host's address and no other."""
+def open_store(host: str, size: int, timeout_s: float) -> tuple[StoreAddress, Store]:
+    """A store for `size` ranks, at a free port of this host's address and no other.
+
+    Args:
+        timeout_s: how long a rank waits there for the others.
+    """
     listener = socket.create_server((host, 0))
     address = StoreAddress(host, listener.getsockname()[1])
     store = dist.TCPStore(
@@ -36,16 +39,16 @@ def open_store(host: str, size: int) -> tuple[StoreAddress, Store]:
         address.port,
         size,
         is_master=True,
-        timeout=_START_TIMEOUT,
+        timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
     return address, store
 
 
-def join_store(address: StoreAddress, size: int) -> Store:
+def join_store(address: StoreAddress, size: int, timeout_s: float) -> Store:
     return dist.TCPStore(
-        address.host, address.port, size, is_master=False, timeout=_START_TIMEOUT, wait_for_workers=False
+        address.host, address.port, size, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
     )
 
 
@@ -57,9 +60,13 @@ class Communicator:
 
     Args:
         host: this rank's address; gloo listens there.
+        timeout_s: how long the others may take to join.
+
+    Raises:
+        RuntimeError: some rank did not join.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, device: torch.device, host: str) -> None:
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device, host: str, timeout_s: float) -> None:
         self.rank, self.size = rank, size
         self._device = device
         if device.type == "cuda":
@@ -69,9 +76,10 @@ class Communicator:
         else:
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-            options._timeout = _TIMEOUT
+            options._timeout = timedelta(seconds=timeout_s)
             options._threads = 1
             self._group = dist.ProcessGroupGloo(store, rank, size, options)
+            self._group._set_default_timeout(_TIMEOUT)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, which replaces the tensor where it is contiguous."""
@@ -98,6 +106,10 @@ class Communicator:
         if not parts:
             return tensor
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
+
+    def close(self) -> None:
+        """Leave the group. Nothing may be collected any more."""
+        self._group = None
 
     def abort(self) -> None:
         """End what waits for ranks that are gone. gloo notices that itself."""

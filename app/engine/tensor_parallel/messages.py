@@ -20,18 +20,11 @@ class Order(enum.IntEnum):
     CONNECT = 1  # join the process group
     LOAD = 2  # load its shard of the model
     OBSERVE = 3  # find out what the layers need
-    MEMORY = 4  # see `vmem.mirror.Order`
+    MEMORY = 4  # see `vmem.mirror.MemoryOrder`
     OPEN = 5  # run on the memory of that number
     STEP = 6  # compute a step
     OWN_LOGITS = 7  # compute one sequence by the model's own attention
     STOP = 8
-
-
-class Request(enum.IntEnum):
-    """What the memory thread of a peer does."""
-
-    BEAT = 1  # notice that rank 0 is alive
-    MEMORY = 2  # see `vmem.mirror.Request`
 
 
 def pack_arrays(arrays: Sequence[Array]) -> bytes:

@@ -7,8 +7,12 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
 
 from app.engine.tensor_parallel.ranks import RankProcesses, RankSpec
+from app.errors import ConfigError
 
 # Not imported here: this is what a child runs.
 _CHILD = "app.engine.tensor_parallel.child"
@@ -27,6 +31,12 @@ class ChildProcesses:
         self._children = [subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) for _ in range(num_peers)]
 
     def run(self, specs: Sequence[RankSpec]) -> None:
+        num_devices = torch.cuda.device_count() if specs[0].config.device == "cuda" else len(specs) + 1
+        if num_devices <= len(specs):
+            raise ConfigError(
+                f"tensor_parallel_size is {len(specs) + 1}, but torch sees {num_devices} CUDA devices here: each rank "
+                "needs one"
+            )
         for child, spec in zip(self._children, specs, strict=True):
             assert child.stdin is not None
             pickle.dump(spec, child.stdin)
@@ -42,7 +52,8 @@ class ChildProcesses:
         for child in self._children:
             child.wait()
             if child.stdin is not None:
-                child.stdin.close()
+                with suppress(BrokenPipeError):
+                    child.stdin.close()
 
 
 def spawn_ranks(num_peers: int) -> RankProcesses:

@@ -22,7 +22,7 @@ from app.config import EngineConfig
 from app.engine.tensor_parallel import shared_memory
 from app.engine.tensor_parallel.communicator import Communicator, StoreAddress, open_store
 from app.engine.tensor_parallel.links import Link
-from app.engine.tensor_parallel.messages import Order, Request
+from app.engine.tensor_parallel.messages import Order
 from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingWriter
 from app.engine.tensor_parallel.sockets import SocketAddress, SocketListener, SocketWriter
 from app.errors import ConfigError, EngineError, FolioError, ModelError, UnavailableError
@@ -30,8 +30,12 @@ from app.errors import ConfigError, EngineError, FolioError, ModelError, Unavail
 logger = logging.getLogger(__name__)
 
 STEPS, MEMORY = range(2)  # the links
+# How long peers may take to start and import everything, to join the group, and to load their share. A peer that dies
+# meanwhile is noticed at once.
+_START_TIMEOUT_S, JOIN_TIMEOUT_S, _LOAD_TIMEOUT_S = 300.0, 60.0, 3600.0
 _LOOK_S = 0.05
-_BEAT_S = 1.0
+# Peers show about once a second that they are running.
+_LEAST_SILENCE_S = 3.0
 # How long peers may take to leave by themselves.
 _GRACE_S = 5.0
 # Errors that a peer answers with and that mean the same here.
@@ -48,6 +52,7 @@ class RankSpec:
         rank: 1 or more.
         link: where messages come from.
         store: where ranks find each other.
+        host: the peer's own address.
         leader_pid: rank 0's process, if it is on this machine: a peer does not outlive it.
         may_kill_leader: a leader that does not move any more is to be killed, so that somebody notices.
     """
@@ -56,6 +61,7 @@ class RankSpec:
     rank: int
     link: MemoryAddress | SocketAddress
     store: StoreAddress
+    host: str
     leader_pid: int | None
     may_kill_leader: bool
 
@@ -106,9 +112,12 @@ class Ranks:
         self._failing = threading.Lock()
         self._busy: set[_Busy] = set()
         self._links: list[Link] = []
+        self._asking = [threading.RLock() for _ in (STEPS, MEMORY)]  # from a question to its answers
+        self._files: list[int] = []
         self._listener: SocketListener | None = None
         self._comm: Communicator | None = None
         self._num_ordered = 0
+        self._ordering = threading.Lock()  # orders are counted in the order in which they are sent
         self._memories = itertools.count()
         self._processes: RankProcesses | None = None
         self._launched, self._stop = threading.Event(), threading.Event()
@@ -123,14 +132,22 @@ class Ranks:
 
     def connect(self, device: torch.device) -> Communicator:
         """Returns when all ranks have found each other. Raises `UnavailableError`."""
+        try:
+            return self._connect(device)
+        except (OSError, RuntimeError, EOFError) as error:
+            self.fail(f"the ranks did not find each other: {error}")
+            raise self._unavailable() from error
+
+    def _connect(self, device: torch.device) -> Communicator:
         processes = self._processes
         assert processes is not None
         size = self._num_peers + 1
-        store_address, store = open_store(processes.host, size)
+        store_address, store = open_store(processes.host, size, JOIN_TIMEOUT_S)
         link: MemoryAddress | SocketAddress
         in_memory = processes.on_one_machine and shared_memory.is_supported()
         if in_memory:
             link = shared_memory.create(2, self._num_peers)
+            self._files.append(link.fd)
             memory = link.open()
             self._links = [RingWriter(memory, link, index, self.check) for index in (STEPS, MEMORY)]
         else:
@@ -140,37 +157,39 @@ class Ranks:
         leader_pid = os.getpid() if processes.on_one_machine else None
         processes.run(
             [
-                RankSpec(self._config, rank, link, store_address, leader_pid, processes.may_kill_leader)
+                RankSpec(self._config, rank, link, store_address, processes.host, leader_pid, processes.may_kill_leader)
                 for rank in range(1, size)
             ]
         )
-        if self._listener is not None:
-            self._links = list(self._listener.accept(2, self._num_peers, self.check))
-        self.together(Order.CONNECT, lambda: None, may_take_long=True)  # all are up, and about to join
-        if isinstance(link, MemoryAddress):
-            os.close(link.fd)
-        self._comm = Communicator(store, 0, size, device, processes.host)
+        with self._busy_with(_START_TIMEOUT_S):
+            if self._listener is not None:
+                self._links = list(self._listener.accept(2, self._num_peers, self.check))
+            self._post(bytes([Order.CONNECT]), answered=True)
+            self._links[STEPS].collect()  # all are up, and about to join
+        self._close_files()
+        self._comm = Communicator(store, 0, size, device, processes.host, JOIN_TIMEOUT_S)
         return self._comm
 
     # ---- what all do ----
 
-    def together(self, order: Order, act: Callable[[], R], *, may_take_long: bool = False) -> R:
-        """Have every peer do something while this rank does the same; returns what it returned here.
-
-        Args:
-            may_take_long: longer than a step.
+    def load(self, act: Callable[[], R]) -> R:
+        """Have every peer load its share of the model while this rank does the same; returns what it returned here.
 
         Raises:
             FolioError: what a peer raised.
         """
         self.check()
-        self._post(bytes([order]), answered=True)
-        result = act()
-        with self._busy_with(None if may_take_long else self._config.step_timeout_s):
-            answers = self._links[STEPS].collect()
+        with self._busy_with(_LOAD_TIMEOUT_S):
+            self._post(bytes([Order.LOAD]), answered=True)
+            result = act()
+            try:
+                answers = self._links[STEPS].collect()
+            except (OSError, EOFError) as error:
+                self.fail(f"a peer cannot be reached: {error}")
+                raise self._unavailable() from error
         for rank, answer in enumerate(answers, start=1):
             if answer:
-                name, _, message = answer.decode().partition(":")
+                name, _, message = answer.decode(errors="replace").partition(":")
                 raise ERRORS.get(name, EngineError)(f"rank {rank}: {message}")
         return result
 
@@ -179,16 +198,20 @@ class Ranks:
         """Have every peer compute something that this rank computes within the context.
 
         Raises:
-            UnavailableError: it failed here or elsewhere, or took too long.
+            UnavailableError: it failed here or elsewhere, or took too long: the ranks do not agree any more about what
+                comes next.
         """
         self.check()
         self._post(message)
         try:
             with self._busy_with(self._config.step_timeout_s):
                 yield
-        except Exception as error:
-            self.fail(f"a step failed: {error}")
-            raise UnavailableError(f"{self._reason}; the request may be sent again") from error
+            self.check()  # what was computed with ranks that are gone may be anything
+        except BaseException as error:
+            self.fail(f"a step failed: {error or type(error).__name__}")
+            if isinstance(error, Exception) and not isinstance(error, UnavailableError):
+                raise self._unavailable() from error
+            raise
 
     def command(self, order: Order, message: bytes) -> None:
         """Have every peer do something, after what was ordered before."""
@@ -201,7 +224,10 @@ class Ranks:
     def check(self) -> None:
         """Raise `UnavailableError` if a rank is lost."""
         if self._reason is not None:
-            raise UnavailableError(f"{self._reason}; the request may be sent again")
+            raise self._unavailable()
+
+    def _unavailable(self) -> UnavailableError:
+        return UnavailableError(f"{self._reason}; the request may be sent again")
 
     # ---- vmem.Peers: when ranks are lost memory goes on without them, and whoever checks hears of it ----
 
@@ -216,14 +242,16 @@ class Ranks:
         self._post(bytes([Order.MEMORY]) + order)
 
     def confirm(self, order: bytes) -> Callable[[], list[bytes]]:
+        self._asking[STEPS].acquire()
         self._post(bytes([Order.MEMORY]) + order, answered=True)
         return lambda: self._collect(STEPS)
 
     def tell(self, request: bytes) -> None:
-        self._request(Request.MEMORY, request)
+        self._send(MEMORY, bytes([False]) + request, False)
 
     def ask(self, request: bytes) -> Callable[[], list[bytes]]:
-        self._request(Request.MEMORY, request, answered=True)
+        self._asking[MEMORY].acquire()  # the mapper of one memory and the owner of another may ask at once
+        self._send(MEMORY, bytes([True]) + request, True)
         return lambda: self._collect(MEMORY)
 
     # ---- the end ----
@@ -245,20 +273,23 @@ class Ranks:
             self._post(bytes([Order.STOP]))
         self._stop.set()
         self._watcher.join()
+        self._close_files()
         if self._listener is not None:
             self._listener.close()
         for link in self._links:
             if isinstance(link, SocketWriter):
                 link.close()
+        if self._reason is None:
+            self._reason = "the engine has been closed"
+        if self._comm is not None:
+            self._comm.close()
 
     # ---- inside ----
 
     def _post(self, message: bytes, *, answered: bool = False) -> None:
-        self._num_ordered += 1
-        self._send(STEPS, bytes([answered]) + message, answered)
-
-    def _request(self, request: Request, message: bytes = b"", *, answered: bool = False) -> None:
-        self._send(MEMORY, bytes([answered, request]) + message, answered)
+        with self._ordering:
+            self._num_ordered += 1
+            self._send(STEPS, bytes([answered]) + message, answered)
 
     def _send(self, link: int, message: bytes, answered: bool) -> None:
         try:
@@ -268,6 +299,7 @@ class Ranks:
             self.fail(f"a peer cannot be reached: {error}")
 
     def _collect(self, link: int) -> list[bytes]:
+        """The answers to what was asked with the link's lock taken, which is let go of."""
         try:
             with self._busy_with(self._config.step_timeout_s):
                 self.check()
@@ -275,9 +307,11 @@ class Ranks:
         except (UnavailableError, OSError, EOFError) as error:
             self.fail(f"a peer does not answer: {error}")
             return []
+        finally:
+            self._asking[link].release()
 
     @contextmanager
-    def _busy_with(self, limit_s: float | None) -> Iterator[None]:
+    def _busy_with(self, limit_s: float) -> Iterator[None]:
         """Something is waited for that must not take longer than that."""
         busy = _Busy(limit_s)
         self._busy.add(busy)
@@ -296,28 +330,47 @@ class Ranks:
             return
         finally:
             self._launched.set()
-        looked_at = beaten_at = time.monotonic()
+        try:
+            self._look_after(self._processes)
+        except Exception as error:
+            logger.exception("nobody looks after the ranks any more")
+            self.fail(f"the ranks cannot be watched: {error}")
+        finally:
+            self._kill_all()
+            self._processes.close()
+
+    def _look_after(self, processes: RankProcesses) -> None:
+        """Until it is time to end them, and they had a while to do that by themselves."""
+        peers = range(self._num_peers)
+        silent = [_Silence() for _ in peers]
+        looked_at = time.monotonic()
         while not self._stop.wait(_LOOK_S):
             now = time.monotonic()
             # Time in which this process did not run itself (it was stopped, say) does not count.
             elapsed, looked_at = min(now - looked_at, 4 * _LOOK_S), now
             if self._reason is not None:
                 continue
-            for peer in range(self._num_peers):
-                if not self._processes.is_alive(peer):
+            for peer in peers:
+                if not processes.is_alive(peer):
                     self.fail(f"rank {peer + 1} died")
             for busy in list(self._busy):
                 busy.elapsed_s += elapsed
-                if busy.limit_s is not None and busy.elapsed_s > busy.limit_s:
-                    self.fail(f"the ranks have not answered for {busy.limit_s} s")
-            if self._links and now - beaten_at > _BEAT_S:
-                beaten_at = now
-                self._request(Request.BEAT)
+                if busy.elapsed_s > busy.limit_s:
+                    self.fail(f"the ranks have not answered for {busy.limit_s:.0f} s")
+            link = self._links[MEMORY] if self._links else None
+            if isinstance(link, RingWriter):
+                link.beat()
+                for peer, (silence, beats) in enumerate(zip(silent, link.beats(), strict=True), start=1):
+                    if silence.lasts(beats, elapsed) > max(self._config.step_timeout_s, _LEAST_SILENCE_S):
+                        self.fail(f"rank {peer} has not moved for {silence.elapsed_s:.0f} s")
         deadline = time.monotonic() + (_GRACE_S if self._reason is None and self._links else 0)
-        while time.monotonic() < deadline and any(map(self._processes.is_alive, range(self._num_peers))):
+        while time.monotonic() < deadline and any(map(processes.is_alive, peers)):
             time.sleep(_LOOK_S)
-        self._kill_all()
-        self._processes.close()
+
+    def _close_files(self) -> None:
+        """Every peer has opened them, or never will."""
+        while self._files:
+            os.close(self._files.pop())
 
     def _kill_all(self) -> None:
         if self._processes is not None:
@@ -327,7 +380,21 @@ class Ranks:
 
 @dataclass(slots=True, eq=False)
 class _Busy:
-    """A wait, and how long it has taken; without a limit it may take as long as it likes."""
+    """A wait, how long it may take, and how long it has taken."""
 
-    limit_s: float | None
+    limit_s: float
     elapsed_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Silence:
+    """How long a peer has not shown that it is running, since it first has."""
+
+    beats: int = 0
+    elapsed_s: float = 0.0
+
+    def lasts(self, beats: int, elapsed_s: float) -> float:
+        """Seconds, after so many more."""
+        self.elapsed_s = self.elapsed_s + elapsed_s if beats and beats == self.beats else 0.0
+        self.beats = beats
+        return self.elapsed_s

@@ -1,12 +1,14 @@
 """A rank's share of a model: only its part of the weights is loaded, and forwards add up what the ranks have.
 
 transformers loads, renames and merges the weights of a checkpoint and registers each with its module. At that moment
-the rank's part takes its place. What came from the file was mapped and not read, so that the peak of a rank's memory is
-near its share.
+the rank's part, a copy, takes its place. The whole weight was only mapped from the file, and its pages are let go of,
+so that the peak of a rank's memory is near its share; unless weights have to be converted to another dtype: that is
+done before.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from app.engine.recurrent import PackedMixer
 from app.engine.tensor_parallel.communicator import Communicator
+from app.engine.tensor_parallel.mapped_files import MappedFiles
 from app.engine.tensor_parallel.plan import ShardPlan, plan_shards
 from app.errors import ModelError
 
@@ -26,22 +29,23 @@ _COLLECTING = {"rowwise", "rowwise_rep", "rowwise_split_input", "moe_tp_experts"
 _COLLECTING |= {"colwise_gather_output", "colwise_rep", "embedding_rowwise", "embedding_colwise"}
 
 
-def plan_for(config: PreTrainedConfig, implementation: str, comm: Communicator) -> tuple[type, ShardPlan]:
-    """The model's class, and this rank's share of it. Raises `ModelError`."""
-    with torch.device("meta"):
-        blank = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
-    return type(blank), plan_shards(blank, comm.rank, comm.size)
-
-
 def load_share(
-    model_class: type[PreTrainedModel], plan: ShardPlan, folder: str, dtype: torch.dtype | None, **settings: Any
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Like `from_pretrained` with `output_loading_info`, but for one rank's share.
+    folder: str, config: PreTrainedConfig, comm: Communicator, **settings: Any
+) -> tuple[PreTrainedModel, dict[str, Any], ShardPlan]:
+    """Like `from_pretrained` with `output_loading_info`, but for one rank's share, which is returned, too.
 
     Args:
-        dtype: of the result, `None` for the checkpoint's. Weights are converted once they are cut.
+        settings: for `from_pretrained`.
+
+    Raises:
+        ModelError: the ranks cannot share the model.
     """
-    share = _Share(plan, dtype)
+    with torch.device("meta"):
+        blank = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation=settings["attn_implementation"]
+        )
+    model_class: type[PreTrainedModel] = type(blank)
+    share = _Share(plan_shards(blank, comm.rank, comm.size))
 
     def init(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, *args, **kwargs)
@@ -50,31 +54,24 @@ def load_share(
     # Only a class of its own sees the model before its weights come.
     watched: Any = type(model_class.__name__, (model_class,), {"__init__": init, "__module__": model_class.__module__})
     with share.taken():
-        module, loading = watched.from_pretrained(folder, dtype="auto", output_loading_info=True, **settings)
+        module, loading = watched.from_pretrained(folder, config=config, output_loading_info=True, **settings)
     module.__class__ = model_class
-    if dtype is not None:
-        module.config.dtype = dtype
-    return module, loading
+    return module, loading, share.plan
 
 
 class _Share:
     """Cuts the weights of one model while they are registered with its modules."""
 
-    def __init__(self, plan: ShardPlan, dtype: torch.dtype | None) -> None:
-        self._plan = plan
-        self._dtype = dtype
+    def __init__(self, plan: ShardPlan) -> None:
+        self.plan = plan
         self._names: dict[tuple[nn.Module, str], tuple[str, torch.Size]] = {}
-        self._loaded_dtype: torch.dtype | None = None
-        self._kept: tuple[str, ...] = ()
+        self._pages = MappedFiles()
 
     def expect(self, model: PreTrainedModel) -> None:
         """The model's weights are going to come."""
         for path, module in model.named_modules(remove_duplicate=False):
             for name, parameter in module.named_parameters(recurse=False):
                 self._names[module, name] = (f"{path}.{name}", parameter.shape)
-        self._loaded_dtype = model.dtype
-        kept = (model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict)
-        self._kept = tuple(part for names in kept for part in names or ())
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -90,18 +87,12 @@ class _Share:
         full_name, shape = self._names.get((module, name), ("", None))
         if parameter is None or parameter.is_meta or parameter.shape != shape:  # no weights, or its part already
             return None
-        cut = self._plan.cuts.get(full_name)
-        part = parameter.detach() if cut is None else cut.of(parameter.detach())
-        if self._dtype is not None and part.dtype == self._loaded_dtype and not self._stays_float32(full_name):
-            part = part.to(self._dtype)
-        if part is parameter:
-            return None
-        taken = nn.Parameter(part, requires_grad=False)
+        cut = self.plan.cuts.get(full_name)
+        weight = parameter.detach()
+        taken = nn.Parameter(weight.clone() if cut is None else cut.of(weight), requires_grad=False)
         taken.__dict__.update(parameter.__dict__)  # the loader's note that it need not be initialised
+        self._pages.note_read(weight.nbytes)
         return taken
-
-    def _stays_float32(self, full_name: str) -> bool:
-        return any(part in full_name for part in self._kept)
 
 
 def install_collectives(model: PreTrainedModel, plan: ShardPlan, comm: Communicator) -> None:

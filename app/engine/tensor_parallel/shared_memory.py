@@ -1,6 +1,6 @@
 """Messages between rank 0 and its peers on one machine: a ring in shared memory, and futexes to wait at.
 
-    ring     │ sent │ of each peer: taken, replied, reply │ frame │ frame │ frame │ …
+    ring     │ sent, beats │ of each peer: taken, replied, beats, reply │ frame │ frame │ frame │ …
 
 Rank 0 writes every message once, for all peers. The memory is a file without a name: it is gone when the last process
 is, however that ends.
@@ -82,13 +82,16 @@ class _Ring:
 
     # Places of the counters, in words.
 
-    sent = 0
+    sent, beats = 0, 1
 
     def taken(self, peer: int) -> int:
         return self._line(peer) // 4
 
     def replied(self, peer: int) -> int:
         return self._line(peer) // 4 + _LINE // 4
+
+    def beats_of(self, peer: int) -> int:
+        return self.replied(peer) + 1
 
     def _line(self, peer: int) -> int:
         return _LINE + peer * (2 * _LINE + _REPLY_BYTES)
@@ -99,6 +102,10 @@ class _Ring:
 
     def read(self, word: int) -> int:
         return self._words[word]
+
+    def beat(self, word: int) -> None:
+        """Count something that nobody waits for."""
+        self._words[word] = (self._words[word] + 1) % _COUNT
 
     def store(self, word: int, value: int) -> None:
         """Change a counter, after what it is about was written, and wake who waits for it."""
@@ -183,6 +190,14 @@ class RingWriter:
         self._free += sum(self._ends[: behind[slowest]])
         del self._ends[: behind[slowest]]
 
+    def beat(self) -> None:
+        """Show the peers that this process is running."""
+        self._ring.beat(self._ring.beats)
+
+    def beats(self) -> list[int]:
+        """How often each peer has shown that it is."""
+        return [self._ring.read(self._ring.beats_of(peer)) for peer in range(self._ring.num_peers)]
+
     def collect(self) -> list[bytes]:
         """Every peer's answer to the last message that is answered, in the order of their ranks."""
         ring, replies = self._ring, []
@@ -230,6 +245,14 @@ class RingReader:
             if not header & _MORE:
                 message, self._parts = b"".join(self._parts), []
                 return message
+
+    def beat(self) -> None:
+        """Show rank 0 that this process is running."""
+        self._ring.beat(self._ring.beats_of(self._peer))
+
+    def beats(self) -> int:
+        """How often rank 0 has shown that it is."""
+        return self._ring.read(self._ring.beats)
 
     def reply(self, answer: bytes) -> None:
         """Answer the message received last. What is longer than a few thousand bytes is cut."""

@@ -12,12 +12,12 @@ import time
 import torch
 
 from app.engine.batch import build_batch
-from app.engine.model_loader import LoadedModel, load_model, resolve_device
+from app.engine.model_loader import LoadedModel, load_model
 from app.engine.model_runner import ModelRunner
 from app.engine.tensor_parallel.communicator import Communicator, join_store
 from app.engine.tensor_parallel.links import PeerLink
-from app.engine.tensor_parallel.messages import Order, Request, unpack_arrays, unpack_step
-from app.engine.tensor_parallel.ranks import ERRORS, MEMORY, STEPS, RankSpec
+from app.engine.tensor_parallel.messages import Order, unpack_arrays, unpack_step
+from app.engine.tensor_parallel.ranks import ERRORS, JOIN_TIMEOUT_S, MEMORY, STEPS, RankSpec
 from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingReader
 from kernels import select_block_copy, select_provider
 from vmem import Backend, CacheTensors, LocalContents, PeerMemory, select_backend
@@ -32,16 +32,16 @@ class RankWorker:
 
     Args:
         num_threads: CPU threads of a step.
+        device: this rank's own.
     """
 
-    def __init__(self, spec: RankSpec, num_threads: int) -> None:
-        self._spec = spec
+    def __init__(self, spec: RankSpec, num_threads: int, device: torch.device) -> None:
+        self.spec = spec
+        self.links = _open_links(spec)
         self._num_threads = num_threads
-        self._device = resolve_device(spec.config.device)
-        self._links = _open_links(spec)
+        self._device = device
         self._memory = PeerMemory(spec.rank, self._make_backend, self._make_contents)
         self._stopping = threading.Event()
-        self.heard_at = time.monotonic()  # of rank 0
         self._broken: Exception | None = None  # what the memory thread died of
         self._comm: Communicator
         self._model: LoadedModel
@@ -55,9 +55,10 @@ class RankWorker:
             Exception: something failed that has to succeed; this rank cannot go on.
         """
         torch.set_num_threads(self._num_threads)
-        requests = threading.Thread(target=self._answer_requests, name=f"folio-memory-{self._spec.rank}", daemon=True)
+        self._use_device()
+        requests = threading.Thread(target=self._answer_requests, name=f"folio-memory-{self.spec.rank}", daemon=True)
         requests.start()
-        link = self._links[STEPS]
+        link = self.links[STEPS]
         try:
             while True:
                 message = link.receive(_LOOK_UP_S)
@@ -67,7 +68,7 @@ class RankWorker:
                     continue
                 answered, order = message[0], Order(message[1])
                 if order is Order.STOP:
-                    return
+                    break
                 answer = self._obey(order, message[2:])
                 if answered:
                     link.reply(answer)
@@ -76,15 +77,18 @@ class RankWorker:
                 self._memory.done()
         finally:
             self._stopping.set()
-            requests.join()
+        requests.join()
 
     def _obey(self, order: Order, message: bytes) -> bytes:
         """What it comes to, for orders that are answered: nothing if all is well."""
         match order:
             case Order.CONNECT:
                 return b""
-            case Order.LOAD | Order.OBSERVE:
-                return self._attempt(order)
+            case Order.LOAD:
+                return self._load()
+            case Order.OBSERVE:
+                provider = select_provider(self.spec.config.attention, self._device)
+                self._runner = ModelRunner(self._model, provider)
             case Order.MEMORY:
                 return self._memory.obey(message)
             case Order.OPEN:
@@ -100,25 +104,21 @@ class RankWorker:
                 raise ValueError(f"unknown order {order!r}")
         return b""
 
-    def _attempt(self, order: Order) -> bytes:
-        """Part of the start: rank 0 is told what went wrong."""
+    def _load(self) -> bytes:
+        """Rank 0 is told what went wrong."""
         try:
-            if order is Order.LOAD:
-                self._model = load_model(self._spec.config, self._comm)
-            else:
-                provider = select_provider(self._spec.config.attention, self._model.module.device)
-                self._runner = ModelRunner(self._model, provider)
+            self._model = load_model(self.spec.config, self._comm)
         except Exception as error:
-            logger.exception("rank %d cannot start", self._spec.rank)
+            logger.exception("rank %d cannot load its share", self.spec.rank)
             name = next((name for name, kind in ERRORS.items() if isinstance(error, kind)), "EngineError")
             return f"{name}:{error}".encode()
         return b""
 
     def _connect(self) -> None:
-        spec = self._spec
+        spec = self.spec
         size = spec.config.tensor_parallel_size
-        store = join_store(spec.store, size)
-        self._comm = Communicator(store, spec.rank, size, self._device, spec.store.host)
+        store = join_store(spec.store, size, JOIN_TIMEOUT_S)
+        self._comm = Communicator(store, spec.rank, size, self._device, spec.host, JOIN_TIMEOUT_S)
 
     # ---- the memory thread ----
 
@@ -128,22 +128,24 @@ class RankWorker:
         except EOFError:
             pass  # the main thread hears it, too
         except Exception as error:
-            logger.exception("the memory thread of rank %d dies", self._spec.rank)
+            logger.exception("the memory thread of rank %d dies", self.spec.rank)
             self._broken = error
 
     def _answer_until_stopped(self) -> None:
-        link = self._links[MEMORY]
+        self._use_device()
+        link = self.links[MEMORY]
         while not self._stopping.is_set():
             message = link.receive(_LOOK_UP_S)
             if message is None:
                 continue
-            self.heard_at = time.monotonic()
-            answered, request = message[0], Request(message[1])
-            if request is Request.BEAT:
-                continue
-            answer = self._memory.answer(message[2:])
-            if answered:
+            answer = self._memory.answer(message[1:])
+            if message[0]:  # it is answered
                 link.reply(answer)
+
+    def _use_device(self) -> None:
+        """Each thread has a current device of its own."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
     def _make_backend(self, capacity_bytes: int, headroom_bytes: int) -> Backend:
         return select_backend(self._device, capacity_bytes=capacity_bytes, headroom_bytes=headroom_bytes)
@@ -160,22 +162,37 @@ def _open_links(spec: RankSpec) -> list[PeerLink]:
     return [spec.link.connect(index, peer) for index in (STEPS, MEMORY)]
 
 
-def watch_leader(worker: RankWorker, spec: RankSpec) -> None:
-    """End this process when rank 0's has ended. Where that is wanted, end rank 0's when nothing has been heard of it
-    for as long as a step may take: it hangs, and cannot say so itself."""
+def run_to_the_end(worker: RankWorker) -> None:
+    """What a process of its own does with a worker: it ends when rank 0's does, or when something fails."""
+    if worker.spec.leader_pid is not None:
+        threading.Thread(target=_watch_leader, args=(worker,), name="folio-watch", daemon=True).start()
+    try:
+        worker.run()
+    except Exception:
+        logger.exception("rank %d ends", worker.spec.rank)
+        os._exit(1)  # whatever its other threads are waiting for
+
+
+def _watch_leader(worker: RankWorker) -> None:
+    """End this process when rank 0's has ended. Where that is wanted, end rank 0's when it has not shown for as long as
+    a step may take that it is running: it hangs, and cannot say so itself."""
+    spec, link = worker.spec, worker.links[MEMORY]
     assert spec.leader_pid is not None
     leader = os.pidfd_open(spec.leader_pid)
     poll = select.poll()
     poll.register(leader, select.POLLIN)
-    heard_at, silent_s, looked_at = worker.heard_at, 0.0, time.monotonic()
+    beats, silent_s, looked_at = 0, 0.0, time.monotonic()
     while not poll.poll(_LOOK_UP_S * 1000):
         now = time.monotonic()
         silent_s += min(now - looked_at, 2 * _LOOK_UP_S)  # when this process was stopped itself, that does not count
         looked_at = now
-        if worker.heard_at != heard_at:
-            heard_at, silent_s = worker.heard_at, 0.0
+        if not isinstance(link, RingReader):
+            continue
+        link.beat()
+        if link.beats() != beats:
+            beats, silent_s = link.beats(), 0.0
         elif spec.may_kill_leader and silent_s > spec.config.step_timeout_s + 2 * _LOOK_UP_S:
-            logger.error("rank 0 has not been heard of for %.0f s: killing it", silent_s)
+            logger.error("rank 0 has not moved for %.0f s: killing it", silent_s)
             signal.pidfd_send_signal(leader, signal.SIGKILL)
     logger.error("rank %d ends: rank 0 is gone", spec.rank)
     os._exit(1)

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from app.engine.tensor_parallel.ranks import RankSpec
 from app.engine.tensor_parallel.worker import RankWorker
 
@@ -36,10 +38,10 @@ class ThreadRanks:
     def close(self) -> None:
         for thread in self._threads:
             if thread is not None:
-                thread.join(timeout=10)
+                thread.join(timeout=2)
 
     def _work(self, spec: RankSpec) -> None:
-        worker = RankWorker(spec, num_threads=1)
+        worker = RankWorker(spec, num_threads=1, device=torch.device("cpu"))
         self.workers.append(worker)
         worker.run()
 

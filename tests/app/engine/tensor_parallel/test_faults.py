@@ -1,0 +1,226 @@
+"""Ranks that die, hang or cannot start: an error in time, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.engine import LLM, AsyncEngine, EngineConfig, SamplingParams
+from app.engine.engine import Engine
+from app.engine.tensor_parallel import ranks, worker
+from app.engine.tensor_parallel.processes import ChildProcesses
+from app.errors import ConfigError, ModelError, UnavailableError
+from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
+from tests.conftest import ARCHITECTURES, VOCAB_SIZE, MakeCheckpoint
+from vmem import KVMemory
+
+STEP_TIMEOUT_S = 3.0
+DEADLINE_S = 30.0
+
+
+class Children(ChildProcesses):
+    """Child processes that a test can get hold of."""
+
+    latest: Children
+
+    def __init__(self, num_peers: int) -> None:
+        super().__init__(num_peers)
+        Children.latest = self
+
+    @property
+    def pids(self) -> list[int]:
+        return [child.pid for child in self._children]
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def config(folder: Path, **settings: Any) -> EngineConfig:
+    return EngineConfig(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        tensor_parallel_size=2,
+        step_timeout_s=STEP_TIMEOUT_S,
+        **({"kv_memory_bytes": 16 << 20, "max_model_len": 200} | settings),
+    )
+
+
+@pytest.fixture
+def folder(make_checkpoint: MakeCheckpoint) -> Path:
+    return make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_peer_ends_requests_with_an_error(number: signal.Signals, folder: Path) -> None:
+    """In the middle of a step or between two: who waits hears of it within the deadline, and memory adds up."""
+
+    async def ask(engine: AsyncEngine, seed: int) -> str:
+        prompt = random.Random(seed).choices(range(1, VOCAB_SIZE - 1), k=20)
+        params = SamplingParams(max_tokens=150, temperature=0, ignore_eos=True)
+        try:
+            async for _ in engine.generate(prompt, params):
+                pass
+        except UnavailableError:
+            return "unavailable"
+        return "answered"
+
+    async def ask_and_lose() -> list[str]:
+        requests = [asyncio.create_task(ask(engine, seed)) for seed in range(4)]
+        await asyncio.sleep(0.3)
+        os.kill(Children.latest.pids[0], number)
+        return list(await asyncio.wait_for(asyncio.gather(*requests), DEADLINE_S))
+
+    engine = AsyncEngine(config(folder), Children)
+    assert asyncio.run(ask_and_lose()) == ["unavailable"] * 4
+    assert not engine.healthy
+    with pytest.raises(UnavailableError):
+        engine.report()
+    assert asyncio.run(ask(engine, 0)) == "unavailable"
+    engine.close()
+    engine._engine.check_integrity()
+    assert not any(map(is_there, Children.latest.pids))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_idle_engine_notices_too(number: signal.Signals, folder: Path) -> None:
+    engine = AsyncEngine(config(folder), Children)
+    time.sleep(1.5)  # a peer has to have shown that it runs before its silence means something
+    os.kill(Children.latest.pids[0], number)
+    deadline = time.monotonic() + DEADLINE_S
+    while engine.healthy:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    engine.close()
+    assert not any(map(is_there, Children.latest.pids))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("after_s", [0.0, 2.0, 3.0])
+def test_a_peer_lost_while_starting(
+    number: signal.Signals, after_s: float, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it was doing, starting ends with an error, or it was faster; and nothing is left."""
+
+    class Lost(Children):
+        def run(self, specs: Any) -> None:
+            threading.Timer(after_s, os.kill, (self.pids[0], number)).start()
+            super().run(specs)
+
+    before = open_files()
+    start = time.monotonic()
+    monkeypatch.setattr(ranks, "_START_TIMEOUT_S", 8.0)
+    monkeypatch.setattr(ranks, "JOIN_TIMEOUT_S", 5.0)
+    with suppress(UnavailableError, ModelError):
+        Engine(config(folder), Lost).close()
+    assert time.monotonic() - start < 60
+    assert not any(map(is_there, Children.latest.pids))
+    assert open_files() < before + 30  # some are torch's own, and go when its objects do
+
+
+def test_a_peer_that_cannot_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ModelError("this shard is broken")
+
+    monkeypatch.setattr(worker, "load_model", broken)
+    with pytest.raises(ModelError, match="rank 1: this shard is broken"):
+        Engine(config(folder), thread_ranks)
+
+
+def test_ranks_that_cannot_be_started(folder: Path) -> None:
+    def fail(_: int) -> Any:
+        raise ConfigError("there is no room")
+
+    with pytest.raises(UnavailableError, match="there is no room"):
+        Engine(config(folder), fail)
+
+
+def test_an_interrupted_step_ends_the_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step paired its collectives with the rest of the one that Ctrl-C had ended."""
+    with LLM(
+        folder, skip_tokenizer_init=True, tensor_parallel_size=2, max_model_len=200, kv_memory_bytes=16 << 20
+    ) as llm:
+        runner = llm.engine._executor._runner
+
+        def interrupt(_: Any) -> Any:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "run", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([[1, 2, 3]])
+        with pytest.raises(UnavailableError):
+            llm.generate([[1, 2, 3]])
+        llm.engine.check_integrity()
+
+
+def test_two_memories_ask_at_once(folder: Path) -> None:
+    """The mapper of one took the answers to the self-test's memory for its own."""
+    with LLM(
+        folder,
+        skip_tokenizer_init=True,
+        tensor_parallel_size=2,
+        max_model_len=200,
+        kv_memory_bytes=64 << 20,
+        kv_memory_floor_bytes=64 << 20,
+    ) as llm:
+        llm.generate([[1, 2, 3]])
+        deadline = time.monotonic() + DEADLINE_S
+        while llm.engine.report().physical_bytes < 60 << 20:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        llm.engine.check_integrity()
+
+
+def test_memory_goes_on_alone_when_peers_are_lost(folder: Path) -> None:
+    """Sequences can be freed and memory be closed after the ranks have ended."""
+    engine = Engine(config(folder), thread_ranks)
+    engine.submit("0", [1, 2, 3], SamplingParams(max_tokens=50, temperature=0, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    peers = engine._executor.ranks
+    assert peers is not None
+    peers.fail("for a test")
+    with pytest.raises(UnavailableError, match="for a test"):
+        engine.step()
+    engine.check_integrity()
+    engine.cancel("0")
+    engine.check_integrity()
+    memory: KVMemory = engine.memory
+    sequence = memory.open()
+    memory.append(sequence, 100)
+    memory.free(sequence)
+    engine.close()
+
+
+def test_defaults_and_conversion(make_checkpoint: MakeCheckpoint) -> None:
+    """The checkpoint's own dtype is loaded as such, and converted when another is asked for."""
+    folder = make_checkpoint("qwen2", **ARCHITECTURES["qwen2"][1])
+    for dtype in ("auto", "bfloat16"):
+        with LLM(folder, skip_tokenizer_init=True, dtype=dtype, max_model_len=200, kv_memory_bytes=16 << 20) as llm:
+            wanted = llm.engine.model.dtype
+        engine = Engine(config(folder, dtype=dtype), thread_ranks)
+        assert engine.model.dtype == wanted
+        assert {p.dtype for p in engine.model.module.parameters()} == {wanted}
+        engine.submit("0", [1, 2, 3], SamplingParams(max_tokens=2, temperature=0))
+        while engine.has_work:
+            engine.step()
+        engine.close()
+    assert wanted == torch.bfloat16

@@ -150,8 +150,10 @@ def _split_input(module: nn.Module, start: int, end: int) -> None:
 
 
 def _collect_output(module: nn.Module, sizes: list[int], comm: Communicator, *, on_first_rank_only: bool) -> None:
-    collect = comm.gather if on_first_rank_only else comm.all_gather  # only rank 0 samples
-    module.register_forward_hook(lambda _, __, output: collect(output, sizes))
+    if on_first_rank_only:  # it samples
+        module.register_forward_hook(lambda _, __, output: comm.gather(output, sizes))
+    else:
+        module.register_forward_hook(lambda _, __, output: comm.all_gather(output, sizes))
 
 
 def _look_up_part(module: nn.Module, start: int, end: int, comm: Communicator) -> None:

@@ -61,6 +61,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": EXPERTS | LATENT,
     "dots1": EXPERTS,
 }
+# Relative difference of all logits together.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
 
 
 class Together:
@@ -116,13 +118,17 @@ def make_lively(name: str, settings: dict[str, Any], folder: Path) -> None:
 @torch.inference_mode()
 def logits_of(model: PreTrainedModel) -> torch.Tensor:
     model.set_attn_implementation("eager")
-    return model(input_ids=torch.arange(3, 20)[None] * 7 % (VOCAB_SIZE - 1), use_cache=False).logits
+    return model(input_ids=torch.arange(3, 20)[None] * 7 % (VOCAB_SIZE - 1), use_cache=False).logits.float()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_shares_add_up(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "float32") for name in MODELS), *((name, "bfloat16") for name in ("llama", "qwen2", "gemma2", "phi3"))],
+)
+def test_shares_add_up(name: str, dtype: str, tmp_path: Path) -> None:
+    """In half precision sums of parts round differently; mixtures may choose other experts there, so none is tried."""
     make_lively(name, MODELS[name], tmp_path)
-    shared = {"model": str(tmp_path), "dtype": "float32", "skip_tokenizer_init": True}
+    shared = {"model": str(tmp_path), "dtype": dtype, "skip_tokenizer_init": True}
     expected = logits_of(load_model(EngineConfig(**shared)).module)
     for size in (2, 4):
         together = Together(size)
@@ -139,5 +145,5 @@ def test_shares_add_up(name: str, tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         difference = (found[0] - expected).norm() / expected.norm()
-        assert difference < 1e-4, f"{size} ranks: relative difference {difference:.2g}"
+        assert difference < TOLERANCE[dtype], f"{size} ranks: relative difference {difference:.2g}"
         assert comms[0].num_calls >= SMALL["num_hidden_layers"]

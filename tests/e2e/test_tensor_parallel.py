@@ -1,0 +1,99 @@
+"""A real Ray Serve application with two ranks: it answers, and comes back when a rank is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import ray
+from ray import serve
+
+from app.config import EngineConfig
+from app.errors import ConfigError
+from app.main import AppArgs, build
+from app.serving.ranks import ActorProcesses
+
+DEADLINE_S = 90
+QUESTION = "The key of room 417 is 93. The key of room 256 is 12. What is the key of room 417?"
+TITLES = ("ray::ServeReplica:folio:EngineReplica", "ray::RankActor")
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+
+    def ask(self) -> httpx.Response:
+        messages = [{"role": "user", "content": QUESTION}]
+        body = {"model": "builtin", "temperature": 0, "messages": messages}
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    engine = EngineConfig(model="builtin", tensor_parallel_size=2, step_timeout_s=5.0, kv_memory_bytes=64 << 20)
+    serve.run(build(AppArgs(engine=engine)), name="folio", route_prefix="/")
+    yield Server(f"http://127.0.0.1:{port}")
+    serve.shutdown()
+    deadline = time.monotonic() + DEADLINE_S
+    while any(processes()):
+        assert time.monotonic() < deadline, processes()
+        time.sleep(0.1)
+    ray.shutdown()
+
+
+def processes() -> tuple[list[int], list[int]]:
+    """Process ids of replicas and of peers."""
+    found: tuple[list[int], list[int]] = ([], [])
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            title = (folder / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        for pids, start in zip(found, TITLES, strict=True):
+            if title.startswith(start):
+                pids.append(int(folder.name))
+    return found
+
+
+def right(answer: httpx.Response) -> bool:
+    return answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"].endswith("417 is 93.")
+
+
+def test_two_ranks_answer(server: Server) -> None:
+    assert right(server.ask())
+    replicas, peers = processes()
+    assert len(replicas) == len(peers) == 1
+
+
+@pytest.mark.parametrize(("rank", "number"), [(1, signal.SIGKILL), (0, signal.SIGSTOP)])
+def test_a_lost_rank_is_replaced_with_all_others(server: Server, rank: int, number: signal.Signals) -> None:
+    """Until then requests are answered, or refused with an error that says to send them again."""
+    before = processes()
+    os.kill(before[rank][0], number)
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        answer = server.ask()
+        if not answer.is_success:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+        replicas, peers = processes()
+        if right(answer) and not {*before[0], *before[1]} & {*replicas, *peers}:
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_a_replica_without_bundles_for_its_ranks() -> None:
+    with pytest.raises(ConfigError, match="4 ranks need a placement group of as many bundles, the replica has 0"):
+        ActorProcesses(3, None)

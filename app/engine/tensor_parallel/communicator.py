@@ -69,7 +69,7 @@ class Communicator:
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, host: str, timeout_s: float) -> None:
         self.rank, self.size = rank, size
         self._device = device
-        if device.type == "cuda":
+        if uses_nccl(device):
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _TIMEOUT
             self._group = dist.ProcessGroupNCCL(store, rank, size, options)
@@ -113,8 +113,13 @@ class Communicator:
 
     def abort(self) -> None:
         """End what waits for ranks that are gone. gloo notices that itself."""
-        if self._device.type == "cuda":
+        if uses_nccl(self._device):
             self._group.abort()
+
+
+def uses_nccl(device: torch.device) -> bool:
+    """Whether ranks with such devices meet over NCCL, which wants a device for each; else over gloo."""
+    return device.type == "cuda"
 
 
 def _padded(tensor: torch.Tensor, size: int) -> torch.Tensor:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from app.engine import LLM, SamplingParams, kv_plan
+from app.engine import LLM, EngineConfig, SamplingParams, kv_plan
 from app.engine.batch import StepBatch
+from app.engine.engine import Engine
 from app.engine.model_runner import ModelRunner
+from app.engine.tensor_parallel import communicator
+from app.engine.tensor_parallel.processes import spawn_ranks
 from app.errors import ConfigError
+from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
 from tests.vmem.fake_driver import FakeDriver
 from tests.vmem.small_memory import pages_read
@@ -108,6 +113,37 @@ def test_a_real_device_gives_the_same_tokens(name: str, view: Any, make_checkpoi
         while llm.engine.report().physical_bytes:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("over_nccl", [True, False])
+def test_two_ranks_on_real_devices(
+    name: str, over_nccl: bool, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes with a device each; or threads that share one, which NCCL would not have."""
+    if torch.cuda.device_count() < 1 + over_nccl:
+        pytest.skip(f"{torch.cuda.device_count()} CUDA devices")
+    folder = make_checkpoint(name, **ARCHITECTURES[name][1])
+    shared = EngineConfig(
+        model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=400, max_num_batched_tokens=96
+    )
+    with LLM(folder, device="cpu", skip_tokenizer_init=True, dtype="float32") as llm:
+        expected = [c.token_ids for c in llm.generate(prompts(), GREEDY)]
+    monkeypatch.setattr(communicator, "uses_nccl", lambda _: over_nccl)
+    config = replace(shared, device="cuda", kv_memory_bytes=512 << 20, tensor_parallel_size=2)
+    engine = Engine(config, spawn_ranks if over_nccl else thread_ranks)
+    try:
+        for i, prompt in enumerate(prompts()):
+            engine.submit(str(i), prompt, GREEDY)
+        actual: list[list[int]] = [[] for _ in expected]
+        while engine.has_work:
+            for delta in engine.step():
+                actual[int(delta.request_id)].extend(delta.token_ids)
+        assert actual == expected
+        engine.check_integrity()
+    finally:
+        engine.close()
 
 
 @pytest.mark.gpu

@@ -6,8 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
+from app.engine.model_loader import resolve_device
 from app.engine.tensor_parallel.ranks import RankSpec
 from app.engine.tensor_parallel.worker import RankWorker
 
@@ -41,7 +40,9 @@ class ThreadRanks:
                 thread.join(timeout=2)
 
     def _work(self, spec: RankSpec) -> None:
-        worker = RankWorker(spec, num_threads=1, device=torch.device("cpu"))
+        worker = RankWorker(
+            spec, num_threads=1, device=torch.device(spec.config.device if spec.config.device != "auto" else "cpu")
+        )
         self.workers.append(worker)
         worker.run()
 

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import ray
@@ -40,7 +41,8 @@ BETWEEN_FAULTS_S = (0.5, 2.0)
 BACK_TIMEOUT_S = 120.0
 WAIT_BEFORE_RETRY_S = 0.2
 RANKS, SIGNALS = ("replica", "peer"), (signal.SIGKILL, signal.SIGSTOP)
-PROCESS_TITLES = {"replica": "ray::ServeReplica:folio:EngineReplica", "peer": "ray::RankActor"}
+NAME = "folio-faults"
+PROCESS_TITLES = {"replica": f"ray::ServeReplica:{NAME}:EngineReplica", "peer": "ray::RankActor"}
 
 
 @dataclass
@@ -124,12 +126,15 @@ class Client(threading.Thread):
 
 
 def processes() -> dict[str, list[int]]:
-    """Process ids of replicas and peers, stopped ones included."""
+    """Process ids of this cluster's replicas and peers, stopped ones included."""
     found: dict[str, list[int]] = {name: [] for name in PROCESS_TITLES}
+    node: Any = ray._private.worker._global_node
+    raylet = node.all_processes["raylet"][0].process.pid
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             title = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            state, parent, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+            if state == "Z" or int(parent) != raylet:
                 continue
         except OSError:  # it has ended meanwhile
             continue
@@ -151,7 +156,7 @@ def shared_files() -> int:
 
 
 def faults(count: int, seed: int = 0) -> Iterator[tuple[str, signal.Signals, float]]:
-    """(rank, signal, seconds before it), every kind equally often, in random order."""
+    """(rank, signal, seconds before it), every kind about equally often, in random order."""
     rng = random.Random(seed)
     kinds = list(itertools.product(RANKS, SIGNALS)) * -(-count // 4)
     rng.shuffle(kinds)
@@ -162,7 +167,7 @@ def faults(count: int, seed: int = 0) -> Iterator[tuple[str, signal.Signals, flo
 
 
 def strike(rank: str, number: signal.Signals, outcomes: Outcomes) -> tuple[float, int]:
-    """Seconds until a request that was sent afterwards is answered, and how many old processes are left then."""
+    """Seconds until a request that was sent afterwards is answered and no old process is left, else how many are."""
     before = processes()
     at = time.monotonic()
     os.kill(before[rank][0], number)
@@ -190,7 +195,7 @@ def main() -> None:
         step_timeout_s=STEP_TIMEOUT_S,
         kv_memory_bytes=128 << 20,
     )
-    serve.run(build(AppArgs(engine=engine)), name="folio", route_prefix="/")
+    serve.run(build(AppArgs(engine=engine)), name=NAME, route_prefix="/")
     outcomes, stop = Outcomes(), threading.Event()
     clients = [Client(f"http://127.0.0.1:{port}", seed, outcomes, stop) for seed in range(NUM_CLIENTS)]
     for client in clients:

@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from app.engine import LLM, SamplingParams
 from app.engine.batch import StepPlan
+from app.engine.executor import num_threads
 from app.engine.tensor_parallel import shared_memory
 from app.engine.tensor_parallel.communicator import Communicator
 from app.engine.tensor_parallel.messages import pack_step, unpack_step
@@ -232,6 +233,7 @@ def main() -> None:
         steps: dict[int, list[tuple[float, float, int]]] = {size: [] for size in llms}
         for repeat in range(repeats):
             for size, llm in llms.items():
+                torch.set_num_threads(num_threads(llm.engine.config))  # it is the process's, and two engines are in it
                 steps[size].append(decode(llm, 20 if args.quick else 60, repeat))
         for llm in llms.values():
             llm.engine.check_integrity()

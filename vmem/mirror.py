@@ -112,10 +112,15 @@ def unpack(message: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{(len(message) - 1) // 8}q", message[1:])
 
 
+def failed(answer: bytes) -> bool:
+    """Whether a peer's answer says that it could not do something."""
+    return answer[0] != Answer.DONE
+
+
 def _failure(answers: Sequence[bytes]) -> VmemError | None:
     """What the first peer that failed says."""
     for rank, answer in enumerate(answers, start=1):
-        if answer[0] != Answer.DONE:
+        if failed(answer):
             return _ERRORS[Answer(answer[0])](f"rank {rank}: {answer[1:].decode(errors='replace')}")
     return None
 
@@ -331,12 +336,12 @@ class MirroredBackend:
 
     def _undo_on_peers(self, replies: Sequence[bytes], undo: Callable[[int], Answers]) -> None:
         """Have those peers undo something that did it, until all of them have."""
-        ranks = sum(1 << rank for rank, reply in enumerate(replies, start=1) if reply[0] == Answer.DONE)
+        ranks = sum(1 << rank for rank, reply in enumerate(replies, start=1) if not failed(reply))
 
         def attempt() -> None:
             nonlocal ranks
             replies = undo(ranks)()
-            ranks &= sum(1 << rank for rank, reply in enumerate(replies, start=1) if reply[0] != Answer.DONE)
+            ranks &= sum(1 << rank for rank, reply in enumerate(replies, start=1) if failed(reply))
             if (failure := _failure(replies)) is not None:
                 raise failure
 

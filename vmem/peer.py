@@ -76,7 +76,8 @@ class PeerMemory:
                 memory.ranges[index] = memory.backend.reserve(num_bytes)
             case MemoryRequest.RELEASE, (index,):
                 if index in memory.ranges:  # else it could not be reserved here
-                    memory.backend.release(memory.ranges.pop(index))
+                    memory.backend.release(memory.ranges[index])
+                    del memory.ranges[index]
             case MemoryRequest.DESTROY, (handle,):
                 memory.destroy(handle)
             case MemoryRequest.MAP, (ranks, index, offset, page_bytes, *handles):

@@ -116,7 +116,7 @@ class AsyncEngine:
             RequestError: there is none of that name.
             UnavailableError: the engine has stopped.
         """
-        self._check_running()
+        self.check()
         self._engine.unpin(name)
 
     async def _deltas(
@@ -154,7 +154,7 @@ class AsyncEngine:
 
     def report(self) -> MemoryReport:
         """Where KV memory is. Raises `UnavailableError` once the engine has stopped."""
-        self._check_running()
+        self.check()
         return self._engine.report()
 
     def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
@@ -164,7 +164,7 @@ class AsyncEngine:
             RequestError: the budget is out of bounds.
             UnavailableError: the engine has stopped.
         """
-        self._check_running()
+        self.check()
         return self._engine.set_budget(budget_bytes, revision)
 
     def close(self) -> None:
@@ -172,13 +172,14 @@ class AsyncEngine:
         self._commands.put(_Stop())
         self._thread.join()
 
-    def _check_running(self) -> None:
+    def check(self) -> None:
+        """Raise `UnavailableError` once the engine has stopped."""
         if not self.healthy:
             raise UnavailableError("the engine has stopped; send the request again")
 
     def _send(self, command: _Stream) -> None:
         with self._sending:
-            self._check_running()
+            self.check()
             self._commands.put(command)
 
     # ---- the thread ----

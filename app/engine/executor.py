@@ -12,7 +12,7 @@ from app.engine.batch import StepPlan, build_batch
 from app.engine.model_loader import load_model, resolve_device
 from app.engine.model_runner import ModelRunner, ObservedLayers
 from app.engine.tensor_parallel.messages import Order, pack_arrays, pack_step
-from app.engine.tensor_parallel.ranks import Launch, Ranks
+from app.engine.tensor_parallel.ranks import LOAD_TIMEOUT_S, Launch, Ranks
 from app.errors import FolioError, ModelError, UnavailableError
 from kernels import KernelError, select_provider
 from vmem import KVMemory, MirroredBackend
@@ -55,13 +55,15 @@ class Executor:
         if self.ranks is None:
             return ModelRunner(self.model, provider)
         try:
-            with self.ranks.step(bytes([Order.OBSERVE])):
+            with self.ranks.step(bytes([Order.OBSERVE]), LOAD_TIMEOUT_S):
                 return ModelRunner(self.model, provider)
         except UnavailableError as error:
+            if error.__cause__ is None:  # a rank was lost
+                raise
             if isinstance(error.__cause__, FolioError | KernelError):
                 raise error.__cause__ from error
             raise ModelError(
-                f"{config.model!r} cannot be run by {config.tensor_parallel_size} ranks: {error.__cause__ or error}; "
+                f"{config.model!r} cannot be run by {config.tensor_parallel_size} ranks: {error.__cause__}; "
                 "what the other ranks logged may say more"
             ) from error
 

@@ -50,12 +50,14 @@ class FusedSwiGLU(nn.Module):
 def fuse_modules(model: nn.Module, ops: CpuElementwise) -> int:
     """Replace what can be replaced; returns how many modules. Call it before the linear layers are packed."""
     num_fused = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            fused, size = _fused_norm(child, ops) or _fused_swiglu(child, ops) or (None, 0)
-            if fused is not None and _same_output(child, fused, size):
-                setattr(parent, name, fused)
-                num_fused += 1
+    for name in [name for name, _ in model.named_children()]:  # no list that would keep what is replaced
+        child = model.get_submodule(name)
+        fused, size = _fused_norm(child, ops) or _fused_swiglu(child, ops) or (None, 0)
+        if fused is not None and _same_output(child, fused, size):
+            setattr(model, name, fused)
+            num_fused += 1
+        else:
+            num_fused += fuse_modules(child, ops)
     return num_fused
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,19 +35,19 @@ def pack_linears(model: nn.Module) -> int:
             "this processor has no fast %s products: linear layers stay unpacked, several times slower", dtype
         )
         return 0
+    return _pack_children(model)
+
+
+def _pack_children(parent: nn.Module) -> int:
+    """One after the other, and holding on to none of the replaced ones: their weights are there twice as it is."""
     num_packed = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if name == "dt_proj":  # Mamba-1 mixers read its weight
-                continue
-            if type(child) is nn.Linear:
-                weight = child.weight.detach()
-            elif type(child) is Conv1D:
-                weight = child.weight.detach().t()
-            else:
-                continue
-            bias = None if child.bias is None else child.bias.detach()
-            setattr(parent, name, PackedLinear(weight, bias))
+    for name in [name for name, _ in parent.named_children()]:
+        child: Any = parent.get_submodule(name)
+        if type(child) not in (nn.Linear, Conv1D):
+            num_packed += _pack_children(child)
+        elif name != "dt_proj":  # Mamba-1 mixers read its weight
+            weight = child.weight.detach() if type(child) is nn.Linear else child.weight.detach().t()
+            setattr(parent, name, PackedLinear(weight, None if child.bias is None else child.bias.detach()))
             num_packed += 1
     return num_packed
 

@@ -46,6 +46,7 @@ def build_api(service: Service) -> FastAPI:
         400: {"model": bodies.ErrorBody},
         404: {"model": bodies.ErrorBody},
         500: {"model": bodies.ErrorBody},
+        503: {"model": bodies.ErrorBody},
     }
 
     @api.get("/health", responses=error_answers)

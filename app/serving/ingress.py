@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from app.engine.model_loader import load_tokenizer
@@ -38,6 +39,8 @@ from app.serving.messages import GenerateRequest, Piece
 from vmem import BudgetAnswer, MemoryReport
 
 READY_TIMEOUT_S = 10
+# What awaiting a call of a replica raises when the call failed, the replica is gone, or none can be had.
+_FAILURES = (RayTaskError, RayActorError, DeploymentUnavailableError)
 
 
 @serve.ingress()
@@ -182,7 +185,7 @@ class Ingress:
             async for piece in response:
                 finished = piece.finish_reason is not None
                 yield piece
-        except (RayTaskError, RayActorError) as error:
+        except _FAILURES as error:
             raise _unwrap(error) from error
         finally:
             if not finished:  # dropping the generator would not stop the replica
@@ -222,13 +225,13 @@ async def _call(response: Any) -> Any:
     """Await a call of a replica, or of all. When this task is cancelled Serve cancels the call."""
     try:
         return await response
-    except (RayTaskError, RayActorError) as error:
+    except _FAILURES as error:
         raise _unwrap(error) from error
 
 
-def _unwrap(error: RayTaskError | RayActorError) -> FolioError:
+def _unwrap(error: Exception) -> FolioError:
     """What really happened at the replica."""
-    if isinstance(error, RayActorError):
-        return UnavailableError("the engine replica died; send the request again")
-    cause = error.cause
+    if isinstance(error, RayActorError | DeploymentUnavailableError):
+        return UnavailableError("the engine replica cannot be reached; send the request again")
+    cause = error.cause if isinstance(error, RayTaskError) else None
     return cause if isinstance(cause, FolioError) else EngineError(f"the engine replica failed: {error}")

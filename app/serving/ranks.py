@@ -33,12 +33,13 @@ class RankActor:
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def run(self, spec: RankSpec) -> None:
-        """Returns when rank 0 says so. What fails here ends the process."""
+        """Ends, and the process with it, when rank 0 says so or something fails."""
         logging.basicConfig(format=f"%(asctime)s %(levelname)s rank {spec.rank} %(name)s: %(message)s")
         if spec.leader_pid is None:  # rank 0 is on another node
             spec = replace(spec, host=ray.util.get_node_ip_address())
         device = torch.device("cuda", 0) if spec.config.device == "cuda" else torch.device("cpu")  # Ray shows it one
         run_to_the_end(RankWorker(spec, num_threads(spec.config), device))
+        ray.actor.exit_actor()
 
 
 class ActorProcesses:
@@ -59,11 +60,12 @@ class ActorProcesses:
             )
         self._actors: list[ActorHandle[Any]] = []
         for peer in range(num_peers):
-            bundle = dict(bundles[peer + 1])
+            resources = dict(bundles[peer + 1])
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=peer + 1)
             options = {
-                "num_cpus": bundle.pop("CPU", 0),
-                "num_gpus": bundle.pop("GPU", 0),
+                "num_cpus": resources.pop("CPU", 0),
+                "num_gpus": resources.pop("GPU", 0),
+                "resources": {name: amount for name, amount in resources.items() if name != "memory"},
                 "scheduling_strategy": strategy,
                 "max_restarts": 0,
             }
@@ -85,7 +87,9 @@ class ActorProcesses:
     def is_alive(self, peer: int) -> bool:
         pidfd = self._pidfds[peer]
         if pidfd is not None:
-            return not select.select([pidfd], [], [], 0)[0]
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            return not poll.poll(0)
         if not self._runs:
             return True
         ended, _ = ray.wait([self._runs[peer]], timeout=0)
@@ -98,10 +102,10 @@ class ActorProcesses:
         ray.kill(self._actors[peer])
 
     def close(self) -> None:
-        for pidfd in self._pidfds:
+        pidfds, self._pidfds = self._pidfds, [None] * len(self._actors)
+        for pidfd in pidfds:
             if pidfd is not None:
                 os.close(pidfd)
-        self._pidfds = [None] * len(self._actors)
 
 
 def actors_of_this_replica() -> Launch:

@@ -8,9 +8,11 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
+import ray
+
 from app.config import EngineConfig
 from app.engine import AsyncEngine, Delta
-from app.errors import UnavailableError
+from app.errors import ConfigError
 from app.serving.messages import GenerateRequest, Piece, ReplicaFacts
 from app.serving.ranks import actors_of_this_replica
 from vmem import BudgetAnswer, MemoryReport
@@ -29,8 +31,14 @@ class EngineReplica:
     def __init__(self, config: EngineConfig) -> None:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("app").setLevel(logging.INFO)
+        if config.device == "cuda" and len(ray.get_gpu_ids()) != 1:
+            raise ConfigError(
+                f"Ray gave this replica the GPUs {ray.get_gpu_ids()}, it needs one: ray_actor_options in the YAML must "
+                "have num_gpus: 1, or be left out"
+            )
         self._engine = AsyncEngine(config, actors_of_this_replica())
         self._leaving: threading.Timer | None = None
+        self._closing = False
 
     async def generate(self, request: GenerateRequest) -> Piece:
         """The whole output at once."""
@@ -53,7 +61,8 @@ class EngineReplica:
                     num_tokens = 0
 
     async def facts(self) -> ReplicaFacts:
-        self.check_health()
+        """Raises `UnavailableError` once the engine has stopped."""
+        self._engine.check()
         return ReplicaFacts(self._engine.max_model_len)
 
     async def report(self) -> MemoryReport:
@@ -75,12 +84,10 @@ class EngineReplica:
     def check_health(self) -> None:
         """Called by Serve. Three errors here replace the replica, and the end of its process does so at once: until
         then it would get requests that it cannot answer."""
-        if self._engine.healthy:
-            return
-        if self._leaving is None:
+        if not self._engine.healthy and self._leaving is None and not self._closing:
             self._leaving = threading.Timer(_LAST_WORDS_S, os._exit, (1,))
             self._leaving.start()
-        raise UnavailableError("the engine has stopped; send the request again")
+        self._engine.check()
 
     def _deltas(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         return self._engine.generate(
@@ -93,4 +100,5 @@ class EngineReplica:
 
     def __del__(self) -> None:
         if hasattr(self, "_engine"):  # else it never started
+            self._closing = True
             self._engine.close()

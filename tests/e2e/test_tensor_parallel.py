@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -22,7 +23,7 @@ from app.serving.ranks import ActorProcesses
 
 DEADLINE_S = 90
 QUESTION = "The key of room 417 is 93. The key of room 256 is 12. What is the key of room 417?"
-TITLES = ("ray::ServeReplica:folio:EngineReplica", "ray::RankActor")
+NAME = "folio-on-two-ranks"
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def server() -> Iterator[Server]:
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     engine = EngineConfig(model="builtin", tensor_parallel_size=2, step_timeout_s=5.0, kv_memory_bytes=64 << 20)
-    serve.run(build(AppArgs(engine=engine)), name="folio", route_prefix="/")
+    serve.run(build(AppArgs(engine=engine)), name=NAME, route_prefix="/")
     yield Server(f"http://127.0.0.1:{port}")
     serve.shutdown()
     deadline = time.monotonic() + DEADLINE_S
@@ -54,15 +55,19 @@ def server() -> Iterator[Server]:
 
 
 def processes() -> tuple[list[int], list[int]]:
-    """Process ids of replicas and of peers."""
+    """Process ids of this application's replicas and peers: children of this cluster's raylet."""
     found: tuple[list[int], list[int]] = ([], [])
+    node: Any = ray._private.worker._global_node
+    raylet = node.all_processes["raylet"][0].process.pid
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             title = (folder / "cmdline").read_bytes().decode(errors="replace")
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        for pids, start in zip(found, TITLES, strict=True):
-            if title.startswith(start):
+        starts = (f"ray::ServeReplica:{NAME}:EngineReplica", "ray::RankActor")
+        for pids, start in zip(found, starts, strict=True):
+            if parent == raylet and title.startswith(start):
                 pids.append(int(folder.name))
     return found
 

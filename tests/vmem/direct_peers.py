@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vmem import Backend, LocalContents, PeerMemory
+from vmem.mirror import failed
 
 
 class DirectPeers:
@@ -47,7 +48,7 @@ class DirectPeers:
         return lambda: answers
 
     def tell(self, request: bytes) -> None:
-        self.ask(request)
+        assert not any(map(failed, self.ask(request)()))
 
     def ask(self, request: bytes) -> Callable[[], list[bytes]]:
         answers = [memory.answer(request) for memory in self.memories]

@@ -113,8 +113,9 @@ class Communicator:
 
     def abort(self) -> None:
         """End what waits for ranks that are gone. gloo notices that itself."""
-        if uses_nccl(self._device):
-            self._group.abort()
+        group = self._group
+        if group is not None and uses_nccl(self._device):
+            group.abort()
 
 
 def uses_nccl(device: torch.device) -> bool:

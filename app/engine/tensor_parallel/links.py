@@ -23,6 +23,10 @@ class Link(Protocol):
         """Every peer's answer to the last message that is answered, in the order of their ranks."""
         ...
 
+    def close(self) -> None:
+        """Nothing is sent any more."""
+        ...
+
 
 class PeerLink(Protocol):
     """A peer's end."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import mmap
 import os
 import threading
 import time
@@ -24,15 +25,15 @@ from app.engine.tensor_parallel.communicator import Communicator, StoreAddress, 
 from app.engine.tensor_parallel.links import Link
 from app.engine.tensor_parallel.messages import Order
 from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingWriter
-from app.engine.tensor_parallel.sockets import SocketAddress, SocketListener, SocketWriter
+from app.engine.tensor_parallel.sockets import SocketAddress, SocketListener
 from app.errors import ConfigError, EngineError, FolioError, ModelError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
 STEPS, MEMORY = range(2)  # the links
-# How long peers may take to start and import everything, to join the group, and to load their share. A peer that dies
-# meanwhile is noticed at once.
-_START_TIMEOUT_S, JOIN_TIMEOUT_S, _LOAD_TIMEOUT_S = 300.0, 60.0, 3600.0
+# How long peers may take to start and import everything, to join the group, and to load their share and show what their
+# layers need.
+_START_TIMEOUT_S, JOIN_TIMEOUT_S, LOAD_TIMEOUT_S = 300.0, 60.0, 3600.0
 _LOOK_S = 0.05
 # Peers show about once a second that they are running.
 _LEAST_SILENCE_S = 3.0
@@ -53,7 +54,7 @@ class RankSpec:
         link: where messages come from.
         store: where ranks find each other.
         host: the peer's own address.
-        leader_pid: rank 0's process, if it is on this machine: a peer does not outlive it.
+        leader_pid: rank 0's process, if all ranks are on one machine: a peer does not outlive it.
         may_kill_leader: a leader that does not move any more is to be killed, so that somebody notices.
     """
 
@@ -102,18 +103,21 @@ class Ranks:
     """The peers of one engine. It is the `vmem.Peers` of its memory, too.
 
     Raises:
-        UnavailableError: the processes cannot be started.
+        ConfigError: there is no place for the processes.
+        UnavailableError: they cannot be started.
     """
 
     def __init__(self, config: EngineConfig, launch: Launch) -> None:
         self._config = config
         self._num_peers = config.tensor_parallel_size - 1
         self._reason: str | None = None
+        self._refusal: FolioError | None = None  # why they were not started
         self._failing = threading.Lock()
         self._busy: set[_Busy] = set()
         self._links: list[Link] = []
-        self._asking = [threading.RLock() for _ in (STEPS, MEMORY)]  # from a question to its answers
+        self._asking = [threading.Lock() for _ in (STEPS, MEMORY)]  # from a question to its answers
         self._files: list[int] = []
+        self._memory: mmap.mmap | None = None
         self._listener: SocketListener | None = None
         self._comm: Communicator | None = None
         self._num_ordered = 0
@@ -126,7 +130,7 @@ class Ranks:
         self._launched.wait()
         if self._reason is not None:
             self.close()
-            self.check()
+            raise self._refusal or self._unavailable()
 
     # ---- starting ----
 
@@ -148,8 +152,8 @@ class Ranks:
         if in_memory:
             link = shared_memory.create(2, self._num_peers)
             self._files.append(link.fd)
-            memory = link.open()
-            self._links = [RingWriter(memory, link, index, self.check) for index in (STEPS, MEMORY)]
+            self._memory = link.open()
+            self._links = [RingWriter(self._memory, link, index, self.check) for index in (STEPS, MEMORY)]
         else:
             self._listener = SocketListener(processes.host)
             link = self._listener.address
@@ -179,7 +183,7 @@ class Ranks:
             FolioError: what a peer raised.
         """
         self.check()
-        with self._busy_with(_LOAD_TIMEOUT_S):
+        with self._busy_with(LOAD_TIMEOUT_S):
             self._post(bytes([Order.LOAD]), answered=True)
             result = act()
             try:
@@ -194,17 +198,20 @@ class Ranks:
         return result
 
     @contextmanager
-    def step(self, message: bytes) -> Iterator[None]:
+    def step(self, message: bytes, limit_s: float | None = None) -> Iterator[None]:
         """Have every peer compute something that this rank computes within the context.
+
+        Args:
+            limit_s: how long that may take, by default a step's time.
 
         Raises:
             UnavailableError: it failed here or elsewhere, or took too long: the ranks do not agree any more about what
                 comes next.
         """
         self.check()
-        self._post(message)
         try:
-            with self._busy_with(self._config.step_timeout_s):
+            with self._busy_with(limit_s or self._config.step_timeout_s):
+                self._post(message)
                 yield
             self.check()  # what was computed with ranks that are gone may be anything
         except BaseException as error:
@@ -242,16 +249,14 @@ class Ranks:
         self._post(bytes([Order.MEMORY]) + order)
 
     def confirm(self, order: bytes) -> Callable[[], list[bytes]]:
-        self._asking[STEPS].acquire()
-        self._post(bytes([Order.MEMORY]) + order, answered=True)
+        self._begin_asking(STEPS, lambda: self._post(bytes([Order.MEMORY]) + order, answered=True))
         return lambda: self._collect(STEPS)
 
     def tell(self, request: bytes) -> None:
         self._send(MEMORY, bytes([False]) + request, False)
 
     def ask(self, request: bytes) -> Callable[[], list[bytes]]:
-        self._asking[MEMORY].acquire()  # the mapper of one memory and the owner of another may ask at once
-        self._send(MEMORY, bytes([True]) + request, True)
+        self._begin_asking(MEMORY, lambda: self._send(MEMORY, bytes([True]) + request, True))
         return lambda: self._collect(MEMORY)
 
     # ---- the end ----
@@ -263,9 +268,11 @@ class Ranks:
                 return
             self._reason = reason
         logger.error("the ranks end: %s", reason)
-        self._kill_all()
-        if self._comm is not None:
-            self._comm.abort()
+        try:
+            self._kill_all()
+        finally:
+            if self._comm is not None:
+                self._comm.abort()
 
     def close(self) -> None:
         """Let the peers end, and make sure that they have."""
@@ -276,11 +283,13 @@ class Ranks:
         self._close_files()
         if self._listener is not None:
             self._listener.close()
-        for link in self._links:
-            if isinstance(link, SocketWriter):
-                link.close()
         if self._reason is None:
             self._reason = "the engine has been closed"
+        links, self._links = self._links, []
+        for link in links:
+            link.close()
+        if self._memory is not None:
+            self._memory.close()
         if self._comm is not None:
             self._comm.close()
 
@@ -292,14 +301,27 @@ class Ranks:
             self._send(STEPS, bytes([answered]) + message, answered)
 
     def _send(self, link: int, message: bytes, answered: bool) -> None:
+        if self._reason is not None:
+            return
         try:
             with self._busy_with(self._config.step_timeout_s):
                 self._links[link].post(message, answered=answered)
         except (UnavailableError, OSError) as error:
             self.fail(f"a peer cannot be reached: {error}")
 
+    def _begin_asking(self, link: int, ask: Callable[[], None]) -> None:
+        """Take the link's lock, which `_collect` lets go of: the mapper of one memory and the owner of another may ask
+        at once."""
+        self._asking[link].acquire()
+        try:
+            ask()
+        except BaseException:
+            self.fail("a question was interrupted")  # its answers would be taken for those to the next
+            self._asking[link].release()
+            raise
+
     def _collect(self, link: int) -> list[bytes]:
-        """The answers to what was asked with the link's lock taken, which is let go of."""
+        """The answers to what was asked."""
         try:
             with self._busy_with(self._config.step_timeout_s):
                 self.check()
@@ -307,6 +329,9 @@ class Ranks:
         except (UnavailableError, OSError, EOFError) as error:
             self.fail(f"a peer does not answer: {error}")
             return []
+        except BaseException:
+            self.fail("an answer was not waited for")
+            raise
         finally:
             self._asking[link].release()
 
@@ -326,6 +351,7 @@ class Ranks:
             self._processes = launch(self._num_peers)
         except Exception as error:
             logger.exception("the ranks cannot be started")
+            self._refusal = error if isinstance(error, FolioError) else None
             self._reason = f"the ranks cannot be started: {error}"
             return
         finally:
@@ -366,6 +392,8 @@ class Ranks:
         deadline = time.monotonic() + (_GRACE_S if self._reason is None and self._links else 0)
         while time.monotonic() < deadline and any(map(processes.is_alive, peers)):
             time.sleep(_LOOK_S)
+            if self._links and isinstance(link := self._links[MEMORY], RingWriter):
+                link.beat()
 
     def _close_files(self) -> None:
         """Every peer has opened them, or never will."""
@@ -375,7 +403,10 @@ class Ranks:
     def _kill_all(self) -> None:
         if self._processes is not None:
             for peer in range(self._num_peers):
-                self._processes.kill(peer)
+                try:
+                    self._processes.kill(peer)
+                except Exception:
+                    logger.exception("rank %d could not be killed", peer + 1)
 
 
 @dataclass(slots=True, eq=False)

@@ -45,7 +45,7 @@ def load_share(
             copy.deepcopy(config), attn_implementation=settings["attn_implementation"]
         )
     model_class: type[PreTrainedModel] = type(blank)
-    share = _Share(plan_shards(blank, comm.rank, comm.size))
+    share = _Share(plan_shards(blank, comm.rank, comm.size), folder)
 
     def init(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, *args, **kwargs)
@@ -62,10 +62,11 @@ def load_share(
 class _Share:
     """Cuts the weights of one model while they are registered with its modules."""
 
-    def __init__(self, plan: ShardPlan) -> None:
+    def __init__(self, plan: ShardPlan, folder: str) -> None:
         self.plan = plan
         self._names: dict[tuple[nn.Module, str], tuple[str, torch.Size]] = {}
-        self._pages = MappedFiles()
+        self._taken: dict[int, nn.Parameter] = {}  # tied weights are registered again
+        self._pages = MappedFiles(folder)
 
     def expect(self, model: PreTrainedModel) -> None:
         """The model's weights are going to come."""
@@ -85,12 +86,13 @@ class _Share:
     def _take(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         """What is registered instead, `None` for the parameter itself."""
         full_name, shape = self._names.get((module, name), ("", None))
-        if parameter is None or parameter.is_meta or parameter.shape != shape:  # no weights, or its part already
-            return None
+        if parameter is None or parameter.is_meta or parameter.shape != shape or id(parameter) in self._taken:
+            return None  # no weights, or its part already
         cut = self.plan.cuts.get(full_name)
         weight = parameter.detach()
         taken = nn.Parameter(weight.clone() if cut is None else cut.of(weight), requires_grad=False)
         taken.__dict__.update(parameter.__dict__)  # the loader's note that it need not be initialised
+        self._taken[id(taken)] = taken
         self._pages.note_read(weight.nbytes)
         return taken
 

@@ -121,6 +121,11 @@ class _Ring:
             if number not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
                 raise OSError(number, os.strerror(number))
 
+    def close(self) -> None:
+        """Let go of the mapping, so that it can be closed."""
+        for view in (self._data, self._words, self._bytes):
+            view.release()
+
     def put(self, at: int, data: bytes | memoryview) -> None:
         at %= _RING_BYTES
         first = min(len(data), _RING_BYTES - at)
@@ -189,6 +194,10 @@ class RingWriter:
         self._num_freed += behind[slowest]
         self._free += sum(self._ends[: behind[slowest]])
         del self._ends[: behind[slowest]]
+
+    def close(self) -> None:
+        """Nothing is sent any more; then the mapping can be closed."""
+        self._ring.close()
 
     def beat(self) -> None:
         """Show the peers that this process is running."""

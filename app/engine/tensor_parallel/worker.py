@@ -21,6 +21,7 @@ from app.engine.tensor_parallel.ranks import ERRORS, JOIN_TIMEOUT_S, MEMORY, STE
 from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingReader
 from kernels import select_block_copy, select_provider
 from vmem import Backend, CacheTensors, LocalContents, PeerMemory, select_backend
+from vmem.mirror import failed
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ class RankWorker:
         self._device = device
         self._memory = PeerMemory(spec.rank, self._make_backend, self._make_contents)
         self._stopping = threading.Event()
+        if isinstance(link := self.links[MEMORY], RingReader):
+            link.beat()  # from now on its silence means something
         self._broken: Exception | None = None  # what the memory thread died of
         self._comm: Communicator
         self._model: LoadedModel
@@ -78,6 +81,10 @@ class RankWorker:
         finally:
             self._stopping.set()
         requests.join()
+
+    @property
+    def has_stopped(self) -> bool:
+        return self._stopping.is_set()
 
     def _obey(self, order: Order, message: bytes) -> bytes:
         """What it comes to, for orders that are answered: nothing if all is well."""
@@ -139,6 +146,8 @@ class RankWorker:
             if message is None:
                 continue
             answer = self._memory.answer(message[1:])
+            if not message[0] and failed(answer):
+                raise RuntimeError(f"a request that has to succeed did not: {answer[1:].decode(errors='replace')}")
             if message[0]:  # it is answered
                 link.reply(answer)
 
@@ -183,6 +192,8 @@ def _watch_leader(worker: RankWorker) -> None:
     poll.register(leader, select.POLLIN)
     beats, silent_s, looked_at = 0, 0.0, time.monotonic()
     while not poll.poll(_LOOK_UP_S * 1000):
+        if worker.has_stopped:
+            return
         now = time.monotonic()
         silent_s += min(now - looked_at, 2 * _LOOK_UP_S)  # when this process was stopped itself, that does not count
         looked_at = now

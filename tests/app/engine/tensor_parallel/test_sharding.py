@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -133,17 +134,13 @@ def test_shares_add_up(name: str, dtype: str, tmp_path: Path) -> None:
     for size in (2, 4):
         together = Together(size)
         comms = [ThreadCommunicator(rank, size, together) for rank in range(size)]
-        found: dict[int, torch.Tensor] = {}
 
-        def run(comm: ThreadCommunicator, found: dict[int, torch.Tensor] = found) -> None:
+        def run(comm: ThreadCommunicator) -> torch.Tensor:
             model = load_model(EngineConfig(**shared, tensor_parallel_size=comm.size), comm)
-            found[comm.rank] = logits_of(model.module)
+            return logits_of(model.module)
 
-        threads = [threading.Thread(target=run, args=(comm,)) for comm in comms]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(size) as pool:
+            found = list(pool.map(run, comms))
         difference = (found[0] - expected).norm() / expected.norm()
         assert difference < TOLERANCE[dtype], f"{size} ranks: relative difference {difference:.2g}"
         assert comms[0].num_calls >= SMALL["num_hidden_layers"]

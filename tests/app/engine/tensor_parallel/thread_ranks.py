@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 
-from app.engine.model_loader import resolve_device
+import torch
+
 from app.engine.tensor_parallel.ranks import RankSpec
 from app.engine.tensor_parallel.worker import RankWorker
 
@@ -24,7 +24,7 @@ class ThreadRanks:
 
     def run(self, specs: Sequence[RankSpec]) -> None:
         for peer, spec in enumerate(specs):
-            self._threads[peer] = threading.Thread(target=self._work, args=(replace(spec),), daemon=True)
+            self._threads[peer] = threading.Thread(target=self._work, args=(spec,), daemon=True)
             self._threads[peer].start()
 
     def is_alive(self, peer: int) -> bool:
@@ -41,7 +41,7 @@ class ThreadRanks:
 
     def _work(self, spec: RankSpec) -> None:
         worker = RankWorker(
-            spec, num_threads=1, device=torch.device(spec.config.device if spec.config.device != "auto" else "cpu")
+            spec, num_threads=1, device=torch.device("cuda", 0) if spec.config.device == "cuda" else torch.device("cpu")
         )
         self.workers.append(worker)
         worker.run()

@@ -246,6 +246,7 @@ def main() -> None:
         print(
             f"{size} ranks: decode step of {AT_ONCE} {step_s * 1e3:6.2f} ms, {count:.0f} collectives, {share:.0%} of it"
         )
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     equal = all(output == outputs[1] for output in outputs.values())
     print(f"tokens of {', '.join(map(str, SIZES))} ranks are {'the same' if equal else 'DIFFERENT'}")
     print(f"peak of a peer over its share of {num_bytes / 2 / 2**20:.0f} MiB: {peak_over_share:.2f}")

@@ -18,7 +18,8 @@ from vmem.group import LayerGroup, longest_sequence
 from vmem.host import HostBackend
 from vmem.layout import KVLayout, LayerSpec, LayoutKind, StateLayout, plan_groups, plan_layout
 from vmem.memory import KVMemory
-from vmem.mirror import MirroredBackend, Peers, mirror
+from vmem.mirror import MirroredBackend, mirror
+from vmem.orders import Peers
 from vmem.pages import BudgetAnswer
 from vmem.peer import PeerMemory
 from vmem.prefix import PrefixMatch, TokenChain

@@ -13,116 +13,18 @@ others undo it, and what it raises is raised here. Orders are carried out one af
 
 from __future__ import annotations
 
-import enum
 import pickle
-import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
 from vmem.backend import AddressRange, Backend, MemoryInfo
 from vmem.books import must, one_at_a_time
 from vmem.contents import BlockContents, CopyBlocks, LocalContents, copy_by_index
-from vmem.errors import IntegrityError, MapError, OutOfPages, OutOfSwap, VmemError
+from vmem.errors import IntegrityError, VmemError
+from vmem.orders import ALL_RANKS, Answers, MemoryOrder, MemoryRequest, Peers, failed, failure_of, pack, unpack
 from vmem.tensors import CacheTensors
-
-Answers = Callable[[], list[bytes]]
-ALL_RANKS = -1  # else a bit for each rank that is meant
-
-
-class Peers(Protocol):
-    """How the other ranks are reached. When they are lost nothing is answered, and calls go on without them: whoever
-    runs the ranks has to notice."""
-
-    def open_memory(self) -> int:
-        """A number for a new memory, below 256; messages about it begin with that."""
-        ...
-
-    @property
-    def num_ordered(self) -> int:
-        """Orders so far, of whatever kind."""
-        ...
-
-    def order(self, order: bytes) -> None:
-        """Have the main thread of every peer do something, after what was ordered before. It has to succeed."""
-        ...
-
-    def confirm(self, order: bytes) -> Answers:
-        """The same, where it may fail. Calling the result waits for the peers' answers."""
-        ...
-
-    def tell(self, request: bytes) -> None:
-        """Have the memory thread of every peer do something, after what was requested before. It has to succeed."""
-        ...
-
-    def ask(self, request: bytes) -> Answers:
-        """The same, where it may fail. Calling the result waits for the peers' answers."""
-        ...
-
-
-class MemoryRequest(enum.IntEnum):
-    """What a peer's memory thread does."""
-
-    OPEN = 1  # capacity, headroom; the memory's first request
-    CLOSE = 2  # orders to wait for
-    RESERVE = 3  # range, bytes
-    RELEASE = 4  # range
-    DESTROY = 5  # handle
-    MAP = 6  # ranks, range, offset, page bytes, handles …
-    UNMAP = 7  # ranks, range, offset, bytes, orders to wait for
-    INFO = 8
-
-
-class MemoryOrder(enum.IntEnum):
-    """What a peer's main thread does with its memory."""
-
-    TENSORS = 1  # pickled: groups, homes, regions, region tokens
-    COPY = 2  # group, sources …, targets …
-    SAVE = 3  # key, group, blocks …
-    RESTORE = 4  # key, rows …, blocks …
-    DISCARD = 5  # key
-
-
-class Answer(enum.IntEnum):
-    """How a peer's answer begins; numbers or a text follow."""
-
-    DONE = 0
-    OUT_OF_PAGES = 1
-    OUT_OF_SWAP = 2
-    FAILED = 3
-    BROKEN = 4  # its books do not add up
-
-
-_ERRORS: dict[Answer, Callable[[str], VmemError]] = {
-    Answer.OUT_OF_PAGES: lambda _: OutOfPages(1, 0),
-    Answer.OUT_OF_SWAP: OutOfSwap,
-    Answer.FAILED: MapError,
-    Answer.BROKEN: IntegrityError,
-}
-
-
-def pack(kind: int, *numbers: int) -> bytes:
-    """A byte and int64s."""
-    return struct.pack(f"<B{len(numbers)}q", kind, *numbers)
-
-
-def unpack(message: bytes) -> tuple[int, ...]:
-    return struct.unpack(f"<{(len(message) - 1) // 8}q", message[1:])
-
-
-def failed(answer: bytes) -> bool:
-    """Whether a peer's answer says that it could not do something."""
-    return answer[0] != Answer.DONE
-
-
-def _failure(answers: Sequence[bytes]) -> VmemError | None:
-    """What the first peer that failed says."""
-    for rank, answer in enumerate(answers, start=1):
-        if failed(answer):
-            return _ERRORS[Answer(answer[0])](f"rank {rank}: {answer[1:].decode(errors='replace')}")
-    return None
 
 
 class _PeersOfOneMemory:
@@ -248,7 +150,7 @@ class MirroredBackend:
             refusal = error
         finally:  # whatever happened here, nobody else's answers may be taken for these
             replies = answers()
-        failure = refusal or _failure(replies)
+        failure = refusal or failure_of(replies)
         if failure is not None:
             self._undo_on_peers(replies, lambda ranks: self._ask_to_unmap(ranks, span))
             if refusal is None:
@@ -263,7 +165,7 @@ class MirroredBackend:
         places = range(mapped.address, mapped.end, self._page_bytes)
         handles = [self._handle_at[place] for place in places]
         replies = self._ask_to_unmap(ALL_RANKS, mapped)()
-        if (failure := _failure(replies)) is not None:
+        if (failure := failure_of(replies)) is not None:
             self._undo_on_peers(replies, lambda ranks: self._ask_to_map(ranks, mapped.address, handles))
             must(lambda: self._local.map(mapped.address, handles))
             raise failure
@@ -330,7 +232,7 @@ class MirroredBackend:
 
     def _check(self, answers: Answers) -> list[bytes]:
         replies = answers()
-        if (failure := _failure(replies)) is not None:
+        if (failure := failure_of(replies)) is not None:
             raise failure
         return replies
 
@@ -342,7 +244,7 @@ class MirroredBackend:
             nonlocal ranks
             replies = undo(ranks)()
             ranks &= sum(1 << rank for rank, reply in enumerate(replies, start=1) if failed(reply))
-            if (failure := _failure(replies)) is not None:
+            if (failure := failure_of(replies)) is not None:
                 raise failure
 
         if ranks:
@@ -380,7 +282,7 @@ class MirroredContents:
             raise
         finally:
             replies = answers()
-        if (failure := _failure(replies)) is not None:
+        if (failure := failure_of(replies)) is not None:
             self.discard(key)
             raise failure
 

@@ -11,7 +11,7 @@ from vmem.backend import AddressRange, Backend
 from vmem.contents import BlockContents
 from vmem.errors import IntegrityError, OutOfPages, OutOfSwap, VmemError
 from vmem.group import LayerGroup
-from vmem.mirror import Answer, MemoryOrder, MemoryRequest, pack, unpack
+from vmem.orders import Answer, MemoryOrder, MemoryRequest, pack, unpack
 from vmem.tensors import CacheTensors
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from app.engine.engine import Engine
 from app.engine.params import SamplingParams
 from app.engine.request import Delta
 from app.engine.tensor_parallel.processes import spawn_ranks
-from app.engine.tensor_parallel.ranks import Launch
+from app.engine.tensor_parallel.spec import Launch
 from app.errors import EngineError, RequestError, UnavailableError
 from vmem import BudgetAnswer, IntegrityError, MemoryReport
 

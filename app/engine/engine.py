@@ -25,7 +25,7 @@ from app.engine.sampler import sample
 from app.engine.scheduler import Scheduled, Scheduler
 from app.engine.self_test import self_test
 from app.engine.tensor_parallel.processes import spawn_ranks
-from app.engine.tensor_parallel.ranks import Launch
+from app.engine.tensor_parallel.spec import Launch
 from app.errors import ConfigError, ContextLengthError, RequestError
 from kernels import KernelError
 from vmem import BudgetAnswer, BudgetError, KVMemory, MemoryReport, PinError, VmemError

@@ -12,7 +12,8 @@ from app.engine.batch import StepPlan, build_batch
 from app.engine.model_loader import load_model, resolve_device
 from app.engine.model_runner import ModelRunner, ObservedLayers
 from app.engine.tensor_parallel.messages import Order, pack_arrays, pack_step
-from app.engine.tensor_parallel.ranks import LOAD_TIMEOUT_S, Launch, Ranks
+from app.engine.tensor_parallel.ranks import Ranks
+from app.engine.tensor_parallel.spec import LOAD_TIMEOUT_S, Launch
 from app.errors import FolioError, ModelError, UnavailableError
 from kernels import KernelError, select_provider
 from vmem import KVMemory, MirroredBackend

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vmem import Backend, LocalContents, PeerMemory
-from vmem.mirror import failed
+from vmem.orders import failed
 
 
 class DirectPeers:

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import torch
 
-from app.engine.tensor_parallel.ranks import RankProcesses, RankSpec
+from app.engine.tensor_parallel.spec import RankProcesses, RankSpec
 from app.errors import ConfigError
 
 # Not imported here: this is what a child runs.

@@ -12,91 +12,32 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from app.config import EngineConfig
-from app.engine.tensor_parallel import shared_memory
-from app.engine.tensor_parallel.communicator import Communicator, StoreAddress, open_store
+from app.engine.tensor_parallel import shared_memory, spec
+from app.engine.tensor_parallel.communicator import Communicator, open_store
 from app.engine.tensor_parallel.links import Link
 from app.engine.tensor_parallel.messages import Order
 from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingWriter
 from app.engine.tensor_parallel.sockets import SocketAddress, SocketListener
-from app.errors import ConfigError, EngineError, FolioError, ModelError, UnavailableError
+from app.engine.tensor_parallel.spec import ERRORS, MEMORY, STEPS, Launch, RankProcesses, RankSpec
+from app.errors import EngineError, FolioError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
-STEPS, MEMORY = range(2)  # the links
-# How long peers may take to start and import everything, to join the group, and to load their share and show what their
-# layers need.
-_START_TIMEOUT_S, JOIN_TIMEOUT_S, LOAD_TIMEOUT_S = 300.0, 60.0, 3600.0
 _LOOK_S = 0.05
 # Peers show about once a second that they are running.
 _LEAST_SILENCE_S = 3.0
 # How long peers may take to leave by themselves.
 _GRACE_S = 5.0
-# Errors that a peer answers with and that mean the same here.
-ERRORS: dict[str, type[FolioError]] = {error.__name__: error for error in (ConfigError, ModelError)}
 
 R = TypeVar("R")
-
-
-@dataclass(frozen=True, slots=True)
-class RankSpec:
-    """What a peer has to know.
-
-    Attributes:
-        rank: 1 or more.
-        link: where messages come from.
-        store: where ranks find each other.
-        host: the peer's own address.
-        leader_pid: rank 0's process, if all ranks are on one machine: a peer does not outlive it.
-        may_kill_leader: a leader that does not move any more is to be killed, so that somebody notices.
-    """
-
-    config: EngineConfig
-    rank: int
-    link: MemoryAddress | SocketAddress
-    store: StoreAddress
-    host: str
-    leader_pid: int | None
-    may_kill_leader: bool
-
-
-class RankProcesses(Protocol):
-    """Processes for peers, which wait to be told what to do. Peer 0 is rank 1.
-
-    Attributes:
-        host: the address under which they reach this process.
-        on_one_machine: whether they share its memory and process ids.
-        may_kill_leader: see `RankSpec`.
-    """
-
-    host: str
-    on_one_machine: bool
-    may_kill_leader: bool
-
-    def run(self, specs: Sequence[RankSpec]) -> None:
-        """Let each of them do what a peer does."""
-        ...
-
-    def is_alive(self, peer: int) -> bool: ...
-
-    def kill(self, peer: int) -> None:
-        """End it now, whatever state it is in; nothing happens if it has ended."""
-        ...
-
-    def close(self) -> None:
-        """All have ended: forget them."""
-        ...
-
-
-# (number of peers) → their processes. Called in a thread that lives as long as they should.
-Launch = Callable[[int], RankProcesses]
 
 
 class Ranks:
@@ -146,7 +87,7 @@ class Ranks:
         processes = self._processes
         assert processes is not None
         size = self._num_peers + 1
-        store_address, store = open_store(processes.host, size, JOIN_TIMEOUT_S)
+        store_address, store = open_store(processes.host, size, spec.JOIN_TIMEOUT_S)
         link: MemoryAddress | SocketAddress
         in_memory = processes.on_one_machine and shared_memory.is_supported()
         if in_memory:
@@ -165,13 +106,13 @@ class Ranks:
                 for rank in range(1, size)
             ]
         )
-        with self._busy_with(_START_TIMEOUT_S):
+        with self._busy_with(spec.START_TIMEOUT_S):
             if self._listener is not None:
                 self._links = list(self._listener.accept(2, self._num_peers, self.check))
             self._post(bytes([Order.CONNECT]), answered=True)
             self._links[STEPS].collect()  # all are up, and about to join
         self._close_files()
-        self._comm = Communicator(store, 0, size, device, processes.host, JOIN_TIMEOUT_S)
+        self._comm = Communicator(store, 0, size, device, processes.host, spec.JOIN_TIMEOUT_S)
         return self._comm
 
     # ---- what all do ----
@@ -183,7 +124,7 @@ class Ranks:
             FolioError: what a peer raised.
         """
         self.check()
-        with self._busy_with(LOAD_TIMEOUT_S):
+        with self._busy_with(spec.LOAD_TIMEOUT_S):
             self._post(bytes([Order.LOAD]), answered=True)
             result = act()
             try:

@@ -82,6 +82,8 @@ class _Share:
             yield
         finally:
             hook.remove()
+            self._names.clear()  # the class that knows this lives on for a while, and weights are replaced soon
+            self._taken.clear()
 
     def _take(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         """What is registered instead, `None` for the parameter itself."""

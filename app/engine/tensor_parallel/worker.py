@@ -17,11 +17,11 @@ from app.engine.model_runner import ModelRunner
 from app.engine.tensor_parallel.communicator import Communicator, join_store
 from app.engine.tensor_parallel.links import PeerLink
 from app.engine.tensor_parallel.messages import Order, unpack_arrays, unpack_step
-from app.engine.tensor_parallel.ranks import ERRORS, JOIN_TIMEOUT_S, MEMORY, STEPS, RankSpec
 from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingReader
+from app.engine.tensor_parallel.spec import ERRORS, JOIN_TIMEOUT_S, MEMORY, STEPS, RankSpec
 from kernels import select_block_copy, select_provider
 from vmem import Backend, CacheTensors, LocalContents, PeerMemory, select_backend
-from vmem.mirror import failed
+from vmem.orders import failed
 
 logger = logging.getLogger(__name__)
 

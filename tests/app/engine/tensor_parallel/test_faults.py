@@ -17,7 +17,7 @@ import torch
 
 from app.engine import LLM, AsyncEngine, EngineConfig, SamplingParams
 from app.engine.engine import Engine
-from app.engine.tensor_parallel import ranks, worker
+from app.engine.tensor_parallel import spec, worker
 from app.engine.tensor_parallel.processes import ChildProcesses
 from app.errors import ConfigError, ModelError, UnavailableError
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
@@ -134,8 +134,8 @@ def test_a_peer_lost_while_starting(
             super().run(specs)
 
     before, start = shared_files(), time.monotonic()
-    monkeypatch.setattr(ranks, "_START_TIMEOUT_S", 8.0)
-    monkeypatch.setattr(ranks, "JOIN_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(spec, "START_TIMEOUT_S", 8.0)
+    monkeypatch.setattr(spec, "JOIN_TIMEOUT_S", 5.0)
     with suppress(UnavailableError, ModelError):
         Engine(config(folder), Lost).close()
     assert time.monotonic() - start < 60

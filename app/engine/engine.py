@@ -67,6 +67,7 @@ class Engine:
             self.max_model_len = _max_model_len(config, self.model, self.memory)
             self_test(self._executor, self.memory.groups, config.kv_view)
             self._executor.open(self.memory)
+            self._executor.started()
         except BaseException as error:
             try:
                 self.memory.close()

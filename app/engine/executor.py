@@ -39,6 +39,7 @@ class Executor:
 
     def __init__(self, config: EngineConfig, launch: Launch) -> None:
         torch.set_num_threads(num_threads(config))
+        self._limit_s: float | None = LOAD_TIMEOUT_S  # first forwards may compile kernels
         self.ranks = Ranks(config, launch) if config.tensor_parallel_size > 1 else None
         try:
             comm = None if self.ranks is None else self.ranks.connect(resolve_device(config.device))
@@ -56,7 +57,7 @@ class Executor:
         if self.ranks is None:
             return ModelRunner(self.model, provider)
         try:
-            with self.ranks.step(bytes([Order.OBSERVE]), LOAD_TIMEOUT_S):
+            with self.ranks.step(bytes([Order.OBSERVE]), self._limit_s):
                 return ModelRunner(self.model, provider)
         except UnavailableError as error:
             if error.__cause__ is None:  # a rank was lost
@@ -83,7 +84,7 @@ class Executor:
         """Logits `[num_samples, vocab_size]` of a step on the CPU."""
         if self.ranks is None:
             return self._run(plan, memory)
-        with self.ranks.step(bytes([Order.STEP]) + pack_step(plan)):
+        with self.ranks.step(bytes([Order.STEP]) + pack_step(plan), self._limit_s):
             return self._run(plan, memory)
 
     def own_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -91,8 +92,12 @@ class Executor:
         if self.ranks is None:
             return self._runner.own_logits(token_ids)
         message = pack_arrays([token_ids.numpy().astype(np.int64)])
-        with self.ranks.step(bytes([Order.OWN_LOGITS]) + message):
+        with self.ranks.step(bytes([Order.OWN_LOGITS]) + message, self._limit_s):
             return self._runner.own_logits(token_ids)
+
+    def started(self) -> None:
+        """From now on forwards have to be done in a step's time."""
+        self._limit_s = None
 
     @property
     def available(self) -> bool:

@@ -26,7 +26,7 @@ class Completion:
 
 
 class LLM:
-    """A model to generate with, synchronously and in one process.
+    """A model to generate with, synchronously. Everything is in this process, but the ranks beyond the first.
 
     >>> with LLM("builtin") as llm:
     ...     llm.generate(["The key of room 417 is 93. The key of room 417 is"], SamplingParams(max_tokens=2))
@@ -37,6 +37,7 @@ class LLM:
 
     Raises:
         ConfigError, ModelError: the settings or the model cannot work.
+        UnavailableError: a rank died.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class LLM:
         Raises:
             RequestError: a prompt or a parameter is invalid; nothing was generated.
             EngineError: the model's output is no numbers.
+            UnavailableError: a rank is lost; there will be no answers any more.
         """
         if isinstance(prompts, str):
             raise RequestError("prompts must be a list of prompts, got one string", "prompts")

@@ -63,7 +63,7 @@ class RankWorker:
         requests.start()
         link = self.links[STEPS]
         try:
-            while True:
+            while not self._stopping.is_set():
                 message = link.receive(_LOOK_UP_S)
                 if self._broken is not None:
                     raise self._broken

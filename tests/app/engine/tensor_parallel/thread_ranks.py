@@ -12,7 +12,7 @@ from app.engine.tensor_parallel.worker import RankWorker
 
 
 class ThreadRanks:
-    """`RankProcesses` that cannot be killed: a peer that fails just ends."""
+    """`RankProcesses` that cannot be killed at once: they end when they look up."""
 
     host = "127.0.0.1"
     may_kill_leader = False
@@ -32,7 +32,9 @@ class ThreadRanks:
         return thread is None or thread.is_alive()
 
     def kill(self, peer: int) -> None:
-        pass
+        for worker in self.workers:
+            if worker.spec.rank == peer + 1:
+                worker._stopping.set()
 
     def close(self) -> None:
         for thread in self._threads:
@@ -40,9 +42,8 @@ class ThreadRanks:
                 thread.join(timeout=2)
 
     def _work(self, spec: RankSpec) -> None:
-        worker = RankWorker(
-            spec, num_threads=1, device=torch.device("cuda", 0) if spec.config.device == "cuda" else torch.device("cpu")
-        )
+        device = torch.device("cuda", 0) if spec.config.device == "cuda" else torch.device("cpu")
+        worker = RankWorker(spec, num_threads=1, device=device)
         self.workers.append(worker)
         worker.run()
 

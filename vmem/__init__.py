@@ -26,16 +26,19 @@ from vmem.prefix import PrefixMatch, TokenChain
 from vmem.report import GroupReport, MemoryReport, PinReport
 from vmem.select import select_backend
 from vmem.sequence import Demand, SequenceMemory, View, ViewPolicy
+from vmem.summary import KEY_BYTES, CachedKeys, key_of
 from vmem.swap import SwappedGroup
 from vmem.tensors import CacheTensors
 
 __all__ = [
+    "KEY_BYTES",
     "AddressRange",
     "Backend",
     "BlockContents",
     "BudgetAnswer",
     "BudgetError",
     "CacheTensors",
+    "CachedKeys",
     "CopyBlocks",
     "CudaBackend",
     "Demand",
@@ -68,6 +71,7 @@ __all__ = [
     "View",
     "ViewPolicy",
     "VmemError",
+    "key_of",
     "longest_sequence",
     "mirror",
     "plan_groups",

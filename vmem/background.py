@@ -33,6 +33,8 @@ class MappingOptions:
     """How mappings and pages follow the load.
 
     Attributes:
+        background: have a thread for all that need not happen at once. Without one nothing is mapped ahead, and no
+            memory given back: for simulations, in which everything happens in an order.
         overlap: map the next step's blocks while this one computes (vAttention §6.2.1).
         deferred_reclamation: park what finished sequences had mapped, for others to adopt (vAttention §6.2.2).
         eager_allocation: keep regions mapped ahead for the next prompts (vAttention §6.2.2).
@@ -42,6 +44,7 @@ class MappingOptions:
         max_mappings: pages mapped at once, counted once an address; regions give way to block tables beyond it.
     """
 
+    background: bool = True
     overlap: bool = True
     deferred_reclamation: bool = True
     eager_allocation: bool = True

@@ -34,6 +34,7 @@ from vmem.prefix import Hash, PrefixIndex, PrefixMatch, TokenChain, stable_hash
 from vmem.report import MemoryReport
 from vmem.reuse import LEAST_PARTIAL_TOKENS, PrefixReuse
 from vmem.sequence import Demand, GroupTable, SequenceMemory, ViewPolicy
+from vmem.summary import CachedKeys
 from vmem.swap import SwappedGroup, SwapSpace
 from vmem.swapping import Swapping
 from vmem.tables import BlockTables
@@ -61,6 +62,8 @@ class KVMemory:
         backend: owned from now on and closed by `close`.
         groups: layer groups with pages of one size; they share the budget.
         budget_bytes: physical memory at most, and the most that `set_budget` can set.
+        first_budget_bytes: physical memory until `set_budget` says otherwise, but at least what it accepts; by default
+            all of that.
         floor_bytes: physical memory, in whole pages, that is taken at once and never given back.
         num_regions: how many sequences may hold a region at once.
         max_tokens: the longest sequence.
@@ -71,6 +74,7 @@ class KVMemory:
         swap_bytes: host memory for preempted sequences.
         contents: made once the addresses are reserved: how blocks are copied, for copy-on-write and swapping.
         hash: of the prefix cache; for tests.
+        clock: seconds that increase; what is freed is dated by it. For simulations, whose mapper has no thread.
 
     Raises:
         LayoutError: the groups do not fit together.
@@ -87,12 +91,14 @@ class KVMemory:
         max_tokens: int,
         step_tokens: int | None = None,
         floor_bytes: int = 0,
+        first_budget_bytes: int | None = None,
         options: MappingOptions | None = None,
         prefix_cache: bool = True,
         pin_quota: float = 0.25,
         swap_bytes: int = 0,
         contents: Callable[[CacheTensors], BlockContents] = LocalContents,
         hash: Hash = stable_hash,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         page_sizes = {group.layout.page_bytes for group in groups}
         if len(page_sizes) != 1:
@@ -104,7 +110,8 @@ class KVMemory:
         self._backend = backend
         self._specs = tuple(groups)
         fewest_pages = max(self.pages_for(max_tokens), floor_bytes // page_bytes)
-        self._pages = PagePool(page_bytes, budget_bytes // page_bytes, fewest_pages)
+        first_pages = None if first_budget_bytes is None else first_budget_bytes // page_bytes
+        self._pages = PagePool(page_bytes, budget_bytes // page_bytes, fewest_pages, first_pages)
         self._groups: list[GroupMemory] = []
         try:
             for g, group in enumerate(groups):
@@ -113,7 +120,7 @@ class KVMemory:
                         backend,
                         g,
                         group,
-                        num_blocks=self._pages.budget // group.layout.num_slices,
+                        num_blocks=self._pages.most // group.layout.num_slices,
                         num_regions=num_regions,
                         region_blocks=0 if group.is_state else group.layout.num_blocks(max_tokens),
                     )
@@ -138,7 +145,7 @@ class KVMemory:
         )
         self._mapper = Mapper(self._next_work, self._wait_s, self._background.forget)
         self._lock = self._mapper.lock
-        self._allocator = BlockAllocator(backend, self._pages, self._groups, self._index, self._mapper)
+        self._allocator = BlockAllocator(backend, self._pages, self._groups, self._index, self._mapper, clock)
         moves = contents(self.tensors)
         self._copies = BlockCopies(backend, self._groups, self._allocator, moves)
         self._tables = BlockTables(self._groups, self._allocator, self._copies)
@@ -164,7 +171,8 @@ class KVMemory:
             tables=self._tables,
             views=self._views,
         )
-        self._mapper.start()
+        if self._options.background:
+            self._mapper.start()
 
     # ---- sizes ----
 
@@ -433,6 +441,18 @@ class KVMemory:
         with self._lock:
             self._reuse.abort()
 
+    def cached_keys(self, most: int) -> CachedKeys:
+        """Which prefixes are cached, for others to compare with the digests of a `TokenChain`. From any thread."""
+        with self._lock:
+            return self._index.summary.keys(most)
+
+    @property
+    def cached_age_s(self) -> float:
+        """How long nobody has wanted the cached block that would be given up next; 0 while there are others to take.
+        From any thread."""
+        with self._lock:
+            return self._allocator.cached_age_s
+
     @property
     def unit_tokens(self) -> int:
         """Prefixes are shared in multiples of so many tokens."""
@@ -593,6 +613,24 @@ class KVMemory:
             answer = self._pages.set_budget(budget_bytes, revision)
             self._mapper.wake()
             return answer
+
+    @property
+    def least_budget_bytes(self) -> int:
+        """The least that `set_budget` accepts now. From any thread."""
+        with self._lock:
+            return (self._pages.fewest + self._pages.num_pinned) * self._pages.page_bytes
+
+    @property
+    def most_budget_bytes(self) -> int:
+        """The most that `set_budget` accepts."""
+        return self._pages.most * self._pages.page_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Physical memory that there is or is being created: with a budget below it there will never be more. From any
+        thread."""
+        with self._lock:
+            return self._pages.num_coming * self._pages.page_bytes
 
     def wait_for_progress(self, timeout_s: float) -> None:
         """Wait until the mapper has done something, at most that long: for whoever found no pages."""

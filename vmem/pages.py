@@ -13,25 +13,27 @@ class PagePool:
     """The page budget that all layer groups share. Only called under its memory's lock.
 
     Args:
-        budget: pages at first, and the most there may ever be.
+        budget: the most pages there may ever be.
         fewest: pages the budget may be lowered to when nothing is pinned.
+        first: the budget at first, but at least `fewest`; by default all of it.
 
     Raises:
         BudgetError: the budget is below `fewest`.
 
     Attributes:
-        budget: pages there may be; lowered and raised at run time. More may exist until some are destroyed.
+        most: pages there may ever be.
+        budget: pages there may be now; lowered and raised at run time. More may exist until some are destroyed.
         revision: of the last order that changed the budget.
         num_pinned: pages that pinned prefixes own.
         spare: handles of pages that belong to no block.
     """
 
-    def __init__(self, page_bytes: int, budget: int, fewest: int) -> None:
+    def __init__(self, page_bytes: int, budget: int, fewest: int, first: int | None = None) -> None:
         self.page_bytes = page_bytes
         self.num_pinned = 0
-        self.fewest, self._most = fewest, budget
+        self.fewest, self.most = fewest, budget
         self._check_budget(budget * page_bytes)
-        self.budget = budget
+        self.budget = budget if first is None else min(max(first, fewest), budget)
         self.revision = 0
         self.spare: list[int] = []
         self._num_created = 0
@@ -48,10 +50,10 @@ class PagePool:
 
     def _check_budget(self, budget_bytes: int) -> None:
         fewest = self.fewest + self.num_pinned
-        if not fewest <= budget_bytes // self.page_bytes <= self._most:
+        if not fewest <= budget_bytes // self.page_bytes <= self.most:
             raise BudgetError(
                 f"a budget of {budget_bytes} bytes must be between {fewest * self.page_bytes}, which the longest "
-                f"sequence, the floor and pinned prefixes take, and {self._most * self.page_bytes}"
+                f"sequence, the floor and pinned prefixes take, and {self.most * self.page_bytes}"
             )
 
     @property

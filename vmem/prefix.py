@@ -18,6 +18,7 @@ import numpy as np
 
 from vmem.errors import IntegrityError
 from vmem.group import GroupMemory
+from vmem.summary import PrefixSummary, key_of
 
 Digest = bytes
 Hash = Callable[[Digest, bytes], Digest]
@@ -83,6 +84,7 @@ class PrefixNode:
     """The prefix that ends with the unit `tokens`.
 
     Attributes:
+        depth: units from the beginning to its end.
         blocks: of each layer group, the blocks that hold this unit; of a group with a fixed-size state the block with
             the state after it. `None` where there are none.
         writer: the path of the sequence that is going to compute it, as long as it has not.
@@ -90,10 +92,11 @@ class PrefixNode:
         references: children, groups with blocks, and sequences whose last whole unit it is.
     """
 
-    __slots__ = ("blocks", "by_first", "digest", "parent", "pending", "references", "tokens", "writer")
+    __slots__ = ("blocks", "by_first", "depth", "digest", "parent", "pending", "references", "tokens", "writer")
 
     def __init__(self, parent: PrefixNode | None, digest: Digest, tokens: bytes, num_groups: int) -> None:
         self.parent = parent
+        self.depth: int = 0 if parent is None else parent.depth + 1
         self.digest = digest
         self.tokens = tokens
         self.blocks: list[tuple[int, ...] | None] = [None] * num_groups
@@ -166,6 +169,7 @@ class PrefixIndex:
         self.hash = hash
         self.counts = PrefixCounts()
         self.changes = 0
+        self.summary = PrefixSummary()
         self._groups = groups
         self._nodes: dict[Digest, PrefixNode] = {}
         self._roots: dict[tuple[str, ...], PrefixNode] = {}
@@ -306,6 +310,8 @@ class PrefixIndex:
         for block_id in block_ids:
             self._holder[g][block_id] = node
             self._groups[g].pool.keep(block_id)
+        if all(blocks is not None for blocks in node.blocks):
+            self.summary.add(node.digest, node.depth)
         return True
 
     def drop(self, node: PrefixNode, g: int) -> int:
@@ -314,6 +320,8 @@ class PrefixIndex:
         if block_ids is None:
             return 0
         self.changes += 1
+        if all(blocks is not None for blocks in node.blocks):
+            self.summary.remove(node.digest, node.depth)
         node.blocks[g] = None
         for block_id in block_ids:
             del self._holder[g][block_id]
@@ -363,6 +371,8 @@ class PrefixIndex:
         writers = {id(path) for path in paths}
         if any(node.writer is not None and id(node.writer) not in writers for node in self._nodes.values()):
             raise IntegrityError("a prefix waits for a sequence that is gone")
+        whole = [node for node in self._nodes.values() if all(blocks is not None for blocks in node.blocks)]
+        self.summary.check_integrity({(key_of(node.digest), node.depth) for node in whole})
 
     def _release(self, node: PrefixNode) -> None:
         """Drop a reference; a node without any is gone, and its parent may be."""

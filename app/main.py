@@ -1,14 +1,17 @@
 """The application: `serve run serve_config.yaml` calls `build` with the YAML's `args`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PositiveFloat
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 
 from app.config import EngineConfig
 from app.errors import ConfigError
+from app.fleet.policies import PolicyName
 from app.serving.ingress import Ingress
 from app.serving.replica import EngineReplica
 
@@ -16,8 +19,28 @@ from app.serving.replica import EngineReplica
 MAX_ONGOING_REQUESTS = 1000
 # A replica that has lost a rank, or hangs, is to be replaced soon: after three failed checks, or when its process ends.
 HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S = 2.0, 10.0
+# A replica that is stopped, by autoscaling or an update, finishes its streams, and is gone as soon as the last one is.
+# Serve's default of 20 s would cut long ones: 4,096 tokens at 100 ms take seven minutes.
+DRAIN_TIMEOUT_S = 600.0
 # What Ray sets aside for a replica, and for each further rank: ranks on CPUs share the machine's cores anyway.
 REPLICA_CPUS, RANK_CPUS = 1.0, 0.1
+
+
+class RoutingArgs(BaseModel):
+    """`args.routing` of the YAML.
+
+    Attributes:
+        policy: how requests are placed: where their prefix is cached, if that is not too busy; where the fewest are;
+            one replica after the other; the same session, or the same beginning, at the same replica.
+        report_period_s: how often replicas say what they have cached and how busy they are.
+        stale_after_s: routers do not go by reports that are older.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    policy: PolicyName = "prefix_aware"
+    report_period_s: PositiveFloat = 0.5
+    stale_after_s: PositiveFloat = 5.0
 
 
 class AppArgs(BaseModel):
@@ -26,12 +49,17 @@ class AppArgs(BaseModel):
     Attributes:
         engine: the model and how to run it.
         model_name: what clients call it; by default the last part of `engine.model`.
+        shared_kv_memory_bytes: KV memory that all replicas on one device, a GPU or a node's CPUs, share: each may take
+            what others do not need. None: each has `engine.kv_memory_bytes` for itself.
+        routing: which replica gets a request.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     engine: EngineConfig
     model_name: str | None = None
+    shared_kv_memory_bytes: int | None = None
+    routing: RoutingArgs = RoutingArgs()
 
 
 def build(args: AppArgs) -> Application:
@@ -47,11 +75,53 @@ def build(args: AppArgs) -> Application:
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
+        request_router_config=router_config(args.routing),
         **replica_resources(args.engine),
     )(EngineReplica)
     ingress: Any = serve.deployment(max_ongoing_requests=MAX_ONGOING_REQUESTS)(Ingress)
-    application: Application = ingress.bind(args.engine.model, model_name, engine.bind(args.engine))
+    replica = engine.bind(shared_engine(args), args.shared_kv_memory_bytes)
+    application: Application = ingress.bind(args.engine.model, model_name, replica)
     return application
+
+
+def shared_engine(args: AppArgs) -> EngineConfig:
+    """The engine's settings, with all of the memory that it shares as its ceiling.
+
+    Raises:
+        ConfigError: sharing goes together neither with other bounds of the memory nor with several ranks.
+    """
+    shared_bytes, engine = args.shared_kv_memory_bytes, args.engine
+    if shared_bytes is None:
+        return engine
+    if shared_bytes < 1:
+        raise ConfigError(f"shared_kv_memory_bytes is {shared_bytes}; it must be at least 1")
+    if engine.kv_memory_bytes is not None:
+        raise ConfigError(
+            f"shared_kv_memory_bytes is {shared_bytes} and kv_memory_bytes {engine.kv_memory_bytes}; the former is for "
+            "replicas that share a device, the latter for each: leave one of them out"
+        )
+    if engine.kv_memory_floor_bytes:
+        raise ConfigError(
+            f"kv_memory_floor_bytes is {engine.kv_memory_floor_bytes}; what a replica never gives back it cannot lend: "
+            "leave it out beside shared_kv_memory_bytes"
+        )
+    if engine.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size is {engine.tensor_parallel_size}; only replicas of one rank can share a device: "
+            "leave out shared_kv_memory_bytes"
+        )
+    return replace(engine, kv_memory_bytes=shared_bytes)
+
+
+def router_config(routing: RoutingArgs) -> RequestRouterConfig:
+    """Serve's settings for the handles of the engine replicas."""
+    settings: dict[str, Any] = {
+        "request_router_class": "app.serving.router:FolioRouter",
+        "request_router_kwargs": {"policy": routing.policy, "stale_after_s": routing.stale_after_s},
+        "request_routing_stats_period_s": routing.report_period_s,
+    }
+    return RequestRouterConfig(**settings)
 
 
 def replica_resources(config: EngineConfig) -> dict[str, Any]:

@@ -14,6 +14,7 @@ FORBIDDEN = {
     "vmem": {"app", "kernels", "ray", "transformers"},
     "kernels": {"app", "vmem", "ray", "transformers"},
     "app/engine": {"ray", "fastapi", "starlette", "pydantic", "app.serving", "app.openai"},
+    "app/fleet": {"ray", "fastapi", "starlette", "pydantic", "transformers", "app.engine", "app.serving", "app.openai"},
     "app/openai": {"ray", "app.serving", "vmem", "kernels"},
     "app/builtin": {"ray", "vmem", "kernels", "app.engine", "app.serving"},
 }

@@ -14,11 +14,13 @@ import torch
 
 from app.config import EngineConfig
 from app.engine.engine import Engine
+from app.engine.load import MOST_KEYS
 from app.engine.params import SamplingParams
 from app.engine.request import Delta
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.engine.tensor_parallel.spec import Launch
 from app.errors import EngineError, RequestError, UnavailableError
+from app.fleet.report import ReplicaReport
 from vmem import BudgetAnswer, IntegrityError, MemoryReport
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ class _Stream:
     priority: int
     cache_salt: str | None
     pin_name: str | None
+    expected_cached_tokens: int | None
     loop: asyncio.AbstractEventLoop
     deltas: asyncio.Queue[Delta]
 
@@ -62,6 +65,7 @@ class AsyncEngine:
         self._engine = Engine(config, launch)
         self._commands: queue.SimpleQueue[_Stream | _Cancel | _Stop] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}  # only the thread touches it
+        self._arriving: dict[str, tuple[int, int]] = {}  # sent, not begun: tokens, and those expected to be cached
         self._ids = itertools.count()
         self._sending = threading.Lock()  # between "is it still taking commands?" and handing one over
         self._stopped = False
@@ -84,18 +88,21 @@ class AsyncEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        expected_cached_tokens: int | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Yield the output as it is generated. Closing or cancelling the iterator cancels the request.
 
         Args:
-            priority, cache_salt: see `Engine.submit`.
+            priority, cache_salt, expected_cached_tokens: see `Engine.submit`.
 
         Raises:
             RequestError: the request is invalid; raised before the first delta.
             EngineError: a step failed.
             UnavailableError: the engine has stopped.
         """
-        return self._deltas(request_id or "request", prompt_token_ids, params, priority, cache_salt, None)
+        return self._deltas(
+            request_id or "request", prompt_token_ids, params, priority, cache_salt, None, expected_cached_tokens
+        )
 
     async def pin(self, name: str, prompt_token_ids: Sequence[int], *, cache_salt: str | None = None) -> None:
         """Compute a prefix and keep it in the cache until `unpin`; returns when that is done.
@@ -127,6 +134,7 @@ class AsyncEngine:
         priority: int,
         cache_salt: str | None,
         pin_name: str | None,
+        expected_cached_tokens: int | None = None,
     ) -> AsyncGenerator[Delta, None]:
         if pin_name is None:
             self._engine.validate(prompt_token_ids, params)
@@ -134,7 +142,9 @@ class AsyncEngine:
             self._engine.validate_pin(pin_name, prompt_token_ids)
         unique_id = f"{request_id}-{next(self._ids)}"
         loop, deltas = asyncio.get_running_loop(), asyncio.Queue[Delta]()
-        stream = _Stream(unique_id, prompt_token_ids, params, priority, cache_salt, pin_name, loop, deltas)
+        stream = _Stream(
+            unique_id, prompt_token_ids, params, priority, cache_salt, pin_name, expected_cached_tokens, loop, deltas
+        )
         self._send(stream)
         finished = False
         try:
@@ -156,6 +166,27 @@ class AsyncEngine:
         """Where KV memory is. Raises `UnavailableError` once the engine has stopped."""
         self.check()
         return self._engine.report()
+
+    def load(self, *, most_keys: int = MOST_KEYS) -> ReplicaReport:
+        """How busy the engine is, and what its prefix cache has, by at most `most_keys` keys. Raises `UnavailableError`
+        once it has stopped."""
+        self.check()
+        return self._engine.load(tuple(self._arriving.values()), most_keys=most_keys)
+
+    @property
+    def least_budget_bytes(self) -> int:
+        """The least that `set_budget` accepts now."""
+        return self._engine.memory.least_budget_bytes
+
+    @property
+    def most_budget_bytes(self) -> int:
+        """The most that `set_budget` accepts."""
+        return self._engine.memory.most_budget_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Physical memory of the KV cache, see `KVMemory.held_bytes`."""
+        return self._engine.memory.held_bytes
 
     def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change how much memory the KV cache may take. Requests that no longer fit are computed again later.
@@ -180,6 +211,7 @@ class AsyncEngine:
     def _send(self, command: _Stream) -> None:
         with self._sending:
             self.check()
+            self._arriving[command.request_id] = (len(command.prompt_token_ids), command.expected_cached_tokens or 0)
             self._commands.put(command)
 
     # ---- the thread ----
@@ -216,6 +248,7 @@ class AsyncEngine:
             match command:
                 case _Stream(request_id):
                     self._streams[request_id] = command
+                    del self._arriving[request_id]
                     try:
                         self._begin(command)
                     except Exception as error:  # this request's fault, not the others'
@@ -230,7 +263,14 @@ class AsyncEngine:
     def _begin(self, stream: _Stream) -> None:
         prompt, salt = stream.prompt_token_ids, stream.cache_salt
         if stream.pin_name is None:
-            self._engine.submit(stream.request_id, prompt, stream.params, priority=stream.priority, cache_salt=salt)
+            self._engine.submit(
+                stream.request_id,
+                prompt,
+                stream.params,
+                priority=stream.priority,
+                cache_salt=salt,
+                expected_cached_tokens=stream.expected_cached_tokens,
+            )
         else:
             self._engine.pin(stream.request_id, stream.pin_name, prompt, cache_salt=salt)
 

@@ -16,6 +16,7 @@ from app.engine.batch import demands, memory_of, next_demands, num_attended, pla
 from app.engine.detokenizer import TextStream
 from app.engine.executor import Executor
 from app.engine.kv_plan import build_memory
+from app.engine.load import MOST_KEYS, LoadMeter, make_report
 from app.engine.model_loader import LoadedModel
 from app.engine.params import SamplingParams
 from app.engine.pinned import encode_pinned
@@ -27,6 +28,8 @@ from app.engine.self_test import self_test
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.engine.tensor_parallel.spec import Launch
 from app.errors import ConfigError, ContextLengthError, RequestError
+from app.fleet.keys import extra_keys
+from app.fleet.report import ReplicaReport
 from kernels import KernelError
 from vmem import BudgetAnswer, BudgetError, KVMemory, MemoryReport, PinError, VmemError
 
@@ -87,6 +90,7 @@ class Engine:
             recovery=self._recovery,
             policy=config.preemption,
         )
+        self._meter = LoadMeter()
         self._requests: dict[str, Request] = {}
         self._num_arrivals = 0
         self._stalled_since: float | None = None
@@ -140,17 +144,21 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        expected_cached_tokens: int | None = None,
     ) -> None:
         """Queue a request.
 
         Args:
             priority: the lower goes first, and is preempted last.
             cache_salt: only requests with the same one share cached prefixes.
+            expected_cached_tokens: how much of the prompt the sender thinks is cached here; it changes nothing but
+                `load`.
 
         Raises:
             RequestError: as `validate` does, and for an id that is in use.
         """
-        self._add(request_id, prompt_token_ids, params, priority, cache_salt)
+        request = self._add(request_id, prompt_token_ids, params, priority, cache_salt)
+        request.expected_cached_tokens = expected_cached_tokens
 
     def fork(self, request_id: str, fork_id: str, params: SamplingParams) -> None:
         """Continue a request that has not finished a second time, from its present state, without computing it again.
@@ -245,6 +253,7 @@ class Engine:
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._scheduler.remove(request)
+            self._meter.note_ended(request, time.monotonic())
 
     def step(self) -> list[Delta]:
         """Compute one step; returns what it added, at most one delta a request.
@@ -253,6 +262,7 @@ class Engine:
             UnavailableError: a rank is lost; no step will succeed any more.
         """
         self._executor.check()
+        start = time.perf_counter()
         try:
             scheduled = self._scheduler.schedule()
             if not scheduled:
@@ -260,9 +270,13 @@ class Engine:
             logits = self._compute(scheduled)
             sampling = [s.request for s in scheduled if s.samples]
             tokens = sample(logits, sampling) if sampling else []
+            num_tokens, attended = sum(s.num_tokens for s in scheduled), num_attended(scheduled)
         except BaseException:
             self._scheduler.abort()
             raise
+        for s in scheduled:
+            if s.request.num_computed == s.request.num_cached_tokens and not s.request.furthest:  # its first chunk
+                self._meter.note_begun(s.request)
         if self._scheduler.done():
             self._stalled_since = None
         sound = logits.amax(dim=-1).isfinite().tolist()  # a NaN anywhere in a row is its maximum
@@ -278,6 +292,10 @@ class Engine:
         for request in [s.request for s in scheduled if s.request.pin_name is not None]:
             if not request.num_uncomputed:
                 deltas.append(self._pin(request))
+        seconds = time.perf_counter() - start
+        self._recovery.observe_step(num_tokens, attended, seconds)
+        if num_tokens > len(sampling):  # not only decodes
+            self._meter.note_step(seconds, time.monotonic())
         return deltas
 
     def _compute(self, scheduled: list[Scheduled]) -> torch.Tensor:
@@ -286,10 +304,7 @@ class Engine:
         scheduled.sort(key=lambda s: memory_of(s).view)
         plan = plan_step(scheduled, self.memory)
         self.memory.plan(next_demands(scheduled))
-        start = time.perf_counter()
-        logits = self._executor.run(plan, self.memory)
-        self._recovery.observe_step(len(plan.token_ids), num_attended(scheduled), time.perf_counter() - start)
-        return logits
+        return self._executor.run(plan, self.memory)
 
     def _pin_configured(self) -> None:
         for name, token_ids in encode_pinned(self.config, self.model.tokenizer).items():
@@ -326,7 +341,7 @@ class Engine:
     ) -> Request:
         self._check_id(request_id)
         max_tokens = self.validate(prompt_token_ids, params)
-        chain = self.memory.chain(() if cache_salt is None else (f"salt:{cache_salt}",))
+        chain = self.memory.chain(extra_keys(cache_salt))
         group = SequenceGroup(priority, self._num_arrivals)
         self._num_arrivals += 1
         prompt = list(prompt_token_ids)
@@ -363,6 +378,25 @@ class Engine:
     def report(self) -> MemoryReport:
         """Where KV memory is. From any thread."""
         return self.memory.report()
+
+    def load(self, arriving: Sequence[tuple[int, int]] = (), *, most_keys: int = MOST_KEYS) -> ReplicaReport:
+        """How busy this engine is, and what its prefix cache has. From any thread.
+
+        Args:
+            arriving: requests that will be submitted: their tokens, and how many of them are expected to be cached.
+            most_keys: of cached prefixes.
+        """
+        return make_report(
+            self.memory,
+            self._scheduler,
+            self._recovery,
+            self._meter,
+            arriving=arriving,
+            step_tokens=self.config.max_num_batched_tokens,
+            now=time.monotonic(),
+            made_at=time.time(),
+            most_keys=most_keys,
+        )
 
     def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change how much memory the KV cache may take (`KVMemory.set_budget`). From any thread.

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from app.fleet.report import StepTimes
 from vmem import Demand, KVMemory, OutOfPages, SequenceMemory, ViewPolicy
 
 Recovery = Literal["swap", "recompute"]
@@ -49,6 +50,12 @@ class LinearCost:
         if self._weights is None:
             self._weights = self._fit()
         return float(np.array(quantities) / self._scales @ self._weights)
+
+    def per_unit(self) -> tuple[float, ...]:
+        """Expected seconds of one of each quantity."""
+        if self._weights is None:
+            self._weights = self._fit()
+        return tuple((self._weights / self._scales).tolist())
 
     def _fit(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """Least squares; quantities that would get a negative weight are left out, the worst first."""
@@ -97,6 +104,10 @@ class RecoveryModel:
     def observe_swap(self, num_bytes: int, seconds: float) -> None:
         """Blocks of so many bytes were copied out and in and mapped again."""
         self._swap.observe((1.0, num_bytes), seconds)
+
+    @property
+    def step_times(self) -> StepTimes:
+        return StepTimes(*self._step.per_unit())
 
     def cost(self, sequences: list[tuple[int, int]], num_bytes: int) -> RecoveryCost:
         """

@@ -71,6 +71,7 @@ class Request:
         chain: hashes of its tokens, for the prefix cache.
         memory: its blocks while it runs, else `None`.
         num_cached_tokens: of its prompt, found in the prefix cache when it began; `None` before.
+        expected_cached_tokens: what whoever sent it here expected that to be; `None`: nothing.
         stops_at: token counts at which a step must end, so that a recurrent state is kept there.
         pin_name: it computes a prefix to pin, and samples nothing.
         text: the incremental detokeniser, `None` without a tokenizer.
@@ -88,6 +89,7 @@ class Request:
     furthest: int = 0
     memory: SequenceMemory | None = None
     num_cached_tokens: int | None = None
+    expected_cached_tokens: int | None = None
     stops_at: tuple[int, ...] = ()
     pin_name: str | None = None
     random: np.random.Generator = field(init=False)

@@ -80,6 +80,11 @@ class Scheduler:
     def next_waiting(self) -> Request:
         return (self._preempted or self._waiting)[0].members[0]
 
+    def unfinished(self) -> list[Request]:
+        """All requests, in no order. From any thread."""
+        groups = (*self._running, *self._preempted, *self._waiting)
+        return [request for group in groups for request in tuple(group.members)]
+
     def add(self, group: SequenceGroup) -> None:
         bisect.insort(self._waiting, group, key=_rank)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import Annotated, Protocol
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -26,16 +26,21 @@ from app.openai.bodies import (
 
 logger = logging.getLogger(__name__)
 
+# A hint: requests with the same header go to the same replica where that costs little.
+Session = Annotated[str | None, Header(max_length=256)]
+
 
 class Service(Protocol):
     """What the routes need. Every method raises `FolioError`s."""
 
     async def models(self) -> ModelList: ...
     async def model(self, name: str) -> ModelCard: ...
-    async def generate(self, request: CompletionRequest) -> Completion: ...
-    def generate_stream(self, request: CompletionRequest) -> AsyncIterator[Completion]: ...
-    async def chat(self, request: ChatCompletionRequest) -> ChatCompletion: ...
-    def chat_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]: ...
+    async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion: ...
+    def generate_stream(self, request: CompletionRequest, session: str | None = None) -> AsyncIterator[Completion]: ...
+    async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion: ...
+    def chat_stream(
+        self, request: ChatCompletionRequest, session: str | None = None
+    ) -> AsyncIterator[ChatCompletionChunk]: ...
     async def ready(self) -> None: ...
 
 
@@ -63,16 +68,16 @@ def build_api(service: Service) -> FastAPI:
         return await service.model(name)
 
     @api.post("/v1/completions", response_model=Completion, responses=error_answers)
-    async def completions(request: CompletionRequest) -> Response:
+    async def completions(request: CompletionRequest, x_session_id: Session = None) -> Response:
         if request.stream:
-            return await _stream(service.generate_stream(request))
-        return _json(await service.generate(request))
+            return await _stream(service.generate_stream(request, x_session_id))
+        return _json(await service.generate(request, x_session_id))
 
     @api.post("/v1/chat/completions", response_model=ChatCompletion, responses=error_answers)
-    async def chat_completions(request: ChatCompletionRequest) -> Response:
+    async def chat_completions(request: ChatCompletionRequest, x_session_id: Session = None) -> Response:
         if request.stream:
-            return await _stream(service.chat_stream(request))
-        return _json(await service.chat(request))
+            return await _stream(service.chat_stream(request, x_session_id))
+        return _json(await service.chat(request, x_session_id))
 
     @api.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:

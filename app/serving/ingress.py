@@ -49,7 +49,7 @@ class Ingress:
 
     Over HTTP it speaks the OpenAI API; another Ray application calls the same methods through its
     `DeploymentHandle`, with the same bodies: `generate`, `chat`, `generate_stream`, `chat_stream`; and `report`,
-    `set_budget`, `pin`, `unpin`.
+    `set_budget`, `pin`, `unpin`. Requests of one `session` go to the same replica where that costs little.
 
     Args:
         model: whose tokenizer to load.
@@ -82,20 +82,23 @@ class Ingress:
         self._check_model(name)
         return ModelCard(id=name, created=self._created, max_model_len=await self._facts())
 
-    async def generate(self, request: CompletionRequest) -> Completion:
+    async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion, whole."""
         self._check_model(request.model)
         prompt = await asyncio.to_thread(encode_completion, self._tokenizer, request)
-        call = _call_of("cmpl", prompt, request, request.max_tokens)
+        call = _call_of("cmpl", prompt, request, request.max_tokens, session)
         piece: Piece = await _call(self._engine.generate.remote(call))
         choice = CompletionChoice(text=piece.text, finish_reason=piece.finish_reason)
         return self._completion(call.request_id, [choice], _usage(prompt, piece.num_tokens, piece.num_cached_tokens))
 
-    async def generate_stream(self, request: CompletionRequest) -> AsyncIterator[Completion]:
+    async def generate_stream(
+        self, request: CompletionRequest, session: str | None = None
+    ) -> AsyncIterator[Completion]:
         """A completion, piece by piece."""
         self._check_model(request.model)
         prompt = await asyncio.to_thread(encode_completion, self._tokenizer, request)
-        call, num_tokens, num_cached_tokens = _call_of("cmpl", prompt, request, request.max_tokens), 0, 0
+        call = _call_of("cmpl", prompt, request, request.max_tokens, session)
+        num_tokens = num_cached_tokens = 0
         async for piece in self._pieces(call):
             num_tokens += piece.num_tokens
             num_cached_tokens = piece.num_cached_tokens
@@ -104,11 +107,11 @@ class Ingress:
         if request.include_usage:
             yield self._completion(call.request_id, [], _usage(prompt, num_tokens, num_cached_tokens))
 
-    async def chat(self, request: ChatCompletionRequest) -> ChatCompletion:
+    async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
         """A chat completion, whole."""
         self._check_model(request.model)
         prompt = await asyncio.to_thread(encode_chat, self._tokenizer, request)
-        call = _call_of("chatcmpl", prompt, request, request.most_tokens)
+        call = _call_of("chatcmpl", prompt, request, request.most_tokens, session)
         piece: Piece = await _call(self._engine.generate.remote(call))
         choice = ChatChoice(message=AssistantMessage(content=piece.text), finish_reason=piece.finish_reason)
         return ChatCompletion(
@@ -119,11 +122,14 @@ class Ingress:
             usage=_usage(prompt, piece.num_tokens, piece.num_cached_tokens),
         )
 
-    async def chat_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
+    async def chat_stream(
+        self, request: ChatCompletionRequest, session: str | None = None
+    ) -> AsyncIterator[ChatCompletionChunk]:
         """A chat completion, piece by piece; the first chunk carries the role."""
         self._check_model(request.model)
         prompt = await asyncio.to_thread(encode_chat, self._tokenizer, request)
-        call, num_tokens, num_cached_tokens = _call_of("chatcmpl", prompt, request, request.most_tokens), 0, 0
+        call = _call_of("chatcmpl", prompt, request, request.most_tokens, session)
+        num_tokens = num_cached_tokens = 0
         role: Any = "assistant"
         async for piece in self._pieces(call):
             num_tokens += piece.num_tokens
@@ -201,7 +207,11 @@ class Ingress:
 
 
 def _call_of(
-    kind: str, prompt: list[int], request: CompletionRequest | ChatCompletionRequest, max_tokens: int | None
+    kind: str,
+    prompt: list[int],
+    request: CompletionRequest | ChatCompletionRequest,
+    max_tokens: int | None,
+    session: str | None,
 ) -> GenerateRequest:
     return GenerateRequest(
         request_id=f"{kind}-{uuid.uuid4().hex}",
@@ -209,6 +219,7 @@ def _call_of(
         params=request.sampling_params(max_tokens),
         priority=request.priority,
         cache_salt=request.cache_salt,
+        session=session,
     )
 
 

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from app.engine.params import SamplingParams
 from app.engine.request import FinishReason
+from app.fleet.report import ReplicaReport, StepTimes
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """A tokenised prompt and how to continue it."""
+    """A tokenised prompt and how to continue it.
+
+    `session`: what belongs together, a hint for the router; `expected_cached_tokens`: the router's word for what the
+    replica has cached of the prompt.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    session: str | None = None
+    expected_cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +45,13 @@ class ReplicaFacts:
     """What the ingress tells clients about the model."""
 
     max_model_len: int
+
+
+def report_as_stats(report: ReplicaReport) -> dict[str, Any]:
+    """The report in plain types: it passes through Serve's controller, which knows nothing of Folio."""
+    return asdict(report)
+
+
+def report_from_stats(stats: dict[str, Any]) -> ReplicaReport:
+    """What `report_as_stats` was given."""
+    return ReplicaReport(**(stats | {"step": StepTimes(**stats["step"])}))

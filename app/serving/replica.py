@@ -7,13 +7,18 @@ import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
 
 import ray
 
 from app.config import EngineConfig
 from app.engine import AsyncEngine, Delta
-from app.errors import ConfigError
-from app.serving.messages import GenerateRequest, Piece, ReplicaFacts
+from app.errors import ConfigError, RequestError
+from app.fleet.autoscaling import ReplicaLoad
+from app.serving.ledger import BudgetMember, device_of_this_replica
+from app.serving.messages import GenerateRequest, Piece, ReplicaFacts, report_as_stats
+from app.serving.metrics import RoutingAudit
 from app.serving.ranks import actors_of_this_replica
 from vmem import BudgetAnswer, MemoryReport
 
@@ -24,11 +29,15 @@ _LAST_WORDS_S = 1.0
 class EngineReplica:
     """Runs the model. Cancelling a call cancels its request and frees its pages.
 
+    Args:
+        shared_kv_memory_bytes: what it shares with the other replicas on its device, `kv_memory_bytes` of each. None:
+            it has its own.
+
     Raises:
         ConfigError, ModelError: the replica cannot start.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, shared_kv_memory_bytes: int | None = None) -> None:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("app").setLevel(logging.INFO)
         if config.device == "cuda" and len(ray.get_gpu_ids()) != 1:
@@ -36,9 +45,15 @@ class EngineReplica:
                 f"Ray gave this replica the GPUs {ray.get_gpu_ids()}, it needs one: ray_actor_options in the YAML must "
                 "have num_gpus: 1, or be left out"
             )
-        self._engine = AsyncEngine(config, actors_of_this_replica())
+        self._audit = RoutingAudit()
         self._leaving: threading.Timer | None = None
         self._closing = False
+        self._member: BudgetMember | None = None
+        if shared_kv_memory_bytes is None:
+            self._engine = AsyncEngine(config, actors_of_this_replica())
+        else:
+            self._member = BudgetMember(shared_kv_memory_bytes, device_of_this_replica(config.device))
+            self._engine = self._start_as(self._member, config)
 
     async def generate(self, request: GenerateRequest) -> Piece:
         """The whole output at once."""
@@ -70,7 +85,15 @@ class EngineReplica:
         return self._engine.report()
 
     async def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
-        """Change how much memory this replica's KV cache may take (`KVMemory.set_budget`)."""
+        """Change how much memory this replica's KV cache may take (`KVMemory.set_budget`).
+
+        Raises:
+            RequestError: the budget is out of bounds, or replicas that share a device's memory set it themselves.
+        """
+        if self._member is not None:
+            raise RequestError(
+                "budgets follow the load here: set shared_kv_memory_bytes of the application instead", "budget_bytes"
+            )
         return self._engine.set_budget(budget_bytes, revision)
 
     async def pin(self, name: str, prompt_token_ids: list[int], cache_salt: str | None) -> None:
@@ -81,6 +104,14 @@ class EngineReplica:
         """Let a pinned prefix go."""
         self._engine.unpin(name)
 
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Called by Serve, for `FolioRouter`s."""
+        return report_as_stats(self._engine.load())
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve, if the deployment has an `autoscaling_config`: what `KVAwareScaling` needs to know."""
+        return ReplicaLoad.of(self._engine.load(most_keys=0)).as_metrics()
+
     def check_health(self) -> None:
         """Called by Serve. Three errors here replace the replica, and the end of its process does so at once: until
         then it would get requests that it cannot answer."""
@@ -89,16 +120,42 @@ class EngineReplica:
             self._leaving.start()
         self._engine.check()
 
-    def _deltas(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
-        return self._engine.generate(
+    async def _deltas(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        deltas = self._engine.generate(
             request.prompt_token_ids,
             request.params,
             request.request_id,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            expected_cached_tokens=request.expected_cached_tokens,
         )
+        audited = request.expected_cached_tokens is None
+        async with aclosing(deltas):
+            async for delta in deltas:
+                if not audited:
+                    self._audit.note(request.expected_cached_tokens or 0, delta.num_cached_tokens)
+                    audited = True
+                yield delta
+
+    @staticmethod
+    def _start_as(member: BudgetMember, config: EngineConfig) -> AsyncEngine:
+        """Make the engine when there is memory for it; all is closed again if it cannot start."""
+        try:
+            granted = member.wait_for_budget()
+            engine = AsyncEngine(replace(config, kv_first_budget_bytes=granted), actors_of_this_replica())
+            try:
+                member.attach(engine)
+            except BaseException:
+                engine.close()
+                raise
+        except BaseException:
+            member.close()
+            raise
+        return engine
 
     def __del__(self) -> None:
         if hasattr(self, "_engine"):  # else it never started
             self._closing = True
             self._engine.close()
+            if self._member is not None:
+                self._member.close()

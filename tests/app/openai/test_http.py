@@ -50,12 +50,14 @@ class FakeService:
     async def ready(self) -> None:
         pass
 
-    async def generate(self, request: CompletionRequest) -> Completion:
+    async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         request.sampling_params(request.max_tokens)
         self._fail(request.model)
         return self._completion(str(request.prompt))
 
-    async def generate_stream(self, request: CompletionRequest) -> AsyncIterator[Completion]:
+    async def generate_stream(
+        self, request: CompletionRequest, session: str | None = None
+    ) -> AsyncIterator[Completion]:
         if request.model == "late":
             yield self._completion("begun")
             raise EngineError("a step failed")
@@ -63,11 +65,13 @@ class FakeService:
         yield self._completion("a")
         yield self._completion("b")
 
-    async def chat(self, request: ChatCompletionRequest) -> ChatCompletion:
+    async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
         choice = ChatChoice(message=AssistantMessage(content=request.messages[0].text))
         return ChatCompletion(id="c", created=0, model="m", choices=[choice], usage=USAGE)
 
-    async def chat_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
+    async def chat_stream(
+        self, request: ChatCompletionRequest, session: str | None = None
+    ) -> AsyncIterator[ChatCompletionChunk]:
         choice = ChatChunkChoice(delta=ChatDelta(role="assistant", content="hi"))
         yield ChatCompletionChunk(id="c", created=0, model="m", choices=[choice])
 

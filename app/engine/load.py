@@ -1,0 +1,139 @@
+"""How busy an engine is, as it tells routers and the autoscaling policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from app.engine.recovery import RecoveryModel
+from app.engine.request import Request
+from app.engine.scheduler import Scheduler
+from app.fleet.report import ReplicaReport
+from vmem import KVMemory
+
+# What happened this long ago counts for a third.
+_MEMORY_S = 10.0
+# Keys of cached prefixes in a report: 96 KiB with 6 bytes each. Serve's controller passes them on to all routers.
+MOST_KEYS = 16_384
+
+
+class DecayingRate:
+    """Amounts a second, lately: what came `_MEMORY_S` seconds ago counts for 1/e."""
+
+    def __init__(self) -> None:
+        self._rate = 0.0
+        self._at = 0.0
+
+    def add(self, amount: float, now: float) -> None:
+        self._rate = self.at(now) + amount / _MEMORY_S
+        self._at = now
+
+    def at(self, now: float) -> float:
+        return self._rate * math.exp(-max(now - self._at, 0.0) / _MEMORY_S)
+
+
+class LoadMeter:
+    """What an engine has done lately. Times are seconds of one clock, whichever it is.
+
+    Attributes:
+        expected_cached_tokens, cached_tokens, missed_tokens: see `ReplicaReport`.
+    """
+
+    def __init__(self) -> None:
+        self._busy = DecayingRate()
+        self._freed = DecayingRate()
+        self.expected_cached_tokens = 0
+        self.cached_tokens = 0
+        self.missed_tokens = 0
+
+    def note_step(self, seconds: float, now: float) -> None:
+        """A step that computed prompts, and took so long, ends now."""
+        # As if it had been spread over its own duration; a long one must not count for more than all of the time.
+        self._busy.add(_MEMORY_S * -math.expm1(-seconds / _MEMORY_S), now)
+
+    def note_ended(self, request: Request, now: float) -> None:
+        """A request has ended, and frees what it had."""
+        self._freed.add(request.num_computed, now)
+
+    def note_begun(self, request: Request) -> None:
+        """A request has been looked up in the prefix cache."""
+        expected, cached = request.expected_cached_tokens, request.num_cached_tokens
+        if expected is not None and cached is not None:
+            self.expected_cached_tokens += expected
+            self.cached_tokens += cached
+            self.missed_tokens += abs(expected - cached)
+
+    def busy_share(self, now: float) -> float:
+        return min(self._busy.at(now), 1.0)
+
+    def freed_tokens_per_s(self, now: float) -> float:
+        return self._freed.at(now)
+
+
+def make_report(
+    memory: KVMemory,
+    scheduler: Scheduler,
+    recovery: RecoveryModel,
+    meter: LoadMeter,
+    *,
+    arriving: Sequence[tuple[int, int]] = (),
+    step_tokens: int,
+    now: float,
+    made_at: float,
+    most_keys: int = MOST_KEYS,
+) -> ReplicaReport:
+    """The engine's load. From any thread: what it counts may change meanwhile, and is a moment old anyhow.
+
+    Args:
+        arriving: requests that the engine takes before its next step: tokens, and how many of them are expected to be
+            cached.
+        step_tokens: tokens of a step at most.
+        now: on the meter's clock.
+        made_at: seconds of the wall clock.
+        most_keys: of cached prefixes; collecting them is most of the work.
+    """
+    step = recovery.step_times
+    num_decodes = context = 0
+    queued_parts = list(arriving)
+    for request in scheduler.unfinished():
+        if request.num_uncomputed == 1 and request.num_computed:
+            if request.memory is not None:
+                num_decodes += 1
+                context += request.num_computed
+            continue
+        cached = request.num_computed
+        if not cached and request.expected_cached_tokens is not None:
+            cached = min(request.expected_cached_tokens, len(request.token_ids) - 1)
+        queued_parts.append((len(request.token_ids), cached))
+    queued = sum(tokens - cached for tokens, cached in queued_parts)
+    attended = sum((tokens - cached) * (tokens + cached + 1) // 2 for tokens, cached in queued_parts)
+    memory_report = memory.report()
+    tokens_per_byte = memory.max_tokens / (memory.pages_for(memory.max_tokens) * memory.groups[0].layout.page_bytes)
+    cached_keys = memory.cached_keys(most_keys)
+    num_steps = -(-queued // step_tokens)
+    return ReplicaReport(
+        made_at=made_at,
+        unit_tokens=memory.unit_tokens,
+        keys=cached_keys.keys,
+        stride=cached_keys.stride,
+        keys_version=cached_keys.version,
+        step=step,
+        step_tokens=step_tokens,
+        max_num_seqs=scheduler.max_num_seqs,
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting + len(arriving),
+        queued_tokens=queued,
+        queued_s=num_steps * step.fixed_s + queued * step.token_s + attended * step.attended_s,
+        num_decodes=num_decodes,
+        decode_s=num_decodes * step.token_s + context * step.attended_s,
+        free_tokens=int((memory_report.budget_bytes - memory_report.active_bytes) * tokens_per_byte),
+        total_tokens=int(memory_report.budget_bytes * tokens_per_byte),
+        cached_age_s=memory.cached_age_s,
+        freed_tokens_per_s=meter.freed_tokens_per_s(now),
+        busy_share=meter.busy_share(now),
+        budget_bytes=memory_report.budget_bytes,
+        physical_bytes=memory_report.physical_bytes,
+        expected_cached_tokens=meter.expected_cached_tokens,
+        cached_tokens=meter.cached_tokens,
+        missed_tokens=meter.missed_tokens,
+    )

@@ -1,0 +1,121 @@
+"""What it costs to send a request to a replica, in seconds: its own expected time to first token, and harm to others.
+
+    own     queue ahead + own prompt, without what is cached there + the decodes that share those steps
+            + waiting for room in the cache and in the batch
+    harm    the work itself: as much less for everybody else
+            + what comes later waits for it, the longer the busier the replica is
+            + what runs there waits while the prompt is computed
+            + what is cached there is given up for it, and computed again when it is wanted again
+
+Every rate in it is what the replica has measured (`StepTimes`, `freed_tokens_per_s`, `busy_share`, `cached_age_s`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+# Until a replica has seen requests end, a cache that is full is expected to turn over in this time.
+_TURNOVER_S = 60.0
+# Of a replica that is busy all the time, the busy share that counts: what comes later waits 1 / (1 - share).
+_MOST_BUSY = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """One number a replica of everything, `[num_replicas]` each: see `ReplicaReport` for their meaning.
+
+    `queued_tokens`, `queued_s` and `num_requests` include what this router has sent since the report; `assigned_share`
+    is the share of the last seconds that this router's requests were expected to take there.
+    """
+
+    fixed_s: Array
+    token_s: Array
+    attended_s: Array
+    step_tokens: Array
+    queued_tokens: Array
+    queued_s: Array
+    num_decodes: Array
+    decode_s: Array
+    num_requests: Array
+    max_num_seqs: Array
+    free_tokens: Array
+    total_tokens: Array
+    cached_age_s: Array
+    freed_tokens_per_s: Array
+    busy_share: Array
+    assigned_share: Array
+
+
+LOAD_FIELDS = tuple(field.name for field in fields(Loads))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostWeights:
+    """How much harm to others counts against the request's own time to first token.
+
+    `benchmarks/routing.py --sweep` measures what they do.
+
+    Attributes:
+        work: seconds of prefill. Without it prompts leave their prefix too readily: they wait a little less, and there
+            are two copies, for which others' are given up.
+        later: seconds that those who come later are expected to wait.
+        decodes: seconds that running sequences wait, all together.
+        cached: seconds to compute again what is given up.
+    """
+
+    work: float = 4.0
+    later: float = 1.0
+    decodes: float = 0.02
+    cached: float = 0.5
+
+
+def prefill_seconds(loads: Loads, num_tokens: int, cached: Array) -> Array:
+    """Seconds that each replica needs to compute a prompt of which `cached` `[num_replicas]` tokens are there."""
+    new = num_tokens - cached
+    attended = new * cached + new * (new + 1) / 2
+    return np.ceil(new / loads.step_tokens) * loads.fixed_s + new * loads.token_s + attended * loads.attended_s
+
+
+def request_cost(
+    loads: Loads, num_tokens: int, cached: Array, weights: CostWeights, mean_age_s: float
+) -> tuple[Array, Array]:
+    """Expected time to first token and harm to others in seconds, `[num_replicas]` each.
+
+    Args:
+        num_tokens: of the prompt.
+        cached: of these, how many each replica has, `[num_replicas]`.
+        mean_age_s: at which cached blocks are given up, over all replicas.
+    """
+    new = num_tokens - cached
+    own_s = prefill_seconds(loads, num_tokens, cached)
+    num_steps = np.ceil((loads.queued_tokens + new) / loads.step_tokens)
+    room_s = _wait_for_room(loads, new)
+    ttft_s = loads.queued_s + own_s + num_steps * loads.decode_s + room_s
+
+    busy = np.minimum(np.maximum(loads.busy_share, loads.assigned_share), _MOST_BUSY)
+    later_s = own_s * busy / (1 - busy)
+    # A block is as likely to be wanted again as it is young: replicas that give up younger ones than others lose more.
+    given_up = np.where(loads.cached_age_s > 0, new * loads.token_s, 0.0)
+    again = mean_age_s / np.maximum(loads.cached_age_s, 1e-3) if mean_age_s else 0.0
+    harm_s = (
+        weights.work * own_s
+        + weights.later * later_s
+        + weights.decodes * loads.num_decodes * own_s
+        + weights.cached * given_up * np.minimum(again, 4.0)
+    )
+    return ttft_s, harm_s
+
+
+def _wait_for_room(loads: Loads, new: Array) -> Array:
+    """Seconds until requests that run have made room for one more, in the cache and in the batch."""
+    freed_per_s = np.maximum(loads.freed_tokens_per_s, loads.total_tokens / _TURNOVER_S)
+    short_tokens = np.maximum(loads.queued_tokens + new - loads.free_tokens, 0.0)
+    short_seqs = np.maximum(loads.num_requests + 1 - loads.max_num_seqs, 0.0)
+    tokens_per_seq = (loads.total_tokens - loads.free_tokens) / np.maximum(loads.num_requests, 1.0)
+    wait_s: Array = np.maximum(short_tokens, short_seqs * tokens_per_seq) / freed_per_s
+    return wait_s

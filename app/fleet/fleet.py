@@ -1,0 +1,259 @@
+"""The replicas as one router sees them: their last reports, and what this router has sent them since."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from app.fleet.cost import LOAD_FIELDS, Array, Loads
+from app.fleet.directory import PrefixDirectory
+from app.fleet.report import ReplicaReport, StepTimes
+from vmem import KEY_BYTES
+
+# Until the first replica has computed something. Only which costs are greater matters then.
+_FIRST_GUESS = StepTimes(fixed_s=0.01, token_s=1e-4)
+# What this router sent so long ago counts for a third in `assigned_share`.
+ASSIGNED_MEMORY_S = 20.0
+_QUEUED_TOKENS, _QUEUED_S, _NUM_REQUESTS = map(LOAD_FIELDS.index, ("queued_tokens", "queued_s", "num_requests"))
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRequest:
+    """A request as a router sees it.
+
+    Attributes:
+        num_tokens: of the prompt.
+        keys: of its whole units, from the beginning on (`vmem.key_of`); none when units are not known yet.
+        session: what the client says belongs together; a hint.
+    """
+
+    request_id: str
+    num_tokens: int
+    keys: Sequence[bytes] = ()
+    session: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Sent:
+    """A request on its way, or at the replica."""
+
+    request: RoutedRequest
+    replica: _Replica
+    at: float
+    new_tokens: int
+    seconds: float
+    ended_at: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    slot: int
+    report: ReplicaReport | None = None
+    sent: set[_Sent] = field(default_factory=set)
+    num_in_flight: int = 0
+    num_resyncs: int = 0
+
+
+class Fleet:
+    """Books of one router. Times are seconds of the wall clock, as reports have them. One thread at a time.
+
+    A request counts as sent from `sent` until a report made after it says what it did to the replica's load, and its
+    prefixes count as cached there until a report made after `ended` says what is left of them.
+
+    Args:
+        stale_after_s: a report this old is none.
+        drift_share: when expected and actual cached tokens of a replica's requests differ by this share between two
+            reports, what was expected there is forgotten.
+    """
+
+    def __init__(self, *, stale_after_s: float = 5.0, drift_share: float = 0.3) -> None:
+        self._stale_after_s = stale_after_s
+        self._drift_share = drift_share
+        self._replicas: dict[str, _Replica] = {}
+        self._directory = PrefixDirectory()
+        self._free_slots: list[int] = []
+        self._loads = np.zeros((len(LOAD_FIELDS), 0))
+        self._assigned = np.zeros(0)
+        self._assigned_at = 0.0
+        self._under_way: dict[str, _Sent] = {}
+        self._step = _FIRST_GUESS
+        self.unit_tokens: int | None = None
+
+    # ---- what happens ----
+
+    def update(self, replica_ids: Iterable[str]) -> None:
+        """These are the replicas now."""
+        wanted = set(replica_ids)
+        for replica_id in self._replicas.keys() - wanted:
+            replica = self._replicas.pop(replica_id)
+            self._directory.remove(replica.slot)
+            self._free_slots.append(replica.slot)
+            for sent in replica.sent:
+                if sent.ended_at is None:
+                    del self._under_way[sent.request.request_id]
+        for replica_id in sorted(wanted - self._replicas.keys()):
+            if not self._free_slots:
+                more = max(8, len(self._assigned))
+                self._free_slots = list(range(len(self._assigned), len(self._assigned) + more))[::-1]
+                self._loads = np.concatenate([self._loads, np.zeros((len(LOAD_FIELDS), more))], axis=1)
+                self._assigned = np.concatenate([self._assigned, np.zeros(more)])
+            slot = self._free_slots.pop()
+            self._loads[:, slot] = 0
+            self._assigned[slot] = 0
+            self._replicas[replica_id] = _Replica(slot)
+
+    def report(self, replica_id: str, report: ReplicaReport) -> None:
+        """A replica's report has arrived; one that is no newer than the last is ignored."""
+        replica = self._replicas.get(replica_id)
+        if replica is None or (replica.report is not None and report.made_at <= replica.report.made_at):
+            return
+        last, replica.report = replica.report, report
+        self.unit_tokens = report.unit_tokens
+        self._step = self._median_step()
+        if last is None or last.keys_version != report.keys_version:
+            keys = report.keys
+            self._directory.report(replica.slot, [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)])
+        resync = last is not None and self._has_drifted(last, report)
+        replica.num_resyncs += resync
+        for sent in list(replica.sent):
+            if sent.ended_at is not None and (resync or sent.ended_at <= report.made_at):
+                self._forget(sent)
+        if resync:  # what is still under way there may not be cached either
+            for sent in replica.sent:
+                self._directory.forget(replica.slot, sent.request.keys)
+                sent.request = RoutedRequest(sent.request.request_id, sent.request.num_tokens)
+        self._enter(replica)
+
+    def sent(self, request: RoutedRequest, replica_id: str, cached_tokens: int, now: float) -> None:
+        """A request was sent to a replica that is expected to have so much of it cached."""
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            return
+        seconds = 0.0
+        if replica.report is not None:
+            new = request.num_tokens - cached_tokens
+            seconds = self._step.prefill_s(new, cached_tokens, replica.report.step_tokens)
+        sent = _Sent(request, replica, now, request.num_tokens - cached_tokens, seconds)
+        self.ended(request.request_id, now, taken=False)  # if a replica was to have it that did not take it
+        replica.sent.add(sent)
+        replica.num_in_flight += 1
+        self._under_way[request.request_id] = sent
+        self._directory.expect(replica.slot, request.keys)
+        self._decay(now)
+        self._assigned[replica.slot] += seconds / ASSIGNED_MEMORY_S
+        self._add(replica.slot, sent)
+
+    def ended(self, request_id: str, now: float, *, taken: bool = True, replica_id: str | None = None) -> None:
+        """A request is over, or the replica did not take it. If it is at another one than `replica_id` by now, nothing
+        happens."""
+        sent = self._under_way.get(request_id)
+        if sent is None or (replica_id is not None and sent.replica is not self._replicas.get(replica_id)):
+            return
+        del self._under_way[request_id]
+        sent.replica.num_in_flight -= 1
+        sent.ended_at = now
+        if taken:
+            self._loads[_NUM_REQUESTS, sent.replica.slot] -= 1
+        else:
+            self._forget(sent)
+            self._enter(sent.replica)
+
+    # ---- what is known ----
+
+    @property
+    def num_known_prefixes(self) -> int:
+        return len(self._directory)
+
+    @property
+    def num_resyncs(self) -> int:
+        """How often what replicas had cached was too far from what was expected."""
+        return sum(replica.num_resyncs for replica in self._replicas.values())
+
+    def in_flight(self, replica_id: str) -> int:
+        """Requests of this router that the replica has not ended."""
+        return self._replicas[replica_id].num_in_flight
+
+    def num_requests(self, replica_id: str, now: float) -> float:
+        """Requests at the replica: the reported ones and those sent since; or this router's, without a report."""
+        replica = self._replicas[replica_id]
+        if not self.is_fresh(replica_id, now):
+            return replica.num_in_flight
+        return float(self._loads[_NUM_REQUESTS, replica.slot])
+
+    def is_fresh(self, replica_id: str, now: float) -> bool:
+        """Whether the replica has reported lately."""
+        replica = self._replicas.get(replica_id)
+        return replica is not None and replica.report is not None and now - replica.report.made_at < self._stale_after_s
+
+    def cached_tokens(self, request: RoutedRequest, replica_ids: Sequence[str]) -> Array:
+        """Of the request's prompt, tokens that each replica is expected to have cached: never all of them, because a
+        prompt's last token is computed in any case."""
+        if not request.keys or self.unit_tokens is None:
+            return np.zeros(len(replica_ids))
+        slots = [self._replicas[r].slot for r in replica_ids]
+        units = self._directory.match(request.keys, sum(1 << slot for slot in slots))
+        tokens = np.array([units.get(slot, 0) for slot in slots], dtype=np.float64) * self.unit_tokens
+        return np.minimum(tokens, max(request.num_tokens - 1, 0) // self.unit_tokens * self.unit_tokens)
+
+    def loads(self, replica_ids: Sequence[str], now: float) -> Loads:
+        """Their loads, in this order.
+
+        Step times are the median of all replicas, which run the same model on the same kind of device: what one of them
+        has measured in its few last steps differs by chance more than it does. One that is slow has a longer queue.
+        """
+        slots = [self._replicas[r].slot for r in replica_ids]
+        self._decay(now)
+        columns = self._loads[:, slots]
+        columns[:3] = np.array([[self._step.fixed_s], [self._step.token_s], [self._step.attended_s]])
+        columns[-1] = self._assigned[slots]
+        return Loads(*columns)
+
+    # ---- inside ----
+
+    def _median_step(self) -> StepTimes:
+        steps = [r.report.step for r in self._replicas.values() if r.report is not None and r.report.step.token_s > 0]
+        if not steps:
+            return _FIRST_GUESS
+        return StepTimes(*np.median([(s.fixed_s, s.token_s, s.attended_s) for s in steps], axis=0).tolist())
+
+    def _has_drifted(self, last: ReplicaReport, report: ReplicaReport) -> bool:
+        expected = report.expected_cached_tokens - last.expected_cached_tokens
+        cached = report.cached_tokens - last.cached_tokens
+        missed = report.missed_tokens - last.missed_tokens
+        return missed > report.step_tokens and missed > self._drift_share * max(expected, cached)
+
+    def _enter(self, replica: _Replica) -> None:
+        """The replica's load: its report and what has been sent since."""
+        report = replica.report
+        if report is None:
+            return
+        known: Mapping[str, float] = {
+            "fixed_s": 0.0,  # these three: see `loads`
+            "token_s": 0.0,
+            "attended_s": 0.0,
+            "num_requests": report.num_running + report.num_waiting,
+            "assigned_share": 0.0,
+        }
+        self._loads[:, replica.slot] = [known[name] if name in known else getattr(report, name) for name in LOAD_FIELDS]
+        for sent in replica.sent:
+            if sent.at > report.made_at:
+                self._add(replica.slot, sent)
+            if sent.ended_at is not None:
+                self._loads[_NUM_REQUESTS, replica.slot] -= 1
+
+    def _add(self, slot: int, sent: _Sent) -> None:
+        if sent.ended_at is None:
+            self._loads[_QUEUED_TOKENS, slot] += sent.new_tokens
+            self._loads[_QUEUED_S, slot] += sent.seconds
+        self._loads[_NUM_REQUESTS, slot] += 1
+
+    def _forget(self, sent: _Sent) -> None:
+        sent.replica.sent.remove(sent)
+        self._directory.forget(sent.replica.slot, sent.request.keys)
+
+    def _decay(self, now: float) -> None:
+        self._assigned *= math.exp(-max(now - self._assigned_at, 0.0) / ASSIGNED_MEMORY_S)
+        self._assigned_at = now

@@ -1,0 +1,154 @@
+"""Which replica gets a request: four policies with one interface."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol, get_args
+
+import numpy as np
+
+from app.errors import ConfigError
+from app.fleet.cost import CostWeights, request_cost
+from app.fleet.fleet import Fleet, RoutedRequest
+
+PolicyName = Literal["prefix_aware", "least_loaded", "round_robin", "consistent_hash"]
+
+# Points of each replica on the ring of hashes: the more, the more even, and the longer to build.
+_POINTS = 64
+# Consistent hashing passes a replica by that has so many times the mean of requests (Mirrokni et al., SODA 2018).
+_MOST_OF_MEAN = 1.25
+# A session goes where it went last when that costs at most so much more than the best.
+_SESSION_SLACK = 1.1
+_SESSIONS_REMEMBERED = 10_000
+
+
+class Policy(Protocol):
+    """Chooses among replicas that its `Fleet` knows."""
+
+    def rank(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
+        """All of them, the best first. Without any, nothing."""
+        ...
+
+
+class RoundRobin:
+    """One after the other."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._turn = itertools.count()
+
+    def rank(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
+        if not replica_ids:
+            return []
+        ordered = sorted(replica_ids)
+        first = next(self._turn) % len(ordered)
+        return ordered[first:] + ordered[:first]
+
+
+class LeastLoaded:
+    """Fewest unfinished requests first; equals in turn."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._in_turn = RoundRobin(fleet)
+
+    def rank(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
+        in_turn = self._in_turn.rank(request, replica_ids, now)
+        return sorted(in_turn, key=lambda replica_id: self._fleet.num_requests(replica_id, now))
+
+
+class ConsistentHash:
+    """The same session, or else the same beginning, goes to the same replica, as long as that has not a quarter more
+    requests than the mean; then to the next on the ring.
+
+    A replica more or less moves only its own share of what goes where.
+    """
+
+    def __init__(self, fleet: Fleet, *, num_units: int = 8) -> None:
+        self._fleet = fleet
+        self._num_units = num_units
+        self._replicas: frozenset[str] = frozenset()
+        self._ring: list[tuple[bytes, str]] = []
+
+    def rank(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
+        if not replica_ids:
+            return []
+        if self._replicas != frozenset(replica_ids):
+            self._replicas = frozenset(replica_ids)
+            points = ((_hash(f"{r} {i}".encode()), r) for r in replica_ids for i in range(_POINTS))
+            self._ring = sorted(points)
+        if request.session is not None:
+            key = request.session.encode()
+        elif request.keys:
+            key = request.keys[min(self._num_units, len(request.keys)) - 1]
+        else:
+            key = request.request_id.encode()
+        start = bisect.bisect(self._ring, (_hash(key), ""))
+        order = dict.fromkeys(replica_id for _, replica_id in self._ring[start:] + self._ring[:start])
+        counts = {replica_id: self._fleet.num_requests(replica_id, now) for replica_id in replica_ids}
+        bound = _MOST_OF_MEAN * (sum(counts.values()) + 1) / len(counts)
+        return sorted(order, key=lambda replica_id: counts[replica_id] + 1 > max(bound, 1))
+
+
+class PrefixAware:
+    """The least cost first (`request_cost`); replicas that have not reported lately come last, the least loaded first,
+    so that without any reports it is `LeastLoaded`.
+
+    Args:
+        weights: how much harm to others counts.
+    """
+
+    def __init__(self, fleet: Fleet, weights: CostWeights | None = None) -> None:
+        self._fleet = fleet
+        self._weights = weights or CostWeights()
+        self._least_loaded = LeastLoaded(fleet)
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+
+    def rank(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
+        known = [r for r in replica_ids if self._fleet.is_fresh(r, now)]
+        if not known:
+            return self._least_loaded.rank(request, replica_ids, now)
+        loads = self._fleet.loads(known, now)
+        cached = self._fleet.cached_tokens(request, known)
+        evicting = loads.cached_age_s[loads.cached_age_s > 0]
+        mean_age_s = float(evicting.mean()) if len(evicting) else 0.0
+        ttft_s, harm_s = request_cost(loads, request.num_tokens, cached, self._weights, mean_age_s)
+        cost = ttft_s + harm_s
+        # Replicas that cost the same, as all do before the first step, get the same share.
+        order = np.lexsort((loads.assigned_share, cost))
+        ranked = [known[i] for i in order]
+        if request.session is not None:
+            self._prefer_session(request.session, known, cost.tolist(), ranked)
+        if len(known) < len(replica_ids):
+            unknown = [r for r in replica_ids if r not in set(known)]
+            ranked += self._least_loaded.rank(request, unknown, now)
+        return ranked
+
+    def _prefer_session(self, session: str, known: list[str], cost: list[float], ranked: list[str]) -> None:
+        last = self._sessions.pop(session, None)
+        if last in known and cost[known.index(last)] <= _SESSION_SLACK * min(cost):
+            ranked.remove(last)
+            ranked.insert(0, last)
+        self._sessions[session] = ranked[0]
+        if len(self._sessions) > _SESSIONS_REMEMBERED:
+            self._sessions.popitem(last=False)
+
+
+def make_policy(name: str, fleet: Fleet) -> Policy:
+    """The policy of that name. Raises `ConfigError` for any other."""
+    policies: dict[str, Callable[[Fleet], Policy]] = {
+        "prefix_aware": PrefixAware,
+        "least_loaded": LeastLoaded,
+        "round_robin": RoundRobin,
+        "consistent_hash": ConsistentHash,
+    }
+    if name not in policies:
+        raise ConfigError(f"the routing policy is {name!r}; choose one of {', '.join(get_args(PolicyName))}")
+    return policies[name](fleet)
+
+
+def _hash(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=8).digest()

@@ -1,0 +1,235 @@
+"""The ledger of a device as a Ray actor, and a replica's side of it.
+
+The actor has a name, and whichever replica finds none creates and owns it: it ends with that replica, and so with the
+application, and the others make a new one, which learns from their beats what they have. It runs on the replicas' own
+node, where it sees for certain whether their processes have ended. A replica that cannot reach it keeps its budget.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import ray
+from ray import serve
+from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from app.errors import ConfigError, RequestError, UnavailableError
+from app.fleet.ledger import Beat, Holding, Ledger, Membership, Order
+from app.fleet.report import ReplicaReport
+
+logger = logging.getLogger(__name__)
+
+# Often enough that a budget follows the load in a few seconds, and often when somebody waits for it to start.
+BEAT_S, STARTING_BEAT_S = 1.0, 0.2
+# An answer that takes longer is not waited for; the next beat makes it void.
+ANSWER_TIMEOUT_S = 5.0
+# How often a replica that waits for memory says so.
+_SAY_S = 10.0
+# Whatever driver or controller makes replicas, they look for the ledger in the same place.
+NAMESPACE = "folio"
+
+
+class Budgeted(Protocol):
+    """What a member needs of its `AsyncEngine`, which the actor's process need not import."""
+
+    @property
+    def least_budget_bytes(self) -> int: ...
+
+    @property
+    def most_budget_bytes(self) -> int: ...
+
+    @property
+    def held_bytes(self) -> int: ...
+
+    def load(self, *, most_keys: int = ...) -> ReplicaReport: ...
+
+    def set_budget(self, budget_bytes: int, revision: int) -> Any: ...
+
+
+class LedgerActor:
+    """`Ledger` of the processes of this node."""
+
+    def __init__(self) -> None:
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self._ledger = Ledger(time.monotonic())
+        self._pidfds: dict[str, int] = {}  # they become readable when the process has ended
+
+    def beat(self, beat: Beat, pid: int) -> Order:
+        """See `Ledger.beat`.
+
+        Args:
+            pid: of the process that holds the member's memory.
+        """
+        self._forget_dead()
+        order = self._ledger.beat(beat, time.monotonic())
+        if beat.member in self._ledger.members and beat.member not in self._pidfds:
+            try:
+                self._pidfds[beat.member] = os.pidfd_open(pid)
+            except ProcessLookupError:  # it has ended since
+                self._ledger.leave(beat.member)
+        return order
+
+    def leave(self, member: str) -> None:
+        """See `Ledger.leave`."""
+        if member in self._pidfds:
+            os.close(self._pidfds.pop(member))
+        self._ledger.leave(member)
+
+    def members(self) -> tuple[str, ...]:
+        """Who is counted."""
+        self._forget_dead()
+        return self._ledger.members
+
+    def _forget_dead(self) -> None:
+        members, poll = {pidfd: member for member, pidfd in self._pidfds.items()}, select.poll()
+        for pidfd in members:
+            poll.register(pidfd, select.POLLIN)
+        for pidfd, _ in poll.poll(0):
+            logger.warning("%s has died; its KV memory is for the others", members[pidfd])
+            self.leave(members[pidfd])
+
+
+def ledger_name(app_name: str, node_id: str, device: str) -> str:
+    """Of the actor, in `NAMESPACE`."""
+    return f"folio-ledger:{app_name}:{node_id}:{device}"
+
+
+class BudgetMember:
+    """This replica's part in the ledger of its device: a thread that sends beats and carries out orders.
+
+    First `wait_for_budget`, then make the engine, with a ceiling of `capacity_bytes`, then `attach` it; `close` when
+    the engine has been closed.
+
+    Args:
+        capacity_bytes: KV memory of all replicas of the application on the device.
+        device: its name on this node.
+    """
+
+    def __init__(self, capacity_bytes: int, device: str) -> None:
+        context = serve.get_replica_context()
+        self._node_id = ray.get_runtime_context().get_node_id()
+        self._name = ledger_name(context.app_name, self._node_id, device)
+        self._membership = Membership(context.replica_id.unique_id, capacity_bytes)
+        self._ledger: Any = None
+        self._engine: Budgeted | None = None
+        self._most_bytes = 0  # that the engine can be set to
+        self._changed = threading.Condition()  # guards what follows
+        self._budget_bytes = self._revision = 0
+        self._attached = False  # the engine has the budget
+        self._refusal: str | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="folio-budget", daemon=True)
+        self._thread.start()
+
+    def wait_for_budget(self) -> int:
+        """Return when the others have made room: for how many bytes. Raises `ConfigError` if they never can."""
+        self._wait(lambda: self._budget_bytes > 0)
+        return self._budget_bytes
+
+    def attach(self, engine: Budgeted) -> None:
+        """Set the budget of an engine that is new, from now on. Returns when it can work with it.
+
+        Raises:
+            ConfigError: it needs more than others can spare.
+            UnavailableError: it has stopped.
+        """
+        self._most_bytes = engine.most_budget_bytes
+        self._engine = engine
+        self._wait(lambda: self._attached)
+
+    def close(self) -> None:
+        """Stop, and give the budget to the others: the engine must hold nothing any more."""
+        self._closing.set()
+        self._thread.join()
+        if self._ledger is not None:
+            self._ledger.leave.remote(self._membership.member)
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        with self._changed:
+            while not self._changed.wait_for(lambda: done() or self._refusal is not None, _SAY_S):
+                if not self._thread.is_alive():
+                    raise UnavailableError("the engine has stopped before it had a budget")
+                logger.info("waiting until other replicas on this device have given back KV memory")
+            if self._refusal is not None:
+                raise ConfigError(self._refusal)
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        while not self._closing.wait(BEAT_S if self._attached else STARTING_BEAT_S):
+            try:
+                self._exchange()
+            except RayActorError as error:
+                logger.warning("the ledger cannot be reached, the budget stays as it is: %s", error)
+                self._ledger = None
+            except RayError as error:
+                logger.warning("the ledger does not answer, the budget stays as it is: %s", error)
+            except UnavailableError:
+                return  # the engine has stopped, and this process ends, which the ledger sees
+
+    def _exchange(self) -> None:
+        if self._engine is not None and not self._attached:
+            self._carry_out(self._engine, self._budget_bytes, self._revision)
+        if self._ledger is None:
+            self._ledger = self._find()
+        beat = self._membership.beat(self._holding())
+        order: Order = ray.get(self._ledger.beat.remote(beat, os.getpid()), timeout=ANSWER_TIMEOUT_S)
+        if not self._membership.obeys(order):
+            return
+        if order.refusal is not None:
+            with self._changed:
+                self._refusal = order.refusal
+                self._changed.notify_all()
+        elif order.revision > self._revision:
+            self._carry_out(self._engine, order.budget_bytes, order.revision)
+
+    def _carry_out(self, engine: Budgeted | None, budget_bytes: int, revision: int) -> None:
+        if engine is not None:
+            try:
+                engine.set_budget(min(budget_bytes, self._most_bytes), revision)
+            except RequestError as error:  # what it needs has become more; the next beat says so
+                logger.info("not carried out: %s", error)
+                return
+        with self._changed:
+            self._budget_bytes, self._revision = budget_bytes, revision
+            self._attached = engine is not None
+            self._changed.notify_all()
+
+    def _holding(self) -> Holding:
+        engine = self._engine
+        if engine is None:
+            return Holding(self._budget_bytes, revision=self._revision)
+        load = engine.load(most_keys=0)
+        wanted_tokens = load.total_tokens - load.free_tokens + load.queued_tokens
+        return Holding(
+            budget_bytes=self._budget_bytes,
+            held_bytes=engine.held_bytes,
+            least_bytes=engine.least_budget_bytes,
+            most_bytes=self._most_bytes,
+            demand_bytes=wanted_tokens * load.budget_bytes // max(load.total_tokens, 1),
+            revision=self._revision,
+        )
+
+    def _find(self) -> Any:
+        """The device's ledger; made, if there is none, on this node, which alone can see its processes."""
+        options: Any = {
+            "name": self._name,
+            "namespace": NAMESPACE,
+            "get_if_exists": True,
+            "num_cpus": 0,
+            "max_restarts": 0,  # members make a new one, also when its owner has gone
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(self._node_id, soft=False),
+        }
+        return ray.remote(LedgerActor).options(**options).remote()
+
+
+def device_of_this_replica(device: str) -> str:
+    """Name of a "cpu" or "cuda" device on this node: CPUs share the node's memory."""
+    return f"cuda:{ray.get_gpu_ids()[0]}" if device == "cuda" else "cpu"

@@ -1,0 +1,138 @@
+"""A real Ray Serve application on a free port of this machine: what benchmarks and tests of the whole server share."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+
+from app.fleet.report import ReplicaReport
+from app.serving.messages import report_from_stats
+
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running application.
+
+    Attributes:
+        args: of `app.main.build`, as YAML has them.
+    """
+
+    name: str
+    url: str
+    args: Mapping[str, Any]
+
+    def deploy(self, timeout_s: float = 120.0, **engine_replica: Any) -> None:
+        """Deploy, or change, the application; returns when it runs.
+
+        Args:
+            engine_replica: options of that deployment, such as `num_replicas` or `autoscaling_config`.
+        """
+        application = {
+            "name": self.name,
+            "route_prefix": "/",
+            "import_path": "app.main:build",
+            "args": dict(self.args),
+            "deployments": [
+                {"name": "Ingress", "ray_actor_options": {"num_cpus": 0.1}},
+                {"name": "EngineReplica"} | engine_replica,
+            ],
+        }
+        client: Any = _get_global_client()
+        client.deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
+        self.wait_until(lambda: self._status() in ("RUNNING", "DEPLOY_FAILED"), timeout_s)
+        if self._status() == "DEPLOY_FAILED":
+            raise RuntimeError(f"{self.name} could not be deployed: {serve.status().applications[self.name].message}")
+
+    @property
+    def ingress(self) -> Any:
+        """A handle of the application."""
+        return serve.get_app_handle(self.name)
+
+    @property
+    def engines(self) -> Any:
+        """A handle of its engine replicas."""
+        return serve.get_deployment_handle("EngineReplica", self.name)
+
+    @property
+    def num_running(self) -> int:
+        """Engine replicas that run."""
+        deployments = serve.status().applications[self.name].deployments
+        states: Any = deployments["EngineReplica"].replica_states
+        return int(states.get("RUNNING", 0))
+
+    def reports(self) -> list[ReplicaReport]:
+        """Of all engine replicas."""
+        stats = self.engines.broadcast("record_routing_stats").results()
+        return [report_from_stats(s) for s in stats]
+
+    def processes(self) -> list[int]:
+        """Process ids of the engine replicas, stopped ones included."""
+        return processes_called(f"ray::ServeReplica:{self.name}:EngineReplica")
+
+    def kill_one(self) -> int:
+        """Kill an engine replica's process; returns its id."""
+        pid = self.processes()[0]
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+        """Raises `TimeoutError` if that does not become true."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.name}: not within {timeout_s} s; {serve.status().applications}")
+            time.sleep(_POLL_S)
+
+    def _status(self) -> str:
+        applications = serve.status().applications
+        return str(applications[self.name].status.value) if self.name in applications else "NOT_STARTED"
+
+
+@contextmanager
+def served(name: str, args: Mapping[str, Any], *, num_cpus: int = 8) -> Iterator[Served]:
+    """A Ray cluster of this process, with Serve on a free port; nothing is deployed yet.
+
+    Args:
+        args: see `Served`.
+        num_cpus: that Ray believes to have: replicas share the cores that there are.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        yield Served(name, f"http://127.0.0.1:{port}", args)
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def processes_called(title: str) -> list[int]:
+    """Process ids of this cluster's workers whose title begins so, stopped ones included."""
+    found = []
+    node: Any = ray._private.worker._global_node
+    raylet = node.all_processes["raylet"][0].process.pid
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            actual = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            state, parent, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        if state != "Z" and int(parent) == raylet and actual.startswith(title):
+            found.append(int(folder.name))
+    return found

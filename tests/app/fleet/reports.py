@@ -1,0 +1,49 @@
+"""Reports of idle replicas, to be changed by tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from app.fleet.report import ReplicaReport, StepTimes
+
+UNIT = 16
+STEP = StepTimes(fixed_s=0.01, token_s=0.001)
+
+IDLE = ReplicaReport(
+    made_at=0.0,
+    unit_tokens=UNIT,
+    keys=b"",
+    stride=1,
+    keys_version=0,
+    step=STEP,
+    step_tokens=1000,
+    max_num_seqs=64,
+    num_running=0,
+    num_waiting=0,
+    queued_tokens=0,
+    queued_s=0.0,
+    num_decodes=0,
+    decode_s=0.0,
+    free_tokens=100_000,
+    total_tokens=100_000,
+    cached_age_s=0.0,
+    freed_tokens_per_s=0.0,
+    busy_share=0.0,
+    budget_bytes=1 << 30,
+    physical_bytes=0,
+    expected_cached_tokens=0,
+    cached_tokens=0,
+    missed_tokens=0,
+)
+
+
+def keys_of(document: int, num_units: int) -> list[bytes]:
+    """Keys of the prefixes of a document."""
+    return [bytes([document, 0, 0, 0, 0, i]) for i in range(num_units)]
+
+
+def report(made_at: float, keys: Sequence[bytes] = (), **changes: Any) -> ReplicaReport:
+    joined = b"".join(keys)
+    return replace(IDLE, made_at=made_at, keys=joined, keys_version=hash(joined), **changes)

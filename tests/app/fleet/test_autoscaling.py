@@ -1,0 +1,477 @@
+"""The scaling policy over fleets that exist on paper only, and as Serve would call it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import pytest
+from ray.serve._private.common import DeploymentID, TimeSeries, TimeStampedValue
+from ray.serve.config import AutoscalingContext
+
+from app.errors import ConfigError
+from app.fleet.autoscaling import LOAD_FIELDS, LOAD_METRICS, ReplicaLoad, ScalingPolicy, ScalingState, ScalingTargets
+from app.fleet.report import ReplicaReport, StepTimes
+from app.serving.autoscaling import KVAwareScaling
+
+TICK_S = 0.1  # as Serve's controller
+IDLE = ReplicaLoad(
+    made_at=0.0,
+    used_tokens=0.0,
+    queued_tokens=0.0,
+    queued_s=0.0,
+    total_tokens=10_000.0,
+    num_running=0.0,
+    num_waiting=0.0,
+    num_decodes=0.0,
+    max_num_seqs=32.0,
+    step_tokens=1000.0,
+    fixed_s=0.02,
+    token_s=0.001,
+    decode_s=0.0,
+    busy_share=0.0,
+)
+
+
+def decoding(num_decodes: float, **changes: float) -> ReplicaLoad:
+    """A replica whose decodes cost 2 ms each beside 20 ms: 40 of them fit into 100 ms, but it has 32 slots."""
+    load = replace(IDLE, num_running=num_decodes, num_decodes=num_decodes, decode_s=0.002 * num_decodes)
+    return replace(load, **changes)
+
+
+def prefilling(queued_s: float, num_waiting: float = 8.0) -> ReplicaLoad:
+    return replace(
+        IDLE, queued_s=queued_s, queued_tokens=queued_s / 0.001, num_waiting=num_waiting, busy_share=min(queued_s, 1.0)
+    )
+
+
+@dataclass
+class Fleet:
+    """Replicas that start `start_s` after they are ordered, and what the policy makes of their loads."""
+
+    policy: ScalingPolicy
+    num_running: int = 1
+    start_s: float = 0.0
+    now: float = 1000.0
+    target: int = 0
+    most: int = 16
+
+    def __post_init__(self) -> None:
+        self.target = self.num_running
+        self.history = [self.target]
+        self._ready_at = 0.0
+
+    def run(self, seconds: float, load: Callable[[float, int], Sequence[ReplicaLoad]], requests: float = 0.0) -> None:
+        """`load`: of all running replicas, from seconds since the beginning and how many they are."""
+        start = self.now
+        while self.now < start + seconds:
+            loads = load(self.now - start, self.num_running) if self.num_running else []
+            wanted = min(self.policy.desired(loads, self.target, self.now, requests), self.most)
+            if wanted != self.target:
+                self._ready_at = self.now + (self.start_s if wanted > self.target else 0.0)
+                self.target = wanted
+                self.history.append(wanted)
+            if self.now >= self._ready_at:
+                self.num_running = self.target
+            self.now += TICK_S
+
+    @property
+    def num_events(self) -> int:
+        return len(self.history) - 1
+
+
+def fleet(num_running: int = 1, start_s: float = 0.0, **targets: Any) -> Fleet:
+    return Fleet(ScalingPolicy(ScalingTargets(**targets)), num_running, start_s)
+
+
+def spread(load: ReplicaLoad) -> Callable[[float, int], list[ReplicaLoad]]:
+    return lambda _, num_running: [load] * num_running
+
+
+class Queues:
+    """Replicas that compute a second of queued prefill a second; what comes goes to the shortest queue."""
+
+    def __init__(self, coming: Callable[[float], float]) -> None:
+        self._coming = coming
+        self._queued_s: list[float] = []
+        self._busy = [0.0] * 100
+        self.longest_s = 0.0
+
+    def __call__(self, t: float, num_running: int) -> list[ReplicaLoad]:
+        moved = self._queued_s[num_running:]  # a stopped replica would finish its own; here they move
+        self._queued_s = self._queued_s[:num_running] + [0.0] * (num_running - len(self._queued_s))
+        for amount in (*[self._coming(t) * TICK_S / 4] * 4, *moved):
+            self._queued_s[self._queued_s.index(min(self._queued_s))] += amount
+        for i, queued_s in enumerate(self._queued_s):  # averaged over 10 s
+            self._busy[i] += (min(queued_s / TICK_S, 1.0) - self._busy[i]) * TICK_S / 10.0
+        loads = [replace(prefilling(q), busy_share=busy) for q, busy in zip(self._queued_s, self._busy, strict=False)]
+        self.longest_s = max(self._queued_s)
+        self._queued_s = [max(queued_s - TICK_S, 0.0) for queued_s in self._queued_s]
+        return loads
+
+
+# ---- what is needed ----
+
+
+@pytest.mark.parametrize(
+    ("loads", "reason", "replicas"),
+    [
+        ([replace(IDLE, used_tokens=6000.0, queued_tokens=2000.0)] * 3, "kv", 3.0),
+        ([replace(IDLE, used_tokens=8000.0), replace(IDLE, total_tokens=30_000.0)], "kv", 0.5),
+        ([replace(IDLE, queued_s=1.5), replace(IDLE, queued_s=0.25)], "ttft", 1.75),
+        ([decoding(48.0), decoding(16.0)], "tpot", 2.0),
+        ([replace(decoding(40.0), max_num_seqs=100.0)] * 2, "tpot", 2.0),
+        ([replace(decoding(4.0), fixed_s=0.2)], "tpot", 0.0),  # no number of replicas makes a step shorter
+        ([replace(IDLE, num_running=32.0, num_waiting=16.0)], "slots", 1.5),
+    ],
+)
+def test_the_demand(loads: list[ReplicaLoad], reason: str, replicas: float) -> None:
+    assert getattr(ScalingPolicy(ScalingTargets()).demand(loads), reason) == pytest.approx(replicas)
+
+
+def test_work_is_what_must_be_done() -> None:
+    """A replica that is always in steps of a few decodes could take many more."""
+    assert decoding(1.0).work_share(tpot_s=0.1) == pytest.approx(0.02)
+    assert decoding(40.0).work_share(tpot_s=0.1) == pytest.approx(0.8)
+    assert decoding(90.0).work_share(tpot_s=0.1) == 1.0
+    assert prefilling(10.0).work_share(tpot_s=0.1) == 1.0
+    assert replace(decoding(10.0), busy_share=0.5).work_share(tpot_s=0.1) == pytest.approx(0.5 + 0.2)
+    assert replace(IDLE, busy_share=0.5).work_share(tpot_s=0.1) == 0.5
+
+
+# ---- up ----
+
+
+def test_a_ramp_is_followed() -> None:
+    """Decodes grow to what needs 6 replicas, and with them the replicas, never far ahead."""
+    ramp = fleet(up_after_s=1.0)
+    ramp.run(120.0, lambda t, n: [decoding(32.0 * 6 * min(t / 100.0, 1.0) / n)] * n)
+    assert ramp.target == 6
+    assert ramp.history == sorted(ramp.history)
+
+
+def test_a_sustained_need_is_answered_within_two_seconds_by_several_replicas() -> None:
+    burst = fleet(2, up_after_s=1.5, up_factor=4.0)
+    burst.run(2.0, spread(prefilling(3.0)))
+    assert burst.history == [2, 6]
+
+
+def test_a_short_need_is_not() -> None:
+    burst = fleet(2, up_after_s=1.5)
+    burst.run(20.0, spread(prefilling(0.05)))
+    burst.run(1.4, spread(prefilling(3.0)))
+    burst.run(20.0, spread(prefilling(0.05)))
+    assert burst.num_events == 0
+
+
+def test_the_least_need_of_the_time_counts() -> None:
+    """A peak within `up_after_s` does not order for the peak."""
+    burst = fleet(1, up_after_s=1.5, up_factor=8.0)
+    burst.run(1.0, spread(prefilling(1.5)))
+    burst.run(0.4, spread(prefilling(7.0)))
+    burst.run(0.4, spread(prefilling(7.0)))
+    assert burst.history == [1, 2]
+
+
+def test_a_cold_start_orders_no_more() -> None:
+    """1.6 s of work come a second. The first queue grows to 24 s while the second replica starts, and shrinks then."""
+    cold, queues = fleet(start_s=40.0), Queues(lambda _: 1.6)
+    cold.run(39.0, queues)
+    assert queues.longest_s > 20.0
+    cold.run(300.0, queues)
+    assert cold.history == [1, 2]
+    assert queues.longest_s < 1.0
+
+
+def test_a_flood_is_met_in_a_few_orders() -> None:
+    """From nothing to 7 s of work a second, with replicas that take 10 s to start."""
+    flood, queues = fleet(start_s=10.0), Queues(lambda _: 7.0)
+    flood.run(60.0, queues)
+    assert flood.history in ([1, 2, 4, 8, 9], [1, 2, 4, 8, 9, 10], [1, 2, 4, 8])
+    flood.run(300.0, queues)
+    assert flood.target <= 11
+    assert queues.longest_s < 1.0
+
+
+def test_replicas_that_never_start_are_not_waited_for_for_ever() -> None:
+    cold = fleet(start_s=1000.0)
+    cold.run(119.0, spread(prefilling(30.0)))
+    assert cold.history == [1, 2]
+    assert cold.num_running == 1
+    cold.run(200.0, spread(prefilling(30.0, num_waiting=50.0)))
+    assert cold.history == [1, 2]  # one that runs does not grow to more than two
+
+
+def test_one_request_needs_one_replica() -> None:
+    """A prompt of half a minute, with a cache full of it, is no sooner there with two."""
+    alone = replace(prefilling(30.0, num_waiting=0.0), num_running=1.0, used_tokens=9900.0)
+    single = fleet()
+    single.run(60.0, spread(alone))
+    assert single.num_events == 0
+
+
+def test_the_length_of_a_queue_that_shrinks_orders_nothing() -> None:
+    """20 s of queue, and hardly anything comes any more."""
+    queue = fleet(2)
+    queue.run(60.0, lambda t, n: [prefilling(max(20.0 - t, 0.0))] * n)
+    assert queue.num_events == 0
+
+
+def test_a_fleet_that_barely_keeps_up_grows_and_stays() -> None:
+    """No queue to speak of, but hardly a moment without a prompt."""
+    busy = fleet(2, down_after_s=20.0)
+    work = 1.9
+
+    def loads(t: float, num_running: int) -> list[ReplicaLoad]:
+        return [replace(prefilling(0.1), queued_tokens=1000.0, busy_share=work / num_running)] * num_running
+
+    busy.run(200.0, loads)
+    assert busy.history == [2, 3]
+
+
+# ---- down ----
+
+
+def test_down_is_one_at_a_time_and_after_a_while() -> None:
+    idle = fleet(5, down_after_s=60.0)
+    idle.run(59.0, spread(IDLE))
+    assert idle.num_events == 0
+    idle.run(60.0, spread(IDLE))
+    assert idle.history == [5, 4]
+    idle.run(1000.0, spread(IDLE))
+    assert idle.history == [5, 4, 3, 2, 1]
+
+
+def test_down_only_when_the_others_have_room_to_spare() -> None:
+    """3 replicas' worth of slots are busy: 4 replicas stay, 5 become 4."""
+    for num_running, history in ((4, [4]), (5, [5, 4])):
+        held = fleet(num_running, down_after_s=10.0)
+        held.run(100.0, lambda _, n: [decoding(32.0 * 3 / n)] * n)
+        assert held.history == history
+
+
+def test_a_replica_that_says_nothing_is_no_reason_to_stop_another() -> None:
+    silent = fleet(3, down_after_s=5.0)
+    silent.run(60.0, lambda _, n: [IDLE] * (n - 1))
+    assert silent.num_events == 0
+    silent.run(60.0, lambda _, n: [])
+    assert silent.num_events == 0
+
+
+# ---- flapping ----
+
+
+@pytest.mark.parametrize("period_s", [0.2, 1.0, 5.0, 20.0, 45.0])
+def test_a_load_around_a_threshold_moves_the_fleet_once_at_most(period_s: float) -> None:
+    """Between 5 % less and 5 % more than what 2 replicas are for, for a quarter of an hour."""
+    flapping = fleet(2)
+
+    def loads(t: float, num_running: int) -> list[ReplicaLoad]:
+        high = int(t / period_s) % 2
+        return [decoding(64.0 * (1.05 if high else 0.95) / num_running)] * num_running
+
+    flapping.run(900.0, loads)
+    assert flapping.num_events <= 1
+
+
+def test_short_idle_times_do_not_stop_replicas() -> None:
+    """Bursts of 20 s with 40 s between them, for an hour."""
+    bursts = fleet(1)
+    bursts.run(3600.0, lambda t, n: [decoding(96.0 / n) if t % 60.0 < 20.0 else IDLE] * n)
+    assert bursts.history == [1, 2, 3]
+
+
+# ---- zero ----
+
+
+def test_to_zero_and_back() -> None:
+    option = fleet(1, to_zero_after_s=300.0)
+    option.run(299.0, spread(IDLE))
+    assert option.target == 1
+    option.run(10.0, spread(IDLE))
+    assert option.history == [1, 0]
+    option.run(100.0, spread(IDLE))
+    assert option.history == [1, 0]
+    option.start_s = 20.0
+    option.run(19.0, spread(IDLE), requests=1.0)
+    assert option.history == [1, 0, 1]
+    option.run(100.0, spread(decoding(1.0)))
+    assert option.history == [1, 0, 1]
+
+
+def test_the_last_replica_stays_unless_it_is_said_and_nobody_waits() -> None:
+    stays = fleet(1)
+    stays.run(5000.0, spread(IDLE))
+    assert stays.num_events == 0
+    waiting = fleet(1, to_zero_after_s=1.0)
+    waiting.run(50.0, spread(IDLE), requests=1.0)
+    waiting.run(50.0, spread(decoding(1.0)))
+    assert waiting.num_events == 0
+
+
+# ---- state, settings ----
+
+
+def test_another_policy_goes_on_from_the_state() -> None:
+    """Serve may make a new one at any time: nothing is remembered elsewhere."""
+    loads = [[prefilling(3.0)] * 2, [IDLE] * 2, [decoding(31.0)] * 2]
+    one, state = ScalingPolicy(ScalingTargets()), ScalingState()
+    for step, load in enumerate(itertools.islice(itertools.cycle(loads * 7), 900)):
+        other = ScalingPolicy(ScalingTargets(), ScalingState(**asdict(state)))
+        assert other.desired(load, 2, step * TICK_S) == one.desired(load, 2, step * TICK_S)
+        state = other.state
+        assert state == one.state
+
+
+def test_a_clock_that_is_set_back_starts_again() -> None:
+    policy = ScalingPolicy(ScalingTargets())
+    policy.desired([prefilling(3.0)], 1, 5000.0)
+    assert policy.desired([prefilling(3.0)], 1, 10.0) == 1
+    assert policy.desired([prefilling(3.0)], 1, 12.0) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ttft_s": 0.0}, "ttft_s of the scaling policy is 0.0; it must be above 0"),
+        ({"tpot_s": float("nan")}, "tpot_s .* is nan"),
+        ({"kv_share": 1.5}, "kv_share .* is 1.5; it must be above 0 and at most 1"),
+        ({"hysteresis": 1.0}, "hysteresis .* is 1.0; it must be at least 0 and below 1"),
+        ({"down_after_s": -1}, "down_after_s .* is -1; it must not be negative"),
+        ({"up_factor": 1}, "up_factor .* is 1; it must be above 1"),
+        ({"busy_share": "high"}, "busy_share .* is 'high'; it must be a number"),
+        ({"start_s": None}, "start_s .* is None; it must be a number"),
+    ],
+)
+def test_settings_out_of_bounds(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ScalingTargets(**settings)
+
+
+def test_settings_that_may_be_none() -> None:
+    policy = ScalingPolicy(ScalingTargets(kv_share=None, to_zero_after_s=None))
+    assert policy.demand([replace(IDLE, used_tokens=9999.0)]).kv == 0.0
+
+
+def test_there_and_back() -> None:
+    report = ReplicaReport(
+        made_at=5.0,
+        unit_tokens=16,
+        keys=b"",
+        stride=1,
+        keys_version=0,
+        step=StepTimes(0.01, 0.002, 1e-6),
+        step_tokens=512,
+        max_num_seqs=64,
+        num_running=3,
+        num_waiting=2,
+        queued_tokens=100,
+        queued_s=0.4,
+        num_decodes=2,
+        decode_s=0.006,
+        free_tokens=900,
+        total_tokens=1000,
+        cached_age_s=0.0,
+        freed_tokens_per_s=0.0,
+        busy_share=0.75,
+        budget_bytes=1 << 20,
+        physical_bytes=1 << 19,
+        expected_cached_tokens=0,
+        cached_tokens=0,
+        missed_tokens=0,
+    )
+    load = ReplicaLoad.of(report)
+    assert (load.used_tokens, load.num_requests, load.fixed_s) == (100, 5, 0.01)
+    metrics = load.as_metrics()
+    assert set(metrics) == set(LOAD_METRICS)
+    assert all(type(value) is float for value in metrics.values())
+    assert ReplicaLoad.of_metrics(metrics | {"other": 1.0}) == load
+    assert ReplicaLoad.of_metrics(dict.fromkeys(LOAD_METRICS[1:], 1.0)) is None
+    assert len(LOAD_FIELDS) == len(LOAD_METRICS)
+
+
+# ---- as Serve calls it ----
+
+
+def context(
+    metrics: dict[str, dict[str, TimeSeries]] | None,
+    state: dict[str, Any],
+    *,
+    target: int = 2,
+    running: Sequence[str] = ("a", "b"),
+    num_requests: float = 0.0,
+    now: float = 1000.0,
+) -> AutoscalingContext:
+    return AutoscalingContext(
+        deployment_id=DeploymentID("EngineReplica"),
+        deployment_name="EngineReplica",
+        app_name="folio",
+        current_num_replicas=len(running),
+        target_num_replicas=target,
+        running_replicas=list(running),
+        total_num_requests=num_requests,
+        total_queued_requests=0.0,
+        aggregated_metrics=None,
+        raw_metrics=metrics,
+        capacity_adjusted_min_replicas=0,
+        capacity_adjusted_max_replicas=8,
+        policy_state=state,
+        last_scale_up_time=None,
+        last_scale_down_time=None,
+        current_time=now,
+        config=None,
+    )
+
+
+def series(loads: dict[str, list[ReplicaLoad]]) -> dict[str, dict[str, TimeSeries]]:
+    return {
+        name: {
+            replica: [TimeStampedValue(load.made_at, load.as_metrics()[name]) for load in history]
+            for replica, history in loads.items()
+        }
+        for name in LOAD_METRICS
+    }
+
+
+def test_serve_gets_what_the_policy_says() -> None:
+    """The last values count; the state goes through Serve."""
+    state: dict[str, Any] = {"another policy's": 1}
+    wanted = []
+    for tick in range(20):
+        now = 1000.0 + tick * TICK_S
+        busy, idle = replace(prefilling(3.0), made_at=now), replace(IDLE, made_at=now - 0.5)
+        decision, state = KVAwareScaling()(
+            context(series({"a": [idle, busy], "b": [idle, busy], "gone": [busy]}), state, now=now)
+        )
+        wanted.append(decision)
+    assert (wanted[0], wanted[-1]) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        None,
+        {},
+        {LOAD_METRICS[0]: {"a": [TimeStampedValue(999.0, 999.0)]}},
+        series({"a": [], "b": []}),
+        series({"a": [replace(prefilling(30.0), made_at=900.0)]}),  # too old
+    ],
+)
+def test_missing_metrics_change_nothing(metrics: dict[str, dict[str, TimeSeries]] | None) -> None:
+    policy, state = KVAwareScaling(down_after_s=0.0, up_after_s=0.0), dict[str, Any]()
+    for tick in range(50):
+        decision, state = policy(context(metrics, state, now=1000.0 + tick))
+        assert decision == 2
+
+
+def test_serve_comes_back_from_zero() -> None:
+    policy = KVAwareScaling(to_zero_after_s=1.0)
+    assert policy(context(None, {}, target=0, running=()))[0] == 0
+    assert policy(context(None, {}, target=0, running=(), num_requests=0.3))[0] == 1
+
+
+def test_settings_of_the_yaml_that_do_not_exist() -> None:
+    with pytest.raises(ConfigError, match=r"\['ttft'\] are no settings of the scaling policy; it has ttft_s, tpot_s"):
+        KVAwareScaling(ttft=1.0)

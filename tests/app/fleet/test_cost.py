@@ -1,0 +1,115 @@
+"""The scoring function: what a request costs at each replica."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.fleet.cost import LOAD_FIELDS, CostWeights, Loads, request_cost
+
+NO_HARM = CostWeights(work=0, later=0, decodes=0, cached=0)
+
+
+def loads(num_replicas: int = 2, **columns: Any) -> Loads:
+    """Idle replicas: 10 ms a step, 1 ms a token, steps of 100 tokens."""
+    idle = {
+        "fixed_s": 0.01,
+        "token_s": 0.001,
+        "step_tokens": 100,
+        "max_num_seqs": 8,
+        "free_tokens": 10_000,
+        "total_tokens": 10_000,
+    }
+    values = {name: columns.get(name, idle.get(name, 0.0)) for name in LOAD_FIELDS}
+    return Loads(**{name: np.broadcast_to(np.asarray(v, dtype=float), num_replicas) for name, v in values.items()})
+
+
+def cost(
+    of: Loads, num_tokens: int = 1000, cached: Any = 0, weights: CostWeights = NO_HARM, mean_age_s: float = 0.0
+) -> tuple[list[float], list[float]]:
+    tokens = np.broadcast_to(np.asarray(cached, dtype=float), len(of.fixed_s))
+    ttft_s, harm_s = request_cost(of, num_tokens, tokens, weights, mean_age_s)
+    return ttft_s.tolist(), harm_s.tolist()
+
+
+def test_an_idle_replica() -> None:
+    ttft_s, harm_s = cost(loads())
+    assert ttft_s == pytest.approx([10 * 0.01 + 1000 * 0.001] * 2)
+    assert harm_s == [0, 0]
+
+
+def test_cached_tokens_are_not_computed() -> None:
+    assert cost(loads(), cached=[0, 900])[0] == pytest.approx([1.1, 0.01 + 0.1])
+
+
+def test_attention_to_what_is_cached_counts() -> None:
+    ttft_s, _ = cost(loads(attended_s=1e-6), cached=[0, 900])
+    assert ttft_s == pytest.approx([1.1 + 1000 * 1001 / 2 * 1e-6, 0.11 + (100 * 900 + 100 * 101 / 2) * 1e-6])
+
+
+def test_the_queue_and_decodes_are_waited_for() -> None:
+    ttft_s, _ = cost(loads(queued_tokens=[0, 200], queued_s=[0, 0.22], decode_s=[0.0, 0.005]))
+    assert ttft_s == pytest.approx([1.1, 1.1 + 0.22 + 12 * 0.005])
+
+
+def test_a_full_cache_is_waited_for() -> None:
+    """500 tokens too few, 100 are freed a second."""
+    ttft_s, _ = cost(loads(free_tokens=[10_000, 500], freed_tokens_per_s=[0, 250.0], num_requests=4))
+    assert ttft_s == pytest.approx([1.1, 1.1 + 500 / 250])
+
+
+def test_a_full_batch_is_waited_for() -> None:
+    """The ninth of eight: one of the others, 1,000 tokens each, must end; 500 tokens are freed a second."""
+    ttft_s, _ = cost(loads(num_requests=[7, 8], free_tokens=[3000, 2000], freed_tokens_per_s=500.0))
+    assert ttft_s == pytest.approx([1.1, 1.1 + 1000 / 500])
+
+
+def test_harm() -> None:
+    own_s = 1.1
+    of = loads(busy_share=[0, 0.5], assigned_share=[0.2, 0.1], num_decodes=[0, 10], cached_age_s=[0.0, 50.0])
+    assert cost(of, weights=CostWeights(work=2, later=0, decodes=0, cached=0))[1] == pytest.approx([2 * own_s] * 2)
+    later = cost(of, weights=CostWeights(work=0, later=1, decodes=0, cached=0))[1]
+    assert later == pytest.approx([own_s * 0.2 / 0.8, own_s])
+    assert cost(of, weights=CostWeights(work=0, later=0, decodes=0.1, cached=0))[1] == pytest.approx([0, own_s])
+    cached = cost(of, weights=CostWeights(work=0, later=0, decodes=0, cached=1), mean_age_s=100.0)[1]
+    assert cached == pytest.approx([0, 1.0 * 2])
+
+
+@given(
+    num_tokens=st.integers(0, 100_000),
+    cached_share=st.floats(0, 1),
+    busy=st.floats(0, 1),
+    queued=st.integers(0, 1_000_000),
+    free=st.integers(-1000, 10_000),
+    age=st.floats(0, 1e6),
+    mean_age=st.floats(0, 1e6),
+    num_requests=st.integers(-1, 10_000),
+)
+def test_any_load_has_a_finite_cost(
+    num_tokens: int,
+    cached_share: float,
+    busy: float,
+    queued: int,
+    free: int,
+    age: float,
+    mean_age: float,
+    num_requests: int,
+) -> None:
+    of = loads(
+        busy_share=busy, queued_tokens=queued, queued_s=queued / 1000, free_tokens=free, cached_age_s=age,
+        num_requests=num_requests,
+    )  # fmt: skip
+    ttft_s, harm_s = cost(of, num_tokens, int(cached_share * num_tokens), CostWeights(), mean_age)
+    assert all(np.isfinite(ttft_s + harm_s))
+    assert min(ttft_s + harm_s) >= 0
+
+
+@given(more=st.sampled_from(["queued_s", "queued_tokens", "decode_s", "busy_share", "num_requests", "num_decodes"]))
+def test_more_load_never_costs_less(more: str) -> None:
+    columns = dict.fromkeys(LOAD_FIELDS, 0.5) | {more: [0.5, 0.9]}
+    ttft_s, harm_s = cost(loads(**columns), weights=CostWeights())
+    assert ttft_s[1] + harm_s[1] >= ttft_s[0] + harm_s[0]

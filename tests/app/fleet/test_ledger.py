@@ -1,0 +1,457 @@
+"""The books of replicas that share a device, over a network that loses, delays and reorders, with members and ledgers
+that die: what all may hold together never exceeds the capacity, and everybody gets a budget in the end."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+
+pytest.importorskip("hypothesis")
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from app.errors import ConfigError
+from app.fleet.ledger import (
+    GRACE_S,
+    REBALANCE_S,
+    Beat,
+    Claim,
+    Holding,
+    Ledger,
+    Membership,
+    Order,
+    fair_shares,
+)
+
+CAPACITY = 1000
+LEASTS = st.sampled_from([50, 100, 200, 400])
+SHARE = st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0])
+CHOICE = st.integers(0, 7)
+_EXAMPLES = {"default": 400, "nightly": 5000}
+
+
+@dataclass(eq=False)
+class Replica:
+    """An engine without an engine: a budget, pages within it, and pages that must go first when it is lowered."""
+
+    membership: Membership
+    least_bytes: int
+    held_bytes: int = 0
+    demand_bytes: int = 0
+    budget_bytes: int = 0
+    revision: int = 0
+    built: bool = False
+    alive: bool = True
+    refused: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.membership.member
+
+    @property
+    def may_hold_bytes(self) -> int:
+        return max(self.budget_bytes, self.held_bytes) if self.alive else 0
+
+    @property
+    def settled(self) -> bool:
+        return self.built and self.budget_bytes >= self.least_bytes
+
+    def beat(self) -> Beat:
+        known = (self.least_bytes, CAPACITY) if self.built else (0, 0)
+        return self.membership.beat(
+            Holding(self.budget_bytes, self.held_bytes, *known, self.demand_bytes, self.revision)
+        )
+
+    def hear(self, order: Order) -> None:
+        if not self.alive or not self.membership.obeys(order):
+            return
+        self.refused = order.refusal is not None
+        if order.revision <= self.revision or (self.built and order.budget_bytes < self.least_bytes):
+            return  # nothing new; or what is pinned has grown since: the engine refuses
+        self.budget_bytes, self.revision = order.budget_bytes, order.revision
+
+    def use(self, share: float) -> None:
+        if self.settled:
+            self.held_bytes = max(self.held_bytes, int(share * self.budget_bytes))
+
+    def give_back(self, share: float) -> None:
+        self.held_bytes = int(self.held_bytes * share)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Assumed: a live member finds a new ledger within `GRACE_S`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.ledger, self.started_at = Ledger(self.now), self.now
+        self.replicas: list[Replica] = []
+        self.unnoticed: list[str] = []
+        self.beats: list[Beat] = []
+        self.orders: list[tuple[Replica, Order]] = []
+        self.heard: set[str] = set()  # by this ledger
+
+    def some(self, choice: int) -> Replica | None:
+        alive = [replica for replica in self.replicas if replica.alive]
+        return alive[choice % len(alive)] if alive else None
+
+    def by_name(self, name: str) -> Replica:
+        return next(replica for replica in self.replicas if replica.name == name)
+
+    def deliver_beat(self, beat: Beat) -> None:
+        self.heard.add(beat.member)
+        self.orders.append((self.by_name(beat.member), self.ledger.beat(beat, self.now)))
+
+    @rule(least_bytes=LEASTS)
+    def join(self, least_bytes: int) -> None:
+        if sum(replica.alive for replica in self.replicas) < 6:
+            self.replicas.append(Replica(Membership(f"r{len(self.replicas)}", CAPACITY), least_bytes))
+
+    @rule(choice=CHOICE)
+    def send(self, choice: int) -> None:
+        if replica := self.some(choice):
+            self.beats.append(replica.beat())
+
+    @precondition(lambda self: self.beats)
+    @rule(choice=CHOICE)
+    def arrive(self, choice: int) -> None:
+        self.deliver_beat(self.beats.pop(choice % len(self.beats)))
+
+    @precondition(lambda self: self.orders)
+    @rule(choice=CHOICE)
+    def answer(self, choice: int) -> None:
+        replica, order = self.orders.pop(choice % len(self.orders))
+        replica.hear(order)
+
+    @precondition(lambda self: self.beats or self.orders)
+    @rule(choice=CHOICE)
+    def lose(self, choice: int) -> None:
+        lost = self.beats or self.orders
+        del lost[choice % len(lost)]
+
+    @rule(choice=CHOICE)
+    def exchange(self, choice: int) -> None:
+        """A beat and its order without trouble, which is what happens mostly."""
+        if replica := self.some(choice):
+            self.deliver_beat(replica.beat())
+            replica.hear(self.orders.pop()[1])
+
+    @rule()
+    def round(self) -> None:
+        """All are well for a second."""
+        self.advance(1.0)
+        for replica in self.replicas:
+            if replica.alive:
+                self.deliver_beat(replica.beat())
+                replica.hear(self.orders.pop()[1])
+                replica.built |= replica.budget_bytes > 0
+
+    @rule()
+    def fill(self) -> None:
+        for replica in self.replicas:
+            replica.use(1.0)
+
+    @rule(choice=CHOICE, share=SHARE)
+    def use(self, choice: int, share: float) -> None:
+        if replica := self.some(choice):
+            replica.use(share)
+
+    @rule(choice=CHOICE, share=SHARE)
+    def give_back(self, choice: int, share: float) -> None:
+        if replica := self.some(choice):
+            replica.give_back(share)
+
+    @rule(choice=CHOICE, share=st.sampled_from([0.0, 0.2, 0.8, 2.0]))
+    def want(self, choice: int, share: float) -> None:
+        if replica := self.some(choice):
+            replica.demand_bytes = int(share * CAPACITY)
+
+    @rule(choice=CHOICE)
+    def build(self, choice: int) -> None:
+        if (replica := self.some(choice)) and replica.budget_bytes:
+            replica.built = True
+
+    @rule(choice=CHOICE, share=SHARE)
+    def pin(self, choice: int, share: float) -> None:
+        if (replica := self.some(choice)) and replica.settled:
+            replica.least_bytes = max(replica.least_bytes, int(share * 0.25 * replica.budget_bytes))
+
+    @rule(choice=CHOICE)
+    def crash(self, choice: int) -> None:
+        if replica := self.some(choice):
+            replica.alive = False
+            self.unnoticed.append(replica.name)
+
+    @precondition(lambda self: self.unnoticed)
+    @rule(choice=CHOICE)
+    def notice(self, choice: int) -> None:
+        self.ledger.leave(self.unnoticed.pop(choice % len(self.unnoticed)))
+
+    @rule(choice=CHOICE)
+    def leave(self, choice: int) -> None:
+        """In good order: its memory is given back before it says so, and what it has sent may still come."""
+        if replica := self.some(choice):
+            replica.alive = False
+            self.ledger.leave(replica.name)
+
+    @rule()
+    def restart_ledger(self) -> None:
+        self.ledger, self.started_at = Ledger(self.now), self.now
+        self.beats.clear()  # those were sent to the former one; its answers may still come
+        self.heard.clear()
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 3.0, REBALANCE_S]))
+    def advance(self, seconds: float) -> None:
+        if self.now + seconds >= self.started_at + GRACE_S:
+            for replica in self.replicas:
+                if replica.alive and replica.name not in self.heard:
+                    self.deliver_beat(replica.beat())
+        self.now += seconds
+
+    @invariant()
+    def never_more_than_there_is(self) -> None:
+        held = {replica.name: replica.may_hold_bytes for replica in self.replicas if replica.alive}
+        assert sum(held.values()) <= CAPACITY, held
+
+    @invariant()
+    def the_ledger_counts_it_all(self) -> None:
+        live = [r for r in self.replicas if r.alive and r.name in self.ledger.members]
+        assert sum(r.may_hold_bytes for r in live) <= self.ledger.counted_bytes
+
+    def teardown(self) -> None:
+        """Without trouble everybody has a budget it can work with soon, and nothing is left over."""
+        self.restart_ledger()
+        self.unnoticed.clear()
+        self.replicas.reverse()  # newcomers first
+        for _ in range(60):
+            self.round()
+            for replica in self.replicas:
+                replica.held_bytes = min(replica.held_bytes, replica.budget_bytes)
+                if replica.alive and replica.refused:
+                    replica.alive = False
+                    self.ledger.leave(replica.name)
+            self.never_more_than_there_is()
+            self.the_ledger_counts_it_all()
+        alive = [replica for replica in self.replicas if replica.alive]
+        assert all(replica.settled for replica in alive), alive
+        if alive:
+            assert sum(replica.budget_bytes for replica in alive) > 0.9 * CAPACITY, alive
+
+
+LedgerMachine.TestCase.settings = settings(
+    max_examples=_EXAMPLES.get(settings.get_current_profile_name(), _EXAMPLES["default"]),
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestLedgerMachine = LedgerMachine.TestCase
+
+
+# ---- one thing at a time ----
+
+
+class Talk:
+    """A ledger and its members, without trouble; a beat each a second."""
+
+    def __init__(self) -> None:
+        self.ledger, self.now = Ledger(0.0), GRACE_S
+        self.replicas: list[Replica] = []
+
+    def join(self, least_bytes: int = 100) -> Replica:
+        replica = Replica(Membership(f"r{len(self.replicas)}", CAPACITY), least_bytes)
+        self.replicas.append(replica)
+        return replica
+
+    def say(self, replica: Replica) -> Order:
+        order = self.ledger.beat(replica.beat(), self.now)
+        replica.hear(order)
+        replica.built |= replica.budget_bytes > 0
+        return order
+
+    def round(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.now += 1.0
+            for replica in self.replicas:
+                self.say(replica)
+
+    @property
+    def budgets(self) -> list[int]:
+        return [replica.budget_bytes for replica in self.replicas]
+
+
+def test_the_first_has_everything_and_the_second_half() -> None:
+    talk = Talk()
+    talk.join()
+    talk.round()
+    assert talk.budgets == [1000]
+    talk.join()
+    talk.round(3)
+    assert talk.budgets == [500, 500]
+
+
+def test_a_newcomer_waits_until_pages_have_been_given_back() -> None:
+    talk = Talk()
+    first = talk.join()
+    talk.round(2)
+    first.held_bytes = 950
+    newcomer = talk.join()
+    talk.round(5)
+    assert talk.budgets == [500, 0]  # deferred: 950 bytes are still there
+    first.held_bytes = 900
+    talk.round(2)
+    assert newcomer.budget_bytes == 100  # enough to begin with
+    first.held_bytes = 0
+    talk.round(2)
+    assert talk.budgets == [500, 500]
+
+
+def test_memory_goes_where_it_is_wanted_and_does_not_swing() -> None:
+    talk = Talk()
+    busy, idle = talk.join(), talk.join()
+    talk.round(4)
+    busy.demand_bytes = 700
+    talk.round(10)
+    assert busy.budget_bytes >= 875
+    assert idle.budget_bytes >= idle.least_bytes
+    before = talk.budgets
+    busy.demand_bytes = 650  # not short: nothing moves
+    talk.round(20)
+    assert talk.budgets == before
+    revisions = busy.revision + idle.revision
+    for demand in [870, 880] * 10:
+        busy.demand_bytes = demand
+        talk.round(math.ceil(REBALANCE_S))
+    assert busy.revision + idle.revision <= revisions + 2
+    busy.demand_bytes = idle.demand_bytes = 2000
+    talk.round(20)
+    assert talk.budgets == [500, 500]
+
+
+def test_what_a_replica_leaves_is_for_the_others() -> None:
+    talk = Talk()
+    for _ in range(3):
+        talk.join()
+    talk.round(6)
+    talk.ledger.leave(talk.replicas.pop(0).name)
+    talk.round(math.ceil(REBALANCE_S) + 1)
+    assert talk.budgets == [500, 500]
+
+
+def test_silence_is_not_death() -> None:
+    talk = Talk()
+    silent = talk.join()
+    talk.round()
+    newcomer = Replica(Membership("new", CAPACITY), 100)
+    for _ in range(1000):
+        talk.now += 1.0
+        newcomer.hear(talk.ledger.beat(newcomer.beat(), talk.now))
+    assert newcomer.budget_bytes == 0
+    talk.ledger.leave(silent.name)
+    newcomer.hear(talk.ledger.beat(newcomer.beat(), talk.now))
+    assert newcomer.budget_bytes == CAPACITY
+
+
+def test_a_new_ledger_learns_before_it_grants() -> None:
+    """And goes on from the members' revisions."""
+    talk = Talk()
+    one, other = talk.join(), talk.join()
+    talk.round(4)
+    one.demand_bytes = 700
+    talk.round(10)
+    before, revisions = talk.budgets, [one.revision, other.revision]
+    talk.ledger = Ledger(talk.now)
+    newcomer = talk.join()
+    talk.say(newcomer)
+    assert newcomer.budget_bytes == 0
+    talk.replicas.remove(newcomer)
+    newcomer.alive = False
+    talk.ledger.leave(newcomer.name)
+    talk.now += GRACE_S - 1.5
+    talk.round()
+    assert talk.budgets[0] <= before[0]
+    assert talk.budgets[1] <= before[1]
+    talk.round(10)
+    assert sum(talk.budgets) > 0.9 * CAPACITY
+    assert one.revision >= revisions[0]
+    assert other.revision >= revisions[1]
+
+
+def test_an_answer_of_a_ledger_that_is_gone_is_not_obeyed() -> None:
+    """The new ledger knows of the member what its first beat to it says; the old one's order was for more."""
+    talk = Talk()
+    member = talk.join()
+    late = talk.ledger.beat(member.beat(), talk.now)
+    assert late.budget_bytes == CAPACITY
+    talk.ledger = Ledger(talk.now)
+    talk.say(member)
+    member.hear(late)
+    assert member.budget_bytes == 0
+
+
+def test_a_late_beat_says_nothing() -> None:
+    talk = Talk()
+    member = talk.join()
+    empty = member.beat()
+    talk.round(2)
+    member.held_bytes = 950
+    newcomer = talk.join()
+    talk.round(3)
+    assert talk.budgets == [500, 0]
+    talk.ledger.beat(empty, talk.now)  # that it held nothing
+    assert talk.ledger.counted_bytes == 950
+    last = newcomer.beat()
+    talk.ledger.leave(newcomer.name)
+    talk.ledger.beat(last, talk.now)
+    assert talk.ledger.members == (member.name,)
+
+
+def test_one_too_many_is_refused_before_it_has_loaded_anything() -> None:
+    talk = Talk()
+    for _ in range(2):
+        talk.join(400)
+    talk.round(6)
+    assert all(replica.settled for replica in talk.replicas)
+    refusal = talk.say(talk.join(400)).refusal
+    assert refusal is not None
+    assert "3 replicas that share a device need at least 1200 bytes" in refusal
+    assert "shared_kv_memory_bytes is 1000: raise it" in refusal
+    talk.replicas.pop()
+    talk.round(2)
+    assert sum(talk.budgets) == CAPACITY
+
+
+def test_of_two_that_begin_together_the_later_is_refused() -> None:
+    """Neither knows how much it needs until it has loaded its model."""
+    talk = Talk()
+    one, other = talk.join(600), talk.join(600)
+    talk.round(6)
+    assert (one.refused, other.refused) == (False, True)
+    other.alive = False
+    talk.replicas.remove(other)
+    talk.ledger.leave(other.name)
+    talk.round(math.ceil(REBALANCE_S) + 1)
+    assert one.budget_bytes == CAPACITY
+
+
+@pytest.mark.parametrize(
+    ("claims", "shares"),
+    [
+        ([], []),
+        ([(100, 1000, 0)], [1000]),
+        ([(100, 1000, 0), (100, 1000, 0)], [500, 500]),
+        ([(100, 1000, 600), (100, 1000, 0)], [750, 250]),
+        ([(100, 1000, 900), (100, 1000, 500)], [633, 366]),
+        ([(100, 300, 900), (100, 1000, 0)], [300, 400]),
+        ([(500, 1000, 0), (500, 1000, 9000)], [500, 500]),
+    ],
+)
+def test_fair_shares(claims: list[tuple[int, int, int]], shares: list[int]) -> None:
+    assert fair_shares(1000, [Claim(*claim) for claim in claims]) == shares
+
+
+def test_shares_of_too_little() -> None:
+    with pytest.raises(ConfigError, match="2 members need at least 1001 bytes, there are 1000"):
+        fair_shares(1000, [Claim(500, 1000, 0), Claim(501, 1000, 0)])

@@ -1,0 +1,179 @@
+"""Which replica gets a request."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from app.errors import ConfigError
+from app.fleet.cost import CostWeights
+from app.fleet.fleet import Fleet, RoutedRequest
+from app.fleet.policies import ConsistentHash, LeastLoaded, Policy, PrefixAware, RoundRobin, make_policy
+from tests.app.fleet.reports import UNIT, keys_of, report
+
+NAMES = ["a", "b", "c"]
+EVERY = ["prefix_aware", "least_loaded", "round_robin", "consistent_hash"]
+
+
+def fleet_of(names: list[str] = NAMES, *, reported: bool = True) -> Fleet:
+    fleet = Fleet()
+    fleet.update(names)
+    for name in names if reported else ():
+        fleet.report(name, report(0.0))
+    return fleet
+
+
+def request(
+    number: int = 0, document: int = 1, num_units: int = 10, session: str | None = None, tail: int = 1
+) -> RoutedRequest:
+    return RoutedRequest(f"r{number}", num_units * UNIT + tail, keys_of(document, num_units), session)
+
+
+def send(fleet: Fleet, policy: Policy, request: RoutedRequest, names: list[str] = NAMES, now: float = 0.5) -> str:
+    chosen = policy.rank(request, names, now)[0]
+    fleet.sent(request, chosen, int(fleet.cached_tokens(request, [chosen])[0]), now)
+    return chosen
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("reported", [True, False])
+def test_all_replicas_are_ranked(name: str, reported: bool) -> None:
+    fleet = fleet_of(reported=reported)
+    policy = make_policy(name, fleet)
+    assert sorted(policy.rank(request(), NAMES, 0.5)) == NAMES
+    assert sorted(policy.rank(RoutedRequest("empty", 0), NAMES, 0.5)) == NAMES
+    assert policy.rank(request(), ["b"], 0.5) == ["b"]
+    assert policy.rank(request(), [], 0.5) == []
+    assert sorted(policy.rank(request(session="s"), NAMES, 0.5)) == NAMES
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_many_equal_requests_are_spread(name: str) -> None:
+    fleet = fleet_of()
+    policy = make_policy(name, fleet)
+    chosen = Counter(send(fleet, policy, request(i, document=i % 250, num_units=4)) for i in range(240))
+    assert min(chosen[n] for n in NAMES) >= 50
+
+
+def test_unknown_policy() -> None:
+    with pytest.raises(ConfigError, match="prefix_aware, least_loaded"):
+        make_policy("best", fleet_of())
+
+
+def test_round_robin_takes_turns() -> None:
+    policy = RoundRobin(fleet_of())
+    assert [policy.rank(request(), ["c", "a", "b"], 0.0)[0] for _ in range(6)] == ["a", "b", "c"] * 2
+
+
+def test_least_loaded_counts_what_was_sent_since_the_report() -> None:
+    fleet = fleet_of()
+    fleet.report("a", report(0.1, num_running=2))
+    policy = LeastLoaded(fleet)
+    assert Counter(send(fleet, policy, request(i)) for i in range(4)) == {"b": 2, "c": 2}
+    fleet.report("a", report(0.6))
+    assert send(fleet, policy, request(9)) == "a"
+
+
+def test_consistent_hash_keeps_beginnings_together() -> None:
+    fleet = fleet_of()
+    policy = ConsistentHash(fleet)
+    first = {d: policy.rank(request(d, d, num_units=9 + d % 3), NAMES, 0.0)[0] for d in range(60)}
+    assert {d: policy.rank(request(d, d, num_units=30), NAMES, 0.0)[0] for d in range(60)} == first
+    assert len(set(first.values())) == 3
+    moved = {d for d, r in first.items() if policy.rank(request(d, d), ["a", "b"], 0.0)[0] != r}
+    assert moved == {d for d, r in first.items() if r == "c"}
+
+
+def test_consistent_hash_passes_by_who_has_too_much() -> None:
+    fleet = fleet_of()
+    policy = ConsistentHash(fleet)
+    chosen = Counter(send(fleet, policy, request(i, session="one")) for i in range(30))
+    assert max(chosen.values()) <= 14
+
+
+def test_prefixes_attract() -> None:
+    fleet = fleet_of()
+    fleet.report("b", report(0.1, keys_of(1, 10)))
+    assert PrefixAware(fleet).rank(request(), NAMES, 0.5)[0] == "b"
+
+
+def test_the_next_turn_follows_before_any_report() -> None:
+    fleet = fleet_of()
+    policy = PrefixAware(fleet)
+    first = send(fleet, policy, request(0))
+    fleet.ended("r0", 0.6)
+    assert [send(fleet, policy, request(1, num_units=12)), send(fleet, policy, request(2, num_units=14))] == [first] * 2
+
+
+def test_a_long_queue_outweighs_a_prefix() -> None:
+    fleet = fleet_of()
+    fleet.report("b", report(0.1, keys_of(1, 10), queued_s=60.0, queued_tokens=60_000))
+    assert PrefixAware(fleet).rank(request(), NAMES, 0.5)[0] != "b"
+
+
+def test_work_weighs_prefixes() -> None:
+    """A queue a little longer than what the prefix saves: it depends on what work is worth to the others."""
+    fleet = fleet_of()
+    fleet.report("b", report(0.1, keys_of(1, 10), queued_s=0.3, queued_tokens=300))
+    none = CostWeights(work=0, later=0, decodes=0, cached=0)
+    assert PrefixAware(fleet, none).rank(request(), NAMES, 0.5)[0] != "b"
+    assert PrefixAware(fleet).rank(request(), NAMES, 0.5)[0] == "b"
+
+
+def test_without_reports_it_is_least_loaded() -> None:
+    fleet = fleet_of(reported=False)
+    policy = PrefixAware(fleet)
+    assert Counter(send(fleet, policy, request(i)) for i in range(9)) == {"a": 3, "b": 3, "c": 3}
+    fleet.ended("r0", 0.6)
+    assert send(fleet, policy, request(10)) == "a"
+
+
+def test_old_reports_count_for_nothing() -> None:
+    fleet = fleet_of()
+    fleet.report("b", report(0.1, keys_of(1, 10)))
+    policy = PrefixAware(fleet)
+    assert Counter(policy.rank(request(), NAMES, 1000.0)[0] for _ in range(9)) == {"a": 3, "b": 3, "c": 3}
+
+
+def test_who_does_not_report_comes_last() -> None:
+    fleet = fleet_of(["a", "b"])
+    fleet.update(NAMES)
+    fleet.report("a", report(0.1, queued_s=5.0))
+    assert PrefixAware(fleet).rank(request(), NAMES, 0.5) == ["b", "a", "c"]
+
+
+def test_a_full_fleet_is_ranked_by_the_wait() -> None:
+    fleet = fleet_of()
+    for name, waiting in zip(NAMES, (30, 10, 20), strict=True):
+        fleet.report(name, report(0.1, num_running=64, num_waiting=waiting, free_tokens=0, freed_tokens_per_s=100.0))
+    assert PrefixAware(fleet).rank(request(), NAMES, 0.5) == ["b", "c", "a"]
+
+
+def test_sessions_stay_where_it_costs_little() -> None:
+    fleet = fleet_of()
+    policy = PrefixAware(fleet)
+    home = policy.rank(request(session="s"), NAMES, 0.5)[0]
+    others = [n for n in NAMES if n != home]
+    fleet.report(home, report(0.6, queued_s=0.01))  # a little more than elsewhere
+    assert policy.rank(request(session="s", document=7), NAMES, 0.7)[0] == home
+    assert policy.rank(request(document=7), NAMES, 0.7)[0] in others
+    fleet.report(home, report(0.8, queued_s=50.0))  # much more
+    moved = policy.rank(request(session="s"), NAMES, 0.9)[0]
+    assert moved in others
+    fleet.report(home, report(1.0))
+    assert policy.rank(request(session="s"), NAMES, 1.1)[0] == moved  # where it went last
+    fleet.update(others)
+    assert policy.rank(request(session="s"), others, 1.2)[0] == moved
+
+
+def test_two_routers_do_not_know_of_each_other_until_reports() -> None:
+    """Both see the prefix in the report and send it there; after the next report, both see the load."""
+    fleets = [fleet_of(), fleet_of()]
+    policies = [PrefixAware(fleet) for fleet in fleets]
+    for fleet in fleets:
+        fleet.report("c", report(0.1, keys_of(1, 10)))
+    assert [send(f, p, request(1)) for f, p in zip(fleets, policies, strict=True)] == ["c", "c"]
+    for fleet in fleets:
+        fleet.report("c", report(0.9, keys_of(1, 10), queued_s=60.0))
+    assert all(p.rank(request(2), NAMES, 1.0)[0] != "c" for p in policies)

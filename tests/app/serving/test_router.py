@@ -1,0 +1,224 @@
+"""The router with Serve's own routing loop around it and replicas that only have a queue: no cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+from ray.serve.request_router import PendingRequest
+
+from app.engine import SamplingParams
+from app.fleet.keys import prompt_keys
+from app.serving.messages import GenerateRequest, report_as_stats, report_from_stats
+from app.serving.router import FolioRouter
+from tests.app.fleet.reports import IDLE, UNIT, report
+
+DEPLOYMENT = DeploymentID("EngineReplica", "test")
+PROMPT = list(range(10 * UNIT + 5))
+DEADLINE_S = 10
+
+
+class Replica:
+    """What `FolioRouter` and Serve's loop ask of a `RunningReplica`."""
+
+    def __init__(self, name: str, max_ongoing_requests: int = 10) -> None:
+        self.replica_id = ReplicaID(name, DEPLOYMENT)
+        self.max_ongoing_requests = max_ongoing_requests
+        self.routing_stats: dict[str, Any] = {}
+        self.num_ongoing = 0
+        self.num_probes = 0
+        self.node_id = "node"
+        self.availability_zone = None
+        self.multiplexed_model_ids: set[str] = set()
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        self.num_probes += 1
+        return self.num_ongoing
+
+
+@pytest.fixture
+def replicas() -> list[Replica]:
+    return [Replica(name) for name in "abc"]
+
+
+def router_for(replicas: list[Any], **kwargs: Any) -> FolioRouter:
+    router = FolioRouter(
+        deployment_id=DEPLOYMENT, handle_source=DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True
+    )
+    router.initialize_state(**kwargs)
+    router.update_replicas(replicas)
+    return router
+
+
+def pending(number: int = 0, prompt: list[int] | None = None, *args: Any) -> PendingRequest:
+    call = GenerateRequest(f"r{number}", PROMPT if prompt is None else prompt, SamplingParams(max_tokens=1))
+    metadata = RequestMetadata(f"x{number}", f"internal-{number}", call_method="generate")
+    return PendingRequest(list(args) or [call], {}, metadata)
+
+
+async def choose(router: FolioRouter, request: PendingRequest) -> str:
+    async with asyncio.timeout(DEADLINE_S):
+        replica = await router._choose_replica_for_request(request)
+    return replica.replica_id.unique_id
+
+
+def now_with(keys: list[bytes], **changes: Any) -> dict[str, Any]:
+    return report_as_stats(report(time.time(), keys, **changes))
+
+
+def test_reports_pass_through_plain_types() -> None:
+    stats = report_as_stats(IDLE)
+    assert report_from_stats(stats) == IDLE
+    assert stats == asdict(IDLE)
+
+
+def test_a_prompt_goes_where_it_is_cached(replicas: list[Replica]) -> None:
+    async def run() -> None:
+        for replica in replicas:
+            replica.routing_stats = now_with(prompt_keys(PROMPT, UNIT, None) if replica is replicas[1] else [])
+        router = router_for(replicas)
+        request = pending()
+        assert await choose(router, request) == "b"
+        assert request.args[0].expected_cached_tokens == 10 * UNIT  # for the replica to compare
+
+    asyncio.run(run())
+
+
+def test_a_salt_separates(replicas: list[Replica]) -> None:
+    async def run() -> None:
+        for replica in replicas:
+            replica.routing_stats = now_with(prompt_keys(PROMPT, UNIT, "mine") if replica is replicas[1] else [])
+        router = router_for(replicas)
+        request = pending()
+        await choose(router, request)
+        assert request.args[0].expected_cached_tokens == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("policy", ["prefix_aware", "least_loaded", "round_robin", "consistent_hash"])
+def test_every_policy_serves_everything(replicas: list[Replica], policy: str) -> None:
+    """Prompts, empty ones, and calls that are no generation; with and without reports."""
+
+    async def run() -> None:
+        router = router_for(replicas, policy=policy)
+        for round_number in range(2):
+            for i in range(6):
+                assert await choose(router, pending(10 * round_number + i)) in "abc"
+            assert await choose(router, pending(10 * round_number + 7, [])) in "abc"
+            metadata = RequestMetadata("y", f"facts-{round_number}", call_method="facts")
+            assert await choose(router, PendingRequest([], {}, metadata)) in "abc"
+            for replica in replicas:
+                replica.routing_stats = now_with([])
+            router.update_replicas(replicas)
+
+    asyncio.run(run())
+
+
+def test_a_full_replica_is_passed_by(replicas: list[Replica]) -> None:
+    async def run() -> None:
+        for replica in replicas:
+            replica.routing_stats = now_with(prompt_keys(PROMPT, UNIT, None) if replica is replicas[1] else [])
+        replicas[1].num_ongoing = replicas[1].max_ongoing_requests
+        router = router_for(replicas)
+        assert await choose(router, pending()) in "ac"
+
+    asyncio.run(run())
+
+
+def test_when_all_are_full_it_waits_and_does_not_spin(replicas: list[Replica]) -> None:
+    async def run() -> None:
+        for replica in replicas:
+            replica.num_ongoing = replica.max_ongoing_requests
+        router = router_for(replicas)
+        waiting = asyncio.create_task(choose(router, pending()))
+        while replicas[0].num_probes < 4:
+            await asyncio.sleep(0.01)
+        assert not waiting.done()
+        replicas[2].num_ongoing = 0
+        assert await waiting == "c"
+        assert max(replica.num_probes for replica in replicas) < 50
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_vanishes_while_it_is_chosen(replicas: list[Replica]) -> None:
+    """Its queue is asked for, and it is gone before it answers."""
+
+    class Vanishing(Replica):
+        async def get_queue_len(self, *, deadline_s: float) -> int:
+            router.update_replicas(replicas[1:])
+            return 0
+
+    replicas[0] = Vanishing("a")
+
+    async def run() -> None:
+        nonlocal router
+        replicas[0].routing_stats = now_with(prompt_keys(PROMPT, UNIT, None))
+        router = router_for(replicas)
+        assert await choose(router, pending()) in "bc"
+
+    router: FolioRouter
+    asyncio.run(run())
+
+
+def test_without_replicas_it_waits_for_one() -> None:
+    async def run() -> None:
+        router = router_for([])
+        waiting = asyncio.create_task(choose(router, pending()))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        router.update_replicas([Replica("late")])  # type: ignore[list-item]
+        assert await waiting == "late"
+
+    asyncio.run(run())
+
+
+def test_books_are_empty_in_the_end(replicas: list[Replica]) -> None:
+    """Requests that were completed, cancelled while they waited, or sent to a replica that died."""
+
+    async def run() -> None:
+        for replica in replicas:
+            replica.routing_stats = now_with([])
+        router = router_for(replicas)
+        for i in range(9):
+            chosen = await choose(router, pending(i))
+            if chosen != "c":
+                router.on_request_completed(ReplicaID(chosen, DEPLOYMENT), f"internal-{i}")
+        for replica in replicas:
+            replica.num_ongoing = replica.max_ongoing_requests
+            router.on_new_queue_len_info(replica.replica_id, replica.num_ongoing)
+        waiting = asyncio.create_task(choose(router, pending(100)))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await asyncio.sleep(0)
+        router.on_replica_actor_died(replicas[2].replica_id)
+        assert [router._fleet.in_flight(name) for name in "ab"] == [0, 0]
+        for replica in replicas[:2]:
+            replica.routing_stats = now_with([])
+        router.update_replicas(replicas[:2])  # type: ignore[arg-type]
+        assert router._fleet.num_known_prefixes == 0
+
+    asyncio.run(run())
+
+
+def test_a_failing_policy_does_not_hold_requests(replicas: list[Replica], caplog: pytest.LogCaptureFixture) -> None:
+    """Serve logs what `choose_replicas` raises and never asks again: the request would wait for ever."""
+
+    class Broken:
+        def rank(self, *args: Any) -> list[str]:
+            raise ZeroDivisionError
+
+    async def run() -> None:
+        router = router_for(replicas)
+        router._policy = Broken()
+        assert await choose(router, pending()) in "abc"
+
+    asyncio.run(run())
+    assert "the routing policy failed" in caplog.text

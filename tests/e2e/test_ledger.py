@@ -1,0 +1,139 @@
+"""A real Ray Serve application whose replicas share the node's KV memory, and which the policy scales from one replica
+to two: budgets add up through the death of the ledger and of a replica."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+from ray.exceptions import RayActorError
+
+from app.config import EngineConfig
+from app.engine import SamplingParams
+from app.errors import ConfigError
+from app.main import AppArgs, build, replica_resources, shared_engine
+from app.serving.ledger import NAMESPACE, ledger_name
+from app.serving.messages import GenerateRequest
+from app.serving.replica import EngineReplica
+from vmem import MemoryReport
+
+DEADLINE_S = 60
+NAME = "folio-shared"
+SHARED_BYTES = 64 << 20
+# The least that needs a second replica: any two requests. It then stays for the rest of the test.
+POLICY = {
+    "policy_function": "app.serving.autoscaling:KVAwareScaling",
+    "policy_kwargs": {"kv_share": 0.001, "up_after_s": 1.0, "down_after_s": 600.0},
+}
+AUTOSCALING = {
+    "min_replicas": 1,
+    "max_replicas": 2,
+    "metrics_interval_s": 0.5,
+    "look_back_period_s": 2.0,
+    "upscale_delay_s": 0.0,
+    "downscale_delay_s": 0.0,
+    "policy": POLICY,
+}
+
+
+@dataclass(frozen=True)
+class Server:
+    replicas: Any
+
+    def budgets(self) -> list[int] | None:
+        """Of all replicas, after checking that they add up; None while they change, or a replica is gone."""
+        try:
+            first, second = self._reports(), self._reports()
+        except RayActorError:
+            return None
+        if [r.budget_revision for r in first] != [r.budget_revision for r in second]:
+            return None
+        budgets = [report.budget_bytes for report in first]
+        assert sum(budgets) <= SHARED_BYTES
+        assert sum(report.physical_bytes for report in first) <= SHARED_BYTES
+        return budgets
+
+    def members(self) -> set[str]:
+        return set(ray.get(self.ledger().members.remote())) if self.ledger() is not None else set()
+
+    def ledger(self) -> Any:
+        name = ledger_name(NAME, ray.get_runtime_context().get_node_id(), "cpu")
+        try:
+            return ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:
+            return None
+
+    def _reports(self) -> list[MemoryReport]:
+        return list(self.replicas.broadcast("report").results())
+
+    def is_shared_by_two(self) -> bool:
+        try:
+            members = self.members()
+        except RayActorError:
+            return False
+        budgets = self.budgets()
+        return len(members) == 2 and budgets is not None and len(budgets) == 2 and sum(budgets) > 0.9 * SHARED_BYTES
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    args = AppArgs(engine=EngineConfig(model="builtin", max_model_len=1024), shared_kv_memory_bytes=SHARED_BYTES)
+    engine = shared_engine(args)
+    deployment: Any = serve.deployment(autoscaling_config=AUTOSCALING, **replica_resources(engine))(EngineReplica)
+    replicas = serve.run(deployment.bind(engine, SHARED_BYTES), name=NAME, route_prefix=None)
+    yield Server(replicas)
+    serve.shutdown()
+    ray.shutdown()
+
+
+def test_budgets_add_up_whoever_comes_and_goes(server: Server) -> None:
+    wait_until(lambda: server.budgets() == [SHARED_BYTES])
+
+    params = SamplingParams(max_tokens=900, ignore_eos=True)
+    requests = [GenerateRequest(f"request {i}", [65 + i], params) for i in range(8)]
+    answers = [server.replicas.generate.remote(request) for request in requests]
+    wait_until(server.is_shared_by_two)
+    assert [answer.result().num_tokens for answer in answers] == [900] * 8
+    members = server.members()
+
+    former = server.ledger()
+    ray.kill(former)
+    wait_until(lambda: server.ledger() not in (None, former) and server.is_shared_by_two())
+    assert server.members() == members
+
+    victim = sorted(members)[0]
+    ray.kill(ray.get_actor(f"SERVE_REPLICA::{NAME}#EngineReplica#{victim}", namespace="serve"))
+    wait_until(lambda: victim not in server.members() and server.is_shared_by_two())
+    assert len(server.members() & members) == 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "shared_bytes", "message"),
+    [
+        ({}, 0, "shared_kv_memory_bytes is 0; it must be at least 1"),
+        ({"kv_memory_bytes": 5}, 9, "leave one of them out"),
+        ({"kv_memory_floor_bytes": 5}, 9, "kv_memory_floor_bytes is 5; what a replica never gives back"),
+        ({"tensor_parallel_size": 2}, 9, "only replicas of one rank can share a device"),
+    ],
+)
+def test_settings_that_contradict_sharing(engine: dict[str, Any], shared_bytes: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(AppArgs(engine=EngineConfig(model="builtin", **engine), shared_kv_memory_bytes=shared_bytes))

@@ -1,0 +1,117 @@
+"""A real Ray Serve application with three engine replicas: prefixes are found where they are, and a lost replica costs
+no more than what it was at."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from app.engine import SamplingParams
+from app.serving.messages import GenerateRequest
+from benchmarks.served import Served, served
+
+DEADLINE_S = 90
+ARGS = {
+    "engine": {"model": "builtin", "kv_memory_bytes": 64 << 20, "num_threads": 1},
+    "routing": {"report_period_s": 0.2},
+}
+STORY = "The keys hang in the hall, and each has a number on it that somebody painted there long ago. "
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served("folio-routing", ARGS) as server:
+        server.deploy(num_replicas=3)
+        yield server
+
+
+@pytest.fixture
+def client(server: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
+        yield client
+
+
+def ask(client: openai.OpenAI, messages: list[Any], **more: Any) -> Any:
+    return client.chat.completions.create(model="builtin", messages=messages, temperature=0, max_tokens=16, **more)
+
+
+def converse(client: openai.OpenAI, name: str, num_turns: int) -> tuple[int, int]:
+    """A conversation; returns the prompt tokens of all turns but the first, and how many of them were cached."""
+    messages: list[Any] = []
+    prompt_tokens = cached_tokens = 0
+    for turn in range(num_turns):
+        messages.append({"role": "user", "content": f"{name}, part {turn}. {STORY * 2}"})
+        answer = ask(client, messages)
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        if turn:
+            prompt_tokens += answer.usage.prompt_tokens
+            cached_tokens += answer.usage.prompt_tokens_details.cached_tokens
+    return prompt_tokens, cached_tokens
+
+
+def test_conversations_stay_where_they_are_cached(server: Served, client: openai.OpenAI) -> None:
+    names = [f"Story {i}" for i in range(6)]
+    with ThreadPoolExecutor(3) as pool:
+        turns = list(pool.map(lambda name: converse(client, name, 4), names))
+    prompt_tokens, cached_tokens = map(sum, zip(*turns, strict=True))
+    # What is new in a turn is about a third of its prompt.
+    assert cached_tokens > 0.5 * prompt_tokens
+    reports = server.reports()
+    assert len(reports) == 3
+    assert sum(bool(report.keys) for report in reports) == 3  # and they are not all at one replica
+    assert sum(report.cached_tokens for report in reports) >= cached_tokens
+
+
+def test_a_handle_of_another_application_knows_where_prefixes_are(server: Served, client: openai.OpenAI) -> None:
+    """The router in this process has sent nothing of this conversation: it goes by reports alone."""
+    converse(client, "Another story", 2)
+    token_ids = list(range(100, 260))
+    engines = server.engines
+
+    def call(i: int) -> Any:
+        request = GenerateRequest(f"r{i}", token_ids, SamplingParams(max_tokens=2, temperature=0))
+        return engines.generate.remote(request).result()
+
+    call(0)
+    server.wait_until(lambda: sum(len(report.keys) for report in server.reports()) > 0, DEADLINE_S)
+    assert all(call(i).num_cached_tokens >= 144 for i in range(1, 6))
+
+
+def test_a_session_header_is_a_hint(server: Served) -> None:
+    body = {"model": "builtin", "prompt": "Hello", "max_tokens": 2}
+    url = f"{server.url}/v1/completions"
+    assert httpx.post(url, json=body, headers={"x-session-id": "s1"}, timeout=DEADLINE_S).status_code == 200
+    refused = httpx.post(url, json=body, headers={"x-session-id": "s" * 257}, timeout=DEADLINE_S)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_replica_is_killed_under_load(server: Served) -> None:
+    """Every request ends, with an answer or with the word that it may be sent again; then three replicas serve."""
+    body = {"model": "builtin", "prompt": "What is Folio?", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+
+    def complete(i: int) -> httpx.Response:
+        if i == 20:
+            server.kill_one()
+        return httpx.post(f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S)
+
+    with ThreadPoolExecutor(8) as pool:
+        responses = list(pool.map(complete, range(60)))
+    assert {response.status_code for response in responses} <= {200, 503}
+    answered = [response for response in responses if response.status_code == 200]
+    assert len({response.json()["choices"][0]["text"] for response in answered}) == 1
+    assert len(answered) >= 40
+    for response in responses:
+        if response.status_code == 503:
+            assert response.json()["error"]["code"] == "unavailable"
+    server.wait_until(lambda: server.num_running == 3 and len(server.processes()) == 3, DEADLINE_S)
+    deadline = time.monotonic() + DEADLINE_S
+    while len(server.reports()) < 3 or any(report.num_running for report in server.reports()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

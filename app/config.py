@@ -29,7 +29,6 @@ class EngineConfig:
         max_num_batched_tokens: tokens computed in one step, decodes and prefill chunks together.
         kv_memory_bytes: ceiling of the KV cache, by default a quarter of the machine's memory, or on a CUDA device most
             of what the weights leave. It is taken as needed.
-        kv_first_budget_bytes: as much of it may be taken until `set_budget` says otherwise; by default all.
         kv_memory_floor_bytes: as much of it is taken at the start and never given back.
         kv_idle_release_s: cache memory that nobody has used for this long goes back to the machine.
         expected_tokens: length of a typical request, prompt and output; blocks are chosen for it.
@@ -65,7 +64,6 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
     kv_memory_bytes: int | None = None
-    kv_first_budget_bytes: int | None = None
     kv_memory_floor_bytes: int = 0
     kv_idle_release_s: float = 0.5
     expected_tokens: int = 1024
@@ -101,7 +99,6 @@ class EngineConfig:
             "max_num_seqs",
             "max_num_batched_tokens",
             "kv_memory_bytes",
-            "kv_first_budget_bytes",
             "block_tokens",
             "expected_tokens",
             "num_threads",

@@ -33,7 +33,7 @@ class RoutingArgs(BaseModel):
         policy: how requests are placed: where their prefix is cached, if that is not too busy; where the fewest are;
             one replica after the other; the same session, or the same beginning, at the same replica.
         report_period_s: how often replicas say what they have cached and how busy they are.
-        stale_after_s: routers do not go by reports that are older.
+        stale_after_s: routers do not go by reports that are older; at least three times `report_period_s`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -79,7 +79,9 @@ def build(args: AppArgs) -> Application:
         request_router_config=router_config(args.routing),
         **replica_resources(args.engine),
     )(EngineReplica)
-    ingress: Any = serve.deployment(max_ongoing_requests=MAX_ONGOING_REQUESTS)(Ingress)
+    ingress: Any = serve.deployment(
+        max_ongoing_requests=MAX_ONGOING_REQUESTS, graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S
+    )(Ingress)
     replica = engine.bind(shared_engine(args), args.shared_kv_memory_bytes)
     application: Application = ingress.bind(args.engine.model, model_name, replica)
     return application
@@ -115,7 +117,16 @@ def shared_engine(args: AppArgs) -> EngineConfig:
 
 
 def router_config(routing: RoutingArgs) -> RequestRouterConfig:
-    """Serve's settings for the handles of the engine replicas."""
+    """Serve's settings for the handles of the engine replicas.
+
+    Raises:
+        ConfigError: reports would be stale before the next ones are there.
+    """
+    if routing.stale_after_s < 3 * routing.report_period_s:
+        raise ConfigError(
+            f"routing.stale_after_s is {routing.stale_after_s}; with a report every {routing.report_period_s} s it "
+            f"must be at least {3 * routing.report_period_s}"
+        )
     settings: dict[str, Any] = {
         "request_router_class": "app.serving.router:FolioRouter",
         "request_router_kwargs": {"policy": routing.policy, "stale_after_s": routing.stale_after_s},

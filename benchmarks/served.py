@@ -77,7 +77,9 @@ class Served:
     def reports(self) -> list[ReplicaReport]:
         """Of all engine replicas."""
         stats = self.engines.broadcast("record_routing_stats").results()
-        return [report_from_stats(s) for s in stats]
+        reports = [report_from_stats(s) for s in stats]
+        assert None not in reports, "this process and the replicas run different versions"
+        return [report for report in reports if report is not None]
 
     def processes(self) -> list[int]:
         """Process ids of the engine replicas, stopped ones included."""

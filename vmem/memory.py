@@ -62,8 +62,6 @@ class KVMemory:
         backend: owned from now on and closed by `close`.
         groups: layer groups with pages of one size; they share the budget.
         budget_bytes: physical memory at most, and the most that `set_budget` can set.
-        first_budget_bytes: physical memory until `set_budget` says otherwise, but at least what it accepts; by default
-            all of that.
         floor_bytes: physical memory, in whole pages, that is taken at once and never given back.
         num_regions: how many sequences may hold a region at once.
         max_tokens: the longest sequence.
@@ -91,7 +89,6 @@ class KVMemory:
         max_tokens: int,
         step_tokens: int | None = None,
         floor_bytes: int = 0,
-        first_budget_bytes: int | None = None,
         options: MappingOptions | None = None,
         prefix_cache: bool = True,
         pin_quota: float = 0.25,
@@ -110,8 +107,7 @@ class KVMemory:
         self._backend = backend
         self._specs = tuple(groups)
         fewest_pages = max(self.pages_for(max_tokens), floor_bytes // page_bytes)
-        first_pages = None if first_budget_bytes is None else first_budget_bytes // page_bytes
-        self._pages = PagePool(page_bytes, budget_bytes // page_bytes, fewest_pages, first_pages)
+        self._pages = PagePool(page_bytes, budget_bytes // page_bytes, fewest_pages)
         self._groups: list[GroupMemory] = []
         try:
             for g, group in enumerate(groups):

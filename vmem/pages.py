@@ -13,9 +13,8 @@ class PagePool:
     """The page budget that all layer groups share. Only called under its memory's lock.
 
     Args:
-        budget: the most pages there may ever be.
+        budget: pages at first, and the most there may ever be.
         fewest: pages the budget may be lowered to when nothing is pinned.
-        first: the budget at first, but at least `fewest`; by default all of it.
 
     Raises:
         BudgetError: the budget is below `fewest`.
@@ -28,12 +27,12 @@ class PagePool:
         spare: handles of pages that belong to no block.
     """
 
-    def __init__(self, page_bytes: int, budget: int, fewest: int, first: int | None = None) -> None:
+    def __init__(self, page_bytes: int, budget: int, fewest: int) -> None:
         self.page_bytes = page_bytes
         self.num_pinned = 0
         self.fewest, self.most = fewest, budget
         self._check_budget(budget * page_bytes)
-        self.budget = budget if first is None else min(max(first, fewest), budget)
+        self.budget = budget
         self.revision = 0
         self.spare: list[int] = []
         self._num_created = 0

@@ -7,7 +7,7 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from app.engine.tensor_parallel.processes import spawn_ranks
 from app.engine.tensor_parallel.spec import Launch
 from app.errors import EngineError, RequestError, UnavailableError
 from app.fleet.report import ReplicaReport
-from vmem import BudgetAnswer, IntegrityError, MemoryReport
+from vmem import BudgetAnswer, IntegrityError, KVMemory, MemoryReport
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +58,13 @@ class AsyncEngine:
     up afterwards, or a rank is lost, the engine stops and `healthy` is false.
 
     Args:
-        launch: how the other ranks are started, if there are to be some.
+        launch, admit: see `Engine`.
     """
 
-    def __init__(self, config: EngineConfig, launch: Launch = spawn_ranks) -> None:
-        self._engine = Engine(config, launch)
+    def __init__(
+        self, config: EngineConfig, launch: Launch = spawn_ranks, admit: Callable[[KVMemory], None] | None = None
+    ) -> None:
+        self._engine = Engine(config, launch, admit)
         self._commands: queue.SimpleQueue[_Stream | _Cancel | _Stop] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}  # only the thread touches it
         self._arriving: dict[str, tuple[int, int]] = {}  # sent, not begun: tokens, and those expected to be cached
@@ -172,21 +174,6 @@ class AsyncEngine:
         once it has stopped."""
         self.check()
         return self._engine.load(tuple(self._arriving.values()), most_keys=most_keys)
-
-    @property
-    def least_budget_bytes(self) -> int:
-        """The least that `set_budget` accepts now."""
-        return self._engine.memory.least_budget_bytes
-
-    @property
-    def most_budget_bytes(self) -> int:
-        """The most that `set_budget` accepts."""
-        return self._engine.memory.most_budget_bytes
-
-    @property
-    def held_bytes(self) -> int:
-        """Physical memory of the KV cache, see `KVMemory.held_bytes`."""
-        return self._engine.memory.held_bytes
 
     def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change how much memory the KV cache may take. Requests that no longer fit are computed again later.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -46,13 +46,16 @@ class Engine:
 
     Args:
         launch: how the other ranks are started, if there are to be some.
+        admit: called with the memory before anything is taken from it: it may set its budget, or refuse with an error.
 
     Raises:
         ConfigError, ModelError: the settings or the model cannot work; nothing is left behind.
         UnavailableError: a rank died.
     """
 
-    def __init__(self, config: EngineConfig, launch: Launch = spawn_ranks) -> None:
+    def __init__(
+        self, config: EngineConfig, launch: Launch = spawn_ranks, admit: Callable[[KVMemory], None] | None = None
+    ) -> None:
         self.config = config
         try:
             self._executor = Executor(config, launch)
@@ -67,6 +70,8 @@ class Engine:
                 raise ConfigError(f"these settings do not work here: {error}") from error
             raise
         try:
+            if admit is not None:
+                admit(self.memory)
             self.max_model_len = _max_model_len(config, self.model, self.memory)
             self_test(self._executor, self.memory.groups, config.kv_view)
             self._executor.open(self.memory)

@@ -77,7 +77,6 @@ def build_memory(
             backend,
             groups,
             budget_bytes=num_pages * page_bytes,
-            first_budget_bytes=config.kv_first_budget_bytes,
             floor_bytes=config.kv_memory_floor_bytes,
             num_regions=config.max_num_seqs,
             max_tokens=min(config.max_model_len or model.max_positions, capacity),

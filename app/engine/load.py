@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from app.engine.recovery import RecoveryModel
 from app.engine.request import Request
 from app.engine.scheduler import Scheduler
-from app.fleet.report import ReplicaReport
+from app.fleet.report import ReplicaReport, num_attended
 from vmem import KVMemory
 
 # What happened this long ago counts for a third.
@@ -106,7 +106,7 @@ def make_report(
             cached = min(request.expected_cached_tokens, len(request.token_ids) - 1)
         queued_parts.append((len(request.token_ids), cached))
     queued = sum(tokens - cached for tokens, cached in queued_parts)
-    attended = sum((tokens - cached) * (tokens + cached + 1) // 2 for tokens, cached in queued_parts)
+    attended = sum(num_attended(tokens - cached, cached) for tokens, cached in queued_parts)
     memory_report = memory.report()
     tokens_per_byte = memory.max_tokens / (memory.pages_for(memory.max_tokens) * memory.groups[0].layout.page_bytes)
     cached_keys = memory.cached_keys(most_keys)
@@ -115,7 +115,6 @@ def make_report(
         made_at=made_at,
         unit_tokens=memory.unit_tokens,
         keys=cached_keys.keys,
-        stride=cached_keys.stride,
         keys_version=cached_keys.version,
         step=step,
         step_tokens=step_tokens,

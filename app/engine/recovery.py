@@ -53,9 +53,10 @@ class LinearCost:
 
     def per_unit(self) -> tuple[float, ...]:
         """Expected seconds of one of each quantity."""
-        if self._weights is None:
-            self._weights = self._fit()
-        return tuple((self._weights / self._scales).tolist())
+        weights = self._weights  # another thread may observe meanwhile
+        if weights is None:
+            weights = self._weights = self._fit()
+        return tuple((weights / self._scales).tolist())
 
     def _fit(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """Least squares; quantities that would get a negative weight are left out, the worst first."""

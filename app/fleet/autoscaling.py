@@ -226,13 +226,21 @@ class ScalingPolicy:
         self.targets = targets
         self.state = state or ScalingState()
 
-    def desired(self, loads: Sequence[ReplicaLoad], target: int, now: float, num_requests: float = 0.0) -> int:
+    def desired(
+        self,
+        loads: Sequence[ReplicaLoad],
+        target: int,
+        now: float,
+        num_requests: float = 0.0,
+        num_running: int | None = None,
+    ) -> int:
         """
         Args:
             loads: of the running replicas whose load is known.
-            target: replicas ordered so far: the others are starting, or silent.
+            target: replicas ordered so far: the others are starting, or silent, or cannot start.
             now: seconds; not to be mixed with those of another clock.
             num_requests: that have not reached a replica yet; asked for only where there is none, or none busy.
+            num_running: replicas that run, by default those in `loads`: of those beyond, no load is known.
 
         Returns:
             replicas that there should be. Repeats itself until `target` has changed: Serve may want to hear it for a
@@ -244,7 +252,8 @@ class ScalingPolicy:
         if not loads:  # all are starting or silent: nothing is known
             self.state = replace(self.state, above_since=None, below_since=None)
             return target
-        self.state = state = self._timed(loads, target, now, num_requests)
+        silent = (len(loads) if num_running is None else num_running) - len(loads)
+        self.state = state = self._timed(loads, target, now, num_requests, silent)
         if state.above_since is not None and now - state.above_since >= self.targets.up_after_s:
             return math.ceil(state.least_above - _EPSILON)
         down_after_s = self.targets.down_after_s if target > 1 else self.targets.to_zero_after_s
@@ -298,7 +307,9 @@ class ScalingPolicy:
             recent_queued_s=_smoothed(state.recent_queued_s, queued_s, elapsed_s, targets.up_after_s / 2),
         )
 
-    def _timed(self, loads: Sequence[ReplicaLoad], target: int, now: float, num_requests: float) -> ScalingState:
+    def _timed(
+        self, loads: Sequence[ReplicaLoad], target: int, now: float, num_requests: float, silent: int
+    ) -> ScalingState:
         """The state with the times for which the demand has been above what there is, or below."""
         state, targets, num_running = self.state, self.targets, len(loads)
         demand = min(self.demand(loads).most, max(sum(load.num_requests for load in loads), 1.0))
@@ -310,7 +321,9 @@ class ScalingPolicy:
             least_above = min(state.least_above, wanted) if state.above_since is not None else wanted
             above_since = state.above_since if state.above_since is not None else now
         if target > 1:
-            spare = num_running >= target and demand <= (target - 1) * (1 - targets.hysteresis) + _EPSILON
+            # Those that should run by now and do not, because there is no room for them, are stopped as well.
+            all_known = silent <= 0 and not starting
+            spare = all_known and demand <= (target - 1) * (1 - targets.hysteresis) + _EPSILON
         else:
             spare = not num_requests > 0 and not any(load.num_requests for load in loads)
         if spare:

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from app.fleet.report import num_attended
+
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 # Until a replica has seen requests end, a cache that is full is expected to turn over in this time.
@@ -77,8 +79,8 @@ class CostWeights:
 def prefill_seconds(loads: Loads, num_tokens: int, cached: Array) -> Array:
     """Seconds that each replica needs to compute a prompt of which `cached` `[num_replicas]` tokens are there."""
     new = num_tokens - cached
-    attended = new * cached + new * (new + 1) / 2
-    return np.ceil(new / loads.step_tokens) * loads.fixed_s + new * loads.token_s + attended * loads.attended_s
+    num_steps = np.ceil(new / loads.step_tokens)
+    return num_steps * loads.fixed_s + new * loads.token_s + num_attended(new, cached) * loads.attended_s
 
 
 def request_cost(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from vmem import KEY_BYTES
 
 # Until the first replica has computed something. Only which costs are greater matters then.
 _FIRST_GUESS = StepTimes(fixed_s=0.01, token_s=1e-4)
+# Reports are heard within this time; what differs by more is the clock of another node.
+_MOST_LAG_S = 2.0
 # What this router sent so long ago counts for a third in `assigned_share`.
 ASSIGNED_MEMORY_S = 20.0
 _QUEUED_TOKENS, _QUEUED_S, _NUM_REQUESTS = map(LOAD_FIELDS.index, ("queued_tokens", "queued_s", "num_requests"))
@@ -37,10 +39,10 @@ class RoutedRequest:
 
 
 @dataclass(slots=True, eq=False)
-class _Sent:
-    """A request on its way, or at the replica."""
+class Sent:
+    """A request on its way to a replica, or there. `keys`: of prefixes that are expected to be cached by it."""
 
-    request: RoutedRequest
+    keys: Sequence[bytes]
     replica: _Replica
     at: float
     new_tokens: int
@@ -52,9 +54,11 @@ class _Sent:
 class _Replica:
     slot: int
     report: ReplicaReport | None = None
-    sent: set[_Sent] = field(default_factory=set)
+    skew_s: float = 0.0
+    sent: set[Sent] = field(default_factory=set)
     num_in_flight: int = 0
     num_resyncs: int = 0
+    is_gone: bool = False
 
 
 class Fleet:
@@ -66,7 +70,7 @@ class Fleet:
     Args:
         stale_after_s: a report this old is none.
         drift_share: when expected and actual cached tokens of a replica's requests differ by this share between two
-            reports, what was expected there is forgotten.
+            reports, and by more than a step's tokens, what was expected there is forgotten.
     """
 
     def __init__(self, *, stale_after_s: float = 5.0, drift_share: float = 0.3) -> None:
@@ -78,7 +82,6 @@ class Fleet:
         self._loads = np.zeros((len(LOAD_FIELDS), 0))
         self._assigned = np.zeros(0)
         self._assigned_at = 0.0
-        self._under_way: dict[str, _Sent] = {}
         self._step = _FIRST_GUESS
         self.unit_tokens: int | None = None
 
@@ -89,11 +92,9 @@ class Fleet:
         wanted = set(replica_ids)
         for replica_id in self._replicas.keys() - wanted:
             replica = self._replicas.pop(replica_id)
+            replica.is_gone = True
             self._directory.remove(replica.slot)
             self._free_slots.append(replica.slot)
-            for sent in replica.sent:
-                if sent.ended_at is None:
-                    del self._under_way[sent.request.request_id]
         for replica_id in sorted(wanted - self._replicas.keys()):
             if not self._free_slots:
                 more = max(8, len(self._assigned))
@@ -105,10 +106,16 @@ class Fleet:
             self._assigned[slot] = 0
             self._replicas[replica_id] = _Replica(slot)
 
-    def report(self, replica_id: str, report: ReplicaReport) -> None:
-        """A replica's report has arrived; one that is no newer than the last is ignored."""
+    def report(self, replica_id: str, report: ReplicaReport, now: float) -> None:
+        """A replica's report has arrived, perhaps once more."""
         replica = self._replicas.get(replica_id)
-        if replica is None or (replica.report is not None and report.made_at <= replica.report.made_at):
+        if replica is None:
+            return
+        # A clock that differs from this one by more than reports take.
+        ahead_s = report.made_at - now
+        replica.skew_s = ahead_s if abs(ahead_s) > _MOST_LAG_S else 0.0
+        report = replace(report, made_at=report.made_at - replica.skew_s)
+        if replica.report is not None and report.made_at <= replica.report.made_at:
             return
         last, replica.report = replica.report, report
         self.unit_tokens = report.unit_tokens
@@ -123,43 +130,53 @@ class Fleet:
                 self._forget(sent)
         if resync:  # what is still under way there may not be cached either
             for sent in replica.sent:
-                self._directory.forget(replica.slot, sent.request.keys)
-                sent.request = RoutedRequest(sent.request.request_id, sent.request.num_tokens)
+                self._directory.forget(replica.slot, sent.keys)
+                sent.keys = ()
         self._enter(replica)
 
-    def sent(self, request: RoutedRequest, replica_id: str, cached_tokens: int, now: float) -> None:
-        """A request was sent to a replica that is expected to have so much of it cached."""
+    def sent(self, request: RoutedRequest, replica_id: str, cached_tokens: int, now: float) -> Sent | None:
+        """A request was sent to a replica that is expected to have so much of it cached. `ended` or `withdraw` must
+        follow. `None`: the replica is gone."""
         replica = self._replicas.get(replica_id)
         if replica is None:
-            return
+            return None
         seconds = 0.0
         if replica.report is not None:
             new = request.num_tokens - cached_tokens
             seconds = self._step.prefill_s(new, cached_tokens, replica.report.step_tokens)
-        sent = _Sent(request, replica, now, request.num_tokens - cached_tokens, seconds)
-        self.ended(request.request_id, now, taken=False)  # if a replica was to have it that did not take it
+        sent = Sent(request.keys, replica, now, request.num_tokens - cached_tokens, seconds)
         replica.sent.add(sent)
         replica.num_in_flight += 1
-        self._under_way[request.request_id] = sent
         self._directory.expect(replica.slot, request.keys)
         self._decay(now)
         self._assigned[replica.slot] += seconds / ASSIGNED_MEMORY_S
         self._add(replica.slot, sent)
+        return sent
 
-    def ended(self, request_id: str, now: float, *, taken: bool = True, replica_id: str | None = None) -> None:
-        """A request is over, or the replica did not take it. If it is at another one than `replica_id` by now, nothing
-        happens."""
-        sent = self._under_way.get(request_id)
-        if sent is None or (replica_id is not None and sent.replica is not self._replicas.get(replica_id)):
+    def ended(self, sent: Sent, now: float) -> None:
+        """A request is over."""
+        replica = sent.replica
+        if replica.is_gone:
             return
-        del self._under_way[request_id]
-        sent.replica.num_in_flight -= 1
+        replica.num_in_flight -= 1
         sent.ended_at = now
-        if taken:
-            self._loads[_NUM_REQUESTS, sent.replica.slot] -= 1
-        else:
-            self._forget(sent)
-            self._enter(sent.replica)
+        self._loads[_NUM_REQUESTS, replica.slot] -= 1
+        if replica.report is None or now - replica.report.made_at >= self._stale_after_s:
+            self._forget(sent)  # it may be long until a report says what has become of it
+
+    def withdraw(self, sent: Sent, now: float) -> None:
+        """A replica did not take a request after all."""
+        replica = sent.replica
+        if replica.is_gone:
+            return
+        replica.num_in_flight -= 1
+        self._decay(now)
+        forgotten = math.exp(-max(now - sent.at, 0.0) / ASSIGNED_MEMORY_S)
+        self._assigned[replica.slot] = max(
+            self._assigned[replica.slot] - sent.seconds / ASSIGNED_MEMORY_S * forgotten, 0.0
+        )
+        self._forget(sent)
+        self._enter(replica)
 
     # ---- what is known ----
 
@@ -176,12 +193,12 @@ class Fleet:
         """Requests of this router that the replica has not ended."""
         return self._replicas[replica_id].num_in_flight
 
-    def num_requests(self, replica_id: str, now: float) -> float:
-        """Requests at the replica: the reported ones and those sent since; or this router's, without a report."""
-        replica = self._replicas[replica_id]
-        if not self.is_fresh(replica_id, now):
-            return replica.num_in_flight
-        return float(self._loads[_NUM_REQUESTS, replica.slot])
+    def num_requests(self, replica_ids: Sequence[str], now: float) -> list[float]:
+        """Unfinished requests at each: the reported ones and what was sent since. When one of them has not reported
+        lately, this router's own at all of them: others cannot be compared."""
+        if all(self.is_fresh(replica_id, now) for replica_id in replica_ids):
+            return [float(self._loads[_NUM_REQUESTS, self._replicas[r].slot]) for r in replica_ids]
+        return [float(self._replicas[r].num_in_flight) for r in replica_ids]
 
     def is_fresh(self, replica_id: str, now: float) -> bool:
         """Whether the replica has reported lately."""
@@ -244,15 +261,15 @@ class Fleet:
             if sent.ended_at is not None:
                 self._loads[_NUM_REQUESTS, replica.slot] -= 1
 
-    def _add(self, slot: int, sent: _Sent) -> None:
+    def _add(self, slot: int, sent: Sent) -> None:
         if sent.ended_at is None:
             self._loads[_QUEUED_TOKENS, slot] += sent.new_tokens
             self._loads[_QUEUED_S, slot] += sent.seconds
         self._loads[_NUM_REQUESTS, slot] += 1
 
-    def _forget(self, sent: _Sent) -> None:
+    def _forget(self, sent: Sent) -> None:
         sent.replica.sent.remove(sent)
-        self._directory.forget(sent.replica.slot, sent.request.keys)
+        self._directory.forget(sent.replica.slot, sent.keys)
 
     def _decay(self, now: float) -> None:
         self._assigned *= math.exp(-max(now - self._assigned_at, 0.0) / ASSIGNED_MEMORY_S)

@@ -8,7 +8,8 @@ from vmem import TokenChain, key_of
 
 
 def extra_keys(cache_salt: str | None) -> tuple[str, ...]:
-    """What must be equal beside the tokens, for two prompts to share what is cached of them."""
+    """What must be equal beside the tokens, for two prompts to share what is cached of them. An adapter's name will be
+    another one, when there are adapters."""
     return () if cache_salt is None else (f"salt:{cache_salt}",)
 
 

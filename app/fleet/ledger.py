@@ -13,8 +13,8 @@ counted is within the capacity, and no member holds more than is counted for it:
   pages have been given back.
 - Who is silent is counted for all the same. Its memory is free when it says so or when its process has ended (`leave`),
   and not before.
-- A ledger that begins anew knows nobody, and grants nothing for `GRACE_S`, in which all who are alive will have sent a
-  beat.
+- A ledger that begins anew is told whom the last one counted, and grants nothing before it has heard from all of them,
+  or of their end.
 
 Shares: everybody gets the least it can work with, then what it has use for, and all an equal part of the rest. They are
 set anew when members come and go, and while all stay only when one is short of memory that another has to spare.
@@ -22,13 +22,11 @@ set anew when members come and go, and while all stay only when one is short of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from app.errors import ConfigError
 
-# A ledger that begins anew waits so long before it grants anything: some beats, and the time to find the ledger.
-GRACE_S = 5.0
 # Shares of members that stay are moved so often at most, ...
 REBALANCE_S = 5.0
 # ... when one has use for more than this share of its budget, ...
@@ -150,16 +148,17 @@ class Ledger:
 
     Args:
         now: seconds; all times are of this clock, which never goes back.
+        awaits: members that a former ledger has counted and that may be alive.
 
     Attributes:
         capacity_bytes: what all members may hold together, as the last one that joined has said.
     """
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, awaits: Iterable[str] = ()) -> None:
         self.capacity_bytes = 0
+        self._awaited = set(awaits)
         self._members: dict[str, _Member] = {}  # in the order in which they joined
         self._gone: set[str] = set()
-        self._grants_from = now + GRACE_S
         self._shared_at = now
 
     @property
@@ -170,6 +169,11 @@ class Ledger:
     @property
     def members(self) -> tuple[str, ...]:
         return tuple(self._members)
+
+    @property
+    def awaited(self) -> frozenset[str]:
+        """Whom it has not heard from yet."""
+        return frozenset(self._awaited)
 
     def beat(self, beat: Beat, now: float) -> Order:
         """Enter what a member says; the answer is what it shall do."""
@@ -192,10 +196,12 @@ class Ledger:
     def leave(self, member: str) -> None:
         """A member holds nothing any more, and never will again."""
         self._gone.add(member)
+        self._awaited.discard(member)
         self._members.pop(member, None)
 
     def _entered(self, beat: Beat, member: _Member | None) -> _Member:
         holding = beat.holding
+        self._awaited.discard(beat.member)
         counted_bytes = max(holding.budget_bytes, holding.held_bytes)
         if member is None:
             self.capacity_bytes = beat.capacity_bytes
@@ -274,7 +280,7 @@ class Ledger:
         budget_bytes, target_bytes = member.holding.budget_bytes, member.target_bytes
         if target_bytes <= budget_bytes:
             return target_bytes
-        if now < self._grants_from:
+        if self._awaited:
             return budget_bytes
         free_bytes = self.capacity_bytes - (self.counted_bytes - member.counted_bytes)
         possible_bytes = min(target_bytes, free_bytes)

@@ -57,7 +57,8 @@ class LeastLoaded:
 
     def rank(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
         in_turn = self._in_turn.rank(request, replica_ids, now)
-        return sorted(in_turn, key=lambda replica_id: self._fleet.num_requests(replica_id, now))
+        counts = dict(zip(in_turn, self._fleet.num_requests(in_turn, now), strict=True))
+        return sorted(in_turn, key=counts.__getitem__)
 
 
 class ConsistentHash:
@@ -88,7 +89,7 @@ class ConsistentHash:
             key = request.request_id.encode()
         start = bisect.bisect(self._ring, (_hash(key), ""))
         order = dict.fromkeys(replica_id for _, replica_id in self._ring[start:] + self._ring[:start])
-        counts = {replica_id: self._fleet.num_requests(replica_id, now) for replica_id in replica_ids}
+        counts = dict(zip(replica_ids, self._fleet.num_requests(replica_ids, now), strict=True))
         bound = _MOST_OF_MEAN * (sum(counts.values()) + 1) / len(counts)
         return sorted(order, key=lambda replica_id: counts[replica_id] + 1 > max(bound, 1))
 

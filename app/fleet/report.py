@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+Amount = TypeVar("Amount", int, np.ndarray[Any, np.dtype[np.float64]])
+
+
+def num_attended(num_tokens: Amount, num_cached: Amount) -> Amount:
+    """Cached tokens that the queries of so many new tokens behind `num_cached` see, all together."""
+    return num_tokens * num_cached + num_tokens * (num_tokens + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +26,8 @@ class StepTimes:
 
     def prefill_s(self, num_tokens: int, num_cached: int, step_tokens: int) -> float:
         """Seconds to compute the prompt's last `num_tokens` tokens behind `num_cached`, in steps of `step_tokens`."""
-        attended = num_tokens * num_cached + num_tokens * (num_tokens + 1) // 2
         num_steps = -(-num_tokens // step_tokens)
+        attended = num_attended(num_tokens, num_cached)
         return num_steps * self.fixed_s + num_tokens * self.token_s + attended * self.attended_s
 
 
@@ -28,14 +38,14 @@ class ReplicaReport:
     Attributes:
         made_at: seconds of the wall clock.
         unit_tokens: prefixes are shared in multiples of so many tokens; a key stands for as many.
-        keys: of the cached prefixes, `KEY_BYTES` bytes each, in no order: those that end after a multiple of `stride`
-            units.
-        stride: 1, or more when there are more prefixes than a report may hold.
+        keys: of the cached prefixes, `KEY_BYTES` bytes each, in no order; not of all when there are more than a report
+            may hold (`vmem.CachedKeys`).
         keys_version: changes when `keys` does.
         step: times of its steps.
         step_tokens: tokens of a step at most.
         max_num_seqs: sequences that run at once.
-        num_running, num_waiting: sequences, without and with those that have been preempted.
+        num_running: sequences that have blocks.
+        num_waiting: sequences that have none yet, or have been preempted.
         queued_tokens: of prompts, not computed yet.
         queued_s: expected time to compute these.
         num_decodes: running sequences that generate.
@@ -53,7 +63,6 @@ class ReplicaReport:
     made_at: float
     unit_tokens: int
     keys: bytes
-    stride: int
     keys_version: int
     step: StepTimes
     step_tokens: int

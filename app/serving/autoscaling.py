@@ -36,7 +36,9 @@ class KVAwareScaling:
         policy = ScalingPolicy(self._targets, ScalingState(**state) if state else None)
         now = context.current_time or 0.0
         loads = latest_loads(context.raw_metrics or {}, context.running_replicas, now - self._targets.stale_after_s)
-        wanted = policy.desired(loads, context.target_num_replicas, now, context.total_num_requests)
+        wanted = policy.desired(
+            loads, context.target_num_replicas, now, context.total_num_requests, len(context.running_replicas)
+        )
         return wanted, {_STATE_KEY: asdict(policy.state)}
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from app.engine.params import SamplingParams
 from app.engine.request import FinishReason
 from app.fleet.report import ReplicaReport, StepTimes
 
+_REPORT_FIELDS = {field.name for field in fields(ReplicaReport)}
+_STEP_FIELDS = {field.name for field in fields(StepTimes)}
+
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """A tokenised prompt and how to continue it.
 
-    `session`: what belongs together, a hint for the router; `expected_cached_tokens`: the router's word for what the
-    replica has cached of the prompt.
+    `session`: what belongs together, a hint for the router; `expected`: the router's word for what a replica has cached
+    of the prompt.
     """
 
     request_id: str
@@ -24,7 +28,15 @@ class GenerateRequest:
     priority: int = 0
     cache_salt: str | None = None
     session: str | None = None
-    expected_cached_tokens: int | None = None
+    expected: Expected | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Tokens that a router expects to be cached at a replica; another one that gets the request may ignore it."""
+
+    replica: str
+    cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +64,8 @@ def report_as_stats(report: ReplicaReport) -> dict[str, Any]:
     return asdict(report)
 
 
-def report_from_stats(stats: dict[str, Any]) -> ReplicaReport:
-    """What `report_as_stats` was given."""
-    return ReplicaReport(**(stats | {"step": StepTimes(**stats["step"])}))
+def report_from_stats(stats: Mapping[str, Any]) -> ReplicaReport | None:
+    """What `report_as_stats` was given; `None` if that was another version of it, as in the middle of an update."""
+    if stats.keys() != _REPORT_FIELDS or not isinstance(stats["step"], dict) or stats["step"].keys() != _STEP_FIELDS:
+        return None
+    return ReplicaReport(**{**stats, "step": StepTimes(**stats["step"])})

@@ -7,10 +7,11 @@ import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
+from ray import serve
 
 from app.config import EngineConfig
 from app.engine import AsyncEngine, Delta
@@ -46,6 +47,7 @@ class EngineReplica:
                 "have num_gpus: 1, or be left out"
             )
         self._audit = RoutingAudit()
+        self._name = serve.get_replica_context().replica_id.unique_id
         self._leaving: threading.Timer | None = None
         self._closing = False
         self._member: BudgetMember | None = None
@@ -121,33 +123,31 @@ class EngineReplica:
         self._engine.check()
 
     async def _deltas(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        expected = request.expected
+        if expected is not None and expected.replica != self._name:  # it was to go elsewhere
+            expected = None
         deltas = self._engine.generate(
             request.prompt_token_ids,
             request.params,
             request.request_id,
             priority=request.priority,
             cache_salt=request.cache_salt,
-            expected_cached_tokens=request.expected_cached_tokens,
+            expected_cached_tokens=expected.cached_tokens if expected is not None else None,
         )
-        audited = request.expected_cached_tokens is None
         async with aclosing(deltas):
             async for delta in deltas:
-                if not audited:
-                    self._audit.note(request.expected_cached_tokens or 0, delta.num_cached_tokens)
-                    audited = True
+                if expected is not None:
+                    self._audit.note(expected.cached_tokens, delta.num_cached_tokens)
+                    expected = None
                 yield delta
 
     @staticmethod
     def _start_as(member: BudgetMember, config: EngineConfig) -> AsyncEngine:
         """Make the engine when there is memory for it; all is closed again if it cannot start."""
         try:
-            granted = member.wait_for_budget()
-            engine = AsyncEngine(replace(config, kv_first_budget_bytes=granted), actors_of_this_replica())
-            try:
-                member.attach(engine)
-            except BaseException:
-                engine.close()
-                raise
+            member.wait_for_budget()
+            engine = AsyncEngine(config, actors_of_this_replica(), member.attach)
+            member.follow(partial(engine.load, most_keys=0))
         except BaseException:
             member.close()
             raise

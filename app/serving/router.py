@@ -12,24 +12,44 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import replace
-from typing import Any
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from ray.serve import metrics
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from app.fleet.fleet import Fleet, RoutedRequest
+from app.fleet.fleet import Fleet, RoutedRequest, Sent
 from app.fleet.keys import prompt_keys
 from app.fleet.policies import make_policy
-from app.serving.messages import GenerateRequest, report_from_stats
+from app.serving.messages import Expected, GenerateRequest, report_from_stats
 
 logger = logging.getLogger(__name__)
 
 _DECISION_US: list[float] = [50, 100, 200, 500, 1000, 2000, 5000, 10_000]
 
 
-class FolioRouter(RequestRouter):
-    """Serve makes one for each handle, and calls it on the handle's router loop."""
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A request that Serve has not placed yet.
+
+    Attributes:
+        first_choice: the replica that it counts as sent to meanwhile, with the entry in the books.
+        ended: it was over before its placing has been noted.
+    """
+
+    request: RoutedRequest
+    first_choice: str | None = None
+    sent: Sent | None = None
+    ended: bool = False
+
+
+class FolioRouter(FIFOMixin, RequestRouter):
+    """Serve makes one for each handle, and calls it on the handle's router loop.
+
+    `FIFOMixin`: calls that belong to one request of a client have one id, and Serve finds only one of them by it; the
+    others get their replica in the order in which they came.
+    """
 
     def initialize_state(self, policy: str = "prefix_aware", stale_after_s: float = 5.0) -> None:  # type: ignore[override]
         """`request_router_kwargs` of the YAML.
@@ -44,15 +64,25 @@ class FolioRouter(RequestRouter):
         self._fleet = Fleet(stale_after_s=stale_after_s)
         self._policy = make_policy(policy, self._fleet)
         self._by_name: dict[str, RunningReplica] = {}
+        self._waiting: dict[asyncio.Future[RunningReplica], _Waiting] = {}
+        # (replica, internal request id) → entries in the books, one for each attempt, the oldest first
+        self._placed: defaultdict[tuple[str, str], deque[Sent]] = defaultdict(deque)
+        self._unreadable: set[str] = set()  # replicas whose reports are of another version
         self._decision_us = metrics.Histogram(
             "folio_routing_decision_us",
             "Time to choose a replica, hashing the prompt included.",
             boundaries=_DECISION_US,
         )
-        tag_keys: Any = ("to",)
-        self._routed = metrics.Counter("folio_routed_requests", "Requests sent to a replica.", tag_keys=tag_keys)
+        self._routed = metrics.Counter(
+            "folio_routed_requests",
+            "Requests sent to a replica.",
+            tag_keys=("to",),
+        )
         self._known_prefixes = metrics.Gauge(
             "folio_router_known_prefixes", "Prefixes that this router knows to be cached."
+        )
+        self._silent = metrics.Gauge(
+            "folio_router_silent_replicas", "Replicas that this router has no fresh report of."
         )
         self._resyncs = metrics.Counter(
             "folio_router_resyncs",
@@ -65,10 +95,11 @@ class FolioRouter(RequestRouter):
         """Called when replicas come or go, and when there are new reports."""
         super().update_replicas(replicas)
         self._know(replicas)
-        for replica in replicas:
-            if replica.routing_stats:
-                self._fleet.report(replica.replica_id.unique_id, report_from_stats(replica.routing_stats))
+        now = time.time()
+        for name, replica in self._by_name.items():
+            self._take_report(name, replica, now)
         self._known_prefixes.set(self._fleet.num_known_prefixes)
+        self._silent.set(sum(not self._fleet.is_fresh(name, now) for name in self._by_name))
         if self._fleet.num_resyncs > self._num_resyncs:
             self._resyncs.inc(self._fleet.num_resyncs - self._num_resyncs)
         self._num_resyncs = self._fleet.num_resyncs
@@ -80,62 +111,105 @@ class FolioRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """All candidates, each a rank of its own, the best first."""
-        # Without this Serve would ask again at once, and for ever, while all replicas are full.
-        if pending_request is not None:
-            pending_request.routing_context.should_backoff = True
+        """The best candidate, then the second, then all others, of which the one with the shortest queue gets it."""
         names = [name for r in candidate_replicas if (name := r.replica_id.unique_id) in self._by_name]
-        start, now = time.perf_counter(), time.time()
+        if pending_request is None:
+            return [[self._by_name[name] for name in names]]
+        # Without this Serve would ask again at once, and for ever, while all replicas are full.
+        pending_request.routing_context.should_backoff = True
+        start = time.perf_counter()
         try:
-            request = self._as_routed(pending_request)
-            ranked = self._policy.rank(request, names, now)
-            if pending_request is not None and ranked:
-                self._expect(pending_request, request, ranked[0], now)
+            ranked = self._rank(pending_request, names)
         except Exception:  # Serve would only log it, and the request would wait for ever
             logger.exception("the routing policy failed; the request goes to any replica")
             ranked = names
         self._decision_us.observe((time.perf_counter() - start) * 1e6)
-        return [[self._by_name[name]] for name in ranked]
+        ranks = [ranked[:1], ranked[1:2], ranked[2:]]
+        return [[self._by_name[name] for name in rank] for rank in ranks if rank]
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Called once for every request that was sent, whatever became of it."""
+        """Called once for every attempt to send a request, whatever became of it."""
         super().on_request_completed(replica_id, internal_request_id)
-        self._fleet.ended(internal_request_id, time.time(), replica_id=replica_id.unique_id)
+        key = (replica_id.unique_id, internal_request_id)
+        if placed := self._placed.get(key):
+            self._fleet.ended(placed.popleft(), time.time())
+            if not placed:
+                del self._placed[key]
+            return
+        for future, waiting in self._waiting.items():  # it failed while it was sent
+            if waiting.request.request_id == internal_request_id and future.done() and not waiting.ended:
+                waiting.ended = True
+                return
 
     # ---- inside ----
 
-    def _know(self, replicas: list[RunningReplica]) -> None:
+    def _know(self, replicas: Sequence[RunningReplica]) -> None:
         self._by_name = {replica.replica_id.unique_id: replica for replica in replicas}
         self._fleet.update(self._by_name)
+        self._unreadable &= self._by_name.keys()
+        for key in [key for key in self._placed if key[0] not in self._by_name]:
+            del self._placed[key]
 
-    def _as_routed(self, pending: PendingRequest | None) -> RoutedRequest:
+    def _take_report(self, name: str, replica: RunningReplica, now: float) -> None:
+        stats = replica.routing_stats
+        report = report_from_stats(stats) if stats else None
+        if report is not None:
+            self._fleet.report(name, report, now)
+        elif stats and name not in self._unreadable:
+            self._unreadable.add(name)
+            logger.warning("the report of %s is of another version; it is routed to without", name)
+
+    def _rank(self, pending: PendingRequest, names: list[str]) -> list[str]:
+        """All replicas in the policy's order. The request counts as sent to the first until Serve has placed it."""
+        now = time.time()
+        waiting = self._waiting.get(pending.future)
+        if waiting is None:
+            waiting = self._waiting[pending.future] = _Waiting(self._as_routed(pending))
+            pending.future.add_done_callback(self._note_placed)
+        elif waiting.sent is not None:  # Serve asks once more: all were full
+            self._fleet.withdraw(waiting.sent, now)
+            waiting.sent = None
+        request = waiting.request
+        ranked = self._policy.rank(request, names, now)
+        if not ranked:
+            return []
+        cached = int(self._fleet.cached_tokens(request, ranked[:1])[0])
+        waiting.first_choice, waiting.sent = ranked[0], self._fleet.sent(request, ranked[0], cached, now)
+        if pending.args and isinstance(pending.args[0], GenerateRequest):
+            # For the replica to compare with what it finds, see `ReplicaReport.missed_tokens`.
+            pending.args[0] = replace(pending.args[0], expected=Expected(ranked[0], cached))
+        return ranked
+
+    def _as_routed(self, pending: PendingRequest) -> RoutedRequest:
         """The request as policies see it. Calls that are no generation, such as `report`, have no tokens."""
-        call = pending.args[0] if pending is not None and pending.args else None
-        request_id = pending.metadata.internal_request_id if pending is not None else ""
+        call, request_id = pending.args[0] if pending.args else None, pending.metadata.internal_request_id
         if not isinstance(call, GenerateRequest):
             return RoutedRequest(request_id, 0)
         keys: list[bytes] = []
         if self._fleet.unit_tokens is not None:
             keys = prompt_keys(call.prompt_token_ids, self._fleet.unit_tokens, call.cache_salt)
-        session = call.session or (pending.metadata.session_id if pending is not None else None)
-        return RoutedRequest(request_id, len(call.prompt_token_ids), keys, session or None)
+        session = call.session or pending.metadata.session_id or None
+        return RoutedRequest(request_id, len(call.prompt_token_ids), keys, session)
 
-    def _expect(self, pending: PendingRequest, request: RoutedRequest, name: str, now: float) -> None:
-        """Count the request as sent to its first choice. Where it goes in the end, Serve says through its future."""
-        cached = int(self._fleet.cached_tokens(request, [name])[0])
-        if isinstance(pending.args[0] if pending.args else None, GenerateRequest):
-            # The replica compares this with what it finds, see `ReplicaReport.missed_tokens`. A request that another
-            # has sent before may have been answered by now.
-            pending.args[0] = replace(pending.args[0], expected_cached_tokens=cached)
-        self._fleet.sent(request, name, cached, now)
-
-        def decided(future: asyncio.Future[RunningReplica]) -> None:
-            if future.cancelled() or future.exception() is not None:
-                self._fleet.ended(request.request_id, time.time(), taken=False)
-                return
-            chosen = future.result().replica_id.unique_id
+    def _note_placed(self, future: asyncio.Future[RunningReplica]) -> None:
+        """Serve has placed a request, or its caller has given it up."""
+        waiting, now = self._waiting.pop(future), time.time()
+        sent = waiting.sent
+        if future.cancelled() or future.exception() is not None:
+            if sent is not None:
+                self._fleet.withdraw(sent, now)
+            return
+        chosen = future.result().replica_id.unique_id
+        if chosen != waiting.first_choice and chosen in self._by_name:
+            if sent is not None:
+                self._fleet.withdraw(sent, now)
+            cached = int(self._fleet.cached_tokens(waiting.request, [chosen])[0])
+            sent = self._fleet.sent(waiting.request, chosen, cached, now)
+        if waiting.request.num_tokens:
             self._routed.inc(tags={"to": chosen})
-            if chosen != name:
-                self._fleet.sent(request, chosen, cached, time.time())
-
-        pending.future.add_done_callback(decided)
+        if sent is None or chosen not in self._by_name:
+            return
+        if waiting.ended:
+            self._fleet.ended(sent, now)
+        else:
+            self._placed[chosen, waiting.request.request_id].append(sent)

@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -781,13 +780,11 @@ def test_budgets_out_of_bounds_are_refused() -> None:
         make_memory(num_pages=9)
 
 
-def test_a_first_budget_holds_until_another_is_set() -> None:
-    """It is raised to what the longest sequence needs, and more is there to be set."""
-    made: dict[str, Any] = {"budget_bytes": 40 * PAGE_BYTES, "num_regions": 1, "max_tokens": MAX_TOKENS}
-    memory = KVMemory(HostBackend(40 * PAGE_BYTES), groups(), first_budget_bytes=PAGE_BYTES, **made)
-    assert memory.report().budget_bytes == memory.least_budget_bytes == 10 * PAGE_BYTES
-    assert memory.most_budget_bytes == 40 * PAGE_BYTES
-    assert memory.set_budget(40 * PAGE_BYTES, 1) == "applied"
+def test_bounds_of_the_budget() -> None:
+    memory, _ = make_memory(num_pages=40)
+    assert (memory.least_budget_bytes, memory.most_budget_bytes) == (10 * PAGE_BYTES, 40 * PAGE_BYTES)
     sequences = [begin(memory, 160, "block_table") for _ in range(4)]
     assert memory.held_bytes == 40 * PAGE_BYTES
+    assert memory.set_budget(memory.least_budget_bytes, 1) == "deferred"
+    assert memory.set_budget(memory.most_budget_bytes, 2) == "applied"
     finish(memory, *sequences)

@@ -15,7 +15,6 @@ IDLE = ReplicaReport(
     made_at=0.0,
     unit_tokens=UNIT,
     keys=b"",
-    stride=1,
     keys_version=0,
     step=STEP,
     step_tokens=1000,

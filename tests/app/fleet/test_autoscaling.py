@@ -57,6 +57,7 @@ class Fleet:
     now: float = 1000.0
     target: int = 0
     most: int = 16
+    room: int = 100
 
     def __post_init__(self) -> None:
         self.target = self.num_running
@@ -68,13 +69,13 @@ class Fleet:
         start = self.now
         while self.now < start + seconds:
             loads = load(self.now - start, self.num_running) if self.num_running else []
-            wanted = min(self.policy.desired(loads, self.target, self.now, requests), self.most)
+            wanted = min(self.policy.desired(loads, self.target, self.now, requests, self.num_running), self.most)
             if wanted != self.target:
                 self._ready_at = self.now + (self.start_s if wanted > self.target else 0.0)
                 self.target = wanted
                 self.history.append(wanted)
             if self.now >= self._ready_at:
-                self.num_running = self.target
+                self.num_running = min(self.target, self.room)
             self.now += TICK_S
 
     @property
@@ -260,6 +261,17 @@ def test_a_replica_that_says_nothing_is_no_reason_to_stop_another() -> None:
     assert silent.num_events == 0
 
 
+def test_replicas_that_never_start_are_given_up() -> None:
+    """Regression: where the cluster had no room for what was ordered, nothing was ever stopped again."""
+    full = fleet(2, start_s=5.0, down_after_s=10.0)
+    full.room = 2
+    full.run(60.0, lambda _, n: [decoding(32.0 * 6 / n)] * n)
+    assert full.target > 2
+    assert full.num_running == 2
+    full.run(1000.0, spread(IDLE))
+    assert full.target == 1
+
+
 # ---- flapping ----
 
 
@@ -360,7 +372,6 @@ def test_there_and_back() -> None:
         made_at=5.0,
         unit_tokens=16,
         keys=b"",
-        stride=1,
         keys_version=0,
         step=StepTimes(0.01, 0.002, 1e-6),
         step_tokens=512,

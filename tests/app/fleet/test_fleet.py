@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.fleet.fleet import Fleet, RoutedRequest
+from app.fleet.fleet import Fleet, RoutedRequest, Sent
 from tests.app.fleet.reports import STEP, UNIT, keys_of, report
 
 
@@ -12,7 +12,7 @@ def fleet_of(*names: str) -> Fleet:
     fleet = Fleet()
     fleet.update(names)
     for name in names:
-        fleet.report(name, report(0.0))
+        fleet.report(name, report(0.0), 0.0)
     return fleet
 
 
@@ -20,17 +20,23 @@ def request(document: int = 1, num_units: int = 10, request_id: str = "r") -> Ro
     return RoutedRequest(request_id, num_units * UNIT + 1, keys_of(document, num_units))
 
 
+def send(fleet: Fleet, replica_id: str, now: float) -> Sent:
+    sent = fleet.sent(request(), replica_id, 0, now)
+    assert sent is not None
+    return sent
+
+
 def test_reported_prefixes_count() -> None:
     fleet = fleet_of("a", "b")
-    fleet.report("b", report(1.0, keys_of(1, 4)))
+    fleet.report("b", report(1.0, keys_of(1, 4)), 1.0)
     assert fleet.cached_tokens(request(), ["a", "b"]).tolist() == [0, 4 * UNIT]
-    fleet.report("b", report(2.0))
+    fleet.report("b", report(2.0), 2.0)
     assert fleet.cached_tokens(request(), ["a", "b"]).tolist() == [0, 0]
 
 
 def test_a_prompts_last_token_is_never_cached() -> None:
     fleet = fleet_of("a")
-    fleet.report("a", report(1.0, keys_of(1, 10)))
+    fleet.report("a", report(1.0, keys_of(1, 10)), 1.0)
     whole = RoutedRequest("r", 10 * UNIT, keys_of(1, 10))
     assert fleet.cached_tokens(whole, ["a"]).tolist() == [9 * UNIT]
     assert fleet.cached_tokens(RoutedRequest("r", 0), ["a"]).tolist() == [0]
@@ -38,14 +44,14 @@ def test_a_prompts_last_token_is_never_cached() -> None:
 
 def test_an_older_report_is_ignored() -> None:
     fleet = fleet_of("a")
-    fleet.report("a", report(2.0, keys_of(1, 4)))
-    fleet.report("a", report(1.0))
+    fleet.report("a", report(2.0, keys_of(1, 4)), 2.0)
+    fleet.report("a", report(1.0), 1.0)
     assert fleet.cached_tokens(request(), ["a"]).tolist() == [4 * UNIT]
 
 
 def test_what_was_sent_counts_until_reports_have_it() -> None:
     fleet = fleet_of("a", "b")
-    fleet.sent(request(), "a", 0, now=1.0)
+    sent = send(fleet, "a", 1.0)
     assert fleet.cached_tokens(request(), ["a", "b"]).tolist() == [10 * UNIT, 0]
     loads = fleet.loads(["a", "b"], 1.0)
     seconds = STEP.prefill_s(10 * UNIT + 1, 0, 1000)
@@ -53,42 +59,77 @@ def test_what_was_sent_counts_until_reports_have_it() -> None:
     assert loads.queued_s.tolist() == pytest.approx([seconds, 0])
     assert loads.num_requests.tolist() == [1, 0]
 
-    fleet.report("a", report(2.0, num_running=1, queued_tokens=7, queued_s=0.5))  # made after: it is in there
+    fleet.report("a", report(2.0, num_running=1, queued_tokens=7, queued_s=0.5), 2.0)  # made after: it is in there
     loads = fleet.loads(["a", "b"], 2.0)
     assert (loads.queued_tokens[0], loads.queued_s[0], loads.num_requests[0]) == (7, 0.5, 1)
     assert fleet.cached_tokens(request(), ["a", "b"]).tolist() == [10 * UNIT, 0]  # it is still at work on it
 
-    fleet.ended("r", now=3.0)
+    fleet.ended(sent, now=3.0)
     assert fleet.loads(["a"], 3.0).num_requests.tolist() == [0]
     assert fleet.cached_tokens(request(), ["a"]).tolist() == [10 * UNIT]
-    fleet.report("a", report(4.0, keys_of(1, 6)))  # what is left of it now
+    fleet.report("a", report(4.0, keys_of(1, 6)), 4.0)  # what is left of it now
     assert fleet.cached_tokens(request(), ["a"]).tolist() == [6 * UNIT]
     assert fleet.loads(["a"], 4.0).num_requests.tolist() == [0]
 
 
 def test_a_request_that_goes_elsewhere_leaves_nothing_behind() -> None:
     fleet = fleet_of("a", "b")
-    fleet.sent(request(), "a", 0, now=1.0)
-    fleet.sent(request(), "b", 0, now=1.1)
+    for i in range(50):
+        fleet.withdraw(send(fleet, "a", 1.0 + i / 100), 1.0 + i / 100)
+    sent = send(fleet, "b", 1.1)
     assert fleet.cached_tokens(request(), ["a", "b"]).tolist() == [0, 10 * UNIT]
-    loads = fleet.loads(["a", "b"], 1.2)
+    loads = fleet.loads(["a", "b"], 1.5)
     assert loads.num_requests.tolist() == [0, 1]
     assert loads.queued_tokens.tolist() == [0, 10 * UNIT + 1]
-    fleet.ended("r", 1.3, replica_id="a")  # of the attempt before: nothing happens
-    assert fleet.in_flight("b") == 1
-    fleet.ended("r", 1.4, taken=False)
+    assert loads.assigned_share[0] == pytest.approx(0)
+    assert loads.assigned_share[1] > 0
+    fleet.withdraw(sent, 1.6)
     assert fleet.cached_tokens(request(), ["a", "b"]).tolist() == [0, 0]
     assert (fleet.in_flight("a"), fleet.in_flight("b")) == (0, 0)
 
 
+def test_several_requests_with_one_id() -> None:
+    """Calls that belong to one request of a client have one id."""
+    fleet = fleet_of("a")
+    sent = [send(fleet, "a", 1.0) for _ in range(3)]
+    assert fleet.in_flight("a") == 3
+    fleet.ended(sent[1], 1.1)
+    assert fleet.in_flight("a") == 2
+    assert fleet.loads(["a"], 1.2).num_requests.tolist() == [2]
+
+
+def test_without_reports_nothing_piles_up() -> None:
+    """Regression: what had ended was kept until the next report, which may never come."""
+    fleet = fleet_of("a")
+    for i in range(100):
+        fleet.ended(send(fleet, "a", 100.0 + i), 100.5 + i)
+    assert fleet.num_known_prefixes == 0
+    fleet.report("a", report(300.0), 300.0)
+    assert fleet.loads(["a"], 300.0).num_requests.tolist() == [0]
+
+
+def test_a_clock_that_differs() -> None:
+    """A replica's clock is an hour behind, and then is set: its reports count all the same."""
+    fleet = fleet_of("a")
+    fleet.report("a", report(1000.0, keys_of(1, 4)), 4600.0)
+    assert fleet.is_fresh("a", 4601.0)
+    send(fleet, "a", 4602.0)
+    assert fleet.loads(["a"], 4602.0).num_requests.tolist() == [1]
+    fleet.report("a", report(1003.0, num_running=1), 4603.0)
+    assert fleet.loads(["a"], 4603.0).num_requests.tolist() == [1]
+    fleet.report("a", report(4604.0), 4604.0)
+    assert fleet.loads(["a"], 4604.0).num_requests.tolist() == [0]
+
+
 def test_a_replica_that_vanishes() -> None:
     fleet = fleet_of("a", "b")
-    fleet.report("a", report(1.0, keys_of(1, 4)))
-    fleet.sent(request(), "a", 0, now=2.0)
+    fleet.report("a", report(1.0, keys_of(1, 4)), 1.0)
+    ended, withdrawn = send(fleet, "a", 2.0), send(fleet, "a", 2.0)
     fleet.update(["b", "c"])
-    fleet.ended("r", 3.0)
-    fleet.sent(request(request_id="late"), "a", 0, now=3.0)  # chosen before it vanished
-    fleet.ended("late", 3.0)
+    fleet.ended(ended, 3.0)
+    fleet.withdraw(withdrawn, 3.0)
+    assert fleet.sent(request(), "a", 0, now=3.0) is None  # chosen before it vanished
+    fleet.report("a", report(3.0, keys_of(1, 4)), 3.0)
     assert fleet.num_known_prefixes == 0
     assert fleet.cached_tokens(request(), ["b", "c"]).tolist() == [0, 0]  # "c" has the slot that was "a"'s
     assert fleet.loads(["b", "c"], 3.0).num_requests.tolist() == [0, 0]
@@ -101,7 +142,7 @@ def test_many_replicas_come_and_go() -> None:
         names = [f"{generation}-{i}" for i in range(37 * (generation + 1))]
         fleet.update(names)
         for i, name in enumerate(names):
-            fleet.report(name, report(1.0, keys_of(i % 200, 3)))
+            fleet.report(name, report(1.0, keys_of(i % 200, 3)), 1.0)
         assert fleet.cached_tokens(request(5), names).tolist() == [3 * UNIT * (i % 200 == 5) for i in range(len(names))]
     fleet.update([])
     assert fleet.num_known_prefixes == 0
@@ -111,7 +152,7 @@ def test_reports_grow_old() -> None:
     fleet = Fleet(stale_after_s=5.0)
     fleet.update(["a"])
     assert not fleet.is_fresh("a", 0.0)
-    fleet.report("a", report(10.0))
+    fleet.report("a", report(10.0), 10.0)
     assert fleet.is_fresh("a", 14.9)
     assert not fleet.is_fresh("a", 15.0)
 
@@ -119,15 +160,17 @@ def test_reports_grow_old() -> None:
 def test_drift_makes_it_forget_expectations() -> None:
     """The replica found much less cached than this router had expected: what was expected there is forgotten."""
     fleet = fleet_of("a")
-    fleet.sent(request(1), "a", 0, now=1.0)
-    fleet.report("a", report(2.0, expected_cached_tokens=5000, cached_tokens=4900, missed_tokens=100))
+    sent = send(fleet, "a", 1.0)
+    fleet.report("a", report(2.0, expected_cached_tokens=5000, cached_tokens=4900, missed_tokens=100), 2.0)
     assert fleet.num_resyncs == 0
     assert fleet.cached_tokens(request(1), ["a"]).tolist() == [10 * UNIT]
-    fleet.report("a", report(3.0, expected_cached_tokens=10_000, cached_tokens=5900, missed_tokens=4100))
+    fleet.report("a", report(3.0, expected_cached_tokens=10_000, cached_tokens=5900, missed_tokens=4100), 3.0)
     assert fleet.num_resyncs == 1
     assert fleet.cached_tokens(request(1), ["a"]).tolist() == [0]
-    fleet.ended("r", 4.0)
-    fleet.report("a", report(5.0, keys_of(1, 2), expected_cached_tokens=10_000, cached_tokens=5900, missed_tokens=4100))
+    fleet.ended(sent, 4.0)
+    fleet.report(
+        "a", report(5.0, keys_of(1, 2), expected_cached_tokens=10_000, cached_tokens=5900, missed_tokens=4100), 5.0
+    )
     assert fleet.num_resyncs == 1
     assert fleet.cached_tokens(request(1), ["a"]).tolist() == [2 * UNIT]
 
@@ -135,11 +178,11 @@ def test_drift_makes_it_forget_expectations() -> None:
 def test_step_times_are_the_median() -> None:
     """A replica that has computed nothing yet reports no times; it must not look as if it were infinitely fast."""
     fleet = fleet_of("a", "b", "c")
-    fleet.report("a", report(1.0, step=STEP.__class__()))
-    fleet.report("b", report(1.0, step=STEP.__class__(0.02, 0.002, 0.0)))
-    fleet.report("c", report(1.0, step=STEP.__class__(0.04, 0.004, 0.0)))
+    fleet.report("a", report(1.0, step=STEP.__class__()), 1.0)
+    fleet.report("b", report(1.0, step=STEP.__class__(0.02, 0.002, 0.0)), 1.0)
+    fleet.report("c", report(1.0, step=STEP.__class__(0.04, 0.004, 0.0)), 1.0)
     assert fleet.loads(["a", "b", "c"], 1.0).token_s.tolist() == pytest.approx([0.003] * 3)
     new = Fleet()
     new.update(["a"])
-    new.report("a", report(1.0, step=STEP.__class__()))
+    new.report("a", report(1.0, step=STEP.__class__()), 1.0)
     assert new.loads(["a"], 1.0).token_s[0] > 0

@@ -15,7 +15,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from app.errors import ConfigError
 from app.fleet.ledger import (
-    GRACE_S,
     REBALANCE_S,
     Beat,
     Claim,
@@ -82,17 +81,14 @@ class Replica:
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Assumed: a live member finds a new ledger within `GRACE_S`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.ledger, self.started_at = Ledger(self.now), self.now
+        self.ledger = Ledger(self.now)
         self.replicas: list[Replica] = []
         self.unnoticed: list[str] = []
         self.beats: list[Beat] = []
         self.orders: list[tuple[Replica, Order]] = []
-        self.heard: set[str] = set()  # by this ledger
 
     def some(self, choice: int) -> Replica | None:
         alive = [replica for replica in self.replicas if replica.alive]
@@ -102,7 +98,6 @@ class LedgerMachine(RuleBasedStateMachine):
         return next(replica for replica in self.replicas if replica.name == name)
 
     def deliver_beat(self, beat: Beat) -> None:
-        self.heard.add(beat.member)
         self.orders.append((self.by_name(beat.member), self.ledger.beat(beat, self.now)))
 
     @rule(least_bytes=LEASTS)
@@ -199,16 +194,12 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def restart_ledger(self) -> None:
-        self.ledger, self.started_at = Ledger(self.now), self.now
+        counted = {*self.ledger.members, *self.ledger.awaited}
+        self.ledger = Ledger(self.now, [r.name for r in self.replicas if r.alive and r.name in counted])
         self.beats.clear()  # those were sent to the former one; its answers may still come
-        self.heard.clear()
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 3.0, REBALANCE_S]))
     def advance(self, seconds: float) -> None:
-        if self.now + seconds >= self.started_at + GRACE_S:
-            for replica in self.replicas:
-                if replica.alive and replica.name not in self.heard:
-                    self.deliver_beat(replica.beat())
         self.now += seconds
 
     @invariant()
@@ -257,7 +248,7 @@ class Talk:
     """A ledger and its members, without trouble; a beat each a second."""
 
     def __init__(self) -> None:
-        self.ledger, self.now = Ledger(0.0), GRACE_S
+        self.ledger, self.now = Ledger(0.0), 0.0
         self.replicas: list[Replica] = []
 
     def join(self, least_bytes: int = 100) -> Replica:
@@ -362,14 +353,18 @@ def test_a_new_ledger_learns_before_it_grants() -> None:
     one.demand_bytes = 700
     talk.round(10)
     before, revisions = talk.budgets, [one.revision, other.revision]
-    talk.ledger = Ledger(talk.now)
+    talk.ledger = Ledger(talk.now, awaits=[one.name, other.name])
     newcomer = talk.join()
-    talk.say(newcomer)
+    for _ in range(100):  # one of them is silent, for however long
+        talk.now += 1.0
+        talk.say(newcomer)
+        talk.say(one)
     assert newcomer.budget_bytes == 0
+    assert one.budget_bytes <= before[0]
+    assert talk.ledger.awaited == {other.name}
     talk.replicas.remove(newcomer)
     newcomer.alive = False
     talk.ledger.leave(newcomer.name)
-    talk.now += GRACE_S - 1.5
     talk.round()
     assert talk.budgets[0] <= before[0]
     assert talk.budgets[1] <= before[1]
@@ -385,7 +380,7 @@ def test_an_answer_of_a_ledger_that_is_gone_is_not_obeyed() -> None:
     member = talk.join()
     late = talk.ledger.beat(member.beat(), talk.now)
     assert late.budget_bytes == CAPACITY
-    talk.ledger = Ledger(talk.now)
+    talk.ledger = Ledger(talk.now, awaits=[member.name, "another"])
     talk.say(member)
     member.hear(late)
     assert member.budget_bytes == 0

@@ -8,7 +8,7 @@ import pytest
 
 from app.errors import ConfigError
 from app.fleet.cost import CostWeights
-from app.fleet.fleet import Fleet, RoutedRequest
+from app.fleet.fleet import Fleet, RoutedRequest, Sent
 from app.fleet.policies import ConsistentHash, LeastLoaded, Policy, PrefixAware, RoundRobin, make_policy
 from tests.app.fleet.reports import UNIT, keys_of, report
 
@@ -20,7 +20,7 @@ def fleet_of(names: list[str] = NAMES, *, reported: bool = True) -> Fleet:
     fleet = Fleet()
     fleet.update(names)
     for name in names if reported else ():
-        fleet.report(name, report(0.0))
+        fleet.report(name, report(0.0), 0.0)
     return fleet
 
 
@@ -30,10 +30,17 @@ def request(
     return RoutedRequest(f"r{number}", num_units * UNIT + tail, keys_of(document, num_units), session)
 
 
-def send(fleet: Fleet, policy: Policy, request: RoutedRequest, names: list[str] = NAMES, now: float = 0.5) -> str:
+def place(
+    fleet: Fleet, policy: Policy, request: RoutedRequest, names: list[str] = NAMES, now: float = 0.5
+) -> tuple[str, Sent]:
     chosen = policy.rank(request, names, now)[0]
-    fleet.sent(request, chosen, int(fleet.cached_tokens(request, [chosen])[0]), now)
-    return chosen
+    sent = fleet.sent(request, chosen, int(fleet.cached_tokens(request, [chosen])[0]), now)
+    assert sent is not None
+    return chosen, sent
+
+
+def send(fleet: Fleet, policy: Policy, request: RoutedRequest, names: list[str] = NAMES, now: float = 0.5) -> str:
+    return place(fleet, policy, request, names, now)[0]
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -68,10 +75,10 @@ def test_round_robin_takes_turns() -> None:
 
 def test_least_loaded_counts_what_was_sent_since_the_report() -> None:
     fleet = fleet_of()
-    fleet.report("a", report(0.1, num_running=2))
+    fleet.report("a", report(0.1, num_running=2), 0.1)
     policy = LeastLoaded(fleet)
     assert Counter(send(fleet, policy, request(i)) for i in range(4)) == {"b": 2, "c": 2}
-    fleet.report("a", report(0.6))
+    fleet.report("a", report(0.6), 0.6)
     assert send(fleet, policy, request(9)) == "a"
 
 
@@ -94,28 +101,28 @@ def test_consistent_hash_passes_by_who_has_too_much() -> None:
 
 def test_prefixes_attract() -> None:
     fleet = fleet_of()
-    fleet.report("b", report(0.1, keys_of(1, 10)))
+    fleet.report("b", report(0.1, keys_of(1, 10)), 0.1)
     assert PrefixAware(fleet).rank(request(), NAMES, 0.5)[0] == "b"
 
 
 def test_the_next_turn_follows_before_any_report() -> None:
     fleet = fleet_of()
     policy = PrefixAware(fleet)
-    first = send(fleet, policy, request(0))
-    fleet.ended("r0", 0.6)
+    first, sent = place(fleet, policy, request(0))
+    fleet.ended(sent, 0.6)
     assert [send(fleet, policy, request(1, num_units=12)), send(fleet, policy, request(2, num_units=14))] == [first] * 2
 
 
 def test_a_long_queue_outweighs_a_prefix() -> None:
     fleet = fleet_of()
-    fleet.report("b", report(0.1, keys_of(1, 10), queued_s=60.0, queued_tokens=60_000))
+    fleet.report("b", report(0.1, keys_of(1, 10), queued_s=60.0, queued_tokens=60_000), 0.1)
     assert PrefixAware(fleet).rank(request(), NAMES, 0.5)[0] != "b"
 
 
 def test_work_weighs_prefixes() -> None:
     """A queue a little longer than what the prefix saves: it depends on what work is worth to the others."""
     fleet = fleet_of()
-    fleet.report("b", report(0.1, keys_of(1, 10), queued_s=0.3, queued_tokens=300))
+    fleet.report("b", report(0.1, keys_of(1, 10), queued_s=0.3, queued_tokens=300), 0.1)
     none = CostWeights(work=0, later=0, decodes=0, cached=0)
     assert PrefixAware(fleet, none).rank(request(), NAMES, 0.5)[0] != "b"
     assert PrefixAware(fleet).rank(request(), NAMES, 0.5)[0] == "b"
@@ -124,14 +131,26 @@ def test_work_weighs_prefixes() -> None:
 def test_without_reports_it_is_least_loaded() -> None:
     fleet = fleet_of(reported=False)
     policy = PrefixAware(fleet)
-    assert Counter(send(fleet, policy, request(i)) for i in range(9)) == {"a": 3, "b": 3, "c": 3}
-    fleet.ended("r0", 0.6)
+    placed = [place(fleet, policy, request(i)) for i in range(9)]
+    assert Counter(chosen for chosen, _ in placed) == {"a": 3, "b": 3, "c": 3}
+    fleet.ended(next(sent for chosen, sent in placed if chosen == "a"), 0.6)
     assert send(fleet, policy, request(10)) == "a"
+
+
+@pytest.mark.parametrize("name", ["least_loaded", "consistent_hash"])
+def test_who_is_silent_does_not_look_empty(name: str) -> None:
+    """Others report what all routers have sent them, and of this one only our own is known."""
+    fleet = fleet_of()
+    for reporting in "ab":
+        fleet.report(reporting, report(100.0, num_running=20), 100.0)
+    policy = make_policy(name, fleet)
+    chosen = Counter(send(fleet, policy, request(i, i), now=100.1) for i in range(60))
+    assert max(chosen.values()) <= 32
 
 
 def test_old_reports_count_for_nothing() -> None:
     fleet = fleet_of()
-    fleet.report("b", report(0.1, keys_of(1, 10)))
+    fleet.report("b", report(0.1, keys_of(1, 10)), 0.1)
     policy = PrefixAware(fleet)
     assert Counter(policy.rank(request(), NAMES, 1000.0)[0] for _ in range(9)) == {"a": 3, "b": 3, "c": 3}
 
@@ -139,14 +158,16 @@ def test_old_reports_count_for_nothing() -> None:
 def test_who_does_not_report_comes_last() -> None:
     fleet = fleet_of(["a", "b"])
     fleet.update(NAMES)
-    fleet.report("a", report(0.1, queued_s=5.0))
+    fleet.report("a", report(0.1, queued_s=5.0), 0.1)
     assert PrefixAware(fleet).rank(request(), NAMES, 0.5) == ["b", "a", "c"]
 
 
 def test_a_full_fleet_is_ranked_by_the_wait() -> None:
     fleet = fleet_of()
     for name, waiting in zip(NAMES, (30, 10, 20), strict=True):
-        fleet.report(name, report(0.1, num_running=64, num_waiting=waiting, free_tokens=0, freed_tokens_per_s=100.0))
+        fleet.report(
+            name, report(0.1, num_running=64, num_waiting=waiting, free_tokens=0, freed_tokens_per_s=100.0), 0.1
+        )
     assert PrefixAware(fleet).rank(request(), NAMES, 0.5) == ["b", "c", "a"]
 
 
@@ -155,13 +176,13 @@ def test_sessions_stay_where_it_costs_little() -> None:
     policy = PrefixAware(fleet)
     home = policy.rank(request(session="s"), NAMES, 0.5)[0]
     others = [n for n in NAMES if n != home]
-    fleet.report(home, report(0.6, queued_s=0.01))  # a little more than elsewhere
+    fleet.report(home, report(0.6, queued_s=0.01), 0.6)  # a little more than elsewhere
     assert policy.rank(request(session="s", document=7), NAMES, 0.7)[0] == home
     assert policy.rank(request(document=7), NAMES, 0.7)[0] in others
-    fleet.report(home, report(0.8, queued_s=50.0))  # much more
+    fleet.report(home, report(0.8, queued_s=50.0), 0.8)  # much more
     moved = policy.rank(request(session="s"), NAMES, 0.9)[0]
     assert moved in others
-    fleet.report(home, report(1.0))
+    fleet.report(home, report(1.0), 1.0)
     assert policy.rank(request(session="s"), NAMES, 1.1)[0] == moved  # where it went last
     fleet.update(others)
     assert policy.rank(request(session="s"), others, 1.2)[0] == moved
@@ -172,8 +193,8 @@ def test_two_routers_do_not_know_of_each_other_until_reports() -> None:
     fleets = [fleet_of(), fleet_of()]
     policies = [PrefixAware(fleet) for fleet in fleets]
     for fleet in fleets:
-        fleet.report("c", report(0.1, keys_of(1, 10)))
+        fleet.report("c", report(0.1, keys_of(1, 10)), 0.1)
     assert [send(f, p, request(1)) for f, p in zip(fleets, policies, strict=True)] == ["c", "c"]
     for fleet in fleets:
-        fleet.report("c", report(0.9, keys_of(1, 10), queued_s=60.0))
+        fleet.report("c", report(0.9, keys_of(1, 10), queued_s=60.0), 0.9)
     assert all(p.rank(request(2), NAMES, 1.0)[0] != "c" for p in policies)

@@ -53,7 +53,7 @@ class FakeService:
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         request.sampling_params(request.max_tokens)
         self._fail(request.model)
-        return self._completion(str(request.prompt))
+        return self._completion(str(request.prompt) + (f" of {session}" if session else ""))
 
     async def generate_stream(
         self, request: CompletionRequest, session: str | None = None
@@ -101,6 +101,15 @@ def test_good_requests(client: TestClient) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     answer = client.post("/v1/chat/completions", json={"model": "m", "messages": [{"role": "user", "content": parts}]})
     assert answer.json()["choices"][0]["message"] == {"role": "assistant", "content": "ab"}
+
+
+def test_the_session_header_is_passed_on(client: TestClient) -> None:
+    body = {"model": "m", "prompt": "hi"}
+    answer = client.post("/v1/completions", json=body, headers={"X-Session-Id": "s1"})
+    assert answer.json()["choices"][0]["text"] == "hi of s1"
+    refused = client.post("/v1/completions", json=body, headers={"X-Session-Id": "s" * 257})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_stream(client: TestClient) -> None:

@@ -13,7 +13,7 @@ from ray.serve.request_router import PendingRequest
 
 from app.engine import SamplingParams
 from app.fleet.keys import prompt_keys
-from app.serving.messages import GenerateRequest, report_as_stats, report_from_stats
+from app.serving.messages import Expected, GenerateRequest, report_as_stats, report_from_stats
 from app.serving.router import FolioRouter
 from tests.app.fleet.reports import IDLE, UNIT, report
 
@@ -74,6 +74,9 @@ def test_reports_pass_through_plain_types() -> None:
     stats = report_as_stats(IDLE)
     assert report_from_stats(stats) == IDLE
     assert stats == asdict(IDLE)
+    assert report_from_stats(stats | {"more": 1}) is None
+    assert report_from_stats({name: value for name, value in stats.items() if name != "keys"}) is None
+    assert report_from_stats(stats | {"step": {"fixed_s": 1.0}}) is None
 
 
 def test_a_prompt_goes_where_it_is_cached(replicas: list[Replica]) -> None:
@@ -83,7 +86,7 @@ def test_a_prompt_goes_where_it_is_cached(replicas: list[Replica]) -> None:
         router = router_for(replicas)
         request = pending()
         assert await choose(router, request) == "b"
-        assert request.args[0].expected_cached_tokens == 10 * UNIT  # for the replica to compare
+        assert request.args[0].expected == Expected("b", 10 * UNIT)  # for the replica to compare
 
     asyncio.run(run())
 
@@ -95,7 +98,80 @@ def test_a_salt_separates(replicas: list[Replica]) -> None:
         router = router_for(replicas)
         request = pending()
         await choose(router, request)
-        assert request.args[0].expected_cached_tokens == 0
+        assert request.args[0].expected.cached_tokens == 0
+
+    asyncio.run(run())
+
+
+def test_a_report_of_another_version_is_none(replicas: list[Replica], caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: it raised in Serve's long poll, which then never told this process of any change again."""
+
+    async def run() -> None:
+        replicas[0].routing_stats = now_with([])
+        replicas[1].routing_stats = now_with([]) | {"new_field": 1}
+        router = router_for(replicas)
+        router.update_replicas(replicas)  # type: ignore[arg-type]
+        assert [await choose(router, pending(i)) for i in range(2)] == ["a", "a"]
+
+    asyncio.run(run())
+    assert caplog.text.count("of another version") == 1
+
+
+def test_calls_of_one_client_request_have_one_id(replicas: list[Replica]) -> None:
+    """Regression: Serve found only the first of them by its id, and the others waited for ever."""
+
+    async def run() -> None:
+        for replica in replicas:
+            replica.routing_stats = now_with([])
+        router = router_for(replicas)
+        same = [pending(0, PROMPT[i:]) for i in range(5)]
+        chosen = await asyncio.gather(*(choose(router, request) for request in same))
+        await asyncio.sleep(0)
+        in_flight = {name: router._fleet.in_flight(name) for name in "abc"}
+        assert in_flight == {name: chosen.count(name) for name in "abc"}
+        for name in chosen:
+            router.on_request_completed(ReplicaID(name, DEPLOYMENT), "internal-0")
+        assert not any(router._fleet.in_flight(name) for name in "abc")
+
+    asyncio.run(run())
+
+
+def test_a_retry_at_the_same_replica(replicas: list[Replica]) -> None:
+    """It rejects a request, which is sent again; that the first attempt is over is heard after the second began."""
+
+    async def run() -> None:
+        router = router_for(replicas[:1])
+        request = pending()
+        name = await choose(router, request)
+        async with asyncio.timeout(DEADLINE_S):
+            again = await router._choose_replica_for_request(request, is_retry=True)
+        await asyncio.sleep(0)
+        assert again.replica_id.unique_id == name
+        assert router._fleet.in_flight(name) == 2
+        router.on_request_completed(again.replica_id, "internal-0")
+        assert router._fleet.in_flight(name) == 1
+        router.on_request_completed(again.replica_id, "internal-0")
+        assert router._fleet.in_flight(name) == 0
+        assert not router._placed
+        assert not router._waiting
+
+    asyncio.run(run())
+
+
+def test_one_that_fails_while_it_is_sent(replicas: list[Replica]) -> None:
+    """Serve says that it is over before it says where it went."""
+
+    async def run() -> None:
+        router = router_for(replicas)
+        request = pending()
+        task = asyncio.create_task(router._choose_replica_for_request(request))
+        while not request.future.done():
+            await asyncio.sleep(0)
+        router.on_request_completed(request.future.result().replica_id, "internal-0")
+        await task
+        await asyncio.sleep(0)
+        assert not any(router._fleet.in_flight(name) for name in "abc")
+        assert not router._placed
 
     asyncio.run(run())
 
@@ -125,7 +201,12 @@ def test_a_full_replica_is_passed_by(replicas: list[Replica]) -> None:
             replica.routing_stats = now_with(prompt_keys(PROMPT, UNIT, None) if replica is replicas[1] else [])
         replicas[1].num_ongoing = replicas[1].max_ongoing_requests
         router = router_for(replicas)
-        assert await choose(router, pending()) in "ac"
+        request = pending()
+        chosen = await choose(router, request)
+        await asyncio.sleep(0)
+        assert chosen in "ac"
+        assert request.args[0].expected.replica == "b"  # another one ignores it
+        assert [router._fleet.in_flight(name) for name in "abc"] == [chosen == "a", 0, chosen == "c"]
 
     asyncio.run(run())
 
@@ -142,6 +223,8 @@ def test_when_all_are_full_it_waits_and_does_not_spin(replicas: list[Replica]) -
         replicas[2].num_ongoing = 0
         assert await waiting == "c"
         assert max(replica.num_probes for replica in replicas) < 50
+        await asyncio.sleep(0)
+        assert [router._fleet.in_flight(name) for name in "abc"] == [0, 0, 1]
 
     asyncio.run(run())
 

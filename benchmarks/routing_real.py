@@ -1,0 +1,416 @@
+"""Routing on a real Ray Serve, with three replicas on this machine; and the simulator against it.
+
+Users talk, turn by turn: every prompt begins with a system prompt that all share, and goes on with all that was said in
+the conversation before. Arrivals, lengths and pauses are drawn once, and the same for every run; the answers that a
+prompt repeats are drawn as well, so that what was generated does not matter. Requests go over HTTP and are streamed.
+
+**Router.** `prefix_aware` beside Serve's default router, in turns: time to first token, and the share of prompt tokens
+that were cached.
+
+**Simulator.** Two replicas with a core each. A first run measures step times (the replicas' own reports), what HTTP and
+Serve add (idle requests), and nothing else; then the simulator predicts a second run with other conversations.
+
+**Scaling and faults.** `KVAwareScaling` between one and three replicas while the load rises and falls, and SIGKILL for
+one of three at the peak. Clients send a request again that was answered 503. A request is lost if it gets no answer, a
+wrong status, or a stream that ends without its last event.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from app.engine.model_loader import BUILTIN_FOLDER
+from app.fleet.policies import PrefixAware
+from app.fleet.report import StepTimes
+from benchmarks import harness
+from benchmarks.served import Served, served
+from benchmarks.simulator.cluster import Cluster
+from benchmarks.simulator.device import Device
+from benchmarks.simulator.traffic import Arrival
+from vmem import TokenChain
+
+NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 64
+UNIT, VOCABULARY = 16, 2000
+SYSTEM_TOKENS, FIRST_TOKENS, ADDED_TOKENS, OUTPUT_TOKENS = 256, (100, 700), (40, 240), (8, 40)
+THINKS_S, GOES_ON, LONGEST = 6.0, 0.75, 4000
+CACHE_TOKENS, STEP_TOKENS, MAX_NUM_SEQS = 24_000, 512, 16
+REQUEST_TIMEOUT_S = 120.0
+SERVE_DEFAULT = "ray.serve._private.request_router.PowerOfTwoChoicesRequestRouter"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request of a conversation, `at` seconds from the beginning."""
+
+    at: float
+    prompt: list[int]
+    num_output_tokens: int
+
+
+@dataclass(slots=True)
+class Answer:
+    """What became of one. `status` 0: nothing came."""
+
+    turn: Turn
+    status: int = 0
+    ttft_s: float = 0.0
+    cached_tokens: int = 0
+    finished: bool = False
+    num_resent: int = 0
+
+
+def draw_turns(seed: int, duration_s: float, conversations_per_s: float) -> list[Turn]:
+    """Conversations that begin within `duration_s`, as a Poisson process."""
+    rng = random.Random(seed)
+    system = [random.Random(0).randrange(4, VOCABULARY) for _ in range(SYSTEM_TOKENS)]
+    turns: list[Turn] = []
+    begins_at = rng.expovariate(conversations_per_s)
+    while begins_at < duration_s:
+        at, prompt = begins_at, system + _tokens(rng, FIRST_TOKENS)
+        while len(prompt) < LONGEST:
+            turns.append(Turn(at, list(prompt), rng.randint(*OUTPUT_TOKENS)))
+            if rng.random() > GOES_ON:
+                break
+            prompt += [rng.randrange(4, VOCABULARY) for _ in range(turns[-1].num_output_tokens)]
+            prompt += _tokens(rng, ADDED_TOKENS)
+            at += 1.0 + rng.expovariate(1 / THINKS_S)
+        begins_at += rng.expovariate(conversations_per_s)
+    return sorted((turn for turn in turns if turn.at < duration_s), key=lambda turn: turn.at)
+
+
+def _tokens(rng: random.Random, bounds: tuple[int, int]) -> list[int]:
+    return [rng.randrange(4, VOCABULARY) for _ in range(rng.randint(*bounds))]
+
+
+def make_checkpoint(folder: Path) -> None:
+    """Random weights, large enough that HTTP and Serve add little to a step, with the built-in model's tokenizer."""
+    torch.manual_seed(5)
+    config = Qwen2Config(
+        vocab_size=2048,
+        hidden_size=14 * HEAD_DIM,
+        intermediate_size=4864,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=14,
+        num_key_value_heads=NUM_KV_HEADS,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=True,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(BUILTIN_FOLDER / name, folder)
+
+
+def serve_args(folder: Path) -> dict[str, Any]:
+    token_bytes = 2 * 2 * NUM_LAYERS * NUM_KV_HEADS * HEAD_DIM
+    engine = {
+        "model": str(folder),
+        "num_threads": 1,
+        "block_tokens": UNIT,
+        "max_model_len": LONGEST + 200,
+        "max_num_batched_tokens": STEP_TOKENS,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "kv_memory_bytes": CACHE_TOKENS * token_bytes,
+    }
+    return {"engine": engine, "model_name": "chat"}
+
+
+# ---- clients ----
+
+
+@dataclass(slots=True)
+class Clients:
+    """Sends turns at their times and notes what comes back."""
+
+    url: str
+    resend: bool = False
+    answers: list[Answer] = field(default_factory=list)
+
+    def run(self, turns: Sequence[Turn]) -> list[Answer]:
+        asyncio.run(self._run(turns))
+        return self.answers
+
+    async def _run(self, turns: Sequence[Turn]) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits) as client:
+            start = time.perf_counter()
+            tasks = []
+            for turn in turns:
+                await asyncio.sleep(max(start + turn.at - time.perf_counter(), 0))
+                tasks.append(asyncio.create_task(self._ask(client, turn, start + turn.at)))
+            await asyncio.gather(*tasks)
+
+    async def _ask(self, client: httpx.AsyncClient, turn: Turn, sent_at: float) -> None:
+        answer = Answer(turn)
+        self.answers.append(answer)
+        while True:
+            try:
+                await self._stream(client, answer, sent_at)
+            except httpx.HTTPError:
+                answer.status = 0
+            if not (self.resend and answer.status == 503) or time.perf_counter() - sent_at > REQUEST_TIMEOUT_S:
+                return
+            answer.num_resent += 1
+            await asyncio.sleep(0.2)
+
+    async def _stream(self, client: httpx.AsyncClient, answer: Answer, sent_at: float) -> None:
+        body = {
+            "model": "chat",
+            "prompt": answer.turn.prompt,
+            "max_tokens": answer.turn.num_output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        answer.ttft_s = 0.0
+        async with client.stream("POST", f"{self.url}/v1/completions", json=body) as response:
+            answer.status = response.status_code
+            async for line in response.aiter_lines():
+                if not line.startswith("data: "):
+                    continue
+                if line == "data: [DONE]":
+                    answer.finished = True
+                    return
+                answer.ttft_s = answer.ttft_s or time.perf_counter() - sent_at
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    answer.status = 503 if event["error"].get("code") == "unavailable" else 500
+                    return
+                if event.get("usage"):
+                    answer.cached_tokens = event["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def num_lost(answers: Sequence[Answer]) -> int:
+    return sum(not (answer.status == 200 and answer.finished) for answer in answers)
+
+
+def hit_share(answers: Sequence[Answer]) -> float:
+    return sum(a.cached_tokens for a in answers) / sum(len(a.turn.prompt) for a in answers)
+
+
+def forget_prefixes(server: Served) -> None:
+    """Restart the engine replicas' caches: other prompts until nothing of the last run is left."""
+    rng = random.Random(time.time_ns())
+    fillers = [
+        Turn(0.02 * i, [rng.randrange(4, VOCABULARY) for _ in range(LONGEST - 100)], 1)
+        for i in range(3 * server.num_running * CACHE_TOKENS // LONGEST)
+    ]
+    Clients(server.url).run(fillers)
+
+
+# ---- the three parts ----
+
+
+def compare_routers(server: Served, turns: Sequence[Turn], repeats: int) -> dict[str, list[list[Answer]]]:
+    """Runs of both routers in turn."""
+    runs: dict[str, list[list[Answer]]] = {"prefix_aware": [], "Serve's default": []}
+    for repeat in range(repeats):
+        for name, answers in runs.items():
+            router: dict[str, Any] = {}
+            if name != "prefix_aware":
+                router["request_router_config"] = {"request_router_class": SERVE_DEFAULT}
+            server.deploy(num_replicas=3, **router)  # other router: new replicas, with empty caches
+            Clients(server.url).run(turns[:3])  # connections, first steps
+            answers.append(Clients(server.url).run(turns))
+            print(
+                f"run {repeat + 1}/{repeats}  {name}: hit share {hit_share(answers[-1]):.3f}, TTFT mean "
+                f"{_mean_ttft_s(answers[-1]):.3f} s, lost {num_lost(answers[-1])}",
+                flush=True,
+            )
+    return runs
+
+
+def sim_vs_real(server: Served, duration_s: float, conversations_per_s: float) -> dict[str, Any]:
+    """Predict a run from what another one has measured."""
+    server.deploy(num_replicas=2)
+    added_s = _added_s(server)
+    first = Clients(server.url).run(draw_turns(11, duration_s, conversations_per_s))
+    reports = server.reports()
+    step = StepTimes(*np.mean([(r.step.fixed_s, r.step.token_s, r.step.attended_s) for r in reports], axis=0).tolist())
+    forget_prefixes(server)
+    turns = draw_turns(12, duration_s, conversations_per_s)
+    real = Clients(server.url).run(turns)
+    device = Device(
+        name="this machine, one core",
+        fixed_s=step.fixed_s,
+        token_s=step.token_s,
+        attended_s=step.attended_s,
+        decode_attended_s=step.attended_s,
+        step_tokens=STEP_TOKENS,
+        max_num_seqs=MAX_NUM_SEQS,
+        cache_tokens=reports[0].total_tokens // UNIT * UNIT,
+        unit_tokens=UNIT,
+    )
+    outcome = Cluster(device, 2, lambda fleet, _: PrefixAware(fleet), num_routers=1, report_period_s=0.5).run(
+        [_arrival(i, turn) for i, turn in enumerate(turns)]
+    )
+    simulated = [ttft_s + added_s for ttft_s in outcome.ttft_s]
+    return {
+        "step": {"fixed_s": step.fixed_s, "token_s": step.token_s, "attended_s": step.attended_s},
+        "added_s": added_s,
+        "requests": len(turns),
+        "real_ttft_s": [answer.ttft_s for answer in sorted(real, key=lambda a: a.turn.at)],
+        "sim_ttft_s": simulated,
+        "real_hit_share": hit_share(real),
+        "sim_hit_share": outcome.hit_share,
+        "first_run_ttft_s": [answer.ttft_s for answer in first],
+        "lost": num_lost(first) + num_lost(real),
+    }
+
+
+def scale_and_kill(server: Served, phase_s: float, conversations_per_s: float) -> dict[str, Any]:
+    """Little load, three times what one replica can do, little again; one of three is killed at the peak."""
+    server.deploy(
+        autoscaling_config={
+            "min_replicas": 1,
+            "max_replicas": 3,
+            "metrics_interval_s": 0.5,
+            "look_back_period_s": 2.0,
+            "upscale_delay_s": 0.0,
+            "downscale_delay_s": 0.0,
+            "policy": {
+                "policy_function": "app.serving.autoscaling:KVAwareScaling",
+                "policy_kwargs": {"ttft_s": 1.0, "down_after_s": 10.0},
+            },
+        }
+    )
+    quiet, peak = conversations_per_s / 10, conversations_per_s
+    turns = [
+        *draw_turns(21, phase_s, quiet),
+        *(Turn(t.at + phase_s, t.prompt, t.num_output_tokens) for t in draw_turns(22, 2 * phase_s, peak)),
+        *(Turn(t.at + 3 * phase_s, t.prompt, t.num_output_tokens) for t in draw_turns(23, 2 * phase_s, quiet)),
+    ]
+    watcher = _Watcher(server, kills_at=2.2 * phase_s)
+    clients = Clients(server.url, resend=True)
+    asyncio.run(_beside(clients, turns, watcher))
+    server.wait_until(lambda: server.num_running == 1, 120.0)
+    watcher.sizes.append((time.perf_counter() - watcher.start, server.num_running))
+    sizes = [size for _, size in watcher.sizes]
+    changes = [(at, b - a) for (_, a), (at, b) in zip(watcher.sizes, watcher.sizes[1:], strict=False) if a != b]
+    return {
+        "requests": len(clients.answers),
+        "lost": num_lost(clients.answers),
+        "resent": sum(answer.num_resent > 0 for answer in clients.answers),
+        "sizes": watcher.sizes,
+        "most": max(sizes),
+        "last": sizes[-1],
+        "killed_at": watcher.killed_at,
+        "changes": changes,
+    }
+
+
+class _Watcher:
+    """Notes how many replicas run, and kills one of three."""
+
+    def __init__(self, server: Served, kills_at: float) -> None:
+        self._server = server
+        self._kills_at = kills_at
+        self.start = time.perf_counter()
+        self.sizes: list[tuple[float, int]] = []
+        self.killed_at: float | None = None
+
+    def look(self) -> None:
+        at = time.perf_counter() - self.start
+        self.sizes.append((at, self._server.num_running))
+        if self.killed_at is None and at > self._kills_at and self.sizes[-1][1] == 3:
+            self._server.kill_one()
+            self.killed_at = at
+
+
+async def _beside(clients: Clients, turns: Sequence[Turn], watcher: _Watcher) -> None:
+    """Clients, and a look at the replicas every half second."""
+    asking = asyncio.create_task(clients._run(turns))
+    while not asking.done():
+        await asyncio.to_thread(watcher.look)
+        await asyncio.wait([asking], timeout=0.5)
+    await asking
+
+
+def _added_s(server: Served) -> float:
+    """What HTTP and Serve add to a time to first token: of an idle server's, what is not the step's."""
+    turns = [Turn(0.5 * i, [5] * 32, 2) for i in range(24)]
+    answers = Clients(server.url).run(turns)[4:]
+    steps = [r.step for r in server.reports()]
+    step_s = statistics.mean(step.fixed_s + 16 * step.token_s for step in steps)  # half of the prompt is cached
+    return statistics.median(answer.ttft_s for answer in answers) - step_s
+
+
+def _arrival(number: int, turn: Turn) -> Arrival:
+    chain = TokenChain(UNIT)
+    chain.extend(turn.prompt)
+    rest = tuple(turn.prompt[len(chain.units) * UNIT :])
+    return Arrival(
+        number, f"t{number}", turn.at, len(turn.prompt), turn.num_output_tokens, chain.units, chain.digests, 0, rest
+    )
+
+
+def _mean_ttft_s(answers: Sequence[Answer]) -> float:
+    return statistics.mean(answer.ttft_s for answer in answers)
+
+
+def measure(quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
+    """All three parts; returns figures, and what they are made of."""
+    duration_s, repeats = (15.0, 1) if quick else (90.0, 3)
+    with tempfile.TemporaryDirectory() as folder:
+        make_checkpoint(Path(folder))
+        with served("folio-chat", serve_args(Path(folder))) as server:
+            validation = sim_vs_real(server, duration_s, 0.35)
+            print(
+                f"{validation['requests']} requests: TTFT mean simulated "
+                f"{statistics.mean(validation['sim_ttft_s']):.3f} s, real "
+                f"{statistics.mean(validation['real_ttft_s']):.3f} s; hit share simulated "
+                f"{validation['sim_hit_share']:.3f}, real {validation['real_hit_share']:.3f}"
+            )
+            runs = compare_routers(server, draw_turns(31, duration_s, 0.35), repeats)
+            scaling = scale_and_kill(server, 10.0 if quick else 30.0, 1.0)
+            print(
+                f"scaling: 1 → {scaling['most']} → {scaling['last']} replicas, {scaling['requests']} requests, "
+                f"{scaling['resent']} sent again, {scaling['lost']} lost; one killed at {scaling['killed_at']} s"
+            )
+    ours, default = runs["prefix_aware"], runs["Serve's default"]
+    real_s, sim_s = statistics.mean(validation["real_ttft_s"]), statistics.mean(validation["sim_ttft_s"])
+    figures = {
+        "sim_vs_real_ttft_error": abs(sim_s - real_s) / real_s,
+        "sim_vs_real_hit_error": abs(validation["sim_hit_share"] - validation["real_hit_share"])
+        / max(validation["real_hit_share"], 1e-9),
+        "real_hit_share": statistics.median(map(hit_share, ours)),
+        "real_hit_share_default": statistics.median(map(hit_share, default)),
+        "real_ttft_vs_default": harness.median_ratio(
+            [_mean_ttft_s(answers) for answers in ours], [_mean_ttft_s(answers) for answers in default]
+        ),
+        "real_scaled_to": scaling["most"],
+        "real_lost": scaling["lost"] + validation["lost"] + sum(num_lost(a) for a in [*ours, *default]),
+    }
+    raw = {
+        "validation": validation,
+        "routers": {name: [[a.ttft_s for a in answers] for answers in each] for name, each in runs.items()},
+        "scaling": scaling,
+    }
+    return figures, raw
+
+
+def main() -> None:
+    args: argparse.Namespace = harness.arguments(__doc__).parse_args()
+    figures, raw = measure(args.quick)
+    harness.finish("routing_real", args, figures, raw)
+
+
+if __name__ == "__main__":
+    main()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ class FolioRouter(FIFOMixin, RequestRouter):
             ConfigError: there is no such policy.
         """
         self._fleet = Fleet(stale_after_s=stale_after_s)
-        self._policy = make_policy(policy, self._fleet)
+        self._policy = make_policy(policy, self._fleet, seed=random.getrandbits(64))
         self._by_name: dict[str, RunningReplica] = {}
         self._waiting: dict[asyncio.Future[RunningReplica], _Waiting] = {}
         # (replica, internal request id) → entries in the books, one for each attempt, the oldest first

@@ -176,9 +176,9 @@ def test_sessions_stay_where_it_costs_little() -> None:
     policy = PrefixAware(fleet)
     home = policy.rank(request(session="s"), NAMES, 0.5)[0]
     others = [n for n in NAMES if n != home]
-    fleet.report(home, report(0.6, queued_s=0.01), 0.6)  # a little more than elsewhere
-    assert policy.rank(request(session="s", document=7), NAMES, 0.7)[0] == home
-    assert policy.rank(request(document=7), NAMES, 0.7)[0] in others
+    fleet.report(home, report(0.6, queued_s=0.08), 0.6)  # a little more than elsewhere
+    assert {policy.rank(request(session="s", document=7), NAMES, 0.7)[0] for _ in range(20)} == {home}
+    assert {policy.rank(request(document=7), NAMES, 0.7)[0] for _ in range(20)} >= set(others)
     fleet.report(home, report(0.8, queued_s=50.0), 0.8)  # much more
     moved = policy.rank(request(session="s"), NAMES, 0.9)[0]
     assert moved in others

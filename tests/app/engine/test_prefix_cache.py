@@ -200,7 +200,7 @@ def test_forks_that_cannot_run_together_are_refused(counted: Counted) -> None:
     counted.engine.memory._pages.budget = 70
     with pytest.raises(RequestError, match="do not fit"):
         counted.engine.fork("parent", "child", SamplingParams(max_tokens=900))
-    counted.engine.memory._pages.budget = counted.engine.memory._pages._most
+    counted.engine.memory._pages.budget = counted.engine.memory._pages.most
     counted.engine.cancel("parent")
 
 

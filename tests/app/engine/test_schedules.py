@@ -271,7 +271,7 @@ class Run:
         pages = self.engine.memory._pages
         self.revision += 1
         fewest = pages.fewest + pages.num_pinned
-        self.engine.set_budget(round(fewest + share * (pages._most - fewest)) * pages.page_bytes, self.revision)
+        self.engine.set_budget(round(fewest + share * (pages.most - fewest)) * pages.page_bytes, self.revision)
 
     def step(self) -> None:
         for delta in self.engine.step():

@@ -206,11 +206,11 @@ def hit_share(answers: Sequence[Answer]) -> float:
 
 
 def forget_prefixes(server: Served) -> None:
-    """Restart the engine replicas' caches: other prompts until nothing of the last run is left."""
+    """Fill the caches one and a half times with prompts that nobody will repeat."""
     rng = random.Random(time.time_ns())
     fillers = [
         Turn(0.02 * i, [rng.randrange(4, VOCABULARY) for _ in range(LONGEST - 100)], 1)
-        for i in range(3 * server.num_running * CACHE_TOKENS // LONGEST)
+        for i in range(3 * server.num_running * CACHE_TOKENS // LONGEST // 2)
     ]
     Clients(server.url).run(fillers)
 
@@ -367,11 +367,11 @@ def _mean_ttft_s(answers: Sequence[Answer]) -> float:
 
 def measure(quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
     """All three parts; returns figures, and what they are made of."""
-    duration_s, repeats = (15.0, 1) if quick else (90.0, 3)
+    duration_s, repeats = (15.0, 1) if quick else (40.0, 3)
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder))
         with served("folio-chat", serve_args(Path(folder))) as server:
-            validation = sim_vs_real(server, duration_s, 0.35)
+            validation = sim_vs_real(server, 2 * duration_s, 0.35)
             print(
                 f"{validation['requests']} requests: TTFT mean simulated "
                 f"{statistics.mean(validation['sim_ttft_s']):.3f} s, real "
@@ -379,7 +379,7 @@ def measure(quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
                 f"{validation['sim_hit_share']:.3f}, real {validation['real_hit_share']:.3f}"
             )
             runs = compare_routers(server, draw_turns(31, duration_s, 0.35), repeats)
-            scaling = scale_and_kill(server, 10.0 if quick else 30.0, 1.0)
+            scaling = scale_and_kill(server, 10.0 if quick else 25.0, 1.0)
             print(
                 f"scaling: 1 → {scaling['most']} → {scaling['last']} replicas, {scaling['requests']} requests, "
                 f"{scaling['resent']} sent again, {scaling['lost']} lost; one killed at {scaling['killed_at']} s"

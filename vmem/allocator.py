@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 
 from vmem.backend import Backend
 from vmem.errors import OutOfPages, VmemError
@@ -29,9 +30,7 @@ class BlockAllocator:
         groups: Sequence[GroupMemory],
         prefixes: PrefixIndex,
         mapper: Mapper,
-        clock: Callable[[], float],
     ) -> None:
-        self._clock = clock
         self._backend = backend
         self._pages = pages
         self._groups = groups
@@ -85,17 +84,9 @@ class BlockAllocator:
                 taken += pool.take_loose(count - len(taken))
                 taken += pool.take_tied(count - len(taken))
         except VmemError:
-            pool.free(taken, fence=0, now=self._clock())
+            pool.free(taken, fence=0, now=time.monotonic())
             raise
         return sorted(taken)  # neighbours are mapped by one call
-
-    @property
-    def cached_age_s(self) -> float:
-        """How long the block that would be evicted next has been free; 0 if none would be."""
-        if self.num_free_pages > sum(group.pool.num_kept * group.num_slices for group in self._groups):
-            return 0.0
-        oldest = [group.pool.freed_at(b) for group in self._groups if (b := group.pool.oldest_kept()) is not None]
-        return self._clock() - min(oldest) if oldest else 0.0
 
     def take(self, group: GroupMemory, block_id: int) -> None:
         """Own this free block, whatever it holds."""
@@ -105,7 +96,7 @@ class BlockAllocator:
 
     def free(self, group: GroupMemory, block_ids: Sequence[int]) -> None:
         """Drop a reference of each block; the last launched step may still read them."""
-        group.pool.free(block_ids, fence=self.fence, now=self._clock())
+        group.pool.free(block_ids, fence=self.fence, now=time.monotonic())
 
     def settle(self, region: Region) -> None:
         """Wait until the mapper has let go of the region."""

@@ -72,7 +72,6 @@ class KVMemory:
         swap_bytes: host memory for preempted sequences.
         contents: made once the addresses are reserved: how blocks are copied, for copy-on-write and swapping.
         hash: of the prefix cache; for tests.
-        clock: seconds that increase; what is freed is dated by it. For simulations, whose mapper has no thread.
 
     Raises:
         LayoutError: the groups do not fit together.
@@ -95,7 +94,6 @@ class KVMemory:
         swap_bytes: int = 0,
         contents: Callable[[CacheTensors], BlockContents] = LocalContents,
         hash: Hash = stable_hash,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         page_sizes = {group.layout.page_bytes for group in groups}
         if len(page_sizes) != 1:
@@ -141,7 +139,7 @@ class KVMemory:
         )
         self._mapper = Mapper(self._next_work, self._wait_s, self._background.forget)
         self._lock = self._mapper.lock
-        self._allocator = BlockAllocator(backend, self._pages, self._groups, self._index, self._mapper, clock)
+        self._allocator = BlockAllocator(backend, self._pages, self._groups, self._index, self._mapper)
         moves = contents(self.tensors)
         self._copies = BlockCopies(backend, self._groups, self._allocator, moves)
         self._tables = BlockTables(self._groups, self._allocator, self._copies)
@@ -441,13 +439,6 @@ class KVMemory:
         """Which prefixes are cached, for others to compare with the digests of a `TokenChain`. From any thread."""
         with self._lock:
             return self._index.summary.keys(most)
-
-    @property
-    def cached_age_s(self) -> float:
-        """How long nobody has wanted the cached block that would be given up next; 0 while there are others to take.
-        From any thread."""
-        with self._lock:
-            return self._allocator.cached_age_s
 
     @property
     def unit_tokens(self) -> int:

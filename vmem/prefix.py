@@ -170,6 +170,11 @@ class PrefixIndex:
         self.counts = PrefixCounts()
         self.changes = 0
         self.summary = PrefixSummary()
+        # Groups whose blocks a prefix keeps as long as longer ones do: those of windows go before, states are few.
+        # Where there are no others, all.
+        self._lasting = [
+            g for g, group in enumerate(groups) if group.spec.window_tokens is None and not group.spec.is_state
+        ] or list(range(len(groups)))
         self._groups = groups
         self._nodes: dict[Digest, PrefixNode] = {}
         self._roots: dict[tuple[str, ...], PrefixNode] = {}
@@ -310,7 +315,7 @@ class PrefixIndex:
         for block_id in block_ids:
             self._holder[g][block_id] = node
             self._groups[g].pool.keep(block_id)
-        if all(blocks is not None for blocks in node.blocks):
+        if g in self._lasting and self._lasts(node):
             self.summary.add(node.digest, node.depth)
         return True
 
@@ -320,7 +325,7 @@ class PrefixIndex:
         if block_ids is None:
             return 0
         self.changes += 1
-        if all(blocks is not None for blocks in node.blocks):
+        if g in self._lasting and self._lasts(node):
             self.summary.remove(node.digest, node.depth)
         node.blocks[g] = None
         for block_id in block_ids:
@@ -371,8 +376,11 @@ class PrefixIndex:
         writers = {id(path) for path in paths}
         if any(node.writer is not None and id(node.writer) not in writers for node in self._nodes.values()):
             raise IntegrityError("a prefix waits for a sequence that is gone")
-        whole = [node for node in self._nodes.values() if all(blocks is not None for blocks in node.blocks)]
-        self.summary.check_integrity({(key_of(node.digest), node.depth) for node in whole})
+        lasting = [node for node in self._nodes.values() if self._lasts(node)]
+        self.summary.check_integrity({(key_of(node.digest), node.depth) for node in lasting})
+
+    def _lasts(self, node: PrefixNode) -> bool:
+        return all(node.blocks[g] is not None for g in self._lasting)
 
     def _release(self, node: PrefixNode) -> None:
         """Drop a reference; a node without any is gone, and its parent may be."""

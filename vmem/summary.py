@@ -5,6 +5,7 @@ Kept up to date block by block, because going through a hundred thousand prefixe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -32,8 +33,9 @@ class CachedKeys:
 
 
 class PrefixSummary:
-    """Keys of the prefixes that every layer group has blocks of, by how far their depth can be halved. Only called
-    under the memory's lock."""
+    """Keys of the prefixes that layers without a window have blocks of, by how far their depth can be halved: with a
+    prefix all shorter ones are there. What else a hit needs, a window's last blocks or a state, a summary does not say.
+    Only called under the memory's lock."""
 
     def __init__(self) -> None:
         self._by_halvings: list[dict[bytes, int]] = [{} for _ in range(_MOST_HALVINGS + 1)]
@@ -63,8 +65,8 @@ class PrefixSummary:
         halvings = 0
         while halvings < _MOST_HALVINGS and sum(map(len, self._by_halvings[halvings:])) > most:
             halvings += 1
-        chosen = [key for keys in self._by_halvings[halvings:] for key in keys]
-        return CachedKeys(b"".join(chosen[len(chosen) - min(most, len(chosen)) :]), 1 << halvings, self._version)
+        keys = b"".join(itertools.chain.from_iterable(self._by_halvings[halvings:]))
+        return CachedKeys(keys[-most * KEY_BYTES :], 1 << halvings, self._version)
 
     def check_integrity(self, expected: Collection[tuple[bytes, int]]) -> None:
         """Raise `IntegrityError` unless there is a key for exactly these (key, depth)."""

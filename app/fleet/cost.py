@@ -3,11 +3,10 @@
     own     queue ahead + own prompt, without what is cached there + the decodes that share those steps
             + waiting for room in the cache and in the batch
     harm    the work itself: as much less for everybody else
-            + what comes later waits for it, the longer the busier the replica is
             + what runs there waits while the prompt is computed
-            + what is cached there is given up for it, and computed again when it is wanted again
 
-Every rate in it is what the replica has measured (`StepTimes`, `freed_tokens_per_s`, `busy_share`, `cached_age_s`).
+Every rate in it is what replicas have measured (`StepTimes`, `freed_tokens_per_s`). Two more kinds of harm were tried
+in the simulator and brought nothing: that later requests find the replica busier, and that cached blocks are given up.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 # Until a replica has seen requests end, a cache that is full is expected to turn over in this time.
 _TURNOVER_S = 60.0
-# Of a replica that is busy all the time, the busy share that counts: what comes later waits 1 / (1 - share).
-_MOST_BUSY = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +44,7 @@ class Loads:
     max_num_seqs: Array
     free_tokens: Array
     total_tokens: Array
-    cached_age_s: Array
     freed_tokens_per_s: Array
-    busy_share: Array
     assigned_share: Array
 
 
@@ -65,15 +60,11 @@ class CostWeights:
     Attributes:
         work: seconds of prefill. Without it prompts leave their prefix too readily: they wait a little less, and there
             are two copies, for which others' are given up.
-        later: seconds that those who come later are expected to wait.
         decodes: seconds that running sequences wait, all together.
-        cached: seconds to compute again what is given up.
     """
 
     work: float = 4.0
-    later: float = 1.0
     decodes: float = 0.02
-    cached: float = 0.5
 
 
 def prefill_seconds(loads: Loads, num_tokens: int, cached: Array) -> Array:
@@ -83,15 +74,12 @@ def prefill_seconds(loads: Loads, num_tokens: int, cached: Array) -> Array:
     return num_steps * loads.fixed_s + new * loads.token_s + num_attended(new, cached) * loads.attended_s
 
 
-def request_cost(
-    loads: Loads, num_tokens: int, cached: Array, weights: CostWeights, mean_age_s: float
-) -> tuple[Array, Array]:
+def request_cost(loads: Loads, num_tokens: int, cached: Array, weights: CostWeights) -> tuple[Array, Array]:
     """Expected time to first token and harm to others in seconds, `[num_replicas]` each.
 
     Args:
         num_tokens: of the prompt.
         cached: of these, how many each replica has, `[num_replicas]`.
-        mean_age_s: at which cached blocks are given up, over all replicas.
     """
     new = num_tokens - cached
     own_s = prefill_seconds(loads, num_tokens, cached)
@@ -99,17 +87,7 @@ def request_cost(
     room_s = _wait_for_room(loads, new)
     ttft_s = loads.queued_s + own_s + num_steps * loads.decode_s + room_s
 
-    busy = np.minimum(np.maximum(loads.busy_share, loads.assigned_share), _MOST_BUSY)
-    later_s = own_s * busy / (1 - busy)
-    # A block is as likely to be wanted again as it is young: replicas that give up younger ones than others lose more.
-    given_up = np.where(loads.cached_age_s > 0, new * loads.token_s, 0.0)
-    again = mean_age_s / np.maximum(loads.cached_age_s, 1e-3) if mean_age_s else 0.0
-    harm_s = (
-        weights.work * own_s
-        + weights.later * later_s
-        + weights.decodes * loads.num_decodes * own_s
-        + weights.cached * given_up * np.minimum(again, 4.0)
-    )
+    harm_s = (weights.work + weights.decodes * loads.num_decodes) * own_s
     return ttft_s, harm_s
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from app.fleet.cost import LOAD_FIELDS, Array, Loads
 from app.fleet.directory import PrefixDirectory
 from app.fleet.report import ReplicaReport, StepTimes
-from vmem import KEY_BYTES
 
 # Until the first replica has computed something. Only which costs are greater matters then.
 _FIRST_GUESS = StepTimes(fixed_s=0.01, token_s=1e-4)
@@ -55,7 +54,7 @@ class _Replica:
     slot: int
     report: ReplicaReport | None = None
     skew_s: float = 0.0
-    sent: set[Sent] = field(default_factory=set)
+    sent: dict[Sent, None] = field(default_factory=dict)  # in order: sums of floats must not depend on addresses
     num_in_flight: int = 0
     num_resyncs: int = 0
     is_gone: bool = False
@@ -121,8 +120,7 @@ class Fleet:
         self.unit_tokens = report.unit_tokens
         self._step = self._median_step()
         if last is None or last.keys_version != report.keys_version:
-            keys = report.keys
-            self._directory.report(replica.slot, [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)])
+            self._directory.report(replica.slot, report.keys, report.stride)
         resync = last is not None and self._has_drifted(last, report)
         replica.num_resyncs += resync
         for sent in list(replica.sent):
@@ -144,10 +142,10 @@ class Fleet:
         if replica.report is not None:
             new = request.num_tokens - cached_tokens
             seconds = self._step.prefill_s(new, cached_tokens, replica.report.step_tokens)
-        sent = Sent(request.keys, replica, now, request.num_tokens - cached_tokens, seconds)
-        replica.sent.add(sent)
+        noted = self._directory.expect(replica.slot, request.keys)
+        sent = Sent(noted, replica, now, request.num_tokens - cached_tokens, seconds)
+        replica.sent[sent] = None
         replica.num_in_flight += 1
-        self._directory.expect(replica.slot, request.keys)
         self._decay(now)
         self._assigned[replica.slot] += seconds / ASSIGNED_MEMORY_S
         self._add(replica.slot, sent)
@@ -268,7 +266,7 @@ class Fleet:
         self._loads[_NUM_REQUESTS, slot] += 1
 
     def _forget(self, sent: Sent) -> None:
-        sent.replica.sent.remove(sent)
+        del sent.replica.sent[sent]
         self._directory.forget(sent.replica.slot, sent.keys)
 
     def _decay(self, now: float) -> None:

@@ -38,8 +38,9 @@ class ReplicaReport:
     Attributes:
         made_at: seconds of the wall clock.
         unit_tokens: prefixes are shared in multiples of so many tokens; a key stands for as many.
-        keys: of the cached prefixes, `KEY_BYTES` bytes each, in no order; not of all when there are more than a report
-            may hold (`vmem.CachedKeys`).
+        keys: of the cached prefixes, `KEY_BYTES` bytes each, in no order: those that end after a multiple of `stride`
+            units.
+        stride: 1, or more when there are more prefixes than a report may hold (`vmem.CachedKeys`).
         keys_version: changes when `keys` does.
         step: times of its steps.
         step_tokens: tokens of a step at most.
@@ -52,7 +53,6 @@ class ReplicaReport:
         decode_s: what their next tokens add to a step.
         free_tokens: the KV cache has room for so many more, cached ones given up.
         total_tokens: tokens that it holds within the budget.
-        cached_age_s: how long ago the cached block that would be given up next was last used; 0 while others are free.
         freed_tokens_per_s: room that finished requests have made lately.
         busy_share: of the last seconds, in steps that compute prompts.
         budget_bytes, physical_bytes: of the KV cache, allowed and taken.
@@ -63,6 +63,7 @@ class ReplicaReport:
     made_at: float
     unit_tokens: int
     keys: bytes
+    stride: int
     keys_version: int
     step: StepTimes
     step_tokens: int
@@ -75,7 +76,6 @@ class ReplicaReport:
     decode_s: float
     free_tokens: int
     total_tokens: int
-    cached_age_s: float
     freed_tokens_per_s: float
     busy_share: float
     budget_bytes: int

@@ -91,29 +91,8 @@ def test_a_memory_names_what_a_prompt_would_find(windowed: bool) -> None:
         max_tokens=160,
     )
     keys = compute(memory, list(range(5 * UNIT)))
-    known = split(memory.cached_keys(100).keys)
-    assert known <= set(keys)
-    assert keys[-1] in known  # with a window, the first units have lost blocks, and the last has all it needs
-    if not windowed:
-        assert known == set(keys)
+    assert split(memory.cached_keys(100).keys) == set(keys)
     compute(memory, list(range(1000, 1000 + 9 * UNIT)))
     compute(memory, list(range(2000, 2000 + 9 * UNIT)))
     memory.check_integrity()
-    memory.close()
-
-
-def test_age_of_what_goes_next() -> None:
-    now = 100.0
-    memory = KVMemory(
-        HostBackend(1 << 20),
-        groups(),
-        budget_bytes=10 * 4096,
-        num_regions=1,
-        max_tokens=160,
-        clock=lambda: now,
-    )
-    assert memory.cached_age_s == 0
-    compute(memory, list(range(10 * UNIT)))
-    now = 107.0
-    assert memory.cached_age_s == 7.0  # nothing else is free
     memory.close()

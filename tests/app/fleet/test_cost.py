@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from app.fleet.cost import LOAD_FIELDS, CostWeights, Loads, request_cost
 
-NO_HARM = CostWeights(work=0, later=0, decodes=0, cached=0)
+NO_HARM = CostWeights(work=0, decodes=0)
 
 
 def loads(num_replicas: int = 2, **columns: Any) -> Loads:
@@ -29,10 +29,10 @@ def loads(num_replicas: int = 2, **columns: Any) -> Loads:
 
 
 def cost(
-    of: Loads, num_tokens: int = 1000, cached: Any = 0, weights: CostWeights = NO_HARM, mean_age_s: float = 0.0
+    of: Loads, num_tokens: int = 1000, cached: Any = 0, weights: CostWeights = NO_HARM
 ) -> tuple[list[float], list[float]]:
     tokens = np.broadcast_to(np.asarray(cached, dtype=float), len(of.fixed_s))
-    ttft_s, harm_s = request_cost(of, num_tokens, tokens, weights, mean_age_s)
+    ttft_s, harm_s = request_cost(of, num_tokens, tokens, weights)
     return ttft_s.tolist(), harm_s.tolist()
 
 
@@ -70,45 +70,35 @@ def test_a_full_batch_is_waited_for() -> None:
 
 def test_harm() -> None:
     own_s = 1.1
-    of = loads(busy_share=[0, 0.5], assigned_share=[0.2, 0.1], num_decodes=[0, 10], cached_age_s=[0.0, 50.0])
-    assert cost(of, weights=CostWeights(work=2, later=0, decodes=0, cached=0))[1] == pytest.approx([2 * own_s] * 2)
-    later = cost(of, weights=CostWeights(work=0, later=1, decodes=0, cached=0))[1]
-    assert later == pytest.approx([own_s * 0.2 / 0.8, own_s])
-    assert cost(of, weights=CostWeights(work=0, later=0, decodes=0.1, cached=0))[1] == pytest.approx([0, own_s])
-    cached = cost(of, weights=CostWeights(work=0, later=0, decodes=0, cached=1), mean_age_s=100.0)[1]
-    assert cached == pytest.approx([0, 1.0 * 2])
+    of = loads(num_decodes=[0, 10])
+    assert cost(of, weights=CostWeights(work=2, decodes=0))[1] == pytest.approx([2 * own_s] * 2)
+    assert cost(of, weights=CostWeights(work=0, decodes=0.1))[1] == pytest.approx([0, own_s])
 
 
 @given(
     num_tokens=st.integers(0, 100_000),
     cached_share=st.floats(0, 1),
-    busy=st.floats(0, 1),
     queued=st.integers(0, 1_000_000),
     free=st.integers(-1000, 10_000),
-    age=st.floats(0, 1e6),
-    mean_age=st.floats(0, 1e6),
     num_requests=st.integers(-1, 10_000),
 )
 def test_any_load_has_a_finite_cost(
     num_tokens: int,
     cached_share: float,
-    busy: float,
     queued: int,
     free: int,
-    age: float,
-    mean_age: float,
     num_requests: int,
 ) -> None:
     of = loads(
-        busy_share=busy, queued_tokens=queued, queued_s=queued / 1000, free_tokens=free, cached_age_s=age,
+        queued_tokens=queued, queued_s=queued / 1000, free_tokens=free,
         num_requests=num_requests,
     )  # fmt: skip
-    ttft_s, harm_s = cost(of, num_tokens, int(cached_share * num_tokens), CostWeights(), mean_age)
+    ttft_s, harm_s = cost(of, num_tokens, int(cached_share * num_tokens), CostWeights())
     assert all(np.isfinite(ttft_s + harm_s))
     assert min(ttft_s + harm_s) >= 0
 
 
-@given(more=st.sampled_from(["queued_s", "queued_tokens", "decode_s", "busy_share", "num_requests", "num_decodes"]))
+@given(more=st.sampled_from(["queued_s", "queued_tokens", "decode_s", "num_requests", "num_decodes"]))
 def test_more_load_never_costs_less(more: str) -> None:
     columns = dict.fromkeys(LOAD_FIELDS, 0.5) | {more: [0.5, 0.9]}
     ttft_s, harm_s = cost(loads(**columns), weights=CostWeights())

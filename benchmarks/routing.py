@@ -1,0 +1,265 @@
+"""Which replica gets a request: policies compared on traces in simulated time, and what a decision costs.
+
+Simulated are the steps of the engines only: they take the time that a device's data sheet says (`simulator/device.py`).
+Scheduler, KV memory, prefix cache, reports, routers and the autoscaling policy are the real ones. A report is made
+every second, and heard a tenth of a second later. There are two routers, each with its own books.
+
+**Routing.** The Mooncake conversation trace on Llama-2-70B on eight A800, the machine of Mooncake's paper: a model of
+it, nothing that we measured. The trace's times are multiples of 3 s. Requests come at random times of such a tick: if
+all came at once, no router could know what another does (a variant lets them). It is replayed faster or slower, so
+that each replica has the same load at every fleet size, that of the trace on 16. Ray's `PrefixCacheAffinityRouter`
+takes part with its own tree and its decisions (`simulator/ray_affinity.py`), as it comes, and with a threshold of
+imbalance of 10 requests. It knows true queue lengths, and all routers share its tree; the others know what reports say
+and what the router itself has sent.
+
+    hit share   of prompt tokens, found in a replica's cache; also over the shares of one infinite cache, and of one
+                as large as all replicas' together. That one sees a request at a time, and keeps no outputs.
+    load        of the replica with the most over the mean: seconds in steps, and prompt tokens computed. The figure is
+                the worse of both.
+    missed      tokens a request by which the expected and the actual hits differed.
+    speed       simulated seconds a second of one process; x replicas: replica-seconds a second.
+
+**Variants.** One, two and eight routers; reports every 0.5, 1 and 5 s, and none at all: then prefix_aware must do what
+least_loaded does. A fleet of 256.
+
+**Decision.** `PrefixAware.rank`, and the look-up of what is expected of the chosen replica, where 64 replicas have
+100,000 blocks cached each; prompts of 12,000 tokens that go on from one of the cached ones.
+
+**Autoscaling.** The Azure code trace as it is, and in bursts, on Llama-2-13B on one A100 (a data sheet's
+model, too); replicas take 20 s to start. Compared with the smallest fixed fleet with no more late requests.
+
+--sweep varies the weights of `CostWeights` one at a time, on the first requests of the trace. --quick replays the first
+1,500 requests on 16 replicas, with three policies.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from app.fleet.cost import CostWeights
+from benchmarks import harness, workloads
+from benchmarks.simulator import autoscaling, decision, pictures, single_cache, traffic
+from benchmarks.simulator.device import roofline
+from benchmarks.simulator.jobs import RAY_POLICIES, Job, Source, Summary, run_all, simulate, single_hit_share
+from benchmarks.simulator.ray_affinity import prefix_tree
+
+DEVICE = roofline(
+    "Llama-2-70B on eight A800",
+    parameters=70e9,
+    layers=80,
+    heads=64,
+    kv_heads=8,
+    head_dim=128,
+    flops=8 * 312e12,
+    bandwidth=8 * 2.039e12,
+    memory_bytes=8 * 80e9,
+    unit_tokens=traffic.MOONCAKE_UNIT,
+)
+OURS = "prefix_aware"
+POLICIES = (OURS, "least_loaded", "round_robin", "consistent_hash")
+# The fleet that carries the trace as it is; others get it as much faster as they are larger.
+USUAL = 16
+LARGEST = 256
+QUICK_REQUESTS, VARIANT_REQUESTS, SWEEP_REQUESTS = 1500, 3000, 6000
+SWEEP = {"work": (0, 2, 8, 16), "decodes": (0, 0.1)}
+DECISION_REPLICAS, DECISION_BLOCKS, DECISION_PROMPTS = 64, 100_000, 2000
+
+Figures = dict[str, float]
+
+
+def available(policies: Sequence[str]) -> list[str]:
+    """Without Ray's where this Ray does not have it."""
+    try:
+        prefix_tree()
+    except ImportError as error:
+        print(f"left out, because it cannot be imported: Ray's prefix tree ({error})")
+        return [policy for policy in policies if policy not in RAY_POLICIES]
+    return list(policies)
+
+
+def source_for(path: Path, num_replicas: int, count: int | None) -> Source:
+    return Source("chat", path, count, num_replicas / USUAL)
+
+
+def row(summary: Summary, single: float = 0.0, infinite: float = 0.0) -> str:
+    shares = f"{summary.hit_share / infinite:8.3f}{summary.hit_share / single:8.3f}" if single else ""
+    return (
+        f"{summary.hit_share:8.1%}{shares}{summary.ttft_mean_s:9.2f}{summary.ttft_p50_s:8.2f}{summary.ttft_p99_s:8.2f}"
+        f"{summary.busy_max_over_mean:8.3f}{summary.prefill_max_over_mean:8.3f}{summary.missed_tokens:9.0f}"
+        f"{summary.speed:8.0f}{summary.replica_speed:9.0f}"
+    )
+
+
+HEAD = "hits    /inf   /one  ttft mean   p50     p99    busy prefill  missed   speed x replicas"
+SHORT_HEAD = "hits  ttft mean   p50     p99    busy prefill  missed   speed x replicas"
+
+
+def compare(path: Path, sizes: Sequence[int], policies: Sequence[str], count: int | None) -> tuple[Figures, Any]:
+    """All policies at all fleet sizes."""
+    figures: Figures = {}
+    raw: list[dict[str, Any]] = []
+    sources = {n: source_for(path, n, count) for n in sizes}
+    arrivals = sources[sizes[0]].arrivals()
+    infinite = single_cache.infinite_hit_share(arrivals, DEVICE.unit_tokens)
+    figures["infinite_cache_block_hits"] = single_cache.infinite_block_hits(arrivals)
+    print(
+        f"\nrouting: {len(arrivals)} requests, {sum(a.num_tokens for a in arrivals) / len(arrivals):.0f} tokens of "
+        f"prompt on average; {DEVICE.name}, by its data sheet, {DEVICE.cache_tokens} tokens of cache each\n"
+        f"one infinite cache: {figures['infinite_cache_block_hits']:.2%} of blocks are hits (whole trace: 36.64 %), "
+        f"{infinite:.2%} of tokens in whole blocks"
+    )
+    tasks: list[Callable[[], Summary | float]] = []
+    for n in sizes:
+        tasks.append(partial(single_hit_share, sources[n], DEVICE, n))
+        tasks += [partial(simulate, Job(policy=p, num_replicas=n, device=DEVICE, source=sources[n])) for p in policies]
+    single = 0.0
+    ours: list[Summary] = []
+    others: list[Summary] = []
+    for result in run_all(tasks):
+        if isinstance(result, float):
+            single, n = result, sizes[len(ours)]
+            print(f"\n{n} replicas, the trace {n / USUAL:g} times as fast; one cache: {single:.1%}\n{'':17s}{HEAD}")
+            continue
+        print(f"{result.policy:16s}{row(result, single, infinite)}", flush=True)
+        raw.append(asdict(result) | {"single_hit_share": single, "infinite_hit_share": infinite})
+        if result.policy == OURS:
+            ours.append(result)
+            others = []
+        else:
+            others.append(result)
+        if len(others) == len(policies) - 1:
+            figures |= figures_of(ours[-1], others, single)
+    return figures, raw
+
+
+def figures_of(ours: Summary, others: Sequence[Summary], single: float) -> Figures:
+    suffix = "" if ours.num_replicas == USUAL else f"_{ours.num_replicas}"
+    figures = {
+        "hit_share": ours.hit_share,
+        "hit_share_of_single_cache": ours.hit_share / single,
+        "ttft_p99_s": ours.ttft_p99_s,
+        "p99_ttft_vs_best_other": ours.ttft_p99_s / min(other.ttft_p99_s for other in others),
+        "mean_ttft_vs_best_other": ours.ttft_mean_s / min(other.ttft_mean_s for other in others),
+        "load_max_over_mean": ours.load_max_over_mean,
+        "missed_tokens": ours.missed_tokens,
+        "simulator_replica_speed": ours.replica_speed,
+    }
+    figures |= {f"p99_ttft_vs_{o.policy}": ours.ttft_p99_s / o.ttft_p99_s for o in others}
+    return {key + suffix: value for key, value in figures.items()}
+
+
+def vary(path: Path) -> tuple[Figures, Any]:
+    """Routers, report periods, and a large fleet."""
+    source, large = source_for(path, USUAL, VARIANT_REQUESTS), source_for(path, LARGEST, None)
+    base = partial(Job, device=DEVICE, num_replicas=USUAL, source=source)
+    jobs = {f"{n} router{'s' * (n > 1)}": base(policy=OURS, num_routers=n) for n in (1, 2, 8)}
+    jobs |= {f"reports every {period} s": base(policy=OURS, report_period_s=period) for period in (0.5, 5.0)}
+    jobs |= {f"no reports, {p}": base(policy=p, report_period_s=None) for p in (OURS, "least_loaded")}
+    stamped = replace(source, as_stamped=True)
+    jobs |= {f"as stamped, {p}": base(policy=p, source=stamped) for p in available([OURS, "ray_affinity"])}
+    jobs[f"{LARGEST} replicas"] = Job(policy=OURS, device=DEVICE, num_replicas=LARGEST, source=large)
+    print(f"\nvariants of {OURS}: {USUAL} replicas, the first {VARIANT_REQUESTS} requests\n{'':30s}{SHORT_HEAD}")
+    results: dict[str, Summary] = {}
+    for name, result in zip(jobs, run_all([partial(simulate, job) for job in jobs.values()]), strict=True):
+        results[name] = result
+        print(f"{name:29s}{row(result)}", flush=True)
+    blind, least = results[f"no reports, {OURS}"], results["no reports, least_loaded"]
+    same = (blind.hit_share, blind.ttft_mean_s, blind.num_steps) == (
+        least.hit_share,
+        least.ttft_mean_s,
+        least.num_steps,
+    )
+    print(f"without reports {OURS} {'does' if same else 'DOES NOT DO'} what least_loaded does")
+    return {
+        "blind_equals_least_loaded": float(same),
+        "p99_ttft_8_routers_vs_1": results["8 routers"].ttft_p99_s / results["1 router"].ttft_p99_s,
+        "p99_ttft_5_s_reports_vs_1": results["reports every 5.0 s"].ttft_p99_s / results["2 routers"].ttft_p99_s,
+        f"simulator_replica_speed_{LARGEST}": results[f"{LARGEST} replicas"].replica_speed,
+    }, {name: asdict(result) for name, result in results.items()}
+
+
+def sweep(path: Path) -> Any:
+    """Each weight on its own, the others as they are."""
+    source, default = source_for(path, USUAL, SWEEP_REQUESTS), asdict(CostWeights())
+    weights = [default] + [default | {name: value} for name, values in SWEEP.items() for value in values]
+    base = partial(Job, policy=OURS, num_replicas=USUAL, device=DEVICE, source=source)
+    tasks: list[Callable[[], Summary | float]] = [partial(single_hit_share, source, DEVICE, USUAL)]
+    tasks += [partial(simulate, base(weights=CostWeights(**w))) for w in weights]
+    others = available(["least_loaded", *RAY_POLICIES])
+    tasks += [partial(simulate, base(policy=policy)) for policy in others]
+    results = run_all(tasks)
+    single = next(results)
+    assert isinstance(single, float)
+    infinite = single_cache.infinite_hit_share(source.arrivals(), DEVICE.unit_tokens)
+    print(f"\nweights, {USUAL} replicas, the first {SWEEP_REQUESTS} requests; one cache: {single:.1%}\n{'':40s}{HEAD}")
+    names = [changed(default, w) for w in weights] + others
+    raw = []
+    for name, summary in zip(names, results, strict=True):
+        assert isinstance(summary, Summary)
+        print(f"{name:39s}{row(summary, single, infinite)}", flush=True)
+        raw.append(asdict(summary) | {"weights": name})
+    return raw
+
+
+def changed(default: Mapping[str, float], weights: Mapping[str, float]) -> str:
+    different = [f"{name} {value:g}" for name, value in weights.items() if value != default[name]]
+    return ", ".join(different) or "as it is: " + ", ".join(f"{name} {value:g}" for name, value in default.items())
+
+
+def decide(cached_blocks: int, num_prompts: int) -> Figures:
+    cost = decision.measure(DECISION_REPLICAS, cached_blocks, num_prompts)
+    print(
+        f"\na decision among {DECISION_REPLICAS} replicas with {cached_blocks} cached blocks each, reports of "
+        f"{cost.report_keys} keys, median of {num_prompts}: {cost.decision_us:.0f} us\n  beside it, hashing the prompt "
+        f"{cost.hash_us:.0f} us, noting that it was sent and is over {cost.sent_us:.0f} us; taking in a replica's "
+        f"first report {cost.first_report_us:.0f} us, a later one {cost.report_us:.0f} us; all that is known "
+        f"{cost.known_bytes / 1e6:.0f} MB"
+    )
+    return {
+        "decision_us": cost.decision_us,
+        "hash_us": cost.hash_us,
+        "sent_us": cost.sent_us,
+        "report_us": cost.report_us,
+        "directory_mb": cost.known_bytes / 1e6,
+    }
+
+
+def main() -> None:
+    args = parse()
+    print(f"conversations: {args.trace.name if args.trace.is_file() else 'synthetic ones, made with seed 0'}")
+    if not args.trace.is_file():
+        print(f"there is no {args.trace}; get it from {traffic.MOONCAKE_ORIGIN}")
+    raw: dict[str, Any] = {}
+    if args.quick:
+        policies = available([OURS, "least_loaded", "ray_affinity"])
+        figures, raw["routing"] = compare(args.trace, [USUAL], policies, QUICK_REQUESTS)
+    else:
+        figures, raw["routing"] = compare(args.trace, args.replicas, available([*POLICIES, *RAY_POLICIES]), None)
+        variants, raw["variants"] = vary(args.trace)
+        figures |= variants
+    if args.sweep:
+        raw["sweep"] = sweep(args.trace)
+    scaling, raw["autoscaling"] = autoscaling.measure(args.azure_trace, quick=args.quick)
+    figures |= scaling
+    figures |= decide(DECISION_BLOCKS // (10 if args.quick else 1), DECISION_PROMPTS // (4 if args.quick else 1))
+    path = harness.results_folder(args) / f"routing{'-quick' if args.quick else ''}.png"
+    pictures.draw(raw["routing"], raw["autoscaling"], path)
+    harness.finish("routing", args, figures, raw)
+
+
+def parse() -> argparse.Namespace:
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--trace", type=Path, default=traffic.MOONCAKE_TRACE, help="of conversations, JSON lines")
+    parser.add_argument("--azure-trace", type=Path, default=workloads.AZURE_TRACE, help="of code completions, CSV")
+    parser.add_argument("--replicas", type=int, nargs="+", default=[4, USUAL, 64])
+    parser.add_argument("--sweep", action="store_true", help="vary the weights of the cost")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

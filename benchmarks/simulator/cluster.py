@@ -1,0 +1,253 @@
+"""Routers in front of replicas, in simulated time: arrivals, reports, scaling, one event after the other."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from app.fleet.autoscaling import ReplicaLoad, ScalingPolicy
+from app.fleet.fleet import Fleet, RoutedRequest, Sent
+from app.fleet.policies import Policy
+from app.fleet.report import ReplicaReport
+from benchmarks.simulator.device import Device
+from benchmarks.simulator.outcome import Lifetime, Outcome
+from benchmarks.simulator.replica import Served, SimulatedReplica
+from benchmarks.simulator.traffic import Arrival
+from vmem import key_of
+
+# A router's books, and how many unfinished requests the replica of a name has at this moment.
+MakePolicy = Callable[[Fleet, Callable[[str], int]], Policy]
+
+# How Serve passes reports on: every replica is asked this often, and routers hear it so much later (measured).
+REPORT_PERIOD_S, REPORT_LAG_S = 1.0, 0.1
+_SCALING_PERIOD_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """Replicas come and go.
+
+    Attributes:
+        start_s: from the order until a replica takes requests.
+    """
+
+    policy: ScalingPolicy
+    start_s: float
+    most_replicas: int
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A replica, from its order on.
+
+    Attributes:
+        replica: `None` as long as it starts.
+        drains: it gets no more requests.
+        heard: what it has last said to the autoscaling policy.
+    """
+
+    name: str
+    index: int
+    ordered_at: float
+    replica: SimulatedReplica | None = None
+    drains: bool = False
+    heard: ReplicaReport | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Router:
+    """One ingress: its own books, its own policy."""
+
+    fleet: Fleet
+    policy: Policy
+
+
+class Cluster:
+    """Simulates replicas behind routers. Deterministic. For one run.
+
+    Args:
+        num_replicas: at the beginning.
+        policy: of each router.
+        num_routers: ingresses; requests come to any of them.
+        report_period_s: `None`: replicas never report.
+        scaling: `None`: the replicas stay.
+        leaps: see `SimulatedReplica`.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        num_replicas: int,
+        policy: MakePolicy,
+        *,
+        num_routers: int = 2,
+        report_period_s: float | None = REPORT_PERIOD_S,
+        scaling: Scaling | None = None,
+        seed: int = 0,
+        leaps: bool = True,
+    ) -> None:
+        self._device = device
+        self._report_period_s = report_period_s
+        self._scaling = scaling
+        self._leaps = leaps
+        self._rng = random.Random(seed)
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._numbers = itertools.count()
+        self._members: dict[str, _Member] = {}
+        self._indices = itertools.count()
+        self._routers: list[_Router] = []
+        self._sent: dict[str, tuple[_Router, Sent | None]] = {}
+        self._names: list[str] = []  # of the replicas that take requests
+        self._left = 0
+        self._outcome = Outcome([], [], 0.0, 0, 0, 0, [])
+        for _ in range(num_replicas):
+            self._start(self._order(0.0), 0.0)
+        for _ in range(num_routers):
+            fleet = Fleet()
+            fleet.update(self._names)
+            self._routers.append(_Router(fleet, policy(fleet, self._num_unfinished)))
+        for i, member in enumerate(self._members.values()):  # not all at the same moment
+            self._report_at(i / num_replicas * (report_period_s or 0.0), member)
+
+    def run(self, arrivals: Sequence[Arrival]) -> Outcome:
+        self._left = len(arrivals)
+        for arrival in arrivals:
+            self._at(arrival.at, partial(self._arrive, arrival))
+        if self._scaling is not None:
+            self._at(_SCALING_PERIOD_S, self._scale)
+        while self._events:
+            now, _, happen = heapq.heappop(self._events)
+            happen(now)
+        outcome = self._outcome
+        outcome.ended_at = max(served.ended_at or 0.0 for served in outcome.served)
+        for member in list(self._members.values()):
+            self._close(member, outcome.ended_at)
+        outcome.num_resyncs = sum(router.fleet.num_resyncs for router in self._routers)
+        return outcome
+
+    def _at(self, time_s: float, happen: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (time_s, next(self._numbers), happen))
+
+    def _num_unfinished(self, name: str) -> int:
+        replica = self._members[name].replica
+        return replica.num_unfinished if replica is not None else 0
+
+    # ---- requests ----
+
+    def _arrive(self, arrival: Arrival, now: float) -> None:
+        router = self._rng.choice(self._routers)
+        keys = [key_of(digest) for digest in arrival.digests]
+        request = RoutedRequest(arrival.request_id, arrival.num_tokens, keys, arrival.session)
+        name = router.policy.rank(request, self._names, now)[0]
+        expected = int(router.fleet.cached_tokens(request, [name])[0])
+        self._sent[arrival.request_id] = router, router.fleet.sent(request, name, expected, now)
+        member = self._members[name]
+        assert member.replica is not None
+        self._outcome.served.append(member.replica.submit(arrival, expected, now))
+        self._wake_later(member)
+
+    def _wake_later(self, member: _Member) -> None:
+        if member.replica is not None and member.replica.wakes_at is not None:
+            self._at(member.replica.wakes_at, partial(self._wake, member))
+
+    def _wake(self, member: _Member, now: float) -> None:
+        if member.replica is None or member.replica.wakes_at != now:
+            return  # it has been interrupted meanwhile, and wakes another time
+        for ended in member.replica.advance(now):
+            self._end(ended, now)
+        if member.drains and not member.replica.num_unfinished:
+            self._close(member, now)
+        self._wake_later(member)
+
+    def _end(self, served: Served, now: float) -> None:
+        self._left -= 1
+        router, sent = self._sent.pop(served.arrival.request_id)
+        if sent is not None:
+            router.fleet.ended(sent, now)
+
+    # ---- reports ----
+
+    def _report_at(self, time_s: float, member: _Member) -> None:
+        if self._report_period_s is not None:
+            self._at(time_s, partial(self._report, member))
+
+    def _report(self, member: _Member, now: float) -> None:
+        if member.replica is None or not self._left:
+            return
+        report = member.replica.report(now)
+        self._at(now + REPORT_LAG_S, partial(self._hear, member, report))
+        self._report_at(now + (self._report_period_s or 0.0), member)
+
+    def _hear(self, member: _Member, report: ReplicaReport, now: float) -> None:
+        member.heard = report
+        for router in self._routers:
+            router.fleet.report(member.name, report, now)
+
+    # ---- replicas ----
+
+    def _scale(self, now: float) -> None:
+        assert self._scaling is not None
+        if not self._left:
+            return
+        self._at(now + _SCALING_PERIOD_S, self._scale)
+        staying = [member for member in self._members.values() if not member.drains]
+        stale_at = now - self._scaling.policy.targets.stale_after_s
+        heard = [m.heard for m in staying if m.heard is not None and m.heard.made_at >= stale_at]
+        loads = [ReplicaLoad.of(report) for report in heard]
+        wanted = self._scaling.policy.desired(loads, len(staying), now)
+        wanted = min(max(wanted, 1), self._scaling.most_replicas)
+        for _ in range(wanted - len(staying)):
+            member = self._order(now)
+            self._at(now + self._scaling.start_s, partial(self._join, member))
+        # The last ordered first; those that do not run yet are the last.
+        for member in staying[wanted:][::-1]:
+            self._stop(member, now)
+
+    def _order(self, now: float) -> _Member:
+        index = next(self._indices)
+        member = _Member(f"replica-{index:03d}", index, now)
+        self._members[member.name] = member
+        self._note_size(now)
+        return member
+
+    def _join(self, member: _Member, now: float) -> None:
+        if not member.drains:  # it may have been stopped before it ran
+            self._start(member, now)
+            self._report_at(now, member)
+
+    def _start(self, member: _Member, now: float) -> None:
+        member.replica = SimulatedReplica(member.index, self._device, now, leaps=self._leaps)
+        self._change(now)
+
+    def _stop(self, member: _Member, now: float) -> None:
+        member.drains = True
+        self._change(now)
+        if not self._num_unfinished(member.name):
+            self._close(member, now)
+
+    def _change(self, now: float) -> None:
+        """The replicas that take requests have changed."""
+        self._names = [m.name for m in self._members.values() if m.replica is not None and not m.drains]
+        for router in self._routers:
+            router.fleet.update(self._names)
+        self._note_size(now)
+
+    def _close(self, member: _Member, now: float) -> None:
+        """It is gone."""
+        del self._members[member.name]
+        busy_s, prefill_tokens = 0.0, 0
+        if (replica := member.replica) is not None:
+            busy_s, prefill_tokens = replica.busy_s, replica.prefill_tokens
+            self._outcome.num_steps += replica.num_steps
+            self._outcome.missed_tokens += replica.meter.missed_tokens
+            replica.close()
+            member.replica = None
+        self._outcome.lifetimes.append(Lifetime(member.name, member.ordered_at, now, busy_s, prefill_tokens))
+
+    def _note_size(self, now: float) -> None:
+        ordered = sum(not member.drains for member in self._members.values())
+        self._outcome.fleet_sizes.append((now, ordered, len(self._names)))

@@ -1,0 +1,37 @@
+"""KV memory in simulated time: the real one, of which nothing is stored."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.simulator.backend import CountingBackend
+from benchmarks.simulator.device import Device
+from benchmarks.simulator.traffic import Arrival
+from vmem import KVMemory, LayerGroup, LayerSpec, MappingOptions, TokenChain, plan_layout
+
+_NEVER_S = 1e9
+_PAGE_BYTES = 4096
+
+
+def make_memory(device: Device, cache_tokens: int) -> KVMemory:
+    """KV memory that holds so many tokens, but no less than one replica's."""
+    # A row of keys and values has whatever width makes a block one page.
+    tokens = device.unit_tokens
+    dim = -(-_PAGE_BYTES // (2 * tokens))
+    layout = plan_layout([LayerSpec(1, dim, dim)], torch.int8, granularity_bytes=_PAGE_BYTES, block_tokens=tokens)
+    return KVMemory(
+        CountingBackend(),
+        [LayerGroup((0,), layout)],
+        budget_bytes=max(cache_tokens, device.cache_tokens) // tokens * layout.page_bytes,
+        num_regions=1,
+        max_tokens=device.cache_tokens,
+        options=MappingOptions(background=False, overlap=False, eager_allocation=False, idle_release_s=_NEVER_S),
+    )
+
+
+def prompt_of(arrival: Arrival, memory: KVMemory) -> tuple[TokenChain, list[int]]:
+    """The prompt's hashes, and tokens. Those of whole units are all alike, because only their hashes count."""
+    chain = memory.chain(())
+    chain.units, chain.digests = list(arrival.units), list(arrival.digests)
+    whole = len(arrival.units) * memory.unit_tokens
+    return chain, [0] * whole + [arrival.tail] * (arrival.num_tokens - whole)

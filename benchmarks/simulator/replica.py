@@ -1,0 +1,223 @@
+"""An engine whose steps only take their time: the real scheduler and KV memory, without a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from app.engine.load import LoadMeter, make_report
+from app.engine.params import SamplingParams
+from app.engine.recovery import RecoveryModel
+from app.engine.request import Request, SequenceGroup
+from app.engine.scheduler import Scheduled, Scheduler
+from app.fleet.report import ReplicaReport
+from benchmarks.simulator.device import Device
+from benchmarks.simulator.memory import make_memory, prompt_of
+from benchmarks.simulator.traffic import Arrival
+
+# Generated tokens are beyond all of those that prompts have.
+_GENERATED = 1 << 24
+_SAMPLING = SamplingParams(max_tokens=1)
+
+
+@dataclass(slots=True, eq=False)
+class Served:
+    """A request at a replica, and when what happened. Seconds of simulated time.
+
+    `cached_tokens`: of the prompt, found in the prefix cache.
+    """
+
+    arrival: Arrival
+    replica: int
+    first_token_at: float | None = None
+    ended_at: float | None = None
+    cached_tokens: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        assert self.first_token_at is not None
+        return self.first_token_at - self.arrival.at
+
+
+@dataclass(slots=True, eq=False)
+class _Leap:
+    """A step under way, or a number of them that differ only in that every sequence is one token longer each time.
+
+    Attributes:
+        first_s: what the first one takes.
+        longer_s: by how much each one takes longer than the one before.
+        computes_prompts: not only decodes.
+    """
+
+    scheduled: list[Scheduled]
+    num_steps: int
+    begun_at: float
+    first_s: float
+    longer_s: float
+    computes_prompts: bool
+
+    @property
+    def ends_at(self) -> float:
+        n = self.num_steps
+        return self.begun_at + n * self.first_s + n * (n - 1) / 2 * self.longer_s
+
+    def cut(self, now: float) -> None:
+        """Let it end with the step that is under way now."""
+        lasts_s = now - self.begun_at
+        if self.num_steps == 1 or lasts_s <= self.first_s:
+            num_steps = 1
+        elif self.longer_s <= 0:
+            num_steps = math.ceil(lasts_s / self.first_s)
+        else:
+            b = self.first_s - self.longer_s / 2
+            num_steps = math.ceil((-b + math.sqrt(b * b + 2 * self.longer_s * lasts_s)) / self.longer_s)
+        self.num_steps = min(num_steps, self.num_steps)
+
+
+class SimulatedReplica:
+    """One engine replica in simulated time.
+
+    As long as nothing but decoding goes on, and nobody comes, many steps are made as one.
+
+    Args:
+        leaps: make them as one. Without, the outcome is the same.
+
+    Attributes:
+        busy_s: seconds in steps.
+        prefill_tokens: of prompts, computed.
+    """
+
+    def __init__(self, index: int, device: Device, now: float = 0.0, *, leaps: bool = True) -> None:
+        self.index = index
+        self.now = now
+        self.busy_s = 0.0
+        self.prefill_tokens = 0
+        self.num_steps = 0
+        self.meter = LoadMeter()
+        self._device = device
+        self._leaps = leaps
+        self._leap: _Leap | None = None
+        self._served: dict[str, Served] = {}
+        self._memory = make_memory(device, device.cache_tokens)
+        self._recovery = RecoveryModel(device.step_tokens)
+        self._scheduler = Scheduler(
+            self._memory,
+            max_num_seqs=device.max_num_seqs,
+            max_num_batched_tokens=device.step_tokens,
+            view="block_table",
+            recovery=self._recovery,
+            policy="recompute",
+        )
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._served)
+
+    @property
+    def wakes_at(self) -> float | None:
+        """When it has to be called again if nobody comes; `None` while it is idle."""
+        return self._leap.ends_at if self._leap is not None else None
+
+    def submit(self, arrival: Arrival, expected_cached_tokens: int, now: float) -> Served:
+        """A request arrives."""
+        served = Served(arrival, self.index)
+        self._served[arrival.request_id] = served
+        chain, prompt = prompt_of(arrival, self._memory)
+        group = SequenceGroup(0, arrival.number)
+        request = Request(
+            arrival.request_id, prompt, _SAMPLING, arrival.num_output_tokens, None, chain, group, prompt.copy()
+        )
+        request.expected_cached_tokens = expected_cached_tokens
+        self._scheduler.add(group)
+        if self._leap is None:
+            self.now = now
+            self._begin()
+        else:
+            self._leap.cut(now)
+        return served
+
+    def advance(self, now: float) -> Iterator[Served]:
+        """Let time pass; yields the requests that end meanwhile."""
+        while self._leap is not None and self._leap.ends_at <= now:
+            yield from self._end(self._leap)
+            self._begin()
+
+    def report(self, now: float) -> ReplicaReport:
+        """The contexts of sequences that generate may be as short as when the leap began."""
+        self.now = now
+        return make_report(
+            self._memory,
+            self._scheduler,
+            self._recovery,
+            self.meter,
+            step_tokens=self._device.step_tokens,
+            now=now,
+            made_at=now,
+        )
+
+    def close(self) -> None:
+        self._memory.check_integrity()
+        self._memory.check_idle()
+        self._memory.close()
+
+    # ---- steps ----
+
+    def _begin(self) -> None:
+        """Schedule a step, or many, if there is anything to do."""
+        scheduled = self._scheduler.schedule()
+        if not scheduled:
+            assert not self._served, f"replica {self.index} cannot go on with {len(self._served)} requests"
+            return
+        prompts = [s for s in scheduled if s.num_tokens > 1 or not s.samples]
+        for s in scheduled:
+            if s.request.num_computed == s.request.num_cached_tokens and not s.request.furthest:
+                self.meter.note_begun(s.request)
+        num_tokens = sum(s.num_tokens for s in scheduled)
+        prefill_tokens = sum(s.num_tokens for s in prompts)
+        attended = sum(_attended(s) for s in scheduled)
+        prompts_attended = sum(_attended(s) for s in prompts)
+        seconds = self._device.step_s(num_tokens, prompts_attended, attended - prompts_attended)
+        self._recovery.observe_step(num_tokens, attended, seconds)
+        self.prefill_tokens += prefill_tokens
+        num_steps, longer_s = 1, len(scheduled) * self._device.decode_attended_s
+        if self._leaps and not prompts and not self._scheduler.num_waiting:
+            num_steps = min(map(self._steps_alone, scheduled))
+        self._leap = _Leap(scheduled, num_steps, self.now, seconds, longer_s, bool(prompts))
+
+    def _steps_alone(self, scheduled: Scheduled) -> int:
+        """Until the sequence ends, or needs a block."""
+        request, unit = scheduled.request, self._device.unit_tokens
+        return min(request.max_tokens - request.num_output_tokens, unit - request.num_computed % unit)
+
+    def _end(self, leap: _Leap) -> Iterator[Served]:
+        self._leap = None
+        self.now = leap.ends_at
+        seconds = leap.ends_at - leap.begun_at
+        self.busy_s += seconds
+        self.num_steps += leap.num_steps
+        if leap.computes_prompts:
+            self.meter.note_step(seconds, self.now)
+        sampling = [s.request for s in leap.scheduled if s.samples]
+        self._scheduler.done()
+        for request in sampling:
+            served = self._served[request.request_id]
+            if served.first_token_at is None:
+                served.first_token_at = self.now
+                served.cached_tokens = request.num_cached_tokens or 0
+            # Like no other request's: what a client does with its answer is in the trace's prompts.
+            request.token_ids += [_GENERATED + served.arrival.number] * leap.num_steps
+            request.num_computed += leap.num_steps - 1
+            request.furthest = request.num_computed
+            if request.num_output_tokens >= request.max_tokens:
+                del self._served[request.request_id]
+                self.meter.note_ended(request, self.now)
+                self._scheduler.remove(request)
+                served.ended_at = self.now
+                yield served
+
+
+def _attended(scheduled: Scheduled) -> int:
+    """Cached tokens that the queries see, all together."""
+    n = scheduled.num_tokens
+    return n * scheduled.request.num_computed + n * (n + 1) // 2

@@ -1,0 +1,157 @@
+"""What arrives when: traces of real traffic, and synthetic conversations."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+from benchmarks import harness, workloads
+
+MOONCAKE_TRACE = harness.ROOT.parent / "shared" / "traces" / "mooncake_conversation.jsonl"
+MOONCAKE_ORIGIN = "github.com/kvcache-ai/Mooncake, FAST25-release/traces/conversation_trace.jsonl (Apache-2.0)"
+# Of the trace: one hash for so many tokens of a prompt, and how exact its times are.
+MOONCAKE_UNIT, MOONCAKE_TICK_S = 512, 2.999
+
+# Of synthetic conversations, so that they come near the Mooncake trace: requests a second, tokens that all prompts
+# begin with, means of what a first prompt has beside it and what later ones add, of outputs, seconds until a user goes
+# on, and how often one does.
+_RATE, _SYSTEM = 3.4, 512
+_FIRST, _ADDED, _OUTPUT, _THINKS_S, _GOES_ON = 9400.0, 3600.0, 343.0, 60.0, 0.36
+_LONGEST = 120_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrival:
+    """A request of a trace.
+
+    Attributes:
+        at: seconds from the beginning.
+        units, digests: of the prompt's whole units, as `TokenChain` has them.
+        tail: the token that the rest of the prompt consists of: the same rest, the same token.
+        rest: that token if there is a rest.
+        session: which conversation it belongs to, where that is known.
+    """
+
+    number: int
+    request_id: str
+    at: float
+    num_tokens: int
+    num_output_tokens: int
+    units: Sequence[bytes]
+    digests: Sequence[bytes]
+    tail: int
+    rest: tuple[int, ...] = ()
+    session: str | None = None
+
+
+def mooncake(path: Path, count: int | None = None, *, as_stamped: bool = False) -> list[Arrival]:
+    """The conversations of the Mooncake trace (Qin et al., FAST 2025).
+
+    Its clock ticks every three seconds, with up to 28 requests in a tick. They come at random times until the next one.
+
+    Args:
+        as_stamped: all requests of a tick come at once.
+    """
+    with path.open() as file:
+        rows = [json.loads(line) for line in itertools.islice(file, count)]
+    rng, times = random.Random(0), []
+    for stamp_ms, tick in itertools.groupby(rows, key=lambda row: row["timestamp"]):
+        times += sorted(stamp_ms / 1000 + (0.0 if as_stamped else rng.uniform(0, MOONCAKE_TICK_S)) for _ in tick)
+    return [
+        arrival_of(
+            number,
+            at,
+            row["input_length"],
+            row["output_length"],
+            row["hash_ids"][: row["input_length"] // MOONCAKE_UNIT],
+            row["hash_ids"][-1] + 1,
+        )
+        for number, (at, row) in enumerate(zip(times, rows, strict=True))
+    ]
+
+
+def conversations(count: int, seed: int) -> list[Arrival]:
+    """Conversations that nobody has had, with means like the Mooncake trace's."""
+    rng = random.Random(seed)
+    ids = itertools.count(_SYSTEM // MOONCAKE_UNIT)
+    drawn: list[tuple[float, int, int, list[int]]] = []
+    begins_at = 0.0
+    while len(drawn) < 2 * count:  # the last conversations would lack their ends
+        begins_at += rng.expovariate(_RATE * (1 - _GOES_ON))
+        at, blocks = begins_at, list(range(_SYSTEM // MOONCAKE_UNIT))
+        num_tokens, num_output_tokens = _SYSTEM + _lognormal(rng, _FIRST, 1.1), _lognormal(rng, _OUTPUT, 0.8)
+        while num_tokens < _LONGEST:
+            blocks = blocks + [next(ids) for _ in range(num_tokens // MOONCAKE_UNIT - len(blocks))]
+            drawn.append((at, num_tokens, num_output_tokens, blocks))
+            if rng.random() >= _GOES_ON:
+                break
+            at += num_output_tokens * 0.03 + rng.expovariate(1 / _THINKS_S)
+            num_tokens += num_output_tokens + _lognormal(rng, _ADDED, 1.1)
+            num_output_tokens = _lognormal(rng, _OUTPUT, 0.8)
+    drawn.sort(key=lambda request: request[0])
+    return [arrival_of(i, *request, tail=next(ids) + 1) for i, request in enumerate(drawn[:count])]
+
+
+def azure(path: Path) -> list[Arrival]:
+    """Code completions of the Azure trace (Patel et al., "Splitwise", ISCA 2024), none like another."""
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    times = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in rows]
+    lengths = [(max(int(row["ContextTokens"]), 1), int(row["GeneratedTokens"])) for row in rows]
+    return [arrival_of(i, at - times[0], *lengths[i], [], i + 1) for i, at in enumerate(times)]
+
+
+def completions(count: int, seed: int) -> list[Arrival]:
+    """Requests with lengths like the Azure trace's, 2.6 a second on average, whose rate swings between a third and
+    three times that every few minutes."""
+    rng = random.Random(seed)
+    lengths, _ = workloads.azure(None, count, seed)
+    arrivals, at, rate, changes_at = [], 0.0, 2.6, 0.0
+    for i, (num_tokens, num_output_tokens) in enumerate(lengths):
+        if at >= changes_at:
+            rate, changes_at = 2.6 * 3 ** rng.uniform(-1, 0.7), at + rng.uniform(60, 300)
+        at += rng.expovariate(rate)
+        arrivals.append(arrival_of(i, at, num_tokens, num_output_tokens, [], i + 1))
+    return arrivals
+
+
+def faster(arrivals: Iterable[Arrival], factor: float) -> Iterator[Arrival]:
+    """The same arrivals in a shorter time."""
+    for arrival in arrivals:
+        yield replace(arrival, at=arrival.at / factor)
+
+
+def in_bursts(arrivals: Iterable[Arrival], period_s: float, share: float) -> Iterator[Arrival]:
+    """What arrives in a period arrives in this share of it, at its beginning."""
+    for arrival in arrivals:
+        begins_at = arrival.at // period_s * period_s
+        yield replace(arrival, at=begins_at + (arrival.at - begins_at) * share)
+
+
+def arrival_of(
+    number: int, at: float, num_tokens: int, num_output_tokens: int, blocks: Sequence[int], tail: int
+) -> Arrival:
+    """Args as `Arrival`'s; `blocks`: numbers that stand for its whole units, and all that precedes them."""
+    units = [_unit(i) for i in blocks]
+    rest = (tail,) if num_tokens > len(blocks) * MOONCAKE_UNIT else ()
+    return Arrival(number, f"r{number}", at, num_tokens, max(num_output_tokens, 1), units, units, tail, rest)
+
+
+def _unit(block: int) -> bytes:
+    """A unit's digest, which stands for its tokens as well. No prompt's tokens begin like it."""
+    return b"\xff" + block.to_bytes(5, "big") + bytes(10)
+
+
+def block_of(key: bytes) -> int:
+    """Back from the unit's key (`vmem.key_of`)."""
+    return int.from_bytes(key[1:6], "big")
+
+
+def _lognormal(rng: random.Random, mean: float, sigma: float) -> int:
+    return max(round(rng.lognormvariate(0, sigma) * mean / 2.718281828 ** (sigma**2 / 2)), 1)

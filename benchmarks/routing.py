@@ -28,6 +28,7 @@ least_loaded does. A fleet of 256.
 **Autoscaling.** The Azure code trace as it is, and in bursts, on Llama-2-13B on one A100 (a data sheet's
 model, too); replicas take 20 s to start. Compared with the smallest fixed fleet with no more late requests.
 
+--real adds what `benchmarks.routing_real` measures on a real Ray Serve, `sim_vs_real_ttft_error` among it.
 --sweep varies the weights of `CostWeights` one at a time, on the first requests of the trace. --quick replays the first
 1,500 requests on 16 replicas, with three policies.
 """
@@ -42,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from app.fleet.cost import CostWeights
-from benchmarks import harness, workloads
+from benchmarks import harness, routing_real, workloads
 from benchmarks.simulator import autoscaling, decision, pictures, single_cache, traffic
 from benchmarks.simulator.device import roofline
 from benchmarks.simulator.jobs import RAY_POLICIES, Job, Source, Summary, run_all, simulate, single_hit_share
@@ -247,6 +248,9 @@ def main() -> None:
     scaling, raw["autoscaling"] = autoscaling.measure(args.azure_trace, quick=args.quick)
     figures |= scaling
     figures |= decide(DECISION_BLOCKS // (10 if args.quick else 1), DECISION_PROMPTS // (4 if args.quick else 1))
+    if args.real:
+        real, raw["real"] = routing_real.measure(args.quick)
+        figures |= real
     path = harness.results_folder(args) / f"routing{'-quick' if args.quick else ''}.png"
     pictures.draw(raw["routing"], raw["autoscaling"], path)
     harness.finish("routing", args, figures, raw)
@@ -257,6 +261,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, default=traffic.MOONCAKE_TRACE, help="of conversations, JSON lines")
     parser.add_argument("--azure-trace", type=Path, default=workloads.AZURE_TRACE, help="of code completions, CSV")
     parser.add_argument("--replicas", type=int, nargs="+", default=[4, USUAL, 64])
+    parser.add_argument("--real", action="store_true", help="run benchmarks.routing_real as well, with its figures")
     parser.add_argument("--sweep", action="store_true", help="vary the weights of the cost")
     return parser.parse_args()
 

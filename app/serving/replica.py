@@ -15,7 +15,7 @@ from ray import serve
 
 from app.config import EngineConfig
 from app.engine import AsyncEngine, Delta
-from app.errors import ConfigError, RequestError
+from app.errors import ConfigError, RequestError, UnavailableError
 from app.fleet.autoscaling import ReplicaLoad
 from app.serving.ledger import BudgetMember, device_of_this_replica
 from app.serving.messages import GenerateRequest, Piece, ReplicaFacts, report_as_stats
@@ -121,6 +121,8 @@ class EngineReplica:
             self._leaving = threading.Timer(_LAST_WORDS_S, os._exit, (1,))
             self._leaving.start()
         self._engine.check()
+        if self._member is not None and not self._member.healthy and not self._closing:
+            raise UnavailableError("the replica's budget can be changed no more, see the log")
 
     async def _deltas(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         expected = request.expected

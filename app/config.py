@@ -10,6 +10,8 @@ from app.errors import ConfigError
 from vmem import LayoutKind, ViewPolicy
 
 RecoveryPolicy = Literal["auto", "swap", "recompute"]
+Speculation = Literal["off", "ngram", "draft"]
+Quantization = Literal["none", "int8"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -52,6 +54,17 @@ class EngineConfig:
         tensor_parallel_size: ranks that compute each step together, with a device or a share of the cores each. All
             sizes in bytes are those of one rank.
         step_timeout_s: a rank that has not finished a step after this long is taken for dead, and the engine stops.
+        speculation: how several tokens are guessed and checked in one step: "ngram": what followed the last few tokens
+            earlier in the text; "draft": by `draft_model`. Outputs are the same.
+        draft_model: a smaller model with the same vocabulary.
+        max_draft_tokens: guessed at most; fewer where they are seldom right.
+        adapters: name → folder or Hub id of a LoRA adapter; each is loaded when a request first asks for it.
+        max_loaded_adapters: as many are kept in memory; beyond, the one that has been unused for longest goes.
+        quantization: "int8": weights of linear layers are kept as 8-bit integers (CPU).
+        compile: run the model through `torch.compile`; starts slowly the first time.
+        fair_tenants: requests wait in one queue for each tenant, and prompts are computed in turn.
+        max_queued_requests: more are refused with `OverloadedError`; `None`: no bound.
+        journal: a file that takes down every decision of the scheduler, to be replayed.
         skip_tokenizer_init: no tokenizer: prompts are token ids and there is no text.
     """
 
@@ -81,6 +94,16 @@ class EngineConfig:
     num_threads: int | None = None
     tensor_parallel_size: int = 1
     step_timeout_s: float = 60.0
+    speculation: Speculation = "off"
+    draft_model: str | None = None
+    max_draft_tokens: int = 8
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    max_loaded_adapters: int = 8
+    quantization: Quantization = "none"
+    compile: bool = False
+    fair_tenants: bool = False
+    max_queued_requests: int | None = None
+    journal: str | None = None
     skip_tokenizer_init: bool = False
 
     def __post_init__(self) -> None:
@@ -90,6 +113,8 @@ class EngineConfig:
             "kv_layout": get_args(LayoutKind),
             "kv_view": get_args(ViewPolicy),
             "preemption": get_args(RecoveryPolicy),
+            "speculation": get_args(Speculation),
+            "quantization": get_args(Quantization),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -103,10 +128,18 @@ class EngineConfig:
             "expected_tokens",
             "num_threads",
             "tensor_parallel_size",
+            "max_draft_tokens",
+            "max_loaded_adapters",
+            "max_queued_requests",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if (self.speculation == "draft") != (self.draft_model is not None):
+            raise ConfigError(
+                f"speculation is {self.speculation!r} and draft_model {self.draft_model!r}; 'draft' needs one, and "
+                "nothing else can use one"
+            )
         if not self.step_timeout_s > 0:
             raise ConfigError(f"step_timeout_s is {self.step_timeout_s}; it must be above 0")
         if not 0 <= self.pin_quota <= 1:

@@ -6,6 +6,8 @@ FolioError
 ├── RequestError           the request is at fault (HTTP 400); names the parameter
 │   ├── ContextLengthError   prompt and output do not fit into the context
 │   └── UnknownModelError    no such model here (HTTP 404)
+├── OverloadedError        the queue is full (HTTP 429); send the request again later
+├── DeadlineError          the request's `timeout_s` has passed (HTTP 408)
 └── EngineError            the engine is at fault (HTTP 500); the request may be sent again
     └── UnavailableError     the engine is gone, and another one is coming (HTTP 503); send the request again
 """
@@ -49,6 +51,14 @@ class UnknownModelError(RequestError):
     """The named model is not served here."""
 
     code = "model_not_found"
+
+
+class OverloadedError(FolioError):
+    """As many requests wait as may."""
+
+
+class DeadlineError(FolioError):
+    """The request has not finished within its `timeout_s`."""
 
 
 class EngineError(FolioError):

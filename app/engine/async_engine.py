@@ -19,7 +19,7 @@ from app.engine.params import SamplingParams
 from app.engine.request import Delta
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.engine.tensor_parallel.spec import Launch
-from app.errors import EngineError, RequestError, UnavailableError
+from app.errors import EngineError, FolioError, UnavailableError
 from app.fleet.report import ReplicaReport
 from vmem import BudgetAnswer, IntegrityError, KVMemory, MemoryReport
 
@@ -152,13 +152,9 @@ class AsyncEngine:
         try:
             while not finished:
                 delta = await stream.deltas.get()
-                finished = delta.finished
-                if delta.refused:
-                    raise RequestError(delta.error or "refused")
-                if delta.unavailable:
-                    raise UnavailableError(delta.error or "unavailable")
+                finished = delta.ends_request
                 if delta.error is not None:
-                    raise EngineError(delta.error)
+                    raise delta.error
                 yield delta
         finally:
             if not finished:
@@ -220,7 +216,7 @@ class AsyncEngine:
             with self._sending:
                 self._stopped = True
             try:  # first of all: nobody has to wait until memory is in order
-                self._fail_all(reason, unavailable=True)
+                self._fail_all(UnavailableError(reason))
                 self._refuse_commands(reason)
             finally:
                 self._engine.close()
@@ -240,7 +236,9 @@ class AsyncEngine:
                         self._begin(command)
                     except Exception as error:  # this request's fault, not the others'
                         logger.exception("cannot begin %s", request_id)
-                        self._deliver(Delta(request_id, (), "", error=f"the request cannot begin: {error}"))
+                        self._deliver(
+                            Delta(request_id, (), "", error=EngineError(f"the request cannot begin: {error}"))
+                        )
                 case _Cancel(request_id):
                     self._streams.pop(request_id, None)
                     self._engine.cancel(request_id)
@@ -269,7 +267,7 @@ class AsyncEngine:
         except Exception as error:  # whatever went wrong, no request may wait for ever
             logger.exception("a step failed")
             failed = list(self._streams)
-            self._fail_all(f"a step failed: {error}")
+            self._fail_all(EngineError(f"a step failed: {error}"))
             for request_id in failed:
                 self._engine.cancel(request_id)
             self._engine.check_integrity()
@@ -279,7 +277,7 @@ class AsyncEngine:
 
     def _deliver(self, delta: Delta) -> None:
         stream = self._streams[delta.request_id]
-        if delta.finished:
+        if delta.ends_request:
             del self._streams[delta.request_id]
         try:
             stream.loop.call_soon_threadsafe(stream.deltas.put_nowait, delta)
@@ -287,9 +285,9 @@ class AsyncEngine:
             self._streams.pop(delta.request_id, None)
             self._engine.cancel(delta.request_id)
 
-    def _fail_all(self, reason: str, *, unavailable: bool = False) -> None:
+    def _fail_all(self, error: FolioError) -> None:
         for request_id in list(self._streams):
-            self._deliver(Delta(request_id, (), "", error=reason, unavailable=unavailable))
+            self._deliver(Delta(request_id, (), "", error=error))
 
     def _refuse_commands(self, reason: str) -> None:
         """Answer what was sent before the stop and never begun."""
@@ -297,4 +295,4 @@ class AsyncEngine:
             command = self._commands.get()
             if isinstance(command, _Stream):
                 self._streams[command.request_id] = command
-        self._fail_all(reason, unavailable=True)
+        self._fail_all(UnavailableError(reason))

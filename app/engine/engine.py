@@ -22,12 +22,12 @@ from app.engine.params import SamplingParams
 from app.engine.pinned import encode_pinned
 from app.engine.recovery import RecoveryModel
 from app.engine.request import Delta, Request, SequenceGroup
-from app.engine.sampler import sample
+from app.engine.sampler import NOTHING, sample
 from app.engine.scheduler import Scheduled, Scheduler
 from app.engine.self_test import self_test
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.engine.tensor_parallel.spec import Launch
-from app.errors import ConfigError, ContextLengthError, RequestError
+from app.errors import ConfigError, ContextLengthError, EngineError, RequestError
 from app.fleet.keys import extra_keys
 from app.fleet.report import ReplicaReport
 from kernels import KernelError
@@ -274,7 +274,7 @@ class Engine:
                 return self._wait_for_pages()
             logits = self._compute(scheduled)
             sampling = [s.request for s in scheduled if s.samples]
-            tokens = sample(logits, sampling) if sampling else []
+            sampled = sample(logits, [request.sampling for request in sampling]) if sampling else NOTHING
             num_tokens, attended = sum(s.num_tokens for s in scheduled), num_attended(scheduled)
         except BaseException:
             self._scheduler.abort()
@@ -284,13 +284,14 @@ class Engine:
                 self._meter.note_begun(s.request)
         if self._scheduler.done():
             self._stalled_since = None
-        sound = logits.amax(dim=-1).isfinite().tolist()  # a NaN anywhere in a row is its maximum
         deltas = []
-        for request, token, is_sound in zip(sampling, tokens, sound, strict=True):
+        for request, token, is_sound in zip(sampling, sampled.token_ids, sampled.sound, strict=True):
             if is_sound:
                 delta = request.append(token, self.model.eos_token_ids)
             else:
-                delta = Delta(request.request_id, (), "", error="the model's logits are not finite numbers")
+                delta = Delta(
+                    request.request_id, (), "", error=EngineError("the model's logits are not finite numbers")
+                )
             deltas.append(delta)
             if delta.finished:
                 self.cancel(request.request_id)
@@ -332,7 +333,7 @@ class Engine:
             self.memory.pin(request.pin_name, request.memory, request.num_computed)
             delta = Delta(request.request_id, (), "", "stop", num_cached_tokens=request.num_cached_tokens or 0)
         except PinError as error:
-            delta = Delta(request.request_id, (), "", error=str(error), refused=True)
+            delta = Delta(request.request_id, (), "", error=RequestError(str(error), "name"))
         self.cancel(request.request_id)
         return delta
 
@@ -378,7 +379,8 @@ class Engine:
         self._stalled_since = None
         request_id = self._scheduler.next_waiting.request_id
         self.cancel(request_id)
-        return [Delta(request_id, (), "", error="the device has no memory for this request, although the budget has")]
+        error = EngineError("the device has no memory for this request, although the budget has")
+        return [Delta(request_id, (), "", error=error)]
 
     def report(self) -> MemoryReport:
         """Where KV memory is. From any thread."""

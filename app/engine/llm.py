@@ -12,7 +12,7 @@ from app.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.params import SamplingParams
 from app.engine.request import FinishReason
-from app.errors import EngineError, RequestError
+from app.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class LLM:
             while self.engine.has_work:
                 for delta in self.engine.step():
                     if delta.error is not None:
-                        raise EngineError(delta.error)
+                        raise delta.error
                     i = index[delta.request_id]
                     outputs[i][0].extend(delta.token_ids)
                     outputs[i][1].append(delta.text)

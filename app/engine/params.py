@@ -1,12 +1,35 @@
-"""How to choose the next token, and when to stop."""
+"""How to choose the next tokens, and when to stop."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
 
 from app.errors import RequestError
 
 MAX_STOP_STRINGS = 16
+MAX_LOGPROBS = 100
+MAX_SEQUENCES = 128
+MAX_BAD_WORDS = 256
+MAX_LOGIT_BIAS = 1024
+
+StructureKind = Literal["json", "regex", "choice", "grammar"]
+EarlyStopping = Literal["never"] | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What the output has to look like.
+
+    Attributes:
+        kind: "json": `spec` is a JSON schema as text, "{}" for any object; "regex": a regular expression that the whole
+            output matches; "choice": a JSON array of strings, one of which is the output; "grammar": a Lark grammar.
+    """
+
+    kind: StructureKind
+    spec: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,42 +37,142 @@ class SamplingParams:
     """Sampling and stopping of one request.
 
     Attributes:
+        n: outputs; their prompt is computed once.
+        best_of: so many are generated, and the `n` whose tokens have the highest mean log probability returned; by
+            default `n`.
+        use_beam_search: the `n` likeliest of `best_of` beams instead of samples, as `transformers` searches; every
+            other way of choosing tokens must be left as it is.
+        length_penalty: of beams: a score is the sum of log probabilities over the length to this power.
+        early_stopping: of beams: True: as soon as `best_of` have ended; False: when a better one is unlikely; "never":
+            when a better one is impossible.
         max_tokens: tokens to generate at most; `None`: as many as the context has room for.
+        min_tokens: before as many, nothing that would end the output is chosen, but for `stop` strings.
         temperature: 0 is greedy; above, logits are divided by it.
         top_k: sample among the k likeliest tokens; 0: all.
         top_p: sample among the fewest tokens whose probability reaches p; 1: all.
+        min_p: sample among tokens at least so many times as likely as the likeliest; 0: all.
+        repetition_penalty: logits of tokens in prompt or output are divided by it if positive, else multiplied.
+        presence_penalty: taken from the logits of tokens in the output.
+        frequency_penalty: the same, times how often they are in it.
+        logit_bias: token id → what is added to its logit.
+        bad_words: strings that are not in the output, as their tokens are when they follow a space or not.
         seed: same seed and same request, same tokens; `None`: a fresh one.
-        stop: strings that end the output; they are not part of it.
+        stop: strings that end the output; they are not part of it, unless `include_stop_str`.
+        stop_token_ids: tokens that end it like the end-of-sequence token, also with `ignore_eos`.
         ignore_eos: go on after the end-of-sequence token.
+        logprobs: how many alternatives' log probabilities to return with each token's; `None`: nothing.
+        prompt_logprobs: the same for each token of the prompt but the first.
+        structure: what the output has to look like.
 
     Raises:
-        RequestError: a value is out of bounds.
+        RequestError: a value is out of bounds, or two contradict each other.
     """
 
+    n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
     max_tokens: int | None = 16
+    min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    bad_words: tuple[str, ...] | list[str] = ()
     seed: int | None = None
     stop: tuple[str, ...] | list[str] | str = ()
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+    include_stop_str: bool = False
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structure: Structure | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise RequestError(f"max_tokens is {self.max_tokens}; it must be at least 1", "max_tokens")
-        if not 0 <= self.temperature <= 100:
-            raise RequestError(f"temperature is {self.temperature}; it must be between 0 and 100", "temperature")
-        if self.top_k < 0:
-            raise RequestError(f"top_k is {self.top_k}; it must be 0 (all tokens) or more", "top_k")
-        if not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p is {self.top_p}; it must be above 0 and at most 1", "top_p")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
-            raise RequestError(f"seed is {self.seed}; it must be a 64-bit integer", "seed")
+        for name in ("stop_token_ids", "bad_words"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # picklable, and nobody else's
+        for name, least, most in (
+            ("n", 1, MAX_SEQUENCES),
+            ("best_of", self.n, MAX_SEQUENCES),
+            ("max_tokens", 1, None),
+            ("min_tokens", 0, self.max_tokens),
+            ("temperature", 0, 100),
+            ("top_k", 0, None),
+            ("top_p", 0, 1),
+            ("min_p", 0, 1),
+            ("repetition_penalty", 0, 100),
+            ("presence_penalty", -2, 2),
+            ("frequency_penalty", -2, 2),
+            ("length_penalty", -100, 100),
+            ("seed", -(2**63), 2**64 - 1),
+            ("logprobs", 0, MAX_LOGPROBS),
+            ("prompt_logprobs", 0, MAX_LOGPROBS),
+        ):
+            self._check_bounds(name, least, most)
+        for name in ("top_p", "repetition_penalty"):
+            if getattr(self, name) == 0:
+                raise RequestError(f"{name} is 0; it must be above", name)
         if len(self.stop) > MAX_STOP_STRINGS or not all(self.stop):
             raise RequestError(f"stop takes at most {MAX_STOP_STRINGS} strings, none of them empty", "stop")
+        if len(self.bad_words) > MAX_BAD_WORDS or not all(self.bad_words):
+            raise RequestError(f"bad_words takes at most {MAX_BAD_WORDS} strings, none of them empty", "bad_words")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS or not all(-100 <= bias <= 100 for bias in self.logit_bias.values()):
+            raise RequestError(
+                f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, with values between -100 and 100", "logit_bias"
+            )
+        if self.early_stopping not in (True, False, "never"):
+            raise RequestError(f"early_stopping is {self.early_stopping!r}; true, false or 'never'", "early_stopping")
+        if self.use_beam_search:
+            self._check_beams()
+
+    def _check_bounds(self, name: str, least: float, most: float | None) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        if not (least <= value and (most is None or value <= most)):  # NaN is not
+            bounds = f"at least {least}" if most is None else f"between {least} and {most}"
+            raise RequestError(f"{name} is {value}; it must be {bounds}", name)
+
+    def _check_beams(self) -> None:
+        """Beams are chosen by the model's probabilities alone."""
+        neutral = SamplingParams()
+        for name in (
+            "top_k",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "logit_bias",
+            "bad_words",
+            "min_tokens",
+            "stop",
+            "logprobs",
+            "structure",
+        ):
+            if getattr(self, name) != getattr(neutral, name):
+                raise RequestError(f"{name} cannot be set together with use_beam_search", name)
+        if self.temperature not in (0, 1):
+            raise RequestError("temperature cannot be set together with use_beam_search", "temperature")
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run for the request: samples or beams."""
+        return self.best_of or self.n
 
     @property
     def truncates(self) -> bool:
         """Whether only some of the tokens can be sampled."""
-        return self.top_k > 0 or self.top_p < 1
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens' logits depend on the tokens before."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

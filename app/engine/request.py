@@ -3,37 +3,88 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
-
-import numpy as np
+from typing import Literal, TypedDict
 
 from app.engine.detokenizer import TextStream
 from app.engine.params import SamplingParams
+from app.engine.sampling_state import SamplingState
+from app.errors import FolioError
 from vmem import SequenceMemory, SwappedGroup, TokenChain
 
 FinishReason = Literal["stop", "length"]
 
 
+class RequestOptions(TypedDict, total=False):
+    """What goes with a request beside its prompt and its sampling.
+
+    priority: the lower goes first, and is preempted last; 0 by default.
+    cache_salt: only requests with the same one share cached prefixes.
+    adapter: name of the LoRA adapter to run with.
+    tenant: whose request it is: with `fair_tenants` all tenants get the same share.
+    timeout_s: it ends with `DeadlineError` when it has not finished after so long.
+    expected_cached_tokens: how much of the prompt the sender thinks is cached here; it changes nothing but the load
+        report.
+    """
+
+    priority: int
+    cache_salt: str | None
+    adapter: str | None
+    tenant: str | None
+    timeout_s: float | None
+    expected_cached_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A token's log probability by the model alone, before temperature, penalties and anything else.
+
+    Attributes:
+        rank: 1 for the likeliest.
+        top: (token id, log probability) of the likeliest tokens, in order.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a step added to a request. `error` is set when the engine failed it, `refused` it after all, or has become
-    `unavailable`; it is then the last one.
+    """What a step added to one output of a request. With an `error` the whole request has ended.
 
-    `num_cached_tokens`: of the prompt, found in the prefix cache.
+    Attributes:
+        index: which of its `n` outputs.
+        num_unfinished: other outputs of the request that are still to come.
+        stop_reason: the stop string or token id that ended it, if it was not the end-of-sequence token.
+        num_cached_tokens: of the prompt, found in the prefix cache.
+        logprobs: for each of the tokens, if asked for.
+        prompt_logprobs: of the prompt but its first token, if asked for, with the first delta.
+        score: of a beam.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason | None = None
-    error: str | None = None
-    refused: bool = False
-    unavailable: bool = False
+    error: FolioError | None = None
     num_cached_tokens: int = 0
+    index: int = 0
+    num_unfinished: int = 0
+    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    score: float | None = None
 
     @property
     def finished(self) -> bool:
+        """Whether this output is complete."""
         return self.finish_reason is not None or self.error is not None
+
+    @property
+    def ends_request(self) -> bool:
+        """Whether nothing of the request follows."""
+        return self.error is not None or (self.finish_reason is not None and not self.num_unfinished)
 
 
 @dataclass(slots=True, eq=False)
@@ -92,13 +143,11 @@ class Request:
     expected_cached_tokens: int | None = None
     stops_at: tuple[int, ...] = ()
     pin_name: str | None = None
-    random: np.random.Generator = field(init=False)
+    sampling: SamplingState = field(init=False)
 
     def __post_init__(self) -> None:
         self.group.members.append(self)
-        seed = self.params.seed
-        # One uniform number a token from a generator of its own: what else is in the batch cannot matter.
-        self.random = np.random.default_rng(None if seed is None else seed % 2**64)
+        self.sampling = SamplingState(self.params, self.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
@@ -116,6 +165,7 @@ class Request:
     def append(self, token_id: int, eos_token_ids: frozenset[int]) -> Delta:
         """Add a sampled token; the returned delta says whether it was the last."""
         self.token_ids.append(token_id)
+        self.sampling.append(token_id)
         reason: FinishReason | None = None
         if token_id in eos_token_ids and not self.params.ignore_eos:
             reason = "stop"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from app.engine.request import Request
+from app.engine.params import SamplingParams
+from app.engine.request import TokenLogprobs
+from app.engine.sampling_state import SamplingState
 
 # Sorting a whole vocabulary costs more than a decode step; the likeliest few nearly always hold top_p of the mass.
 _TOP_P_CANDIDATES = 256
@@ -14,32 +17,53 @@ _TOP_P_CANDIDATES = 256
 _GREEDY_BELOW = 1e-5
 
 
-def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
-    """The next token of each request, from its row of `logits [len(requests), vocab_size]`.
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What was chosen, a value for each row.
 
-    A row's token depends on nothing but its logits, its parameters and its random generator.
+    Attributes:
+        sound: whether the row's logits were numbers.
+        logprobs: where they were asked for.
     """
+
+    token_ids: list[int]
+    sound: list[bool]
+    logprobs: list[TokenLogprobs | None]
+
+
+NOTHING = Sampled([], [], [])
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SamplingState], positions: Sequence[int] | None = None) -> Sampled:
+    """The next token of each sequence, from its row of `logits [len(rows), vocab_size]`.
+
+    A row's token depends on nothing but its logits and its state.
+
+    Args:
+        positions: how many tokens that are not in the row's state yet come before the one to choose: it belongs to a
+            sequence of drafts. Only states that `can_look_ahead` may have any but 0.
+    """
+    positions = positions or [0] * len(rows)
     tokens = logits.max(dim=-1).indices  # several times faster than argmax in bfloat16 on CPUs
-    random = [i for i, request in enumerate(requests) if request.params.temperature >= _GREEDY_BELOW]
-    plain = [i for i in random if not requests[i].params.truncates]
-    truncated = [i for i in random if requests[i].params.truncates]
-    for rows, draw in ((plain, _draw_plain), (truncated, _draw_truncated)):
-        if rows:
-            chosen = [requests[i] for i in rows]
-            temperature = torch.tensor([r.params.temperature for r in chosen])[:, None]
-            uniform = torch.tensor([r.random.random() for r in chosen], dtype=torch.float64)[:, None]
-            tokens[rows] = draw(logits[rows].float() / temperature, uniform, chosen)
-    result: list[int] = tokens.tolist()
-    return result
+    sound = logits.amax(dim=-1).isfinite().tolist()  # a NaN anywhere in a row is its maximum
+    random = [i for i, state in enumerate(rows) if state.params.temperature >= _GREEDY_BELOW]
+    plain = [i for i in random if not rows[i].params.truncates]
+    truncated = [i for i in random if rows[i].params.truncates]
+    for indices, draw in ((plain, _draw_plain), (truncated, _draw_truncated)):
+        if indices:
+            chosen = [rows[i].params for i in indices]
+            temperature = torch.tensor([params.temperature for params in chosen])[:, None]
+            uniform = torch.tensor([rows[i].uniform(positions[i]) for i in indices], dtype=torch.float64)[:, None]
+            tokens[indices] = draw(logits[indices].float() / temperature, uniform, chosen)
+    return Sampled(tokens.tolist(), sound, [None] * len(rows))
 
 
-def _draw_plain(logits: torch.Tensor, uniform: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
+def _draw_plain(logits: torch.Tensor, uniform: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     return _invert(logits.softmax(dim=-1), uniform)
 
 
-def _draw_truncated(logits: torch.Tensor, uniform: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
+def _draw_truncated(logits: torch.Tensor, uniform: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Top-k, then top-p among what is left, then draw."""
-    params = [request.params for request in requests]
     vocab_size = logits.shape[-1]
     top_k = torch.tensor([min(p.top_k or vocab_size, vocab_size) for p in params])[:, None]
     top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64)[:, None]

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from app.errors import EngineError, RequestError, UnavailableError, UnknownModelError
+from app.errors import (
+    DeadlineError,
+    EngineError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+    UnknownModelError,
+)
 from app.openai.bodies import ErrorBody, ErrorDetail
 
 
@@ -14,6 +21,10 @@ def error_response(error: BaseException) -> tuple[int, ErrorBody]:
     if isinstance(error, RequestError):
         status = 404 if isinstance(error, UnknownModelError) else 400
         return status, body(error.message, "invalid_request_error", error.param, error.code)
+    if isinstance(error, OverloadedError):
+        return 429, body(str(error), "rate_limit_error", None, "overloaded")
+    if isinstance(error, DeadlineError):
+        return 408, body(str(error), "timeout_error", None, "timeout")
     if isinstance(error, UnavailableError):
         return 503, body(str(error), "server_error", None, "unavailable")
     if isinstance(error, EngineError):

@@ -5,18 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
+from app.engine import sampler
 from app.engine.params import SamplingParams
-from app.engine.request import Request, SequenceGroup
-from app.engine.sampler import sample
+from app.engine.sampling_state import SamplingState
 from app.errors import RequestError
-from vmem import TokenChain
 
 NUM_DRAWS = 4000
 
 
-def request(**params: object) -> Request:
-    sampling = SamplingParams(**params)  # type: ignore[arg-type]
-    return Request("r", [1], sampling, 1, None, TokenChain(16), SequenceGroup(0, 0), [1])
+def request(**params: object) -> SamplingState:
+    return SamplingState(SamplingParams(**params), [1])  # type: ignore[arg-type]
+
+
+def sample(logits: torch.Tensor, rows: list[SamplingState]) -> list[int]:
+    return sampler.sample(logits, rows).token_ids
 
 
 def frequencies(logits: torch.Tensor, **params: object) -> torch.Tensor:

@@ -275,7 +275,7 @@ class Run:
 
     def step(self) -> None:
         for delta in self.engine.step():
-            assert delta.error is None or delta.refused
+            assert delta.error is None or isinstance(delta.error, RequestError)
             if delta.request_id in self.outputs:
                 self.outputs[delta.request_id] += delta.token_ids
         self.engine.check_integrity()

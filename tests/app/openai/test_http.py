@@ -140,7 +140,7 @@ def test_chat_chunks_leave_out_what_is_absent(client: TestClient) -> None:
         ({"model": "m", "prompt": "x", "n": 2}, "n", "supports only 1"),
         ({"model": "m", "prompt": "x", "suffix": "y"}, "suffix", "supports only"),
         ({"model": "m", "prompt": "x", "max_tokens": -1}, "max_tokens", "at least 1"),
-        ({"model": "m", "prompt": "x", "top_p": 2}, "top_p", "at most 1"),
+        ({"model": "m", "prompt": "x", "top_p": 2}, "top_p", "between 0 and 1"),
         ({"model": "request", "prompt": "x"}, "prompt", "too long"),
         ([1, 2], None, "valid dictionary"),
     ],

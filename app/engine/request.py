@@ -166,7 +166,7 @@ class Request:
         """Add a sampled token; the returned delta says whether it was the last."""
         self.token_ids.append(token_id)
         self.sampling.append(token_id)
-        ended, detail = self._ends(token_id, eos_token_ids)
+        ended, stop_reason = self._ends(token_id, eos_token_ids)
         matcher = self.sampling.matcher
         reason: FinishReason | None = None
         if ended or (matcher is not None and matcher.finished):
@@ -178,13 +178,13 @@ class Request:
             if not ended or self.params.include_stop_str:  # the token that ends an output is no text of it
                 text, stopped = self.text.push(token_id)
                 if stopped:
-                    reason, detail = "stop", self.text.met
+                    reason, stop_reason = "stop", self.text.met
             if reason is not None:
                 text += self.text.flush()
         cached = self.num_cached_tokens or 0
-        return Delta(self.request_id, (token_id,), text, reason, num_cached_tokens=cached, stop_reason=detail)
+        return Delta(self.request_id, (token_id,), text, reason, num_cached_tokens=cached, stop_reason=stop_reason)
 
-    def _ends(self, token_id: int, eos_token_ids: frozenset[int]) -> tuple[bool, int | None]:
+    def _ends(self, token_id: int, eos_token_ids: frozenset[int]) -> tuple[bool, str | int | None]:
         """Whether the output ends with a token, and that token, if it is not the end-of-sequence one."""
         if self.num_output_tokens <= self.params.min_tokens:
             return False, None

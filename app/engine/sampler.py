@@ -14,7 +14,9 @@ from app.engine.request import TokenLogprobs
 from app.engine.sampling_state import SamplingState
 
 # Sorting a whole vocabulary costs more than a decode step; the likeliest few nearly always hold top_p of the mass.
-_TOP_P_CANDIDATES = 256
+_CANDIDATES = 256
+# A flat distribution needs more of them; a row that does is tried again with so many times as many.
+_MORE_CANDIDATES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,26 +124,48 @@ def _draw_plain(logits: torch.Tensor, uniform: torch.Tensor, params: Sequence[Sa
 def _draw_truncated(logits: torch.Tensor, uniform: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Top-k, then top-p among what is left, then draw."""
     vocab_size = logits.shape[-1]
-    top_k = torch.tensor([min(p.top_k or vocab_size, vocab_size) for p in params])[:, None]
+    few = torch.tensor([0 < p.top_k < vocab_size for p in params])[:, None]  # and all of these few are sorted at once
+    top_k = torch.tensor([p.top_k or vocab_size for p in params])[:, None]
     top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64)[:, None]
-    all_probs = logits.softmax(dim=-1)  # not logsumexp: of a single row, torch adds that up in another order
+    probs = logits.softmax(dim=-1)  # not logsumexp: of a single row, torch adds that up in another order
     ranks = order(logits)
-    limit = min(vocab_size, max(_TOP_P_CANDIDATES, *(p.top_k for p in params)))
-    candidates, probs = _likeliest(all_probs, ranks, limit)
-    if bool(((top_k > limit) & (probs.sum(dim=-1, keepdim=True) < top_p)).any()):  # flat: more are needed
-        candidates, probs = _likeliest(all_probs, ranks, vocab_size)
-    probs = probs.masked_fill(torch.arange(probs.shape[-1]) >= top_k, 0.0)
-    cumulated = probs.cumsum(dim=-1)
-    mass = torch.where(top_k < vocab_size, cumulated[:, -1:], 1.0)
-    excluded = (cumulated - probs >= top_p * mass) & (top_p < 1)
+    tokens = torch.empty(len(params), dtype=torch.int64)
+    left = torch.arange(len(params))
+    limit = max(_CANDIDATES, *(p.top_k for p in params))
+    while len(left):
+        limit = min(limit, vocab_size)
+        candidates = ranks.topk(limit, dim=-1).indices
+        weights = probs.gather(-1, candidates).double().masked_fill_(torch.arange(limit) >= top_k, 0.0)
+        chosen, covered = _draw_top_p(weights, few, top_p, uniform)
+        enough = covered | few[:, 0] | (limit == vocab_size)
+        tokens[left[enough]] = candidates.gather(-1, chosen[:, None])[enough, 0]
+        few, top_k, top_p, uniform, probs, ranks, left = (
+            t[~enough] for t in (few, top_k, top_p, uniform, probs, ranks, left)
+        )
+        limit *= _MORE_CANDIDATES
+    return tokens
+
+
+def _draw_top_p(
+    weights: torch.Tensor, few: torch.Tensor, top_p: torch.Tensor, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw among the first of the likeliest tokens, whose `weights [rows, n]` (float64) come in order.
+
+    Nothing about a row may depend on how many tokens follow that cannot be drawn.
+
+    Args:
+        few: `[rows, 1]`, whether top_p is a share of these weights, rather than of 1.
+
+    Returns:
+        Which of the n each row draws, and whether the n have the mass of top_p.
+    """
+    cumulated = weights.cumsum(dim=-1)
+    before = cumulated.roll(1, dims=-1)
+    before[:, 0] = 0.0
+    wanted = top_p * torch.where(few, cumulated[:, -1:], 1.0)
+    excluded = (before >= wanted) & (top_p < 1)
     excluded[:, 0] = False  # the likeliest token stays however small top_p is
-    return candidates.gather(-1, _invert(probs.masked_fill(excluded, 0.0), uniform)[:, None])[:, 0]
-
-
-def _likeliest(probs: torch.Tensor, ranks: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` likeliest tokens of each row and their probabilities (float64), likeliest first."""
-    candidates = ranks.topk(count, dim=-1).indices
-    return candidates, probs.gather(-1, candidates).double()
+    return _invert(weights.masked_fill(excluded, 0.0), uniform), ((cumulated[:, -1:] >= wanted) & (top_p < 1))[:, 0]
 
 
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

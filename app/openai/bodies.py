@@ -14,10 +14,13 @@ from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
     model_serializer,
+    model_validator,
 )
 
 from app.engine.params import SamplingParams
 from app.engine.request import FinishReason
+from app.openai.structures import ResponseFormat
+from app.openai.tool_bodies import Text, ToolCall, ToolChoice, Tools
 
 
 def _only(*allowed: object) -> AfterValidator:
@@ -106,15 +109,30 @@ class TextPart(_Body):
 
 
 class Message(_Body):
-    """One message of a conversation; `content` is text, whole or in parts."""
+    """One message of a conversation; `content` is text, whole or in parts. An assistant's may have `tool_calls` instead
+    or beside it; a tool's answers the call `tool_call_id`."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: Annotated[list[ToolCall] | None, Field(min_length=1)] = None
+    tool_call_id: Text | None = None
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "".join(part.text for part in self.content)
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Message:
+        if self.tool_calls is not None and self.role != "assistant":
+            raise ValueError(f"tool_calls are an assistant's, and this message is a {self.role}'s")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("a tool's message needs the tool_call_id that it answers, and no other may have one")
+        if self.content is None and self.tool_calls is None:
+            raise ValueError("content is missing")
+        return self
 
 
 class ChatCompletionRequest(_GenerationBody):
@@ -126,6 +144,10 @@ class ChatCompletionRequest(_GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: Annotated[bool | None, _only(False)] = None
     top_logprobs: Annotated[int | None, _only(0)] = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
 
     @property
     def most_tokens(self) -> int | None:

@@ -1,0 +1,94 @@
+"""Bodies of tool calls: what a request says of its tools, and the calls in messages, answers and chunks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
+
+from app.openai.strict import StrictBody
+
+MAX_TOOLS = 128
+
+
+def _is_text(text: str) -> str:
+    """JSON can carry half of a surrogate pair, which is no character and has no tokens."""
+    text.encode()  # UnicodeEncodeError is a ValueError
+    return text
+
+
+Text = Annotated[str, AfterValidator(_is_text)]
+# What OpenAI's API allows; so a name needs no escaping in JSON or in a grammar.
+FunctionName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9_.-]{1,64}\z")]
+
+
+class FunctionDefinition(StrictBody):
+    """A function that may be called. `parameters` is the JSON schema of its arguments, an object's; without one it
+    takes none. `strict` is accepted: calls that are forced follow the schema anyway, others never do for sure."""
+
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(StrictBody):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+Tools = Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class ChosenFunction(StrictBody):
+    name: FunctionName
+
+
+class NamedToolChoice(StrictBody):
+    """The one function to call."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+# "none": tools are not shown; "auto": the model decides; "required": it calls at least one.
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+
+
+class FunctionCall(StrictBody):
+    """`arguments` is JSON as text; from a model that was not forced it may be anything."""
+
+    name: Text
+    arguments: Text
+
+
+class ToolCall(StrictBody):
+    """One call, in an assistant's message of a request or of an answer."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class FunctionCallDelta(BaseModel):
+    """`arguments` continues what chunks before have brought of it."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _omit_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in serialize(self).items() if value is not None}
+
+
+class ToolCallDelta(BaseModel):
+    """What a chunk adds to call number `index`: first its id, type and name, then pieces of its arguments."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCallDelta
+
+    @model_serializer(mode="wrap")
+    def _omit_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in serialize(self).items() if value is not None}

@@ -179,7 +179,7 @@ def run_all(args: argparse.Namespace, folder: Path, repeats: int) -> tuple[dict[
         },
         "shared_prefix": {
             "folio": lambda: folio_rate(sharing, shared_prompts(next(seeds)), SHARED_NEW),
-            **{rival.name: partial(shared, rival) for rival in (generate, *servers)},
+            **{rival.name: partial(shared, rival) for rival in all_rivals if rival is not batching},
         },
         "n4": {
             "folio": lambda: folio_rate(llm, branched, NEW_TOKENS, n=BRANCHES, temperature=1.0, seed=SEED),

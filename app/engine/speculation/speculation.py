@@ -90,10 +90,10 @@ class Speculation:
 
         Args:
             requests: whose next token is to be chosen in the coming step: all but their last token is computed. Beams,
-                and those whose sampling cannot look ahead, get no guesses.
+                those about to be forked, and those whose sampling cannot look ahead get no guesses.
         """
         assert self._proposer is not None
-        able = [r for r in requests if r.sampling.can_look_ahead and not r.params.use_beam_search]
+        able = [request for request in requests if _can_speculate(request)]
         lengths = self._lengths.choose(able, budget)
         proposed = self._proposer.propose(able, lengths)
         drafts = {request: self._cut(request, guesses) for request, guesses in zip(able, proposed, strict=True)}
@@ -134,3 +134,8 @@ class Speculation:
             if token_id in params.stop_token_ids or (token_id in self._eos_token_ids and not params.ignore_eos):
                 return guesses[: i + 1]
         return guesses
+
+
+def _can_speculate(request: Request) -> bool:
+    several = request.params.use_beam_search or request.num_forks
+    return not several and request.pin_name is None and request.sampling.can_look_ahead

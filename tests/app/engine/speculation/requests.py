@@ -20,5 +20,4 @@ def make_request(
 
 def generate(request: Request, *token_ids: int) -> None:
     """As if the engine had chosen these."""
-    for token_id in token_ids:
-        request.append(token_id, frozenset())
+    request.append(token_ids, frozenset())

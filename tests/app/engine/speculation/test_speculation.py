@@ -98,26 +98,29 @@ def test_a_loop_is_guessed_from_the_text(make_checkpoint: MakeCheckpoint) -> Non
     assert counts.accepted_tokens > 10
 
 
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_under_pressure(folder: str, make_checkpoint: MakeCheckpoint, preemption: str) -> None:
-    """Requests are preempted in the middle of guessing, and the draft model has too little memory for all."""
-    tiny = str(make_checkpoint("llama", **TINY))
-    settings: dict[str, Any] = {"max_model_len": 200, "max_num_batched_tokens": 50}
-    params = [dataclasses.replace(each, max_tokens=80) for each in (GREEDY, SEEDED, FEW)]
-    expected = Run(folder, **settings)(PROMPTS, *params)
-    for speculation, draft in (("ngram", None), ("draft", tiny), ("draft", folder)):
-        run = Run(
-            folder,
-            speculation=speculation,
-            draft_model=draft,
-            preemption=preemption,
-            kv_memory_bytes=(15 if draft is None else 17 if draft == tiny else 28) * 16 * 768,
-            **settings,
-        )
-        assert run(PROMPTS, *params) == expected
-        assert sum(run.engine._scheduler.num_preempted.values()) > 0
-        assert run.engine.speculation is not None
-        assert run.engine.speculation.draft_tokens > 0
+@pytest.mark.parametrize(
+    ("speculation", "preemption", "num_blocks"), [("ngram", "swap", 14), ("tiny", "recompute", 16), ("own", "swap", 28)]
+)
+def test_under_pressure(
+    folder: str, make_checkpoint: MakeCheckpoint, speculation: str, preemption: str, num_blocks: int
+) -> None:
+    """Requests are preempted in the middle of guessing, and a draft model has too little memory for all of them."""
+    draft = {"ngram": None, "own": folder, "tiny": str(make_checkpoint("llama", **TINY))}[speculation]
+    settings: dict[str, Any] = {"max_model_len": 160, "max_num_batched_tokens": 50}
+    params = [dataclasses.replace(each, max_tokens=60) for each in (GREEDY, SEEDED, FEW)]
+    expected = Run(folder, **settings)(PROMPTS[:4], *params)
+    run = Run(
+        folder,
+        speculation="draft" if draft else "ngram",
+        draft_model=draft,
+        preemption=preemption,
+        kv_memory_bytes=num_blocks * 16 * 768,
+        **settings,
+    )
+    assert run(PROMPTS[:4], *params) == expected
+    assert sum(run.engine._scheduler.num_preempted.values()) > 0
+    assert run.engine.speculation is not None
+    assert run.engine.speculation.draft_tokens > 0
 
 
 def test_several_ranks(folder: str) -> None:

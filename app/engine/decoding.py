@@ -22,10 +22,14 @@ from app.engine.sampling_state import SamplingState
 from app.engine.scheduler import Scheduled, Scheduler
 from app.engine.speculation import Speculation
 from app.engine.vocabulary import Vocabulary
-from app.errors import EngineError, FolioError
+from app.errors import EngineError, FolioError, RequestError
 from vmem import KVMemory, ViewPolicy, VmemError
 
 NOT_FINITE = "the model's logits are not finite numbers"
+CONTRADICTION = (
+    "no token may follow: what structure, bad_words, min_tokens and stop_token_ids ask for contradicts itself here; "
+    "leave one of them out"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +156,8 @@ class Decoding:
         generation = self._generations[request.request_id]
         at = slice(start, start + len(rows.states))
         if not all(sampled.sound[at]):
-            yield from self.fail(generation, EngineError(NOT_FINITE))
+            blocked = not sampled.blocked.isdisjoint(range(at.start, at.stop))
+            yield from self.fail(generation, RequestError(CONTRADICTION) if blocked else EngineError(NOT_FINITE))
             return
         tokens, logprobs = sampled.token_ids[at], sampled.logprobs[at]
         sequences, chosen = [request], [tokens]

@@ -17,6 +17,7 @@ class Allowed:
         self.token_ids = frozenset(token_ids)
         self.accepted = list(accepted)
         self.finished = False
+        self.error = None
 
     def fill(self, mask: np.ndarray) -> None:
         bits = np.zeros(mask.size * 32, np.uint8)

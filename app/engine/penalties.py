@@ -21,10 +21,10 @@ class TokenCounts:
 
     def __init__(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
         distinct = np.unique(np.asarray(prompt_token_ids, dtype=np.int64))
-        self._num = len(distinct)
-        self._ids = np.concatenate([distinct, np.zeros(_FIRST_ROOM, np.int64)])
+        self._num = self._num_in_prompt = len(distinct)
+        self._ids = np.concatenate([distinct, np.zeros(_FIRST_ROOM, np.int64)])  # the prompt's, sorted; then others
         self._counts = np.zeros(len(self._ids), np.float32)
-        self._place = dict(zip(distinct.tolist(), range(self._num), strict=True))
+        self._places: dict[int, int] = {}  # of the others
         for token_id in output_token_ids:
             self.add(token_id)
 
@@ -40,21 +40,26 @@ class TokenCounts:
 
     def add(self, token_id: int) -> None:
         """Count a token of the output."""
-        place = self._place.setdefault(token_id, self._num)
-        if place == self._num:
-            if place == len(self._ids):
-                self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
-                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-            self._ids[place] = token_id
-            self._num += 1
+        place = int(self._ids[: self._num_in_prompt].searchsorted(token_id))
+        if place == self._num_in_prompt or self._ids[place] != token_id:
+            place = self._places.setdefault(token_id, self._num)
+            if place == self._num:
+                self._append(token_id)
         self._counts[place] += 1
 
     def fork(self) -> Self:
         """The same counts, to go on differently."""
         other = type(self)((), ())
-        other._num, other._place = self._num, self._place.copy()
-        other._ids, other._counts = self._ids.copy(), self._counts.copy()
+        other._num, other._num_in_prompt = self._num, self._num_in_prompt
+        other._ids, other._counts, other._places = self._ids.copy(), self._counts.copy(), self._places.copy()
         return other
+
+    def _append(self, token_id: int) -> None:
+        if self._num == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[self._num] = token_id
+        self._num += 1
 
 
 def penalise(

@@ -99,7 +99,7 @@ def _choose(
             params = [states[i].params for i in indices]
             uniform = torch.tensor([states[i].uniform(positions[i]) for i in indices], dtype=torch.float64)[:, None]
             mine = logits if len(indices) == len(states) else logits[indices]
-            mine /= torch.tensor([p.temperature for p in params])[:, None]
+            mine /= torch.tensor([p.temperature for p in params], dtype=torch.float32)[:, None]
             _drop_unlikely(mine, params)
             tokens[indices] = draw(mine, uniform, params)
     return tokens.tolist(), (likeliest.values > -torch.inf).tolist()

@@ -174,8 +174,9 @@ class SamplingState:
             eos_token_ids=self._eos_token_ids,
         )
         other._output = self._output.copy()
-        if self._counts is not None and (params.repetition_penalty == 1) == (self.params.repetition_penalty == 1):
-            other._counts = self._counts.fork()
+        same = (params.repetition_penalty == 1) == (self.params.repetition_penalty == 1)
+        if params.penalises and self.params.penalises and same:
+            other._counts = self.counts.fork()  # a long prompt is counted once, however many outputs it has
         other._note_length()
         return other
 

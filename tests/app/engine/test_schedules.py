@@ -24,11 +24,10 @@ from app.config import EngineConfig
 from app.engine import engine as engine_module
 from app.engine.engine import Engine
 from app.engine.params import SamplingParams
-from app.engine.request import Request, SequenceGroup
 from app.engine.sampler import sample
+from app.engine.sampling_state import SamplingState
 from app.errors import RequestError
 from tests.conftest import HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
-from vmem import TokenChain
 
 TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 MODELS: dict[str, dict[str, Any]] = {
@@ -127,17 +126,23 @@ class Reference:
             self._logits[key] = self._model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0, -1]
         return self._logits[key]
 
-    def check(self, prompt: list[int], params: SamplingParams, tokens: list[int]) -> None:
-        """Raise unless `tokens` follow from the prompt, as far as rounding cannot decide."""
-        group = SequenceGroup(0, 0)
-        request = Request("reference", prompt, params, len(tokens), None, TokenChain(1), group, prompt.copy())
-        uniform = Request("uniform", prompt, params, len(tokens), None, TokenChain(1), group, prompt.copy()).random
+    def check(self, prompt: list[int], params: SamplingParams, tokens: list[int], num_before: int) -> None:
+        """Raise unless `tokens` follow from the prompt, as far as rounding cannot decide.
+
+        Args:
+            num_before: of the prompt's tokens, those that a fork's parent had generated: random numbers go on there.
+        """
+        state = SamplingState(params, prompt)
+        for token in prompt[len(prompt) - num_before :]:
+            state.append(token)
         for i, token in enumerate(tokens):
             logits = self.logits(prompt + tokens[:i])
-            expected = sample(logits[None], [request])[0]
+            expected = sample(logits[None], [state]).token_ids[0]
+            uniform = state.uniform()
+            state.append(token)
             if params.temperature:
                 cumulated = logits.double().softmax(-1).cumsum(-1)
-                close = bool(((cumulated - uniform.random()).abs() < CLOSE / 10).any())
+                close = bool(((cumulated - uniform).abs() < CLOSE / 10).any())
             else:
                 best = logits.topk(2).values
                 close = float(best[0] - best[1]) < CLOSE
@@ -198,7 +203,7 @@ class Run:
         self.engine = engine
         self.reference = reference
         engine.memory._index.clear()
-        self.begun: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.begun: dict[str, tuple[list[int], SamplingParams, int]] = {}
         self.outputs: dict[str, list[int]] = {}
         self.ids = map(str, itertools.count())
         self.revision = engine.report().budget_revision
@@ -231,15 +236,15 @@ class Run:
         assert not self.engine.has_work, "no end in sight"
         self.engine.check_integrity()
         for request_id, tokens in self.outputs.items():
-            prompt, params = self.begun[request_id]
+            prompt, params, num_before = self.begun[request_id]
             assert len(tokens) == params.max_tokens
-            self.reference.check(prompt, params, tokens)
+            self.reference.check(prompt, params, tokens, num_before)
 
     def submit(self, event: Submit) -> None:
         prompt = DOCUMENTS[event.document][: event.common] + list(event.own)
         request_id = next(self.ids)
         params = params_of(event.max_tokens, event.seed)
-        self.begun[request_id], self.outputs[request_id] = (prompt, params), []
+        self.begun[request_id], self.outputs[request_id] = (prompt, params, 0), []
         self.engine.submit(request_id, prompt, params, priority=event.priority, cache_salt=event.salt)
 
     def fork(self, event: Fork) -> None:
@@ -254,7 +259,8 @@ class Run:
             HAPPENED["fork refused"] += 1
             return
         HAPPENED["fork"] += 1
-        self.begun[request_id], self.outputs[request_id] = (prompt, params), []
+        num_before = self.begun[parent][2] + len(self.outputs[parent])
+        self.begun[request_id], self.outputs[request_id] = (prompt, params, num_before), []
 
     def pin(self, event: Pin) -> None:
         """Pin what a document begins with, or unpin what is pinned."""

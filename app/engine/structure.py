@@ -126,7 +126,7 @@ class StructureMatcher:
 
     def accept(self, token_id: int) -> None:
         """Go on by a token. Raises `EngineError` if it may not follow."""
-        if self.finished and token_id in self._vocabulary.eos_token_ids:
+        if self.error is not None:  # there is no place any more
             return
         if not self._parser.consume_token(token_id):
             if self._parser.stop_reason() not in ("ParserTooComplex", "LexerTooComplex"):
@@ -156,7 +156,6 @@ class _Vocabulary:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         known = token_bytes(tokenizer)
-        self.eos_token_ids = eos_token_ids
         tokens = list(known.tokens)
         tokens += [b""] * (max(eos_token_ids, default=-1) + 1 - len(tokens))
         if not eos_token_ids:  # the parser wants one: a token that the model does not have

@@ -111,6 +111,7 @@ def test_forced_calls_are_valid_whatever_the_model_wants(name: str, kind: str, p
             # Ending is likely, or several calls would become very many.
             output.append(eos if eos in allowed and rng.random() < 0.3 else int(rng.choice(allowed)))
             matcher.accept(output[-1])
+        assert use.kept_token_ids <= {output[0]}  # Mistral's marker is a token of its own
         text = tokenizer.decode(output[:-1], skip_special_tokens=False)
         for shown in (text, tokenizer.decode(output, skip_special_tokens=True)):
             parser = use.parser()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
@@ -126,8 +127,6 @@ class StructureMatcher:
 
     def accept(self, token_id: int) -> None:
         """Go on by a token. Raises `EngineError` if it may not follow."""
-        if self.error is not None:  # there is no place any more
-            return
         if not self._parser.consume_token(token_id):
             if self._parser.stop_reason() not in ("ParserTooComplex", "LexerTooComplex"):
                 raise EngineError(f"token {token_id} does not follow in the structure: {_brief(self._parser)}")
@@ -254,4 +253,4 @@ def _no_constant(name: str) -> None:
 
 def _brief(parser: LLMatcher) -> str:
     """The parser's complaint without its state."""
-    return parser.get_error().split("\n<state>")[0].strip()[:500]
+    return re.split("\n<(state|non-verbose)", parser.get_error())[0].strip()[:500]

@@ -233,6 +233,7 @@ def test_a_parser_that_gives_up_ends_only_its_own_output(monkeypatch: pytest.Mon
             break
     assert matcher.error is not None
     assert "too complex" in str(matcher.error)
+    assert "\n" not in str(matcher.error)
     assert candidates == [0]
     assert matcher.finished
     assert matcher.fork().error is matcher.error

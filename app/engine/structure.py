@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
@@ -126,8 +127,6 @@ class StructureMatcher:
 
     def accept(self, token_id: int) -> None:
         """Go on by a token. Raises `EngineError` if it may not follow."""
-        if self.finished and token_id in self._vocabulary.eos_token_ids:
-            return
         if not self._parser.consume_token(token_id):
             if self._parser.stop_reason() not in ("ParserTooComplex", "LexerTooComplex"):
                 raise EngineError(f"token {token_id} does not follow in the structure: {_brief(self._parser)}")
@@ -156,7 +155,6 @@ class _Vocabulary:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         known = token_bytes(tokenizer)
-        self.eos_token_ids = eos_token_ids
         tokens = list(known.tokens)
         tokens += [b""] * (max(eos_token_ids, default=-1) + 1 - len(tokens))
         if not eos_token_ids:  # the parser wants one: a token that the model does not have
@@ -255,4 +253,4 @@ def _no_constant(name: str) -> None:
 
 def _brief(parser: LLMatcher) -> str:
     """The parser's complaint without its state."""
-    return parser.get_error().split("\n<state>")[0].strip()[:500]
+    return re.split("\n<(state|non-verbose)", parser.get_error())[0].strip()[:500]

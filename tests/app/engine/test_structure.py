@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from app.engine import structure as structure_module
 from app.engine.params import Structure
 from app.engine.structure import StructureCompiler, StructureMatcher
+from app.engine.token_bytes import TokenBytes
 from app.errors import EngineError, RequestError
 from tests.app.small_tokenizers import byte_level, sentencepiece, wordpiece
 
@@ -175,6 +176,9 @@ def test_a_token_that_does_not_follow_is_refused() -> None:
     matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(Structure("choice", '["abc"]'))
     with pytest.raises(EngineError, match="does not follow"):
         write(matcher, "x", tokenizer)
+    assert allowed(matcher, len(tokenizer)) == [0]
+    assert matcher.error is not None
+    matcher.accept(0)  # that ends it
 
 
 @pytest.mark.parametrize(
@@ -229,6 +233,7 @@ def test_a_parser_that_gives_up_ends_only_its_own_output(monkeypatch: pytest.Mon
             break
     assert matcher.error is not None
     assert "too complex" in str(matcher.error)
+    assert "\n" not in str(matcher.error)
     assert candidates == [0]
     assert matcher.finished
     assert matcher.fork().error is matcher.error
@@ -251,16 +256,22 @@ def test_compiled_structures_are_kept_and_the_longest_unused_forgotten(monkeypat
 
 
 def test_threads_that_come_first_together_build_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = []
+    built, outcomes, barrier, all_came = [], [], threading.Barrier(8), threading.Event()
     original = structure_module.token_bytes
-    monkeypatch.setattr(structure_module, "token_bytes", lambda t: built.append(t) or original(t))
+
+    def build_when_all_have_come(tokenizer: PreTrainedTokenizerBase) -> TokenBytes:
+        built.append(tokenizer)
+        assert all_came.wait(60)
+        return original(tokenizer)
+
+    monkeypatch.setattr(structure_module, "token_bytes", build_when_all_have_come)
     tokenizer = byte_level()
     compiler = StructureCompiler(tokenizer, len(tokenizer), {0})
     assert not built
-    barrier, outcomes = threading.Barrier(8), []
 
     def use(number: int) -> None:
-        barrier.wait()
+        if barrier.wait() == 0:
+            all_came.set()
         matcher = compiler.matcher(Structure("choice", json.dumps([f"a{number % 3}"])))
         write(matcher, f"a{number % 3}", tokenizer)
         outcomes.append(matcher.finished)

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from app.config import RecoveryPolicy
 from app.engine.recovery import Recovery, RecoveryModel
 from app.engine.request import Request, SequenceGroup
+from app.engine.waiting import WaitingQueue
 from vmem import KVMemory, OutOfPages, OutOfSwap, PrefixMatch, ViewPolicy, VmemError
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Scheduler:
     Args:
         recovery: what either way back costs.
         policy: "auto", or the way that is always taken; without room in the swap space groups are computed again.
+        fair_tenants: new requests begin by turns of their tenants (`WaitingQueue`).
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Scheduler:
         view: ViewPolicy,
         recovery: RecoveryModel,
         policy: RecoveryPolicy,
+        fair_tenants: bool = False,
     ) -> None:
         self._memory = memory
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # each running sequence decodes in every step
@@ -76,8 +79,8 @@ class Scheduler:
         self._view = view
         self._recovery = recovery
         self._policy = policy
-        # All in order of rank.
-        self._waiting: list[SequenceGroup] = []
+        self._waiting = WaitingQueue(max_num_batched_tokens if fair_tenants else None)
+        # Both in order of rank.
         self._preempted: list[SequenceGroup] = []
         self._running: list[SequenceGroup] = []
         self._scheduled: list[Scheduled] = []
@@ -95,8 +98,20 @@ class Scheduler:
         return sum(len(group.members) for group in self._running)
 
     @property
+    def num_queued(self) -> int:
+        """Groups that have not begun. From any thread."""
+        return len(self._waiting)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Of the prompts of these. From any thread."""
+        return self._waiting.num_tokens
+
+    @property
     def next_waiting(self) -> Request:
-        return (self._preempted or self._waiting)[0].members[0]
+        group = self._preempted[0] if self._preempted else self._waiting.peek()
+        assert group is not None, "nobody waits"
+        return group.members[0]
 
     def unfinished(self) -> list[Request]:
         """All requests, in no order. From any thread."""
@@ -104,7 +119,7 @@ class Scheduler:
         return [request for group in groups for request in tuple(group.members)]
 
     def add(self, group: SequenceGroup) -> None:
-        bisect.insort(self._waiting, group, key=_rank)
+        self._waiting.add(group)
 
     def remove(self, request: Request) -> None:
         """Forget a request that is finished or cancelled, and free its memory."""
@@ -113,7 +128,9 @@ class Scheduler:
         if request.memory is not None:
             self._release(request)
         if not group.members:
-            for queue in (self._waiting, self._preempted, self._running):
+            if group in self._waiting:
+                self._waiting.remove(group)
+            for queue in (self._preempted, self._running):
                 if group in queue:
                     queue.remove(group)
             if group.swapped is not None:
@@ -167,8 +184,11 @@ class Scheduler:
         prompts = [s for s in prompts if s.request.memory is not None]
         for s in decodes:
             self._begin(s)
-        while budget > 0 and not self._preempted and self._waiting and self._admit(self._waiting[0]):
-            group = self._waiting.pop(0)
+        while budget > 0 and not self._preempted:
+            group = self._waiting.peek()
+            if group is None or not self._admit(group):
+                break
+            self._waiting.remove(group)
             bisect.insort(self._running, group, key=_rank)
             for request in list(group.members):
                 if budget > 0 and request.group in self._running:
@@ -181,7 +201,10 @@ class Scheduler:
         self._memory.commit()
         got_further = False
         for s in self._scheduled:
+            before = max(s.request.num_computed, s.request.furthest, len(s.request.prompt_token_ids))
             s.request.num_computed += s.num_tokens
+            if self._waiting.by_turns:
+                self._waiting.charge(s.request.group, max(s.request.num_computed - before, 0))
             got_further |= s.request.num_computed > s.request.furthest
             s.request.furthest = max(s.request.furthest, s.request.num_computed)
         return got_further
@@ -236,6 +259,7 @@ class Scheduler:
         request.memory = memory
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed
+            self._waiting.charge(request.group, request.num_uncomputed)
         request.stops_at = self._stops(request, match)
         self._memory.promise(memory, len(request.token_ids), request.stops_at)
         self._opened.append(request.group)

@@ -103,9 +103,9 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def queued_tokens(self) -> int:
-        """Of the prompts of these. From any thread."""
-        return self._waiting.num_tokens
+    def queued_tokens(self) -> list[int]:
+        """Of the prompt of each of these. From any thread."""
+        return self._waiting.lengths()
 
     @property
     def next_waiting(self) -> Request:

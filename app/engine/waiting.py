@@ -12,8 +12,8 @@ below 0 that way, and takes as many rounds to come back.
 
 **What holds.** While two tenants both have requests waiting, all the time and in one priority, what is charged to them
 differs by at most `3 · quantum + 2 · (L + M)` tokens, L being the longest request, and M what the sequences that run
-together may generate at most. It takes an M: whoever has begun is not stopped for others (so it is for every such order:
-Sheng et al., OSDI 2024). Nobody starves, and there is always somebody to begin as long as anybody waits.
+together may generate at most. It takes an M: whoever has begun is not stopped for others (it is so for every such
+order: Sheng et al., OSDI 2024). Nobody starves, and there is somebody to begin as long as anybody waits.
 
 **What is forgotten.** Credit is not saved up: a tenant that comes back begins with none. It comes back with its debt,
 until enough rounds have passed. When nobody waits any more in a priority all is forgotten: what nobody else wanted is
@@ -48,7 +48,6 @@ class WaitingQueue:
         self._levels: dict[int, _Level] = {}  # those in which somebody waits
         self._priorities: list[int] = []  # of the same, in order
         self._next: SequenceGroup | None = None
-        self.num_tokens = 0
 
     @property
     def by_turns(self) -> bool:
@@ -61,14 +60,17 @@ class WaitingQueue:
         """In the order they came. From any thread."""
         return iter(tuple(self._tokens))
 
+    def lengths(self) -> list[int]:
+        """Tokens of each group's prompt. From any thread."""
+        return list(self._tokens.values())
+
     def __contains__(self, group: SequenceGroup) -> bool:
         return group in self._tokens
 
     def add(self, group: SequenceGroup) -> None:
-        """Let a group wait; the members it has by now count for `num_tokens`."""
+        """Let a group wait; the members it has by now count for `lengths`."""
         assert group not in self._tokens, "it waits already"
         self._tokens[group] = sum(request.num_uncomputed for request in group.members)
-        self.num_tokens += self._tokens[group]
         if group.priority not in self._levels:
             self._levels[group.priority] = _Level(self._quantum)
             bisect.insort(self._priorities, group.priority)
@@ -78,7 +80,7 @@ class WaitingQueue:
 
     def remove(self, group: SequenceGroup) -> None:
         """Take a group out, to begin it or to forget it. Raises `KeyError` if it does not wait."""
-        self.num_tokens -= self._tokens.pop(group)
+        del self._tokens[group]
         level = self._levels[group.priority]
         level.remove(group)
         if not level.num_waiting:

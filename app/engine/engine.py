@@ -17,9 +17,11 @@ from app.config import EngineConfig
 from app.engine.batch import demands, memory_of, next_demands, num_attended, plan_step
 from app.engine.beam import BeamSearch
 from app.engine.deadlines import Deadlines, check_timeout
+from app.engine.decisions import RecoveryCosts, SchedulerMemory
 from app.engine.decoding import Decoding
 from app.engine.executor import Executor
 from app.engine.generation import BestOf, EndedOutput, Generation
+from app.engine.journal import Journal, RecordedCosts, RecordedMemory
 from app.engine.kv_plan import build_memory
 from app.engine.load import MOST_KEYS, LoadMeter, make_report, retry_after_s
 from app.engine.model_loader import LoadedModel
@@ -98,14 +100,27 @@ class Engine:
                 raise ConfigError(f"these settings do not work here: {error}") from error
             raise
         self._recovery = RecoveryModel(config.max_num_batched_tokens)
+        self._journal: Journal | None = None
+        asked: SchedulerMemory = self.memory
+        costs: RecoveryCosts = self._recovery
+        if config.journal is not None:
+            try:
+                self._journal = Journal(config.journal, config, self.memory)
+            except BaseException:
+                self.memory.close()
+                self._executor.close()
+                raise
+            asked = RecordedMemory(self.memory, self._journal.answers)
+            costs = RecordedCosts(self._recovery, self._journal.answers)
         self._scheduler = Scheduler(
-            self.memory,
+            asked,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             view=config.kv_view,
-            recovery=self._recovery,
+            recovery=costs,
             policy=config.preemption,
             fair_tenants=config.fair_tenants,
+            log=self._journal,
         )
         self._deadlines = Deadlines()
         self._meter = LoadMeter()
@@ -535,9 +550,12 @@ class Engine:
             RequestError: the budget is out of bounds.
         """
         try:
-            return self.memory.set_budget(budget_bytes, revision)
+            answer = self.memory.set_budget(budget_bytes, revision)
         except BudgetError as error:
             raise RequestError(str(error), "budget_bytes") from error
+        if self._journal is not None:
+            self._journal.budget_set(budget_bytes, revision)
+        return answer
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless memory adds up; without requests, unless all of it is free."""
@@ -551,6 +569,8 @@ class Engine:
         """Cancel everything and give all memory back."""
         for request_id in list(self._generations):
             self.cancel(request_id)
+        if self._journal is not None:
+            self._journal.close()
         try:
             self.memory.close()
         finally:

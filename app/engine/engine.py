@@ -108,7 +108,7 @@ class Engine:
                 self._journal = Journal(config.journal, config, self.memory)
             except BaseException:
                 self.memory.close()
-                self._executor.close()
+                self._close_models()
                 raise
             asked = RecordedMemory(self.memory, self._journal.answers)
             costs = RecordedCosts(self._recovery, self._journal.answers)

@@ -85,13 +85,21 @@ def test_all_decisions_are_made_again(
     """Schedules of every kind, over a budget that is far too small, one after the other."""
     monkeypatch.setattr(engine_module, "_GIVE_UP_S", 0.1)
     path = tmp_path / "journal"
-    engine = make_engine(make_checkpoint, path, model, preemption=policy, fair_tenants=fair, kv_view=view)
+    engine = make_engine(
+        make_checkpoint,
+        path,
+        model,
+        preemption=policy,
+        fair_tenants=fair,
+        kv_view=view,
+        speculation="ngram" if policy == "swap" else "off",
+    )
     names = itertools.count()
 
     @settings(
-        max_examples=1 if model == "bamba" else 4,
+        max_examples=3,
         deadline=None,
-        phases=[Phase.explicit, Phase.generate],
+        phases=[Phase.explicit] if model == "bamba" else [Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck),
         database=None,
     )
@@ -123,7 +131,10 @@ def test_all_decisions_are_made_again(
     events = Counter(line.get("event") for line in map(json.loads, lines))
     assert replayed.num_decisions == sum(happened.values()) > 100
     assert all(happened[what] for what in ("begin", "resume", "preempt", "compute")), happened
-    assert all(events[what] for what in ("arrive", "end", "sync", "budget", "done", "abort")), events
+    assert all(events[what] for what in ("arrive", "end", "budget", "done", "abort")), events
+    if model == "llama":  # the other's forks do not fit
+        assert events["sync"]
+    assert any("drafts" in text for text in lines) == (policy == "swap")
 
 
 @pytest.fixture

@@ -54,7 +54,15 @@ class UnknownModelError(RequestError):
 
 
 class OverloadedError(FolioError):
-    """As many requests wait as may."""
+    """As many requests wait as may. It is worth trying again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s)  # both, or it could not be pickled
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class DeadlineError(FolioError):

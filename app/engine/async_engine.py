@@ -21,7 +21,7 @@ from app.engine.params import SamplingParams
 from app.engine.request import Delta, RequestOptions
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.engine.tensor_parallel.spec import Launch
-from app.errors import EngineError, FolioError, RequestError, UnavailableError
+from app.errors import EngineError, FolioError, OverloadedError, RequestError, UnavailableError
 from app.fleet.report import ReplicaReport
 from vmem import BudgetAnswer, IntegrityError, KVMemory, MemoryReport
 
@@ -98,6 +98,8 @@ class AsyncEngine:
 
         Raises:
             RequestError: the request is invalid; raised before the first delta.
+            OverloadedError: as many requests wait as may; raised before anything is sent.
+            DeadlineError: it has not finished within its `timeout_s`.
             EngineError: a step failed.
             UnavailableError: the engine has stopped.
         """
@@ -107,7 +109,11 @@ class AsyncEngine:
 
         load = len(prompt_token_ids), options.get("expected_cached_tokens") or 0
         return self._deltas(
-            request_id or "request", begin, load, lambda: self._engine.validate(prompt_token_ids, params)
+            request_id or "request",
+            begin,
+            load,
+            lambda: self._engine.validate(prompt_token_ids, params),
+            check_queue=True,
         )
 
     def fork(
@@ -161,16 +167,23 @@ class AsyncEngine:
         self._engine.unpin(name)
 
     async def _deltas(
-        self, request_id: str, begin: Callable[[str], None], load: tuple[int, int], validate: Callable[[], object]
+        self,
+        request_id: str,
+        begin: Callable[[str], None],
+        load: tuple[int, int],
+        validate: Callable[[], object],
+        *,
+        check_queue: bool = False,
     ) -> AsyncGenerator[Delta, None]:
         """
         Args:
             validate: raises `RequestError` if it is not worth sending.
+            check_queue: refuse it if as many requests wait as may.
         """
         validate()
         unique_id = f"{request_id}-{next(self._ids)}"
         stream = _Stream(unique_id, begin, load, asyncio.get_running_loop(), asyncio.Queue())
-        self._send(stream, request_id)
+        self._send(stream, request_id, check_queue)
         finished = False
         try:
             while not finished:
@@ -214,9 +227,11 @@ class AsyncEngine:
         if not self.healthy:
             raise UnavailableError("the engine has stopped; send the request again")
 
-    def _send(self, stream: _Stream, name: str) -> None:
+    def _send(self, stream: _Stream, name: str, check_queue: bool) -> None:
         with self._sending:
             self.check()
+            if check_queue:
+                self._engine.check_queue(tuple(self._arriving.values()))
             self._arriving[stream.request_id] = stream.load
             self._names[name] = stream.request_id
             self._names.move_to_end(name)
@@ -258,16 +273,17 @@ class AsyncEngine:
             match command:
                 case _Stream(request_id):
                     self._streams[request_id] = command
-                    del self._arriving[request_id]
                     try:
                         command.begin(request_id)
-                    except RequestError as error:
+                    except (RequestError, OverloadedError) as error:
                         self._deliver(Delta(request_id, (), "", error=error))
                     except Exception as error:  # this request's fault, not the others'
                         logger.exception("cannot begin %s", request_id)
                         self._deliver(
                             Delta(request_id, (), "", error=EngineError(f"the request cannot begin: {error}"))
                         )
+                    finally:  # only now: meanwhile it counts twice, but never not at all
+                        del self._arriving[request_id]
                 case _Cancel(request_id):
                     self._streams.pop(request_id, None)
                     self._engine.cancel(request_id)

@@ -16,11 +16,14 @@ import torch
 from app.config import EngineConfig
 from app.engine.batch import demands, memory_of, next_demands, num_attended, plan_step
 from app.engine.beam import BeamSearch
+from app.engine.deadlines import Deadlines, check_timeout
+from app.engine.decisions import RecoveryCosts, SchedulerMemory
 from app.engine.decoding import Decoding
 from app.engine.executor import Executor
 from app.engine.generation import BestOf, EndedOutput, Generation
+from app.engine.journal import Journal, RecordedCosts, RecordedMemory
 from app.engine.kv_plan import build_memory
-from app.engine.load import MOST_KEYS, LoadMeter, make_report
+from app.engine.load import MOST_KEYS, LoadMeter, make_report, retry_after_s
 from app.engine.model_loader import LoadedModel
 from app.engine.params import SamplingParams
 from app.engine.pinned import encode_pinned
@@ -32,7 +35,7 @@ from app.engine.speculation import Speculation, SpeculationCounts
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.engine.tensor_parallel.spec import Launch
 from app.engine.vocabulary import Vocabulary
-from app.errors import ConfigError, ContextLengthError, EngineError, RequestError
+from app.errors import ConfigError, ContextLengthError, DeadlineError, EngineError, OverloadedError, RequestError
 from app.fleet.keys import extra_keys
 from app.fleet.report import ReplicaReport
 from kernels import KernelError
@@ -97,14 +100,29 @@ class Engine:
                 raise ConfigError(f"these settings do not work here: {error}") from error
             raise
         self._recovery = RecoveryModel(config.max_num_batched_tokens)
+        self._journal: Journal | None = None
+        asked: SchedulerMemory = self.memory
+        costs: RecoveryCosts = self._recovery
+        if config.journal is not None:
+            try:
+                self._journal = Journal(config.journal, config, self.memory)
+            except BaseException:
+                self.memory.close()
+                self._close_models()
+                raise
+            asked = RecordedMemory(self.memory, self._journal.answers)
+            costs = RecordedCosts(self._recovery, self._journal.answers)
         self._scheduler = Scheduler(
-            self.memory,
+            asked,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             view=config.kv_view,
-            recovery=self._recovery,
+            recovery=costs,
             policy=config.preemption,
+            fair_tenants=config.fair_tenants,
+            log=self._journal,
         )
+        self._deadlines = Deadlines()
         self._meter = LoadMeter()
         self._generations: dict[str, Generation] = {}
         self._vocabulary = Vocabulary(self.model)
@@ -185,8 +203,31 @@ class Engine:
 
         Raises:
             RequestError: as `validate` does, and for an id that is in use.
+            OverloadedError: as many requests wait as may.
         """
+        self.check_queue()
         self._add(request_id, prompt_token_ids, params, options)
+
+    def check_queue(self, arriving: Sequence[tuple[int, int]] = ()) -> None:
+        """Raise `OverloadedError` if as many requests wait as may. From any thread.
+
+        Args:
+            arriving: as in `load`.
+        """
+        most = self.config.max_queued_requests
+        if most is None or self._scheduler.num_queued + len(arriving) < most:
+            return
+        seconds = retry_after_s(
+            [*self._scheduler.queued_tokens, *(tokens for tokens, _ in arriving)],
+            self._recovery.step_times,
+            self._meter,
+            step_tokens=self.config.max_num_batched_tokens,
+            now=time.monotonic(),
+        )
+        raise OverloadedError(
+            f"{most} requests wait, which is as many as may (max_queued_requests); try again in {seconds:.0f} s",
+            seconds,
+        )
 
     def fork(self, request_id: str, fork_id: str, params: SamplingParams, *, index: int = 0) -> None:
         """Go on with an output of a request that has not ended, or has just ended, in `params.n` more ways, from its
@@ -293,6 +334,7 @@ class Engine:
 
     def cancel(self, request_id: str) -> None:
         """Stop a request and free its memory; nothing happens if it is not there any more."""
+        self._deadlines.discard(request_id)
         for request in list(self._generations.get(request_id, ())):
             self._decoding.end(request)
 
@@ -303,6 +345,8 @@ class Engine:
             UnavailableError: a rank is lost; no step will succeed any more.
         """
         self._executor.check()
+        if late := [name for name in self._deadlines.expired(time.monotonic()) if name in self._generations]:
+            return [self._expire(request_id) for request_id in late]
         drafts = self._propose()
         start = time.perf_counter()  # guesses are not among the step's times: these say what checking them costs
         try:
@@ -323,6 +367,9 @@ class Engine:
         if self._scheduler.done():
             self._stalled_since = None
         deltas = self._decoding.apply(choice)
+        for delta in deltas:
+            if delta.ends_request:
+                self._deadlines.discard(delta.request_id)
         for request in [s.request for s in scheduled if s.request.pin_name is not None]:
             if not request.num_uncomputed:
                 deltas.append(self._pin(request))
@@ -387,6 +434,9 @@ class Engine:
             keys: of its prefixes, if not those of the options.
         """
         self._check_id(request_id)
+        timeout_s = options.get("timeout_s")
+        if timeout_s is not None:
+            check_timeout(timeout_s)
         max_tokens = self.validate(prompt_token_ids, params)
         selection: BestOf | BeamSearch | None = None
         num_sequences, own = params.num_sequences, params
@@ -402,7 +452,12 @@ class Engine:
             selection = BestOf(params.n, keep_logprobs=params.logprobs is not None)
             own = replace(params, logprobs=params.logprobs or 0)
         chain = self.memory.chain(extra_keys(options.get("cache_salt")) if keys is None else keys)
-        group = SequenceGroup(options.get("priority", 0), self._num_arrivals, lockstep=params.use_beam_search)
+        group = SequenceGroup(
+            options.get("priority", 0),
+            self._num_arrivals,
+            lockstep=params.use_beam_search,
+            tenant=options.get("tenant"),
+        )
         self._num_arrivals += 1
         prompt = list(prompt_token_ids)
         text = None if params.use_beam_search else self._vocabulary.text(prompt, params)
@@ -421,11 +476,22 @@ class Engine:
         )
         self._generations[request_id] = Generation(request_id, params, [request], selection)
         self._scheduler.add(group)
+        if timeout_s is None:
+            self._deadlines.discard(request_id)
+        else:
+            self._deadlines.add(request_id, time.monotonic() + timeout_s)
         return request
 
     def _check_id(self, request_id: str) -> None:
         if request_id in self._generations:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
+
+    def _expire(self, request_id: str) -> Delta:
+        self.cancel(request_id)
+        error = DeadlineError(
+            f"request {request_id!r} has not finished within its timeout_s; allow more, or send it later"
+        )
+        return Delta(request_id, (), "", error=error)
 
     def _give_up(self, hopeless: list[SequenceGroup]) -> list[Delta]:
         """End groups that the budget has no room for any more, and cannot go on one by one."""
@@ -484,9 +550,12 @@ class Engine:
             RequestError: the budget is out of bounds.
         """
         try:
-            return self.memory.set_budget(budget_bytes, revision)
+            answer = self.memory.set_budget(budget_bytes, revision)
         except BudgetError as error:
             raise RequestError(str(error), "budget_bytes") from error
+        if self._journal is not None:
+            self._journal.budget_set(budget_bytes, revision)
+        return answer
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless memory adds up; without requests, unless all of it is free."""
@@ -500,6 +569,8 @@ class Engine:
         """Cancel everything and give all memory back."""
         for request_id in list(self._generations):
             self.cancel(request_id)
+        if self._journal is not None:
+            self._journal.close()
         try:
             self.memory.close()
         finally:

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from app.engine.recovery import RecoveryModel
 from app.engine.request import Request
 from app.engine.scheduler import Scheduler
-from app.fleet.report import ReplicaReport, num_attended
+from app.fleet.report import ReplicaReport, StepTimes, num_attended
 from vmem import KVMemory
 
 # What happened this long ago counts for a third.
 _MEMORY_S = 10.0
 # Keys of cached prefixes in a report: 96 KiB with 6 bytes each. Serve's controller passes them on to all routers.
 MOST_KEYS = 16_384
+# Nobody is told to come back later than this, or sooner: what waits now says little about more than a minute.
+_LEAST_RETRY_S, _MOST_RETRY_S = 1.0, 60.0
 
 
 class DecayingRate:
@@ -42,6 +44,7 @@ class LoadMeter:
     def __init__(self) -> None:
         self._busy = DecayingRate()
         self._freed = DecayingRate()
+        self._ended = DecayingRate()
         self.expected_cached_tokens = 0
         self.cached_tokens = 0
         self.missed_tokens = 0
@@ -54,6 +57,7 @@ class LoadMeter:
     def note_ended(self, request: Request, now: float) -> None:
         """A request has ended, and frees what it had."""
         self._freed.add(request.num_computed, now)
+        self._ended.add(1, now)
 
     def note_begun(self, request: Request) -> None:
         """A request has been looked up in the prefix cache."""
@@ -68,6 +72,29 @@ class LoadMeter:
 
     def freed_tokens_per_s(self, now: float) -> float:
         return self._freed.at(now)
+
+    def ended_per_s(self, now: float) -> float:
+        return self._ended.at(now)
+
+
+def retry_after_s(queued: Sequence[int], step: StepTimes, meter: LoadMeter, *, step_tokens: int, now: float) -> float:
+    """When about half of the requests that wait will have begun: then there is room for others, and still work to do.
+
+    By the measured times of steps that compute their prompts, or by how many requests have ended lately, whichever
+    takes longer: they wait for the one or for the other.
+
+    Args:
+        queued: tokens of their prompts.
+        step_tokens: tokens of a step at most.
+        now: on the meter's clock.
+    """
+    num_steps = -(-sum(queued) // step_tokens)
+    seconds = num_steps * step.fixed_s + sum(
+        tokens * step.token_s + num_attended(tokens, 0) * step.attended_s for tokens in queued
+    )
+    if rate := meter.ended_per_s(now):
+        seconds = max(seconds, len(queued) / rate)
+    return min(max(seconds / 2, _LEAST_RETRY_S), _MOST_RETRY_S)
 
 
 def make_report(

@@ -99,6 +99,7 @@ class SequenceGroup:
         members: those that have not finished.
         lockstep: all of them compute their next token in the same step, or none: beams.
         swapped: blocks in host memory while it is swapped out, of the members in `swapped_members`.
+        tenant: whose request it is.
     """
 
     priority: int
@@ -107,6 +108,7 @@ class SequenceGroup:
     lockstep: bool = False
     swapped: SwappedGroup | None = None
     swapped_members: list[Request] = field(default_factory=list)
+    tenant: str | None = None
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from app.config import RecoveryPolicy
-from app.engine.recovery import Recovery, RecoveryModel
+from app.engine.decisions import DecisionLog, RecoveryCosts, SchedulerMemory
+from app.engine.recovery import Recovery
 from app.engine.request import Request, SequenceGroup
-from vmem import KVMemory, OutOfPages, OutOfSwap, PrefixMatch, ViewPolicy, VmemError
+from app.engine.waiting import WaitingQueue
+from vmem import OutOfPages, OutOfSwap, PrefixMatch, ViewPolicy, VmemError
 
 logger = logging.getLogger(__name__)
 
@@ -58,17 +60,21 @@ class Scheduler:
     Args:
         recovery: what either way back costs.
         policy: "auto", or the way that is always taken; without room in the swap space groups are computed again.
+        fair_tenants: new requests begin by turns of their tenants (`WaitingQueue`).
+        log: is told every decision.
     """
 
     def __init__(
         self,
-        memory: KVMemory,
+        memory: SchedulerMemory,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         view: ViewPolicy,
-        recovery: RecoveryModel,
+        recovery: RecoveryCosts,
         policy: RecoveryPolicy,
+        fair_tenants: bool = False,
+        log: DecisionLog | None = None,
     ) -> None:
         self._memory = memory
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # each running sequence decodes in every step
@@ -76,8 +82,9 @@ class Scheduler:
         self._view = view
         self._recovery = recovery
         self._policy = policy
-        # All in order of rank.
-        self._waiting: list[SequenceGroup] = []
+        self._log = log
+        self._waiting = WaitingQueue(max_num_batched_tokens if fair_tenants else None)
+        # Both in order of rank.
         self._preempted: list[SequenceGroup] = []
         self._running: list[SequenceGroup] = []
         self._scheduled: list[Scheduled] = []
@@ -95,8 +102,20 @@ class Scheduler:
         return sum(len(group.members) for group in self._running)
 
     @property
+    def num_queued(self) -> int:
+        """Groups that have not begun. From any thread."""
+        return len(self._waiting)
+
+    @property
+    def queued_tokens(self) -> list[int]:
+        """Of the prompt of each of these. From any thread."""
+        return self._waiting.lengths()
+
+    @property
     def next_waiting(self) -> Request:
-        return (self._preempted or self._waiting)[0].members[0]
+        group = self._preempted[0] if self._preempted else self._waiting.peek()
+        assert group is not None, "nobody waits"
+        return group.members[0]
 
     def unfinished(self) -> list[Request]:
         """All requests, in no order. From any thread."""
@@ -104,16 +123,22 @@ class Scheduler:
         return [request for group in groups for request in tuple(group.members)]
 
     def add(self, group: SequenceGroup) -> None:
-        bisect.insort(self._waiting, group, key=_rank)
+        self._waiting.add(group)
+        if self._log is not None:
+            self._log.arrived(group)
 
     def remove(self, request: Request) -> None:
         """Forget a request that is finished or cancelled, and free its memory."""
+        if self._log is not None:
+            self._log.ended(request)
         group = request.group
         group.members.remove(request)
         if request.memory is not None:
             self._release(request)
         if not group.members:
-            for queue in (self._waiting, self._preempted, self._running):
+            if group in self._waiting:
+                self._waiting.remove(group)
+            for queue in (self._preempted, self._running):
                 if group in queue:
                     queue.remove(group)
             if group.swapped is not None:
@@ -139,10 +164,24 @@ class Scheduler:
                 there is room when all others decode.
         """
         self._scheduled = []
+        if self._log is None:
+            return self._schedule(drafts)
+        self._log.begin_step(self._groups(), drafts)
+        try:
+            self._schedule(drafts)
+            for s in self._scheduled:
+                self._log.scheduled(s.request, s.request.num_computed, s.num_tokens, len(s.drafts), s.samples)
+        finally:
+            self._log.end_step()
+        return self._scheduled
+
+    def _schedule(self, drafts: Mapping[Request, Sequence[int]]) -> list[Scheduled]:
         self._opened.clear()
         while self._memory.num_free_pages < 0 and self._running:
             self._preempt(self._running[-1])
         while self._preempted and self._resume(self._preempted[0]):
+            if self._log is not None:
+                self._log.resumed(self._preempted[0])
             bisect.insort(self._running, self._preempted.pop(0), key=_rank)
         budget = self._max_num_batched_tokens
 
@@ -167,8 +206,13 @@ class Scheduler:
         prompts = [s for s in prompts if s.request.memory is not None]
         for s in decodes:
             self._begin(s)
-        while budget > 0 and not self._preempted and self._waiting and self._admit(self._waiting[0]):
-            group = self._waiting.pop(0)
+        while budget > 0 and not self._preempted:
+            group = self._waiting.peek()
+            if group is None or not self._admit(group):
+                break
+            self._waiting.remove(group)
+            if self._log is not None:
+                self._log.begun(group)
             bisect.insort(self._running, group, key=_rank)
             for request in list(group.members):
                 if budget > 0 and request.group in self._running:
@@ -181,14 +225,21 @@ class Scheduler:
         self._memory.commit()
         got_further = False
         for s in self._scheduled:
+            before = max(s.request.num_computed, s.request.furthest, len(s.request.prompt_token_ids))
             s.request.num_computed += s.num_tokens
+            if self._waiting.by_turns:
+                self._waiting.charge(s.request.group, max(s.request.num_computed - before, 0))
             got_further |= s.request.num_computed > s.request.furthest
             s.request.furthest = max(s.request.furthest, s.request.num_computed)
+        if self._log is not None:
+            self._log.done(self._groups())
         return got_further
 
     def abort(self) -> None:
         """It is not. Who shared what it was to compute begins again; so does everybody whose recurrent state may have
         been changed by half of it."""
+        if self._log is not None:
+            self._log.begin_abort()
         self._memory.abort()
         lost = [*self._opened]
         if self._memory.has_states:
@@ -196,6 +247,8 @@ class Scheduler:
         for group in lost:
             if group in self._running:
                 self._preempt(group, "recompute")
+        if self._log is not None:
+            self._log.end_abort(self._groups())
 
     # ---- beginning ----
 
@@ -236,6 +289,7 @@ class Scheduler:
         request.memory = memory
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed
+            self._waiting.charge(request.group, request.num_uncomputed)
         request.stops_at = self._stops(request, match)
         self._memory.promise(memory, len(request.token_ids), request.stops_at)
         self._opened.append(request.group)
@@ -332,12 +386,16 @@ class Scheduler:
                 request.num_computed = 0
             request.memory = None
         self.num_preempted[way] += 1
+        if self._log is not None:
+            self._log.preempted(victim, way)
         logger.info("preempted %s by %s", ", ".join(r.request_id for r in victim.members), way)
         bisect.insort(self._preempted, victim, key=_rank)
 
     def _take_apart(self, group: SequenceGroup) -> None:
         """Alone, and there is no room for it: the budget was lowered after its forks were made. They go on one by one,
         and are computed again; those that can only go on together are given up."""
+        if self._log is not None:
+            self._log.taken_apart(group)
         logger.warning("%d sequences of one request do not fit any more as they were", len(group.members))
         if group.swapped is not None:
             self._memory.discard(group.swapped)
@@ -350,7 +408,7 @@ class Scheduler:
             self._hopeless.append(group)
             return
         for request in group.members:
-            request.group = SequenceGroup(group.priority, group.arrival, [request])
+            request.group = SequenceGroup(group.priority, group.arrival, [request], tenant=group.tenant)
             bisect.insort(self._preempted, request.group, key=_rank)
         group.members.clear()
         self.num_preempted["recompute"] += 1
@@ -400,6 +458,9 @@ class Scheduler:
         return True
 
     # ---- helpers ----
+
+    def _groups(self) -> tuple[SequenceGroup, ...]:
+        return (*self._running, *self._preempted, *self._waiting)
 
     def _requests(self) -> list[Request]:
         return [request for group in self._running for request in group.members]

@@ -37,7 +37,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 _EXAMPLES = {"default": 30, "nightly": 300}
 MAX_MODEL_LEN = 96
-MORE_BLOCKS = 6  # than the longest sequence takes
 # Prompts begin like one of these; what follows is of few kinds, so that they meet again.
 DOCUMENTS = torch.randint(VOCAB_SIZE - 1, (2, 64), generator=torch.Generator().manual_seed(5)).tolist()
 # Two paths to one logit differ by rounding; where that could decide, the rest of a request is not compared.
@@ -53,6 +52,16 @@ class Submit:
     seed: int | None
     priority: int
     salt: str | None
+
+
+@dataclass(frozen=True)
+class Several:
+    """Outputs of one prompt. They end; which tokens they have is tested elsewhere."""
+
+    document: int
+    common: int
+    max_tokens: int
+    params: tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -84,9 +93,14 @@ class Pin:
     common: int
 
 
-Event = Submit | Fork | Cancel | Budget | Steps | Pin
-# (prefix cache, view, tokens of a step)
-SETUPS = [(True, "auto", 40), (True, "block_table", 40), (False, "auto", 40), (True, "region", 256)]
+Event = Submit | Several | Fork | Cancel | Budget | Steps | Pin
+# (prefix cache, view, tokens of a step, blocks more than the longest sequence takes, turns of tenants)
+SETUPS = [
+    (True, "auto", 40, 6, False),
+    (True, "block_table", 40, 0, True),
+    (False, "auto", 40, 3, False),
+    (True, "region", 256, 6, True),
+]
 
 SEEDS = st.sampled_from([None, None, 1, 2])
 SUBMIT = st.builds(
@@ -102,6 +116,15 @@ SUBMIT = st.builds(
 EVENTS = st.one_of(
     SUBMIT,
     SUBMIT,
+    st.builds(
+        Several,
+        document=st.integers(0, 1),
+        common=st.sampled_from([5, 16, 33]),
+        max_tokens=st.sampled_from([1, 8, 20]),
+        params=st.sampled_from(
+            [(("n", 2),), (("n", 4),), (("best_of", 3),), (("n", 2), ("best_of", 3), ("use_beam_search", True))]
+        ),
+    ),
     st.builds(Fork, which=st.integers(0, 5), max_tokens=st.integers(1, 12), seed=SEEDS),
     st.builds(Pin, document=st.integers(0, 1), common=st.sampled_from([16, 32])),
     st.builds(Cancel, which=st.integers(0, 9)),
@@ -165,7 +188,7 @@ def engines(make_checkpoint: MakeCheckpoint) -> Any:
     patch.setattr(engine_module, "_GIVE_UP_S", 0.1)
 
     @functools.cache
-    def make(model: str, **settings: Any) -> tuple[Engine, Reference]:
+    def make(model: str, more_blocks: int, **settings: Any) -> tuple[Engine, Reference]:
         folder, expected = reference(model)
         probe = EngineConfig(
             model=folder, skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN, block_tokens=16, num_threads=1
@@ -182,7 +205,7 @@ def engines(make_checkpoint: MakeCheckpoint) -> Any:
                 max_num_seqs=6,
                 block_tokens=16,
                 num_threads=1,
-                kv_memory_bytes=(longest + MORE_BLOCKS) * page_bytes,
+                kv_memory_bytes=(longest + more_blocks) * page_bytes,
                 swap_bytes=40 * page_bytes,
                 **settings,
             )
@@ -205,6 +228,7 @@ class Run:
         engine.memory._index.clear()
         self.begun: dict[str, tuple[list[int], SamplingParams, int]] = {}
         self.outputs: dict[str, list[int]] = {}
+        self.several: dict[str, int] = {}  # outputs to come
         self.ids = map(str, itertools.count())
         self.revision = engine.report().budget_revision
         self.set_budget(1.0)
@@ -214,12 +238,15 @@ class Run:
             match event:
                 case Submit():
                     self.submit(event)
+                case Several():
+                    self.submit_several(event)
                 case Fork():
                     self.fork(event)
                 case Cancel(which):
                     if (request_id := self.at(which)) is not None:
                         self.engine.cancel(request_id)
                         self.outputs.pop(request_id, None)
+                        self.several.pop(request_id, None)
                 case Pin():
                     self.pin(event)
                 case Budget(share):
@@ -235,6 +262,7 @@ class Run:
             self.step()
         assert not self.engine.has_work, "no end in sight"
         self.engine.check_integrity()
+        assert not any(self.several.values()), "outputs are missing"
         for request_id, tokens in self.outputs.items():
             prompt, params, num_before = self.begun[request_id]
             assert len(tokens) == params.max_tokens
@@ -245,7 +273,21 @@ class Run:
         request_id = next(self.ids)
         params = params_of(event.max_tokens, event.seed)
         self.begun[request_id], self.outputs[request_id] = (prompt, params, 0), []
-        self.engine.submit(request_id, prompt, params, priority=event.priority, cache_salt=event.salt)
+        tenant = f"{event.own[0]}"
+        self.engine.submit(
+            request_id, prompt, params, priority=event.priority, cache_salt=event.salt, tenant=tenant, timeout_s=1e6
+        )
+
+    def submit_several(self, event: Several) -> None:
+        request_id = next(self.ids)
+        params = SamplingParams(max_tokens=event.max_tokens, temperature=0, ignore_eos=True, **dict(event.params))
+        try:
+            self.engine.submit(request_id, [*DOCUMENTS[event.document][: event.common], 3], params)
+        except RequestError:  # they could never run together
+            HAPPENED["several refused"] += 1
+            return
+        HAPPENED["several"] += 1
+        self.several[request_id] = params.n
 
     def fork(self, event: Fork) -> None:
         parent = self.at(event.which)
@@ -281,6 +323,11 @@ class Run:
 
     def step(self) -> None:
         for delta in self.engine.step():
+            if delta.request_id in self.several:
+                self.several[delta.request_id] -= delta.finished
+                if delta.error is not None:  # a budget that was lowered has no room for all beams
+                    self.several[delta.request_id] = 0
+                continue
             assert delta.error is None or isinstance(delta.error, RequestError)
             if delta.request_id in self.outputs:
                 self.outputs[delta.request_id] += delta.token_ids
@@ -331,9 +378,15 @@ def test_every_schedule_gives_the_tokens_of_transformers(model: str, policy: str
         events=st.lists(EVENTS, min_size=3, max_size=30),
     )
     def play(setup: tuple[bool, str, int], burst: list[Event], events: list[Event]) -> None:
-        cached, view, num_tokens = setup
+        cached, view, num_tokens, more_blocks, fair = setup
         engine, reference = engines(
-            model, prefix_cache=cached, kv_view=view, max_num_batched_tokens=num_tokens, preemption=policy
+            model,
+            more_blocks,
+            prefix_cache=cached,
+            kv_view=view,
+            max_num_batched_tokens=num_tokens,
+            preemption=policy,
+            fair_tenants=fair,
         )
         before = engine.report(), dict(engine._scheduler.num_preempted)
         try:
@@ -360,5 +413,15 @@ def test_the_schedules_were_worth_playing() -> None:
         pytest.skip("no schedule was played in this run")
     print(dict(HAPPENED))
     assert HAPPENED["schedules"] >= 200
-    for what in ("hit tokens", "evicted blocks", "copied blocks", "swap", "recompute", "fork", "failed step", "pin"):
+    for what in (
+        "hit tokens",
+        "evicted blocks",
+        "copied blocks",
+        "swap",
+        "recompute",
+        "fork",
+        "several",
+        "failed step",
+        "pin",
+    ):
         assert HAPPENED[what], what

@@ -1,0 +1,147 @@
+"""How long requests may take, how many may wait, and whose turn it is; in an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import pickle
+from collections.abc import Iterator
+
+import pytest
+
+from app.config import EngineConfig
+from app.engine import AsyncEngine, SamplingParams
+from app.engine.engine import Engine
+from app.engine.load import LoadMeter, retry_after_s
+from app.errors import DeadlineError, OverloadedError, RequestError
+from app.fleet.report import StepTimes
+from tests.conftest import SMALL, MakeCheckpoint
+
+GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
+
+
+def config(make_checkpoint: MakeCheckpoint, **settings: object) -> EngineConfig:
+    folder = make_checkpoint("llama", **(SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}))
+    defaults = {"kv_memory_bytes": 8 << 20, "skip_tokenizer_init": True, "max_num_seqs": 1, "num_threads": 1}
+    return EngineConfig(model=str(folder), **(defaults | settings))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def engine(make_checkpoint: MakeCheckpoint) -> Iterator[Engine]:
+    engine = Engine(config(make_checkpoint, max_queued_requests=3, fair_tenants=True, max_num_batched_tokens=32))
+    yield engine
+    engine.check_integrity()
+    engine.close()
+
+
+def test_a_request_past_its_deadline_ends(engine: Engine) -> None:
+    """Whether it runs or waits, and even while nothing can be scheduled; its memory is free at once."""
+    engine.submit("runs", [1, 2, 3], LONG, timeout_s=1e6)
+    engine.step()
+    engine.submit("waits", [1, 2, 3], LONG, timeout_s=1e6)
+    engine.submit("in time", [1, 2, 3], GREEDY, timeout_s=1e6)
+    for name in ("runs", "waits"):
+        engine._deadlines.add(name, 0.0)
+    engine._scheduler.schedule = lambda: pytest.fail("a step is computed for nobody")  # type: ignore[method-assign, assignment]
+    deltas = engine.step()
+    assert [(d.request_id, type(d.error), d.ends_request) for d in deltas] == [
+        ("runs", DeadlineError, True),
+        ("waits", DeadlineError, True),
+    ]
+    del engine._scheduler.schedule
+    assert engine.report().active_bytes == 0
+    while engine.has_work:
+        assert not any(delta.error for delta in engine.step())
+    assert not len(engine._deadlines)
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.nan, math.inf])
+def test_a_timeout_that_cannot_pass_is_refused(engine: Engine, timeout_s: float) -> None:
+    with pytest.raises(RequestError, match="timeout_s"):
+        engine.submit("0", [1], GREEDY, timeout_s=timeout_s)
+    assert not engine.has_work
+
+
+def test_the_next_request_of_a_name_has_no_deadline_of_the_last(engine: Engine) -> None:
+    engine.submit("0", [1], GREEDY, timeout_s=1e6)
+    engine.cancel("0")
+    engine.submit("0", [1], GREEDY)
+    assert not len(engine._deadlines)
+    engine.cancel("0")
+
+
+def test_more_requests_than_may_wait_are_refused(engine: Engine) -> None:
+    for name in "abc":
+        engine.submit(name, [1, 2, 3], GREEDY)
+    with pytest.raises(OverloadedError, match="max_queued_requests") as refused:
+        engine.submit("d", [1, 2, 3], GREEDY)
+    assert 1 <= refused.value.retry_after_s <= 60
+    engine.step()  # one of them begins
+    engine.submit("d", [1, 2, 3], GREEDY)
+    for name in "abcd":
+        engine.cancel(name)
+
+
+def test_the_error_survives_the_way_to_another_process() -> None:
+    error = pickle.loads(pickle.dumps(OverloadedError("full", 2.5)))
+    assert (type(error), str(error), error.retry_after_s) == (OverloadedError, "full", 2.5)
+
+
+def test_coming_back_is_worth_it_when_half_of_them_have_begun() -> None:
+    meter = LoadMeter()
+    step = StepTimes(fixed_s=1.0, token_s=0.01, attended_s=0.0)
+    assert retry_after_s([500, 500], step, meter, step_tokens=100, now=0.0) == pytest.approx((10 + 10) / 2)
+    assert retry_after_s([5], step, meter, step_tokens=100, now=0.0) == 1.0
+    assert retry_after_s([10**9], step, meter, step_tokens=100, now=0.0) == 60.0
+    meter._ended.add(10, 0.0)  # one a second: 60 of them take a minute
+    assert retry_after_s([1] * 60, step, meter, step_tokens=100, now=0.0) == pytest.approx(30.0)
+
+
+def test_what_was_sent_and_has_not_begun_counts(make_checkpoint: MakeCheckpoint) -> None:
+    """Refused before anything is sent; who comes later, when there is room again, is served."""
+
+    async def main() -> None:
+        engine = AsyncEngine(config(make_checkpoint, max_queued_requests=2))
+        try:
+            running = engine.generate([1, 2], LONG)
+            await anext(running)
+            waiting = [asyncio.create_task(anext(engine.generate([3], GREEDY))) for _ in range(2)]
+            await asyncio.sleep(0)  # both have been sent; whether the thread has seen them makes no difference
+            for _ in range(20):
+                with pytest.raises(OverloadedError) as refused:
+                    await anext(engine.generate([4], GREEDY))
+                assert refused.value.retry_after_s >= 1
+            await running.aclose()  # type: ignore[attr-defined]
+            await asyncio.gather(*waiting)
+            async for _ in engine.generate([4], GREEDY):
+                pass
+        finally:
+            engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_late_request_of_an_async_engine_raises(make_checkpoint: MakeCheckpoint) -> None:
+    async def main() -> None:
+        engine = AsyncEngine(config(make_checkpoint))
+        try:
+            with pytest.raises(DeadlineError, match="timeout_s"):
+                async for _ in engine.generate([1], LONG, timeout_s=1e-6):
+                    pass
+            assert engine.report().active_bytes == 0
+        finally:
+            engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_tenants_take_turns(engine: Engine) -> None:
+    """Two requests of one tenant came before that of another, and need not all go first."""
+    order = []
+    for i in range(2):
+        engine.submit(f"a{i}", list(range(40)), GREEDY, tenant="a")
+    engine.submit("b", list(range(40, 80)), GREEDY, tenant="b")
+    while engine.has_work:
+        order += [delta.request_id for delta in engine.step() if delta.finished]
+    assert order == ["a0", "b", "a1"]

@@ -98,6 +98,7 @@ class AsyncEngine:
 
         Raises:
             RequestError: the request is invalid; raised before the first delta.
+            ModelError: its adapter cannot be loaded.
             EngineError: a step failed.
             UnavailableError: the engine has stopped.
         """
@@ -105,10 +106,12 @@ class AsyncEngine:
         def begin(unique_id: str) -> None:
             self._engine.submit(unique_id, prompt_token_ids, params, **options)
 
+        def validate() -> None:
+            self._engine.check_adapter(options.get("adapter"))
+            self._engine.validate(prompt_token_ids, params)
+
         load = len(prompt_token_ids), options.get("expected_cached_tokens") or 0
-        return self._deltas(
-            request_id or "request", begin, load, lambda: self._engine.validate(prompt_token_ids, params)
-        )
+        return self._deltas(request_id or "request", begin, load, validate)
 
     def fork(
         self, request_id: str, params: SamplingParams, fork_id: str | None = None, *, index: int = 0

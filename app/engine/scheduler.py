@@ -350,7 +350,7 @@ class Scheduler:
             self._hopeless.append(group)
             return
         for request in group.members:
-            request.group = SequenceGroup(group.priority, group.arrival, [request])
+            request.group = SequenceGroup(group.priority, group.arrival, [request], group.adapter)
             bisect.insort(self._preempted, request.group, key=_rank)
         group.members.clear()
         self.num_preempted["recompute"] += 1

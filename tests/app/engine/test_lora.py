@@ -133,10 +133,10 @@ def expected(llama: Path, three: dict[str, Path]) -> Iterator[Any]:
     """(adapter, prompt) → what the merged model generates."""
     models: dict[str | None, Merged] = {}
 
-    def generate(name: str | None, prompt: list[int]) -> list[int]:
+    def generate(name: str | None, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
         if name not in models:
             models[name] = Merged(llama, three[name] if name else None)
-        return models[name].generate(prompt, NUM_TOKENS)
+        return models[name].generate(prompt, num_tokens)
 
     return generate
 
@@ -345,6 +345,20 @@ def test_forks_have_their_adapter(llama: Path, three: dict[str, Path], expected:
     deltas = run(engine)["ended"]
     assert tokens(deltas) == expected("a", prompt + whole)
     assert deltas[0].num_cached_tokens == 32
+    engine.close()
+
+
+def test_guesses_are_checked_with_the_adapter(llama: Path, three: dict[str, Path], expected: Any) -> None:
+    """The tokens of a guess are the sequence's, too, as are the logits that it is checked by."""
+    engine = make_engine(llama, three, speculation="ngram")
+    repeated = {name: prompt * 3 for name, prompt in zip((*"abc", None), prompts(5, 6, 7, 5), strict=True)}
+    for name, prompt in repeated.items():
+        engine.submit(str(name), prompt, replace(GREEDY, max_tokens=40), adapter=name)
+    outputs = {request_id: tokens(deltas) for request_id, deltas in run(engine).items()}
+    assert outputs == {str(name): expected(name, prompt, 40) for name, prompt in repeated.items()}
+    counts = engine.speculation
+    assert counts is not None
+    assert counts.draft_tokens
     engine.close()
 
 

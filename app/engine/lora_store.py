@@ -120,6 +120,7 @@ class AdapterStore:
                 continue
             self._free.append(slot)
             if isinstance(error, FolioError):
+                logger.warning("%s", error)
                 failures[name] = error
             else:  # the device's memory, most likely
                 logger.error("cannot load adapter %r", name, exc_info=error)

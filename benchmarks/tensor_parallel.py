@@ -78,6 +78,7 @@ def make_plan(num_seqs: int, num_tokens: int) -> StepPlan:
         in_region=np.ones(num_seqs, dtype=np.bool_),
         token_ids=np.arange(num_seqs * num_tokens, dtype=np.int32),
         states=np.array([], dtype=np.int32),
+        adapters=np.array([], dtype=np.int32),
         tables=(np.arange(num_seqs, dtype=np.int32)[:, None],),
     )
 

@@ -100,6 +100,7 @@ class AsyncEngine:
             RequestError: the request is invalid; raised before the first delta.
             OverloadedError: as many requests wait as may; raised before anything is sent.
             DeadlineError: it has not finished within its `timeout_s`.
+            ModelError: its adapter cannot be loaded.
             EngineError: a step failed.
             UnavailableError: the engine has stopped.
         """
@@ -107,14 +108,12 @@ class AsyncEngine:
         def begin(unique_id: str) -> None:
             self._engine.submit(unique_id, prompt_token_ids, params, **options)
 
+        def validate() -> None:
+            self._engine.check_adapter(options.get("adapter"))
+            self._engine.validate(prompt_token_ids, params)
+
         load = len(prompt_token_ids), options.get("expected_cached_tokens") or 0
-        return self._deltas(
-            request_id or "request",
-            begin,
-            load,
-            lambda: self._engine.validate(prompt_token_ids, params),
-            check_queue=True,
-        )
+        return self._deltas(request_id or "request", begin, load, validate, check_queue=True)
 
     def fork(
         self, request_id: str, params: SamplingParams, fork_id: str | None = None, *, index: int = 0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from app.engine.lora import AdapterBatch, adapter_batch
 from app.engine.scheduler import Scheduled
 from app.engine.states import StateBatch
 from kernels import VarlenBatch
@@ -29,6 +30,7 @@ class StepPlan:
         in_region: `[num_seqs]` bool, whether the sequence is read through its region.
         token_ids: `[sum(num_tokens)]` int32.
         states: `[num_seqs]` int32, the block of each sequence's recurrent state; empty for models without.
+        adapters: `[num_seqs]` int32, the slot of each sequence's adapter, -1 without; empty if none has one.
         tables: for each layer group but that of states, and each run of neighbours with one view: `[run, width]` int32,
             their regions' slots or their block tables, filled up with zeros.
     """
@@ -39,6 +41,7 @@ class StepPlan:
     in_region: Array
     token_ids: Array
     states: Array
+    adapters: Array
     tables: tuple[Array, ...]
 
     @property
@@ -77,6 +80,7 @@ class StepBatch:
         logit_rows: `[num_logits]` int64, the tokens whose logits are needed.
         parts: for each layer group the parts of the batch, one for each view that occurs; none for a group of states.
         states: whose recurrent state is where; `None` for models without.
+        adapters: which rows are whose; `None` if no sequence has an adapter.
     """
 
     token_ids: torch.Tensor
@@ -84,16 +88,24 @@ class StepBatch:
     logit_rows: torch.Tensor
     parts: tuple[tuple[BatchPart, ...], ...]
     states: StateBatch | None = None
+    adapters: AdapterBatch | None = None
 
 
-def plan_step(scheduled: Sequence[Scheduled], memory: KVMemory, *, all_logits: bool = False) -> StepPlan:
+def plan_step(
+    scheduled: Sequence[Scheduled],
+    memory: KVMemory,
+    *,
+    all_logits: bool = False,
+    adapter_slots: Mapping[str, int] | None = None,
+) -> StepPlan:
     """What the scheduled tokens need to be computed. Their blocks must be owned, and in the region view mapped
     (`KVMemory.ensure`).
 
-    Sequences of one view should be neighbours, or there are more parts than need be.
+    Sequences of one view should be neighbours, or there are more parts than need be; so should those of one adapter.
 
     Args:
         all_logits: the logits of every token are needed, not only of those that say so.
+        adapter_slots: name → slot of every adapter that one of them has.
     """
     sequences = [memory_of(s) for s in scheduled]
     token_ids: list[int] = []
@@ -108,6 +120,7 @@ def plan_step(scheduled: Sequence[Scheduled], memory: KVMemory, *, all_logits: b
             for view, run in itertools.groupby(sequences, key=lambda sequence: sequence.view):
                 tables.append(_block_table(list(run), g, view))
     at = memory.tensors.state_group
+    adapters = [_slot(s, adapter_slots) for s in scheduled] if adapter_slots else []
     return StepPlan(
         num_tokens=np.array([s.num_tokens for s in scheduled], dtype=np.int32),
         num_computed=np.array([s.request.num_computed for s in scheduled], dtype=np.int32),
@@ -115,6 +128,7 @@ def plan_step(scheduled: Sequence[Scheduled], memory: KVMemory, *, all_logits: b
         in_region=np.array([view == "region" for view in views], dtype=np.bool_),
         token_ids=np.array(token_ids, dtype=np.int32),
         states=np.array([] if at is None else [s.groups[at].block_ids[0] for s in sequences], dtype=np.int32),
+        adapters=np.array(adapters, dtype=np.int32),
         tables=tuple(tables),
     )
 
@@ -161,6 +175,7 @@ def build_batch(plan: StepPlan, tensors: CacheTensors, device: torch.device) -> 
         logit_rows=torch.from_numpy(logit_rows),
         parts=tuple(map(tuple, parts)),
         states=states,
+        adapters=adapter_batch(plan.adapters, num_tokens, logit_rows, device) if len(plan.adapters) else None,
     )
 
 
@@ -189,6 +204,11 @@ def memory_of(scheduled: Scheduled) -> SequenceMemory:
     """The memory of a scheduled request, which it has from the moment it is scheduled."""
     assert scheduled.request.memory is not None
     return scheduled.request.memory
+
+
+def _slot(scheduled: Scheduled, adapter_slots: Mapping[str, int]) -> int:
+    name = scheduled.request.group.adapter
+    return -1 if name is None else adapter_slots[name]
 
 
 def _block_table(sequences: Sequence[SequenceMemory], group: int, view: View) -> Array:

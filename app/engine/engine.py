@@ -24,6 +24,9 @@ from app.engine.generation import BestOf, EndedOutput, Generation
 from app.engine.journal import Journal, RecordedCosts, RecordedMemory
 from app.engine.kv_plan import build_memory
 from app.engine.load import MOST_KEYS, LoadMeter, make_report, retry_after_s
+from app.engine.lora_queue import AdapterQueue
+from app.engine.lora_store import AdapterReport, AdapterStore
+from app.engine.lora_weights import check_sources
 from app.engine.model_loader import LoadedModel
 from app.engine.params import SamplingParams
 from app.engine.pinned import encode_pinned
@@ -32,6 +35,7 @@ from app.engine.request import Delta, Request, RequestOptions, SequenceGroup
 from app.engine.scheduler import Scheduled, Scheduler
 from app.engine.self_test import self_test
 from app.engine.speculation import Speculation, SpeculationCounts
+from app.engine.tensor_parallel.adapters import AdapterPeers
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.engine.tensor_parallel.spec import Launch
 from app.engine.vocabulary import Vocabulary
@@ -65,6 +69,7 @@ class Engine:
         self, config: EngineConfig, launch: Launch = spawn_ranks, admit: Callable[[KVMemory], None] | None = None
     ) -> None:
         self.config = config
+        check_sources(config.adapters)
         try:
             self._executor = Executor(config, launch)
         except KernelError as error:
@@ -123,6 +128,7 @@ class Engine:
             log=self._journal,
         )
         self._deadlines = Deadlines()
+        self._adapters = AdapterQueue(self._open_adapters(), self._scheduler)
         self._meter = LoadMeter()
         self._generations: dict[str, Generation] = {}
         self._vocabulary = Vocabulary(self.model)
@@ -202,7 +208,8 @@ class Engine:
         """Queue a request.
 
         Raises:
-            RequestError: as `validate` does, and for an id that is in use.
+            RequestError: as `validate` and `check_adapter` do, and for an id that is in use. An adapter that cannot be
+                loaded is told by a delta.
             OverloadedError: as many requests wait as may.
         """
         self.check_queue()
@@ -215,7 +222,7 @@ class Engine:
             arriving: as in `load`.
         """
         most = self.config.max_queued_requests
-        if most is None or self._scheduler.num_queued + len(arriving) < most:
+        if most is None or self._scheduler.num_queued + len(self._adapters.held) + len(arriving) < most:
             return
         seconds = retry_after_s(
             [*self._scheduler.queued_tokens, *(tokens for tokens, _ in arriving)],
@@ -228,6 +235,10 @@ class Engine:
             f"{most} requests wait, which is as many as may (max_queued_requests); try again in {seconds:.0f} s",
             seconds,
         )
+
+    def check_adapter(self, name: str | None) -> None:
+        """Raise `UnknownModelError` unless there is such an adapter, or none is wanted. From any thread."""
+        self._adapters.check(name)
 
     def fork(self, request_id: str, fork_id: str, params: SamplingParams, *, index: int = 0) -> None:
         """Go on with an output of a request that has not ended, or has just ended, in `params.n` more ways, from its
@@ -286,7 +297,8 @@ class Engine:
     def _fork_ended(self, ended: EndedOutput, fork_id: str, params: SamplingParams) -> None:
         prompt = [*ended.request.prompt_token_ids, *ended.token_ids]
         group = ended.request.group
-        self._add(fork_id, prompt, params, {"priority": group.priority}, keys=ended.request.chain.keys)
+        options: RequestOptions = {"priority": group.priority, "adapter": group.adapter}
+        self._add(fork_id, prompt, params, options, keys=ended.request.chain.keys)
 
     def pin(
         self, request_id: str, name: str, prompt_token_ids: Sequence[int], *, cache_salt: str | None = None
@@ -347,6 +359,8 @@ class Engine:
         self._executor.check()
         if late := [name for name in self._deadlines.expired(time.monotonic()) if name in self._generations]:
             return [self._expire(request_id) for request_id in late]
+        if refused := self._take_adapters():
+            return refused
         drafts = self._propose()
         start = time.perf_counter()  # guesses are not among the step's times: these say what checking them costs
         try:
@@ -390,8 +404,9 @@ class Engine:
     def _compute(self, scheduled: list[Scheduled]) -> torch.Tensor:
         """Map, lay out and run the step; returns the logits of the rows that sample."""
         self.memory.ensure(demands(scheduled))
-        scheduled.sort(key=lambda s: memory_of(s).view)
-        plan = plan_step(scheduled, self.memory)
+        slots = self._adapters.slots
+        scheduled.sort(key=lambda s: (memory_of(s).view, slots.get(s.request.group.adapter or "", -1)))
+        plan = plan_step(scheduled, self.memory, adapter_slots=slots)
         self.memory.plan(next_demands(scheduled))
         return self._executor.run(plan, self.memory)
 
@@ -433,10 +448,12 @@ class Engine:
         Args:
             keys: of its prefixes, if not those of the options.
         """
+        adapter = options.get("adapter")
         self._check_id(request_id)
         timeout_s = options.get("timeout_s")
         if timeout_s is not None:
             check_timeout(timeout_s)
+        self.check_adapter(adapter)
         max_tokens = self.validate(prompt_token_ids, params)
         selection: BestOf | BeamSearch | None = None
         num_sequences, own = params.num_sequences, params
@@ -451,10 +468,11 @@ class Engine:
         elif num_sequences > params.n:
             selection = BestOf(params.n, keep_logprobs=params.logprobs is not None)
             own = replace(params, logprobs=params.logprobs or 0)
-        chain = self.memory.chain(extra_keys(options.get("cache_salt")) if keys is None else keys)
+        chain = self.memory.chain(extra_keys(options.get("cache_salt"), adapter) if keys is None else keys)
         group = SequenceGroup(
             options.get("priority", 0),
             self._num_arrivals,
+            adapter=adapter,
             lockstep=params.use_beam_search,
             tenant=options.get("tenant"),
         )
@@ -475,7 +493,7 @@ class Engine:
             expected_cached_tokens=options.get("expected_cached_tokens"),
         )
         self._generations[request_id] = Generation(request_id, params, [request], selection)
-        self._scheduler.add(group)
+        self._adapters.add(group)
         if timeout_s is None:
             self._deadlines.discard(request_id)
         else:
@@ -500,9 +518,29 @@ class Engine:
         generations = [self._generations[group.members[0].request_id] for group in hopeless]
         return [delta for generation in generations for delta in self._decoding.fail(generation, error)]
 
+    def _open_adapters(self) -> AdapterStore | None:
+        config, layers, ranks = self.config, self.model.adapters, self._executor.ranks
+        if layers is None:
+            return None
+        peers = None if ranks is None else AdapterPeers(ranks)
+        return AdapterStore(config.adapters, layers, config.max_loaded_adapters, peers)
+
+    def _take_adapters(self) -> list[Delta]:
+        """Let those begin whose adapters have been loaded; whoever waits for one that cannot be is told why."""
+        failures = self._adapters.advance()
+        deltas: list[Delta] = []
+        for generation in list(self._generations.values()) if failures else ():
+            error = failures.get(generation.sequences[0].group.adapter or "")
+            if error is not None:
+                deltas += self._decoding.fail(generation, error)
+        return deltas
+
     def _wait_for_pages(self) -> list[Delta]:
         """Nothing runs and nothing can begin: the device has less memory than the budget says, for now or for good."""
         if not self.has_work:
+            return []
+        if self._adapters.wait(_WAIT_FOR_PAGES_S):
+            self._stalled_since = None
             return []
         now = time.monotonic()
         self._stalled_since = self._stalled_since or now
@@ -515,6 +553,10 @@ class Engine:
         error = EngineError("the device has no memory for this request, although the budget has")
         return [Delta(request_id, (), "", error=error)]
 
+    def adapters(self) -> AdapterReport:
+        """Which adapters are loaded. From any thread."""
+        return self._adapters.report
+
     def report(self) -> MemoryReport:
         """Where KV memory is. From any thread."""
         return self.memory.report()
@@ -526,12 +568,13 @@ class Engine:
             arriving: requests that will be submitted: their tokens, and how many of them are expected to be cached.
             most_keys: of cached prefixes.
         """
+        held = [(len(r.token_ids), r.expected_cached_tokens or 0) for r in self._adapters.held]
         return make_report(
             self.memory,
             self._scheduler,
             self._recovery,
             self._meter,
-            arriving=arriving,
+            arriving=(*arriving, *held),
             step_tokens=self.config.max_num_batched_tokens,
             now=time.monotonic(),
             made_at=time.time(),
@@ -571,6 +614,7 @@ class Engine:
             self.cancel(request_id)
         if self._journal is not None:
             self._journal.close()
+        self._adapters.close()
         try:
             self.memory.close()
         finally:

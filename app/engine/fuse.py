@@ -6,6 +6,8 @@ random input is not made. So an architecture with a twist of its own keeps its o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -35,10 +37,12 @@ class FusedSwiGLU(nn.Module):
     def __init__(self, ops: CpuElementwise, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
         super().__init__()
         self._ops = ops
-        self.gate_up_proj = nn.Linear(1, 1, bias=gate.bias is not None, device="meta")
-        self.gate_up_proj.weight = nn.Parameter(torch.cat([gate.weight, up.weight]), requires_grad=False)
+        merged: Any = nn.Linear(gate.in_features, 1, bias=gate.bias is not None, device="meta")
+        merged.merged = (("gate_proj", len(gate.weight)), ("up_proj", len(up.weight)))  # of which a rank has a part
+        merged.weight = nn.Parameter(torch.cat([gate.weight, up.weight]), requires_grad=False)
         if gate.bias is not None:
-            self.gate_up_proj.bias = nn.Parameter(torch.cat([gate.bias, up.bias]), requires_grad=False)
+            merged.bias = nn.Parameter(torch.cat([gate.bias, up.bias]), requires_grad=False)
+        self.gate_up_proj = merged
         self.down_proj = down
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

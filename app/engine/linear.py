@@ -13,10 +13,17 @@ logger = logging.getLogger(__name__)
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` with a prepacked weight; several times faster on few rows, and faster on many."""
+    """`nn.Linear` with a prepacked weight; several times faster on few rows, and faster on many.
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    Attributes:
+        merged: (name, rows) of the layers that this one took the place of, if they were several.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, merged: tuple[tuple[str, int], ...] = ()
+    ) -> None:
         super().__init__()
+        self.merged = merged
         self.out_features, self.in_features = weight.shape
         self._bias = bias
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
@@ -47,7 +54,8 @@ def _pack_children(parent: nn.Module) -> int:
             num_packed += _pack_children(child)
         elif name != "dt_proj":  # Mamba-1 mixers read its weight
             weight = child.weight.detach() if type(child) is nn.Linear else child.weight.detach().t()
-            setattr(parent, name, PackedLinear(weight, None if child.bias is None else child.bias.detach()))
+            bias = None if child.bias is None else child.bias.detach()
+            setattr(parent, name, PackedLinear(weight, bias, getattr(child, "merged", ())))
             num_packed += 1
     return num_packed
 

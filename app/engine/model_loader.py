@@ -23,6 +23,7 @@ from app.config import EngineConfig
 from app.engine import attention, recurrent
 from app.engine.fuse import fuse_modules
 from app.engine.linear import pack_linears
+from app.engine.lora import LoRALayers
 from app.engine.tensor_parallel.communicator import Communicator
 from app.engine.tensor_parallel.sharding import install_collectives, load_share
 from app.errors import ConfigError, ModelError
@@ -54,6 +55,7 @@ class LoadedModel:
         windowed_layers: layers whose config says that they see only a sliding window.
         max_positions: longest context it was made for, in tokens.
         eos_token_ids: tokens that end an output.
+        adapters: the layers that LoRA adapters can change; `None` when there are to be no adapters.
     """
 
     module: PreTrainedModel
@@ -65,6 +67,7 @@ class LoadedModel:
     windowed_layers: frozenset[int]
     max_positions: int
     eos_token_ids: frozenset[int]
+    adapters: LoRALayers | None = None
 
 
 def resolve(model: str) -> str:
@@ -156,7 +159,9 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
     module.eval().requires_grad_(False)
     recurrent_layers = recurrent.install(module)
     device = resolve_device(config.device)
-    if device.type != "cpu":
+    if device.type == "cpu":
+        _optimise(module)
+    else:
         module.to(device)
     text_config = hf_config.get_text_config()
     loaded = LoadedModel(
@@ -169,13 +174,12 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
         windowed_layers=_windowed_layers(text_config),
         max_positions=context_length(hf_config),
         eos_token_ids=_eos_token_ids(module.generation_config),
+        adapters=LoRALayers(module, plan) if config.adapters else None,
     )
     if config.max_model_len is not None and config.max_model_len > loaded.max_positions:
         raise ConfigError(
             f"max_model_len {config.max_model_len} is beyond the {loaded.max_positions} positions of {config.model!r}"
         )
-    if device.type == "cpu":
-        _optimise(module)
     if comm is not None and plan is not None:
         install_collectives(module, plan, comm)
     return loaded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +66,8 @@ class ModelRunner:
         """Logits `[num_logits, vocab_size]` of the rows that need them, on the device, which may be computing still; of
         rank 0 only. The batch's blocks must be mapped."""
         self._attention.batch = batch
+        if self._model.adapters is not None:
+            self._model.adapters.set_batch(batch.adapters)
         if self._states is not None and batch.states is not None:
             self._states.set_batch(batch.states)
         return forward(self._module, batch.token_ids, batch.positions, batch.logit_rows)
@@ -73,6 +76,8 @@ class ModelRunner:
     def own_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Logits `[num_tokens, vocab_size]` by transformers' plain attention and unwrapped mixers, on the CPU."""
         recurrent.bind(self._module, None)
+        if self._model.adapters is not None:
+            self._model.adapters.set_batch(None)
         self._module.set_attn_implementation("eager")
         try:
             out = self._module(input_ids=token_ids[None].to(self._module.device), use_cache=False)
@@ -99,7 +104,8 @@ def observe_layers(model: LoadedModel, provider: AttentionProvider) -> ObservedL
     bind(model.module, probe)
     recurrent.bind(model.module, state_probe)
     tokens = torch.arange(PROBE_TOKENS) % model.vocab_size
-    logits = forward(model.module, tokens, torch.arange(PROBE_TOKENS), torch.tensor([PROBE_TOKENS - 1]))
+    with nullcontext() if model.adapters is None else model.adapters.observed(PROBE_TOKENS, 1):
+        logits = forward(model.module, tokens, torch.arange(PROBE_TOKENS), torch.tensor([PROBE_TOKENS - 1]))
     kind = model.module.config.model_type
     if len(logits) != 1:
         raise ModelError(f"{kind} ignores logits_to_keep: asked for 1 row of logits, it gave {len(logits)}")

@@ -97,6 +97,7 @@ class SequenceGroup:
         priority: the lower goes first.
         arrival: the earlier goes first, among equals.
         members: those that have not finished.
+        adapter: name of the LoRA adapter that all of them run with.
         lockstep: all of them compute their next token in the same step, or none: beams.
         swapped: blocks in host memory while it is swapped out, of the members in `swapped_members`.
         tenant: whose request it is.
@@ -105,6 +106,7 @@ class SequenceGroup:
     priority: int
     arrival: int
     members: list[Request] = field(default_factory=list)
+    adapter: str | None = None
     lockstep: bool = False
     swapped: SwappedGroup | None = None
     swapped_members: list[Request] = field(default_factory=list)

@@ -408,7 +408,9 @@ class Scheduler:
             self._hopeless.append(group)
             return
         for request in group.members:
-            request.group = SequenceGroup(group.priority, group.arrival, [request], tenant=group.tenant)
+            request.group = SequenceGroup(
+                group.priority, group.arrival, [request], adapter=group.adapter, tenant=group.tenant
+            )
             bisect.insort(self._preempted, request.group, key=_rank)
         group.members.clear()
         self.num_preempted["recompute"] += 1

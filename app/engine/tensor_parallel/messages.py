@@ -25,6 +25,7 @@ class Order(enum.IntEnum):
     STEP = 6  # compute a step
     OWN_LOGITS = 7  # compute one sequence by the model's own attention
     STOP = 8
+    ADAPTER = 9  # see `adapters.PeerAdapters`
 
 
 def pack_arrays(arrays: Sequence[Array]) -> bytes:
@@ -58,11 +59,12 @@ def pack_step(plan: StepPlan) -> bytes:
             plan.in_region,
             plan.token_ids,
             plan.states,
+            plan.adapters,
             *plan.tables,
         ]
     )
 
 
 def unpack_step(message: bytes) -> StepPlan:
-    num_tokens, num_computed, num_logits, in_region, token_ids, states, *tables = unpack_arrays(message)
-    return StepPlan(num_tokens, num_computed, num_logits, in_region, token_ids, states, tuple(tables))
+    num_tokens, num_computed, num_logits, in_region, token_ids, states, adapters, *tables = unpack_arrays(message)
+    return StepPlan(num_tokens, num_computed, num_logits, in_region, token_ids, states, adapters, tuple(tables))

@@ -165,6 +165,13 @@ class Ranks:
         """Have every peer do something, after what was ordered before."""
         self._post(bytes([order]) + message)
 
+    def ask_all(self, order: Order, message: bytes) -> list[bytes]:
+        """The same, and what each peer answers. Raises `UnavailableError` if one does not."""
+        self._begin_asking(STEPS, lambda: self._post(bytes([order]) + message, answered=True))
+        answers = self._collect(STEPS)
+        self.check()
+        return answers
+
     @property
     def available(self) -> bool:
         return self._reason is None

@@ -14,6 +14,7 @@ import torch
 from app.engine.batch import build_batch
 from app.engine.model_loader import LoadedModel, load_model
 from app.engine.model_runner import ModelRunner
+from app.engine.tensor_parallel.adapters import PeerAdapters
 from app.engine.tensor_parallel.communicator import Communicator, join_store
 from app.engine.tensor_parallel.links import PeerLink
 from app.engine.tensor_parallel.messages import Order, unpack_arrays, unpack_step
@@ -50,6 +51,7 @@ class RankWorker:
         self._model: LoadedModel
         self._runner: ModelRunner
         self._tensors: CacheTensors
+        self._adapters: PeerAdapters | None = None
 
     def run(self) -> None:
         """Returns when told to stop.
@@ -80,6 +82,8 @@ class RankWorker:
                 self._memory.done()
         finally:
             self._stopping.set()
+            if self._adapters is not None:
+                self._adapters.close()
         requests.join()
 
     @property
@@ -107,6 +111,11 @@ class RankWorker:
             case Order.OWN_LOGITS:
                 [token_ids] = unpack_arrays(message)
                 self._runner.own_logits(torch.from_numpy(token_ids))
+            case Order.ADAPTER:
+                if self._adapters is None:
+                    assert self._model.adapters is not None
+                    self._adapters = PeerAdapters(self.spec.config.adapters, self._model.adapters)
+                return self._adapters.obey(message)
             case _:
                 raise ValueError(f"unknown order {order!r}")
         return b""

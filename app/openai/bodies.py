@@ -115,8 +115,8 @@ class SamplingBody(StrictBody):
         max_tokens: int | None,
         *,
         logprobs: int | None,
-        prompt_logprobs: int | None = None,
-        structure: Structure | None = None,
+        prompt_logprobs: int | None,
+        structure: Structure | None,
     ) -> SamplingParams:
         given: dict[str, Any] = {
             "n": self.n,
@@ -143,7 +143,7 @@ class SamplingBody(StrictBody):
             ignore_eos=self.ignore_eos,
             use_beam_search=self.use_beam_search,
             logprobs=logprobs,
-            prompt_logprobs=self.prompt_logprobs if prompt_logprobs is None else prompt_logprobs,
+            prompt_logprobs=prompt_logprobs,
             structure=structure,
             **{name: value for name, value in given.items() if value is not None},
         )
@@ -205,10 +205,11 @@ class CompletionRequest(GenerationBody):
 
     def sampling_params(self) -> SamplingParams:
         """Raises `RequestError` when a value is out of bounds."""
+        of_prompt = self.prompt_logprobs, self.logprobs if self.echo else None
         return self._params(
             1 if self.only_echoes else self.max_tokens,
             logprobs=self.logprobs,
-            prompt_logprobs=self.logprobs if self.echo else None,
+            prompt_logprobs=max((number for number in of_prompt if number is not None), default=None),
             structure=guided_structure(self),
         )
 
@@ -225,8 +226,12 @@ class ForkRequest(SamplingBody):
     def sampling_params(self) -> SamplingParams:
         """Raises `RequestError` when a value is out of bounds."""
         if self.prompt_logprobs is not None:
-            raise RequestError("prompt_logprobs cannot be set for a fork: its prompt is computed already")
-        return self._params(self.max_tokens, logprobs=self.logprobs, structure=guided_structure(self))
+            raise RequestError(
+                "prompt_logprobs cannot be set for a fork: its prompt is computed already", "prompt_logprobs"
+            )
+        return self._params(
+            self.max_tokens, logprobs=self.logprobs, prompt_logprobs=None, structure=guided_structure(self)
+        )
 
 
 class TextPart(StrictBody):
@@ -282,6 +287,7 @@ class ChatCompletionRequest(GenerationBody):
         return self._params(
             self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             logprobs=self._num_logprobs(),
+            prompt_logprobs=self.prompt_logprobs,
             structure=only_structure({name: value for name, value in asked.items() if value is not None}),
         )
 

@@ -92,7 +92,7 @@ class Ingress:
         """A completion, piece by piece: outputs take turns as they are generated."""
         calls, answer = await asyncio.to_thread(self._completion, request, session)
         streams = self._engine.options(stream=True).generate_stream
-        async with aclosing(interleave([_pieces(streams.remote(call)) for call in calls])) as pieces:
+        async with aclosing(interleave([_pieces(streams, call) for call in calls])) as pieces:
             async for prompt, piece in pieces:
                 yield answer.chunk(piece, prompt)
         if request.include_usage:
@@ -109,7 +109,7 @@ class Ingress:
     ) -> AsyncIterator[ChatCompletionChunk]:
         """A chat completion, piece by piece; the first chunk of each output carries the role."""
         call, answer = await asyncio.to_thread(self._chat, request, session)
-        async with aclosing(_pieces(self._engine.options(stream=True).generate_stream.remote(call))) as pieces:
+        async with aclosing(_pieces(self._engine.options(stream=True).generate_stream, call)) as pieces:
             async for piece in pieces:
                 chunk = answer.chunk(piece)
                 if chunk is not None:
@@ -129,7 +129,7 @@ class Ingress:
     async def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]:
         """The same, piece by piece."""
         call, answer = self._fork(request)
-        async with aclosing(_pieces(self._engine.options(stream=True).fork_stream.remote(call))) as pieces:
+        async with aclosing(_pieces(self._engine.options(stream=True).fork_stream, call)) as pieces:
             async for piece in pieces:
                 yield answer.chunk(piece)
         if request.include_usage:
@@ -266,8 +266,10 @@ def _call_of(
     )
 
 
-async def _pieces(response: Any) -> AsyncGenerator[Piece, None]:
-    """What a stream of a replica brings, up to its end."""
+async def _pieces(method: Any, call: GenerateRequest | ForkCall) -> AsyncGenerator[Piece, None]:
+    """What a replica's stream brings, up to its end. Nothing is sent before the first piece is asked for: what has been
+    sent has to be cancelled."""
+    response = method.remote(call)
     finished = False
     try:
         async for piece in response:

@@ -29,8 +29,24 @@ from app.builtin.network import MAX_POSITIONS, build_model
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 VOCAB_SIZE = 2048
+# Without tools a conversation is role, content and end, over and over. With tools it is as Hermes and Qwen have it.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if tools %}{{ '<|system|>' }}"
+    "{% if messages and messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\\n' }}{% endif %}"
+    "{{ 'Functions, in <tools></tools>:\\n<tools>' }}"
+    "{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}"
+    '{{ \'\\n</tools>\\nCall one as <tool_call>\\n{"name": name, "arguments": {...}}\\n</tool_call>\' }}'
+    "{{ '<|end|>' }}{% endif %}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'tool' %}"
+    "{{ '<|user|><tool_response>\\n' + message['content'] + '\\n</tool_response><|end|>' }}"
+    "{% elif not (tools and loop.first and message['role'] == 'system') %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '\\n' if message['content'] or not loop.first else '' }}"
+    "{{ '<tool_call>\\n{\"name\": \"' + call['function']['name'] + '\", \"arguments\": ' }}"
+    "{{ (call['function']['arguments'] | tojson) + '}\\n</tool_call>' }}"
+    "{% endfor %}{{ '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 IGNORED_LABEL = -100

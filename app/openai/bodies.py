@@ -11,17 +11,11 @@ from app.engine.params import EarlyStopping, SamplingParams, Structure
 from app.errors import RequestError
 from app.openai.strict import StrictBody
 from app.openai.structures import ResponseFormat, guided_structure, only_structure, structure_of
-from app.openai.tool_bodies import ToolCall, ToolChoice, Tools
+from app.openai.tool_bodies import Text, ToolCall, ToolChoice, Tools
 
 MAX_PROMPTS = 256
 MAX_TOP_LOGPROBS = 20
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
-
-
-def _is_text(text: str) -> str:
-    """JSON can carry half of a surrogate pair, which no hash can take."""
-    text.encode()  # UnicodeEncodeError is a ValueError
-    return text
 
 
 def _no_suffix(suffix: str | None) -> str | None:
@@ -39,8 +33,7 @@ def _kind_of(prompt: object) -> str:
     return "text"
 
 
-Name = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_is_text)]
-Text = Annotated[str, AfterValidator(_is_text)]
+Name = Annotated[Text, Field(min_length=1, max_length=256)]
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 Prompt = Annotated[
     Annotated[str, Tag("text")]

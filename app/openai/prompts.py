@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from app.engine.pinned import conversation_prefix, text_prefix
 from app.errors import RequestError
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, Message, PinRequest
+from app.openai.tool_bodies import ToolCall
+from app.openai.tool_formats import tool_template
 
 
 def encode_completion(tokenizer: PreTrainedTokenizerBase, request: CompletionRequest) -> list[list[int]]:
@@ -34,18 +37,29 @@ def prompt_texts(tokenizer: PreTrainedTokenizerBase, request: CompletionRequest)
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, request: ChatCompletionRequest) -> list[int]:
-    """The conversation through the model's chat template.
+    """The conversation through the model's chat template, with the tools unless none may be called.
 
     Raises:
-        RequestError: there are no messages, no template, or the template refuses them.
+        RequestError: there are no messages, no template, or the template refuses them or knows no tools.
     """
     if not request.messages:
         raise RequestError("messages is empty; it needs at least one message", "messages")
     if tokenizer.chat_template is None:
         raise RequestError("this model has no chat template; use /v1/completions", "messages")
     messages = _template_messages(request.messages)
+    tools: list[Any] | None = None
+    if request.tools is not None and request.tool_choice != "none":
+        tool_template(tokenizer)
+        tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
+    elif any(message.role == "tool" or message.tool_calls for message in request.messages):
+        tool_template(tokenizer)
     try:
-        token_ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        token_ids: Any = tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            add_generation_prompt=True,
+            return_dict=False,
+        )
     except TemplateError as error:
         raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
     return list(token_ids)
@@ -64,13 +78,37 @@ def encode_pin(tokenizer: PreTrainedTokenizerBase, request: PinRequest) -> list[
     return text_prefix(tokenizer, request.prompt)
 
 
-def _template_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    for message in messages:
-        _check_text(message.text, "messages")
-    return [
-        {"role": "system" if message.role == "developer" else message.role, "content": message.text}
-        for message in messages
-    ]
+def _template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    functions: dict[str, str] = {}  # by the id of the call
+    return [_template_message(message, functions) for message in messages]
+
+
+def _template_message(message: Message, functions: dict[str, str]) -> dict[str, Any]:
+    """As templates want it: arguments are objects, and an answer has the name of the function it comes from."""
+    _check_text(message.text, "messages")
+    role = "system" if message.role == "developer" else message.role
+    shown: dict[str, Any] = {"role": role, "content": message.text}
+    if message.tool_calls is not None:
+        functions |= {call.id: call.function.name for call in message.tool_calls}
+        shown["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": _arguments(call)}}
+            for call in message.tool_calls
+        ]
+    if message.role == "tool":
+        if message.tool_call_id not in functions:
+            raise RequestError(f"no message before has the tool call {message.tool_call_id!r}", "messages")
+        shown |= {"tool_call_id": message.tool_call_id, "name": functions[message.tool_call_id]}
+    return shown
+
+
+def _arguments(call: ToolCall) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"arguments of the tool call {call.id!r} are not JSON: {error}", "messages") from error
+    if not isinstance(arguments, dict):
+        raise RequestError(f"arguments of the tool call {call.id!r} are not a JSON object", "messages")
+    return arguments
 
 
 def _check_text(text: str, param: str) -> None:

@@ -26,6 +26,7 @@ from app.openai.pieces import Piece, split_public_id
 from app.openai.prompts import encode_chat, encode_completion, encode_pin, prompt_texts
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, ModelCard, ModelList
 from app.openai.token_texts import TokenTexts
+from app.openai.tools import tool_use
 from app.serving.interleave import interleave
 from app.serving.messages import ForkCall, GenerateRequest
 from vmem import BudgetAnswer, MemoryReport
@@ -195,7 +196,9 @@ class Ingress:
 
     def _chat(self, request: ChatCompletionRequest, session: str | None) -> tuple[GenerateRequest, ChatAnswer]:
         adapter = self._adapter_of(request.model)
-        prompt, params = encode_chat(self._tokenizer, request), request.sampling_params()
+        tools = tool_use(self._tokenizer, request.tools, request.tool_choice, request.parallel_tool_calls)
+        prompt = encode_chat(self._tokenizer, request)
+        params = request.sampling_params(None if tools is None else tools.structure)
         call = _call_of(_new_id("chatcmpl"), prompt, params, request, adapter, session)
         answer = ChatAnswer(
             call.request_id,
@@ -204,6 +207,7 @@ class Ingress:
             prompt,
             num_top=params.logprobs,
             num_prompt_top=params.prompt_logprobs,
+            parser=None if tools is None else tools.parser,
         )
         return call, answer
 

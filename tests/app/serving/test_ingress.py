@@ -63,7 +63,10 @@ class Response:
 class Engines:
     """A handle of replicas: the last one of every output says which call it was of."""
 
-    def __init__(self, error: Exception | None = None, fails_at: int = 0, hangs: bool = False) -> None:
+    def __init__(
+        self, error: Exception | None = None, fails_at: int = 0, hangs: bool = False, text: str | None = None
+    ) -> None:
+        self._text = text
         self.calls: list[Any] = []
         self.responses: list[Response] = []
         self._error, self._fails_at, self._hangs = error, fails_at, hangs
@@ -82,7 +85,15 @@ class Engines:
                 raise RayTaskError("generate", "traceback", self._error)
             n, end = call.params.n, None if self._hangs else "stop"
             return [
-                Piece(f"{number}{i}", (300,), i, end, num_unfinished=n - 1 - i, num_cached_tokens=1, replica="r7")
+                Piece(
+                    self._text or f"{number}{i}",
+                    (300,),
+                    i,
+                    end,
+                    num_unfinished=n - 1 - i,
+                    num_cached_tokens=1,
+                    replica="r7",
+                )
                 for i in range(n)
             ]
 
@@ -187,6 +198,42 @@ def test_a_fork_goes_to_the_replica_in_the_id() -> None:
         batch = await ingress.generate(completion(prompt=["a", "b"]))
         with pytest.raises(UnknownRequestError, match="one prompt"):
             await ingress.fork(ForkRequest(model="m", request_id=batch.id))
+
+    asyncio.run(run())
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}])
+def test_tools(choice: Any) -> None:
+    async def run() -> None:
+        ingress = ingress_with(engines := Engines(text=CALL))
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "tool_choice": choice}
+        request = ChatCompletionRequest.model_validate(body)
+        [whole] = (await ingress.chat(request)).choices
+        assert whole.finish_reason == "tool_calls"
+        assert whole.message.content is None
+        assert whole.message.tool_calls[0].function.arguments == '{"x": 1}'
+        assert "<tools>" in TOKENIZER.decode(engines.calls[0].prompt_token_ids)
+        structure = engines.calls[0].params.structure
+        assert (structure is None) == (choice == "auto")
+        [chunk] = await collect(ingress.chat_stream(request))
+        [call] = chunk.choices[0].delta.tool_calls
+        assert (call.function.name, call.function.arguments) == ("f", '{"x": 1}')
+
+    asyncio.run(run())
+
+
+def test_tools_that_may_not_be_called_are_not_shown() -> None:
+    async def run() -> None:
+        ingress = ingress_with(engines := Engines(text=CALL))
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "tool_choice": "none"}
+        [choice] = (await ingress.chat(ChatCompletionRequest.model_validate(body))).choices
+        assert choice.message.content == CALL
+        assert choice.finish_reason == "stop"
+        assert "<tools>" not in TOKENIZER.decode(engines.calls[0].prompt_token_ids)
 
     asyncio.run(run())
 

@@ -1,0 +1,274 @@
+"""Outputs sampled at random under the masks have the structure, whatever the tokenizer."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable
+
+import jsonschema
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from app.engine import structure as structure_module
+from app.engine.params import Structure
+from app.engine.structure import StructureCompiler, StructureMatcher
+from app.errors import EngineError, RequestError
+from tests.app.small_tokenizers import byte_level, sentencepiece, wordpiece
+
+BUILTIN = "app/builtin/model"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "<tool_call>", "<|im_end|>", "é"]}, "maxItems": 3},
+        "nested": {"$ref": "#/$defs/leaf"},
+    },
+    "required": ["name", "age", "nested"],
+    "additionalProperties": False,
+    "$defs": {"leaf": {"anyOf": [{"type": "null"}, {"type": "number"}]}},
+}
+GRAMMAR = """
+start: sum
+sum: product ("+" product)~0..2
+product: NUMBER | "(" NUMBER "*" NUMBER ")"
+NUMBER: /[1-9][0-9]{0,2}/
+"""
+CASES: dict[str, tuple[Structure, Callable[[str], object]]] = {
+    "schema": (Structure("json", json.dumps(SCHEMA)), lambda text: jsonschema.validate(json.loads(text), SCHEMA)),
+    "regex": (
+        Structure("regex", r"[0-9]{3}-[a-f]{2,5}/(x|ü)?"),
+        lambda text: _must(re.fullmatch(r"[0-9]{3}-[a-f]{2,5}/(x|ü)?", text), text),
+    ),
+    "choice": (
+        Structure("choice", json.dumps(["yes", "no", "<tool_call>", 'a "b"\n\\', "<|im_end|>"])),
+        lambda text: _must(text in ("yes", "no", "<tool_call>", 'a "b"\n\\', "<|im_end|>"), text),
+    ),
+    "grammar": (Structure("grammar", GRAMMAR), lambda text: _must(eval(text) > 0, text)),
+}
+
+
+def _must(holds: object, text: str) -> None:
+    assert holds, text
+
+
+def load(name: str) -> PreTrainedTokenizerBase:
+    made = {"byte_level": byte_level, "sentencepiece": sentencepiece}
+    return made[name]() if name in made else AutoTokenizer.from_pretrained(BUILTIN)
+
+
+def allowed(matcher: StructureMatcher, vocab_size: int) -> list[int]:
+    mask = np.full((vocab_size + 31) // 32, -1, np.int32)  # what is there before does not matter
+    matcher.fill(mask)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    assert not bits[vocab_size:].any()
+    return [int(token_id) for token_id in np.flatnonzero(bits)]
+
+
+def write(matcher: StructureMatcher, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Accept a text whose characters are all tokens."""
+    for character in text:
+        matcher.accept(tokenizer.backend_tokenizer.token_to_id(character))
+
+
+@pytest.mark.parametrize("tokenizer_name", ["byte_level", "sentencepiece", "builtin"])
+@pytest.mark.parametrize("case", CASES)
+def test_random_outputs_have_the_structure(case: str, tokenizer_name: str) -> None:
+    structure, check = CASES[case]
+    tokenizer = load(tokenizer_name)
+    vocab_size, eos = len(tokenizer) + 45, tokenizer.eos_token_id
+    compiler = StructureCompiler(tokenizer, vocab_size, {eos})
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        matcher = compiler.matcher(structure)
+        output: list[int] = []
+        while not output or output[-1] != eos:
+            candidates = allowed(matcher, vocab_size)
+            assert matcher.error is None
+            assert max(candidates) < len(tokenizer)
+            output.append(int(rng.choice(candidates)))
+            matcher.accept(output[-1])
+        assert matcher.finished
+        # Behind another token, as behind a prompt: the first space of a sentencepiece text would be dropped.
+        before = tokenizer.encode("x", add_special_tokens=False)
+        text = tokenizer.decode(before + output, skip_special_tokens=True)
+        check(text.removeprefix(tokenizer.decode(before)))
+
+
+def test_json_object_and_any_json() -> None:
+    tokenizer = byte_level()
+    compiler = StructureCompiler(tokenizer, len(tokenizer), {0})
+    begins = [tokenizer.decode([t])[0] for t in allowed(compiler.matcher(Structure("json", "{}")), len(tokenizer))]
+    assert set(begins) == {"{"}
+    bare = Structure("json", '{"title": "anything"}')
+    begins = [tokenizer.decode([t])[0] for t in allowed(compiler.matcher(bare), len(tokenizer))]
+    assert set(begins) > {"{", "[", '"', "1", "t"}
+
+
+def test_a_model_without_a_liking_for_json_cannot_write_spaces_for_ever() -> None:
+    tokenizer = byte_level()
+    compiler = StructureCompiler(tokenizer, len(tokenizer), {0})
+    matcher = compiler.matcher(Structure("json", "{}"))
+    write(matcher, "{", tokenizer)
+    space, line = (tokenizer.encode(text)[0] for text in (" ", "\n"))
+    both = matcher.fork()
+    matcher.accept(space)
+    assert not {space, line} & set(allowed(matcher, len(tokenizer)))
+    both.accept(line)
+    for _ in range(64):
+        both.accept(space)
+    assert space not in allowed(both, len(tokenizer))
+
+
+def test_only_the_ends_follow_a_complete_structure() -> None:
+    tokenizer = byte_level()
+    ends = {0, tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    matcher = StructureCompiler(tokenizer, len(tokenizer), ends).matcher(Structure("regex", "ab+"))
+    write(matcher, "a", tokenizer)
+    assert not ends & set(allowed(matcher, len(tokenizer)))
+    write(matcher, "b", tokenizer)
+    assert ends < set(allowed(matcher, len(tokenizer)))
+    assert not matcher.finished
+    for end in ends:
+        matcher.accept(end)
+        assert matcher.finished
+        assert set(allowed(matcher, len(tokenizer))) == ends
+
+
+def test_without_an_end_of_sequence_token_only_finished_tells() -> None:
+    tokenizer = byte_level()
+    for vocab_size in (len(tokenizer), len(tokenizer) + 1, len(tokenizer) + 64):
+        matcher = StructureCompiler(tokenizer, vocab_size, ()).matcher(Structure("choice", '["ab", "ac"]'))
+        write(matcher, "a", tokenizer)
+        assert not matcher.finished
+        write(matcher, "c", tokenizer)
+        assert matcher.finished
+        assert allowed(matcher, vocab_size) == []
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers() -> None:
+    tokenizer = byte_level()
+    for vocab_size in (257, 288, len(tokenizer) - 1):
+        compiler = StructureCompiler(tokenizer, vocab_size, {0})
+        assert allowed(compiler.matcher(Structure("regex", ".*")), vocab_size)  # `allowed` looks at the bits after
+        with pytest.raises(RequestError, match="nothing this model can write"):
+            compiler.check(Structure("grammar", f"start: <[{len(tokenizer) - 1}]>"))
+
+
+def test_forks_go_their_own_ways() -> None:
+    tokenizer = byte_level()
+    matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(Structure("choice", '["abc", "abd"]'))
+    write(matcher, "ab", tokenizer)
+    fork = matcher.fork()
+    write(fork, "d", tokenizer)
+    assert fork.finished
+    assert not matcher.finished
+    write(matcher, "c", tokenizer)
+    assert matcher.finished
+
+
+def test_a_token_that_does_not_follow_is_refused() -> None:
+    tokenizer = byte_level()
+    matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(Structure("choice", '["abc"]'))
+    with pytest.raises(EngineError, match="does not follow"):
+        write(matcher, "x", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("structure", "message"),
+    [
+        (Structure("json", "{"), "not valid JSON"),
+        (Structure("json", "[" * 50_000), "not valid JSON"),
+        (Structure("json", '{"a": NaN}'), "NaN"),
+        (Structure("json", "[1]"), "object"),
+        (Structure("json", '{"type": "foo"}'), "foo"),
+        (Structure("json", '{"not": {"type": "string"}}'), "not"),
+        (Structure("json", '{"$ref": "http://localhost/schema"}'), "retriev"),
+        (Structure("json", '{"type": "integer", "minimum": 5, "maximum": 1}'), "minimum"),
+        (Structure("json", '{"x-guidance": 1}'), "x-guidance"),
+        (Structure("regex", "a(b"), "unclosed"),
+        (Structure("regex", "(?=a)b"), "look"),
+        (Structure("regex", r"(a)\1"), "backreference"),
+        (Structure("regex", "[^\\x00-\U0010ffff]"), "nothing"),
+        (Structure("regex", "\ud800"), "Unicode"),
+        (Structure("regex", "a" * 70_000), "65536"),
+        (Structure("choice", "[]"), "at least one"),
+        (Structure("choice", '["a", 1]'), "strings"),
+        (Structure("choice", '"a"'), "list"),
+        (Structure("grammar", ""), "no start rule"),
+        (Structure("grammar", "start: nothing"), "nothing"),
+        (Structure("grammar", 'start: start "x"'), "nothing satisfies"),
+        (Structure("grammar", "start: <nonsense>"), "nonsense"),
+    ],
+)
+def test_what_cannot_be_is_refused(structure: Structure, message: str) -> None:
+    tokenizer = byte_level()
+    with pytest.raises(RequestError, match=message) as raised:
+        StructureCompiler(tokenizer, len(tokenizer), {0}).check(structure)
+    assert raised.value.param == "structure"
+    assert len(str(raised.value)) < 700
+
+
+def test_a_tokenizer_whose_tokens_depend_on_their_neighbours_is_refused() -> None:
+    with pytest.raises(RequestError, match="WordPiece"):
+        StructureCompiler(wordpiece(), 3, ()).check(Structure("regex", "a"))
+
+
+def test_a_parser_that_gives_up_ends_only_its_own_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structure_module, "_MAX_LEXER_STATES", 100)
+    tokenizer = byte_level()
+    matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(Structure("regex", "(a|b)*a(a|b){18}"))
+    rng = np.random.default_rng(0)
+    for _ in range(1000):
+        write(matcher, "ab"[rng.integers(2)], tokenizer)
+        candidates = allowed(matcher, len(tokenizer))
+        if matcher.error is not None:
+            break
+    assert matcher.error is not None
+    assert "too complex" in str(matcher.error)
+    assert candidates == [0]
+    assert matcher.finished
+    assert matcher.fork().error is matcher.error
+
+
+def test_compiled_structures_are_kept_and_the_longest_unused_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structure_module, "MAX_CACHED", 2)
+    compiled = []
+    original = StructureCompiler._compile
+    monkeypatch.setattr(
+        StructureCompiler,
+        "_compile",
+        lambda self, structure: compiled.append(structure.spec) or original(self, structure),
+    )
+    tokenizer = byte_level()
+    compiler = StructureCompiler(tokenizer, len(tokenizer), {0})
+    for spec in ("a", "b", "a", "c", "a", "b"):
+        compiler.check(Structure("regex", spec))
+    assert compiled == ["a", "b", "c", "b"]
+
+
+def test_threads_that_come_first_together_build_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    original = structure_module.token_bytes
+    monkeypatch.setattr(structure_module, "token_bytes", lambda t: built.append(t) or original(t))
+    tokenizer = byte_level()
+    compiler = StructureCompiler(tokenizer, len(tokenizer), {0})
+    assert not built
+    barrier, outcomes = threading.Barrier(8), []
+
+    def use(number: int) -> None:
+        barrier.wait()
+        matcher = compiler.matcher(Structure("choice", json.dumps([f"a{number % 3}"])))
+        write(matcher, f"a{number % 3}", tokenizer)
+        outcomes.append(matcher.finished)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == [True] * 8
+    assert len(built) == 1

@@ -218,7 +218,7 @@ def replay(
         sampling = [s for s in scheduled if s.samples]
         scheduler.done()
         for s in sampling:
-            s.request.append(0, frozenset())
+            s.request.append([0], frozenset())
             if s.request.num_output_tokens == s.request.max_tokens:
                 scheduler.remove(s.request)
     report = memory.report()

@@ -190,7 +190,7 @@ def measure(llm: LLM, model: str, block_tokens: int, num_tokens: int, repeats: i
     """Ask the cost model about a request of so many computed tokens, then preempt it again and again, in both ways."""
     engine, prompt = llm.engine, make_prompt(num_tokens - 1)
     engine.submit("preempted", prompt, greedy(5))
-    request = engine._requests["preempted"]
+    request = engine._generations["preempted"].sequences[0]
     until_next_token(engine, request)
     until_next_token(engine, request)  # in the step in which they begin requests are never swapped
     assert request.memory is not None

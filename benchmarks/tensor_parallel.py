@@ -74,7 +74,7 @@ def make_plan(num_seqs: int, num_tokens: int) -> StepPlan:
     return StepPlan(
         num_tokens=np.full(num_seqs, num_tokens, dtype=np.int32),
         num_computed=np.full(num_seqs, 1000, dtype=np.int32),
-        samples=np.ones(num_seqs, dtype=np.bool_),
+        num_logits=np.ones(num_seqs, dtype=np.int32),
         in_region=np.ones(num_seqs, dtype=np.bool_),
         token_ids=np.arange(num_seqs * num_tokens, dtype=np.int32),
         states=np.array([], dtype=np.int32),

@@ -197,9 +197,19 @@ class KVMemory:
             for group, count in zip(self._specs, owned, strict=True)
         )
 
-    def fit_together(self, lengths: Sequence[int]) -> bool:
-        """Whether sequences of these lengths could run at once, if nothing else did and they shared nothing."""
-        return sum(map(self.pages_for, lengths)) <= self._pages.budget - self._pages.num_pinned
+    def fit_together(self, lengths: Sequence[int], shared_tokens: int = 0) -> bool:
+        """Whether sequences of these lengths could run at once, if nothing else did.
+
+        Args:
+            shared_tokens: with which all of them begin; whole blocks of these they own together.
+        """
+        shared = sum(
+            shared_tokens // group.layout.block_tokens * group.layout.num_slices
+            for group in self._specs
+            if not group.is_state and group.window_tokens is None
+        )
+        needed = sum(map(self.pages_for, lengths)) - shared * (len(lengths) - 1)
+        return needed <= self._pages.budget - self._pages.num_pinned
 
     # ---- sequences ----
 

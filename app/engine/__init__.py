@@ -2,8 +2,20 @@
 
 from app.config import EngineConfig
 from app.engine.async_engine import AsyncEngine
-from app.engine.llm import LLM, Completion
-from app.engine.params import SamplingParams
-from app.engine.request import Delta, FinishReason
+from app.engine.llm import LLM, Completion, Output
+from app.engine.params import SamplingParams, Structure
+from app.engine.request import Delta, FinishReason, RequestOptions, TokenLogprobs
 
-__all__ = ["LLM", "AsyncEngine", "Completion", "Delta", "EngineConfig", "FinishReason", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "Completion",
+    "Delta",
+    "EngineConfig",
+    "FinishReason",
+    "Output",
+    "RequestOptions",
+    "SamplingParams",
+    "Structure",
+    "TokenLogprobs",
+]

@@ -7,8 +7,10 @@ import itertools
 import logging
 import queue
 import threading
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 
@@ -16,27 +18,29 @@ from app.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.load import MOST_KEYS
 from app.engine.params import SamplingParams
-from app.engine.request import Delta
+from app.engine.request import Delta, RequestOptions
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.engine.tensor_parallel.spec import Launch
-from app.errors import EngineError, FolioError, UnavailableError
+from app.errors import EngineError, FolioError, RequestError, UnavailableError
 from app.fleet.report import ReplicaReport
 from vmem import BudgetAnswer, IntegrityError, KVMemory, MemoryReport
 
 logger = logging.getLogger(__name__)
 
+# So many requests can be found by the ids that their senders gave them.
+_NAMES = 10_000
+
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """Where a request's deltas go: a queue that lives in its caller's event loop."""
+    """Where a request's deltas go: a queue that lives in its caller's event loop.
+
+    `begin` submits it to the engine, under its id.
+    """
 
     request_id: str
-    prompt_token_ids: Sequence[int]
-    params: SamplingParams
-    priority: int
-    cache_salt: str | None
-    pin_name: str | None
-    expected_cached_tokens: int | None
+    begin: Callable[[str], None]
+    load: tuple[int, int]  # tokens, and those expected to be cached
     loop: asyncio.AbstractEventLoop
     deltas: asyncio.Queue[Delta]
 
@@ -68,6 +72,7 @@ class AsyncEngine:
         self._commands: queue.SimpleQueue[_Stream | _Cancel | _Stop] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}  # only the thread touches it
         self._arriving: dict[str, tuple[int, int]] = {}  # sent, not begun: tokens, and those expected to be cached
+        self._names: OrderedDict[str, str] = OrderedDict()  # the callers' ids of the latest requests → the engine's
         self._ids = itertools.count()
         self._sending = threading.Lock()  # between "is it still taking commands?" and handing one over
         self._stopped = False
@@ -87,24 +92,45 @@ class AsyncEngine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         request_id: str | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        expected_cached_tokens: int | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[Delta, None]:
-        """Yield the output as it is generated. Closing or cancelling the iterator cancels the request.
-
-        Args:
-            priority, cache_salt, expected_cached_tokens: see `Engine.submit`.
+        """Yield the outputs as they are generated. Closing or cancelling the iterator cancels the request.
 
         Raises:
             RequestError: the request is invalid; raised before the first delta.
             EngineError: a step failed.
             UnavailableError: the engine has stopped.
         """
+
+        def begin(unique_id: str) -> None:
+            self._engine.submit(unique_id, prompt_token_ids, params, **options)
+
+        load = len(prompt_token_ids), options.get("expected_cached_tokens") or 0
         return self._deltas(
-            request_id or "request", prompt_token_ids, params, priority, cache_salt, None, expected_cached_tokens
+            request_id or "request", begin, load, lambda: self._engine.validate(prompt_token_ids, params)
         )
+
+    def fork(
+        self, request_id: str, params: SamplingParams, fork_id: str | None = None, *, index: int = 0
+    ) -> AsyncGenerator[Delta, None]:
+        """Go on with an output of a request that runs, or has just ended, in `params.n` more ways (`Engine.fork`).
+
+        Args:
+            request_id: as it was given to `generate`; the latest of that name.
+
+        Raises:
+            RequestError: there is no such output any more, or the forks do not fit; raised before the first delta.
+            EngineError: a step failed.
+            UnavailableError: the engine has stopped.
+        """
+
+        def begin(unique_id: str) -> None:
+            parent_id = self._names.get(request_id)
+            if parent_id is None:
+                raise RequestError(f"there is no request {request_id!r} here", "request_id")
+            self._engine.fork(parent_id, unique_id, params, index=index)
+
+        return self._deltas(fork_id or f"fork of {request_id}", begin, (0, 0), lambda: None)
 
     async def pin(self, name: str, prompt_token_ids: Sequence[int], *, cache_salt: str | None = None) -> None:
         """Compute a prefix and keep it in the cache until `unpin`; returns when that is done.
@@ -114,8 +140,14 @@ class AsyncEngine:
             EngineError: a step failed.
             UnavailableError: the engine has stopped.
         """
-        params = SamplingParams(max_tokens=1)
-        async for _ in self._deltas(f"pin {name}", prompt_token_ids, params, 0, cache_salt, name):
+
+        def begin(unique_id: str) -> None:
+            self._engine.pin(unique_id, name, prompt_token_ids, cache_salt=cache_salt)
+
+        load = len(prompt_token_ids), 0
+        async for _ in self._deltas(
+            f"pin {name}", begin, load, lambda: self._engine.validate_pin(name, prompt_token_ids)
+        ):
             pass
 
     def unpin(self, name: str) -> None:
@@ -129,25 +161,16 @@ class AsyncEngine:
         self._engine.unpin(name)
 
     async def _deltas(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        priority: int,
-        cache_salt: str | None,
-        pin_name: str | None,
-        expected_cached_tokens: int | None = None,
+        self, request_id: str, begin: Callable[[str], None], load: tuple[int, int], validate: Callable[[], object]
     ) -> AsyncGenerator[Delta, None]:
-        if pin_name is None:
-            self._engine.validate(prompt_token_ids, params)
-        else:
-            self._engine.validate_pin(pin_name, prompt_token_ids)
+        """
+        Args:
+            validate: raises `RequestError` if it is not worth sending.
+        """
+        validate()
         unique_id = f"{request_id}-{next(self._ids)}"
-        loop, deltas = asyncio.get_running_loop(), asyncio.Queue[Delta]()
-        stream = _Stream(
-            unique_id, prompt_token_ids, params, priority, cache_salt, pin_name, expected_cached_tokens, loop, deltas
-        )
-        self._send(stream)
+        stream = _Stream(unique_id, begin, load, asyncio.get_running_loop(), asyncio.Queue())
+        self._send(stream, request_id)
         finished = False
         try:
             while not finished:
@@ -191,11 +214,15 @@ class AsyncEngine:
         if not self.healthy:
             raise UnavailableError("the engine has stopped; send the request again")
 
-    def _send(self, command: _Stream) -> None:
+    def _send(self, stream: _Stream, name: str) -> None:
         with self._sending:
             self.check()
-            self._arriving[command.request_id] = (len(command.prompt_token_ids), command.expected_cached_tokens or 0)
-            self._commands.put(command)
+            self._arriving[stream.request_id] = stream.load
+            self._names[name] = stream.request_id
+            self._names.move_to_end(name)
+            if len(self._names) > _NAMES:
+                self._names.popitem(last=False)
+            self._commands.put(stream)
 
     # ---- the thread ----
 
@@ -233,7 +260,9 @@ class AsyncEngine:
                     self._streams[request_id] = command
                     del self._arriving[request_id]
                     try:
-                        self._begin(command)
+                        command.begin(request_id)
+                    except RequestError as error:
+                        self._deliver(Delta(request_id, (), "", error=error))
                     except Exception as error:  # this request's fault, not the others'
                         logger.exception("cannot begin %s", request_id)
                         self._deliver(
@@ -244,20 +273,6 @@ class AsyncEngine:
                     self._engine.cancel(request_id)
                 case _Stop():
                     return False
-
-    def _begin(self, stream: _Stream) -> None:
-        prompt, salt = stream.prompt_token_ids, stream.cache_salt
-        if stream.pin_name is None:
-            self._engine.submit(
-                stream.request_id,
-                prompt,
-                stream.params,
-                priority=stream.priority,
-                cache_salt=salt,
-                expected_cached_tokens=stream.expected_cached_tokens,
-            )
-        else:
-            self._engine.pin(stream.request_id, stream.pin_name, prompt, cache_salt=salt)
 
     def _step(self) -> None:
         try:

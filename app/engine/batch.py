@@ -25,23 +25,21 @@ class StepPlan:
 
     Attributes:
         num_tokens, num_computed: `[num_seqs]` int32, tokens to compute and tokens that are cached before them.
-        samples: `[num_seqs]` bool, whether the logits of the last token are needed.
+        num_logits: `[num_seqs]` int32, of how many tokens, the last ones, the logits are needed.
         in_region: `[num_seqs]` bool, whether the sequence is read through its region.
         token_ids: `[sum(num_tokens)]` int32.
         states: `[num_seqs]` int32, the block of each sequence's recurrent state; empty for models without.
         tables: for each layer group but that of states, and each run of neighbours with one view: `[run, width]` int32,
             their regions' slots or their block tables, filled up with zeros.
-        sample_all: the logits of every token are needed, not only of those that sample.
     """
 
     num_tokens: Array
     num_computed: Array
-    samples: Array
+    num_logits: Array
     in_region: Array
     token_ids: Array
     states: Array
     tables: tuple[Array, ...]
-    sample_all: bool = False
 
     @property
     def runs(self) -> Iterator[tuple[View, int, int]]:
@@ -76,29 +74,33 @@ class StepBatch:
 
     Attributes:
         token_ids, positions: `[num_tokens]` int64.
-        sample_rows: `[num_samples]` int64, the tokens whose logits are needed.
+        logit_rows: `[num_logits]` int64, the tokens whose logits are needed.
         parts: for each layer group the parts of the batch, one for each view that occurs; none for a group of states.
         states: whose recurrent state is where; `None` for models without.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    sample_rows: torch.Tensor
+    logit_rows: torch.Tensor
     parts: tuple[tuple[BatchPart, ...], ...]
     states: StateBatch | None = None
 
 
-def plan_step(scheduled: Sequence[Scheduled], memory: KVMemory, *, sample_all: bool = False) -> StepPlan:
+def plan_step(scheduled: Sequence[Scheduled], memory: KVMemory, *, all_logits: bool = False) -> StepPlan:
     """What the scheduled tokens need to be computed. Their blocks must be owned, and in the region view mapped
     (`KVMemory.ensure`).
 
     Sequences of one view should be neighbours, or there are more parts than need be.
+
+    Args:
+        all_logits: the logits of every token are needed, not only of those that say so.
     """
     sequences = [memory_of(s) for s in scheduled]
     token_ids: list[int] = []
     for s in scheduled:
         start = s.request.num_computed
         token_ids += s.request.token_ids[start : start + s.num_tokens]
+        token_ids += s.drafts
     views = [sequence.view for sequence in sequences]
     tables = []
     for g, group in enumerate(memory.groups):
@@ -109,12 +111,11 @@ def plan_step(scheduled: Sequence[Scheduled], memory: KVMemory, *, sample_all: b
     return StepPlan(
         num_tokens=np.array([s.num_tokens for s in scheduled], dtype=np.int32),
         num_computed=np.array([s.request.num_computed for s in scheduled], dtype=np.int32),
-        samples=np.array([s.samples for s in scheduled], dtype=np.bool_),
+        num_logits=np.array([s.num_tokens if all_logits else s.num_logits for s in scheduled], dtype=np.int32),
         in_region=np.array([view == "region" for view in views], dtype=np.bool_),
         token_ids=np.array(token_ids, dtype=np.int32),
         states=np.array([] if at is None else [s.groups[at].block_ids[0] for s in sequences], dtype=np.int32),
         tables=tuple(tables),
-        sample_all=sample_all,
     )
 
 
@@ -148,14 +149,16 @@ def build_batch(plan: StepPlan, tensors: CacheTensors, device: torch.device) -> 
             slots = table[sequence_of[tokens] - begin, at // block_tokens] * np.int64(block_tokens) + at % block_tokens
             attention = VarlenBatch(cu_seqlens_q, cache_seqlens, torch.from_numpy(table).to(device), *most)
             parts[g].append(BatchPart(view, tokens, torch.from_numpy(slots).to(device), attention))
-    sample_rows = np.arange(starts[-1]) if plan.sample_all else starts[1:][plan.samples] - 1
+    num_logits = plan.num_logits.astype(np.int64)
+    behind = np.cumsum(num_logits)  # where each sequence's rows of logits end
+    logit_rows = np.arange(behind[-1]) + np.repeat(starts[1:] - behind, num_logits)
     states = None
     if tensors.state_group is not None:
         states = StateBatch(starts.tolist(), plan.states.tolist(), (first == 0).tolist())
     return StepBatch(
         token_ids=torch.from_numpy(plan.token_ids.astype(np.int64)),
         positions=torch.from_numpy(positions),
-        sample_rows=torch.from_numpy(sample_rows),
+        logit_rows=torch.from_numpy(logit_rows),
         parts=tuple(map(tuple, parts)),
         states=states,
     )
@@ -172,6 +175,7 @@ def next_demands(scheduled: Sequence[Scheduled]) -> list[Demand]:
     for s in scheduled:
         start = s.request.num_computed + s.num_tokens
         end = start + 1 if s.samples else min(start + s.num_tokens, len(s.request.token_ids))
+        end = min(end + len(s.drafts), s.request.most_tokens)
         following.append(Demand(memory_of(s), start, end))
     return following
 

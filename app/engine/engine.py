@@ -8,21 +8,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Unpack
 
 import torch
 
 from app.config import EngineConfig
 from app.engine.batch import demands, memory_of, next_demands, num_attended, plan_step
-from app.engine.detokenizer import TextStream
+from app.engine.beam import BeamSearch
+from app.engine.decoding import Decoding, stop_token_ids
 from app.engine.executor import Executor
+from app.engine.generation import BestOf, EndedOutput, Generation
 from app.engine.kv_plan import build_memory
 from app.engine.load import MOST_KEYS, LoadMeter, make_report
 from app.engine.model_loader import LoadedModel
 from app.engine.params import SamplingParams
 from app.engine.pinned import encode_pinned
 from app.engine.recovery import RecoveryModel
-from app.engine.request import Delta, Request, SequenceGroup
-from app.engine.sampler import NOTHING, sample
+from app.engine.request import Delta, Request, RequestOptions, SequenceGroup
 from app.engine.scheduler import Scheduled, Scheduler
 from app.engine.self_test import self_test
 from app.engine.tensor_parallel.processes import spawn_ranks
@@ -96,7 +99,8 @@ class Engine:
             policy=config.preemption,
         )
         self._meter = LoadMeter()
-        self._requests: dict[str, Request] = {}
+        self._generations: dict[str, Generation] = {}
+        self._decoding = Decoding(self.memory, self._scheduler, self.model, self._generations, self._meter)
         self._num_arrivals = 0
         self._stalled_since: float | None = None
         try:
@@ -113,7 +117,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self._generations)
 
     def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
         """Check a request against the model; returns its `max_tokens`. Safe to call from any thread.
@@ -139,75 +143,100 @@ class Engine:
                 f"and {params.max_tokens or 1} are to be generated",
                 "prompt" if room < 1 else "max_tokens",
             )
-        return params.max_tokens or room
+        max_tokens = params.max_tokens or room
+        self._check_together(len(prompt_token_ids), max_tokens, params)
+        return max_tokens
+
+    def _check_together(self, num_prompt_tokens: int, max_tokens: int, params: SamplingParams) -> None:
+        """Whether all sequences of a request can run at once."""
+        count = params.num_sequences
+        if count == 1:
+            return
+        field = "best_of" if params.best_of is not None else "n"
+        if count > self._scheduler.max_num_seqs:
+            raise RequestError(
+                f"{field} is {count}, but {self._scheduler.max_num_seqs} sequences run at once (max_num_seqs)", field
+            )
+        shared = num_prompt_tokens if self.config.prefix_cache else 0
+        if not self.memory.fit_together([num_prompt_tokens + max_tokens] * count, shared):
+            raise RequestError(
+                f"{count} sequences of up to {num_prompt_tokens + max_tokens} tokens do not fit into the KV cache "
+                "together; ask for fewer, or for fewer tokens",
+                field,
+            )
 
     def submit(
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        expected_cached_tokens: int | None = None,
+        **options: Unpack[RequestOptions],
     ) -> None:
         """Queue a request.
-
-        Args:
-            priority: the lower goes first, and is preempted last.
-            cache_salt: only requests with the same one share cached prefixes.
-            expected_cached_tokens: how much of the prompt the sender thinks is cached here; it changes nothing but
-                `load`.
 
         Raises:
             RequestError: as `validate` does, and for an id that is in use.
         """
-        request = self._add(request_id, prompt_token_ids, params, priority, cache_salt)
-        request.expected_cached_tokens = expected_cached_tokens
+        self._add(request_id, prompt_token_ids, params, options)
 
-    def fork(self, request_id: str, fork_id: str, params: SamplingParams) -> None:
-        """Continue a request that has not finished a second time, from its present state, without computing it again.
+    def fork(self, request_id: str, fork_id: str, params: SamplingParams, *, index: int = 0) -> None:
+        """Go on with an output of a request that has not ended, or has just ended, in `params.n` more ways, from its
+        present state. What is computed is not computed again; of a request that has ended, that is as much as the
+        prefix cache still has.
 
-        What both have is shared; they are preempted together. The fork's deltas begin with its own first token.
+        What they have in common is shared; forks of a running sequence are preempted together with it. Their deltas
+        begin with their own first tokens; `max_tokens` counts these.
+
+        Args:
+            index: which output.
 
         Raises:
-            RequestError: there is no such request, the id is in use, or all of the group could not run together.
+            RequestError: there is no such output any more, the id is in use, or all of the group could not run
+                together.
         """
-        parent = self._requests.get(request_id)
-        if parent is None or parent.pin_name is not None:
-            raise RequestError(f"request {request_id!r} is not running, so it cannot be forked", "request_id")
         self._check_id(fork_id)
-        num_tokens = len(parent.token_ids)
+        if params.use_beam_search or params.prompt_logprobs is not None:
+            raise RequestError("a fork takes neither use_beam_search nor prompt_logprobs", "use_beam_search")
+        if params.num_sequences > params.n:
+            raise RequestError("a fork takes no best_of", "best_of")
+        generation = self._generations.get(request_id)
+        running = [request for request in generation or () if request.index == index and request.pin_name is None]
+        if generation is not None and isinstance(generation.selection, BeamSearch):
+            raise RequestError(
+                f"the beams of {request_id!r} are still searching; fork it when it has ended", "request_id"
+            )
+        if running:
+            self._fork_running(running[0], fork_id, params)
+        elif (ended := self._decoding.ended.get(request_id, index)) is not None:
+            self._fork_ended(ended, fork_id, params)
+        else:
+            raise RequestError(
+                f"output {index} of request {request_id!r} is not here, so it cannot be forked", "request_id"
+            )
+
+    def _fork_running(self, parent: Request, fork_id: str, params: SamplingParams) -> None:
         max_tokens = parent.num_output_tokens + self.validate(parent.token_ids, params)
-        most = [r.most_tokens for r in parent.group.members]
-        most.append(len(parent.prompt_token_ids) + max_tokens)
+        members = parent.group.members
+        most = [r.most_tokens for r in members] + [len(parent.prompt_token_ids) + max_tokens] * params.n
         if not self.memory.fit_together(most):
             raise RequestError(
                 f"{len(most)} sequences of up to {max(most)} tokens do not fit into the KV cache together", "n"
             )
-        if max(self._scheduler.num_running, len(most) - 1) + 1 > self._scheduler.max_num_seqs:
+        if max(self._scheduler.num_running, parent.group.num_sequences) + params.n > self._scheduler.max_num_seqs:
             raise RequestError(
                 f"{self._scheduler.max_num_seqs} sequences run at once; there is no room for a fork", "n"
             )
-        text = self._text(parent.prompt_token_ids, params)
-        if text is not None:
-            for token_id in parent.token_ids[len(parent.prompt_token_ids) :]:
-                text.push(token_id)
-            text.flush()  # what the parent holds back is the parent's
-        chain = parent.chain.fork(num_tokens)
-        memory = None
-        if parent.memory is not None and parent.num_computed:
-            try:
-                memory = self.memory.fork(parent.memory, parent.num_computed, chain=chain)
-            except VmemError as error:
-                raise RequestError(f"{request_id!r} cannot be forked now: {error}", "request_id") from error
-        child = Request(
-            fork_id, parent.prompt_token_ids, params, max_tokens, text, chain, parent.group, parent.token_ids.copy()
-        )
-        child.num_cached_tokens = parent.num_cached_tokens
-        if memory is not None:
-            child.memory, child.num_computed, child.stops_at = memory, parent.num_computed, parent.stops_at
-        self._requests[fork_id] = child
+        generation = self._generations[fork_id] = Generation(fork_id, params)
+        for i in range(params.n):
+            state = parent.sampling.fork(params, i)
+            child = self._decoding.fork(parent, state, index=i, request_id=fork_id)
+            child.max_tokens = max_tokens
+            generation.sequences.append(child)
+
+    def _fork_ended(self, ended: EndedOutput, fork_id: str, params: SamplingParams) -> None:
+        prompt = [*ended.request.prompt_token_ids, *ended.token_ids]
+        group = ended.request.group
+        self._add(fork_id, prompt, params, {"priority": group.priority}, keys=ended.request.chain.keys)
 
     def pin(
         self, request_id: str, name: str, prompt_token_ids: Sequence[int], *, cache_salt: str | None = None
@@ -220,7 +249,7 @@ class Engine:
             RequestError: as `validate_pin` does, and for an id that is in use.
         """
         prefix = self.validate_pin(name, prompt_token_ids)
-        request = self._add(request_id, prefix, SamplingParams(max_tokens=1), 0, cache_salt)
+        request = self._add(request_id, prefix, SamplingParams(max_tokens=1), {"cache_salt": cache_salt})
         request.pin_name = name
 
     def validate_pin(self, name: str, prompt_token_ids: Sequence[int]) -> Sequence[int]:
@@ -255,13 +284,11 @@ class Engine:
 
     def cancel(self, request_id: str) -> None:
         """Stop a request and free its memory; nothing happens if it is not there any more."""
-        request = self._requests.pop(request_id, None)
-        if request is not None:
-            self._scheduler.remove(request)
-            self._meter.note_ended(request, time.monotonic())
+        for request in list(self._generations.get(request_id, ())):
+            self._decoding.end(request)
 
     def step(self) -> list[Delta]:
-        """Compute one step; returns what it added, at most one delta a request.
+        """Compute one step; returns what it added.
 
         Raises:
             UnavailableError: a rank is lost; no step will succeed any more.
@@ -270,11 +297,12 @@ class Engine:
         start = time.perf_counter()
         try:
             scheduled = self._scheduler.schedule()
+            if hopeless := self._scheduler.take_hopeless():
+                return self._give_up(hopeless)
             if not scheduled:
                 return self._wait_for_pages()
             logits = self._compute(scheduled)
-            sampling = [s.request for s in scheduled if s.samples]
-            sampled = sample(logits, [request.sampling for request in sampling]) if sampling else NOTHING
+            choice = self._decoding.choose(scheduled, logits)
             num_tokens, attended = sum(s.num_tokens for s in scheduled), num_attended(scheduled)
         except BaseException:
             self._scheduler.abort()
@@ -284,23 +312,13 @@ class Engine:
                 self._meter.note_begun(s.request)
         if self._scheduler.done():
             self._stalled_since = None
-        deltas = []
-        for request, token, is_sound in zip(sampling, sampled.token_ids, sampled.sound, strict=True):
-            if is_sound:
-                delta = request.append(token, self.model.eos_token_ids)
-            else:
-                delta = Delta(
-                    request.request_id, (), "", error=EngineError("the model's logits are not finite numbers")
-                )
-            deltas.append(delta)
-            if delta.finished:
-                self.cancel(request.request_id)
+        deltas = self._decoding.apply(choice)
         for request in [s.request for s in scheduled if s.request.pin_name is not None]:
             if not request.num_uncomputed:
                 deltas.append(self._pin(request))
         seconds = time.perf_counter() - start
         self._recovery.observe_step(num_tokens, attended, seconds)
-        if num_tokens > len(sampling):  # not only decodes
+        if num_tokens > sum(s.samples for s in scheduled):  # not only decodes
             self._meter.note_step(seconds, time.monotonic())
         return deltas
 
@@ -342,30 +360,60 @@ class Engine:
         request_id: str,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
-        priority: int,
-        cache_salt: str | None,
+        options: RequestOptions,
+        *,
+        keys: tuple[str, ...] | None = None,
     ) -> Request:
+        """
+        Args:
+            keys: of its prefixes, if not those of the options.
+        """
         self._check_id(request_id)
         max_tokens = self.validate(prompt_token_ids, params)
-        chain = self.memory.chain(extra_keys(cache_salt))
-        group = SequenceGroup(priority, self._num_arrivals)
+        selection: BestOf | BeamSearch | None = None
+        num_sequences, own = params.num_sequences, params
+        if params.use_beam_search:
+            selection = BeamSearch(
+                num_sequences,
+                max_tokens,
+                stop_token_ids(params, self.model),
+                params.length_penalty,
+                params.early_stopping,
+            )
+        elif num_sequences > params.n:
+            selection = BestOf(params.n, keep_logprobs=params.logprobs is not None)
+            own = replace(params, logprobs=params.logprobs or 0)
+        chain = self.memory.chain(extra_keys(options.get("cache_salt")) if keys is None else keys)
+        group = SequenceGroup(options.get("priority", 0), self._num_arrivals, lockstep=params.use_beam_search)
         self._num_arrivals += 1
         prompt = list(prompt_token_ids)
+        text = None if params.use_beam_search else self._decoding.text(prompt, params)
         request = Request(
-            request_id, prompt, params, max_tokens, self._text(prompt, params), chain, group, prompt.copy()
+            request_id,
+            prompt,
+            own,
+            max_tokens,
+            text,
+            chain,
+            group,
+            prompt.copy(),
+            num_forks=num_sequences - 1,
+            expected_cached_tokens=options.get("expected_cached_tokens"),
         )
-        self._requests[request_id] = request
+        self._generations[request_id] = Generation(request_id, params, [request], selection)
         self._scheduler.add(group)
         return request
 
     def _check_id(self, request_id: str) -> None:
-        if request_id in self._requests:
+        if request_id in self._generations:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
 
-    def _text(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> TextStream | None:
-        if self.model.tokenizer is None:
-            return None
-        return TextStream(self.model.tokenizer.backend_tokenizer, prompt_token_ids, params.stop)
+    def _give_up(self, hopeless: list[SequenceGroup]) -> list[Delta]:
+        """End groups that the budget has no room for any more, and cannot go on one by one."""
+        self._scheduler.abort()
+        error = EngineError("the KV cache has become too small for the beams of this request")
+        generations = [self._generations[group.members[0].request_id] for group in hopeless]
+        return [delta for generation in generations for delta in self._decoding.fail(generation, error)]
 
     def _wait_for_pages(self) -> list[Delta]:
         """Nothing runs and nothing can begin: the device has less memory than the budget says, for now or for good."""
@@ -419,12 +467,12 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless memory adds up; without requests, unless all of it is free."""
         self.memory.check_integrity()
-        if not self._requests:
+        if not self._generations:
             self.memory.check_idle()
 
     def close(self) -> None:
         """Cancel everything and give all memory back."""
-        for request_id in list(self._requests):
+        for request_id in list(self._generations):
             self.cancel(request_id)
         try:
             self.memory.close()

@@ -81,7 +81,7 @@ class Executor:
         self._runner.open(memory.tensors)
 
     def run(self, plan: StepPlan, memory: KVMemory) -> torch.Tensor:
-        """Logits `[num_samples, vocab_size]` of a step on the CPU."""
+        """Logits `[num_logits, vocab_size]` of a step, on the CPU."""
         if self.ranks is None:
             return self._run(plan, memory)
         with self.ranks.step(bytes([Order.STEP]) + pack_step(plan), self._limit_s):

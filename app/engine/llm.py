@@ -3,26 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from app.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.params import SamplingParams
-from app.engine.request import FinishReason
+from app.engine.request import Delta, FinishReason, RequestOptions, TokenLogprobs
 from app.errors import RequestError
+
+
+@dataclass(slots=True)
+class Output:
+    """One output for a prompt. `token_ids` includes the end-of-sequence token when one was generated.
+
+    Attributes:
+        stop_reason: the stop string or token id that ended it, if it was not the end-of-sequence token.
+        logprobs: of each token, if asked for.
+        score: of a beam.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason = "length"
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    score: float | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.token_ids += delta.token_ids
+        self.text += delta.text
+        self.logprobs += delta.logprobs
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        self.stop_reason, self.score = delta.stop_reason, delta.score
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The output for one prompt. `token_ids` includes the end-of-sequence token when one was generated."""
+    """The `params.n` outputs for one prompt; what it says of one output is the first's.
+
+    `prompt_logprobs`: of the prompt's tokens but the first, if asked for.
+    """
 
     prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: FinishReason
+    outputs: list[Output]
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.outputs[0].finish_reason
 
 
 class LLM:
@@ -69,12 +108,16 @@ class LLM:
         self._num_requests = 0
 
     def generate(
-        self, prompts: Sequence[str | list[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[str | list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Complete every prompt, a string or token ids; results are in the prompts' order.
 
         Args:
             params: for all prompts, or one for each.
+            options: for all prompts.
 
         Raises:
             RequestError: a prompt or a parameter is invalid; nothing was generated.
@@ -90,31 +133,24 @@ class LLM:
         encoded = [self._encode(prompt) for prompt in prompts]
         for token_ids, param in zip(encoded, params, strict=True):
             self.engine.validate(token_ids, param)
-        index = {}
-        for i, (token_ids, param) in enumerate(zip(encoded, params, strict=True)):
-            request_id = f"llm-{self._num_requests}"
-            self._num_requests += 1
-            index[request_id] = i
-            self.engine.submit(request_id, token_ids, param)
-        outputs: list[tuple[list[int], list[str]]] = [([], []) for _ in prompts]
-        reasons: dict[int, FinishReason] = {}
+        completions: dict[str, Completion] = {}
         try:
+            for token_ids, param in zip(encoded, params, strict=True):
+                request_id = f"llm-{self._num_requests}"
+                self._num_requests += 1
+                self.engine.submit(request_id, token_ids, param, **options)
+                completions[request_id] = Completion(token_ids, [Output() for _ in range(param.n)])
             while self.engine.has_work:
                 for delta in self.engine.step():
                     if delta.error is not None:
                         raise delta.error
-                    i = index[delta.request_id]
-                    outputs[i][0].extend(delta.token_ids)
-                    outputs[i][1].append(delta.text)
-                    if delta.finish_reason is not None:
-                        reasons[i] = delta.finish_reason
+                    completion = completions[delta.request_id]
+                    completion.outputs[delta.index].add(delta)
+                    completion.prompt_logprobs.extend(delta.prompt_logprobs)
         finally:
-            for request_id in index:  # only when a step failed is any of them still there
+            for request_id in completions:  # only when a step failed is any of them still there
                 self.engine.cancel(request_id)
-        return [
-            Completion(prompt, token_ids, "".join(text), reasons[i])
-            for i, (prompt, (token_ids, text)) in enumerate(zip(encoded, outputs, strict=True))
-        ]
+        return list(completions.values())
 
     def close(self) -> None:
         """Give all memory back."""

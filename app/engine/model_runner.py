@@ -62,12 +62,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> torch.Tensor:
-        """Logits `[num_samples, vocab_size]` of the rows that sample, on the device, which may be computing still; of
+        """Logits `[num_logits, vocab_size]` of the rows that need them, on the device, which may be computing still; of
         rank 0 only. The batch's blocks must be mapped."""
         self._attention.batch = batch
         if self._states is not None and batch.states is not None:
             self._states.set_batch(batch.states)
-        return forward(self._module, batch.token_ids, batch.positions, batch.sample_rows)
+        return forward(self._module, batch.token_ids, batch.positions, batch.logit_rows)
 
     @torch.inference_mode()
     def own_logits(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypedDict
 
@@ -89,18 +90,21 @@ class Delta:
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """A request and its forks: they are preempted, swapped and brought back together (PagedAttention §4.5).
+    """A request's sequences and their forks: they are preempted, swapped and brought back together (PagedAttention
+    §4.5).
 
     Attributes:
         priority: the lower goes first.
         arrival: the earlier goes first, among equals.
         members: those that have not finished.
+        lockstep: all of them compute their next token in the same step, or none: beams.
         swapped: blocks in host memory while it is swapped out, of the members in `swapped_members`.
     """
 
     priority: int
     arrival: int
     members: list[Request] = field(default_factory=list)
+    lockstep: bool = False
     swapped: SwappedGroup | None = None
     swapped_members: list[Request] = field(default_factory=list)
 
@@ -108,10 +112,15 @@ class SequenceGroup:
     def rank(self) -> tuple[int, int]:
         return self.priority, self.arrival
 
+    @property
+    def num_sequences(self) -> int:
+        """Its members, and the forks that they will have once their prompt is computed."""
+        return len(self.members) + sum(request.num_forks for request in self.members)
+
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt, its output so far, and how far its keys and values are cached.
+    """One sequence of a request: its prompt, its output so far, and how far its keys and values are cached.
 
     Attributes:
         group: who is preempted with it.
@@ -121,11 +130,15 @@ class Request:
         max_tokens: output tokens at most, resolved against the context.
         chain: hashes of its tokens, for the prefix cache.
         memory: its blocks while it runs, else `None`.
+        index: which output of the request it is.
+        num_forks: sequences that begin like it and are made when its prompt is computed.
         num_cached_tokens: of its prompt, found in the prefix cache when it began; `None` before.
         expected_cached_tokens: what whoever sent it here expected that to be; `None`: nothing.
         stops_at: token counts at which a step must end, so that a recurrent state is kept there.
         pin_name: it computes a prefix to pin, and samples nothing.
         text: the incremental detokeniser, `None` without a tokenizer.
+        sampling: what choosing its next token depends on.
+        prompt_logprobs: of the prompt's tokens from the second on, as far as they are computed, if asked for.
     """
 
     request_id: str
@@ -139,15 +152,19 @@ class Request:
     num_computed: int = 0
     furthest: int = 0
     memory: SequenceMemory | None = None
+    index: int = 0
+    num_forks: int = 0
     num_cached_tokens: int | None = None
     expected_cached_tokens: int | None = None
     stops_at: tuple[int, ...] = ()
     pin_name: str | None = None
-    sampling: SamplingState = field(init=False)
+    sampling: SamplingState = None  # type: ignore[assignment]  # made from `params` unless it is given
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.group.members.append(self)
-        self.sampling = SamplingState(self.params, self.prompt_token_ids)
+        if self.sampling is None:
+            self.sampling = SamplingState(self.params, self.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
@@ -162,20 +179,36 @@ class Request:
         """Tokens it may come to have."""
         return len(self.prompt_token_ids) + self.max_tokens
 
-    def append(self, token_id: int, eos_token_ids: frozenset[int]) -> Delta:
-        """Add a sampled token; the returned delta says whether it was the last."""
-        self.token_ids.append(token_id)
-        self.sampling.append(token_id)
+    def append(
+        self, token_ids: Sequence[int], eos_token_ids: frozenset[int], logprobs: Sequence[TokenLogprobs] = ()
+    ) -> Delta:
+        """Add sampled tokens up to the one that ends the output, if there is one; the returned delta says so."""
+        texts: list[str] = []
         reason: FinishReason | None = None
-        if token_id in eos_token_ids and not self.params.ignore_eos:
-            reason = "stop"
-        elif self.num_output_tokens >= self.max_tokens:
-            reason = "length"
-        text = ""
-        if self.text is not None:
-            text, stopped = self.text.push(token_id)
-            if stopped:
+        num_taken = 0
+        for token_id in token_ids:
+            num_taken += 1
+            self.token_ids.append(token_id)
+            self.sampling.append(token_id)
+            if token_id in eos_token_ids and not self.params.ignore_eos:
                 reason = "stop"
-            elif reason is not None:
-                text += self.text.flush()
-        return Delta(self.request_id, (token_id,), text, reason, num_cached_tokens=self.num_cached_tokens or 0)
+            elif self.num_output_tokens >= self.max_tokens:
+                reason = "length"
+            if self.text is not None:
+                text, stopped = self.text.push(token_id)
+                texts.append(text)
+                if stopped:
+                    reason = "stop"
+                elif reason is not None:
+                    texts.append(self.text.flush())
+            if reason is not None:
+                break
+        return Delta(
+            self.request_id,
+            tuple(token_ids[:num_taken]),
+            "".join(texts),
+            reason,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            index=self.index,
+            logprobs=tuple(logprobs[:num_taken]),
+        )

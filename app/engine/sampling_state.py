@@ -67,6 +67,17 @@ class SamplingState:
         if self.matcher is not None:
             self.matcher.accept(token_id)
 
+    def fork(self, params: SamplingParams | None = None, index: int | None = None) -> SamplingState:
+        """The state of a sequence that goes on from here: with random numbers of its own, if it is another output."""
+        state = SamplingState(
+            params or self.params,
+            self._prompt_token_ids,
+            index=index or 0,
+            matcher=None if self.matcher is None else self.matcher.fork(),
+        )
+        state.num_output_tokens = self.num_output_tokens
+        return state
+
     @property
     def can_look_ahead(self) -> bool:
         """Whether the tokens after the next can be chosen before it is noted: nothing but logits depends on it."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import bisect
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from app.config import RecoveryPolicy
 from app.engine.recovery import Recovery, RecoveryModel
@@ -13,17 +15,32 @@ from vmem import KVMemory, OutOfPages, OutOfSwap, PrefixMatch, ViewPolicy, VmemE
 
 logger = logging.getLogger(__name__)
 
+# A step computes so many tokens of a prompt whose logits are all wanted: a row of them takes up to a megabyte.
+_PROMPT_LOGITS = 128
+
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """The next `num_tokens` uncomputed tokens of a request; `samples` when they are its last."""
+    """The next `num_tokens` tokens of a sequence, `drafts` behind its last one included."""
 
     request: Request
     num_tokens: int
+    drafts: tuple[int, ...] = ()
 
     @property
     def samples(self) -> bool:
-        return self.num_tokens == self.request.num_uncomputed and self.request.pin_name is None
+        """Whether they are its last, so that the one that follows is chosen."""
+        last = self.num_tokens - len(self.drafts) == self.request.num_uncomputed
+        return last and self.request.pin_name is None
+
+    @property
+    def num_logits(self) -> int:
+        """Of how many tokens, the last ones, the logits are needed."""
+        if self.request.params.prompt_logprobs is not None and self.request.num_computed < len(
+            self.request.prompt_token_ids
+        ):
+            return self.num_tokens
+        return 1 + len(self.drafts) if self.samples else 0
 
 
 class Scheduler:
@@ -66,6 +83,7 @@ class Scheduler:
         self._scheduled: list[Scheduled] = []
         self._refused: object = None  # the situation in which the head of the queue was last not admitted
         self._opened: list[SequenceGroup] = []  # groups that share what the coming step computes, perhaps
+        self._hopeless: list[SequenceGroup] = []
         self.num_preempted: dict[Recovery, int] = {"swap": 0, "recompute": 0}
 
     @property
@@ -102,10 +120,23 @@ class Scheduler:
                 self._memory.discard(group.swapped)
                 group.swapped = None
 
-    def schedule(self) -> list[Scheduled]:
+    def take_hopeless(self) -> list[SequenceGroup]:
+        """Groups that do not fit any more, and cannot go on one by one; they have to be removed."""
+        hopeless, self._hopeless = self._hopeless, []
+        return hopeless
+
+    def decoding(self) -> list[Request]:
+        """Sequences that have only their last token to compute, as far as is known before `schedule`."""
+        return [request for request in self._requests() if request.memory is not None and request.num_uncomputed == 1]
+
+    def schedule(self, drafts: Mapping[Request, Sequence[int]] = MappingProxyType({})) -> list[Scheduled]:
         """The next step, its blocks allocated. Empty when there is nothing to do, or no memory to do it with.
 
         `done` or `abort` must follow.
+
+        Args:
+            drafts: guesses what follows the last token of `decoding` sequences. They are computed, too, as far as
+                there is room when all others decode.
         """
         self._scheduled = []
         self._opened.clear()
@@ -118,9 +149,12 @@ class Scheduler:
         # Decodes: one token each, and perhaps one block.
         decodes: list[Scheduled] = []
         for request in self._requests():
-            if request.memory is not None and request.num_uncomputed == 1 and self._grow(request, 1):
+            decodes_next = request.memory is not None and request.num_uncomputed == 1
+            if decodes_next and self._in_step(request.group) and self._grow(request, 1):
                 decodes.append(Scheduled(request, 1))
         budget -= len(decodes)
+        if drafts:
+            budget -= self._add_drafts(decodes, drafts, budget)
 
         # Prompts: admitted ones first.
         prompts: list[Scheduled] = []
@@ -167,9 +201,9 @@ class Scheduler:
 
     def _admit(self, group: SequenceGroup) -> bool:
         """Whether the group may begin: if the step after this one would not have to preempt it at once."""
-        if self.num_running + len(group.members) > self.max_num_seqs:
+        if self.num_running + group.num_sequences > self.max_num_seqs:
             return False
-        situation = (group, len(group.members), self.num_running, self._memory.num_free_pages, self._memory.changes)
+        situation = (group, group.num_sequences, self.num_running, self._memory.num_free_pages, self._memory.changes)
         if situation == self._refused:  # the look-up would cost a long prompt milliseconds in every step
             return False
         if self._fits(group):
@@ -179,21 +213,23 @@ class Scheduler:
 
     def _fits(self, group: SequenceGroup) -> bool:
         first, *others = group.members
-        match = self._memory.match(first.chain, first.token_ids)
+        match = self._memory.match(first.chain, self._findable(first))
         if match.awaited and self._running:
             return False
         needed = self._memory.pages_needed(match, len(first.token_ids))
         needed += sum(self._memory.pages_for(len(request.token_ids)) for request in others)
+        needed += self._per_sequence * (group.num_sequences - len(group.members))  # the forks' first own blocks
         return not self._running or needed + self._reserve <= self._memory.num_free_pages
 
     def _open(self, request: Request) -> bool:
         """Give the request memory with what the prefix cache has of it; False if it should wait for more."""
-        match = self._memory.match(request.chain, request.token_ids)
+        match = self._memory.match(request.chain, self._findable(request))
         if match.awaited and any(r.memory is not None for r in self._requests() if r is not request):
             return False
+        request.chain.extend(request.token_ids)
         memory = self._memory.open(self._view, expected_tokens=len(request.token_ids))
         try:
-            request.num_computed = self._memory.reuse(memory, request.chain, request.token_ids)
+            request.num_computed = self._memory.reuse(memory, request.chain, self._findable(request))
         except VmemError:
             self._memory.free(memory)
             raise
@@ -218,6 +254,12 @@ class Scheduler:
         if request.memory is None and not self._open(request):
             return 0
         num_tokens = min(budget, request.num_uncomputed)
+        if request.params.prompt_logprobs is not None:
+            num_tokens = min(num_tokens, _PROMPT_LOGITS)
+        if request.group.lockstep and len(request.group.members) > 1:
+            num_tokens = min(num_tokens, request.num_uncomputed - 1)  # the last one together with the others
+            if not num_tokens:
+                return 0
         end = request.num_computed + num_tokens
         end = next((stop for stop in request.stops_at if request.num_computed < stop < end), end)
         if request.stops_at and end < len(request.token_ids):
@@ -230,10 +272,32 @@ class Scheduler:
         self._begin(scheduled[-1])
         return num_tokens
 
+    def _in_step(self, group: SequenceGroup) -> bool:
+        """Whether its members may compute their last tokens: those of a lockstep group when all of them can."""
+        return not group.lockstep or all(r.memory is not None and r.num_uncomputed == 1 for r in group.members)
+
+    def _add_drafts(self, decodes: list[Scheduled], drafts: Mapping[Request, Sequence[int]], budget: int) -> int:
+        """Let decodes compute drafts, too, if there is memory that nobody else needs; returns how many tokens."""
+        num_added = 0
+        for i, s in enumerate(decodes):
+            guesses = tuple(drafts.get(s.request, ()))[: budget - num_added]
+            if not guesses or s.request.memory is None:
+                continue
+            end = s.request.num_computed + 1 + len(guesses)
+            if self._memory.pages_to_come(s.request.memory, end) + self._reserve > self._memory.num_free_pages:
+                continue
+            try:
+                self._memory.append(s.request.memory, end, start=s.request.num_computed)
+            except OutOfPages:
+                continue
+            decodes[i] = Scheduled(s.request, 1 + len(guesses), guesses)
+            num_added += len(guesses)
+        return num_added
+
     def _begin(self, scheduled: Scheduled) -> None:
         request = scheduled.request
         assert request.memory is not None
-        end = request.num_computed + scheduled.num_tokens
+        end = request.num_computed + scheduled.num_tokens - len(scheduled.drafts)  # only what is sure is shared
         self._memory.begin(request.memory, request.token_ids, request.num_computed, end)
 
     # ---- when blocks run out ----
@@ -273,15 +337,19 @@ class Scheduler:
 
     def _take_apart(self, group: SequenceGroup) -> None:
         """Alone, and there is no room for it: the budget was lowered after its forks were made. They go on one by one,
-        and are computed again."""
+        and are computed again; those that can only go on together are given up."""
         logger.warning("%d sequences of one request do not fit any more as they were", len(group.members))
         if group.swapped is not None:
             self._memory.discard(group.swapped)
             group.swapped, group.swapped_members = None, []
-        for request in list(group.members):
+        for request in group.members:
             if request.memory is not None:
                 self._release(request)
             request.num_computed = 0
+        if group.lockstep:
+            self._hopeless.append(group)
+            return
+        for request in group.members:
             request.group = SequenceGroup(group.priority, group.arrival, [request])
             bisect.insort(self._preempted, request.group, key=_rank)
         group.members.clear()
@@ -339,14 +407,23 @@ class Scheduler:
     @property
     def _reserve(self) -> int:
         """Pages that what runs may take in the next step, and for the rest of its prompts."""
-        per_sequence = sum(group.layout.num_slices for group in self._memory.groups)
         reserve = 0
         for request in self._requests():
             coming = 0
             if request.memory is None or request.num_uncomputed > 1:
                 coming = self._memory.pages_to_come(request.memory, len(request.token_ids))
-            reserve += max(coming, per_sequence)
+            reserve += max(coming, self._per_sequence) + self._per_sequence * request.num_forks
         return reserve
+
+    @property
+    def _per_sequence(self) -> int:
+        """Pages that a sequence may take in a step that computes its next token."""
+        return sum(group.layout.num_slices for group in self._memory.groups)
+
+    @staticmethod
+    def _findable(request: Request) -> Sequence[int]:
+        """The tokens to look up in the prefix cache: none of a prompt whose logits are all wanted."""
+        return request.token_ids if request.params.prompt_logprobs is None else request.token_ids[:1]
 
     def _release(self, request: Request) -> None:
         assert request.memory is not None

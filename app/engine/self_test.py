@@ -100,7 +100,7 @@ def _differences(
         for counts in STEPS:
             scheduled = [Scheduled(r, n) for r, n in zip(requests, counts, strict=True) if n]
             memory.ensure(demands(scheduled))
-            actual = executor.run(plan_step(scheduled, memory, sample_all=True), memory)
+            actual = executor.run(plan_step(scheduled, memory, all_logits=True), memory)
             for s, rows in zip(scheduled, actual.split([s.num_tokens for s in scheduled]), strict=True):
                 start = s.request.num_computed
                 wanted = expected[requests.index(s.request)][start : start + s.num_tokens]

@@ -50,13 +50,11 @@ def unpack_arrays(message: bytes) -> list[Array]:
 
 
 def pack_step(plan: StepPlan) -> bytes:
-    every = np.array([plan.sample_all], dtype=np.bool_)
     return pack_arrays(
         [
-            every,
             plan.num_tokens,
             plan.num_computed,
-            plan.samples,
+            plan.num_logits,
             plan.in_region,
             plan.token_ids,
             plan.states,
@@ -66,7 +64,5 @@ def pack_step(plan: StepPlan) -> bytes:
 
 
 def unpack_step(message: bytes) -> StepPlan:
-    every, num_tokens, num_computed, samples, in_region, token_ids, states, *tables = unpack_arrays(message)
-    return StepPlan(
-        num_tokens, num_computed, samples, in_region, token_ids, states, tuple(tables), sample_all=bool(every[0])
-    )
+    num_tokens, num_computed, num_logits, in_region, token_ids, states, *tables = unpack_arrays(message)
+    return StepPlan(num_tokens, num_computed, num_logits, in_region, token_ids, states, tuple(tables))

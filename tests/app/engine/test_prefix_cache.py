@@ -192,7 +192,7 @@ def test_a_fork_goes_on_without_computing_again(counted: Counted) -> None:
 
 
 def test_forks_that_cannot_run_together_are_refused(counted: Counted) -> None:
-    with pytest.raises(RequestError, match="not running"):
+    with pytest.raises(RequestError, match="is not here"):
         counted.engine.fork("nobody", "child", GREEDY)
     counted.engine.submit("parent", tokens(40), SamplingParams(max_tokens=900))
     with pytest.raises(RequestError, match="in use"):
@@ -275,7 +275,7 @@ def test_who_shares_what_is_not_computed_yet_is_never_swapped(make_checkpoint: M
     for i in range(2):
         engine.submit(str(i), tokens(64) + tokens(8, 1 + i), GREEDY)
     scheduler.schedule()
-    second = engine._requests["1"]
+    second = engine._generations["1"].sequences[0]
     assert second.num_computed == 64
     scheduler._preempt(second.group)
     assert second.group.swapped is None
@@ -333,7 +333,7 @@ def test_a_swapped_group_that_lost_a_member_comes_back(make_checkpoint: MakeChec
     engine.fork("0", "1", SamplingParams(max_tokens=49, temperature=1.0, seed=1, ignore_eos=True))
     for _ in range(30):
         first += [token for delta in engine.step() if delta.request_id == "0" for token in delta.token_ids]
-    engine._scheduler._preempt(engine._requests["0"].group, "swap")
+    engine._scheduler._preempt(engine._generations["0"].sequences[0].group, "swap")
     assert engine.report().swapped_bytes > 0
     engine.set_budget(13 * 16 * 768, 1)
     engine.cancel("1")
@@ -356,7 +356,7 @@ def test_without_host_memory_requests_are_computed_again(
     counted.engine.submit("0", tokens(40), GREEDY)
     counted.engine.step()
     monkeypatch.setattr(counted.engine.memory._swapping._contents, "save", full)
-    counted.engine._scheduler._preempt(counted.engine._requests["0"].group)
+    counted.engine._scheduler._preempt(counted.engine._generations["0"].sequences[0].group)
     assert counted.engine._scheduler.num_preempted == {"swap": 0, "recompute": 1}
     assert counted.engine.report().swapped_bytes == 0
     assert len(counted.run()["0"]) == 7

@@ -302,7 +302,7 @@ class Run:
         self.engine.check_integrity()
 
     def at(self, which: int) -> str | None:
-        running = list(self.engine._requests)
+        running = list(self.engine._generations)
         return running[which % len(running)] if running else None
 
 
@@ -333,7 +333,7 @@ def test_every_schedule_gives_the_tokens_of_transformers(model: str, policy: str
         try:
             Run(engine, reference).play(burst + events)
         finally:
-            for request_id in list(engine._requests):
+            for request_id in list(engine._generations):
                 engine.cancel(request_id)
             for pin in engine.report().pins:
                 engine.unpin(pin.name)

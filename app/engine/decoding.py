@@ -1,0 +1,340 @@
+"""From a step's logits to the tokens of every sequence, whatever way each of them chooses: samples, drafts that are
+checked, forks after a common prompt, beams.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from app.engine.batch import Array
+from app.engine.beam import BeamSearch, likeliest
+from app.engine.detokenizer import TextStream
+from app.engine.generation import BestOf, EndedOutputs, Generation
+from app.engine.load import LoadMeter
+from app.engine.logprobs import prompt_logprobs
+from app.engine.model_loader import LoadedModel
+from app.engine.params import SamplingParams
+from app.engine.request import Delta, Request, SequenceGroup, TokenLogprobs
+from app.engine.sampler import Sampled, sample
+from app.engine.sampling_state import SamplingState
+from app.engine.scheduler import Scheduled, Scheduler
+from app.errors import EngineError
+from vmem import KVMemory, ViewPolicy, VmemError
+
+NOT_FINITE = "the model's logits are not finite numbers"
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of what was sampled that belong to a sequence: one for each draft and one more, or one for each fork."""
+
+    request: Request
+    start: int
+    states: tuple[SamplingState, ...]
+    drafts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Beams:
+    """A search and its sequences, in the order of its beams, with each one's likeliest next tokens."""
+
+    generation: Generation
+    requests: tuple[Request, ...]
+    logprobs: Array  # [beams, candidates]
+    token_ids: Array
+    is_sound: bool
+
+
+@dataclass(slots=True)
+class Choice:
+    """What a step's logits say, before anything is changed by it."""
+
+    rows: list[_Rows] = field(default_factory=list)
+    sampled: Sampled | None = None
+    beams: list[_Beams] = field(default_factory=list)
+    prompts: list[tuple[Request, tuple[TokenLogprobs, ...]]] = field(default_factory=list)
+
+
+class Decoding:
+    """Turns logits into deltas.
+
+    Args:
+        scheduler: whose sequences these are; forks join their groups, and what ends leaves them.
+        generations: request id → the request as its sender sees it; those that end are taken out.
+    """
+
+    def __init__(
+        self,
+        memory: KVMemory,
+        scheduler: Scheduler,
+        model: LoadedModel,
+        generations: dict[str, Generation],
+        meter: LoadMeter,
+    ) -> None:
+        self._memory = memory
+        self._scheduler = scheduler
+        self._model = model
+        self._generations = generations
+        self._meter = meter
+        self.ended = EndedOutputs()
+
+    def choose(self, scheduled: Sequence[Scheduled], logits: torch.Tensor) -> Choice:
+        """Choose tokens from `logits [sum(num_logits), vocab_size]`. Changes nothing but random numbers."""
+        choice = Choice()
+        where: list[int] = []  # the row of logits of each row to sample
+        states: list[SamplingState] = []
+        positions: list[int] = []
+        beams: dict[SequenceGroup, dict[Request, int]] = {}
+        end = 0
+        for s in scheduled:
+            start, end = end, end + s.num_logits
+            if start == end:
+                continue
+            request = s.request
+            if request.params.prompt_logprobs is not None and request.num_computed < len(request.prompt_token_ids):
+                choice.prompts.append((request, _of_prompt(s, logits[start:end])))
+            if not s.samples:
+                continue
+            if request.params.use_beam_search:
+                beams.setdefault(request.group, {})[request] = end - 1
+                continue
+            first = len(states)
+            if request.num_forks:
+                forks = [request.sampling.fork(index=1 + i) for i in range(request.num_forks)]
+                states += [request.sampling, *forks]
+                where += [end - 1] * (1 + len(forks))
+                positions += [0] * (1 + len(forks))
+            else:
+                states += [request.sampling] * (1 + len(s.drafts))
+                where += range(end - 1 - len(s.drafts), end)
+                positions += range(1 + len(s.drafts))
+            choice.rows.append(_Rows(request, first, tuple(states[first:]), s.drafts))
+        if states:
+            rows = logits if where == list(range(len(logits))) else logits[where]
+            choice.sampled = sample(rows, states, positions if any(positions) else None)
+        choice.beams += [self._beams(group, rows, logits) for group, rows in beams.items()]
+        return choice
+
+    def apply(self, choice: Choice) -> list[Delta]:
+        """Add what was chosen to the sequences, which are computed now up to there."""
+        deltas: list[Delta] = []
+        for request, logprobs in choice.prompts:
+            request.prompt_logprobs += logprobs
+        for rows in choice.rows:
+            assert choice.sampled is not None
+            deltas += self._append(rows, choice.sampled)
+        for beams in choice.beams:
+            deltas += self._advance(beams)
+        return deltas
+
+    def end(self, request: Request) -> None:
+        """A sequence is over."""
+        generation = self._generations[request.request_id]
+        generation.sequences.remove(request)
+        self._meter.note_ended(request, time.monotonic())
+        self._scheduler.remove(request)
+        if not generation.sequences:
+            del self._generations[request.request_id]
+
+    # ---- samples ----
+
+    def _append(self, rows: _Rows, sampled: Sampled) -> Iterator[Delta]:
+        request, start = rows.request, rows.start
+        generation = self._generations[request.request_id]
+        at = slice(start, start + len(rows.states))
+        if not all(sampled.sound[at]):
+            yield from self.fail(generation, EngineError(NOT_FINITE))
+            return
+        tokens, logprobs = sampled.token_ids[at], sampled.logprobs[at]
+        sequences, chosen = [request], [tokens]
+        if request.num_forks:
+            sequences += self._fork_all(request, rows.states[1:])
+            chosen = [[token] for token in tokens]
+        elif rows.drafts:
+            chosen = [tokens[: 1 + _num_equal(rows.drafts, tokens)]]
+        eos = self._model.eos_token_ids
+        offset = 0
+        for sequence, token_ids in zip(sequences, chosen, strict=True):
+            known = [logprob for logprob in logprobs[offset:] if logprob is not None][: len(token_ids)]
+            offset += len(token_ids)
+            delta = sequence.append(token_ids, eos, known)
+            if sequence is request and request.num_output_tokens == len(token_ids) and request.prompt_logprobs:
+                delta = replace(delta, prompt_logprobs=tuple(request.prompt_logprobs))
+            if delta.finished:
+                self.end(sequence)
+            elif rows.drafts:
+                self._roll_back(sequence)
+            for sent in generation.emit(delta):
+                if sent.finished:
+                    whole = isinstance(generation.selection, BestOf)
+                    start = len(request.prompt_token_ids)
+                    self.ended.add(sequence, sent.index, sent.token_ids if whole else sequence.token_ids[start:])
+                yield sent
+
+    def _roll_back(self, request: Request) -> None:
+        """Keep what was computed of tokens that are there, and of no drafts beyond."""
+        computed = len(request.token_ids) - 1
+        if computed < request.num_computed:
+            assert request.memory is not None
+            request.num_computed = request.furthest = computed
+            self._memory.truncate(request.memory, computed)
+
+    def _fork_all(self, request: Request, states: Sequence[SamplingState]) -> list[Request]:
+        """The sequences that share the request's prompt, which is computed now."""
+        generation = self._generations[request.request_id]
+        forks = [self.fork(request, state, index=1 + i) for i, state in enumerate(states)]
+        request.num_forks = 0
+        generation.sequences += forks
+        return forks
+
+    def fork(self, parent: Request, state: SamplingState, *, index: int, request_id: str | None = None) -> Request:
+        """A sequence that goes on where `parent` is, in its group. It shares what is computed (PagedAttention §4.4)."""
+        num_tokens = parent.num_computed
+        chain = parent.chain.fork(num_tokens)
+        memory = None
+        if parent.memory is not None and num_tokens:
+            policy: ViewPolicy | None = (
+                "block_table" if parent.params.use_beam_search and parent.memory.policy == "auto" else None
+            )
+            try:
+                memory = self._memory.fork(parent.memory, num_tokens, policy, chain)
+            except VmemError:
+                num_tokens = 0  # no region is left, or what it needs has been given up: it is computed again
+        else:
+            num_tokens = 0
+        text = None
+        if not parent.group.lockstep:
+            text = self.text(parent.prompt_token_ids, state.params, parent.token_ids[len(parent.prompt_token_ids) :])
+        return Request(
+            request_id or parent.request_id,
+            parent.prompt_token_ids,
+            state.params,
+            parent.max_tokens,
+            text,
+            chain,
+            parent.group,
+            parent.token_ids.copy(),
+            num_computed=num_tokens,
+            furthest=num_tokens,
+            memory=memory,
+            index=index,
+            num_cached_tokens=parent.num_cached_tokens,
+            stops_at=parent.stops_at if memory is not None else (),
+            sampling=state,
+        )
+
+    def text(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, output: Sequence[int] = ()
+    ) -> TextStream | None:
+        """The text of a sequence from now on, `output` having been sent before; `None` without a tokenizer."""
+        if self._model.tokenizer is None:
+            return None
+        text = TextStream(self._model.tokenizer.backend_tokenizer, prompt_token_ids, params.stop)
+        for token_id in output:
+            text.push(token_id)
+        text.flush()  # what the other one holds back is its own
+        return text
+
+    def fail(self, generation: Generation, error: EngineError) -> Iterator[Delta]:
+        """End all sequences of a request; the one delta says why."""
+        for request in list(generation.sequences):
+            self.end(request)
+        yield Delta(generation.request_id, (), "", error=error)
+
+    # ---- beams ----
+
+    def _beams(self, group: SequenceGroup, rows: dict[Request, int], logits: torch.Tensor) -> _Beams:
+        requests = tuple(group.members)
+        generation = self._generations[requests[0].request_id]
+        assert isinstance(generation.selection, BeamSearch)
+        assert len(rows) == len(requests)
+        logprobs, token_ids = likeliest(
+            logits[[rows[request] for request in requests]], generation.selection.num_candidates
+        )
+        return _Beams(generation, requests, logprobs, token_ids, bool(np.isfinite(logprobs).all()))
+
+    def _advance(self, beams: _Beams) -> Iterator[Delta]:
+        generation, search = beams.generation, beams.generation.selection
+        assert isinstance(search, BeamSearch)
+        if not beams.is_sound:
+            yield from self.fail(generation, EngineError(NOT_FINITE))
+            return
+        start = len(beams.requests[0].prompt_token_ids)
+        outputs = [request.token_ids[start:] for request in beams.requests]
+        step = search.advance(outputs, beams.logprobs, beams.token_ids)
+        if search.done:
+            first = beams.requests[0]
+            for request in beams.requests:
+                self.end(request)
+            yield from self._best(generation, search, first)
+            return
+        going: list[Request] = []
+        for beam, _ in step.continuations:  # forks first: then nothing is freed that one of them shares
+            parent = beams.requests[beam]
+            if parent in going:
+                going.append(self.fork(parent, parent.sampling.fork(), index=0))
+            else:
+                going.append(parent)
+        for request in beams.requests:
+            if request not in going:
+                self._scheduler.remove(request)
+        for request, (_, token_id) in zip(going, step.continuations, strict=True):
+            request.token_ids.append(token_id)
+        first = going[0]
+        first.num_forks = 0
+        first.group.members[:] = generation.sequences[:] = going
+
+    def _best(self, generation: Generation, search: BeamSearch, first: Request) -> Iterator[Delta]:
+        n = generation.params.n
+        for index, hypothesis in enumerate(search.hypotheses[:n]):
+            ended = hypothesis.token_ids[-1] in stop_token_ids(generation.params, self._model)
+            text = self.text(first.prompt_token_ids, generation.params)
+            pieces = [text.push(token_id)[0] for token_id in hypothesis.token_ids] if text is not None else []
+            self.ended.add(first, index, hypothesis.token_ids)
+            yield Delta(
+                generation.request_id,
+                hypothesis.token_ids,
+                "".join(pieces),
+                "stop" if ended else "length",
+                num_cached_tokens=first.num_cached_tokens or 0,
+                index=index,
+                num_unfinished=n - 1 - index,
+                prompt_logprobs=tuple(first.prompt_logprobs) if not index else (),
+                score=hypothesis.score,
+            )
+
+
+def stop_token_ids(params: SamplingParams, model: LoadedModel) -> frozenset[int]:
+    """Tokens that end an output."""
+    return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else model.eos_token_ids)
+
+
+def _of_prompt(s: Scheduled, logits: torch.Tensor) -> tuple[TokenLogprobs, ...]:
+    """Log probabilities of those prompt tokens after the scheduled ones that are not known yet: after preemption a
+    prompt is computed again."""
+    request, top = s.request, s.request.params.prompt_logprobs
+    assert top is not None
+    known = 1 + len(request.prompt_logprobs)
+    following = range(
+        max(s.request.num_computed + 1, known),
+        min(s.request.num_computed + s.num_tokens + 1, len(request.prompt_token_ids)),
+    )
+    if not following:
+        return ()
+    skipped = following.start - request.num_computed - 1
+    return prompt_logprobs(
+        logits[skipped : skipped + len(following)], request.prompt_token_ids[following.start : following.stop], top
+    )
+
+
+def _num_equal(drafts: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many drafts are what was chosen in their place."""
+    count = 0
+    while count < len(drafts) and drafts[count] == tokens[count]:
+        count += 1
+    return count

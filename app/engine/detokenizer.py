@@ -17,16 +17,30 @@ class TextStream:
     Args:
         tokenizer: the fast tokenizer's backend.
         prompt_token_ids: what came before: it decides, for example, whether a first space is kept.
-        stop: strings that end the text and are not part of it.
+        stop: strings that end the text.
+        include_stop_str: whether the one that ends it is part of it.
+
+    Attributes:
+        met: the stop string that ended it: the one that was complete first, among those the longest. It does not depend
+            on how the text is cut into tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: Sequence[str]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        stop: Sequence[str],
+        *,
+        include_stop_str: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         before = list(prompt_token_ids[-_CONTEXT_TOKENS:])
         if tokenizer.decode(before, skip_special_tokens=True).endswith("\ufffd"):
             before = []  # cut inside a character: the stream would take the prompt for output
         self._decoder = DecodeStream(ids=before, skip_special_tokens=True)
+        self.met: str | None = None
         self._stop = tuple(stop)
+        self._include_stop_str = include_stop_str
         self._held = ""  # text that may turn out to be the beginning of a stop string
 
     def push(self, token_id: int) -> tuple[str, bool]:
@@ -37,10 +51,11 @@ class TextStream:
         if not self._stop:
             return piece, False
         text = self._held + piece
-        found = [at for at in (text.find(s) for s in self._stop) if at >= 0]
+        found = [(at + len(s), at, s) for at, s in ((text.find(s), s) for s in self._stop) if at >= 0]
         if found:
+            end, start, self.met = min(found)
             self._held = ""
-            return text[: min(found)], True
+            return text[: end if self._include_stop_str else start], True
         keep = max(_overlap(text, s) for s in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

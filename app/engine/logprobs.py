@@ -2,22 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from app.engine.request import TokenLogprobs
 
+# Logits that are worked on at once: a few tens of MB with all that is computed from them.
+CHUNK_ELEMENTS = 1 << 21
+
+
+def chunks(num_rows: int, row_elements: int) -> Iterator[slice]:
+    """Rows to work on at once; what is computed for a row must not depend on who is in its chunk."""
+    step = max(1, CHUNK_ELEMENTS // row_elements)
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
+
 
 def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:
-    """Of each token, by its row of `logits [len(token_ids), vocab_size]`."""
-    logprobs = logits.float().log_softmax(dim=-1)
-    chosen = logprobs.gather(-1, torch.tensor(token_ids)[:, None])
-    ranks = (logprobs > chosen).sum(dim=-1) + 1
-    top = logprobs.topk(num_top, dim=-1)
-    return tuple(
-        TokenLogprobs(token_id, logprob, rank, tuple(zip(ids, values, strict=True)))
-        for token_id, logprob, rank, ids, values in zip(
-            token_ids, chosen[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
+    """Of each token, by the logits at the token before: row i of `logits [n, vocab_size]` is for `token_ids[i]`.
+
+    Args:
+        num_top: alternatives to return with each.
+    """
+    return tuple(token_logprobs(logits, token_ids, [num_top] * len(token_ids)))
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """The same with a number of alternatives for each row. Among equals the lower token id comes first."""
+    assert len(logits) == len(token_ids) == len(num_top)
+    results = []
+    for rows in chunks(*logits.shape):
+        results += _chunk(logits[rows].float(), token_ids[rows], num_top[rows])
+    return results
+
+
+def _chunk(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    vocab_size = logits.shape[-1]
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = torch.tensor(token_ids)[:, None]
+    own = logits.gather(-1, chosen)
+    before = (logits > own) | ((logits == own) & (torch.arange(vocab_size) < chosen))
+    ranks = (before.sum(dim=-1) + 1).tolist()
+    own_logprobs = logprobs.gather(-1, chosen)[:, 0].tolist()
+    most = min(max(num_top), vocab_size)
+    if most:
+        top_ids = order(logits).topk(most, dim=-1).indices
+        tops = list(zip(top_ids.tolist(), logprobs.gather(-1, top_ids).tolist(), strict=True))
+    else:
+        tops = [([], [])] * len(token_ids)
+    return [
+        TokenLogprobs(token_id, logprob, rank, tuple(zip(ids[:num], values[:num], strict=True)))
+        for token_id, logprob, rank, num, (ids, values) in zip(
+            token_ids, own_logprobs, ranks, num_top, tops, strict=True
         )
-    )
+    ]
+
+
+def order(logits: torch.Tensor) -> torch.Tensor:
+    """Integers that order like the float32 logits, the lower token id first among equals.
+
+    Half precision gives many equal logits, and `topk` orders those differently for another k: then a request's tokens
+    would depend on its neighbours' parameters.
+    """
+    bits = logits.contiguous().view(torch.int32).long()
+    ordered = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+    return ordered * logits.shape[-1] - torch.arange(logits.shape[-1])

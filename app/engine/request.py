@@ -185,21 +185,25 @@ class Request:
         """Add sampled tokens up to the one that ends the output, if there is one; the returned delta says so."""
         texts: list[str] = []
         reason: FinishReason | None = None
+        stop_reason: str | int | None = None
         num_taken = 0
         for token_id in token_ids:
             num_taken += 1
             self.token_ids.append(token_id)
             self.sampling.append(token_id)
-            if token_id in eos_token_ids and not self.params.ignore_eos:
+            ended, stop_reason = self._ends(token_id, eos_token_ids)
+            matcher = self.sampling.matcher
+            if ended or (matcher is not None and matcher.finished):
                 reason = "stop"
             elif self.num_output_tokens >= self.max_tokens:
                 reason = "length"
             if self.text is not None:
-                text, stopped = self.text.push(token_id)
-                texts.append(text)
-                if stopped:
-                    reason = "stop"
-                elif reason is not None:
+                if not ended or self.params.include_stop_str:  # the token that ends an output is no text of it
+                    text, stopped = self.text.push(token_id)
+                    texts.append(text)
+                    if stopped:
+                        reason, stop_reason = "stop", self.text.met
+                if reason is not None:
                     texts.append(self.text.flush())
             if reason is not None:
                 break
@@ -210,5 +214,16 @@ class Request:
             reason,
             num_cached_tokens=self.num_cached_tokens or 0,
             index=self.index,
+            stop_reason=stop_reason,
             logprobs=tuple(logprobs[:num_taken]),
         )
+
+    def _ends(self, token_id: int, eos_token_ids: frozenset[int]) -> tuple[bool, str | int | None]:
+        """Whether the output ends with a token, and that token, if it is not the end-of-sequence one."""
+        if self.num_output_tokens <= self.params.min_tokens:
+            return False, None
+        if token_id in eos_token_ids and not self.params.ignore_eos:
+            return True, None
+        if token_id in self.params.stop_token_ids:
+            return True, token_id
+        return False, None

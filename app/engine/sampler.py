@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
+from app.engine.logprobs import chunks, order, token_logprobs
 from app.engine.params import SamplingParams
+from app.engine.processing import process
 from app.engine.request import TokenLogprobs
 from app.engine.sampling_state import SamplingState
 
 # Sorting a whole vocabulary costs more than a decode step; the likeliest few nearly always hold top_p of the mass.
-_TOP_P_CANDIDATES = 256
-# Dividing logits by less than this overflows, and the result is greedy anyway.
-_GREEDY_BELOW = 1e-5
+_CANDIDATES = 256
+# A flat distribution needs more of them; a row that does is tried again with so many times as many.
+_MORE_CANDIDATES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +24,16 @@ class Sampled:
     """What was chosen, a value for each row.
 
     Attributes:
-        sound: whether the row's logits were numbers.
+        sound: whether the row's logits were numbers, and a token could be chosen by them.
         logprobs: where they were asked for.
+        blocked: rows that nothing may follow, because what their parameters ask for contradicts itself: the request is
+            at fault. They are not sound.
     """
 
     token_ids: list[int]
     sound: list[bool]
     logprobs: list[TokenLogprobs | None]
+    blocked: frozenset[int] = frozenset()
 
 
 NOTHING = Sampled([], [], [])
@@ -37,25 +42,79 @@ NOTHING = Sampled([], [], [])
 def sample(logits: torch.Tensor, rows: Sequence[SamplingState], positions: Sequence[int] | None = None) -> Sampled:
     """The next token of each sequence, from its row of `logits [len(rows), vocab_size]`.
 
-    A row's token depends on nothing but its logits and its state.
+    In this order, as in vLLM: what may not follow, biases and penalties (`process`), on float32 logits; temperature;
+    min_p, top_k, and top_p among what these have left. Log probabilities are by the logits as they come.
+
+    A row's token depends on nothing but its logits and its state, to the last bit: every operation here is one by row.
 
     Args:
+        logits: of any floating type; not changed.
         positions: how many tokens that are not in the row's state yet come before the one to choose: it belongs to a
             sequence of drafts. Only states that `can_look_ahead` may have any but 0.
     """
+    likeliest = logits.max(dim=-1)  # several times faster than argmax in bfloat16 on CPUs
+    sound = likeliest.values.isfinite().tolist()  # a NaN anywhere in a row is its maximum
+    tokens: list[int] = likeliest.indices.tolist()
+    logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+    special = [i for i, state in enumerate(rows) if not state.is_plain_greedy]
+    if not special:
+        return Sampled(tokens, sound, logprobs)
     positions = positions or [0] * len(rows)
-    tokens = logits.max(dim=-1).indices  # several times faster than argmax in bfloat16 on CPUs
-    sound = logits.amax(dim=-1).isfinite().tolist()  # a NaN anywhere in a row is its maximum
-    random = [i for i, state in enumerate(rows) if state.params.temperature >= _GREEDY_BELOW]
-    plain = [i for i in random if not rows[i].params.truncates]
-    truncated = [i for i in random if rows[i].params.truncates]
-    for indices, draw in ((plain, _draw_plain), (truncated, _draw_truncated)):
+    blocked = []
+    chosen = [i for i in special if not rows[i].takes_likeliest]
+    structured = [i for i in chosen if rows[i].matcher is not None]  # together, so that they are masked in place
+    for group in (structured, [i for i in chosen if rows[i].matcher is None]):
+        for part in chunks(len(group), logits.shape[-1]):
+            indices = group[part]
+            states = [rows[i] for i in indices]
+            drawn, possible = _choose(logits[indices].float(), states, [positions[i] for i in indices])
+            for i, token, is_possible in zip(indices, drawn, possible, strict=True):
+                tokens[i] = token
+                if sound[i] and not is_possible:
+                    sound[i] = False
+                    blocked.append(i)
+    asked = [i for i in special if rows[i].params.logprobs is not None]
+    for part in chunks(len(asked), logits.shape[-1]):
+        indices = asked[part]
+        num_top = [rows[i].params.logprobs or 0 for i in indices]
+        found = token_logprobs(logits[indices], [tokens[i] for i in indices], num_top)
+        for i, value in zip(indices, found, strict=True):
+            logprobs[i] = value
+    return Sampled(tokens, sound, logprobs, frozenset(blocked))
+
+
+def _choose(
+    logits: torch.Tensor, states: Sequence[SamplingState], positions: Sequence[int]
+) -> tuple[list[int], list[bool]]:
+    """A token for each row of `logits`, which are changed, and whether any could be chosen."""
+    process(logits, states, positions)
+    likeliest = logits.max(dim=-1)
+    tokens = likeliest.indices
+    random = [i for i, state in enumerate(states) if not state.is_greedy]
+    for indices, draw in (
+        ([i for i in random if not _sorts(states[i].params)], _draw_plain),
+        ([i for i in random if _sorts(states[i].params)], _draw_truncated),
+    ):
         if indices:
-            chosen = [rows[i].params for i in indices]
-            temperature = torch.tensor([params.temperature for params in chosen])[:, None]
-            uniform = torch.tensor([rows[i].uniform(positions[i]) for i in indices], dtype=torch.float64)[:, None]
-            tokens[indices] = draw(logits[indices].float() / temperature, uniform, chosen)
-    return Sampled(tokens.tolist(), sound, [None] * len(rows))
+            params = [states[i].params for i in indices]
+            uniform = torch.tensor([states[i].uniform(positions[i]) for i in indices], dtype=torch.float64)[:, None]
+            mine = logits if len(indices) == len(states) else logits[indices]
+            mine /= torch.tensor([p.temperature for p in params])[:, None]
+            _drop_unlikely(mine, params)
+            tokens[indices] = draw(mine, uniform, params)
+    return tokens.tolist(), (likeliest.values > -torch.inf).tolist()
+
+
+def _sorts(params: SamplingParams) -> bool:
+    """Whether the order of the tokens matters, not only how far each is below the likeliest."""
+    return params.top_k > 0 or params.top_p < 1
+
+
+def _drop_unlikely(logits: torch.Tensor, params: Sequence[SamplingParams]) -> None:
+    """min_p, in place. The ratio of two probabilities is in their logits already."""
+    if any(p.min_p for p in params):
+        distance = torch.tensor([p.min_p for p in params], dtype=torch.float64).log().float()[:, None]
+        logits.masked_fill_(logits < logits.amax(dim=-1, keepdim=True) + distance, -torch.inf)
 
 
 def _draw_plain(logits: torch.Tensor, uniform: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -65,39 +124,48 @@ def _draw_plain(logits: torch.Tensor, uniform: torch.Tensor, params: Sequence[Sa
 def _draw_truncated(logits: torch.Tensor, uniform: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Top-k, then top-p among what is left, then draw."""
     vocab_size = logits.shape[-1]
-    top_k = torch.tensor([min(p.top_k or vocab_size, vocab_size) for p in params])[:, None]
+    few = torch.tensor([0 < p.top_k < vocab_size for p in params])[:, None]  # and all of these few are sorted at once
+    top_k = torch.tensor([p.top_k or vocab_size for p in params])[:, None]
     top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64)[:, None]
-    log_total = logits.logsumexp(dim=-1, keepdim=True)
-    ranks = _ranks(logits)
-    limit = min(vocab_size, max(_TOP_P_CANDIDATES, *(p.top_k for p in params)))
-    candidates, probs = _likeliest(logits, ranks, log_total, limit)
-    if bool(((top_k > limit) & (probs.sum(dim=-1, keepdim=True) < top_p)).any()):  # flat: more are needed
-        candidates, probs = _likeliest(logits, ranks, log_total, vocab_size)
-    probs = probs.masked_fill(torch.arange(probs.shape[-1]) >= top_k, 0.0)
-    cumulated = probs.cumsum(dim=-1)
-    mass = torch.where(top_k < vocab_size, cumulated[:, -1:], 1.0)
-    excluded = (cumulated - probs >= top_p * mass) & (top_p < 1)
-    excluded[:, 0] = False  # the likeliest token stays however small top_p is
-    return candidates.gather(-1, _invert(probs.masked_fill(excluded, 0.0), uniform)[:, None])[:, 0]
+    probs = logits.softmax(dim=-1)  # not logsumexp: of a single row, torch adds that up in another order
+    ranks = order(logits)
+    tokens = torch.empty(len(params), dtype=torch.int64)
+    left = torch.arange(len(params))
+    limit = max(_CANDIDATES, *(p.top_k for p in params))
+    while len(left):
+        limit = min(limit, vocab_size)
+        candidates = ranks.topk(limit, dim=-1).indices
+        weights = probs.gather(-1, candidates).double().masked_fill_(torch.arange(limit) >= top_k, 0.0)
+        chosen, covered = _draw_top_p(weights, few, top_p, uniform)
+        enough = covered | few[:, 0] | (limit == vocab_size)
+        tokens[left[enough]] = candidates.gather(-1, chosen[:, None])[enough, 0]
+        few, top_k, top_p, uniform, probs, ranks, left = (
+            t[~enough] for t in (few, top_k, top_p, uniform, probs, ranks, left)
+        )
+        limit *= _MORE_CANDIDATES
+    return tokens
 
 
-def _ranks(logits: torch.Tensor) -> torch.Tensor:
-    """Integers that order like the float32 logits, the lower token id first among equals.
-
-    Half precision gives many equal logits, and `topk` orders those differently for another k: then a request's tokens
-    would depend on its neighbours' parameters.
-    """
-    bits = logits.contiguous().view(torch.int32).long()
-    ordered = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
-    return ordered * logits.shape[-1] - torch.arange(logits.shape[-1])
-
-
-def _likeliest(
-    logits: torch.Tensor, ranks: torch.Tensor, log_total: torch.Tensor, count: int
+def _draw_top_p(
+    weights: torch.Tensor, few: torch.Tensor, top_p: torch.Tensor, uniform: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` likeliest tokens of each row and their probabilities (float64), likeliest first."""
-    candidates = ranks.topk(count, dim=-1).indices
-    return candidates, (logits.gather(-1, candidates) - log_total).double().exp()
+    """Draw among the first of the likeliest tokens, whose `weights [rows, n]` (float64) come in order.
+
+    Nothing about a row may depend on how many tokens follow that cannot be drawn.
+
+    Args:
+        few: `[rows, 1]`, whether top_p is a share of these weights, rather than of 1.
+
+    Returns:
+        Which of the n each row draws, and whether the n have the mass of top_p.
+    """
+    cumulated = weights.cumsum(dim=-1)
+    before = cumulated.roll(1, dims=-1)
+    before[:, 0] = 0.0
+    wanted = top_p * torch.where(few, cumulated[:, -1:], 1.0)
+    excluded = (before >= wanted) & (top_p < 1)
+    excluded[:, 0] = False  # the likeliest token stays however small top_p is
+    return _invert(weights.masked_fill(excluded, 0.0), uniform), ((cumulated[:, -1:] >= wanted) & (top_p < 1))[:, 0]
 
 
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

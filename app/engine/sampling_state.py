@@ -6,10 +6,15 @@ from typing import Protocol
 
 import numpy as np
 
+from app.engine.bad_words import BadWords
 from app.engine.params import SamplingParams
+from app.engine.penalties import TokenCounts
+from app.errors import RequestError
 
 # Random numbers are drawn so many at once.
 _DRAWN_AT_ONCE = 64
+# Dividing logits by less than this overflows, and the result is greedy anyway.
+_GREEDY_BELOW = 1e-5
 
 
 class Matcher(Protocol):
@@ -40,32 +45,49 @@ class SamplingState:
         prompt_token_ids: not copied.
         index: of the output among those of the request; each has random numbers of its own.
         matcher: for `params.structure`.
+        bad_words: the tokens of `params.bad_words` (`encode_bad_words`).
+        eos_token_ids: of the model; only `params.min_tokens` needs them.
+
+    Attributes:
+        is_greedy: nothing is drawn.
+        takes_likeliest: its token is the likeliest by the model alone.
+        is_plain_greedy: that, and nothing else is asked for.
     """
 
     def __init__(
-        self, params: SamplingParams, prompt_token_ids: list[int], *, index: int = 0, matcher: Matcher | None = None
+        self,
+        params: SamplingParams,
+        prompt_token_ids: list[int],
+        *,
+        index: int = 0,
+        matcher: Matcher | None = None,
+        bad_words: BadWords | None = None,
+        eos_token_ids: frozenset[int] | None = None,
     ) -> None:
         self.params = params
         self.matcher = matcher
-        self.num_output_tokens = 0
+        self.is_greedy = params.temperature < _GREEDY_BELOW
+        self.bias_ids = np.fromiter(params.logit_bias.keys(), np.int64)
+        self.bias = np.fromiter(params.logit_bias.values(), np.float32)
+        self._index = index
+        self._bad_words = bad_words
+        self._eos_token_ids = eos_token_ids
         self._prompt_token_ids = prompt_token_ids
+        self._output: list[int] = []
+        self._counts: TokenCounts | None = None
+        self._choice_is_free = not (
+            params.penalises or params.logit_bias or params.bad_words or params.structure or matcher is not None
+        )
+        self._note_length()
         # One uniform number a token from a generator of its own: what else is in the batch cannot matter.
         seed = None if params.seed is None else [params.seed % 2**64, index] if index else params.seed % 2**64
         self._random = np.random.default_rng(seed)
         self._uniform: list[float] = []
+        self._uniform_from = 0  # the output token that the first of them is for
 
-    def uniform(self, position: int = 0) -> float:
-        """The random number, in [0, 1), for the output token after `position` more."""
-        at = self.num_output_tokens + position
-        while at >= len(self._uniform):
-            self._uniform += self._random.random(_DRAWN_AT_ONCE).tolist()
-        return self._uniform[at]
-
-    def append(self, token_id: int) -> None:
-        """Take note of a token that has been chosen."""
-        self.num_output_tokens += 1
-        if self.matcher is not None:
-            self.matcher.accept(token_id)
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self._output)
 
     def fork(self, params: SamplingParams | None = None, index: int | None = None) -> SamplingState:
         """The state of a sequence that goes on from here: with random numbers of its own, if it is another output."""
@@ -80,5 +102,97 @@ class SamplingState:
 
     @property
     def can_look_ahead(self) -> bool:
-        """Whether the tokens after the next can be chosen before it is noted: nothing but logits depends on it."""
-        return self.matcher is None
+        """Whether the tokens after the next can be chosen before it is noted: only their number matters, not which."""
+        in_words = self._bad_words is not None and self._bad_words.depend_on_output
+        return self.matcher is None and not in_words and not self.params.penalises
+
+    @property
+    def counts(self) -> TokenCounts:
+        """Tokens to penalise: of the output, and if they count as repetitions, of the prompt."""
+        if self._counts is None:
+            prompt = self._prompt_token_ids if self.params.repetition_penalty != 1 else []
+            self._counts = TokenCounts(prompt, self._output)
+        return self._counts
+
+    def uniform(self, position: int = 0) -> float:
+        """The random number, in [0, 1), for the output token after `position` more."""
+        at = len(self._output) + position - self._uniform_from
+        if at >= len(self._uniform):
+            self._uniform += self._random.random(at - len(self._uniform) + _DRAWN_AT_ONCE).tolist()
+            spent = len(self._output) - self._uniform_from
+            del self._uniform[:spent]
+            self._uniform_from += spent
+            at -= spent
+        return self._uniform[at]
+
+    def forbidden(self, position: int = 0) -> list[int]:
+        """Tokens that may not be chosen after `position` more: they complete a bad word, or end the output too soon."""
+        tokens: list[int] = []
+        if self.params.bad_words:
+            assert self._bad_words is not None, "bad words without their tokens"
+            tokens += self._bad_words.single
+            tokens += self._bad_words.completing(self._output)
+        if len(self._output) + position < self.params.min_tokens:
+            tokens += self.params.stop_token_ids
+            if not self.params.ignore_eos:
+                assert self._eos_token_ids is not None, "min_tokens without the tokens that end an output"
+                tokens += self._eos_token_ids
+        return tokens
+
+    def append(self, token_id: int) -> None:
+        """Take note of a token that has been chosen."""
+        self._output.append(token_id)
+        if self._counts is not None:
+            self._counts.add(token_id)
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
+        if len(self._output) == self.params.min_tokens:
+            self._note_length()
+
+    def fork(
+        self,
+        params: SamplingParams | None = None,
+        index: int | None = None,
+        *,
+        matcher: Matcher | None = None,
+        bad_words: BadWords | None = None,
+    ) -> SamplingState:
+        """Another state with the same output so far.
+
+        Its random numbers are those that an output of that seed and index has from here on.
+
+        Args:
+            params: by default the same.
+            index: by default the same; without a seed the numbers are others nevertheless.
+            matcher, bad_words: for other `params`; by default this one's, if they are for the same.
+        """
+        params = params or self.params
+        if matcher is None and self.matcher is not None and params.structure == self.params.structure:
+            matcher = self.matcher.fork()
+        if bad_words is None and params.bad_words == self.params.bad_words:
+            bad_words = self._bad_words
+        other = SamplingState(
+            params,
+            self._prompt_token_ids,
+            index=self._index if index is None else index,
+            matcher=matcher,
+            bad_words=bad_words,
+            eos_token_ids=self._eos_token_ids,
+        )
+        other._output = self._output.copy()
+        if self._counts is not None and (params.repetition_penalty == 1) == (self.params.repetition_penalty == 1):
+            other._counts = self._counts.fork()
+        other._note_length()
+        return other
+
+    def _note_length(self) -> None:
+        self.takes_likeliest = self.is_greedy and self._choice_is_free and len(self._output) >= self.params.min_tokens
+        self.is_plain_greedy = self.takes_likeliest and self.params.logprobs is None
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Raise `RequestError` if parameters name tokens that the model does not have."""
+    for name, token_ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        unknown = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
+        if unknown:
+            raise RequestError(f"{name} has token {unknown[0]}; the model's are between 0 and {vocab_size - 1}", name)

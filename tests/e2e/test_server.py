@@ -265,7 +265,7 @@ def test_log_probabilities(server: Server) -> None:
 
     prompt = "The key of room 417 is 93. The key of room 417 is"
     more: Any = {"logprobs": 1, "temperature": 0}
-    first = server.client.completions.create(model="builtin", prompt=prompt, max_tokens=4, **more).choices[0]
+    first = server.client.completions.create(model="builtin", prompt=prompt, max_tokens=2, **more).choices[0]
     echoed = server.client.completions.create(
         model="builtin", prompt=prompt + first.text, max_tokens=0, echo=True, **more
     ).choices[0]

@@ -13,17 +13,15 @@ import torch
 
 from app.engine.batch import Array
 from app.engine.beam import BeamSearch, likeliest
-from app.engine.detokenizer import TextStream
 from app.engine.generation import BestOf, EndedOutputs, Generation
 from app.engine.load import LoadMeter
 from app.engine.logprobs import prompt_logprobs
-from app.engine.model_loader import LoadedModel
-from app.engine.params import SamplingParams
 from app.engine.request import Delta, Request, SequenceGroup, TokenLogprobs
 from app.engine.sampler import Sampled, sample
 from app.engine.sampling_state import SamplingState
 from app.engine.scheduler import Scheduled, Scheduler
-from app.errors import EngineError
+from app.engine.vocabulary import Vocabulary
+from app.errors import EngineError, FolioError
 from vmem import KVMemory, ViewPolicy, VmemError
 
 NOT_FINITE = "the model's logits are not finite numbers"
@@ -72,13 +70,13 @@ class Decoding:
         self,
         memory: KVMemory,
         scheduler: Scheduler,
-        model: LoadedModel,
+        vocabulary: Vocabulary,
         generations: dict[str, Generation],
         meter: LoadMeter,
     ) -> None:
         self._memory = memory
         self._scheduler = scheduler
-        self._model = model
+        self._vocabulary = vocabulary
         self._generations = generations
         self._meter = meter
         self.ended = EndedOutputs()
@@ -157,12 +155,15 @@ class Decoding:
             chosen = [[token] for token in tokens]
         elif rows.drafts:
             chosen = [tokens[: 1 + _num_equal(rows.drafts, tokens)]]
-        eos = self._model.eos_token_ids
+        eos = self._vocabulary.eos_token_ids
         offset = 0
         for sequence, token_ids in zip(sequences, chosen, strict=True):
             known = [logprob for logprob in logprobs[offset:] if logprob is not None][: len(token_ids)]
             offset += len(token_ids)
             delta = sequence.append(token_ids, eos, known)
+            if (matcher := sequence.sampling.matcher) is not None and matcher.error is not None:
+                yield from self.fail(generation, matcher.error)
+                return
             if sequence is request and request.num_output_tokens == len(token_ids) and request.prompt_logprobs:
                 delta = replace(delta, prompt_logprobs=tuple(request.prompt_logprobs))
             if delta.finished:
@@ -209,7 +210,9 @@ class Decoding:
             num_tokens = 0
         text = None
         if not parent.group.lockstep:
-            text = self.text(parent.prompt_token_ids, state.params, parent.token_ids[len(parent.prompt_token_ids) :])
+            text = self._vocabulary.text(
+                parent.prompt_token_ids, state.params, parent.token_ids[len(parent.prompt_token_ids) :]
+            )
         return Request(
             request_id or parent.request_id,
             parent.prompt_token_ids,
@@ -228,19 +231,7 @@ class Decoding:
             sampling=state,
         )
 
-    def text(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, output: Sequence[int] = ()
-    ) -> TextStream | None:
-        """The text of a sequence from now on, `output` having been sent before; `None` without a tokenizer."""
-        if self._model.tokenizer is None:
-            return None
-        text = TextStream(self._model.tokenizer.backend_tokenizer, prompt_token_ids, params.stop)
-        for token_id in output:
-            text.push(token_id)
-        text.flush()  # what the other one holds back is its own
-        return text
-
-    def fail(self, generation: Generation, error: EngineError) -> Iterator[Delta]:
+    def fail(self, generation: Generation, error: FolioError) -> Iterator[Delta]:
         """End all sequences of a request; the one delta says why."""
         for request in list(generation.sequences):
             self.end(request)
@@ -292,8 +283,8 @@ class Decoding:
     def _best(self, generation: Generation, search: BeamSearch, first: Request) -> Iterator[Delta]:
         n = generation.params.n
         for index, hypothesis in enumerate(search.hypotheses[:n]):
-            ended = hypothesis.token_ids[-1] in stop_token_ids(generation.params, self._model)
-            text = self.text(first.prompt_token_ids, generation.params)
+            ended = hypothesis.token_ids[-1] in self._vocabulary.stop_token_ids(generation.params)
+            text = self._vocabulary.text(first.prompt_token_ids, generation.params)
             pieces = [text.push(token_id)[0] for token_id in hypothesis.token_ids] if text is not None else []
             self.ended.add(first, index, hypothesis.token_ids)
             yield Delta(
@@ -307,11 +298,6 @@ class Decoding:
                 prompt_logprobs=tuple(first.prompt_logprobs) if not index else (),
                 score=hypothesis.score,
             )
-
-
-def stop_token_ids(params: SamplingParams, model: LoadedModel) -> frozenset[int]:
-    """Tokens that end an output."""
-    return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else model.eos_token_ids)
 
 
 def _of_prompt(s: Scheduled, logits: torch.Tensor) -> tuple[TokenLogprobs, ...]:

@@ -16,7 +16,7 @@ import torch
 from app.config import EngineConfig
 from app.engine.batch import demands, memory_of, next_demands, num_attended, plan_step
 from app.engine.beam import BeamSearch
-from app.engine.decoding import Decoding, stop_token_ids
+from app.engine.decoding import Decoding
 from app.engine.executor import Executor
 from app.engine.generation import BestOf, EndedOutput, Generation
 from app.engine.kv_plan import build_memory
@@ -30,6 +30,7 @@ from app.engine.scheduler import Scheduled, Scheduler
 from app.engine.self_test import self_test
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.engine.tensor_parallel.spec import Launch
+from app.engine.vocabulary import Vocabulary
 from app.errors import ConfigError, ContextLengthError, EngineError, RequestError, UnknownRequestError
 from app.fleet.keys import extra_keys
 from app.fleet.report import ReplicaReport
@@ -100,7 +101,8 @@ class Engine:
         )
         self._meter = LoadMeter()
         self._generations: dict[str, Generation] = {}
-        self._decoding = Decoding(self.memory, self._scheduler, self.model, self._generations, self._meter)
+        self._vocabulary = Vocabulary(self.model)
+        self._decoding = Decoding(self.memory, self._scheduler, self._vocabulary, self._generations, self._meter)
         self._num_arrivals = 0
         self._stalled_since: float | None = None
         try:
@@ -123,7 +125,7 @@ class Engine:
         """Check a request against the model; returns its `max_tokens`. Safe to call from any thread.
 
         Raises:
-            RequestError: an empty prompt, an unknown token, or stop strings without a tokenizer.
+            RequestError: an empty prompt, an unknown token, or what this model cannot do.
             ContextLengthError: prompt and output do not fit.
         """
         if not prompt_token_ids:
@@ -134,8 +136,7 @@ class Engine:
                 f"got {min(prompt_token_ids)} to {max(prompt_token_ids)}",
                 "prompt",
             )
-        if params.stop and self.model.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and this engine runs without one", "stop")
+        self._vocabulary.check(params)
         room = self.max_model_len - len(prompt_token_ids)
         if room < 1 or (params.max_tokens or 1) > room:
             raise ContextLengthError(
@@ -228,7 +229,7 @@ class Engine:
             )
         generation = self._generations[fork_id] = Generation(fork_id, params)
         for i in range(params.n):
-            state = parent.sampling.fork(params, i)
+            state = self._vocabulary.fork(parent.sampling, params, i)
             child = self._decoding.fork(parent, state, index=i, request_id=fork_id)
             child.max_tokens = max_tokens
             generation.sequences.append(child)
@@ -376,7 +377,7 @@ class Engine:
             selection = BeamSearch(
                 num_sequences,
                 max_tokens,
-                stop_token_ids(params, self.model),
+                self._vocabulary.stop_token_ids(params),
                 params.length_penalty,
                 params.early_stopping,
             )
@@ -387,7 +388,7 @@ class Engine:
         group = SequenceGroup(options.get("priority", 0), self._num_arrivals, lockstep=params.use_beam_search)
         self._num_arrivals += 1
         prompt = list(prompt_token_ids)
-        text = None if params.use_beam_search else self._decoding.text(prompt, params)
+        text = None if params.use_beam_search else self._vocabulary.text(prompt, params)
         request = Request(
             request_id,
             prompt,
@@ -398,6 +399,7 @@ class Engine:
             group,
             prompt.copy(),
             num_forks=num_sequences - 1,
+            sampling=self._vocabulary.state(own, prompt),
             expected_cached_tokens=options.get("expected_cached_tokens"),
         )
         self._generations[request_id] = Generation(request_id, params, [request], selection)

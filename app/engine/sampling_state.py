@@ -9,7 +9,7 @@ import numpy as np
 from app.engine.bad_words import BadWords
 from app.engine.params import SamplingParams
 from app.engine.penalties import TokenCounts
-from app.errors import RequestError
+from app.errors import FolioError, RequestError
 
 # Random numbers are drawn so many at once.
 _DRAWN_AT_ONCE = 64
@@ -35,6 +35,11 @@ class Matcher(Protocol):
     @property
     def finished(self) -> bool:
         """Whether nothing can follow any more."""
+        ...
+
+    @property
+    def error(self) -> FolioError | None:
+        """Why the output cannot go on."""
         ...
 
 
@@ -88,17 +93,6 @@ class SamplingState:
     @property
     def num_output_tokens(self) -> int:
         return len(self._output)
-
-    def fork(self, params: SamplingParams | None = None, index: int | None = None) -> SamplingState:
-        """The state of a sequence that goes on from here: with random numbers of its own, if it is another output."""
-        state = SamplingState(
-            params or self.params,
-            self._prompt_token_ids,
-            index=index or 0,
-            matcher=None if self.matcher is None else self.matcher.fork(),
-        )
-        state.num_output_tokens = self.num_output_tokens
-        return state
 
     @property
     def can_look_ahead(self) -> bool:

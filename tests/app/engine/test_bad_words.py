@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
@@ -74,6 +74,7 @@ def test_white_space_is_a_word_too(builtin: PreTrainedTokenizerBase) -> None:
 SEQUENCES = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=8)
 
 
+@settings(deadline=None)
 @given(SEQUENCES, st.lists(st.integers(0, 3), max_size=12))
 def test_completing_is_what_ends_with_a_sequence(sequences: list[list[int]], output: list[int]) -> None:
     """Unless a shorter sequence ends there already."""

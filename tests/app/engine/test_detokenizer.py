@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase
 
@@ -59,6 +63,66 @@ def test_stop_strings(
 ) -> None:
     pieces, met = stream(tokenizer, text, stop)
     assert ("".join(pieces), met) == (expected, stopped)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected", "met"),
+    [
+        ("one two three", [" two"], "one two", " two"),
+        ("one two three", ["three", "two"], "one two", "two"),
+        ("one two three", ["o three"], "one two three", "o three"),
+        ("one two three", ["ne two", "two", "wo"], "one two", "ne two"),  # all complete at once: the longest
+        ("one two three", ["one two three", "two"], "one two", "two"),  # complete first, though it began later
+        ("one two", ["one two three"], "one two", None),
+    ],
+)
+def test_a_stop_string_may_be_part_of_the_text(
+    tokenizer: PreTrainedTokenizerBase, text: str, stop: list[str], expected: str, met: str | None
+) -> None:
+    output = TextStream(tokenizer.backend_tokenizer, [], stop, include_stop_str=True)
+    pieces = []
+    for token in tokenizer.encode(text):
+        piece, stopped = output.push(token)
+        pieces.append(piece)
+        if stopped:
+            break
+    pieces.append(output.flush())
+    assert ("".join(pieces), output.met) == (expected, met)
+
+
+def letters() -> Tokenizer:
+    """Every text of a and b up to three letters is a token."""
+    texts = ["".join(c) for n in (1, 2, 3) for c in itertools.product("ab", repeat=n)]
+    tokenizer = Tokenizer(models.WordLevel({text: i for i, text in enumerate(texts)}, unk_token="a"))
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+LETTERS = letters()
+SHORT = st.text("ab", min_size=1, max_size=3)
+
+
+@settings(deadline=None)
+@given(st.lists(SHORT, max_size=8), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3), st.booleans())
+def test_stops_do_not_depend_on_how_text_is_cut(tokens: list[str], stop: list[str], include: bool) -> None:
+    """The same as when each letter is a token, which is looked at here one after the other."""
+    output = TextStream(LETTERS, [], stop, include_stop_str=include)
+    seen, stopped = "", False
+    for token in tokens:
+        piece, stopped = output.push(LETTERS.token_to_id(token))
+        seen += piece
+        if stopped:
+            break
+    seen += output.flush()
+    text = expected = "".join(tokens)
+    met = None
+    for end in range(1, len(text) + 1):
+        complete = [s for s in stop if text[:end].endswith(s)]
+        if complete:
+            met = max(complete, key=len)
+            expected = text[: end if include else end - len(met)]
+            break
+    assert (seen, output.met, stopped) == (expected, met, met is not None)
 
 
 def test_text_is_held_back_only_while_it_may_be_a_stop(tokenizer: PreTrainedTokenizerBase) -> None:

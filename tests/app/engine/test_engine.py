@@ -246,7 +246,7 @@ def test_eos_ends_a_request(engine: Engine) -> None:
     prompt = prompts(12)[0]
     engine.submit("long", prompt, GREEDY)
     first = run(engine)["long"][0]
-    object.__setattr__(engine.model, "eos_token_ids", frozenset([first]))
+    engine._vocabulary.eos_token_ids = frozenset([first])
     engine.submit("short", prompt, SamplingParams(max_tokens=40, temperature=0))
     deltas = []
     while engine.has_work:
@@ -269,7 +269,7 @@ def test_bad_prompts_are_refused(engine: Engine) -> None:
         engine.submit("x", [], GREEDY)
     with pytest.raises(RequestError, match=f"between 0 and {VOCAB_SIZE - 1}"):
         engine.submit("x", [1, VOCAB_SIZE], GREEDY)
-    with pytest.raises(RequestError, match="stop strings need a tokenizer"):
+    with pytest.raises(RequestError, match="stop needs a tokenizer"):
         engine.submit("x", [1], SamplingParams(stop="a"))
     engine.submit("x", [1], GREEDY)
     with pytest.raises(RequestError, match="in use"):

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from app.engine import LLM
-from app.engine import engine as engine_module
+from app.engine import LLM, decoding
 from app.engine.batch import StepBatch
 from app.engine.engine import Engine, EngineConfig
 from app.engine.params import SamplingParams
@@ -368,7 +367,7 @@ def test_a_sampler_that_fails_loses_nothing(counted: Counted, monkeypatch: pytes
     counted.engine.submit("0", tokens(40), GREEDY)
     counted.engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "sample", lambda *_: [][0])
+        patch.setattr(decoding, "sample", lambda *_: [][0])
         with pytest.raises(IndexError):
             counted.engine.step()
     assert len(counted.run()["0"]) == 7

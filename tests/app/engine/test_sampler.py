@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Iterator
+
+import numpy as np
 import pytest
 import torch
 
-from app.engine import sampler
-from app.engine.params import SamplingParams
+from app.engine import logprobs, sampler
+from app.engine.bad_words import BadWords
+from app.engine.params import SamplingParams, Structure
 from app.engine.sampling_state import SamplingState
 from app.errors import RequestError
+from tests.app.engine.sampling_helpers import Allowed, exact_distribution
 
 NUM_DRAWS = 4000
 
@@ -48,6 +55,202 @@ def test_frequencies_match_the_distribution(params: dict[str, float], kept: int)
     chi_square = (NUM_DRAWS * (seen - exact)[:kept] ** 2 / exact[:kept]).sum().item()
     critical = {2: 10.8, 3: 13.8, 4: 16.3, 8: 24.3}[kept]
     assert chi_square < critical, f"chi-square {chi_square:.1f}"
+
+
+PROMPT, OUTPUT = [1, 2, 3], [3, 4, 4, 9]
+EOS = frozenset({15})
+WORDS = [(0,), (4, 9, 5), (9, 6), (8, 7)]
+FEATURES: dict[str, dict[str, object]] = {
+    "temperature": {"temperature": 0.6},
+    "top_k": {"top_k": 6},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.06},
+    "repetition": {"repetition_penalty": 1.4},
+    "presence": {"presence_penalty": 0.9, "frequency_penalty": -0.3},
+    "bias": {"logit_bias": {3: 1.0, 7: -2.0, 15: 0.5}},
+    "bad_words": {"bad_words": ["some"]},
+    "min_tokens": {"min_tokens": 5, "stop_token_ids": [10]},
+    "structure": {"structure": Structure("choice", "[]")},
+}
+NAMES = list(FEATURES)
+TOGETHER = [(name,) for name in NAMES] + [*itertools.combinations(NAMES, 2), tuple(NAMES)]
+
+
+def state_with(features: tuple[str, ...], index: int, **more: object) -> SamplingState:
+    """A sequence after OUTPUT that has some of the features."""
+    params: dict[str, object] = {"seed": index} | more
+    for name in features:
+        params |= FEATURES[name]
+    state = SamplingState(
+        SamplingParams(**params),  # type: ignore[arg-type]
+        PROMPT,
+        matcher=Allowed(range(0, 16, 3)) if "structure" in features else None,
+        bad_words=BadWords(WORDS) if "bad_words" in features else None,
+        eos_token_ids=EOS,
+    )
+    if state.matcher is not None:
+        state.matcher.token_ids |= {*OUTPUT}  # type: ignore[attr-defined]
+    for token in OUTPUT:
+        state.append(token)
+    return state
+
+
+@pytest.mark.parametrize("features", TOGETHER, ids="+".join)
+def test_every_combination_draws_by_the_exact_distribution(features: tuple[str, ...]) -> None:
+    """Chi-square at the 0.01 % level, against float64 probabilities of each token by the definitions."""
+    num_draws = 1000
+    logits = 1.5 * torch.randn(16, generator=torch.Generator().manual_seed(2))
+    states = [state_with(features, index) for index in range(num_draws)]
+    exact = exact_distribution(
+        logits.double().numpy(),
+        states[0].params,
+        prompt=PROMPT,
+        output=OUTPUT,
+        bad_words=WORDS if "bad_words" in features else (),
+        eos=EOS,
+        allowed={*range(0, 16, 3), *OUTPUT} if "structure" in features else None,
+    )
+    seen = np.bincount(sample(logits.expand(num_draws, -1), states), minlength=16)
+    possible = exact > 0
+    assert not seen[~possible].any()
+    expected = exact[possible] * num_draws
+    chi_square = float(((seen[possible] - expected) ** 2 / expected).sum())
+    freedom = max(1, len(expected) - 1)
+    critical = freedom * (1 - 2 / (9 * freedom) + 3.72 * (2 / (9 * freedom)) ** 0.5) ** 3  # Wilson and Hilferty
+    assert chi_square < critical, f"chi-square {chi_square:.1f} of {freedom} degrees of freedom"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sequence_is_the_same_alone_and_in_any_crowd(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with all kinds of parameters, in any order and in chunks of any size; their log probabilities too."""
+    generator = torch.Generator().manual_seed(0)
+    # so many that many of the random settings differ, and tokens up to 15 likely, for what is special about them
+    mixed = random.Random(0)
+    settings = [
+        (tuple(mixed.sample(NAMES, mixed.randrange(6))), {"temperature": 0.0} if i % 4 == 0 else {}) for i in range(24)
+    ]
+    steps = [
+        (3 * torch.randn(len(settings), 700, generator=generator) + 3 * (torch.arange(700) < 16)).to(dtype)
+        for _ in range(6)
+    ]
+
+    def run(which: list[int]) -> dict[int, list[object]]:
+        states = [state_with(settings[i][0], i, logprobs=i % 3 or None, **settings[i][1]) for i in which]
+        found: dict[int, list[object]] = {i: [] for i in which}
+        for logits in steps:
+            sampled = sampler.sample(logits[which], states)
+            assert all(sampled.sound)
+            for i, state, token, logprob in zip(which, states, sampled.token_ids, sampled.logprobs, strict=True):
+                found[i].append((token, logprob))
+                state.append(token)
+        return found
+
+    together = run(list(range(len(settings))))
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 700 * 5)
+    order = list(together)
+    mixed.shuffle(order)
+    assert run(order) == together
+    for i in together:
+        assert run([i])[i] == together[i], f"{settings[i]} in row {i}"
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_top_p_cuts_a_single_row_of_a_large_vocabulary_like_several() -> None:
+    """torch's logsumexp adds up one row of 32,768 numbers in parallel parts, and several row by row. Probabilities from
+    it were others in the last bits, and alone, a request with top_p between the two had a token more or less."""
+
+    class Last(SamplingState):
+        """Draws the last token of all that can be drawn."""
+
+        def uniform(self, position: int = 0) -> float:
+            return 1 - 2**-53
+
+    num_different = 0
+    for seed in range(20):
+        logits = 3 * torch.randn(1, 40_000, generator=torch.Generator().manual_seed(seed))
+        sums = torch.stack([logits.logsumexp(-1)[0], logits.expand(2, -1).logsumexp(-1)[0]])
+        if sums[0] == sums[1]:
+            continue
+        num_different += 1
+        ordered = logits[0].sort(descending=True).values
+        between = (ordered[:20] - sums[:, None]).double().exp().cumsum(-1).mean(0)
+        for top_p in between.tolist():
+            states = [Last(SamplingParams(top_p=top_p), [1])] * 2
+            assert sample(logits.expand(2, -1), states) == sample(logits, states[:1]) * 2
+    if not num_different:
+        pytest.skip("this torch adds up one row and several alike")
+
+
+def test_tokens_ahead_are_those_chosen_later() -> None:
+    """Drafts: rows at later positions of a state draw what they will when the tokens before have been noted."""
+    logits = 2 * torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
+    params = {"seed": 5, "top_k": 9, "min_p": 0.01, "logit_bias": {3: 1.0}, "min_tokens": 3, "stop_token_ids": [1, 2]}
+    params |= {"bad_words": ["some"]}
+
+    def fresh() -> SamplingState:
+        return SamplingState(
+            SamplingParams(**params),  # type: ignore[arg-type]
+            [1],
+            bad_words=BadWords([(4,), (0,)]),
+            eos_token_ids=frozenset({15}),
+        )
+
+    state = fresh()
+    assert state.can_look_ahead
+    ahead = sampler.sample(logits, [state] * 6, range(6)).token_ids
+    for i, token in enumerate(ahead):
+        assert sample(logits[i : i + 1], [state]) == [token]
+        state.append(token)
+    others = [fresh(), request(temperature=0), fresh()]
+    mixed = sampler.sample(logits[[0, 1, 2]], others, [0, 0, 2]).token_ids
+    assert mixed == [ahead[0], int(logits[1].argmax()), ahead[2]]
+
+
+def test_contradictions_are_told_apart_from_broken_logits() -> None:
+    """Nothing may follow: a token would be one that is forbidden. The other rows go on."""
+    logits = torch.randn(4, 16)
+    logits[3] = torch.nan
+    contradiction = [
+        SamplingState(
+            SamplingParams(temperature=t, structure=Structure("choice", "[]"), bad_words=["x"], top_k=k),
+            [1],
+            matcher=Allowed([3, 4]),
+            bad_words=BadWords([(3,), (4,)]),
+        )
+        for t, k in ((0.0, 0), (1.0, 5))
+    ]
+    sampled = sampler.sample(logits, [contradiction[0], request(temperature=0), contradiction[1], request(top_k=2)])
+    assert sampled.blocked == {0, 2}
+    assert sampled.sound == [False, True, False, False]
+    assert sampled.token_ids[1] == int(logits[1].argmax())
+
+
+def test_plain_greedy_rows_cost_one_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are never copied or processed, alone or beside others, and logits stay as they are."""
+    seen = []
+
+    def chosen(logits: torch.Tensor, *rest: object) -> object:
+        seen.append(len(logits))
+        return choose(logits, *rest)  # type: ignore[arg-type]
+
+    choose = sampler._choose
+    monkeypatch.setattr(sampler, "_choose", chosen)
+    logits = torch.randn(40, 50).bfloat16()
+    before = logits.clone()
+    greedy = [request(temperature=0) for _ in range(39)]
+    assert sample(logits[:39], greedy) == logits[:39].float().argmax(-1).tolist()
+    assert seen == []
+    assert sample(logits, [*greedy, request(logit_bias={7: 100.0}, temperature=0)])[39] == 7
+    assert seen == [1]
+    assert torch.equal(logits, before)
 
 
 def test_flat_distribution_needs_more_candidates_than_usual() -> None:

@@ -1,0 +1,87 @@
+"""What a model's tokens mean: to a request's parameters, and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from app.engine.bad_words import BadWords, encode_bad_words
+from app.engine.detokenizer import TextStream
+from app.engine.model_loader import LoadedModel
+from app.engine.params import SamplingParams
+from app.engine.sampling_state import Matcher, SamplingState, check_token_ids
+from app.engine.structure import StructureCompiler
+from app.errors import RequestError
+
+
+class Vocabulary:
+    """Makes what a sequence needs to choose tokens and to write them. May be called from any thread.
+
+    Attributes:
+        eos_token_ids: tokens that end an output.
+    """
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.eos_token_ids = model.eos_token_ids
+        self._size = model.vocab_size
+        self._tokenizer = model.tokenizer
+        self._structures = None
+        if model.tokenizer is not None:
+            self._structures = StructureCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise `RequestError` unless this model can do what parameters ask for. Compiles what takes long."""
+        for name in ("stop", "bad_words", "structure"):
+            if getattr(params, name) and self._tokenizer is None:
+                raise RequestError(f"{name} needs a tokenizer, and this engine runs without one", name)
+        check_token_ids(params, self._size)
+        self._bad_words(params)
+        if params.structure is not None and self._structures is not None:
+            self._structures.check(params.structure)
+
+    def state(self, params: SamplingParams, prompt_token_ids: list[int]) -> SamplingState:
+        """Of an output at its beginning."""
+        return SamplingState(
+            params,
+            prompt_token_ids,
+            matcher=self._matcher(params),
+            bad_words=self._bad_words(params),
+            eos_token_ids=self.eos_token_ids,
+        )
+
+    def fork(self, state: SamplingState, params: SamplingParams, index: int) -> SamplingState:
+        """Of an output that goes on from another one's place, as does the structure it is in; another one begins."""
+        matcher = None if params.structure == state.params.structure else self._matcher(params)
+        return state.fork(params, index, matcher=matcher, bad_words=self._bad_words(params))
+
+    def text(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, output: Sequence[int] = ()
+    ) -> TextStream | None:
+        """The text of an output from now on, `output` having been sent before; `None` without a tokenizer."""
+        if self._tokenizer is None:
+            return None
+        text = TextStream(
+            self._tokenizer.backend_tokenizer,
+            prompt_token_ids,
+            params.stop,
+            include_stop_str=params.include_stop_str,
+        )
+        for token_id in output:
+            text.push(token_id)
+        text.flush()  # what the other one holds back is its own
+        return text
+
+    def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that end an output with these parameters."""
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+
+    def _matcher(self, params: SamplingParams) -> Matcher | None:
+        if params.structure is None or self._structures is None:
+            return None
+        return self._structures.matcher(params.structure)
+
+    def _bad_words(self, params: SamplingParams) -> BadWords | None:
+        if not params.bad_words or self._tokenizer is None:
+            return None
+        encode = partial(self._tokenizer.encode, add_special_tokens=False)
+        return encode_bad_words(params.bad_words, encode, self._size)

@@ -311,6 +311,62 @@ def test_forks_by_handle(server: Server) -> None:
             server.handle.fork.remote(fork.model_copy(update={"request_id": request_id})).result()
 
 
+def test_outputs_have_the_form_that_is_asked_for(server: Server) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "room": {"enum": [417, 256]}},
+        "required": ["ok", "room"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    whole = ask(server, "Is room 417 free?", response_format=form, max_tokens=60)
+    answer = json.loads(whole.choices[0].message.content)
+    assert (type(answer["ok"]), answer["room"] in (417, 256)) == (bool, True)
+    chunks = ask(server, "Is room 417 free?", response_format=form, max_tokens=60, stream=True)
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == whole.choices[0].message.content
+    chosen = ask(server, "Which?", n=3, temperature=5.0, extra_body={"guided_choice": ["left", "right"]})
+    assert {choice.message.content for choice in chosen.choices} <= {"left", "right"}
+    with pytest.raises(openai.BadRequestError, match="guided_json"):
+        ask(server, "x", response_format=form, extra_body={"guided_json": {}})
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(server, "x", extra_body={"guided_regex": "("})
+    assert caught.value.param == "structure"
+
+
+def test_tools_that_must_be_called(server: Server) -> None:
+    """Whole and streamed; then the tool's answer goes back."""
+    parameters = {
+        "type": "object",
+        "properties": {"room": {"enum": [417, 256]}},
+        "required": ["room"],
+        "additionalProperties": False,
+    }
+    tools: list[Any] = [{"type": "function", "function": {"name": "find_key", "parameters": parameters}}]
+    question: list[Any] = [{"role": "user", "content": "What is the key of room 417?"}]
+    more: Any = {"model": "builtin", "tools": tools, "temperature": 0}
+    create = server.client.chat.completions.create
+    [choice] = create(messages=question, tool_choice="required", parallel_tool_calls=False, **more).choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    [call] = choice.message.tool_calls
+    assert call.function.name == "find_key"
+    assert json.loads(call.function.arguments)["room"] in (417, 256)
+
+    named: Any = {"type": "function", "function": {"name": "find_key"}}
+    deltas = [
+        call
+        for chunk in create(messages=question, tool_choice=named, n=2, stream=True, **more)
+        for choice in chunk.choices
+        if choice.index == 1
+        for call in choice.delta.tool_calls or []
+    ]
+    assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "93"}
+    answer = create(messages=[*question, choice.message, result], max_tokens=8, **more)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens > 40
+
+
 def test_the_budget_is_set_by_handle(server: Server) -> None:
     """Lowered, refused, stale, and raised again, while the server goes on answering."""
     before = server.handle.report.remote().result()

@@ -1,37 +1,58 @@
-"""Output tokens per second: Folio beside what transformers offers, in one process and one run.
+"""Output tokens per second: Folio beside transformers in the same process, and beside servers given by URL.
 
-16 requests at once, prompts of 32 to 512 tokens, 64 new tokens each, greedy, no EOS, on random weights in the shape of
-Qwen2.5-0.5B, bfloat16. The rivals are `generate` on a left-padded batch and continuous batching (`generate_batch`).
-Tokens are counted over the whole wall time, prefill included.
+Random weights in the shape of Qwen2.5-0.5B, bfloat16, greedy, no EOS:
 
---quick keeps 4 of 24 layers and runs once.
+- 16 requests at once, prompts of 32 to 512 tokens, 64 new tokens each
+- one request, decode only, against the memory bandwidth
+- 32 requests that share their first 512 of 544 tokens, a fresh prefix in each run
+- 8 prompts with 4 samples each, and 4 prompts with 4 beams each
+- look-ups by the built-in model, one at a time, with and without guessing what follows (n-gram speculation)
+
+and what the engine itself takes beside the model: its share of a step of 16 sequences with text, and its time in a step
+of 256 when the model is replaced by a runner that only waits. Tokens are counted over the whole wall time, prefill
+included, if nothing else is said.
+
+--quick keeps 4 of 24 layers and runs once. Rivals are started by hand on the same machine, on a checkpoint that
+`--checkpoint FOLDER` leaves there, and named by `--vllm URL`, `--openvino URL` (`benchmarks/openvino_server.py`) and
+`--llamacpp URL`.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, Qwen2Config
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 from app.engine import LLM, SamplingParams
-from benchmarks import harness
+from benchmarks import harness, overhead
+from benchmarks.rivals import Prompts, Server, TransformersContinuousBatching, TransformersGenerate
 
+VOCAB_SIZE, HIDDEN = 151936, 896
 NUM_REQUESTS, SHORTEST, LONGEST, NEW_TOKENS = 16, 32, 512, 64
+SHARED_REQUESTS, SHARED_TOKENS, OWN_TOKENS, SHARED_NEW = 32, 512, 32, 32
+SAMPLED_PROMPTS, BEAM_PROMPTS, BRANCHES, BRANCHED_TOKENS = 8, 4, 4, 256
 SINGLE_PROMPT = 32
+LOOKUPS, ROOMS = 12, 40
 SEED = 5
 
 
 def make_checkpoint(folder: Path, num_layers: int) -> None:
-    """Random weights in the shape of Qwen2.5-0.5B."""
+    """Random weights in the shape of Qwen2.5-0.5B, and a tokenizer that has a word for each token."""
     torch.manual_seed(SEED)
     config = Qwen2Config(
-        vocab_size=151936,
-        hidden_size=896,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN,
         intermediate_size=4864,
         num_hidden_layers=num_layers,
         num_attention_heads=14,
@@ -41,46 +62,34 @@ def make_checkpoint(folder: Path, num_layers: int) -> None:
         tie_word_embeddings=True,
     )
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB_SIZE)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0").save_pretrained(folder)
 
 
-def make_prompts(vocab_size: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(SEED)
-    lengths = torch.linspace(SHORTEST, LONGEST, NUM_REQUESTS).int().tolist()
-    return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
+def make_prompts(lengths: list[int], seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCAB_SIZE, (n,), generator=generator).tolist() for n in lengths]
 
 
-def run_folio(llm: LLM, prompts: list[list[int]]) -> float:
-    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+def mixed_prompts() -> list[list[int]]:
+    return make_prompts(torch.linspace(SHORTEST, LONGEST, NUM_REQUESTS).int().tolist(), SEED)
+
+
+def shared_prompts(seed: int) -> list[list[int]]:
+    common, *own = make_prompts([SHARED_TOKENS] + [OWN_TOKENS] * SHARED_REQUESTS, seed)
+    return [common + tokens for tokens in own]
+
+
+def folio_rate(llm: LLM, prompts: Prompts, new_tokens: int, **settings: Any) -> float:
+    """Tokens a second of all outputs."""
+    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, **({"temperature": 0.0} | settings))
     start = time.perf_counter()
-    completions = llm.generate(prompts, params)
+    completions = llm.generate(list(prompts), params)
     elapsed = time.perf_counter() - start
-    assert all(len(c.token_ids) == NEW_TOKENS for c in completions)
-    return len(prompts) * NEW_TOKENS / elapsed
-
-
-def run_generate(model: Any, prompts: list[list[int]]) -> float:
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    start = time.perf_counter()
-    out = model.generate(
-        ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    elapsed = time.perf_counter() - start
-    assert out.shape[1] == longest + NEW_TOKENS
-    return len(prompts) * NEW_TOKENS / elapsed
-
-
-def run_continuous_batching(model: Any, prompts: list[list[int]]) -> float:
-    generation = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    batching = ContinuousBatchingConfig(page_size=256, num_blocks=64, max_batch_tokens=1024)
-    start = time.perf_counter()
-    outputs = model.generate_batch(
-        prompts, generation_config=generation, continuous_batching_config=batching, progress_bar=False
-    )
-    elapsed = time.perf_counter() - start
-    assert [len(o.generated_tokens) for o in outputs.values()] == [NEW_TOKENS] * len(prompts)
-    return len(prompts) * NEW_TOKENS / elapsed
+    outputs = [output for completion in completions for output in completion.outputs]
+    assert all(len(output.token_ids) == new_tokens for output in outputs)
+    return len(outputs) * new_tokens / elapsed
 
 
 def single_stream(llm: LLM, prompt: list[int]) -> float:
@@ -95,68 +104,170 @@ def single_stream(llm: LLM, prompt: list[int]) -> float:
     return steps / (time.perf_counter() - start)
 
 
-def main() -> None:
-    args = harness.arguments(__doc__).parse_args()
-    num_layers, repeats = (4, 1) if args.quick else (24, 3)
-    with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(Path(folder), num_layers)
-        llm = LLM(folder, skip_tokenizer_init=True, prefix_cache=False)  # each run would find the prompts of the last
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-        num_parameters = sum(p.numel() for p in model.parameters())
-        prompts = make_prompts(model.config.vocab_size)
-        rates = harness.alternate(
-            {
-                "folio": lambda: run_folio(llm, prompts),
-                "transformers_generate": lambda: run_generate(model, prompts),
-                "transformers_cb": lambda: run_continuous_batching(model, prompts),
-            },
-            repeats,
-        )
-        single_stream(llm, prompts[0][:SINGLE_PROMPT])
-        single = [single_stream(llm, prompts[0][:SINGLE_PROMPT]) for _ in range(3)]
-        bandwidth = harness.read_bandwidth()
-        flops = harness.matrix_rate(torch.bfloat16)
-        llm.engine.check_integrity()
-        llm.close()
+def lookups() -> list[str]:
+    """Prompts the built-in model can answer, and whose answers repeat what is in them."""
+    generator = torch.Generator().manual_seed(SEED)
 
-    weight_bytes = 2 * num_parameters
-    prompt_tokens = sum(map(len, prompts))
-    body = num_parameters - 151936 * 896
+    def number() -> int:
+        return int(torch.randint(10, 100, (1,), generator=generator))
+
+    prompts = []
+    for _ in range(LOOKUPS):
+        keys = "".join(f"The key of room {number() + 100 * i} is {number()}. " for i in range(1, 1 + ROOMS))
+        prompts.append(f"{keys}{keys[: len(keys) // 4]}")
+    return prompts
+
+
+def speculated(llms: dict[str, LLM], prompts: list[str], repeats: int) -> dict[str, list[float]]:
+    """Tokens a second of one request after the other, with each engine, which must give the same tokens."""
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    outputs: dict[str, list[list[int]]] = {}
+
+    def rate(name: str) -> float:
+        start = time.perf_counter()
+        outputs[name] = [llms[name].generate([prompt], params)[0].token_ids for prompt in prompts]
+        return len(prompts) * NEW_TOKENS / (time.perf_counter() - start)
+
+    rates = harness.alternate({name: partial(rate, name) for name in llms}, repeats)
+    if len({str(tokens) for tokens in outputs.values()}) > 1:
+        raise RuntimeError("guesses have changed the outputs")
+    return rates
+
+
+@contextmanager
+def checkpoint(folder: str | None, num_layers: int) -> Iterator[Path]:
+    if folder is None:
+        with tempfile.TemporaryDirectory() as temporary:
+            make_checkpoint(Path(temporary), num_layers)
+            yield Path(temporary)
+        return
+    if not (Path(folder) / "config.json").exists():
+        make_checkpoint(Path(folder), num_layers)
+    yield Path(folder)
+
+
+def run_all(args: argparse.Namespace, folder: Path, repeats: int) -> tuple[dict[str, dict[str, list[float]]], int]:
+    """Rates of every scenario by who ran it, and the model's size in bytes."""
+    llm = LLM(folder, prefix_cache=False)  # each run would find the prompts of the last
+    sharing = LLM(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    generate, batching = TransformersGenerate(model), TransformersContinuousBatching(model)
+    urls = {"vllm_cpu": args.vllm, "openvino": args.openvino, "llamacpp": args.llamacpp}
+    servers = [Server(name, url) for name, url in urls.items() if url is not None]
+    for name, url in urls.items():
+        if url is None:
+            print(f"{name} is not measured: no URL is given")
+    prompts, seeds = mixed_prompts(), itertools.count(100)
+    branched = make_prompts([BRANCHED_TOKENS] * SAMPLED_PROMPTS, SEED + 1)
+    single = prompts[0][:SINGLE_PROMPT]
+    samples = {"do_sample": True, "top_k": 0, "num_return_sequences": BRANCHES}
+    beams = {"num_beams": BRANCHES, "num_return_sequences": BRANCHES}
+    all_rivals: list[Any] = [generate, batching, *servers]
+
+    def shared(rival: Any) -> float:
+        rate: float = rival.rate(shared_prompts(next(seeds)), SHARED_NEW)
+        return rate
+
+    scenarios: dict[str, dict[str, Callable[[], float]]] = {
+        "batch16": {
+            "folio": lambda: folio_rate(llm, prompts, NEW_TOKENS),
+            **{rival.name: partial(rival.rate, prompts, NEW_TOKENS) for rival in all_rivals},
+        },
+        "single": {
+            "folio": lambda: single_stream(llm, single),
+            **{server.name: partial(server.rate, [single], NEW_TOKENS) for server in servers},
+        },
+        "shared_prefix": {
+            "folio": lambda: folio_rate(sharing, shared_prompts(next(seeds)), SHARED_NEW),
+            **{rival.name: partial(shared, rival) for rival in all_rivals if rival is not batching},
+        },
+        "n4": {
+            "folio": lambda: folio_rate(llm, branched, NEW_TOKENS, n=BRANCHES, temperature=1.0, seed=SEED),
+            generate.name: lambda: generate.rate(branched, NEW_TOKENS, **samples),
+        },
+        "beam4": {
+            "folio": lambda: folio_rate(llm, branched[:BEAM_PROMPTS], NEW_TOKENS, n=BRANCHES, use_beam_search=True),
+            generate.name: lambda: generate.rate(branched[:BEAM_PROMPTS], NEW_TOKENS, **beams),
+        },
+    }
+    rates = {}
+    for scenario, runs in scenarios.items():
+        print(f"\n{scenario}")
+        rates[scenario] = harness.alternate(runs, repeats)
+    for each in (llm, sharing):
+        each.engine.check_integrity()
+        each.close()
+    print("\nspeculation")
+    builtin = {"folio": LLM("builtin", speculation="ngram"), "without": LLM("builtin")}
+    rates["speculation"] = speculated(builtin, lookups(), repeats)
+    for each in builtin.values():
+        each.engine.check_integrity()
+        each.close()
+    return rates, 2 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def main() -> None:
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--checkpoint", help="make the checkpoint in this folder, unless it is there, and leave it")
+    for rival in ("vllm", "openvino", "llamacpp"):
+        parser.add_argument(f"--{rival}", metavar="URL")
+    args = parser.parse_args()
+    num_layers, repeats = (4, 1) if args.quick else (24, 3)
+    with checkpoint(args.checkpoint, num_layers) as folder:
+        rates, weight_bytes = run_all(args, folder, repeats)
+        host = overhead.host_share(folder, mixed_prompts())
+    stub_us = overhead.step_us_stub()
+    bandwidth, flops = harness.read_bandwidth(), harness.matrix_rate(torch.bfloat16)
+
     # No faster than the prompts' products at the measured matrix rate, then all weights read once a step.
-    prefill_s = 2 * body * prompt_tokens / flops
-    limit = NUM_REQUESTS * NEW_TOKENS / (prefill_s + NEW_TOKENS * weight_bytes / bandwidth)
+    body = weight_bytes / 2 - VOCAB_SIZE * HIDDEN
+    prefill_s = 2 * body * sum(map(len, mixed_prompts())) / flops
+    limits = {
+        "batch16": NUM_REQUESTS * NEW_TOKENS / (prefill_s + NEW_TOKENS * weight_bytes / bandwidth),
+        "single": bandwidth / weight_bytes,
+    }
     figures = {
-        "batch16_vs_transformers_cb": harness.median_ratio(rates["folio"], rates["transformers_cb"]),
-        "batch16_vs_transformers_generate": harness.median_ratio(rates["folio"], rates["transformers_generate"]),
-        "batch16_tokens_per_s": statistics.median(rates["folio"]),
-        "batch16_share_of_limit": statistics.median(rates["folio"]) / limit,
-        "single_tokens_per_s": statistics.median(single),
-        "single_share_of_bandwidth": statistics.median(single) * weight_bytes / bandwidth,
+        f"{scenario}_vs_{rival}": harness.median_ratio(by["folio"], theirs)
+        for scenario, by in rates.items()
+        for rival, theirs in by.items()
+        if rival != "folio"
+    }
+    figures |= {f"{scenario}_tokens_per_s": statistics.median(by["folio"]) for scenario, by in rates.items()}
+    figures |= {
+        "batch16_share_of_limit": figures["batch16_tokens_per_s"] / limits["batch16"],
+        "single_share_of_bandwidth": figures["single_tokens_per_s"] / limits["single"],
         "read_bandwidth_gb_per_s": bandwidth / 1e9,
         "matrix_gflop_per_s": flops / 1e9,
+        "host_overhead_share": host,
+        "step_us_256_stub": stub_us,
     }
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    print(f"\n16 requests at once, {prompt_tokens} prompt tokens, {num_layers} layers, {repeats} runs each")
-    for name, rate in sorted(medians.items(), key=lambda item: -item[1]):
-        print(f"  {name:24s}{rate:8.1f} tok/s   Folio is {medians['folio'] / rate:.2f}x")
-    print(f"  {'limit':24s}{limit:8.1f} tok/s   at {bandwidth / 1e9:.1f} GB/s and {flops / 1e9:.0f} GFLOP/s")
-    print("single stream")
-    print(f"  {'folio':24s}{figures['single_tokens_per_s']:8.1f} tok/s")
-    print(f"  {'limit':24s}{bandwidth / weight_bytes:8.1f} tok/s")
-    draw(medians, limit, harness.results_folder(args) / f"throughput{'-quick' if args.quick else ''}.png")
-    harness.finish("throughput", args, figures, {"tokens_per_s": rates, "single_tokens_per_s": single})
+    print(f"\noutput tokens/s, {num_layers} layers, medians of {repeats}")
+    for scenario, by in rates.items():
+        print(scenario)
+        for name, values in sorted(by.items(), key=lambda item: -statistics.median(item[1])):
+            ratio = "" if name == "folio" else f"   Folio is {harness.median_ratio(by['folio'], values):.2f}x"
+            print(f"  {name:24s}{statistics.median(values):8.1f}{ratio}")
+        if scenario in limits:
+            print(f"  {'limit':24s}{limits[scenario]:8.1f}   at {bandwidth / 1e9:.1f} GB/s, {flops / 1e9:.0f} GFLOP/s")
+    print(f"engine beside the model: {host:.1%} of a step of 16; {stub_us:.0f} us in a step of 256")
+    draw(rates, limits, harness.results_folder(args) / f"throughput{'-quick' if args.quick else ''}.png")
+    harness.finish("throughput", args, figures, {"tokens_per_s": rates})
 
 
-def draw(medians: dict[str, float], limit: float, path: Path) -> None:
+def draw(rates: dict[str, dict[str, list[float]]], limits: dict[str, float], path: Path) -> None:
     pyplot = harness.pyplot()
     if pyplot is None:
         return
-    figure, axes = pyplot.subplots(figsize=(6, 2.5), layout="constrained")
-    axes.barh(list(medians), list(medians.values()), color=["#2a6f97", "#b0b0b0", "#b0b0b0"])
-    axes.axvline(limit, color="#c1121f", linestyle="--", label="limit of bandwidth and matrix rate")
-    axes.invert_yaxis()
-    axes.set_xlabel("output tokens/s, 16 requests at once")
-    axes.legend(loc="lower right", fontsize=8)
+    figure, axes = pyplot.subplots(1, len(rates), figsize=(2.6 * len(rates), 3), layout="constrained")
+    for plot, (scenario, by) in zip(axes, rates.items(), strict=True):
+        medians = {name: statistics.median(values) for name, values in by.items()}
+        colours = ["#2a6f97" if name == "folio" else "#b0b0b0" for name in medians]
+        plot.bar(range(len(medians)), list(medians.values()), color=colours)
+        plot.set_xticks(range(len(medians)), [name.replace("_", "\n") for name in medians], fontsize=6)
+        if scenario in limits:
+            plot.axhline(limits[scenario], color="#c1121f", linestyle="--", linewidth=1)
+        plot.set_title(scenario, fontsize=9)
+    axes[0].set_ylabel("output tokens/s (dashed: limit of bandwidth and matrix rate)", fontsize=7)
     figure.savefig(path, dpi=120)
 
 

@@ -20,6 +20,7 @@ from app.engine.request import Delta, Request, SequenceGroup, TokenLogprobs
 from app.engine.sampler import Sampled, sample
 from app.engine.sampling_state import SamplingState
 from app.engine.scheduler import Scheduled, Scheduler
+from app.engine.speculation import Speculation
 from app.engine.vocabulary import Vocabulary
 from app.errors import EngineError, FolioError
 from vmem import KVMemory, ViewPolicy, VmemError
@@ -64,6 +65,7 @@ class Decoding:
     Args:
         scheduler: whose sequences these are; forks join their groups, and what ends leaves them.
         generations: request id → the request as its sender sees it; those that end are taken out.
+        speculation: who made the drafts, and wants to know what came of them.
     """
 
     def __init__(
@@ -73,12 +75,14 @@ class Decoding:
         vocabulary: Vocabulary,
         generations: dict[str, Generation],
         meter: LoadMeter,
+        speculation: Speculation | None = None,
     ) -> None:
         self._memory = memory
         self._scheduler = scheduler
         self._vocabulary = vocabulary
         self._generations = generations
         self._meter = meter
+        self._speculation = speculation
         self.ended = EndedOutputs()
 
     def choose(self, scheduled: Sequence[Scheduled], logits: torch.Tensor) -> Choice:
@@ -136,6 +140,8 @@ class Decoding:
         generation.sequences.remove(request)
         self._meter.note_ended(request, time.monotonic())
         self._scheduler.remove(request)
+        if self._speculation is not None:
+            self._speculation.forget(request)
         if not generation.sequences:
             del self._generations[request.request_id]
 
@@ -154,7 +160,10 @@ class Decoding:
             sequences += self._fork_all(request, rows.states[1:])
             chosen = [[token] for token in tokens]
         elif rows.drafts:
-            chosen = [tokens[: 1 + _num_equal(rows.drafts, tokens)]]
+            num_accepted = _num_equal(rows.drafts, tokens)
+            chosen = [tokens[: 1 + num_accepted]]
+            if self._speculation is not None:
+                self._speculation.verified(request, len(rows.drafts), num_accepted)
         eos = self._vocabulary.eos_token_ids
         offset = 0
         for sequence, token_ids in zip(sequences, chosen, strict=True):

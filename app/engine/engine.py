@@ -28,6 +28,7 @@ from app.engine.recovery import RecoveryModel
 from app.engine.request import Delta, Request, RequestOptions, SequenceGroup
 from app.engine.scheduler import Scheduled, Scheduler
 from app.engine.self_test import self_test
+from app.engine.speculation import Speculation, SpeculationCounts
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.engine.tensor_parallel.spec import Launch
 from app.engine.vocabulary import Vocabulary
@@ -66,10 +67,13 @@ class Engine:
         except KernelError as error:
             raise ConfigError(f"these settings do not work here: {error}") from error
         self.model = self._executor.model
+        self._speculation: Speculation | None = None
         try:
-            self.memory = build_memory(config, self.model, self._executor.layers, self._executor.ranks)
+            self._speculation = Speculation.load(config, self.model, self._executor.layers)
+            share = 1.0 if self._speculation is None else self._speculation.memory_share
+            self.memory = build_memory(config, self.model, self._executor.layers, self._executor.ranks, share=share)
         except BaseException as error:
-            self._executor.close()
+            self._close_models()
             if isinstance(error, VmemError):
                 raise ConfigError(f"these settings do not work here: {error}") from error
             raise
@@ -80,11 +84,13 @@ class Engine:
             self_test(self._executor, self.memory.groups, config.kv_view)
             self._executor.open(self.memory)
             self._executor.started()
+            if self._speculation is not None:
+                self._speculation.open(self.max_model_len, lambda: self._recovery.step_times)
         except BaseException as error:
             try:
                 self.memory.close()
             finally:
-                self._executor.close()
+                self._close_models()
             if isinstance(error, KernelError) or isinstance(
                 error.__cause__, KernelError
             ):  # the kernel asked for cannot read such a cache
@@ -102,7 +108,9 @@ class Engine:
         self._meter = LoadMeter()
         self._generations: dict[str, Generation] = {}
         self._vocabulary = Vocabulary(self.model)
-        self._decoding = Decoding(self.memory, self._scheduler, self._vocabulary, self._generations, self._meter)
+        self._decoding = Decoding(
+            self.memory, self._scheduler, self._vocabulary, self._generations, self._meter, self._speculation
+        )
         self._num_arrivals = 0
         self._stalled_since: float | None = None
         try:
@@ -295,9 +303,10 @@ class Engine:
             UnavailableError: a rank is lost; no step will succeed any more.
         """
         self._executor.check()
-        start = time.perf_counter()
+        drafts = self._propose()
+        start = time.perf_counter()  # guesses are not among the step's times: these say what checking them costs
         try:
-            scheduled = self._scheduler.schedule()
+            scheduled = self._scheduler.schedule(drafts)
             if hopeless := self._scheduler.take_hopeless():
                 return self._give_up(hopeless)
             if not scheduled:
@@ -322,6 +331,14 @@ class Engine:
         if num_tokens > sum(s.samples for s in scheduled):  # not only decodes
             self._meter.note_step(seconds, time.monotonic())
         return deltas
+
+    def _propose(self) -> dict[Request, list[int]]:
+        """Guesses of what follows the last tokens of sequences that decode."""
+        if self._speculation is None:
+            return {}
+        decoding = self._scheduler.decoding()
+        guesses = self._speculation.propose(decoding, self.config.max_num_batched_tokens - len(decoding))
+        return {request: tokens for request, tokens in zip(decoding, guesses, strict=True) if tokens}
 
     def _compute(self, scheduled: list[Scheduled]) -> torch.Tensor:
         """Map, lay out and run the step; returns the logits of the rows that sample."""
@@ -455,6 +472,11 @@ class Engine:
             most_keys=most_keys,
         )
 
+    @property
+    def speculation(self) -> SpeculationCounts | None:
+        """What has come of guesses; `None` without speculation. From any thread."""
+        return None if self._speculation is None else self._speculation.counts
+
     def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change how much memory the KV cache may take (`KVMemory.set_budget`). From any thread.
 
@@ -469,6 +491,8 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless memory adds up; without requests, unless all of it is free."""
         self.memory.check_integrity()
+        if self._speculation is not None:
+            self._speculation.check_integrity()
         if not self._generations:
             self.memory.check_idle()
 
@@ -478,6 +502,13 @@ class Engine:
             self.cancel(request_id)
         try:
             self.memory.close()
+        finally:
+            self._close_models()
+
+    def _close_models(self) -> None:
+        try:
+            if self._speculation is not None:
+                self._speculation.close()
         finally:
             self._executor.close()
 

@@ -38,12 +38,18 @@ _LONGER_BLOCK_TOKENS = (32, 64, 128, 256, 512, 1024)
 
 
 def build_memory(
-    config: EngineConfig, model: LoadedModel, layers: ObservedLayers, ranks: Peers | None = None
+    config: EngineConfig,
+    model: LoadedModel,
+    layers: ObservedLayers,
+    ranks: Peers | None = None,
+    *,
+    share: float = 1.0,
 ) -> KVMemory:
     """A memory for these layers.
 
     Args:
         ranks: those that have the same memory; the settings say what each of them has.
+        share: of what the settings give, if another model's memory has the rest.
 
     Raises:
         ConfigError: the settings leave no room for two blocks of each group.
@@ -51,7 +57,7 @@ def build_memory(
     """
     device = model.module.device
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    budget = config.kv_memory_bytes or machine_bytes // 4 // config.tensor_parallel_size
+    budget = int(share * (config.kv_memory_bytes or machine_bytes // 4 // config.tensor_parallel_size))
     backend, contents = mirror(
         select_backend(device, capacity_bytes=budget, headroom_bytes=_HEADROOM_BYTES),
         ranks,
@@ -59,10 +65,13 @@ def build_memory(
         headroom_bytes=_HEADROOM_BYTES,
         copy_blocks=select_block_copy(device),
     )
-    most_pages = MAX_PAGES[device.type]
+    # Two memories of one process hold about as many blocks, and their mappings count together.
+    most_pages, max_mappings = (
+        most[device.type] if share == 1 else most[device.type] // 2 for most in (MAX_PAGES, MAX_MAPPINGS)
+    )
     try:
         if device.type == "cuda" and not config.kv_memory_bytes:
-            budget = int(_CUDA_SHARE * backend.memory_info().available_bytes)
+            budget = int(share * _CUDA_SHARE * backend.memory_info().available_bytes)
         # A ceiling nobody asked for is no reason to have longer blocks.
         smallest_page_bytes = budget // most_pages if config.kv_memory_bytes else 0
         groups = _plan_groups(config, model, layers, backend.granularity_bytes, smallest_page_bytes)
@@ -84,7 +93,7 @@ def build_memory(
             options=MappingOptions(
                 idle_release_s=config.kv_idle_release_s,
                 cache_release_s=config.prefix_cache_release_s,
-                max_mappings=MAX_MAPPINGS[device.type],
+                max_mappings=max_mappings,
             ),
             prefix_cache=config.prefix_cache,
             pin_quota=config.pin_quota,

@@ -320,7 +320,7 @@ def test_drafts_change_nothing(model: str, params: SamplingParams, make_checkpoi
     random = torch.Generator().manual_seed(1)
     accepted = 0
 
-    def guessing() -> Any:
+    def guessing(_: Any) -> Any:
         drafts = {}
         for request in engine._scheduler.decoding():
             done = request.num_output_tokens

@@ -1,0 +1,61 @@
+"""What guesses tokens: the engine checks them all in one step, and keeps those that it would have chosen itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from app.engine.request import Request
+from app.fleet.report import StepTimes
+
+
+class Proposer(Protocol):
+    """Guesses how requests go on. One thread calls it. A request's `token_ids` must only ever grow."""
+
+    name: str
+    """For metrics."""
+
+    @property
+    def step_times(self) -> StepTimes:
+        """What one more guess for each of several requests costs, as measured so far; all 0 if that is next to
+        nothing."""
+        ...
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        """For each request at most `most[i]` guesses of the tokens that follow all of `token_ids`; perhaps none."""
+        ...
+
+    def forget(self, request: Request) -> None:
+        """Give up what is kept for a request. It may come back; nothing happens if nothing is kept."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` unless its books add up."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+@dataclass(slots=True)
+class SpeculationCounts:
+    """What has come of guesses.
+
+    Attributes:
+        proposer: who made them.
+        draft_tokens: guesses that were checked.
+        accepted_tokens: those that were right, and behind right ones only.
+        checks: how often a request had any.
+    """
+
+    proposer: str
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    checks: int = 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Of all guesses; 0 without any."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0

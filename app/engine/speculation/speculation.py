@@ -1,0 +1,141 @@
+"""Speculative decoding, as the engine sees it: guesses before a step, what came of them afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from app.config import EngineConfig
+from app.engine.model_loader import LoadedModel
+from app.engine.model_runner import ObservedLayers
+from app.engine.request import Request
+from app.engine.speculation.draft import DraftProposer
+from app.engine.speculation.draft_model import DraftModel
+from app.engine.speculation.length import LengthControl
+from app.engine.speculation.ngram import NgramProposer
+from app.engine.speculation.proposer import Proposer, SpeculationCounts
+from app.errors import ConfigError
+from app.fleet.report import StepTimes
+
+
+class Speculation:
+    """Guesses tokens for requests that generate. The engine checks them: its outputs do not depend on what is guessed.
+
+    `load` it before the model's KV memory is made, which gets `memory_share` of the budget, and `open` it afterwards.
+
+    Args:
+        draft: the draft model, or `None` for guesses from the text.
+
+    Attributes:
+        counts: what has come of it so far. From any thread.
+    """
+
+    def __init__(self, config: EngineConfig, target: LoadedModel, draft: DraftModel | None) -> None:
+        self._config = config
+        self._eos_token_ids = target.eos_token_ids
+        self._draft = draft
+        self._proposer: Proposer | None = None
+        self._lengths: LengthControl
+        self.counts = SpeculationCounts(config.speculation)
+
+    @classmethod
+    def load(cls, config: EngineConfig, target: LoadedModel, layers: ObservedLayers) -> Speculation | None:
+        """Load what the settings ask for; `None` when they ask for nothing.
+
+        Args:
+            target: the model, and `layers` of it, as this rank has them.
+
+        Raises:
+            ConfigError: the model, or the draft model, cannot be used that way.
+            ModelError: the draft model cannot be loaded.
+        """
+        if config.speculation == "off":
+            return None
+        if layers.states:
+            raise ConfigError(
+                f"speculation is {config.speculation!r}, but {config.model!r} keeps a recurrent state in "
+                f"{len(layers.states)} layers, which cannot go back when a guess is wrong; set it to 'off'"
+            )
+        return cls(config, target, DraftModel(config, target, layers) if config.speculation == "draft" else None)
+
+    @property
+    def memory_share(self) -> float:
+        """Of the KV budget, what is left to the model itself."""
+        return 1.0 if self._draft is None else 1 - self._draft.share
+
+    def open(self, max_model_len: int, step_times: Callable[[], StepTimes]) -> None:
+        """Get ready to guess.
+
+        Args:
+            max_model_len: the engine's context.
+            step_times: of the model's steps as measured so far, the time for guesses left aside.
+
+        Raises:
+            ConfigError, ModelError: the draft model cannot run with these settings; `close` all the same.
+        """
+        if self._draft is None:
+            self._proposer = NgramProposer()
+        else:
+            self._draft.open(max_model_len)
+            self._proposer = DraftProposer(
+                self._draft,
+                step_tokens=self._config.max_num_batched_tokens,
+                max_num_seqs=self._config.max_num_seqs,
+                view=self._config.kv_view,
+            )
+        proposer = self._proposer
+        self._lengths = LengthControl(self._config.max_draft_tokens, step_times, lambda: proposer.step_times)
+
+    def propose(self, requests: Sequence[Request], budget: int) -> list[list[int]]:
+        """Guesses of what follows all tokens of each request, at most `budget` together; for many there are none.
+
+        Args:
+            requests: whose next token is to be chosen in the coming step: all but their last token is computed. Beams,
+                those about to be forked, and those whose sampling cannot look ahead get no guesses.
+        """
+        assert self._proposer is not None
+        able = [request for request in requests if _can_speculate(request)]
+        lengths = self._lengths.choose(able, budget)
+        proposed = self._proposer.propose(able, lengths)
+        drafts = {request: self._cut(request, guesses) for request, guesses in zip(able, proposed, strict=True)}
+        return [drafts.get(request, []) for request in requests]
+
+    def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """So many guesses for the request were checked, and the first `num_accepted` of them were right."""
+        assert 0 <= num_accepted <= num_drafts
+        if num_drafts:
+            self._lengths.note(request, num_drafts, num_accepted)
+            self.counts.checks += 1
+            self.counts.draft_tokens += num_drafts
+            self.counts.accepted_tokens += num_accepted
+
+    def forget(self, request: Request) -> None:
+        """A request has ended, or lost its memory. It may come back."""
+        if self._proposer is not None:
+            self._proposer.forget(request)
+            self._lengths.forget(request)
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` unless the books of what guesses add up."""
+        if self._proposer is not None:
+            self._proposer.check_integrity()
+
+    def close(self) -> None:
+        """Give everything back, opened or not."""
+        if self._proposer is not None:
+            self._proposer.close()
+            self._proposer = None
+        elif self._draft is not None:
+            self._draft.close()
+
+    def _cut(self, request: Request, guesses: list[int]) -> list[int]:
+        """Nothing follows a token that ends the output."""
+        params = request.params
+        for i, token_id in enumerate(guesses):
+            if token_id in params.stop_token_ids or (token_id in self._eos_token_ids and not params.ignore_eos):
+                return guesses[: i + 1]
+        return guesses
+
+
+def _can_speculate(request: Request) -> bool:
+    several = request.params.use_beam_search or request.num_forks
+    return not several and request.pin_name is None and request.sampling.can_look_ahead

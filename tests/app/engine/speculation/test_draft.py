@@ -1,0 +1,270 @@
+"""A draft model guesses what it would generate itself, whatever became of its guesses before."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from app.config import EngineConfig
+from app.engine.executor import Executor
+from app.engine.params import SamplingParams
+from app.engine.request import Request
+from app.engine.sampler import sample
+from app.engine.scheduler import Scheduled
+from app.engine.speculation.draft import DraftProposer
+from app.engine.speculation.draft_model import DraftModel
+from app.engine.tensor_parallel.processes import spawn_ranks
+from app.errors import ConfigError
+from tests.app.engine.speculation.requests import generate, make_request
+from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
+from vmem import MapError
+
+TINY = ARCHITECTURES["llama"][1] | {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}
+GREEDY = SamplingParams(temperature=0, max_tokens=None)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=3, max_tokens=None)
+
+
+class Drafting:
+    """A draft proposer, and the tokens of every forward of its model."""
+
+    def __init__(self, config: EngineConfig, target: Executor, max_model_len: int) -> None:
+        self.model = DraftModel(config, target.model, target.layers)
+        self.model.open(max_model_len)
+        self.proposer = DraftProposer(
+            self.model, step_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs, view=config.kv_view
+        )
+        self.target = target
+        self.forwards: list[int] = []
+        run = self.model.run
+
+        def note(scheduled: Sequence[Scheduled]) -> torch.Tensor:
+            self.forwards.append(sum(s.num_tokens for s in scheduled))
+            return run(scheduled)
+
+        self.model.run = note  # type: ignore[method-assign]
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        guesses = self.proposer.propose(requests, most)
+        self.proposer.check_integrity()
+        assert all(len(g) <= k for g, k in zip(guesses, most, strict=True))
+        return guesses
+
+    def check(self, request: Request, guesses: list[int], count: int) -> None:
+        """They are what the draft model generates by itself, through transformers' attention, without a cache."""
+        assert len(guesses) == count
+        if count:
+            logits = self.model._executor.own_logits(torch.tensor(request.token_ids + guesses[:-1]))[-count:]
+            assert guesses == sample(logits, [request.sampling] * count, list(range(count))).token_ids
+
+
+MakeDrafting = Callable[..., Drafting]
+
+
+@pytest.fixture
+def make_drafting(make_checkpoint: MakeCheckpoint) -> Iterator[MakeDrafting]:
+    made: list[Drafting] = []
+
+    def make(
+        model_type: str = "llama", draft: dict[str, Any] | None = None, max_model_len: int = 1024, **settings: Any
+    ) -> Drafting:
+        folder = str(make_checkpoint("llama", **ARCHITECTURES["llama"][1]))
+        defaults = {"kv_memory_bytes": 16 << 20, "skip_tokenizer_init": True, "max_num_seqs": 8, "num_threads": 1}
+        config = EngineConfig(
+            model=folder,
+            speculation="draft",
+            draft_model=str(make_checkpoint(model_type, **(draft or TINY))),
+            **(defaults | settings),
+        )
+        target = Executor(dataclasses.replace(config, speculation="off", draft_model=None), spawn_ranks)
+        made.append(Drafting(config, target, max_model_len))
+        return made[-1]
+
+    yield make
+    for drafting in made:
+        drafting.proposer.close()
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB_SIZE - 1, (length,), generator=generator).tolist()
+
+
+def go_on(request: Request, guesses: list[int], accepted: int) -> None:
+    """As if the model had accepted so many guesses, and then chosen a token that nobody guessed."""
+    generate(request, *guesses[:accepted])
+    generate(request, (guesses[accepted] + 7 if accepted < len(guesses) else 11 + len(request.token_ids)) % VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("view", ["region", "block_table"])
+def test_guesses_are_what_the_draft_model_generates(make_drafting: MakeDrafting, view: str) -> None:
+    """Greedy and sampled requests together; of the guesses before none, some or all were right, or it had no turn."""
+    drafting = make_drafting(kv_view=view)
+    choice = random.Random(5)
+    params = [GREEDY, SAMPLED, dataclasses.replace(SAMPLED, top_p=1.0), GREEDY]
+    requests = [make_request(tokens(n, n), p) for n, p in zip((33, 5, 64, 1), params, strict=True)]
+    for _ in range(9):
+        most = [choice.choice((0, 1, 3, 5)) for _ in requests]
+        guesses = drafting.propose(requests, most)
+        for request, k, guessed in zip(requests, most, guesses, strict=True):
+            drafting.check(request, guessed, k)
+            if choice.random() < 0.8:  # else the step failed, and nothing was chosen
+                go_on(request, guessed, choice.randint(0, len(guessed)))
+    assert len({len(request.token_ids) for request in requests}) == 4
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(make_drafting: MakeDrafting) -> None:
+    drafting = make_drafting(draft=ARCHITECTURES["llama"][1])
+    target = drafting.target
+    assert drafting.model.share == pytest.approx(0.5)
+    for params in (GREEDY, SAMPLED):
+        request = make_request(tokens(40), params)
+        for _ in range(4):
+            [guesses] = drafting.propose([request], [5])
+            logits = target.own_logits(torch.tensor(request.token_ids + guesses))[-6:]
+            chosen = sample(logits, [request.sampling] * 6, list(range(6))).token_ids
+            assert guesses == chosen[:5]
+            generate(request, *chosen)
+
+
+def test_a_forward_for_each_guess(make_drafting: MakeDrafting) -> None:
+    """All requests together, each as long as it wants guesses; what was right is not computed again."""
+    drafting = make_drafting()
+    requests = [make_request(tokens(n, n)) for n in (20, 30, 40)]
+    guesses = drafting.propose(requests, [1, 3, 4])
+    assert drafting.forwards == [90, 2, 2, 1]
+    for request, guessed, accepted in zip(requests, guesses, (1, 1, 4), strict=True):
+        go_on(request, guessed, accepted)
+    drafting.forwards.clear()
+    drafting.propose(requests, [2, 2, 2])
+    # The first lacks its guess and the token after it; the second only the token after; the third like the first.
+    assert drafting.forwards == [2 + 1 + 2, 3]
+
+
+def test_long_prompts_are_seen_in_chunks_and_hold_nobody_up(make_drafting: MakeDrafting) -> None:
+    drafting = make_drafting(max_num_batched_tokens=64)
+    short, long = make_request(tokens(30, 1)), make_request(tokens(200, 2))
+    for step in range(5):
+        drafting.forwards.clear()
+        guesses = drafting.propose([short, long], [2, 2])
+        drafting.check(short, guesses[0], 2)
+        drafting.check(long, guesses[1], 2 if step >= 3 else 0)
+        assert drafting.forwards[0] <= 64
+        go_on(short, guesses[0], 1)
+        generate(long, 5)
+
+
+def test_prompts_that_begin_alike_are_seen_once(make_drafting: MakeDrafting) -> None:
+    drafting = make_drafting(max_num_batched_tokens=128)
+    requests = [make_request(tokens(256) + tokens(8, 1 + i)) for i in range(4)]
+    for _ in range(4):
+        guesses = drafting.propose(requests, [2] * 4)
+    for request, guessed in zip(requests, guesses, strict=True):
+        drafting.check(request, guessed, 2)
+    assert sum(drafting.forwards) < 256 + 4 * 8 + 4 * 4 * 3
+    salted = make_request(requests[0].token_ids, salt="mine")
+    drafting.forwards.clear()
+    for _ in range(3):
+        drafting.propose([salted], [1])
+    assert sum(drafting.forwards) >= 264  # nothing is shared across salts
+
+
+def test_rejected_guesses_are_not_in_the_prefix_cache(make_drafting: MakeDrafting) -> None:
+    """They fill a block; a request that has these very tokens must not find it."""
+    drafting = make_drafting()
+    request = make_request(tokens(27))
+    [guesses] = drafting.propose([request], [8])
+    go_on(request, guesses, 0)
+    [again] = drafting.propose([request], [8])
+    drafting.check(request, again, 8)
+    other = make_request(tokens(27) + guesses)
+    drafting.check(other, drafting.propose([other], [4])[0], 4)
+    drafting.proposer.forget(request)
+    drafting.check(other, drafting.propose([other], [4])[0], 4)
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma2"])
+def test_windows_go_back_with_wrong_guesses(make_drafting: MakeDrafting, architecture: str) -> None:
+    drafting = make_drafting(*ARCHITECTURES[architecture], max_num_batched_tokens=64)
+    request = make_request(tokens(100))
+    generator = random.Random(1)
+    for step in range(24):
+        [guesses] = drafting.propose([request], [8])
+        if step % 8 == 7:
+            drafting.check(request, guesses, 8)
+        go_on(request, guesses, generator.choice((0, 0, 1, 8)) if guesses else 0)
+
+
+@pytest.mark.parametrize("view", ["region", "block_table", "auto"])
+def test_full_memory_costs_guesses_and_nothing_else(make_drafting: MakeDrafting, view: str) -> None:
+    """There is room for most of eight at first, and for three in the end: those give way that would have most to
+    compute, and do not take each other's place again and again."""
+    drafting = make_drafting(max_model_len=128, kv_memory_bytes=100 * 4096, kv_view=view)
+    assert drafting.model.memory.most_budget_bytes == 14 * 4096
+    requests = [make_request(tokens(30, i)) for i in range(8)]
+    served = []
+    for _ in range(22):
+        guesses = drafting.propose(requests, [3] * 8)
+        served.append(sum(map(bool, guesses)))
+        for request, guessed in zip(requests, guesses, strict=True):
+            drafting.check(request, guessed, 3 if guessed else 0)
+            go_on(request, guessed, 2 if guessed else 0)
+    assert served[0] >= 6
+    assert 3 <= served[-1] <= 4
+    computed = sum(drafting.forwards)
+    assert computed <= 8 * 30 + 3 * sum(served) + 300
+    # Those without a turn give way to those with one.
+    waiting = [request for request in requests if request not in drafting.proposer._drafts][:2]
+    for request, guessed in zip(waiting, drafting.propose(waiting, [3, 3]), strict=True):
+        drafting.check(request, guessed, 3)
+
+
+def test_no_guesses_beyond_the_draft_models_context(make_drafting: MakeDrafting) -> None:
+    drafting = make_drafting(draft=TINY | {"max_position_embeddings": 64})
+    request = make_request(tokens(60))
+    lengths = []
+    for _ in range(8):
+        [guesses] = drafting.propose([request], [4])
+        lengths.append(len(guesses))
+        generate(request, 5)
+    assert lengths == [4, 4, 3, 2, 1, 0, 0, 0]
+    assert not drafting.proposer._drafts
+
+
+def test_a_step_that_fails_loses_nothing(make_drafting: MakeDrafting, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafting = make_drafting()
+    requests = [make_request(tokens(n, n)) for n in (20, 30)]
+    drafting.propose(requests, [3, 3])
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    def refuse(*_: object) -> None:
+        raise MapError("mmap failed")
+
+    for failing, name, raised in ((drafting.model, "run", True), (drafting.model.memory, "ensure", False)):
+        for request in requests:
+            generate(request, 9)
+        with monkeypatch.context() as patch:
+            patch.setattr(failing, name, fail if raised else refuse)
+            if raised:
+                with pytest.raises(RuntimeError):
+                    drafting.propose(requests, [3, 3])
+            else:
+                assert drafting.propose(requests, [3, 3]) == [[], []]
+        drafting.proposer.check_integrity()
+        for request, guessed in zip(requests, drafting.propose(requests, [3, 3]), strict=True):
+            drafting.check(request, guessed, 3)
+
+
+def test_what_cannot_draft(make_drafting: MakeDrafting) -> None:
+    with pytest.raises(ConfigError, match="vocabulary of 300 tokens and the model one of 512"):
+        make_drafting(draft=TINY | {"vocab_size": 300})
+    with pytest.raises(ConfigError, match="recurrent state in 2 layers"):
+        make_drafting("lfm2", HYBRIDS["lfm2"])
+    with pytest.raises(ConfigError, match="below two blocks"):
+        make_drafting(kv_memory_bytes=20_000, block_tokens=16)

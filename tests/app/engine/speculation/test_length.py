@@ -1,0 +1,136 @@
+"""How many tokens are guessed: the best number, none where it does not pay, and again where it does."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.engine.speculation.length import Acceptance, LengthControl, choose_lengths
+from app.fleet.report import StepTimes
+from tests.app.engine.speculation.requests import generate, make_request
+
+STEP = StepTimes(fixed_s=0.02, token_s=0.0005, attended_s=1e-8)
+FREE = StepTimes()
+
+
+def speed(
+    lengths: tuple[int, ...], rates: list[float], num_cached: list[int], step: StepTimes, draft: StepTimes
+) -> float:
+    """Tokens a second, written out."""
+    tokens = sum(sum(p**j for j in range(k + 1)) for p, k in zip(rates, lengths, strict=True))
+    seconds = step.fixed_s + max(lengths) * draft.fixed_s
+    for k, cached in zip(lengths, num_cached, strict=True):
+        seconds += (k + 1) * (step.token_s + step.attended_s * cached)
+        seconds += k * (draft.token_s + draft.attended_s * cached)
+    return tokens / seconds
+
+
+milliseconds = st.floats(0.01, 20).map(lambda ms: ms / 1000)
+times = st.builds(StepTimes, milliseconds, milliseconds.map(lambda s: s / 10), milliseconds.map(lambda s: s / 1e5))
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 3), st.integers(0, 5000)), min_size=1, max_size=4),
+    times,
+    st.one_of(st.just(FREE), times),
+    st.integers(0, 12),
+)
+def test_nothing_is_better(
+    requests: list[tuple[float, int, int]], step: StepTimes, draft: StepTimes, budget: int
+) -> None:
+    """Against all combinations of lengths."""
+    rates, most, num_cached = map(list, zip(*requests, strict=True))
+    chosen = tuple(choose_lengths(rates, most, num_cached, step=step, draft=draft, budget=budget))
+    assert sum(chosen) <= budget
+    assert all(0 <= k <= limit for k, limit in zip(chosen, most, strict=True))
+    best = max(
+        speed(lengths, rates, num_cached, step, draft)
+        for lengths in itertools.product(*(range(limit + 1) for limit in most))
+        if sum(lengths) <= budget
+    )
+    assert speed(chosen, rates, num_cached, step, draft) == pytest.approx(best, rel=1e-9)
+
+
+def test_a_token_that_costs_as_much_as_a_step_is_not_guessed() -> None:
+    dear = StepTimes(fixed_s=0.0, token_s=0.01)
+    assert choose_lengths([0.9], [8], [100], step=dear, draft=FREE, budget=100) == [0]
+    assert choose_lengths([0.9], [8], [100], step=STEP, draft=FREE, budget=100) == [8]
+    # A draft model as slow as the model itself gains nothing either.
+    assert choose_lengths([0.9], [8], [100], step=STEP, draft=STEP, budget=100) == [0]
+
+
+def test_before_anything_is_measured_all_is_tried() -> None:
+    assert choose_lengths([0.6, 0.6], [4, 2], [10, 10], step=FREE, draft=FREE, budget=100) == [4, 2]
+    assert choose_lengths([], [], [], step=STEP, draft=FREE, budget=100) == []
+
+
+def test_acceptance_follows_what_is_seen() -> None:
+    acceptance = Acceptance(half_life=32)
+    assert acceptance.rate(0.6) == pytest.approx(0.6)
+    for _ in range(200):
+        acceptance.note(4, 1)  # one right, one wrong, and two that were not reached
+    assert acceptance.rate(0.6) == pytest.approx(0.5, abs=0.02)
+    for _ in range(100):
+        acceptance.note(4, 4)
+    assert acceptance.rate(0.6) > 0.95
+
+
+def control(step: StepTimes = STEP, draft: StepTimes = FREE, most: int = 8) -> LengthControl:
+    return LengthControl(most, lambda: step, lambda: draft)
+
+
+def test_the_last_token_is_never_guessed() -> None:
+    request = make_request([1, 2, 3], max_tokens=5)
+    lengths = control()
+    assert lengths.choose([request], 100) == [4]
+    generate(request, 4, 5, 6)
+    assert lengths.choose([request], 100) == [1]
+    generate(request, 7)
+    assert lengths.choose([request], 100) == [0]
+
+
+def test_probes_become_rare_and_guessing_recovers() -> None:
+    """A request whose guesses were all wrong asks in fewer and fewer steps; when they become right it goes on."""
+    request, other = make_request([1, 2, 3], max_tokens=10_000), make_request([1, 2, 3], max_tokens=10_000)
+    lengths = control(StepTimes(fixed_s=0.02, token_s=0.01))
+    asked = []
+    for step in range(1600):
+        k, _ = lengths.choose([request, other], 100)
+        if k:
+            asked.append(step)
+            lengths.note(request, k, 0)
+    gaps = [b - a for a, b in itertools.pairwise(asked)]
+    assert len(asked) < 30
+    assert set(gaps[-3:]) == {256}
+    found = 0
+    for _ in range(1600):
+        k, _ = lengths.choose([request, other], 100)
+        found += bool(k)
+        if k:
+            lengths.note(request, k, k)
+    assert found > 1000
+
+
+def test_probes_share_their_steps_and_the_budget() -> None:
+    requests = [make_request([1, 2, 3], max_tokens=10_000) for _ in range(4)]
+    lengths = control()
+    for _ in range(20):
+        for request in requests:
+            lengths.note(request, 8, 0)
+    chosen = [lengths.choose(requests, 10) for _ in range(64)]
+    assert [lengths for lengths in chosen if any(lengths)] == [[4, 4, 2, 0]] * 4
+
+
+def test_a_new_request_begins_where_the_others_are() -> None:
+    lengths = control(StepTimes(fixed_s=0.02, token_s=0.01))
+    old, new = make_request([1], max_tokens=10_000), make_request([1], max_tokens=10_000)
+    assert lengths.choose([new], 100)[0] > 0
+    lengths.forget(new)
+    for _ in range(500):
+        lengths.note(old, 4, 0)
+    assert lengths.choose([new], 100) == [0]
+    lengths.forget(old)
+    assert list(lengths._records) == [new]

@@ -1,0 +1,105 @@
+"""Prompt look-up finds what a search through the whole text would find."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.engine.speculation import ngram
+from app.engine.speculation.ngram import NgramIndex, NgramProposer
+from tests.app.engine.speculation.requests import generate, make_request
+
+
+def searched(token_ids: list[int], least: int, most: int, count: int) -> list[int]:
+    """The definition: the longest run at the end that occurred before, its last place, what followed there."""
+    for n in range(min(most, len(token_ids) - 1), least - 1, -1):
+        for start in range(len(token_ids) - n - 1, -1, -1):
+            if token_ids[start : start + n] == token_ids[-n:]:
+                text = token_ids.copy()
+                while len(text) < len(token_ids) + count:
+                    text.append(text[start + n + len(text) - len(token_ids)])
+                return text[len(token_ids) :]
+    return []
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 3), max_size=25), min_size=1, max_size=12),
+    st.integers(1, 3),
+    st.integers(0, 2),
+    st.integers(1, 9),
+)
+def test_it_finds_what_a_search_finds(added: list[list[int]], least: int, more: int, count: int) -> None:
+    """The text grows by one token or many; pieces are short, so that there are several."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(ngram, "PIECE_TOKENS", 16)
+    patch.setattr(ngram, "RECENT_TOKENS", 6)
+    request = make_request([])
+    proposer = NgramProposer(min_ngram=least, max_ngram=least + more)
+    try:
+        for token_ids in added:
+            request.token_ids += token_ids
+            [guesses] = proposer.propose([request], [count])
+            proposer.check_integrity()
+            assert guesses == searched(request.token_ids, least, least + more, count)
+    finally:
+        patch.undo()
+
+
+def test_a_loop_is_guessed_beyond_the_end_of_the_text() -> None:
+    proposer = NgramProposer()
+    assert proposer.propose([make_request([7, 1, 2, 3, 1, 2, 3])], [8]) == [[1, 2, 3, 1, 2, 3, 1, 2]]
+
+
+def test_requests_do_not_see_each_other() -> None:
+    proposer = NgramProposer()
+    one, other = make_request([1, 2, 3, 4, 5, 1, 2]), make_request([9, 8, 7, 1, 2])
+    assert proposer.propose([one, other], [2, 2]) == [[3, 4], []]
+    generate(one, 3, 9)
+    generate(other, 9, 8)
+    assert proposer.propose([one, other], [2, 3]) == [[], [7, 1, 2]]
+
+
+def test_a_long_prompt_is_indexed_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it at once would hold everybody's next token up. No step sorts more than `STEP_TOKENS`."""
+    sizes: list[int] = []
+    sort = ngram._sort
+
+    def note(token_ids: list[int], start: int, end: int, least: int, most: int) -> ngram._Piece:
+        sizes.append(end - start)
+        return sort(token_ids, start, end, least, most)
+
+    monkeypatch.setattr(ngram, "_sort", note)
+    text = np.random.default_rng(0).integers(0, 1 << 17, 50_000).tolist()
+    requests = [make_request(text + text[n : n + 5]) for n in (100, 200)]
+    proposer = NgramProposer()
+    right = [text[105:108], text[205:208]]
+    for _ in range(8):
+        sizes.clear()
+        guesses = proposer.propose(requests, [3, 3])
+        assert sum(sizes) <= ngram.STEP_TOKENS
+        if guesses == right:
+            break
+    assert guesses == right
+    for index in proposer._indexes.values():
+        assert len(index._pieces) <= 8
+        assert sum(piece.keys.nbytes + piece.follows.nbytes for piece in index._pieces) <= 36 * 50_005
+
+
+def test_a_generated_text_makes_few_pieces() -> None:
+    index, text = NgramIndex(2, 4), list(range(1, 20_000))
+    for end in range(100, len(text), 100):
+        index.extend(text[:end], ngram.STEP_TOKENS)
+    assert len(index._pieces) <= 4
+    assert len(index._recent) <= 3 * ngram.RECENT_TOKENS
+
+
+def test_what_is_forgotten_can_come_back() -> None:
+    proposer, request = NgramProposer(), make_request([1, 2, 3, 1, 2])
+    assert proposer.propose([request], [1]) == [[3]]
+    proposer.forget(request)
+    assert not proposer._indexes
+    proposer.forget(request)
+    assert proposer.propose([request], [1]) == [[3]]
+    assert proposer.propose([request], [0]) == [[]]

@@ -1,0 +1,255 @@
+"""Speculation through the engine: the same outputs in fewer steps, under pressure too, and nothing left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from app.config import EngineConfig
+from app.engine.engine import Engine
+from app.engine.params import SamplingParams
+from app.errors import ConfigError, EngineError
+from app.fleet.report import StepTimes
+from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
+from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
+
+TINY = ARCHITECTURES["llama"][1] | {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}
+GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=40, temperature=0.7, top_p=0.9, seed=8, ignore_eos=True)
+# Of few tokens, so that even random weights repeat themselves.
+FEW = SamplingParams(max_tokens=40, seed=8, ignore_eos=True, logit_bias={10: 80.0, 11: 80.0, 12: 80.0})
+# Steps so dear that as much is guessed as may be, whatever comes of it.
+DEAR = StepTimes(fixed_s=10.0)
+
+
+class Run:
+    """An engine that has run some requests, with the books checked after each step."""
+
+    def __init__(self, folder: str, *, eager: bool = True, launch: Any = None, **settings: Any) -> None:
+        defaults = {"kv_memory_bytes": 16 << 20, "skip_tokenizer_init": True, "max_num_seqs": 8, "num_threads": 1}
+        config = EngineConfig(model=folder, **(defaults | settings))
+        self.engine = Engine(config, launch) if launch else Engine(config)
+        self.num_steps = 0
+        if eager and self.engine._speculation is not None:
+            lengths = self.engine._speculation._lengths
+            lengths._step_times, lengths._draft_times = lambda: DEAR, StepTimes
+
+    def __call__(self, prompts: list[list[int]], *params: SamplingParams, close: bool = True) -> list[list[int]]:
+        outputs: list[list[int]] = [[] for _ in prompts]
+        for i, prompt in enumerate(prompts):
+            self.engine.submit(str(i), prompt, params[i % len(params)])
+        while self.engine.has_work:
+            for delta in self.engine.step():
+                assert delta.error is None
+                outputs[int(delta.request_id)].extend(delta.token_ids)
+            self.num_steps += 1
+            self.engine.check_integrity()
+        if close:
+            self.engine.close()
+        return outputs
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB_SIZE - 1, (length,), generator=generator).tolist()
+
+
+PROMPTS = [tokens(20), tokens(12, 1) * 4, tokens(90, 2), tokens(3, 3) * 9, tokens(31, 4)]
+
+
+@pytest.fixture
+def folder(make_checkpoint: MakeCheckpoint) -> str:
+    return str(make_checkpoint("llama", **ARCHITECTURES["llama"][1]))
+
+
+@pytest.mark.parametrize("speculation", ["ngram", "draft"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_outputs_are_the_same(architecture: str, speculation: str, make_checkpoint: MakeCheckpoint) -> None:
+    """Greedy and seeded requests side by side. A model that drafts for itself is right."""
+    folder = str(make_checkpoint(*ARCHITECTURES[architecture][:1], **ARCHITECTURES[architecture][1]))
+    expected = Run(folder)(PROMPTS, GREEDY, SEEDED, FEW)
+    run = Run(folder, speculation=speculation, draft_model=folder if speculation == "draft" else None)
+    assert run(PROMPTS, GREEDY, SEEDED, FEW) == expected
+    counts = run.engine.speculation
+    assert counts is not None
+    assert counts.proposer == speculation
+    assert counts.draft_tokens > 20
+    if speculation == "draft":
+        assert counts.acceptance_rate > 0.97
+        assert run.num_steps < 15
+    else:
+        assert 0 < counts.accepted_tokens
+
+
+def test_a_loop_is_guessed_from_the_text(make_checkpoint: MakeCheckpoint) -> None:
+    """The built-in model repeats what it reads; prompt look-up saves most of the steps."""
+    config = {"max_model_len": 512}
+    prompt = [5, 17, 300, 41, 22, 9] * 12
+    expected = Run("builtin", **config)([prompt], GREEDY)
+    run = Run("builtin", speculation="ngram", **config)
+    assert run([prompt], GREEDY) == expected
+    counts = run.engine.speculation
+    assert counts is not None
+    assert counts.accepted_tokens >= 40 - run.num_steps - 1
+    assert counts.accepted_tokens > 10
+
+
+@pytest.mark.parametrize(
+    ("speculation", "preemption", "num_blocks"), [("ngram", "swap", 14), ("tiny", "recompute", 16), ("own", "swap", 28)]
+)
+def test_under_pressure(
+    folder: str, make_checkpoint: MakeCheckpoint, speculation: str, preemption: str, num_blocks: int
+) -> None:
+    """Requests are preempted in the middle of guessing, and a draft model has too little memory for all of them."""
+    draft = {"ngram": None, "own": folder, "tiny": str(make_checkpoint("llama", **TINY))}[speculation]
+    settings: dict[str, Any] = {"max_model_len": 160, "max_num_batched_tokens": 50}
+    params = [dataclasses.replace(each, max_tokens=60) for each in (GREEDY, SEEDED, FEW)]
+    expected = Run(folder, **settings)(PROMPTS[:4], *params)
+    run = Run(
+        folder,
+        speculation="draft" if draft else "ngram",
+        draft_model=draft,
+        preemption=preemption,
+        kv_memory_bytes=num_blocks * 16 * 768,
+        **settings,
+    )
+    assert run(PROMPTS[:4], *params) == expected
+    assert sum(run.engine._scheduler.num_preempted.values()) > 0
+    assert run.engine.speculation is not None
+    assert run.engine.speculation.draft_tokens > 0
+
+
+def test_several_ranks(folder: str) -> None:
+    """The draft model runs on the first rank only, and whole."""
+    prompts = PROMPTS[:3]
+    expected = Run(folder)(prompts, GREEDY, SEEDED)
+    run = Run(folder, launch=thread_ranks, tensor_parallel_size=2, speculation="draft", draft_model=folder)
+    assert run.engine._speculation is not None
+    assert run.engine._speculation.memory_share == pytest.approx(1 / 3)  # of each rank: half of the heads
+    assert run(prompts, GREEDY, SEEDED) == expected
+    assert run.engine.speculation is not None
+    assert run.engine.speculation.acceptance_rate > 0.97
+
+
+def test_prefixes_with_rejected_guesses(folder: str, make_checkpoint: MakeCheckpoint) -> None:
+    """A second turn finds in the prefix cache what was generated, and never what was only guessed."""
+    run = Run(folder, speculation="draft", draft_model=str(make_checkpoint("llama", **TINY)), block_tokens=16)
+    plain = Run(folder, block_tokens=16)
+    prompts = PROMPTS
+    for _ in range(2):
+        outputs = run(prompts, GREEDY, close=False)
+        assert outputs == plain(prompts, GREEDY, close=False)
+        prompts = [prompt + output + tokens(5) for prompt, output in zip(prompts, outputs, strict=True)]
+    counts = run.engine.speculation
+    assert counts is not None
+    assert counts.accepted_tokens < counts.draft_tokens / 4  # of random weights
+    run.engine.close()
+    plain.engine.close()
+
+
+def test_forks_beams_and_structures_do_without(folder: str) -> None:
+    """What several sequences share is not guessed at before they are apart; what depends on the text is not at all."""
+    params = [
+        dataclasses.replace(SEEDED, n=3, max_tokens=12),
+        SamplingParams(max_tokens=12, best_of=3, temperature=0, use_beam_search=True, ignore_eos=True),
+        dataclasses.replace(GREEDY, repetition_penalty=1.3, max_tokens=12),
+        dataclasses.replace(GREEDY, max_tokens=1),
+    ]
+    outputs = []
+    for settings in ({}, {"speculation": "draft", "draft_model": folder}):
+        run = Run(folder, **settings)
+        seen: Counter[tuple[str, int, int]] = Counter()
+        found: dict[tuple[str, int], list[int]] = {}
+        for i, each in enumerate(params):
+            run.engine.submit(str(i), [7], each)  # a prompt of one token decodes at once
+            run.engine.submit(f"{i} long", tokens(40, i), each)
+        while run.engine.has_work:
+            for delta in run.engine.step():
+                assert delta.error is None
+                found.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+                seen[delta.request_id, delta.index, len(delta.token_ids)] += 1
+            run.engine.check_integrity()
+        outputs.append(found)
+        run.engine.close()
+    assert outputs[0] == outputs[1]
+    assert any(count > 1 for name, _, count in seen if name.startswith("0"))
+    assert all(count == 1 for name, _, count in seen if name.startswith("2"))
+
+
+def test_the_distribution_is_the_same(folder: str) -> None:
+    """Chi-square over the second and third token of many unseeded samples, with drafts of the model itself."""
+    params = SamplingParams(max_tokens=3, temperature=1.0, top_k=3, ignore_eos=True, n=8)
+    histograms = []
+    for settings in ({}, {"speculation": "draft", "draft_model": folder}):
+        run = Run(folder, max_num_seqs=64, **settings)
+        counts: Counter[tuple[int, ...]] = Counter()
+        for i in range(40):
+            run.engine.submit(str(i), [5, 9], params)
+        tails: dict[tuple[str, int], tuple[int, ...]] = {}
+        while run.engine.has_work:
+            for delta in run.engine.step():
+                key = delta.request_id, delta.index
+                tails[key] = tails.get(key, ()) + delta.token_ids
+        counts.update(tails.values())
+        histograms.append(counts)
+        run.engine.close()
+    keys = sorted(set(histograms[0]) | set(histograms[1]))
+    observed = torch.tensor([[h[k] for k in keys] for h in histograms], dtype=torch.float64)
+    assert observed.sum(dim=1).tolist() == [320, 320]
+    expected = observed.sum(dim=0) / 2
+    chi_square = ((observed - expected) ** 2 / expected).sum().item()
+    assert chi_square < len(keys) + 6 * (2 * len(keys)) ** 0.5
+
+
+def test_a_draft_model_that_fails_fails_the_step_only(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(folder, speculation="draft", draft_model=folder)
+    expected = run(PROMPTS, GREEDY, close=False)
+    assert run.engine._speculation is not None
+    assert run.engine._speculation._draft is not None
+
+    def fail(*_: object) -> None:
+        raise EngineError("no more")
+
+    for i, prompt in enumerate(PROMPTS):
+        run.engine.submit(str(i), prompt, GREEDY)
+    outputs: list[list[int]] = [[] for _ in PROMPTS]
+    for step in range(100):
+        with monkeypatch.context() as patch:
+            if step == 3:
+                patch.setattr(run.engine._speculation._draft, "run", fail)
+                with pytest.raises(EngineError):
+                    run.engine.step()
+        for delta in run.engine.step():
+            outputs[int(delta.request_id)].extend(delta.token_ids)
+        run.engine.check_integrity()
+        if not run.engine.has_work:
+            break
+    assert outputs == expected
+    run.engine.close()
+
+
+def test_settings_that_cannot_work_leave_nothing_behind(make_checkpoint: MakeCheckpoint, folder: str) -> None:
+    hybrid = str(make_checkpoint("lfm2", **HYBRIDS["lfm2"]))
+    with pytest.raises(ConfigError, match="set it to 'off'"):
+        Run(hybrid, speculation="ngram")
+    with pytest.raises(ConfigError, match="choose a draft model with attention only"):
+        Run(folder, speculation="draft", draft_model=hybrid)
+    with pytest.raises(ConfigError, match="below two blocks"):
+        Run(folder, speculation="draft", draft_model=str(make_checkpoint("llama", **TINY)), kv_memory_bytes=50_000)
+
+
+def test_guesses_end_where_the_output_does(folder: str) -> None:
+    run = Run(folder, speculation="draft", draft_model=folder)
+    [output] = run([PROMPTS[0]], GREEDY, close=False)
+    stop = dataclasses.replace(GREEDY, stop_token_ids=(output[11],))
+    before = dataclasses.replace(run.engine.speculation) if run.engine.speculation else None
+    assert run([PROMPTS[0]], stop, close=False) == [output[: output.index(output[11]) + 1]]
+    counts = run.engine.speculation
+    assert before is not None
+    assert counts is not None
+    assert counts.draft_tokens - before.draft_tokens <= 12
+    run.engine.close()

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Literal
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from app.engine.params import EarlyStopping, SamplingParams, Structure
+from app.engine.params import SamplingParams, Structure
 from app.errors import RequestError
+from app.openai.sampling_body import SamplingBody
 from app.openai.strict import StrictBody
 from app.openai.structures import ResponseFormat, guided_structure, only_structure, structure_of
 from app.openai.tool_bodies import Text, ToolCall, ToolChoice, Tools
 
 MAX_PROMPTS = 256
 MAX_TOP_LOGPROBS = 20
-_TOKEN_ID = re.compile(r"[0-9]{1,9}")
 
 
 def _no_suffix(suffix: str | None) -> str | None:
@@ -42,104 +43,6 @@ Prompt = Annotated[
     | Annotated[list[TokenIds], Tag("batch")],
     Discriminator(_kind_of),
 ]
-
-
-class StreamOptions(StrictBody):
-    """`include_usage` adds a last chunk with the token counts."""
-
-    include_usage: bool = False
-
-
-class SamplingBody(StrictBody):
-    """How to choose tokens, and when to stop. `None` is the default of each.
-
-    OpenAI's are `n`, `temperature`, `top_p`, `frequency_penalty`, `presence_penalty`, `logit_bias` (token id, as a
-    string → what is added), `seed`, `stop`, `stream` and `stream_options`. The others are extensions, and mean what
-    they mean in `app.engine.params.SamplingParams`:
-
-    - which tokens: `top_k`, `min_p`, `repetition_penalty`, `bad_words`, `min_tokens`;
-    - when to stop: `ignore_eos`, `stop_token_ids`, `include_stop_str`;
-    - of several outputs the best: `best_of`, `use_beam_search`, `length_penalty`, `early_stopping`;
-    - `prompt_logprobs`: log probabilities of the prompt's tokens, and so many alternatives for each;
-    - what the output looks like, at most one of: `guided_json` (a JSON schema), `guided_regex`, `guided_choice`,
-      `guided_grammar` (Lark).
-    """
-
-    model: str
-    n: int | None = None
-    best_of: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    bad_words: list[Text] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str: bool = False
-    ignore_eos: bool = False
-    min_tokens: int | None = None
-    use_beam_search: bool = False
-    length_penalty: float | None = None
-    early_stopping: EarlyStopping | None = None
-    prompt_logprobs: int | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: Text | None = None
-    guided_choice: list[Text] | None = None
-    guided_grammar: Text | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def num_outputs(self) -> int:
-        """Of each prompt."""
-        return 1 if self.n is None else self.n
-
-    def _params(
-        self,
-        max_tokens: int | None,
-        *,
-        logprobs: int | None,
-        prompt_logprobs: int | None,
-        structure: Structure | None,
-    ) -> SamplingParams:
-        given: dict[str, Any] = {
-            "n": self.n,
-            "best_of": self.best_of,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "frequency_penalty": self.frequency_penalty,
-            "presence_penalty": self.presence_penalty,
-            "repetition_penalty": self.repetition_penalty,
-            "bad_words": self.bad_words,
-            "stop": self.stop,
-            "stop_token_ids": self.stop_token_ids,
-            "min_tokens": self.min_tokens,
-            "length_penalty": self.length_penalty,
-            "early_stopping": self.early_stopping,
-        }
-        return SamplingParams(
-            max_tokens=max_tokens,
-            logit_bias=_by_token_id(self.logit_bias or {}),
-            seed=self.seed,
-            include_stop_str=self.include_stop_str,
-            ignore_eos=self.ignore_eos,
-            use_beam_search=self.use_beam_search,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            structure=structure,
-            **{name: value for name, value in given.items() if value is not None},
-        )
 
 
 class GenerationBody(SamplingBody):
@@ -199,7 +102,7 @@ class CompletionRequest(GenerationBody):
     def sampling_params(self) -> SamplingParams:
         """Raises `RequestError` when a value is out of bounds."""
         of_prompt = self.prompt_logprobs, self.logprobs if self.echo else None
-        return self._params(
+        return self.params(
             1 if self.only_echoes else self.max_tokens,
             logprobs=self.logprobs,
             prompt_logprobs=max((number for number in of_prompt if number is not None), default=None),
@@ -222,7 +125,7 @@ class ForkRequest(SamplingBody):
             raise RequestError(
                 "prompt_logprobs cannot be set for a fork: its prompt is computed already", "prompt_logprobs"
             )
-        return self._params(
+        return self.params(
             self.max_tokens, logprobs=self.logprobs, prompt_logprobs=None, structure=guided_structure(self)
         )
 
@@ -273,16 +176,25 @@ class ChatCompletionRequest(GenerationBody):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
 
-    def sampling_params(self, forced: Structure | None = None) -> SamplingParams:
-        """Raises `RequestError` when a value is out of bounds. `forced`: what `tool_choice` makes of the output."""
+    def sampling_params(self, forced: Structure | None = None, kept_token_ids: Collection[int] = ()) -> SamplingParams:
+        """What is asked for, with tools as `ToolUse` describes them.
+
+        Args:
+            forced: what `tool_choice` makes of the output.
+            kept_token_ids: special tokens that calls begin or end with.
+
+        Raises:
+            RequestError: a value is out of bounds.
+        """
         asked = {"tool_choice": forced, "response_format": structure_of(self.response_format)}
         asked["guided_json and its like"] = guided_structure(self)
-        return self._params(
+        params = self.params(
             self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             logprobs=self._num_logprobs(),
             prompt_logprobs=self.prompt_logprobs,
             structure=only_structure({name: value for name, value in asked.items() if value is not None}),
         )
+        return replace(params, kept_token_ids=sorted(kept_token_ids)) if kept_token_ids else params
 
     def _num_logprobs(self) -> int | None:
         if self.top_logprobs is None:
@@ -304,10 +216,3 @@ class PinRequest(StrictBody):
     prompt: str | list[int] | None = None
     messages: list[Message] | None = None
     cache_salt: Name | None = None
-
-
-def _by_token_id(logit_bias: dict[str, float]) -> dict[int, float]:
-    for key in logit_bias:
-        if not _TOKEN_ID.fullmatch(key):
-            raise RequestError(f"logit_bias has the key {key!r}; keys are token ids", "logit_bias")
-    return {int(key): bias for key, bias in logit_bias.items()}

@@ -5,35 +5,32 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
-from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from app.engine.model_loader import load_tokenizer
 from app.engine.params import SamplingParams
-from app.errors import EngineError, FolioError, UnavailableError, UnknownModelError, UnknownRequestError
+from app.errors import EngineError, UnknownModelError, UnknownRequestError
 from app.openai.answers import CompletionAnswer
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, GenerationBody, PinRequest
 from app.openai.chat_answers import ChatAnswer
 from app.openai.http import build_api
-from app.openai.pieces import Piece, split_public_id
+from app.openai.pieces import split_public_id
 from app.openai.prompts import encode_chat, encode_completion, encode_pin, prompt_texts
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, ModelCard, ModelList
 from app.openai.token_texts import TokenTexts
 from app.openai.tools import tool_use
+from app.serving.calls import pieces_of, result_of, results_of
 from app.serving.interleave import interleave
 from app.serving.messages import ForkCall, GenerateRequest
 from vmem import BudgetAnswer, MemoryReport
 
 READY_TIMEOUT_S = 10
-# What awaiting a call of a replica raises when the call failed, the replica is gone, or none can be had.
-_FAILURES = (RayTaskError, RayActorError, DeploymentUnavailableError)
 
 
 @serve.ingress()
@@ -70,7 +67,7 @@ class Ingress:
         """Returns when an engine replica answers that it is well."""
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                await _call(self._engine.facts.remote())
+                await result_of(self._engine.facts.remote())
         except TimeoutError:
             raise EngineError(f"no engine replica answered within {READY_TIMEOUT_S} s") from None
 
@@ -85,7 +82,7 @@ class Ingress:
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion, whole."""
         calls, answer = await asyncio.to_thread(self._completion, request, session)
-        return answer.whole(await _all([self._engine.generate.remote(call) for call in calls]))
+        return answer.whole(await results_of([self._engine.generate.remote(call) for call in calls]))
 
     async def generate_stream(
         self, request: CompletionRequest, session: str | None = None
@@ -93,7 +90,7 @@ class Ingress:
         """A completion, piece by piece: outputs take turns as they are generated."""
         calls, answer = await asyncio.to_thread(self._completion, request, session)
         streams = self._engine.options(stream=True).generate_stream
-        async with aclosing(interleave([_pieces(streams, call) for call in calls])) as pieces:
+        async with aclosing(interleave([pieces_of(streams, call) for call in calls])) as pieces:
             async for prompt, piece in pieces:
                 yield answer.chunk(piece, prompt)
         if request.include_usage:
@@ -102,7 +99,7 @@ class Ingress:
     async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
         """A chat completion, whole."""
         call, answer = await asyncio.to_thread(self._chat, request, session)
-        [outputs] = await _all([self._engine.generate.remote(call)])
+        [outputs] = await results_of([self._engine.generate.remote(call)])
         return answer.whole(outputs)
 
     async def chat_stream(
@@ -110,7 +107,7 @@ class Ingress:
     ) -> AsyncIterator[ChatCompletionChunk]:
         """A chat completion, piece by piece; the first chunk of each output carries the role."""
         call, answer = await asyncio.to_thread(self._chat, request, session)
-        async with aclosing(_pieces(self._engine.options(stream=True).generate_stream, call)) as pieces:
+        async with aclosing(pieces_of(self._engine.options(stream=True).generate_stream, call)) as pieces:
             async for piece in pieces:
                 chunk = answer.chunk(piece)
                 if chunk is not None:
@@ -125,12 +122,12 @@ class Ingress:
             UnknownRequestError: no replica has the request, or not any more.
         """
         call, answer = self._fork(request)
-        return answer.whole(await _all([self._engine.fork.remote(call)]))
+        return answer.whole(await results_of([self._engine.fork.remote(call)]))
 
     async def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]:
         """The same, piece by piece."""
         call, answer = self._fork(request)
-        async with aclosing(_pieces(self._engine.options(stream=True).fork_stream, call)) as pieces:
+        async with aclosing(pieces_of(self._engine.options(stream=True).fork_stream, call)) as pieces:
             async for piece in pieces:
                 yield answer.chunk(piece)
         if request.include_usage:
@@ -138,7 +135,7 @@ class Ingress:
 
     async def report(self) -> MemoryReport:
         """KV memory of one engine replica."""
-        report: MemoryReport = await _call(self._engine.report.remote())
+        report: MemoryReport = await result_of(self._engine.report.remote())
         return report
 
     async def set_budget(self, budget_bytes: int, revision: int) -> list[BudgetAnswer]:
@@ -150,7 +147,7 @@ class Ingress:
         Raises:
             RequestError: the budget is out of bounds; a replica that has other bounds may have accepted it.
         """
-        answers: list[BudgetAnswer] = await _call(
+        answers: list[BudgetAnswer] = await result_of(
             self._engine.broadcast("set_budget", budget_bytes, revision).results_async()
         )
         return answers
@@ -164,11 +161,11 @@ class Ingress:
             EngineError: a replica has no room for it within its quota.
         """
         prefix = await asyncio.to_thread(encode_pin, self._tokenizer, request)
-        await _call(self._engine.broadcast("pin", request.name, prefix, request.cache_salt).results_async())
+        await result_of(self._engine.broadcast("pin", request.name, prefix, request.cache_salt).results_async())
 
     async def unpin(self, name: str) -> None:
         """Let a pinned prefix go. Raises `RequestError` if none of that name is pinned."""
-        await _call(self._engine.broadcast("unpin", name).results_async())
+        await result_of(self._engine.broadcast("unpin", name).results_async())
 
     def _completion(
         self, request: CompletionRequest, session: str | None
@@ -198,7 +195,10 @@ class Ingress:
         adapter = self._adapter_of(request.model)
         tools = tool_use(self._tokenizer, request.tools, request.tool_choice, request.parallel_tool_calls)
         prompt = encode_chat(self._tokenizer, request)
-        params = request.sampling_params(None if tools is None else tools.structure)
+        if tools is None:
+            params = request.sampling_params()
+        else:
+            params = request.sampling_params(tools.structure, tools.kept_token_ids)
         call = _call_of(_new_id("chatcmpl"), prompt, params, request, adapter, session)
         answer = ChatAnswer(
             call.request_id,
@@ -241,7 +241,7 @@ class Ingress:
 
     async def _facts(self) -> int:
         if self._max_model_len is None:
-            self._max_model_len = (await _call(self._engine.facts.remote())).max_model_len
+            self._max_model_len = (await result_of(self._engine.facts.remote())).max_model_len
         return self._max_model_len
 
 
@@ -268,45 +268,3 @@ def _call_of(
         timeout_s=request.timeout_s,
         session=session,
     )
-
-
-async def _pieces(method: Any, call: GenerateRequest | ForkCall) -> AsyncGenerator[Piece, None]:
-    """What a replica's stream brings, up to its end. Nothing is sent before the first piece is asked for: what has been
-    sent has to be cancelled."""
-    response = method.remote(call)
-    finished = False
-    try:
-        async for piece in response:
-            finished = piece.ends_request
-            yield piece
-    except _FAILURES as error:
-        raise _unwrap(error) from error
-    finally:
-        if not finished:  # dropping the generator would not stop the replica
-            response.cancel()
-
-
-async def _all(responses: Sequence[Any]) -> list[Any]:
-    """Await calls of replicas; when one fails, the others are cancelled."""
-    try:
-        return await asyncio.gather(*map(_call, responses))
-    except BaseException:
-        for response in responses:
-            response.cancel()
-        raise
-
-
-async def _call(response: Any) -> Any:
-    """Await a call of a replica, or of all. When this task is cancelled Serve cancels the call."""
-    try:
-        return await response
-    except _FAILURES as error:
-        raise _unwrap(error) from error
-
-
-def _unwrap(error: Exception) -> FolioError:
-    """What really happened at the replica."""
-    if isinstance(error, RayActorError | DeploymentUnavailableError):
-        return UnavailableError("the engine replica cannot be reached; send the request again")
-    cause = error.cause if isinstance(error, RayTaskError) else None
-    return cause if isinstance(cause, FolioError) else EngineError(f"the engine replica failed: {error}")

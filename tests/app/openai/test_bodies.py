@@ -155,6 +155,11 @@ def test_what_decides_the_form() -> None:
         asked.sampling_params(forced)
 
 
+def test_special_tokens_of_calls_are_kept() -> None:
+    assert chat().sampling_params(None, {7, 5}).kept_token_ids == (5, 7)
+    assert chat().sampling_params().kept_token_ids == ()
+
+
 def test_whose_it_is() -> None:
     assert completion().whose is None
     assert completion(user="").whose is None

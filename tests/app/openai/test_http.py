@@ -126,6 +126,11 @@ def test_the_session_header_is_passed_on(client: TestClient) -> None:
     assert refused.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_the_api_describes_itself(client: TestClient) -> None:
+    fields = client.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert {"guided_regex", "logit_bias", "tenant"} < fields.keys()
+
+
 def test_stream(client: TestClient) -> None:
     answer = client.post("/v1/completions", json={"model": "m", "prompt": "", "stream": True})
     assert answer.headers["content-type"].startswith("text/event-stream")

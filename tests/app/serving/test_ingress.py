@@ -26,7 +26,8 @@ from app.errors import (
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest
 from app.openai.pieces import Piece
 from app.openai.token_texts import TokenTexts
-from app.serving.ingress import Ingress, _unwrap
+from app.serving.calls import unwrap
+from app.serving.ingress import Ingress
 from app.serving.messages import ForkCall, GenerateRequest
 
 TOKENIZER = load_tokenizer("builtin")
@@ -269,11 +270,11 @@ def test_errors_survive_rays_pickling(error: FolioError, dual: bool) -> None:
     """Ray sends what a call raised as the cause of its own error, which may be of the same type, too."""
     sent = RayTaskError("generate", "traceback", error)
     raised = sent.as_instanceof_cause() if dual else sent
-    arrived = _unwrap(pickle.loads(cloudpickle.dumps(raised)))
+    arrived = unwrap(pickle.loads(cloudpickle.dumps(raised)))
     assert type(arrived) is type(error)
     assert str(arrived) == str(error)
     assert vars(arrived) == vars(error)
 
 
 def test_what_is_no_error_of_ours_is_the_engines() -> None:
-    assert isinstance(_unwrap(RayTaskError("generate", "traceback", ValueError("x"))), EngineError)
+    assert isinstance(unwrap(RayTaskError("generate", "traceback", ValueError("x"))), EngineError)

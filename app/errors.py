@@ -5,7 +5,8 @@ FolioError
 ├── ModelError             a model that cannot be loaded, or would be served wrongly
 ├── RequestError           the request is at fault (HTTP 400); names the parameter
 │   ├── ContextLengthError   prompt and output do not fit into the context
-│   └── UnknownModelError    no such model here (HTTP 404)
+│   ├── UnknownModelError    no such model here (HTTP 404)
+│   └── UnknownRequestError  nothing is known of the request to fork (HTTP 404)
 ├── OverloadedError        the queue is full (HTTP 429); send the request again later
 ├── DeadlineError          the request's `timeout_s` has passed (HTTP 408)
 └── EngineError            the engine is at fault (HTTP 500); the request may be sent again
@@ -53,10 +54,16 @@ class UnknownModelError(RequestError):
     code = "model_not_found"
 
 
-class OverloadedError(FolioError):
-    """As many requests wait as may. It is worth trying again after `retry_after_s` seconds."""
+class UnknownRequestError(RequestError):
+    """No replica has the request that was named: it ended too long ago, or never was."""
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    code = "request_not_found"
+
+
+class OverloadedError(FolioError):
+    """As many requests wait as may. `retry_after_s`: when there may be room again; `None` if that is not known."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message, retry_after_s)  # both, or it could not be pickled
         self.message = message
         self.retry_after_s = retry_after_s

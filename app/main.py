@@ -69,6 +69,8 @@ def build(args: AppArgs) -> Application:
         ConfigError: a setting is out of bounds.
     """
     model_name = args.model_name or Path(args.engine.model).name
+    if model_name in args.engine.adapters:
+        raise ConfigError(f"model_name is {model_name!r}, and so is an adapter's: requests could not tell them apart")
     if args.engine.skip_tokenizer_init:
         raise ConfigError("skip_tokenizer_init is for scripts; a server needs the tokenizer")
     engine: Any = serve.deployment(
@@ -83,7 +85,7 @@ def build(args: AppArgs) -> Application:
         max_ongoing_requests=MAX_ONGOING_REQUESTS, graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S
     )(Ingress)
     replica = engine.bind(shared_engine(args), args.shared_kv_memory_bytes)
-    application: Application = ingress.bind(args.engine.model, model_name, replica)
+    application: Application = ingress.bind(args.engine.model, model_name, replica, tuple(args.engine.adapters))
     return application
 
 

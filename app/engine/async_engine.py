@@ -21,7 +21,7 @@ from app.engine.params import SamplingParams
 from app.engine.request import Delta, RequestOptions
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.engine.tensor_parallel.spec import Launch
-from app.errors import EngineError, FolioError, OverloadedError, RequestError, UnavailableError
+from app.errors import EngineError, FolioError, OverloadedError, RequestError, UnavailableError, UnknownRequestError
 from app.fleet.report import ReplicaReport
 from vmem import BudgetAnswer, IntegrityError, KVMemory, MemoryReport
 
@@ -124,7 +124,8 @@ class AsyncEngine:
             request_id: as it was given to `generate`; the latest of that name.
 
         Raises:
-            RequestError: there is no such output any more, or the forks do not fit; raised before the first delta.
+            UnknownRequestError: there is no such output, or not any more; raised before the first delta.
+            RequestError: the forks do not fit; the same.
             EngineError: a step failed.
             UnavailableError: the engine has stopped.
         """
@@ -132,7 +133,7 @@ class AsyncEngine:
         def begin(unique_id: str) -> None:
             parent_id = self._names.get(request_id)
             if parent_id is None:
-                raise RequestError(f"there is no request {request_id!r} here", "request_id")
+                raise UnknownRequestError(f"there is no request {request_id!r} here", "request_id")
             self._engine.fork(parent_id, unique_id, params, index=index)
 
         return self._deltas(fork_id or f"fork of {request_id}", begin, (0, 0), lambda: None)

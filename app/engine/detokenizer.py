@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -19,6 +19,7 @@ class TextStream:
         prompt_token_ids: what came before: it decides, for example, whether a first space is kept.
         stop: strings that end the text.
         include_stop_str: whether the one that ends it is part of it.
+        kept: special tokens that are part of the text; others are not.
 
     Attributes:
         met: the stop string that ended it: the one that was complete first, among those the longest. It does not depend
@@ -32,6 +33,7 @@ class TextStream:
         stop: Sequence[str],
         *,
         include_stop_str: bool = False,
+        kept: Collection[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         before = list(prompt_token_ids[-_CONTEXT_TOKENS:])
@@ -41,6 +43,7 @@ class TextStream:
         self.met: str | None = None
         self._stop = tuple(stop)
         self._include_stop_str = include_stop_str
+        self._kept = frozenset(kept)
         self._held = ""  # text that may turn out to be the beginning of a stop string
 
     def push(self, token_id: int) -> tuple[str, bool]:
@@ -61,6 +64,8 @@ class TextStream:
         return text[: len(text) - keep], False
 
     def _decode(self, token_id: int) -> str | None:
+        if token_id in self._kept:
+            return self._tokenizer.id_to_token(token_id)
         try:
             return self._decoder.step(self._tokenizer, token_id)
         except Exception as error:

@@ -39,7 +39,15 @@ from app.engine.tensor_parallel.adapters import AdapterPeers
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.engine.tensor_parallel.spec import Launch
 from app.engine.vocabulary import Vocabulary
-from app.errors import ConfigError, ContextLengthError, DeadlineError, EngineError, OverloadedError, RequestError
+from app.errors import (
+    ConfigError,
+    ContextLengthError,
+    DeadlineError,
+    EngineError,
+    OverloadedError,
+    RequestError,
+    UnknownRequestError,
+)
 from app.fleet.keys import extra_keys
 from app.fleet.report import ReplicaReport
 from kernels import KernelError
@@ -252,8 +260,8 @@ class Engine:
             index: which output.
 
         Raises:
-            RequestError: there is no such output any more, the id is in use, or all of the group could not run
-                together.
+            UnknownRequestError: there is no such output, or not any more.
+            RequestError: the id is in use, or all of the group could not run together.
         """
         self._check_id(fork_id)
         if params.use_beam_search or params.prompt_logprobs is not None:
@@ -271,7 +279,7 @@ class Engine:
         elif (ended := self._decoding.ended.get(request_id, index)) is not None:
             self._fork_ended(ended, fork_id, params)
         else:
-            raise RequestError(
+            raise UnknownRequestError(
                 f"output {index} of request {request_id!r} is not here, so it cannot be forked", "request_id"
             )
 

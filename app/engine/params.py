@@ -63,6 +63,7 @@ class SamplingParams:
         logprobs: how many alternatives' log probabilities to return with each token's; `None`: nothing.
         prompt_logprobs: the same for each token of the prompt but the first.
         structure: what the output has to look like.
+        kept_token_ids: special tokens that are part of the text, as no others are: calls of tools may begin with one.
 
     Raises:
         RequestError: a value is out of bounds, or two contradict each other.
@@ -92,10 +93,11 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structure: Structure | None = None
+    kept_token_ids: tuple[int, ...] | list[int] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        for name in ("stop_token_ids", "bad_words"):
+        for name in ("stop_token_ids", "bad_words", "kept_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # picklable, and nobody else's
         for name, least, most in (

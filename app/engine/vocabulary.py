@@ -65,6 +65,7 @@ class Vocabulary:
             prompt_token_ids,
             params.stop,
             include_stop_str=params.include_stop_str,
+            kept=params.kept_token_ids,
         )
         for token_id in output:
             text.push(token_id)

@@ -1,114 +1,141 @@
-"""Request and response bodies of the OpenAI API. Types are strict and unknown fields are errors.
-
-Fields this version does not act on are accepted only with the value that asks for nothing.
-"""
+"""Request bodies of the OpenAI API. Types are strict and unknown fields are errors."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from app.engine.params import SamplingParams
-from app.engine.request import FinishReason
-from app.openai.structures import ResponseFormat
+from app.engine.params import SamplingParams, Structure
+from app.errors import RequestError
+from app.openai.sampling_body import SamplingBody
+from app.openai.strict import StrictBody
+from app.openai.structures import ResponseFormat, guided_structure, only_structure, structure_of
 from app.openai.tool_bodies import Text, ToolCall, ToolChoice, Tools
 
-
-def _only(*allowed: object) -> AfterValidator:
-    def check(value: Any) -> Any:
-        if value is not None and value not in allowed:
-            raise ValueError(f"this version supports only {' or '.join(map(repr, allowed))}")
-        return value
-
-    return AfterValidator(check)
+MAX_PROMPTS = 256
+MAX_TOP_LOGPROBS = 20
 
 
-def _is_text(text: str) -> str:
-    """JSON can carry half of a surrogate pair, which no hash can take."""
-    text.encode()  # UnicodeEncodeError is a ValueError
-    return text
+def _no_suffix(suffix: str | None) -> str | None:
+    if suffix is not None:
+        raise ValueError("models here only continue a prompt; leave it out")
+    return suffix
 
 
-Name = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_is_text)]
+def _kind_of(prompt: object) -> str:
+    """Its first element decides, so that what is wrong is said of that kind only."""
+    if isinstance(prompt, list):
+        if prompt and isinstance(prompt[0], str):
+            return "texts"
+        return "batch" if prompt and isinstance(prompt[0], list) else "tokens"
+    return "text"
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+Name = Annotated[Text, Field(min_length=1, max_length=256)]
+TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[TokenIds, Tag("tokens")]
+    | Annotated[list[str], Tag("texts")]
+    | Annotated[list[TokenIds], Tag("batch")],
+    Discriminator(_kind_of),
+]
 
 
-class StreamOptions(_Body):
-    """`include_usage` adds a last chunk with the token counts."""
+class GenerationBody(SamplingBody):
+    """What completions and chat completions share. `model` may be the name of an adapter.
 
-    include_usage: bool = False
-
-
-class _GenerationBody(_Body):
-    """What completions and chat completions share.
-
-    Extensions: `top_k`, `ignore_eos`; `priority`, the lower goes first and is preempted last; `cache_salt`, only
-    requests with the same one share cached prefixes.
+    Extensions: `priority`, the lower goes first and is preempted last; `cache_salt`, only requests with the same one
+    share cached prefixes; `tenant`, whose request it is (`EngineConfig.fair_tenants`), by default `user`; `timeout_s`,
+    the request fails when it has not finished after so long.
     """
 
-    model: str
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    ignore_eos: bool = False
     priority: int = 0
     cache_salt: Name | None = None
-    user: str | None = None
-    n: Annotated[int | None, _only(1)] = None
-    frequency_penalty: Annotated[float | None, _only(0)] = None
-    presence_penalty: Annotated[float | None, _only(0)] = None
-    logit_bias: Annotated[dict[str, float] | None, _only({})] = None
+    tenant: Name | None = None
+    timeout_s: Annotated[float | None, Field(gt=0)] = None
+    user: Text | None = None
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def whose(self) -> str | None:
+        """The tenant."""
+        return self.tenant if self.tenant is not None else self.user or None
 
-    def sampling_params(self, max_tokens: int | None) -> SamplingParams:
+
+class CompletionRequest(GenerationBody):
+    """`POST /v1/completions`: a prompt as text or token ids, or several of one kind; the answer then has all outputs of
+    the first prompt, then those of the second, and so on.
+
+    `logprobs`: of each token, and so many alternatives. `echo`: outputs begin with their prompt; with `logprobs` the
+    prompt's tokens have theirs, too, and `max_tokens` may be 0.
+    """
+
+    prompt: Prompt
+    max_tokens: int | None = 16
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: Annotated[str | None, AfterValidator(_no_suffix)] = None
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Each by itself. Raises `RequestError` when there are none, or more than `MAX_PROMPTS`."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise RequestError("prompt is empty; it needs at least one token, or one prompt", "prompt")
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        if len(self.prompt) > MAX_PROMPTS:
+            raise RequestError(
+                f"prompt has {len(self.prompt)} prompts; a request may have {MAX_PROMPTS}: send several", "prompt"
+            )
+        return self.prompt
+
+    @property
+    def only_echoes(self) -> bool:
+        """Whether nothing but the prompt is wanted. The token that is generated nevertheless is not shown."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def sampling_params(self) -> SamplingParams:
         """Raises `RequestError` when a value is out of bounds."""
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=self.top_k or 0,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            seed=self.seed,
-            stop=self.stop or (),
-            ignore_eos=self.ignore_eos,
+        of_prompt = self.prompt_logprobs, self.logprobs if self.echo else None
+        return self.params(
+            1 if self.only_echoes else self.max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=max((number for number in of_prompt if number is not None), default=None),
+            structure=guided_structure(self),
         )
 
 
-class CompletionRequest(_GenerationBody):
-    """`POST /v1/completions`: a prompt as text or token ids."""
+class ForkRequest(SamplingBody):
+    """`n` more outputs of a request that runs, or has just ended, from where its output `index` is now. `request_id` is
+    the `id` of its answer, or of the chunks that have come so far; `model` the one that it runs with."""
 
-    prompt: str | list[int]
+    request_id: str
+    index: Annotated[int, Field(ge=0)] = 0
     max_tokens: int | None = 16
-    best_of: Annotated[int | None, _only(1)] = None
-    echo: Annotated[bool | None, _only(False)] = None
-    logprobs: Annotated[int | None, _only()] = None
-    suffix: Annotated[str | None, _only()] = None
+    logprobs: int | None = None
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises `RequestError` when a value is out of bounds."""
+        if self.prompt_logprobs is not None:
+            raise RequestError(
+                "prompt_logprobs cannot be set for a fork: its prompt is computed already", "prompt_logprobs"
+            )
+        return self.params(
+            self.max_tokens, logprobs=self.logprobs, prompt_logprobs=None, structure=guided_structure(self)
+        )
 
 
-class TextPart(_Body):
+class TextPart(StrictBody):
     type: Literal["text"]
     text: str
 
 
-class Message(_Body):
+class Message(StrictBody):
     """One message of a conversation; `content` is text, whole or in parts. An assistant's may have `tool_calls` instead
     or beside it; a tool's answers the call `tool_call_id`."""
 
@@ -135,26 +162,53 @@ class Message(_Body):
         return self
 
 
-class ChatCompletionRequest(_GenerationBody):
+class ChatCompletionRequest(GenerationBody):
     """`POST /v1/chat/completions`. `max_tokens` is the older name of `max_completion_tokens`; without
-    either the answer may fill the context."""
+    either the answer may fill the context. `best_of` and `prompt_logprobs` are extensions here."""
 
     messages: list[Message]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    logprobs: Annotated[bool | None, _only(False)] = None
-    top_logprobs: Annotated[int | None, _only(0)] = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
 
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def sampling_params(self, forced: Structure | None = None, kept_token_ids: Collection[int] = ()) -> SamplingParams:
+        """What is asked for, with tools as `ToolUse` describes them.
+
+        Args:
+            forced: what `tool_choice` makes of the output.
+            kept_token_ids: special tokens that calls begin or end with.
+
+        Raises:
+            RequestError: a value is out of bounds.
+        """
+        asked = {"tool_choice": forced, "response_format": structure_of(self.response_format)}
+        asked["guided_json and its like"] = guided_structure(self)
+        params = self.params(
+            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            logprobs=self._num_logprobs(),
+            prompt_logprobs=self.prompt_logprobs,
+            structure=only_structure({name: value for name, value in asked.items() if value is not None}),
+        )
+        return replace(params, kept_token_ids=sorted(kept_token_ids)) if kept_token_ids else params
+
+    def _num_logprobs(self) -> int | None:
+        if self.top_logprobs is None:
+            return 0 if self.logprobs else None
+        if not self.logprobs:
+            raise RequestError(f"top_logprobs is {self.top_logprobs}, but logprobs is not true", "top_logprobs")
+        if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise RequestError(
+                f"top_logprobs is {self.top_logprobs}; it must be between 0 and {MAX_TOP_LOGPROBS}", "top_logprobs"
+            )
+        return self.top_logprobs
 
 
-class PinRequest(_Body):
+class PinRequest(StrictBody):
     """A prefix to keep in the cache under a name: a prompt as text or token ids, or messages that conversations begin
     with."""
 
@@ -162,114 +216,3 @@ class PinRequest(_Body):
     prompt: str | list[int] | None = None
     messages: list[Message] | None = None
     cache_salt: Name | None = None
-
-
-class PromptTokensDetails(BaseModel):
-    """`cached_tokens` of the prompt were found in the prefix cache."""
-
-    cached_tokens: int
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class CompletionChoice(BaseModel):
-    index: int = 0
-    text: str
-    logprobs: None = None
-    finish_reason: FinishReason | None = None
-
-
-class Completion(BaseModel):
-    """The answer of `/v1/completions`, and one chunk of it when streamed."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
-
-
-class AssistantMessage(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str
-
-
-class ChatChoice(BaseModel):
-    index: int = 0
-    message: AssistantMessage
-    logprobs: None = None
-    finish_reason: FinishReason | None = None
-
-
-class ChatCompletion(BaseModel):
-    """The answer of `/v1/chat/completions`."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class ChatDelta(BaseModel):
-    """What a chunk adds to the message; absent fields are left out of the JSON."""
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-
-    @model_serializer(mode="wrap")
-    def _omit_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, str]:
-        return {name: value for name, value in serialize(self).items() if value is not None}
-
-
-class ChatChunkChoice(BaseModel):
-    index: int = 0
-    delta: ChatDelta
-    logprobs: None = None
-    finish_reason: FinishReason | None = None
-
-
-class ChatCompletionChunk(BaseModel):
-    """One chunk of a streamed chat completion."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-
-
-class ModelCard(BaseModel):
-    """A served model; `max_model_len` is its context in tokens."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "folio"
-    max_model_len: int
-
-
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None = Field(default=None)
-    code: str | None = Field(default=None)
-
-
-class ErrorBody(BaseModel):
-    """OpenAI's error JSON."""
-
-    error: ErrorDetail

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,14 +13,18 @@ from app.errors import (
     RequestError,
     UnavailableError,
     UnknownModelError,
+    UnknownRequestError,
 )
-from app.openai.bodies import ErrorBody, ErrorDetail
+from app.openai.replies import ErrorBody, ErrorDetail
+
+# A prompt may have as many faults as tokens.
+_MOST_COMPLAINTS = 5
 
 
 def error_response(error: BaseException) -> tuple[int, ErrorBody]:
     """(HTTP status, body). What the client did not cause is not explained to it; the log has the traceback."""
     if isinstance(error, RequestError):
-        status = 404 if isinstance(error, UnknownModelError) else 400
+        status = 404 if isinstance(error, UnknownModelError | UnknownRequestError) else 400
         return status, body(error.message, "invalid_request_error", error.param, error.code)
     if isinstance(error, OverloadedError):
         return 429, body(str(error), "rate_limit_error", None, "overloaded")
@@ -32,6 +37,13 @@ def error_response(error: BaseException) -> tuple[int, ErrorBody]:
     return 500, body("internal error; the server's log says more", "server_error", None, "internal_error")
 
 
+def error_headers(error: BaseException) -> dict[str, str]:
+    """`Retry-After` in whole seconds, when the error knows when to try again."""
+    if isinstance(error, OverloadedError) and error.retry_after_s is not None:
+        return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+    return {}
+
+
 def validation_error(errors: Sequence[Any]) -> ErrorBody:
     """pydantic's complaints in one message; `param` is the first field's name."""
     messages = []
@@ -41,6 +53,8 @@ def validation_error(errors: Sequence[Any]) -> ErrorBody:
             return body(f"the body is not valid JSON: {error['ctx']['error']}", "invalid_request_error", None, None)
         what = "unknown field" if error["type"] == "extra_forbidden" else error["msg"]
         messages.append(f"{'.'.join(place) or 'body'}: {what}")
+    if len(messages) > _MOST_COMPLAINTS:
+        messages[_MOST_COMPLAINTS:] = [f"and {len(messages) - _MOST_COMPLAINTS} more"]
     field = next((str(part) for part in errors[0]["loc"] if part != "body"), None)
     return body("; ".join(messages), "invalid_request_error", field, "invalid_value")
 

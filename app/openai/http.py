@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Protocol
 
 from fastapi import FastAPI, Header, Request
@@ -13,13 +13,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from app.errors import FolioError
-from app.openai import bodies, errors
-from app.openai.bodies import (
+from app.openai import errors
+from app.openai.bodies import ChatCompletionRequest, CompletionRequest
+from app.openai.replies import (
     ChatCompletion,
     ChatCompletionChunk,
-    ChatCompletionRequest,
     Completion,
-    CompletionRequest,
+    ErrorBody,
     ModelCard,
     ModelList,
 )
@@ -48,10 +48,7 @@ def build_api(service: Service) -> FastAPI:
     """The ASGI application."""
     api = FastAPI(title="Folio", summary="OpenAI-compatible LLM server", version="0.1.0")
     error_answers: dict[int | str, dict[str, object]] = {
-        400: {"model": bodies.ErrorBody},
-        404: {"model": bodies.ErrorBody},
-        500: {"model": bodies.ErrorBody},
-        503: {"model": bodies.ErrorBody},
+        status: {"model": ErrorBody} for status in (400, 404, 408, 429, 500, 503)
     }
 
     @api.get("/health", responses=error_answers)
@@ -95,13 +92,13 @@ def build_api(service: Service) -> FastAPI:
         status, answer = errors.error_response(error)
         if status >= 500:
             logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return _json(answer, status)
+        return _json(answer, status, errors.error_headers(error))
 
     return api
 
 
-def _json(answer: BaseModel, status: int = 200) -> Response:
-    return JSONResponse(answer.model_dump(mode="json"), status)
+def _json(answer: BaseModel, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse(answer.model_dump(mode="json"), status, headers)
 
 
 async def _stream(chunks: AsyncIterator[BaseModel]) -> Response:

@@ -16,12 +16,24 @@ from app.openai.tool_bodies import ToolCall
 from app.openai.tool_formats import tool_template
 
 
-def encode_completion(tokenizer: PreTrainedTokenizerBase, request: CompletionRequest) -> list[int]:
-    if isinstance(request.prompt, list):
-        return request.prompt
-    _check_text(request.prompt, "prompt")
-    token_ids: list[int] = tokenizer.encode(request.prompt)
-    return list(token_ids)
+def encode_completion(tokenizer: PreTrainedTokenizerBase, request: CompletionRequest) -> list[list[int]]:
+    """Each prompt of the request."""
+    token_ids = []
+    for prompt in request.prompts:
+        if isinstance(prompt, str):
+            _check_text(prompt, "prompt")
+        token_ids.append(list(tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt)
+    return token_ids
+
+
+def prompt_texts(tokenizer: PreTrainedTokenizerBase, request: CompletionRequest) -> list[str]:
+    """Each prompt of the request as text, for outputs to begin with."""
+    texts = []
+    for prompt in request.prompts:
+        text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=True)
+        assert isinstance(text, str)
+        texts.append(text)
+    return texts
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, request: ChatCompletionRequest) -> list[int]:

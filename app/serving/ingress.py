@@ -5,61 +5,57 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
-from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from app.engine.model_loader import load_tokenizer
-from app.errors import EngineError, FolioError, UnavailableError, UnknownModelError
-from app.openai.bodies import (
-    AssistantMessage,
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionRequest,
-    ChatDelta,
-    Completion,
-    CompletionChoice,
-    CompletionRequest,
-    ModelCard,
-    ModelList,
-    PinRequest,
-    PromptTokensDetails,
-    Usage,
-)
+from app.engine.params import SamplingParams
+from app.errors import EngineError, UnknownModelError, UnknownRequestError
+from app.openai.answers import CompletionAnswer
+from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, GenerationBody, PinRequest
+from app.openai.chat_answers import ChatAnswer
 from app.openai.http import build_api
-from app.openai.prompts import encode_chat, encode_completion, encode_pin
-from app.serving.messages import GenerateRequest, Piece
+from app.openai.pieces import split_public_id
+from app.openai.prompts import encode_chat, encode_completion, encode_pin, prompt_texts
+from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, ModelCard, ModelList
+from app.openai.token_texts import TokenTexts
+from app.openai.tools import tool_use
+from app.serving.calls import pieces_of, result_of, results_of
+from app.serving.interleave import interleave
+from app.serving.messages import ForkCall, GenerateRequest
 from vmem import BudgetAnswer, MemoryReport
 
 READY_TIMEOUT_S = 10
-# What awaiting a call of a replica raises when the call failed, the replica is gone, or none can be had.
-_FAILURES = (RayTaskError, RayActorError, DeploymentUnavailableError)
 
 
 @serve.ingress()
 class Ingress:
-    """Serves one model under one name.
+    """Serves one model under one name, and adapters of it under theirs.
 
     Over HTTP it speaks the OpenAI API; another Ray application calls the same methods through its
-    `DeploymentHandle`, with the same bodies: `generate`, `chat`, `generate_stream`, `chat_stream`; and `report`,
-    `set_budget`, `pin`, `unpin`. Requests of one `session` go to the same replica where that costs little.
+    `DeploymentHandle`, with the same bodies: `generate`, `chat`, `generate_stream`, `chat_stream`; and `fork`,
+    `fork_stream`, `report`, `set_budget`, `pin`, `unpin`. Requests of one `session` go to the same replica where that
+    costs little.
 
     Args:
         model: whose tokenizer to load.
         model_name: what clients call it.
         engine: handle of the engine replicas.
+        adapters: names of the LoRA adapters that the engine has.
     """
 
-    def __init__(self, model: str, model_name: str, engine: DeploymentHandle[Any]) -> None:
+    def __init__(
+        self, model: str, model_name: str, engine: DeploymentHandle[Any], adapters: Sequence[str] = ()
+    ) -> None:
         self._tokenizer = load_tokenizer(model)
+        self._tokens = TokenTexts(self._tokenizer)
         self._model_name = model_name
+        self._adapters = tuple(adapters)
         self._engine = engine
         self._created = int(time.time())
         self._max_model_len: int | None = None
@@ -71,79 +67,75 @@ class Ingress:
         """Returns when an engine replica answers that it is well."""
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                await _call(self._engine.facts.remote())
+                await result_of(self._engine.facts.remote())
         except TimeoutError:
             raise EngineError(f"no engine replica answered within {READY_TIMEOUT_S} s") from None
 
     async def models(self) -> ModelList:
-        return ModelList(data=[await self.model(self._model_name)])
+        return ModelList(data=[await self.model(name) for name in (self._model_name, *self._adapters)])
 
     async def model(self, name: str) -> ModelCard:
-        self._check_model(name)
-        return ModelCard(id=name, created=self._created, max_model_len=await self._facts())
+        adapter = self._adapter_of(name)
+        parent = self._model_name if adapter is not None else None
+        return ModelCard(id=name, created=self._created, max_model_len=await self._facts(), parent=parent)
 
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion, whole."""
-        self._check_model(request.model)
-        prompt = await asyncio.to_thread(encode_completion, self._tokenizer, request)
-        call = _call_of("cmpl", prompt, request, request.max_tokens, session)
-        piece: Piece = await _call(self._engine.generate.remote(call))
-        choice = CompletionChoice(text=piece.text, finish_reason=piece.finish_reason)
-        return self._completion(call.request_id, [choice], _usage(prompt, piece.num_tokens, piece.num_cached_tokens))
+        calls, answer = await asyncio.to_thread(self._completion, request, session)
+        return answer.whole(await results_of([self._engine.generate.remote(call) for call in calls]))
 
     async def generate_stream(
         self, request: CompletionRequest, session: str | None = None
     ) -> AsyncIterator[Completion]:
-        """A completion, piece by piece."""
-        self._check_model(request.model)
-        prompt = await asyncio.to_thread(encode_completion, self._tokenizer, request)
-        call = _call_of("cmpl", prompt, request, request.max_tokens, session)
-        num_tokens = num_cached_tokens = 0
-        async for piece in self._pieces(call):
-            num_tokens += piece.num_tokens
-            num_cached_tokens = piece.num_cached_tokens
-            choice = CompletionChoice(text=piece.text, finish_reason=piece.finish_reason)
-            yield self._completion(call.request_id, [choice], None)
+        """A completion, piece by piece: outputs take turns as they are generated."""
+        calls, answer = await asyncio.to_thread(self._completion, request, session)
+        streams = self._engine.options(stream=True).generate_stream
+        async with aclosing(interleave([pieces_of(streams, call) for call in calls])) as pieces:
+            async for prompt, piece in pieces:
+                yield answer.chunk(piece, prompt)
         if request.include_usage:
-            yield self._completion(call.request_id, [], _usage(prompt, num_tokens, num_cached_tokens))
+            yield answer.last_chunk()
 
     async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
         """A chat completion, whole."""
-        self._check_model(request.model)
-        prompt = await asyncio.to_thread(encode_chat, self._tokenizer, request)
-        call = _call_of("chatcmpl", prompt, request, request.most_tokens, session)
-        piece: Piece = await _call(self._engine.generate.remote(call))
-        choice = ChatChoice(message=AssistantMessage(content=piece.text), finish_reason=piece.finish_reason)
-        return ChatCompletion(
-            id=call.request_id,
-            created=int(time.time()),
-            model=self._model_name,
-            choices=[choice],
-            usage=_usage(prompt, piece.num_tokens, piece.num_cached_tokens),
-        )
+        call, answer = await asyncio.to_thread(self._chat, request, session)
+        [outputs] = await results_of([self._engine.generate.remote(call)])
+        return answer.whole(outputs)
 
     async def chat_stream(
         self, request: ChatCompletionRequest, session: str | None = None
     ) -> AsyncIterator[ChatCompletionChunk]:
-        """A chat completion, piece by piece; the first chunk carries the role."""
-        self._check_model(request.model)
-        prompt = await asyncio.to_thread(encode_chat, self._tokenizer, request)
-        call = _call_of("chatcmpl", prompt, request, request.most_tokens, session)
-        num_tokens = num_cached_tokens = 0
-        role: Any = "assistant"
-        async for piece in self._pieces(call):
-            num_tokens += piece.num_tokens
-            num_cached_tokens = piece.num_cached_tokens
-            delta = ChatDelta(role=role, content=piece.text)
-            role = None
-            choice = ChatChunkChoice(delta=delta, finish_reason=piece.finish_reason)
-            yield self._chat_chunk(call.request_id, [choice], None)
+        """A chat completion, piece by piece; the first chunk of each output carries the role."""
+        call, answer = await asyncio.to_thread(self._chat, request, session)
+        async with aclosing(pieces_of(self._engine.options(stream=True).generate_stream, call)) as pieces:
+            async for piece in pieces:
+                chunk = answer.chunk(piece)
+                if chunk is not None:
+                    yield chunk
         if request.include_usage:
-            yield self._chat_chunk(call.request_id, [], _usage(prompt, num_tokens, num_cached_tokens))
+            yield answer.last_chunk()
+
+    async def fork(self, request: ForkRequest) -> Completion:
+        """More outputs of a request from where one of its outputs is, whole. Its prompt is not in the usage.
+
+        Raises:
+            UnknownRequestError: no replica has the request, or not any more.
+        """
+        call, answer = self._fork(request)
+        return answer.whole(await results_of([self._engine.fork.remote(call)]))
+
+    async def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]:
+        """The same, piece by piece."""
+        call, answer = self._fork(request)
+        async with aclosing(pieces_of(self._engine.options(stream=True).fork_stream, call)) as pieces:
+            async for piece in pieces:
+                yield answer.chunk(piece)
+        if request.include_usage:
+            yield answer.last_chunk()
 
     async def report(self) -> MemoryReport:
         """KV memory of one engine replica."""
-        report: MemoryReport = await _call(self._engine.report.remote())
+        report: MemoryReport = await result_of(self._engine.report.remote())
         return report
 
     async def set_budget(self, budget_bytes: int, revision: int) -> list[BudgetAnswer]:
@@ -155,7 +147,7 @@ class Ingress:
         Raises:
             RequestError: the budget is out of bounds; a replica that has other bounds may have accepted it.
         """
-        answers: list[BudgetAnswer] = await _call(
+        answers: list[BudgetAnswer] = await result_of(
             self._engine.broadcast("set_budget", budget_bytes, revision).results_async()
         )
         return answers
@@ -169,80 +161,110 @@ class Ingress:
             EngineError: a replica has no room for it within its quota.
         """
         prefix = await asyncio.to_thread(encode_pin, self._tokenizer, request)
-        await _call(self._engine.broadcast("pin", request.name, prefix, request.cache_salt).results_async())
+        await result_of(self._engine.broadcast("pin", request.name, prefix, request.cache_salt).results_async())
 
     async def unpin(self, name: str) -> None:
         """Let a pinned prefix go. Raises `RequestError` if none of that name is pinned."""
-        await _call(self._engine.broadcast("unpin", name).results_async())
+        await result_of(self._engine.broadcast("unpin", name).results_async())
 
-    def _check_model(self, name: str) -> None:
-        if name != self._model_name:
-            raise UnknownModelError(f"the model {name!r} does not exist; this server has {self._model_name!r}", "model")
+    def _completion(
+        self, request: CompletionRequest, session: str | None
+    ) -> tuple[list[GenerateRequest], CompletionAnswer]:
+        """A call for each prompt, and what their pieces come to."""
+        adapter = self._adapter_of(request.model)
+        prompts, params = encode_completion(self._tokenizer, request), request.sampling_params()
+        request_id = _new_id("cmpl")
+        calls = [
+            _call_of(f"{request_id}-{i}" if i else request_id, prompt, params, request, adapter, session)
+            for i, prompt in enumerate(prompts)
+        ]
+        answer = CompletionAnswer(
+            request_id,
+            request.model,
+            self._tokens,
+            prompts,
+            num_outputs=request.num_outputs,
+            num_top=request.logprobs,
+            num_prompt_top=request.prompt_logprobs,
+            echo=prompt_texts(self._tokenizer, request) if request.echo else None,
+            only_echoes=request.only_echoes,
+        )
+        return calls, answer
+
+    def _chat(self, request: ChatCompletionRequest, session: str | None) -> tuple[GenerateRequest, ChatAnswer]:
+        adapter = self._adapter_of(request.model)
+        tools = tool_use(self._tokenizer, request.tools, request.tool_choice, request.parallel_tool_calls)
+        prompt = encode_chat(self._tokenizer, request)
+        if tools is None:
+            params = request.sampling_params()
+        else:
+            params = request.sampling_params(tools.structure, tools.kept_token_ids)
+        call = _call_of(_new_id("chatcmpl"), prompt, params, request, adapter, session)
+        answer = ChatAnswer(
+            call.request_id,
+            request.model,
+            self._tokens,
+            prompt,
+            num_top=params.logprobs,
+            num_prompt_top=params.prompt_logprobs,
+            parser=None if tools is None else tools.parser,
+        )
+        return call, answer
+
+    def _fork(self, request: ForkRequest) -> tuple[ForkCall, CompletionAnswer]:
+        self._adapter_of(request.model)
+        fork_of, replica = split_public_id(request.request_id)
+        if not replica:
+            raise UnknownRequestError(
+                f"{request.request_id!r} is not the id of an answer to one prompt, and only such can be forked",
+                "request_id",
+            )
+        call = ForkCall(_new_id("cmpl"), fork_of, request.index, replica, request.sampling_params())
+        answer = CompletionAnswer(
+            call.request_id,
+            request.model,
+            self._tokens,
+            [[]],
+            num_outputs=request.num_outputs,
+            num_top=request.logprobs,
+        )
+        return call, answer
+
+    def _adapter_of(self, model: str) -> str | None:
+        """Of the model that a request names; `None`: the model itself."""
+        if model == self._model_name:
+            return None
+        if model not in self._adapters:
+            served = ", ".join(map(repr, (self._model_name, *self._adapters)))
+            raise UnknownModelError(f"the model {model!r} does not exist; this server has {served}", "model")
+        return model
 
     async def _facts(self) -> int:
         if self._max_model_len is None:
-            self._max_model_len = (await _call(self._engine.facts.remote())).max_model_len
+            self._max_model_len = (await result_of(self._engine.facts.remote())).max_model_len
         return self._max_model_len
 
-    async def _pieces(self, request: GenerateRequest) -> AsyncIterator[Piece]:
-        response: Any = self._engine.options(stream=True).generate_stream.remote(request)
-        finished = False
-        try:
-            async for piece in response:
-                finished = piece.finish_reason is not None
-                yield piece
-        except _FAILURES as error:
-            raise _unwrap(error) from error
-        finally:
-            if not finished:  # dropping the generator would not stop the replica
-                response.cancel()
 
-    def _completion(self, request_id: str, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
-        return Completion(id=request_id, created=int(time.time()), model=self._model_name, choices=choices, usage=usage)
-
-    def _chat_chunk(self, request_id: str, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatCompletionChunk:
-        return ChatCompletionChunk(
-            id=request_id, created=int(time.time()), model=self._model_name, choices=choices, usage=usage
-        )
+def _new_id(kind: str) -> str:
+    return f"{kind}-{uuid.uuid4().hex}"
 
 
 def _call_of(
-    kind: str,
+    request_id: str,
     prompt: list[int],
-    request: CompletionRequest | ChatCompletionRequest,
-    max_tokens: int | None,
+    params: SamplingParams,
+    request: GenerationBody,
+    adapter: str | None,
     session: str | None,
 ) -> GenerateRequest:
     return GenerateRequest(
-        request_id=f"{kind}-{uuid.uuid4().hex}",
+        request_id=request_id,
         prompt_token_ids=prompt,
-        params=request.sampling_params(max_tokens),
+        params=params,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        adapter=adapter,
+        tenant=request.whose,
+        timeout_s=request.timeout_s,
         session=session,
     )
-
-
-def _usage(prompt: list[int], num_tokens: int, num_cached_tokens: int) -> Usage:
-    return Usage(
-        prompt_tokens=len(prompt),
-        completion_tokens=num_tokens,
-        total_tokens=len(prompt) + num_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached_tokens),
-    )
-
-
-async def _call(response: Any) -> Any:
-    """Await a call of a replica, or of all. When this task is cancelled Serve cancels the call."""
-    try:
-        return await response
-    except _FAILURES as error:
-        raise _unwrap(error) from error
-
-
-def _unwrap(error: Exception) -> FolioError:
-    """What really happened at the replica."""
-    if isinstance(error, RayActorError | DeploymentUnavailableError):
-        return UnavailableError("the engine replica cannot be reached; send the request again")
-    cause = error.cause if isinstance(error, RayTaskError) else None
-    return cause if isinstance(cause, FolioError) else EngineError(f"the engine replica failed: {error}")

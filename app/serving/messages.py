@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from app.engine.params import SamplingParams
-from app.engine.request import FinishReason
 from app.fleet.report import ReplicaReport, StepTimes
 
 _REPORT_FIELDS = {field.name for field in fields(ReplicaReport)}
@@ -18,8 +17,8 @@ _STEP_FIELDS = {field.name for field in fields(StepTimes)}
 class GenerateRequest:
     """A tokenised prompt and how to continue it.
 
-    `session`: what belongs together, a hint for the router; `expected`: the router's word for what a replica has cached
-    of the prompt.
+    `priority`, `cache_salt`, `adapter`, `tenant`, `timeout_s`: see `RequestOptions`; `session`: what belongs together,
+    a hint for the router; `expected`: the router's word for what a replica has cached of the prompt.
     """
 
     request_id: str
@@ -27,8 +26,22 @@ class GenerateRequest:
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    adapter: str | None = None
+    tenant: str | None = None
+    timeout_s: float | None = None
     session: str | None = None
     expected: Expected | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ForkCall:
+    """Go on with output `index` of the request `fork_of` in `params.n` more ways, at the `replica` that has it."""
+
+    request_id: str
+    fork_of: str
+    index: int
+    replica: str
+    params: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +50,6 @@ class Expected:
 
     replica: str
     cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Some output: all of it, or what one or more steps added. The last piece has a `finish_reason`.
-
-    `num_cached_tokens`: of the prompt, found in the prefix cache.
-    """
-
-    text: str
-    num_tokens: int
-    finish_reason: FinishReason | None
-    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,11 @@ from ray import serve
 
 from app.config import EngineConfig
 from app.engine import AsyncEngine, Delta
-from app.errors import ConfigError, RequestError, UnavailableError
+from app.errors import ConfigError, RequestError, UnavailableError, UnknownRequestError
 from app.fleet.autoscaling import ReplicaLoad
+from app.openai.pieces import Piece, PieceCollector
 from app.serving.ledger import BudgetMember, device_of_this_replica
-from app.serving.messages import GenerateRequest, Piece, ReplicaFacts, report_as_stats
+from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts, report_as_stats
 from app.serving.metrics import RoutingAudit
 from app.serving.ranks import actors_of_this_replica
 from vmem import BudgetAnswer, MemoryReport
@@ -57,25 +58,29 @@ class EngineReplica:
             self._member = BudgetMember(shared_kv_memory_bytes, device_of_this_replica(config.device))
             self._engine = self._start_as(self._member, config)
 
-    async def generate(self, request: GenerateRequest) -> Piece:
-        """The whole output at once."""
-        texts, num_tokens, finish_reason, num_cached_tokens = [], 0, None, 0
-        async with aclosing(self._deltas(request)) as deltas:
-            async for delta in deltas:
-                texts.append(delta.text)
-                num_tokens += len(delta.token_ids)
-                finish_reason, num_cached_tokens = delta.finish_reason, delta.num_cached_tokens
-        return Piece("".join(texts), num_tokens, finish_reason, num_cached_tokens)
+    async def generate(self, request: GenerateRequest) -> list[Piece]:
+        """The outputs, each in one piece."""
+        return await self._whole(self._deltas(request))
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[Piece]:
-        """The output as it is generated, a piece a step; steps that end inside a character add to the next piece."""
-        num_tokens = 0
-        async with aclosing(self._deltas(request)) as deltas:
-            async for delta in deltas:
-                num_tokens += len(delta.token_ids)
-                if delta.text or delta.finished:
-                    yield Piece(delta.text, num_tokens, delta.finish_reason, delta.num_cached_tokens)
-                    num_tokens = 0
+        """The outputs as they are generated, a piece of each a step (`PieceCollector`)."""
+        async with aclosing(self._pieces(self._deltas(request))) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def fork(self, call: ForkCall) -> list[Piece]:
+        """More outputs of a request from where one of its outputs is, each in one piece.
+
+        Raises:
+            UnknownRequestError: it is not here, or not any more.
+        """
+        return await self._whole(self._forked(call))
+
+    async def fork_stream(self, call: ForkCall) -> AsyncIterator[Piece]:
+        """The same as they are generated."""
+        async with aclosing(self._pieces(self._forked(call))) as pieces:
+            async for piece in pieces:
+                yield piece
 
     async def facts(self) -> ReplicaFacts:
         """Raises `UnavailableError` once the engine has stopped."""
@@ -134,6 +139,9 @@ class EngineReplica:
             request.request_id,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            adapter=request.adapter,
+            tenant=request.tenant,
+            timeout_s=request.timeout_s,
             expected_cached_tokens=expected.cached_tokens if expected is not None else None,
         )
         async with aclosing(deltas):
@@ -142,6 +150,29 @@ class EngineReplica:
                     self._audit.note(expected.cached_tokens, delta.num_cached_tokens)
                     expected = None
                 yield delta
+
+    async def _forked(self, call: ForkCall) -> AsyncGenerator[Delta, None]:
+        if call.replica != self._name:  # that one is gone
+            raise UnknownRequestError(f"the replica that had the request {call.fork_of!r} is gone", "request_id")
+        deltas = self._engine.fork(call.fork_of, call.params, call.request_id, index=call.index)
+        async with aclosing(deltas):
+            async for delta in deltas:
+                yield delta
+
+    async def _whole(self, deltas: AsyncGenerator[Delta, None]) -> list[Piece]:
+        collector = PieceCollector(self._name)
+        async with aclosing(deltas):
+            async for delta in deltas:
+                collector.hold(delta)
+        return collector.all()
+
+    async def _pieces(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Piece, None]:
+        collector = PieceCollector(self._name)
+        async with aclosing(deltas):
+            async for delta in deltas:
+                piece = collector.push(delta)
+                if piece is not None:
+                    yield piece
 
     @staticmethod
     def _start_as(member: BudgetMember, config: EngineConfig) -> AsyncEngine:

@@ -23,7 +23,7 @@ from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, Reque
 from app.fleet.fleet import Fleet, RoutedRequest, Sent
 from app.fleet.keys import prompt_keys
 from app.fleet.policies import make_policy
-from app.serving.messages import Expected, GenerateRequest, report_from_stats
+from app.serving.messages import Expected, ForkCall, GenerateRequest, report_from_stats
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class FolioRouter(FIFOMixin, RequestRouter):
             logger.warning("the report of %s is of another version; it is routed to without", name)
 
     def _rank(self, pending: PendingRequest, names: list[str]) -> list[str]:
-        """All replicas in the policy's order. The request counts as sent to the first until Serve has placed it."""
+        """The replicas that may get it, the best first, to which it counts as sent until Serve has placed it."""
         now = time.time()
         waiting = self._waiting.get(pending.future)
         if waiting is None:
@@ -171,24 +171,28 @@ class FolioRouter(FIFOMixin, RequestRouter):
             self._fleet.withdraw(waiting.sent, now)
             waiting.sent = None
         request = waiting.request
-        ranked = self._policy.rank(request, names, now)
+        call = pending.args[0] if pending.args else None
+        if isinstance(call, ForkCall) and call.replica in names:
+            ranked = [call.replica]  # no other could do it; without this one any may say so
+        else:
+            ranked = self._policy.rank(request, names, now)
         if not ranked:
             return []
         cached = int(self._fleet.cached_tokens(request, ranked[:1])[0])
         waiting.first_choice, waiting.sent = ranked[0], self._fleet.sent(request, ranked[0], cached, now)
-        if pending.args and isinstance(pending.args[0], GenerateRequest):
+        if isinstance(call, GenerateRequest):
             # For the replica to compare with what it finds, see `ReplicaReport.missed_tokens`.
-            pending.args[0] = replace(pending.args[0], expected=Expected(ranked[0], cached))
+            pending.args[0] = replace(call, expected=Expected(ranked[0], cached))
         return ranked
 
     def _as_routed(self, pending: PendingRequest) -> RoutedRequest:
-        """The request as policies see it. Calls that are no generation, such as `report`, have no tokens."""
+        """The request as policies see it. Calls without a prompt, such as `report` or `fork`, have no tokens."""
         call, request_id = pending.args[0] if pending.args else None, pending.metadata.internal_request_id
         if not isinstance(call, GenerateRequest):
             return RoutedRequest(request_id, 0)
         keys: list[bytes] = []
         if self._fleet.unit_tokens is not None:
-            keys = prompt_keys(call.prompt_token_ids, self._fleet.unit_tokens, call.cache_salt)
+            keys = prompt_keys(call.prompt_token_ids, self._fleet.unit_tokens, call.cache_salt, call.adapter)
         session = call.session or pending.metadata.session_id or None
         return RoutedRequest(request_id, len(call.prompt_token_ids), keys, session)
 

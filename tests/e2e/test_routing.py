@@ -81,7 +81,7 @@ def test_a_router_knows_what_others_have_sent(server: Served) -> None:
     # It may be asked from another thread for what a dictionary has.
     server.wait_until(lambda: last_key in router._fleet._directory._replicas, DEADLINE_S)
     request = GenerateRequest("r", [*token_ids, 300], SamplingParams(max_tokens=2, temperature=0))
-    assert engines.generate.remote(request).result().num_cached_tokens == 160
+    assert engines.generate.remote(request).result()[0].num_cached_tokens == 160
 
 
 def test_a_replica_is_killed_under_load(server: Served) -> None:

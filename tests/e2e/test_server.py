@@ -22,9 +22,9 @@ from ray.serve.schema import ServeDeploySchema
 
 from app.builtin import corpus
 from app.config import EngineConfig
-from app.errors import RequestError, UnknownModelError
+from app.errors import RequestError, UnknownModelError, UnknownRequestError
 from app.main import AppArgs, build
-from app.openai.bodies import ChatCompletionRequest, CompletionRequest, Message, PinRequest
+from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, Message, PinRequest
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60
@@ -228,6 +228,143 @@ def test_handle_gives_the_same_answers(server: Server) -> None:
 def test_handle_raises_typed_errors(server: Server) -> None:
     with pytest.raises(UnknownModelError, match="does not exist"):
         server.handle.generate.remote(CompletionRequest(model="other", prompt="x")).result()
+
+
+def test_several_outputs_of_several_prompts(server: Server) -> None:
+    """Streamed they are the same, mixed; the usage has each prompt once."""
+    more: Any = {"prompt": ["The key of room 5", "A page is"], "n": 3, "temperature": 1.5, "seed": 7, "max_tokens": 8}
+    whole = server.client.completions.create(model="builtin", **more)
+    assert [choice.index for choice in whole.choices] == list(range(6))
+    assert len({choice.text for choice in whole.choices}) > 2
+    alone = server.client.completions.create(model="builtin", **(more | {"prompt": "A page is", "n": 1}))
+    assert alone.choices[0].text == whole.choices[3].text
+    assert whole.usage is not None
+    assert alone.usage is not None
+    assert alone.usage.prompt_tokens < whole.usage.prompt_tokens < 4 * alone.usage.prompt_tokens
+    options = {"include_usage": True}
+    *chunks, last = server.client.completions.create(model="builtin", stream=True, stream_options=options, **more)
+    texts = dict.fromkeys(range(6), "")
+    for chunk in chunks:
+        [choice] = chunk.choices
+        texts[choice.index] += choice.text
+    assert list(texts.values()) == [choice.text for choice in whole.choices]
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_log_probabilities(server: Server) -> None:
+    """Of a chat, whole and streamed, and of an echoed prompt, which is as likely as when it was generated."""
+    chat = ask(server, "What is Folio?", logprobs=True, top_logprobs=2, max_tokens=6)
+    entries = chat.choices[0].logprobs.content
+    assert "".join(entry.token for entry in entries) == chat.choices[0].message.content
+    assert bytes(byte for entry in entries for byte in entry.bytes).decode() == chat.choices[0].message.content
+    for entry in entries:
+        assert entry.logprob == entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob
+    chunks = ask(server, "What is Folio?", logprobs=True, top_logprobs=2, max_tokens=6, stream=True)
+    streamed = [entry for chunk in chunks for entry in chunk.choices[0].logprobs.content]
+    assert [entry.token for entry in streamed] == [entry.token for entry in entries]
+
+    prompt = "The key of room 417 is 93. The key of room 417 is"
+    more: Any = {"logprobs": 1, "temperature": 0}
+    first = server.client.completions.create(model="builtin", prompt=prompt, max_tokens=2, **more).choices[0]
+    echoed = server.client.completions.create(
+        model="builtin", prompt=prompt + first.text, max_tokens=0, echo=True, **more
+    ).choices[0]
+    assert echoed.text == prompt + first.text
+    assert "".join(echoed.logprobs.tokens) == echoed.text
+    assert echoed.logprobs.token_logprobs[0] is None
+    at = echoed.logprobs.text_offset.index(len(prompt))
+    assert echoed.logprobs.tokens[at:] == first.logprobs.tokens
+    assert echoed.logprobs.token_logprobs[at:] == pytest.approx(first.logprobs.token_logprobs, abs=0.1)
+
+
+def test_beams_and_best_of(server: Server) -> None:
+    beams = ask(
+        server, "What is a block?", n=2, max_tokens=8, extra_body={"use_beam_search": True, "best_of": 4}
+    ).model_dump()["choices"]
+    assert beams[0]["score"] >= beams[1]["score"]
+    assert beams[0]["message"] != beams[1]["message"]
+    best = server.client.completions.create(model="builtin", prompt="A page", n=1, best_of=3, max_tokens=4)
+    assert len(best.choices) == 1
+
+
+def test_forks_by_handle(server: Server) -> None:
+    """Of a request that has ended, and of one that runs; each goes on from what there was."""
+    prompt = "The key of room 417 is 93. The key of room 417"
+    greedy: dict[str, Any] = {"model": "builtin", "temperature": 0}
+    whole = server.handle.generate.remote(CompletionRequest(prompt=prompt, max_tokens=6, **greedy)).result()
+    begun = server.handle.generate.remote(CompletionRequest(prompt=prompt, max_tokens=2, **greedy)).result()
+    fork = ForkRequest(request_id=begun.id, n=2, max_tokens=4, **greedy)
+    forks = server.handle.fork.remote(fork).result()
+    assert [begun.choices[0].text + choice.text for choice in forks.choices] == [whole.choices[0].text] * 2
+    assert forks.usage.prompt_tokens == 0
+    chunks = list(server.handle.options(stream=True).fork_stream.remote(fork))
+    assert "".join(c.choices[0].text for c in chunks if c.choices[0].index == 1) == forks.choices[1].text
+
+    body = CompletionRequest(prompt=prompt, max_tokens=2000, ignore_eos=True, **greedy)
+    running = server.handle.options(stream=True).generate_stream.remote(body)
+    first = next(running)
+    server.handle.fork.remote(fork.model_copy(update={"request_id": first.id})).result()
+    running.cancel()
+    nobody = first.id.replace("cmpl-", "cmpl-0")
+    for request_id in (nobody, nobody.partition(".")[0], nobody + "0"):
+        with pytest.raises(UnknownRequestError):
+            server.handle.fork.remote(fork.model_copy(update={"request_id": request_id})).result()
+
+
+def test_outputs_have_the_form_that_is_asked_for(server: Server) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "room": {"enum": [417, 256]}},
+        "required": ["ok", "room"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    whole = ask(server, "Is room 417 free?", response_format=form, max_tokens=60)
+    answer = json.loads(whole.choices[0].message.content)
+    assert (type(answer["ok"]), answer["room"] in (417, 256)) == (bool, True)
+    chunks = ask(server, "Is room 417 free?", response_format=form, max_tokens=60, stream=True)
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == whole.choices[0].message.content
+    chosen = ask(server, "Which?", n=3, temperature=5.0, extra_body={"guided_choice": ["left", "right"]})
+    assert {choice.message.content for choice in chosen.choices} <= {"left", "right"}
+    with pytest.raises(openai.BadRequestError, match="guided_json"):
+        ask(server, "x", response_format=form, extra_body={"guided_json": {}})
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(server, "x", extra_body={"guided_regex": "("})
+    assert caught.value.param == "structure"
+
+
+def test_tools_that_must_be_called(server: Server) -> None:
+    """Whole and streamed; then the tool's answer goes back."""
+    parameters = {
+        "type": "object",
+        "properties": {"room": {"enum": [417, 256]}},
+        "required": ["room"],
+        "additionalProperties": False,
+    }
+    tools: list[Any] = [{"type": "function", "function": {"name": "find_key", "parameters": parameters}}]
+    question: list[Any] = [{"role": "user", "content": "What is the key of room 417?"}]
+    more: Any = {"model": "builtin", "tools": tools, "temperature": 0}
+    create = server.client.chat.completions.create
+    [choice] = create(messages=question, tool_choice="required", parallel_tool_calls=False, **more).choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    [call] = choice.message.tool_calls
+    assert call.function.name == "find_key"
+    assert json.loads(call.function.arguments)["room"] in (417, 256)
+
+    named: Any = {"type": "function", "function": {"name": "find_key"}}
+    deltas = [
+        call
+        for chunk in create(messages=question, tool_choice=named, n=2, stream=True, **more)
+        for choice in chunk.choices
+        if choice.index == 1
+        for call in choice.delta.tool_calls or []
+    ]
+    assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "93"}
+    answer = create(messages=[*question, choice.message, result], max_tokens=8, **more)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens > 40
 
 
 def test_the_budget_is_set_by_handle(server: Server) -> None:

@@ -47,6 +47,17 @@ def test_half_a_character_is_never_emitted(tokenizer: PreTrainedTokenizerBase) -
     assert output.flush() == ""
 
 
+def test_special_tokens_are_text_only_where_they_are_kept(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Calls of tools begin with one in some models, and could not be told from text without it."""
+    [end], [user] = (tokenizer.encode(token) for token in ("<|end|>", "<|user|>"))
+    tokens = [*tokenizer.encode("a "), user, *tokenizer.encode("b é"), end]
+    for kept, text in (((), "a b é"), ((user,), "a <|user|>b é")):
+        output = TextStream(tokenizer.backend_tokenizer, [], ["never"], kept=kept)
+        assert "".join(output.push(token)[0] for token in tokens) + output.flush() == text
+    output = TextStream(tokenizer.backend_tokenizer, [], ["|>b"], kept=(user,))
+    assert "".join(output.push(token)[0] for token in tokens[:4]) == "a <|user"
+
+
 @pytest.mark.parametrize(
     ("text", "stop", "expected", "stopped"),
     [

@@ -8,24 +8,30 @@ from collections.abc import AsyncIterator
 import pytest
 from starlette.testclient import TestClient
 
-from app.errors import EngineError, RequestError, UnknownModelError
-from app.openai.bodies import (
+from app.errors import (
+    DeadlineError,
+    EngineError,
+    OverloadedError,
+    RequestError,
+    UnknownModelError,
+    UnknownRequestError,
+)
+from app.openai.bodies import ChatCompletionRequest, CompletionRequest
+from app.openai.http import build_api
+from app.openai.replies import (
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
-    ChatCompletionRequest,
     ChatDelta,
     Completion,
     CompletionChoice,
-    CompletionRequest,
     ModelCard,
     ModelList,
     PromptTokensDetails,
     Usage,
 )
-from app.openai.http import build_api
 
 USAGE = Usage(
     prompt_tokens=1,
@@ -51,7 +57,7 @@ class FakeService:
         pass
 
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
-        request.sampling_params(request.max_tokens)
+        request.sampling_params()
         self._fail(request.model)
         return self._completion(str(request.prompt) + (f" of {session}" if session else ""))
 
@@ -83,8 +89,16 @@ class FakeService:
             raise EngineError("a step failed")
         if model == "bug":
             raise ZeroDivisionError("secret detail")
-        if model == "request":
-            raise RequestError("too long", "prompt")
+        errors = {
+            "request": RequestError("too long", "prompt"),
+            "unknown": UnknownRequestError("no such request", "request_id"),
+            "full": OverloadedError("too many"),
+            "full for a while": OverloadedError("too many", 2.2),
+            "full for a moment": OverloadedError("too many", 0.0),
+            "slow": DeadlineError("too late"),
+        }
+        if model in errors:
+            raise errors[model]
 
 
 @pytest.fixture
@@ -112,6 +126,11 @@ def test_the_session_header_is_passed_on(client: TestClient) -> None:
     assert refused.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_the_api_describes_itself(client: TestClient) -> None:
+    fields = client.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert {"guided_regex", "logit_bias", "tenant"} < fields.keys()
+
+
 def test_stream(client: TestClient) -> None:
     answer = client.post("/v1/completions", json={"model": "m", "prompt": "", "stream": True})
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -137,8 +156,10 @@ def test_chat_chunks_leave_out_what_is_absent(client: TestClient) -> None:
         ({"model": "m", "prompt": "x", "max_tokens": True}, "max_tokens", "valid integer"),
         ({"model": "m", "prompt": "x", "temperature": "hot"}, "temperature", "valid number"),
         ({"model": "m", "prompt": "x", "surprise": 1}, "surprise", "unknown field"),
-        ({"model": "m", "prompt": "x", "n": 2}, "n", "supports only 1"),
-        ({"model": "m", "prompt": "x", "suffix": "y"}, "suffix", "supports only"),
+        ({"model": "m", "prompt": "x", "n": 0}, "n", "between 1"),
+        ({"model": "m", "prompt": "x", "suffix": "y"}, "suffix", "leave it out"),
+        ({"model": "m", "prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+        ({"model": "m", "prompt": [0] + ["x"] * 9}, "prompt", "and 4 more"),
         ({"model": "m", "prompt": "x", "max_tokens": -1}, "max_tokens", "at least 1"),
         ({"model": "m", "prompt": "x", "top_p": 2}, "top_p", "between 0 and 1"),
         ({"model": "request", "prompt": "x"}, "prompt", "too long"),
@@ -166,9 +187,23 @@ def test_errors_have_the_right_status(client: TestClient) -> None:
     assert client.get("/v1/completions").status_code == 405
     failed = client.post("/v1/completions", json={"model": "engine", "prompt": "x"})
     assert (failed.status_code, failed.json()["error"]["type"]) == (500, "server_error")
+    unknown = client.post("/v1/completions", json={"model": "unknown", "prompt": "x"})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "request_not_found")
     bug = client.post("/v1/completions", json={"model": "bug", "prompt": "x"})
     assert bug.status_code == 500
     assert "secret" not in bug.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("model", "status", "retry_after"),
+    [("full", 429, None), ("full for a while", 429, "3"), ("full for a moment", 429, "1"), ("slow", 408, None)],
+)
+def test_when_to_try_again(client: TestClient, model: str, status: int, retry_after: str | None, stream: bool) -> None:
+    answer = client.post("/v1/completions", json={"model": model, "prompt": "x", "stream": stream})
+    assert answer.status_code == status
+    assert answer.headers.get("retry-after") == retry_after
+    assert answer.json()["error"]["message"].startswith("too ")
 
 
 def test_a_stream_refused_at_once_has_a_status(client: TestClient) -> None:

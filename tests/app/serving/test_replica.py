@@ -1,14 +1,161 @@
-"""When a replica says that it must be replaced, without a cluster and without an engine."""
+"""A replica without a cluster, and with an engine that only does what it is told to."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from app.errors import UnavailableError
+from app.engine import Delta, SamplingParams
+from app.errors import DeadlineError, UnavailableError, UnknownRequestError
+from app.serving.messages import Expected, ForkCall, GenerateRequest
 from app.serving.replica import EngineReplica
+
+DELTAS = [
+    Delta("r", (1,), "a", index=0, num_cached_tokens=3),
+    Delta("r", (2,), "", index=1, num_cached_tokens=3),
+    Delta("r", (3,), "b", "stop", index=1, num_cached_tokens=3, num_unfinished=1),
+    Delta("r", (4,), "c", "length", index=0, num_cached_tokens=3),
+]
+
+
+class Engine:
+    """Yields deltas, and takes down what it is asked."""
+
+    healthy = True
+
+    def __init__(self, deltas: list[Delta], error: Exception | None = None) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.closed = 0
+        self._deltas = deltas
+        self._error = error
+
+    def generate(self, *args: Any, **options: Any) -> AsyncGenerator[Delta, None]:
+        self.asked.append((*args, options))
+        return self._yield()
+
+    def fork(self, *args: Any, **options: Any) -> AsyncGenerator[Delta, None]:
+        self.asked.append((*args, options))
+        return self._yield()
+
+    def close(self) -> None:
+        pass
+
+    async def _yield(self) -> AsyncGenerator[Delta, None]:
+        try:
+            for delta in self._deltas:
+                yield delta
+            if self._error is not None:
+                raise self._error
+        finally:
+            self.closed += 1
+
+
+class Audit:
+    """`RoutingAudit` without Ray's metrics."""
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[int, int]] = []
+
+    def note(self, expected_tokens: int, cached_tokens: int) -> None:
+        self.noted.append((expected_tokens, cached_tokens))
+
+
+def replica_with(engine: Engine) -> Any:
+    replica: Any = object.__new__(EngineReplica)
+    replica._closing, replica._leaving, replica._member = False, None, None
+    replica._engine, replica._audit, replica._name = engine, Audit(), "here"
+    return replica
+
+
+REQUEST = GenerateRequest(
+    "r",
+    [1, 2],
+    SamplingParams(n=2),
+    priority=1,
+    cache_salt="s",
+    adapter="a",
+    tenant="t",
+    timeout_s=2.0,
+    expected=Expected("here", 4),
+)
+
+
+def test_outputs_whole_and_in_pieces() -> None:
+    async def run() -> None:
+        replica = replica_with(Engine(DELTAS))
+        whole = await replica.generate(REQUEST)
+        assert [(p.index, p.text, p.token_ids, p.finish_reason) for p in whole] == [
+            (0, "ac", (1, 4), "length"),
+            (1, "b", (2, 3), "stop"),
+        ]
+        pieces = [piece async for piece in replica.generate_stream(REQUEST)]
+        assert [(p.index, p.text, p.token_ids) for p in pieces] == [(0, "a", (1,)), (1, "b", (2, 3)), (0, "c", (4,))]
+        assert [p.ends_request for p in pieces] == [False, False, True]
+        assert {(p.replica, p.num_cached_tokens) for p in whole + pieces} == {("here", 3)}
+        assert replica._audit.noted == [(4, 3)] * 2
+
+    asyncio.run(run())
+
+
+def test_the_engine_gets_every_option() -> None:
+    async def run() -> None:
+        replica = replica_with(engine := Engine(DELTAS))
+        await replica.generate(REQUEST)
+        options = {"priority": 1, "cache_salt": "s", "adapter": "a", "tenant": "t", "timeout_s": 2.0}
+        assert engine.asked == [([1, 2], REQUEST.params, "r", {**options, "expected_cached_tokens": 4})]
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_nobody_wants_any_more_ends_its_request() -> None:
+    async def run() -> None:
+        replica = replica_with(engine := Engine(DELTAS))
+        pieces = replica.generate_stream(REQUEST)
+        await anext(pieces)
+        await pieces.aclose()
+        assert engine.closed == 1
+
+    asyncio.run(run())
+
+
+def test_errors_come_through() -> None:
+    async def run() -> None:
+        replica = replica_with(Engine(DELTAS[:1], DeadlineError("too late")))
+        with pytest.raises(DeadlineError):
+            await replica.generate(REQUEST)
+        with pytest.raises(DeadlineError):
+            _ = [piece async for piece in replica.generate_stream(REQUEST)]
+
+    asyncio.run(run())
+
+
+def test_forks() -> None:
+    async def run() -> None:
+        replica = replica_with(engine := Engine(DELTAS))
+        call = ForkCall("f", "r", 1, "here", SamplingParams(n=2))
+        whole = await replica.fork(call)
+        assert [piece.text for piece in whole] == ["ac", "b"]
+        assert "".join([piece.text async for piece in replica.fork_stream(call)]) == "abc"
+        assert engine.asked == [("r", call.params, "f", {"index": 1})] * 2
+
+    asyncio.run(run())
+
+
+def test_a_fork_of_what_another_replica_had() -> None:
+    async def run() -> None:
+        replica = replica_with(engine := Engine(DELTAS))
+        call = ForkCall("f", "r", 0, "another", SamplingParams())
+        with pytest.raises(UnknownRequestError, match="is gone"):
+            await replica.fork(call)
+        with pytest.raises(UnknownRequestError, match="is gone"):
+            _ = [piece async for piece in replica.fork_stream(call)]
+        assert not engine.asked
+
+    asyncio.run(run())
 
 
 def test_a_budget_that_nobody_can_change_is_a_reason() -> None:

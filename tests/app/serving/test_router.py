@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from ray.serve.request_router import PendingRequest
 
 from app.engine import SamplingParams
 from app.fleet.keys import prompt_keys
-from app.serving.messages import Expected, GenerateRequest, report_as_stats, report_from_stats
+from app.serving.messages import Expected, ForkCall, GenerateRequest, report_as_stats, report_from_stats
 from app.serving.router import FolioRouter
 from tests.app.fleet.reports import IDLE, UNIT, report
 
@@ -99,6 +99,55 @@ def test_a_salt_separates(replicas: list[Replica]) -> None:
         request = pending()
         await choose(router, request)
         assert request.args[0].expected.cached_tokens == 0
+
+    asyncio.run(run())
+
+
+def test_an_adapter_separates(replicas: list[Replica]) -> None:
+    async def run() -> None:
+        for replica in replicas:
+            replica.routing_stats = now_with(
+                prompt_keys(PROMPT, UNIT, "mine", "pirate") if replica is replicas[1] else []
+            )
+        router = router_for(replicas)
+        for adapter, salt, expected in (("pirate", "mine", 10 * UNIT), ("poet", "mine", 0), ("pirate", None, 0)):
+            request = pending()
+            request.args[0] = replace(request.args[0], adapter=adapter, cache_salt=salt)
+            await choose(router, request)
+            assert request.args[0].expected.cached_tokens == expected
+
+    asyncio.run(run())
+
+
+def test_a_fork_goes_where_its_request_is(replicas: list[Replica]) -> None:
+    """However busy that is; when it is gone, any replica may say so."""
+
+    async def run() -> None:
+        for replica in replicas:
+            busy = replica is replicas[2]
+            replica.routing_stats = now_with([], num_waiting=50 * busy, queued_s=60.0 * busy)
+        router = router_for(replicas)
+        for i in range(5):
+            call = ForkCall(f"f{i}", "r", 0, "c", SamplingParams(max_tokens=1))
+            assert await choose(router, pending(i, None, call)) == "c"
+        router.update_replicas(replicas[:2])  # type: ignore[arg-type]
+        call = ForkCall("f9", "r", 0, "c", SamplingParams(max_tokens=1))
+        assert await choose(router, pending(9, None, call)) in "ab"
+
+    asyncio.run(run())
+
+
+def test_a_fork_waits_for_a_full_replica(replicas: list[Replica]) -> None:
+    async def run() -> None:
+        replicas[2].num_ongoing = replicas[2].max_ongoing_requests
+        router = router_for(replicas)
+        call = ForkCall("f", "r", 0, "c", SamplingParams(max_tokens=1))
+        waiting = asyncio.create_task(choose(router, pending(0, None, call)))
+        while replicas[2].num_probes < 2:
+            await asyncio.sleep(0.01)
+        assert not waiting.done()
+        replicas[2].num_ongoing = 0
+        assert await waiting == "c"
 
     asyncio.run(run())
 

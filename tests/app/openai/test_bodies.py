@@ -1,0 +1,197 @@
+"""What bodies turn into: sampling parameters, prompts, and errors that name the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from app.engine.params import MAX_LOGPROBS, SamplingParams, Structure
+from app.errors import RequestError
+from app.openai.bodies import MAX_PROMPTS, ChatCompletionRequest, CompletionRequest, ForkRequest, Message
+
+USER = {"role": "user", "content": "x"}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return CompletionRequest.model_validate({"model": "m", "prompt": "x"} | fields)
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return ChatCompletionRequest.model_validate({"model": "m", "messages": [USER]} | fields)
+
+
+def test_what_is_left_out_is_the_default() -> None:
+    assert completion().sampling_params() == SamplingParams()
+    assert chat().sampling_params() == SamplingParams(max_tokens=None)
+    nothing = dict.fromkeys(("n", "temperature", "top_p", "stop", "logit_bias", "seed", "logprobs", "early_stopping"))
+    assert completion(**nothing).sampling_params() == SamplingParams()
+
+
+def test_every_field_arrives() -> None:
+    fields: dict[str, Any] = {
+        "n": 2,
+        "best_of": 3,
+        "max_tokens": 7,
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_k": 4,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.3,
+        "bad_words": ["bad"],
+        "seed": 5,
+        "stop": ["a", "b"],
+        "stop_token_ids": [6],
+        "include_stop_str": True,
+        "ignore_eos": True,
+        "prompt_logprobs": 1,
+    }
+    expected = SamplingParams(**fields, logit_bias={12: -1.5}, structure=Structure("regex", "a+"))
+    more = {"logit_bias": {"12": -1.5}, "guided_regex": "a+"}
+    assert completion(**fields, **more).sampling_params() == expected
+    assert chat(**fields, **more).sampling_params() == expected
+    del fields["prompt_logprobs"]
+    fork = ForkRequest.model_validate({"model": "m", "request_id": "r", **fields})
+    assert fork.sampling_params() == SamplingParams(**fields)
+    beams: dict[str, Any] = {"use_beam_search": True, "length_penalty": 0.5, "early_stopping": "never", "best_of": 4}
+    assert chat(**beams).sampling_params() == SamplingParams(max_tokens=None, **beams)
+
+
+def test_logprobs_of_both_kinds() -> None:
+    assert completion(logprobs=3).sampling_params().logprobs == 3
+    assert completion(logprobs=3).sampling_params().prompt_logprobs is None
+    assert completion(logprobs=3, echo=True).sampling_params().prompt_logprobs == 3
+    assert completion(logprobs=3, echo=True, prompt_logprobs=5).sampling_params().prompt_logprobs == 5
+    assert completion(echo=True).sampling_params().prompt_logprobs is None
+    assert chat(logprobs=True).sampling_params().logprobs == 0
+    assert chat(logprobs=True, top_logprobs=20).sampling_params().logprobs == 20
+    assert chat(logprobs=False).sampling_params().logprobs is None
+
+
+def test_an_echo_alone_takes_a_token() -> None:
+    assert completion(echo=True, max_tokens=0).sampling_params().max_tokens == 1
+    with pytest.raises(RequestError, match="max_tokens is 0"):
+        completion(max_tokens=0).sampling_params()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", ["a"]),
+        ([1, 2], [[1, 2]]),
+        (["a", ""], ["a", ""]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)
+def test_prompts(prompt: object, prompts: object) -> None:
+    assert completion(prompt=prompt).prompts == prompts
+
+
+@pytest.mark.parametrize(
+    ("prompt", "place"),
+    [
+        ([1, -1], ("prompt", "tokens", 1)),
+        ([1, "a"], ("prompt", "tokens", 1)),
+        ([1, 2**31], ("prompt", "tokens", 1)),
+        (["a", 1], ("prompt", "texts", 1)),
+        ([[1], "a"], ("prompt", "batch", 1)),
+        ([[1], [True]], ("prompt", "batch", 1, 0)),
+        (5, ("prompt", "text")),
+    ],
+)
+def test_a_bad_prompt_is_said_of_its_kind_only(prompt: object, place: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        completion(prompt=prompt)
+    assert [error["loc"] for error in caught.value.errors()] == [place]
+
+
+def test_the_number_of_prompts_has_bounds() -> None:
+    assert len(completion(prompt=["a"] * MAX_PROMPTS).prompts) == MAX_PROMPTS
+    with pytest.raises(RequestError, match=f"{MAX_PROMPTS + 1} prompts.*{MAX_PROMPTS}"):
+        _ = completion(prompt=["a"] * (MAX_PROMPTS + 1)).prompts
+    with pytest.raises(RequestError, match="at least one"):
+        _ = completion(prompt=[]).prompts
+
+
+@pytest.mark.parametrize(
+    ("request_", "param", "message"),
+    [
+        (completion(logprobs=MAX_LOGPROBS + 1), "logprobs", f"between 0 and {MAX_LOGPROBS}"),
+        (completion(n=0), "n", "between 1"),
+        (completion(n=3, best_of=2), "best_of", "between 3"),
+        (completion(logit_bias={"x": 1.0}), "logit_bias", "'x'"),
+        (completion(logit_bias={"-1": 1.0}), "logit_bias", "token ids"),
+        (completion(logit_bias={"1": 101.0}), "logit_bias", "between -100 and 100"),
+        (completion(guided_regex="a", guided_choice=["a"]), "guided_regex", "only one of"),
+        (chat(top_logprobs=2), "top_logprobs", "logprobs is not true"),
+        (chat(logprobs=True, top_logprobs=21), "top_logprobs", "between 0 and 20"),
+        (chat(response_format={"type": "json_object"}, guided_json={}), "response_format", "only one of"),
+        (
+            ForkRequest(model="m", request_id="r", prompt_logprobs=1),
+            "prompt_logprobs",
+            "computed already",
+        ),
+    ],
+)
+def test_bounds_and_contradictions(request_: Any, param: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        request_.sampling_params()
+    assert caught.value.param == param
+
+
+def test_what_decides_the_form() -> None:
+    schema = {"type": "integer"}
+    asked = chat(response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema}})
+    assert asked.sampling_params().structure == Structure("json", '{"type": "integer"}')
+    assert chat(response_format={"type": "text"}).sampling_params().structure is None
+    forced = Structure("grammar", "start: /a/")
+    assert chat().sampling_params(forced).structure == forced
+    with pytest.raises(RequestError, match="only one of tool_choice, response_format"):
+        asked.sampling_params(forced)
+
+
+def test_special_tokens_of_calls_are_kept() -> None:
+    assert chat().sampling_params(None, {7, 5}).kept_token_ids == (5, 7)
+    assert chat().sampling_params().kept_token_ids == ()
+
+
+def test_whose_it_is() -> None:
+    assert completion().whose is None
+    assert completion(user="").whose is None
+    assert completion(user="u").whose == "u"
+    assert completion(user="u", tenant="t").whose == "t"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user"},
+        {"role": "tool", "content": "4"},
+        {"role": "user", "content": "x", "tool_call_id": "call_1"},
+        {"role": "user", "content": "x", "tool_calls": [CALL]},
+        {"role": "assistant", "tool_calls": []},
+        {"role": "assistant", "content": None},
+    ],
+)
+def test_messages_that_cannot_be(message: object) -> None:
+    with pytest.raises(ValidationError):
+        Message.model_validate(message)
+
+
+def test_messages_of_tools() -> None:
+    called = Message.model_validate({"role": "assistant", "content": None, "tool_calls": [CALL]})
+    assert called.text == ""
+    assert called.tool_calls is not None
+    assert called.tool_calls[0].function.name == "f"
+    assert Message.model_validate({"role": "tool", "content": "4", "tool_call_id": "call_1"}).text == "4"
+
+
+@pytest.mark.parametrize("fields", [{"suffix": "y"}, {"timeout_s": 0}, {"timeout_s": float("nan")}, {"tenant": ""}])
+def test_fields_that_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        completion(**fields)

@@ -1,0 +1,280 @@
+"""The ingress with replicas that answer at once, without a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray import cloudpickle
+from ray.exceptions import RayTaskError
+
+from app.engine.model_loader import load_tokenizer
+from app.errors import (
+    ContextLengthError,
+    DeadlineError,
+    EngineError,
+    FolioError,
+    OverloadedError,
+    UnavailableError,
+    UnknownModelError,
+    UnknownRequestError,
+)
+from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest
+from app.openai.pieces import Piece
+from app.openai.token_texts import TokenTexts
+from app.serving.calls import unwrap
+from app.serving.ingress import Ingress
+from app.serving.messages import ForkCall, GenerateRequest
+
+TOKENIZER = load_tokenizer("builtin")
+TOKENS = TokenTexts(TOKENIZER)
+
+
+class Response:
+    """What a handle returns: to be awaited, iterated over, or cancelled."""
+
+    def __init__(self, pieces: Callable[[], list[Piece]], hangs: bool = False) -> None:
+        self.cancelled = False
+        self._pieces = pieces
+        self._hangs = hangs
+
+    def __await__(self) -> Any:
+        return self._whole().__await__()
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        for piece in self._pieces():
+            yield piece
+            if self._hangs:
+                await asyncio.Event().wait()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    async def _whole(self) -> list[Piece]:
+        pieces = self._pieces()
+        if self._hangs:
+            await asyncio.Event().wait()
+        return pieces
+
+
+class Engines:
+    """A handle of replicas: the last one of every output says which call it was of."""
+
+    def __init__(
+        self, error: Exception | None = None, fails_at: int = 0, hangs: bool = False, text: str | None = None
+    ) -> None:
+        self._text = text
+        self.calls: list[Any] = []
+        self.responses: list[Response] = []
+        self._error, self._fails_at, self._hangs = error, fails_at, hangs
+        self.generate = self.generate_stream = self.fork = self.fork_stream = SimpleNamespace(remote=self._remote)
+        self.facts = SimpleNamespace(remote=self._facts)
+
+    def options(self, **_: Any) -> Engines:
+        return self
+
+    def _remote(self, call: GenerateRequest | ForkCall) -> Response:
+        number = len(self.calls)
+        self.calls.append(call)
+
+        def pieces() -> list[Piece]:
+            if self._error is not None and number == self._fails_at:
+                raise RayTaskError("generate", "traceback", self._error)
+            n, end = call.params.n, None if self._hangs else "stop"
+            return [
+                Piece(
+                    self._text or f"{number}{i}",
+                    (300,),
+                    i,
+                    end,
+                    num_unfinished=n - 1 - i,
+                    num_cached_tokens=1,
+                    replica="r7",
+                )
+                for i in range(n)
+            ]
+
+        fails = self._error is not None and number == self._fails_at
+        self.responses.append(Response(pieces, self._hangs and not fails))
+        return self.responses[-1]
+
+    async def _facts(self) -> Any:
+        return SimpleNamespace(max_model_len=64)
+
+
+def ingress_with(engines: Engines) -> Any:
+    ingress: Any = object.__new__(Ingress.__bases__[0])  # what Serve makes of it needs a cluster to end well
+    ingress._tokenizer, ingress._tokens, ingress._model_name = TOKENIZER, TOKENS, "m"
+    ingress._adapters, ingress._engine, ingress._created, ingress._max_model_len = ("pirate",), engines, 0, None
+    return ingress
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return CompletionRequest.model_validate({"model": "m", "prompt": "Hello"} | fields)
+
+
+async def collect(chunks: AsyncIterator[Any]) -> list[Any]:
+    return [chunk async for chunk in chunks]
+
+
+def test_a_batch_is_a_call_for_each_prompt() -> None:
+    async def run() -> None:
+        ingress = ingress_with(engines := Engines())
+        request = completion(prompt=["a b", "c"], n=2, tenant="t", timeout_s=1.0, priority=3, cache_salt="s")
+        whole = await ingress.generate(request, "session")
+        assert [choice.text for choice in whole.choices] == ["00", "01", "10", "11"]
+        assert [call.prompt_token_ids for call in engines.calls] == [TOKENIZER.encode("a b"), TOKENIZER.encode("c")]
+        assert len({call.request_id for call in engines.calls}) == 2
+        for call in engines.calls:
+            assert (call.tenant, call.timeout_s, call.priority, call.cache_salt) == ("t", 1.0, 3, "s")
+            assert (call.session, call.adapter, call.params.n) == ("session", None, 2)
+        assert whole.usage.prompt_tokens == sum(len(call.prompt_token_ids) for call in engines.calls)
+        assert (whole.usage.completion_tokens, whole.usage.prompt_tokens_details.cached_tokens) == (4, 2)
+        chunks = await collect(ingress.generate_stream(completion(prompt=[[5], [6, 7]], n=2)))
+        texts = {chunk.choices[0].index: chunk.choices[0].text for chunk in chunks}
+        assert texts == {0: "20", 1: "21", 2: "30", 3: "31"}
+
+    asyncio.run(run())
+
+
+def test_an_echo_begins_with_the_prompt() -> None:
+    async def run() -> None:
+        ingress = ingress_with(Engines())
+        whole = await ingress.generate(completion(prompt=TOKENIZER.encode("Hello<|end|> you"), echo=True))
+        assert whole.choices[0].text == "Hello you00"
+        nothing = await ingress.generate(completion(prompt=["Hello", "x"], echo=True, max_tokens=0))
+        assert [choice.text for choice in nothing.choices] == ["Hello", "x"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_prompt_that_fails_ends_the_others(stream: bool) -> None:
+    async def run() -> None:
+        ingress = ingress_with(engines := Engines(ContextLengthError("too long", "prompt"), fails_at=1, hangs=True))
+        request = completion(prompt=["a", "b", "c"])
+        with pytest.raises(ContextLengthError, match="too long"):
+            await (collect(ingress.generate_stream(request)) if stream else ingress.generate(request))
+        assert all(response.cancelled for i, response in enumerate(engines.responses) if i != 1)
+
+    asyncio.run(run())
+
+
+def test_adapters_are_models() -> None:
+    async def run() -> None:
+        ingress = ingress_with(engines := Engines())
+        cards = (await ingress.models()).data
+        assert [(card.id, card.parent) for card in cards] == [("m", None), ("pirate", "m")]
+        answer = await ingress.chat(
+            ChatCompletionRequest.model_validate(
+                {"model": "pirate", "messages": [{"role": "user", "content": "x"}], "user": "u"}
+            )
+        )
+        assert answer.model == "pirate"
+        assert (engines.calls[0].adapter, engines.calls[0].tenant) == ("pirate", "u")
+        with pytest.raises(UnknownModelError, match="'m', 'pirate'"):
+            await ingress.generate(completion(model="poet"))
+
+    asyncio.run(run())
+
+
+def test_a_fork_goes_to_the_replica_in_the_id() -> None:
+    async def run() -> None:
+        ingress = ingress_with(engines := Engines())
+        first = await ingress.generate(completion())
+        fork = ForkRequest(model="m", request_id=first.id, n=2, index=0, max_tokens=3)
+        forks = await ingress.fork(fork)
+        [begun, call] = engines.calls
+        assert call == ForkCall(call.request_id, begun.request_id, 0, "r7", fork.sampling_params())
+        assert call.request_id != begun.request_id
+        assert [choice.text for choice in forks.choices] == ["10", "11"]
+        assert (forks.usage.prompt_tokens, forks.usage.completion_tokens) == (0, 2)
+        chunks = await collect(ingress.fork_stream(fork.model_copy(update={"request_id": forks.id})))
+        assert [chunk.choices[0].text for chunk in chunks] == ["20", "21"]
+        assert engines.calls[2].fork_of == call.request_id  # forks can be forked
+        batch = await ingress.generate(completion(prompt=["a", "b"]))
+        with pytest.raises(UnknownRequestError, match="one prompt"):
+            await ingress.fork(ForkRequest(model="m", request_id=batch.id))
+
+    asyncio.run(run())
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}])
+def test_tools(choice: Any) -> None:
+    async def run() -> None:
+        ingress = ingress_with(engines := Engines(text=CALL))
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "tool_choice": choice}
+        request = ChatCompletionRequest.model_validate(body)
+        [whole] = (await ingress.chat(request)).choices
+        assert whole.finish_reason == "tool_calls"
+        assert whole.message.content is None
+        assert whole.message.tool_calls[0].function.arguments == '{"x": 1}'
+        assert "<tools>" in TOKENIZER.decode(engines.calls[0].prompt_token_ids)
+        structure = engines.calls[0].params.structure
+        assert (structure is None) == (choice == "auto")
+        [chunk] = await collect(ingress.chat_stream(request))
+        [call] = chunk.choices[0].delta.tool_calls
+        assert (call.function.name, call.function.arguments) == ("f", '{"x": 1}')
+
+    asyncio.run(run())
+
+
+def test_tools_that_may_not_be_called_are_not_shown() -> None:
+    async def run() -> None:
+        ingress = ingress_with(engines := Engines(text=CALL))
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "tool_choice": "none"}
+        [choice] = (await ingress.chat(ChatCompletionRequest.model_validate(body))).choices
+        assert choice.message.content == CALL
+        assert choice.finish_reason == "stop"
+        assert "<tools>" not in TOKENIZER.decode(engines.calls[0].prompt_token_ids)
+
+    asyncio.run(run())
+
+
+def test_usage_comes_last_if_asked_for() -> None:
+    async def run() -> None:
+        ingress = ingress_with(Engines())
+        options = {"stream_options": {"include_usage": True}}
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "n": 2, "logprobs": True} | options
+        *chunks, last = await collect(ingress.chat_stream(ChatCompletionRequest.model_validate(body)))
+        assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] * 2
+        assert last.choices == []
+        assert last.usage.completion_tokens == 2
+        *_, last = await collect(ingress.generate_stream(completion(prompt=["a", "b"], **options)))
+        assert last.usage.completion_tokens == 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OverloadedError("full", 2.5),
+        OverloadedError("full"),
+        DeadlineError("late"),
+        ContextLengthError("long", "prompt"),
+        UnknownRequestError("gone", "request_id"),
+        UnavailableError("stopped"),
+    ],
+)
+@pytest.mark.parametrize("dual", [False, True])
+def test_errors_survive_rays_pickling(error: FolioError, dual: bool) -> None:
+    """Ray sends what a call raised as the cause of its own error, which may be of the same type, too."""
+    sent = RayTaskError("generate", "traceback", error)
+    raised = sent.as_instanceof_cause() if dual else sent
+    arrived = unwrap(pickle.loads(cloudpickle.dumps(raised)))
+    assert type(arrived) is type(error)
+    assert str(arrived) == str(error)
+    assert vars(arrived) == vars(error)
+
+
+def test_what_is_no_error_of_ours_is_the_engines() -> None:
+    assert isinstance(unwrap(RayTaskError("generate", "traceback", ValueError("x"))), EngineError)

@@ -3,6 +3,7 @@
 from kernels.attention import flash_attn_with_kvcache, varlen_attention
 from kernels.blocks import CopyBlocks, select_block_copy
 from kernels.elementwise import CpuElementwise
+from kernels.linear import CpuLinear
 from kernels.provider import AttentionProvider, CacheScales, KernelError, Masking, Problem, VarlenBatch
 from kernels.rotary import Rotary
 from kernels.select import PROVIDERS, select_provider
@@ -13,6 +14,7 @@ __all__ = [
     "CacheScales",
     "CopyBlocks",
     "CpuElementwise",
+    "CpuLinear",
     "KernelError",
     "Masking",
     "Problem",

@@ -2,6 +2,7 @@
 
 from kernels.attention import flash_attn_with_kvcache, varlen_attention
 from kernels.blocks import CopyBlocks, select_block_copy
+from kernels.build import has_matrix_tiles
 from kernels.elementwise import CpuElementwise
 from kernels.linear import CpuLinear
 from kernels.provider import AttentionProvider, CacheScales, KernelError, Masking, Problem, VarlenBatch
@@ -21,6 +22,7 @@ __all__ = [
     "Rotary",
     "VarlenBatch",
     "flash_attn_with_kvcache",
+    "has_matrix_tiles",
     "select_block_copy",
     "select_provider",
     "varlen_attention",

@@ -11,16 +11,6 @@
 
 #include "vector.h"
 
-extern "C" {
-
-// Outputs with a tensor of their own; mirrored in kernels/linear.py.
-struct Part {
-  void* out;  // [rows, outputs]
-  int64_t first_tile, outputs;
-};
-
-}  // extern "C"
-
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 
 namespace {
@@ -122,8 +112,6 @@ void pack_rows(const T* x, Word* to, int64_t count, int64_t inputs) {
   }
 }
 
-int64_t tiles_of(const Part& part) { return (part.outputs + kTile - 1) / kTile; }
-
 // `scales`, for 8-bit weights: an output's largest weight is 127 of them.
 template <typename T, typename S>
 void pack(const T* weight, S* packed, float* scales, int64_t outputs, int64_t inputs) {
@@ -152,9 +140,9 @@ void pack(const T* weight, S* packed, float* scales, int64_t outputs, int64_t in
 }
 
 template <typename T, typename S>
-void linear(const T* x, const S* packed, const float* scales, const T* bias, const Part* parts, int num_parts,
-            Word* panels, int64_t rows, int64_t inputs) {
-  const int64_t words = words_of<T>(inputs), tiles = parts[num_parts - 1].first_tile + tiles_of(parts[num_parts - 1]);
+void linear(const T* x, const S* packed, const float* scales, const T* bias, T* out, Word* panels, int64_t rows,
+            int64_t outputs, int64_t inputs) {
+  const int64_t words = words_of<T>(inputs), tiles = (outputs + kTile - 1) / kTile;
   const int64_t num_panels = (rows + kMaxRows - 1) / kMaxRows, height = (rows + num_panels - 1) / num_panels;
   const int64_t tile_bytes = words * kTile * kPerWord<T> * sizeof(S);
   const int64_t chunks = (words + kChunk - 1) / kChunk;
@@ -163,7 +151,7 @@ void linear(const T* x, const S* packed, const float* scales, const T* bias, con
   const int lines = rows <= kStreamingRows ? 0 : static_cast<int>((tile_bytes / 64 + turns - 1) / turns);
   const bool as_is = rows == 1 && inputs % kPerWord<T> == 0;
   if (as_is) panels = reinterpret_cast<Word*>(const_cast<T*>(x));
-#pragma omp parallel if (rows * tiles * kTile * inputs > kParallelProducts)
+#pragma omp parallel if (rows * outputs * inputs > kParallelProducts)
   {
     if (!as_is) {
 #pragma omp for
@@ -174,8 +162,6 @@ void linear(const T* x, const S* packed, const float* scales, const T* bias, con
     }
 #pragma omp for schedule(static)
     for (int64_t tile = 0; tile < tiles; tile++) {
-      const Part* part = parts;
-      while (tile >= part->first_tile + tiles_of(*part)) part++;
       const S* weights = packed + tile * (tile_bytes / sizeof(S));
       const char* ahead = reinterpret_cast<const char*>(weights) + tile_bytes;
       const char* const ahead_end = ahead + (tile + 1 < tiles ? tile_bytes : 0);
@@ -185,13 +171,12 @@ void linear(const T* x, const S* packed, const float* scales, const T* bias, con
         kBlocks<T, S>[count - 1](panels + first * words, weights, words, ahead, ahead < ahead_end ? lines : 0, sums);
         ahead += chunks * lines * 64;
         for (int half = 0; half < 2; half++) {
-          const int64_t output = tile * kTile + half * kLanes;
-          const int64_t within = output - part->first_tile * kTile, left = part->outputs - within;
+          const int64_t output = tile * kTile + half * kLanes, left = outputs - output;
           if (left <= 0) break;
-          const Vec scale = sizeof(S) == sizeof(T) ? broadcast(1.0f) : load(scales + output);
-          const Vec offset = bias ? load_some(bias + output, kLanes) : Vec{};
-          T* to = static_cast<T*>(part->out) + first * part->outputs + within;
-          for (int64_t r = 0; r < count; r++) store_some(sums[r][half] * scale + offset, to + r * part->outputs, left);
+          const Vec scale = sizeof(S) == sizeof(T) ? broadcast(1.0f) : load_some(scales + output, left);
+          const Vec offset = bias ? load_some(bias + output, left) : Vec{};
+          T* to = out + first * outputs + output;
+          for (int64_t r = 0; r < count; r++) store_some(sums[r][half] * scale + offset, to + r * outputs, left);
         }
       }
     }
@@ -227,14 +212,14 @@ void folio_linear_pack(int dtype, const void* weight, void* packed, float* scale
 #endif
 }
 
-// x [rows, inputs]; scales and bias (either may be null) by packed outputs; panels: room for rows × words.
-void folio_linear(int dtype, const void* x, const void* packed, const float* scales, const void* bias,
-                  const Part* parts, int num_parts, void* panels, int64_t rows, int64_t inputs) {
+// x [rows, inputs], out [rows, outputs]; scales or bias may be null; panels: room for rows × words.
+void folio_linear(int dtype, const void* x, const void* packed, const float* scales, const void* bias, void* out,
+                  void* panels, int64_t rows, int64_t outputs, int64_t inputs) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
   const auto run = [&](auto type, auto stored) {
     using T = decltype(type);
     linear(static_cast<const T*>(x), static_cast<const decltype(stored)*>(packed), scales, static_cast<const T*>(bias),
-           parts, num_parts, static_cast<Word*>(panels), rows, inputs);
+           static_cast<T*>(out), static_cast<Word*>(panels), rows, outputs, inputs);
   };
   if (dtype == 0) scales ? run(float{}, int8_t{}) : run(float{}, float{});
 #if defined(__AVX512BF16__)

@@ -2,7 +2,9 @@
 
 from kernels.attention import flash_attn_with_kvcache, varlen_attention
 from kernels.blocks import CopyBlocks, select_block_copy
+from kernels.build import has_matrix_tiles
 from kernels.elementwise import CpuElementwise
+from kernels.linear import CpuLinear
 from kernels.provider import AttentionProvider, CacheScales, KernelError, Masking, Problem, VarlenBatch
 from kernels.rotary import Rotary
 from kernels.select import PROVIDERS, select_provider
@@ -13,12 +15,14 @@ __all__ = [
     "CacheScales",
     "CopyBlocks",
     "CpuElementwise",
+    "CpuLinear",
     "KernelError",
     "Masking",
     "Problem",
     "Rotary",
     "VarlenBatch",
     "flash_attn_with_kvcache",
+    "has_matrix_tiles",
     "select_block_copy",
     "select_provider",
     "varlen_attention",

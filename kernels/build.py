@@ -71,6 +71,11 @@ def _build(source: Path, march: str) -> Path:
     return library
 
 
+def has_matrix_tiles() -> bool:
+    """Whether the processor multiplies bfloat16 matrices in tiles (AMX), several times faster than in vectors."""
+    return "amx_bf16" in _cpu_flags().split()
+
+
 def _cpu_flags() -> str:
     """What `-march=native` depends on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -6,6 +6,7 @@ random input is not made. So an architecture with a twist of its own keeps its o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,17 +38,25 @@ class FusedSwiGLU(nn.Module):
     def __init__(self, ops: CpuElementwise, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
         super().__init__()
         self._ops = ops
-        merged: Any = nn.Linear(gate.in_features, 1, bias=gate.bias is not None, device="meta")
-        merged.merged = (("gate_proj", len(gate.weight)), ("up_proj", len(up.weight)))  # of which a rank has a part
-        merged.weight = nn.Parameter(torch.cat([gate.weight, up.weight]), requires_grad=False)
-        if gate.bias is not None:
-            merged.bias = nn.Parameter(torch.cat([gate.bias, up.bias]), requires_grad=False)
-        self.gate_up_proj = merged
+        self.gate_up_proj = merge_linears({"gate_proj": gate, "up_proj": up})
         self.down_proj = down
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down_proj(self._ops.silu_mul(self.gate_up_proj(x)))
         return out
+
+
+def merge_linears(layers: Mapping[str, nn.Linear]) -> nn.Linear:
+    """One layer with the outputs of several, one after the other; `merged` says how many are whose. All of them have a
+    bias, or none."""
+    parts = list(layers.values())
+    merged: Any = nn.Linear(parts[0].in_features, 1, bias=parts[0].bias is not None, device="meta")
+    merged.merged = tuple((name, len(layer.weight)) for name, layer in layers.items())  # of which a rank has a part
+    merged.weight = nn.Parameter(torch.cat([layer.weight for layer in parts]), requires_grad=False)
+    if parts[0].bias is not None:
+        merged.bias = nn.Parameter(torch.cat([layer.bias for layer in parts]), requires_grad=False)
+    layer: nn.Linear = merged
+    return layer
 
 
 @torch.inference_mode()

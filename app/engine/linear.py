@@ -1,66 +1,120 @@
-"""Linear layers with weights laid out for the CPU's matrix kernels (oneDNN), once, at load."""
+"""Linear layers of a CPU model with weights laid out for a matrix kernel, once, at load."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from app.errors import ConfigError
+from kernels import CpuLinear, KernelError, has_matrix_tiles
+
 logger = logging.getLogger(__name__)
 
 
+class Product(Protocol):
+    """A matrix kernel: what it makes of a weight `[outputs, inputs]` at load, and `x @ weight.T + bias`."""
+
+    def pack(self, weight: torch.Tensor, /) -> Any: ...
+
+    def __call__(self, x: torch.Tensor, packed: Any, bias: torch.Tensor | None, /) -> torch.Tensor: ...
+
+
+class OneDnnProduct:
+    """torch's own; several times faster with packed weights than without on few rows, and faster on many."""
+
+    def pack(self, weight: torch.Tensor) -> Any:
+        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+
+    def __call__(self, x: torch.Tensor, packed: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return out
+
+
+class Int8Product:
+    """Weights rounded to 8 bits, with a scale for each output; sums are as exact as those of the dtype."""
+
+    def __init__(self, linear: CpuLinear) -> None:
+        self._linear = linear
+
+    def pack(self, weight: torch.Tensor) -> Any:
+        return self._linear.pack(weight, int8=True)
+
+    def __call__(self, x: torch.Tensor, packed: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._linear(x, packed, bias)
+
+
 class PackedLinear(nn.Module):
-    """`nn.Linear` with a prepacked weight; several times faster on few rows, and faster on many.
+    """`nn.Linear` with a packed weight.
 
     Attributes:
         merged: (name, rows) of the layers that this one took the place of, if they were several.
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, merged: tuple[tuple[str, int], ...] = ()
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        product: Product,
+        merged: tuple[tuple[str, int], ...] = (),
     ) -> None:
         super().__init__()
         self.merged = merged
         self.out_features, self.in_features = weight.shape
         self._bias = bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+        self._product = product
+        self._packed = product.pack(weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
-        return out
+        return self._product(x, self._packed, self._bias)
 
 
-def pack_linears(model: nn.Module) -> int:
+def choose_product(dtype: torch.dtype, *, int8: bool = False) -> Product | None:
+    """The fastest kernel there is for a model of this dtype on this processor; `None`, and a warning, if there is none.
+
+    Raises:
+        ConfigError: `int8`, and nothing here can compute with 8-bit weights.
+    """
+    try:
+        linear = CpuLinear()
+        reason = linear.unsupported(dtype)
+    except KernelError as error:
+        reason = str(error)
+    if int8:
+        if reason is not None:
+            raise ConfigError(f"quantization is 'int8', which cannot be had with {dtype} here: {reason}; use 'none'")
+        return Int8Product(linear)
+    if reason is None and not (dtype == torch.bfloat16 and has_matrix_tiles()):
+        return linear
+    if reason is not None:
+        logger.info("no products of Folio's own with %s: %s", dtype, reason)
+    if _onednn_supports(dtype):
+        return OneDnnProduct()
+    logger.warning("this processor has no fast %s products: linear layers stay unpacked, several times slower", dtype)
+    return None
+
+
+def pack_linears(model: nn.Module, product: Product) -> int:
     """Replace every linear layer of a CPU model; returns how many. The unpacked weights are dropped, except those that
-    an embedding shares. Nothing is replaced where the processor lacks the instructions for the model's dtype."""
-    dtype = next(model.parameters()).dtype
-    if not _supported(dtype):
-        logger.warning(
-            "this processor has no fast %s products: linear layers stay unpacked, several times slower", dtype
-        )
-        return 0
-    return _pack_children(model)
-
-
-def _pack_children(parent: nn.Module) -> int:
-    """One after the other, and holding on to none of the replaced ones: their weights are there twice as it is."""
+    an embedding shares."""
     num_packed = 0
-    for name in [name for name, _ in parent.named_children()]:
-        child: Any = parent.get_submodule(name)
+    # One after the other, and holding on to none of the replaced ones: their weights are there twice as it is.
+    for name in [name for name, _ in model.named_children()]:
+        child: Any = model.get_submodule(name)
         if type(child) not in (nn.Linear, Conv1D):
-            num_packed += _pack_children(child)
+            num_packed += pack_linears(child, product)
         elif name != "dt_proj":  # Mamba-1 mixers read its weight
             weight = child.weight.detach() if type(child) is nn.Linear else child.weight.detach().t()
             bias = None if child.bias is None else child.bias.detach()
-            setattr(parent, name, PackedLinear(weight, bias, getattr(child, "merged", ())))
+            setattr(model, name, PackedLinear(weight, bias, product, getattr(child, "merged", ())))
             num_packed += 1
     return num_packed
 
 
-def _supported(dtype: torch.dtype) -> bool:
+def _onednn_supports(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:

@@ -22,7 +22,7 @@ from transformers import (
 from app.config import EngineConfig
 from app.engine import attention, recurrent
 from app.engine.fuse import fuse_modules
-from app.engine.linear import pack_linears
+from app.engine.linear import choose_product, pack_linears
 from app.engine.lora import LoRALayers
 from app.engine.tensor_parallel.communicator import Communicator
 from app.engine.tensor_parallel.sharding import install_collectives, load_share
@@ -160,8 +160,10 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
     recurrent_layers = recurrent.install(module)
     device = resolve_device(config.device)
     if device.type == "cpu":
-        _optimise(module)
+        _optimise(module, int8=config.quantization == "int8")
     else:
+        if config.quantization != "none":
+            raise ConfigError(f"quantization is {config.quantization!r}, which is for CPUs; use 'none' on {device}")
         module.to(device)
     text_config = hf_config.get_text_config()
     loaded = LoadedModel(
@@ -185,13 +187,15 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
     return loaded
 
 
-def _optimise(module: PreTrainedModel) -> None:
+def _optimise(module: PreTrainedModel, *, int8: bool) -> None:
+    product = choose_product(module.dtype, int8=int8)
     try:
         num_fused = fuse_modules(module, CpuElementwise())
     except KernelError as error:
         num_fused = 0
         logger.warning("norms and activations stay unfused: %s", error)
-    logger.info("fused %d modules, packed %d linear layers", num_fused, pack_linears(module))
+    num_packed = 0 if product is None else pack_linears(module, product)
+    logger.info("fused %d modules, packed %d linear layers", num_fused, num_packed)
 
 
 def _not_on_the_interface(model: str, config: PreTrainedConfig) -> ModelError:

@@ -1,0 +1,133 @@
+"""Linear layers with packed weights on the CPU (`csrc/linear.cpp`)."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from dataclasses import dataclass
+
+import torch
+
+from kernels.build import CPP_DTYPES, load_library
+from kernels.provider import KernelError
+
+_POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+
+_TILE = 32  # outputs that the kernel computes together
+_WORD_BYTES = 4
+_HUGE_PAGE = 2 << 20
+_NEEDS = {torch.float32: "AVX-512", torch.bfloat16: "AVX-512 BF16"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A weight `[outputs, inputs]` as the kernel reads it.
+
+    Attributes:
+        scales: `[outputs]` float32, what 8-bit weights are multiplied with; `None` for weights of the dtype itself.
+        dtype: of inputs, biases and results.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor | None
+    outputs: int
+    inputs: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+
+class CpuLinear:
+    """`x @ weight.T + bias`, summed in float32; weights in float32, bfloat16, or 8-bit integers with a scale for each
+    output. A row's result depends neither on the other rows nor on the number of threads.
+
+    Args:
+        march: the processor to compile for, as the compiler names it.
+
+    Raises:
+        KernelError: there is no compiler, or it failed.
+    """
+
+    def __init__(self, march: str = "native") -> None:
+        library = load_library("linear", march)
+        self._supports = library.folio_linear_supports
+        self._supports.argtypes = [_INT]
+        self._supports.restype = _INT
+        self._pack = library.folio_linear_pack
+        self._pack.argtypes = [_INT, *[_POINTER] * 3, _INT64, _INT64]
+        self._pack.restype = None
+        self._linear = library.folio_linear
+        self._linear.argtypes = [_INT, *[_POINTER] * 6, _INT64, _INT64, _INT64]
+        self._linear.restype = None
+
+    def unsupported(self, dtype: torch.dtype) -> str | None:
+        """Why weights of this dtype cannot be packed, as a sentence; `None` if they can."""
+        if dtype not in _NEEDS:
+            return f"it has no products of {dtype}"
+        return None if self._supports(CPP_DTYPES[dtype]) else f"the processor lacks {_NEEDS[dtype]}"
+
+    def pack(self, weight: torch.Tensor, *, int8: bool = False) -> PackedWeight:
+        """A copy of `weight [outputs, inputs]` for `__call__`.
+
+        Args:
+            int8: rounded to 8-bit integers, the largest of each output to 127.
+
+        Raises:
+            KernelError: `unsupported` gives a reason.
+        """
+        reason = self.unsupported(weight.dtype)
+        if reason is not None:
+            raise KernelError(f"a weight of {weight.dtype} cannot be packed: {reason}")
+        weight = weight.contiguous()
+        outputs, inputs = weight.shape
+        num_bytes = -(-outputs // _TILE) * _TILE * _words(inputs, weight.dtype) * _WORD_BYTES
+        data = _on_huge_pages(num_bytes // weight.element_size() if int8 else num_bytes)
+        scales = torch.empty(outputs) if int8 else None
+        scales_at = None if scales is None else scales.data_ptr()
+        self._pack(CPP_DTYPES[weight.dtype], weight.data_ptr(), data.data_ptr(), scales_at, outputs, inputs)
+        return PackedWeight(data, scales, outputs, inputs, weight.dtype)
+
+    def __call__(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`x [..., inputs]`, `bias [outputs]`; returns `[..., outputs]`, all of the weight's dtype."""
+        if x.shape[-1] != weight.inputs or x.dtype != weight.dtype:
+            raise ValueError(f"x {list(x.shape)} {x.dtype} for {weight.inputs} inputs of {weight.dtype}")
+        if bias is not None and (bias.shape != (weight.outputs,) or bias.dtype != x.dtype or bias.stride(0) != 1):
+            raise ValueError(f"bias {list(bias.shape)} {bias.dtype} for {weight.outputs} outputs of {weight.dtype}")
+        x = x.contiguous()
+        rows = x.numel() // weight.inputs
+        out = x.new_empty(*x.shape[:-1], weight.outputs)
+        if rows == 0:
+            return out
+        panels = torch.empty(rows * _words(weight.inputs, x.dtype), dtype=torch.int32)
+        self._linear(
+            CPP_DTYPES[x.dtype],
+            x.data_ptr(),
+            weight.data.data_ptr(),
+            None if weight.scales is None else weight.scales.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            panels.data_ptr(),
+            rows,
+            weight.outputs,
+            weight.inputs,
+        )
+        return out
+
+
+def _words(inputs: int, dtype: torch.dtype) -> int:
+    return -(-inputs * dtype.itemsize // _WORD_BYTES)
+
+
+def _on_huge_pages(num_bytes: int) -> torch.Tensor:
+    """Memory of its own, from a huge page on where it is larger than one: streams of weights would else spend a part of
+    their time on address translation."""
+    if num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    data = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -data.data_ptr() % _HUGE_PAGE
+    return data[start : start + num_bytes]

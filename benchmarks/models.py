@@ -51,7 +51,14 @@ SIZES: dict[int, tuple[str, ...]] = {
     NUM_LAYERS: (
         *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"),
         *("num_decoder_layers", "num_encoder_layers", "num_blocks", "num_layers_per_stack"),
-        *("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads"),
+        *(
+            "num_attention_heads",
+            "n_head",
+            "n_heads",
+            "num_heads",
+            "decoder_attention_heads",
+            "encoder_attention_heads",
+        ),
         *("num_decoder_attention_heads", "num_encoder_attention_heads", "attention_heads", "swa_num_attention_heads"),
         *("linear_num_value_heads", "linear_num_heads"),
         *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
@@ -60,17 +67,31 @@ SIZES: dict[int, tuple[str, ...]] = {
         *("num_key_value_heads", "swa_num_key_value_heads", "num_kv_heads", "linear_num_key_heads", "num_query_groups"),
         *("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k"),
         *("n_group", "num_expert_group", "n_groups", "mamba_n_groups", "o_groups", "index_n_heads", "n_mamba_heads"),
-        *("_sliding_window_pattern", "layer_group_size", "attn_layer_period", "expert_layer_period", "max_window_layers"),
+        *(
+            "_sliding_window_pattern",
+            "layer_group_size",
+            "attn_layer_period",
+            "expert_layer_period",
+            "max_window_layers",
+        ),
         *("num_kv_shared_layers", "zero_expert_num"),
     ),
     1: ("first_k_dense_replace", "topk_group", "topk_group_num", "num_dense_layers", "attn_layer_offset"),
     64: (
         *("hidden_size", "d_model", "n_embd", "embedding_dim", "emb_dim", "embedding_size", "word_embed_proj_dim"),
-        *("input_embedding_size", "output_embedding_size", "attention_hidden_size", "lru_width", "dim_model_base"),
+        *("input_embedding_size", "output_embedding_size", "lru_width", "dim_model_base"),
         *("hidden_size_global", "backbone_hidden_size", "input_size", "index_topk"),
     ),
     96: (
-        *("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "n_inner", "ffn_hidden_size", "d_inner"),
+        *(
+            "intermediate_size",
+            "ffn_dim",
+            "decoder_ffn_dim",
+            "encoder_ffn_dim",
+            "n_inner",
+            "ffn_hidden_size",
+            "d_inner",
+        ),
         *("intermediate_size_mlp", "dense_intermediate_size", "dim_ff", "dff", "d_ff", "feed_forward_size"),
         *("shared_intermediate_size", "block_ff_dim"),
     ),
@@ -96,11 +117,40 @@ SIZES: dict[int, tuple[str, ...]] = {
     ),
 }
 SIZE_OF = {name: size for size, names in SIZES.items() for name in names}
-# What several settings have to agree on.
+# What a table of names cannot know: settings that have no default, and those that have to agree.
+MOE = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
+TYPES = ["full_attention", "sliding_attention"] * 2
 SPECIAL: dict[str, dict[str, Any]] = {
+    "bamba": MAMBA | {"attn_layer_indices": [1, 3]},
+    "cohere_compass_text": {
+        "layer_types": TYPES,
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in set(TYPES)},
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 10000.0}},
+    "deepseek_v2": MOE,
+    "dots1": MOE | {"layer_types": TYPES},
+    "falcon_h1": MAMBA | {"time_step_min": 1e-12},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"] * 2},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
+    "ministral": {"head_dim": 16, "layer_types": TYPES},
     "modernbert-decoder": {"global_attn_every_n_layers": 2},
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "nemotron_h": {"time_step_min": 1e-12},  # its prefill clamps the time step from below, and its decode does not
     "recurrent_gemma": {"block_types": ["recurrent", "recurrent", "attention"]},
+    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4, "n_mamba_heads": 2},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "num_key_value_heads": 4,
+        "n_mamba_heads": 8,
+    },
 }
 
 
@@ -125,7 +175,7 @@ def small_config(model_type: str) -> PreTrainedConfig:
 
 
 def _shrink(settings: dict[str, Any]) -> dict[str, Any]:
-    num_layers = settings.get("num_hidden_layers")
+    num_layers = settings.get("num_hidden_layers", settings.get("num_layers"))
     shrunk: dict[str, Any] = {}
     for name, value in settings.items():
         if name in ("per_layer_config", "transformers_version", "id2label", "label2id", "torch_dtype", "architectures"):
@@ -283,7 +333,10 @@ def main() -> None:
     outcomes: dict[str, Outcome] = {}
     for model_type in types:
         outcome = outcomes[model_type] = try_apart(model_type)
-        print(f"{model_type:<26} {outcome.kind:<10} {outcome.detail.splitlines()[0] if outcome.detail else ''}", flush=True)
+        print(
+            f"{model_type:<26} {outcome.kind:<10} {outcome.detail.splitlines()[0] if outcome.detail else ''}",
+            flush=True,
+        )
     counts = Counter(outcome.kind for outcome in outcomes.values())
     print(json.dumps(counts))
     if not args.only:

@@ -11,6 +11,9 @@ from transformers.pytorch_utils import Conv1D
 
 logger = logging.getLogger(__name__)
 
+# Whose weights the module around them reads: Mamba-1 mixers, Hunyuan's router.
+_READ_ELSEWHERE = {"dt_proj", "wg"}
+
 
 class PackedLinear(nn.Module):
     """`nn.Linear` with a prepacked weight; several times faster on few rows, and faster on many."""
@@ -45,7 +48,7 @@ def _pack_children(parent: nn.Module) -> int:
         child: Any = parent.get_submodule(name)
         if type(child) not in (nn.Linear, Conv1D):
             num_packed += _pack_children(child)
-        elif name != "dt_proj":  # Mamba-1 mixers read its weight
+        elif name not in _READ_ELSEWHERE:
             weight = child.weight.detach() if type(child) is nn.Linear else child.weight.detach().t()
             setattr(parent, name, PackedLinear(weight, None if child.bias is None else child.bias.detach()))
             num_packed += 1

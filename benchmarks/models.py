@@ -1,9 +1,9 @@
 """Which architectures can be served: every causal language model of the installed transformers, made small and tried.
 
-Each type's default config is shrunk by the names of its settings, so that windows, experts and patterns of layers stay but
-are small; the weights are random, in float32. The engine generates from prompts that arrive one after the other, so that
-chunks of prompts and decodes share steps, and its greedy tokens must be those of transformers' own `generate`. Each type runs
-in a process of its own with a time limit. What may come out:
+Each type's default config is shrunk by the names of its settings, so that windows, experts and patterns of layers stay
+but are small; the weights are random, in float32. The engine generates from prompts that arrive one after the other,
+so that chunks of prompts and decodes share steps, and its greedy tokens must be those of transformers' own `generate`.
+Each type runs in a process of its own with a time limit. What may come out:
 
     equal       the same tokens
     refused     the engine says at load why it will not serve this type
@@ -213,7 +213,7 @@ def make_model(model_type: str) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except NotTriedError:
         raise
-    except Exception as error:  # noqa: BLE001  whatever a config of 189 may object to
+    except Exception as error:  # a config may object to anything
         raise NotTriedError(f"no small model: {type(error).__name__}: {error}") from error
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -268,7 +268,7 @@ def own_tokens(folder: str, prompts: Sequence[list[int]]) -> list[list[int]]:
                 pad_token_id=0,
             )
             outputs.append(tokens[0, len(prompt) :].tolist())
-    except Exception as error:  # noqa: BLE001  as above
+    except Exception as error:
         raise NotTriedError(f"transformers does not generate: {type(error).__name__}: {error}") from error
     return outputs
 
@@ -286,7 +286,7 @@ def try_type(model_type: str) -> Outcome:
             actual, num_prompts = engine_tokens(folder, prompts)
         except (ModelError, ConfigError) as error:
             return Outcome("refused", str(error).replace(folder, model_type))
-        except Exception as error:  # noqa: BLE001  a defect is a result here
+        except Exception as error:  # a defect is a result here
             logging.exception("%s", model_type)
             return Outcome("fails", f"{type(error).__name__}: {error}")
     for prompt, tokens, wanted in zip(prompts, actual, expected, strict=False):

@@ -149,6 +149,8 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
             for name, parameter in model.named_parameters():  # livelier than the usual initialisation
                 if parameter.ndim >= 2:
                     torch.nn.init.normal_(parameter, std=0.25 if "embed" not in name else 1.0)
+                else:  # biases are zero, and norms one
+                    parameter.data += 0.1 * torch.randn_like(parameter)
             model.generation_config = GenerationConfig(eos_token_id=VOCAB_SIZE - 1, pad_token_id=0)
             folder = tmp_path_factory.mktemp(model_type)
             model.save_pretrained(folder)

@@ -14,6 +14,9 @@ from kernels import CpuLinear, KernelError, has_matrix_tiles
 
 logger = logging.getLogger(__name__)
 
+# Whose weights the module around them reads: Mamba-1 mixers, Hunyuan's router.
+_READ_ELSEWHERE = {"dt_proj", "wg"}
+
 
 class Product(Protocol):
     """A matrix kernel: what it makes of a weight `[outputs, inputs]` at load, and `x @ weight.T + bias`."""
@@ -106,7 +109,7 @@ def pack_linears(model: nn.Module, product: Product) -> int:
         child: Any = model.get_submodule(name)
         if type(child) not in (nn.Linear, Conv1D):
             num_packed += pack_linears(child, product)
-        elif name != "dt_proj":  # Mamba-1 mixers read its weight
+        elif name not in _READ_ELSEWHERE:
             weight = child.weight.detach() if type(child) is nn.Linear else child.weight.detach().t()
             bias = None if child.bias is None else child.bias.detach()
             setattr(model, name, PackedLinear(weight, bias, product, getattr(child, "merged", ())))

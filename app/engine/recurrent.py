@@ -50,10 +50,15 @@ class PackedMixer(nn.Module):
         self.mixer = found.module
         self._cache_argument = found.cache_argument
 
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.state is None:
-            out: torch.Tensor = self.mixer(hidden_states, **kwargs)
+            out: torch.Tensor = self.mixer(hidden_states, *args, **kwargs)
             return out
+        if args:  # the wrapper knows by name what it leaves out
+            raise ModelError(
+                f"{type(self.mixer).__name__} of layer {self.layer} keeps a state and is not called as a mixer is; "
+                "Folio cannot serve it"
+            )
         # Masks and packed lengths describe the row as transformers sees it; the mixer gets whole sequences.
         return self.state.mix(self.layer, self, hidden_states)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from app.engine import SamplingParams
 from app.engine.engine import Engine, EngineConfig
+from tests.architectures import FURTHER
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
 from vmem import LayoutKind, ViewPolicy
 
@@ -31,11 +33,32 @@ def generate_staggered(engine: Engine, prompts: list[list[int]], params: Samplin
     return outputs
 
 
+def own_tokens(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """What transformers itself generates, one prompt at a time; once for each checkpoint."""
+    if folder not in _own_tokens:
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+        _own_tokens[folder] = [
+            model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                max_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )[0, len(prompt) :].tolist()
+            for prompt in prompts
+        ]
+    return _own_tokens[folder]
+
+
+_own_tokens: dict[Path, list[list[int]]] = {}
+ALL = ARCHITECTURES | {name: (name, settings) for name, settings in HYBRIDS.items()} | FURTHER
 CASES = [
     *itertools.product(
         ARCHITECTURES, [("region", "interleaved"), ("block_table", "interleaved"), ("auto", "per_layer")]
     ),
     *itertools.product(HYBRIDS, [("auto", "interleaved")]),
+    *itertools.product(FURTHER, [("region", "interleaved"), ("block_table", "per_layer")]),
 ]
 
 
@@ -43,7 +66,7 @@ CASES = [
 def test_greedy_equals_transformers(
     name: str, memory: tuple[ViewPolicy, LayoutKind], make_checkpoint: MakeCheckpoint
 ) -> None:
-    model_type, settings = (ARCHITECTURES | {n: (n, s) for n, s in HYBRIDS.items()})[name]
+    model_type, settings = ALL[name]
     view, layout = memory
     folder = make_checkpoint(model_type, **settings)
     generator = torch.Generator().manual_seed(3)
@@ -67,11 +90,5 @@ def test_greedy_equals_transformers(
     finally:
         engine.close()
 
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    for prompt, tokens in zip(prompts, actual, strict=True):
-        ids = torch.tensor([prompt])
-        mask = torch.ones_like(ids)
-        expected = model.generate(
-            ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        assert tokens == expected[0, len(prompt) :].tolist(), f"prompt of {len(prompt)} tokens"
+    for prompt, tokens, expected in zip(prompts, actual, own_tokens(folder, prompts), strict=True):
+        assert tokens == expected, f"prompt of {len(prompt)} tokens"

@@ -14,6 +14,7 @@ from app.engine import LLM
 from app.engine.attention import CachedAttention
 from app.errors import ModelError
 from kernels import Masking, VarlenBatch
+from tests.architectures import LATENT, SHARED_EXPERTS
 from tests.conftest import ARCHITECTURES, SMALL, VOCAB_SIZE, MakeCheckpoint
 
 
@@ -27,6 +28,14 @@ from tests.conftest import ARCHITECTURES, SMALL, VOCAB_SIZE, MakeCheckpoint
             {"vocab_size": VOCAB_SIZE, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 256},
             "Interface",
         ),
+        ("gpt_neo", {"hidden_size": 64, "num_layers": 2, "attention_types": [[["global", "local"], 1]]}, "Interface"),
+        ("falcon", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}, "Interface"),
+        ("codegen", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 256}, "Interface"),
+        ("bert", SMALL, "self-test failed"),  # tokens see those after them
+        ("llama4_text", SMALL | {"num_local_experts": 2, "attention_chunk_size": 40}, "chunked_attention"),
+        ("deepseek_v32", SMALL | LATENT | SHARED_EXPERTS, "indexed_attention"),
+        ("diffllama", SMALL, "6 attention calls"),
+        ("zaya", SMALL | {"head_dim": 16, "num_experts": 2, "moe_intermediate_size": 32}, "not called as a mixer"),
         (
             "zamba2",
             SMALL | {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "mamba_headdim": 16},
@@ -42,7 +51,7 @@ from tests.conftest import ARCHITECTURES, SMALL, VOCAB_SIZE, MakeCheckpoint
 def test_unsupported_architectures(
     model_type: str, settings: dict[str, object], reason: str, make_checkpoint: MakeCheckpoint
 ) -> None:
-    folder = make_checkpoint(model_type, **settings)
+    folder = make_checkpoint(model_type, **({"vocab_size": VOCAB_SIZE} | settings))
     with pytest.raises(ModelError, match=reason):
         LLM(folder, skip_tokenizer_init=True, kv_memory_bytes=8 << 20)
 

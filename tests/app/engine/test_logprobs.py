@@ -35,6 +35,12 @@ def test_prompt_logprobs(dtype: torch.dtype, num_top: int) -> None:
         check(found, logits[i].float(), token_ids[i], num_top)
 
 
+def test_equals_are_ranked_by_their_ids() -> None:
+    """So a token's rank is its place among the alternatives."""
+    logits = torch.tensor([[1.0, 3.0, 3.0, 4.0, 3.0]])
+    assert [prompt_logprobs(logits, [token], 0)[0].rank for token in range(5)] == [5, 2, 3, 1, 4]
+
+
 def test_more_alternatives_than_tokens() -> None:
     (found,) = prompt_logprobs(torch.tensor([[1.0, 3.0, 2.0]]), [0], 100)
     assert [i for i, _ in found.top] == [1, 2, 0]

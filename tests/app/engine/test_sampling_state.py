@@ -50,6 +50,9 @@ def test_numbers_of_the_past_are_let_go() -> None:
 def test_every_output_has_numbers_of_its_own() -> None:
     """A fork draws what its output would have drawn from there on, wherever it began."""
     first = SamplingState(SamplingParams(seed=3), [1])
+    output = SamplingState(SamplingParams(seed=3), [1], index=2)
+    numbers(output, 80)
+    assert numbers(output.fork(), 20) == numbers(output, 20), "the same output, unless another is asked for"
     third = numbers(SamplingState(SamplingParams(seed=3), [1], index=2), 100)
     assert numbers(first, 40) != third[:40]
     fork = first.fork(index=2)

@@ -13,7 +13,9 @@ import openai
 import pytest
 
 from app.engine import SamplingParams
+from app.errors import UnknownRequestError
 from app.fleet.keys import prompt_keys
+from app.openai.bodies import CompletionRequest, ForkRequest
 from app.serving.messages import GenerateRequest
 from benchmarks.served import Served, served
 
@@ -82,6 +84,23 @@ def test_a_router_knows_what_others_have_sent(server: Served) -> None:
     server.wait_until(lambda: last_key in router._fleet._directory._replicas, DEADLINE_S)
     request = GenerateRequest("r", [*token_ids, 300], SamplingParams(max_tokens=2, temperature=0))
     assert engines.generate.remote(request).result()[0].num_cached_tokens == 160
+
+
+def test_forks_find_their_replica(server: Served) -> None:
+    """Whichever replicas the requests went to, their forks go on from there; a replica that is not there has none."""
+    greedy: dict[str, Any] = {"model": "builtin", "temperature": 0}
+    prompts = [[number] * 40 for number in range(300, 306)]
+    begun = [
+        server.ingress.generate.remote(CompletionRequest(prompt=prompt, max_tokens=2, **greedy)) for prompt in prompts
+    ]
+    ids = [answer.result().id for answer in begun]
+    assert len({request_id.partition(".")[2] for request_id in ids}) > 1
+    for request_id in ids:
+        fork = ForkRequest(request_id=request_id, max_tokens=2, **greedy)
+        assert len(server.ingress.fork.remote(fork).result().choices) == 1
+    lost = ForkRequest(request_id=ids[0].partition(".")[0] + ".nowhere", **greedy)
+    with pytest.raises(UnknownRequestError, match="is gone"):
+        server.ingress.fork.remote(lost).result()
 
 
 def test_a_replica_is_killed_under_load(server: Served) -> None:

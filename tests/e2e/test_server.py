@@ -178,8 +178,9 @@ def test_errors_reach_the_client_typed(server: Server) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_disconnect_frees_pages(server: Server, stream: bool) -> None:
-    body = {"model": "builtin", "prompt": "a", "max_tokens": 4000, "ignore_eos": True, "temperature": 2.0}
-    body["stream"] = stream
+    """Those of all outputs of all prompts."""
+    body: dict[str, Any] = {"model": "builtin", "prompt": ["a", "b"], "n": 2, "max_tokens": 4000, "ignore_eos": True}
+    body |= {"stream": stream, "temperature": 2.0}
     if stream:
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S) as answer:
             lines = answer.iter_lines()  # dropping the iterator would close the connection

@@ -142,6 +142,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "nemotron_h": {"time_step_min": 1e-12},  # its prefill clamps the time step from below, and its decode does not
     "recurrent_gemma": {"block_types": ["recurrent", "recurrent", "attention"]},
+    "rwkv": {"attention_hidden_size": 64},
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4, "n_mamba_heads": 2},
     "zamba2": {
         "layers_block_type": ["mamba", "hybrid"] * 2,

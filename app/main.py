@@ -118,8 +118,8 @@ def shared_engine(args: AppArgs) -> EngineConfig:
         )
     if engine.draft_model is not None:
         raise ConfigError(
-            f"draft_model is {engine.draft_model!r}, whose KV memory is lent to nobody: use speculation 'ngram', or leave "
-            "out shared_kv_memory_bytes"
+            f"draft_model is {engine.draft_model!r}, whose KV memory is lent to nobody: use speculation 'ngram' beside "
+            "shared_kv_memory_bytes"
         )
     return replace(engine, kv_memory_bytes=shared_bytes)
 

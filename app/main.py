@@ -93,7 +93,8 @@ def shared_engine(args: AppArgs) -> EngineConfig:
     """The engine's settings, with all of the memory that it shares as its ceiling.
 
     Raises:
-        ConfigError: sharing goes together neither with other bounds of the memory nor with several ranks.
+        ConfigError: sharing goes together neither with other bounds of the memory, nor with several ranks, nor with a
+            draft model.
     """
     shared_bytes, engine = args.shared_kv_memory_bytes, args.engine
     if shared_bytes is None:
@@ -114,6 +115,11 @@ def shared_engine(args: AppArgs) -> EngineConfig:
         raise ConfigError(
             f"tensor_parallel_size is {engine.tensor_parallel_size}; only replicas of one rank can share a device: "
             "leave out shared_kv_memory_bytes"
+        )
+    if engine.draft_model is not None:
+        raise ConfigError(
+            f"draft_model is {engine.draft_model!r}, whose KV memory is lent to nobody: use speculation 'ngram' beside "
+            "shared_kv_memory_bytes"
         )
     return replace(engine, kv_memory_bytes=shared_bytes)
 

@@ -19,6 +19,7 @@ from app.engine.engine import Engine
 from app.engine.load import MOST_KEYS
 from app.engine.params import SamplingParams
 from app.engine.request import Delta, RequestOptions
+from app.engine.speculation import SpeculationCounts
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.engine.tensor_parallel.spec import Launch
 from app.errors import EngineError, FolioError, OverloadedError, RequestError, UnavailableError, UnknownRequestError
@@ -200,6 +201,11 @@ class AsyncEngine:
         """Where KV memory is. Raises `UnavailableError` once the engine has stopped."""
         self.check()
         return self._engine.report()
+
+    @property
+    def speculation(self) -> SpeculationCounts | None:
+        """What has come of guessed tokens so far; `None` without speculation."""
+        return self._engine.speculation
 
     def load(self, *, most_keys: int = MOST_KEYS) -> ReplicaReport:
         """How busy the engine is, and what its prefix cache has, by at most `most_keys` keys. Raises `UnavailableError`

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ray.serve import metrics
 
+from app.engine.speculation import SpeculationCounts
+
 _TOKENS: list[float] = [1, 16, 64, 256, 1024, 4096, 16_384, 65_536]
 
 
@@ -29,3 +31,26 @@ class RoutingAudit:
         if cached_tokens:
             self._cached.inc(cached_tokens)
         self._missed.observe(abs(expected_tokens - cached_tokens))
+
+
+class SpeculationMeter:
+    """Guessed tokens that this replica has checked, and those that were right: the second by the first is the
+    acceptance rate."""
+
+    def __init__(self) -> None:
+        self._draft = metrics.Counter("folio_draft_tokens", "Guessed tokens that were checked.", ("proposer",))
+        self._accepted = metrics.Counter("folio_accepted_tokens", "Guessed tokens that were right.", ("proposer",))
+        self._draft_tokens = self._accepted_tokens = 0
+
+    def note(self, counts: SpeculationCounts | None) -> None:
+        """The engine has come to these counts; `None`: it does not guess. One thread at a time."""
+        if counts is None:
+            return
+        # The engine's thread goes on counting: accepted first, so that there are never more of them than guesses.
+        accepted_tokens, draft_tokens = counts.accepted_tokens, counts.draft_tokens
+        tags = {"proposer": counts.proposer}
+        if draft_tokens > self._draft_tokens:
+            self._draft.inc(draft_tokens - self._draft_tokens, tags)
+        if accepted_tokens > self._accepted_tokens:
+            self._accepted.inc(accepted_tokens - self._accepted_tokens, tags)
+        self._draft_tokens, self._accepted_tokens = draft_tokens, accepted_tokens

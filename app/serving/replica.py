@@ -20,7 +20,7 @@ from app.fleet.autoscaling import ReplicaLoad
 from app.openai.pieces import Piece, PieceCollector
 from app.serving.ledger import BudgetMember, device_of_this_replica
 from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts, report_as_stats
-from app.serving.metrics import RoutingAudit
+from app.serving.metrics import RoutingAudit, SpeculationMeter
 from app.serving.ranks import actors_of_this_replica
 from vmem import BudgetAnswer, MemoryReport
 
@@ -48,6 +48,7 @@ class EngineReplica:
                 "have num_gpus: 1, or be left out"
             )
         self._audit = RoutingAudit()
+        self._guesses = SpeculationMeter()
         self._name = serve.get_replica_context().replica_id.unique_id
         self._leaving: threading.Timer | None = None
         self._closing = False
@@ -112,7 +113,8 @@ class EngineReplica:
         self._engine.unpin(name)
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """Called by Serve, for `FolioRouter`s."""
+        """Called by Serve, for `FolioRouter`s, every report; so counts are passed on to Prometheus here, too."""
+        self._guesses.note(self._engine.speculation)
         return report_as_stats(self._engine.load())
 
     def record_autoscaling_stats(self) -> dict[str, float]:

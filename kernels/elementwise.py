@@ -26,6 +26,9 @@ class CpuElementwise:
         self._silu_mul = library.folio_silu_mul
         self._silu_mul.argtypes = [_INT, _POINTER, _POINTER, _INT64, _INT64]
         self._silu_mul.restype = None
+        self._rotate = library.folio_rotate
+        self._rotate.argtypes = [_INT, _POINTER, _POINTER, _POINTER, *[_INT64] * 5]
+        self._rotate.restype = None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
         """`x / rms(x) * (weight + offset)` over the last dimension; `x [..., size]`, `weight [size]`, one dtype."""
@@ -49,3 +52,16 @@ class CpuElementwise:
         rows = out.numel() // size
         self._silu_mul(CPP_DTYPES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), rows, size)
         return out
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Rotary positions, in place: `x [rows, heads, head_dim]` with stride 1 along the head; `cos`, `sin`
+        `[..., rows, dim]` of its dtype, for the first `dim` elements of each head, pairs half of that apart."""
+        rows, heads, head_dim = x.shape
+        dim = cos.shape[-1]
+        if cos.shape != sin.shape or cos.numel() != rows * dim or dim > head_dim or dim % 2:
+            raise ValueError(f"cos {list(cos.shape)} and sin {list(sin.shape)} for x {list(x.shape)}")
+        if cos.dtype != x.dtype or sin.dtype != x.dtype or x.stride(2) != 1:
+            raise ValueError(f"cos {cos.dtype} and sin {sin.dtype} for x {x.dtype} with strides {x.stride()}")
+        cos, sin = cos.contiguous(), sin.contiguous()
+        dtype = CPP_DTYPES[x.dtype]
+        self._rotate(dtype, x.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, heads, dim, x.stride(0), x.stride(1))

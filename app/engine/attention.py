@@ -47,7 +47,6 @@ def folio_attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: query `[1, heads, tokens, dim]`; returns `[1, tokens, heads, dim]`."""
-    state: AttentionState = getattr(module, _STATE)
     masking = Masking(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window_left=-1 if sliding_window is None else sliding_window - 1,  # theirs counts the query's own token
@@ -56,7 +55,7 @@ def folio_attention(
     )
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return state.attend(layer, query, key, value, masking)[None], None
+    return bound(module).attend(layer, query, key, value, masking)[None], None
 
 
 def register() -> None:
@@ -68,6 +67,12 @@ def bind(model: nn.Module, state: AttentionState) -> None:
     """Let every attention layer of the model be answered by `state`."""
     for module in model.modules():
         setattr(module, _STATE, state)
+
+
+def bound(module: nn.Module) -> AttentionState:
+    """Who answers this layer."""
+    state: AttentionState = getattr(module, _STATE)
+    return state
 
 
 class GeometryProbe:

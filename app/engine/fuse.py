@@ -15,7 +15,7 @@ from torch import nn
 from kernels import CpuElementwise
 
 # Relative to the largest value; bfloat16 rounds once here and several times in the original.
-_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 class FusedRMSNorm(nn.Module):
@@ -79,7 +79,7 @@ def _fused_norm(module: nn.Module, ops: CpuElementwise) -> tuple[nn.Module, int]
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not (type(module).__name__.endswith("RMSNorm") and isinstance(weight, torch.Tensor) and isinstance(eps, float)):
         return None
-    if weight.dtype not in _TOLERANCE or weight.ndim != 1:
+    if weight.dtype not in TOLERANCE or weight.ndim != 1:
         return None
     offset = 1.0 if type(module).__name__.startswith("Gemma") else 0.0
     return FusedRMSNorm(ops, weight.detach(), eps, offset), weight.numel()
@@ -93,7 +93,7 @@ def _fused_swiglu(module: nn.Module, ops: CpuElementwise) -> tuple[nn.Module, in
     assert isinstance(gate, nn.Linear)
     assert isinstance(up, nn.Linear)
     assert isinstance(down, nn.Linear)
-    if gate.weight.dtype not in _TOLERANCE or (gate.bias is None) != (up.bias is None):
+    if gate.weight.dtype not in TOLERANCE or (gate.bias is None) != (up.bias is None):
         return None
     return FusedSwiGLU(ops, gate, up, down), gate.in_features
 
@@ -102,4 +102,4 @@ def _same_output(module: nn.Module, fused: nn.Module, size: int) -> bool:
     dtype = next(fused.parameters()).dtype
     x = torch.randn(1, 5, size, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected, actual = module(x).float(), fused(x).float()
-    return bool(((actual - expected).abs().max() <= _TOLERANCE[dtype] * expected.abs().max()).item())
+    return bool(((actual - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()).item())

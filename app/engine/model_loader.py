@@ -22,6 +22,7 @@ from transformers import (
 from app.config import EngineConfig
 from app.engine import attention, recurrent
 from app.engine.fuse import fuse_modules
+from app.engine.fused_attention import fuse_attention
 from app.engine.linear import choose_product, pack_linears
 from app.engine.lora import LoRALayers
 from app.engine.tensor_parallel.communicator import Communicator
@@ -190,7 +191,8 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
 def _optimise(module: PreTrainedModel, *, int8: bool) -> None:
     product = choose_product(module.dtype, int8=int8)
     try:
-        num_fused = fuse_modules(module, CpuElementwise())
+        ops = CpuElementwise()
+        num_fused = fuse_modules(module, ops) + fuse_attention(module, ops)
     except KernelError as error:
         num_fused = 0
         logger.warning("norms and activations stay unfused: %s", error)

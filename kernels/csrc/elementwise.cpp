@@ -43,6 +43,26 @@ void silu_mul(const T* x, T* out, int64_t rows, int64_t size) {
   }
 }
 
+// The first `dim` elements of every head, a pair of elements half of that apart: x = x * cos + rotated * sin
+template <typename T>
+void rotate(T* x, const T* cos, const T* sin, int64_t rows, int64_t heads, int64_t dim, int64_t row_stride,
+            int64_t head_stride) {
+  const int64_t half = dim / 2;
+#pragma omp parallel for if (rows * heads * dim > kParallelElements)
+  for (int64_t r = 0; r < rows; r++) {
+    const T *c = cos + r * dim, *s = sin + r * dim;
+    for (int64_t h = 0; h < heads; h++) {
+      T *first = x + r * row_stride + h * head_stride, *second = first + half;
+      for (int64_t i = 0; i < half; i += kLanes) {
+        const int64_t left = half - i;
+        const Vec a = load_some(first + i, left), b = load_some(second + i, left);
+        store_some(a * load_some(c + i, left) - b * load_some(s + i, left), first + i, left);
+        store_some(b * load_some(c + half + i, left) + a * load_some(s + half + i, left), second + i, left);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -60,6 +80,15 @@ void folio_silu_mul(int dtype, const void* x, void* out, int64_t rows, int64_t s
   with_type(dtype, [&](auto type) {
     using T = decltype(type);
     silu_mul(static_cast<const T*>(x), static_cast<T*>(out), rows, size);
+  });
+}
+
+void folio_rotate(int dtype, void* x, const void* cos, const void* sin, int64_t rows, int64_t heads, int64_t dim,
+                  int64_t row_stride, int64_t head_stride) {
+  with_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    rotate(static_cast<T*>(x), static_cast<const T*>(cos), static_cast<const T*>(sin), rows, heads, dim, row_stride,
+           head_stride);
   });
 }
 

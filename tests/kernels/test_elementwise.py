@@ -49,3 +49,27 @@ def test_wrong_shapes_are_named() -> None:
         CpuElementwise().rms_norm(torch.ones(2, 8), torch.ones(4), 1e-5)
     with pytest.raises(ValueError, match="even"):
         CpuElementwise().silu_mul(torch.ones(2, 7))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dim", [2, 34, 64])
+def test_rotate(dim: int, dtype: torch.dtype) -> None:
+    """Only the heads it is given, and of those only the first elements, with whatever strides."""
+    torch.manual_seed(0)
+    cos, sin = torch.randn(2, 1, 9, dim).to(dtype)
+    whole = torch.randn(9, 5, 64).to(dtype)
+    before, (c, s) = whole.double(), (cos[0, :, None].double(), sin[0, :, None].double())
+    turned = torch.cat([-before[..., dim // 2 : dim], before[..., : dim // 2]], dim=-1)
+    expected = torch.cat([before[..., :dim] * c + turned * s, before[..., dim:]], dim=-1)
+    CpuElementwise().rotate(whole[:, 1:4], cos, sin)
+    check(whole[:, 1:4], expected[:, 1:4])
+    assert torch.equal(whole[:, ::4].double(), before[:, ::4])
+
+
+def test_wrong_rotations_are_named() -> None:
+    x, cos = torch.ones(3, 2, 8), torch.ones(1, 3, 8)
+    for wrong in (torch.ones(1, 2, 8), torch.ones(1, 3, 10), torch.ones(1, 3, 8).bfloat16()):
+        with pytest.raises(ValueError, match="cos"):
+            CpuElementwise().rotate(x, wrong, wrong)
+    with pytest.raises(ValueError, match="strides"):
+        CpuElementwise().rotate(x.transpose(1, 2), cos[..., :2], cos[..., :2])

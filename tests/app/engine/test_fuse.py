@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
+from app.engine import attention
+from app.engine.attention import GeometryProbe
 from app.engine.fuse import FusedRMSNorm, FusedSwiGLU, fuse_modules
+from app.engine.fused_attention import FusedAttention, fuse_attention
 from kernels import CpuElementwise
+from kernels.reference import ReferenceProvider
 from tests.conftest import ARCHITECTURES
 
 
@@ -41,3 +48,57 @@ def test_a_twist_is_noticed() -> None:
 
     model = nn.Sequential(ShiftedRMSNorm())
     assert fuse_modules(model, CpuElementwise()) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("llama", 3), ("qwen2", 3), ("qwen3", 3), ("mistral", 3), ("mixtral", 3), ("gpt_oss", 0), ("opt", 0), ("phi3", 0)],
+)
+def test_which_attention_is_fused(name: str, layers: int) -> None:
+    """OPT has no rotary positions, GPT-OSS half as many cosines, Phi-3 one projection as it is. The layer that was
+    there still answers for transformers' own attention, with the same weights."""
+    torch.manual_seed(0)
+    model_type, settings = ARCHITECTURES[name]
+    attention.register()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings)).eval()
+    tokens = torch.randint(400, (1, 30))
+    provider = GeometryProbe(ReferenceProvider())
+    attention.bind(model, provider)
+    with torch.inference_mode():
+        expected = model(tokens, use_cache=False).logits
+        model.set_attn_implementation(attention.IMPLEMENTATION)
+        assert fuse_attention(model, CpuElementwise()) == layers
+        fused = [module for module in model.modules() if isinstance(module, FusedAttention)]
+        assert len(fused) == layers
+        attention.bind(model, provider)
+        torch.testing.assert_close(model(tokens, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(model(tokens, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+    if layers:
+        assert [name for name, _ in fused[0].qkv_proj.merged] == ["q_proj", "k_proj", "v_proj"]  # type: ignore[union-attr, misc]
+        assert fused[0]._masking.window_left == (47 if name == "mistral" else -1)
+        paths = [path for path, _ in model.named_parameters()]
+        assert not any("q_proj" in path for path in paths)
+
+
+@pytest.mark.parametrize("twist", ["clip", "positions", "scale"])
+def test_a_twist_of_attention_is_noticed(twist: str) -> None:
+    """Clipping shows in large states only, and what depends on positions far from the beginning."""
+
+    class Twisted(LlamaAttention):
+        def forward(
+            self, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any, **kwargs: Any
+        ) -> Any:
+            if twist == "clip":
+                hidden_states = hidden_states.clamp(-50, 50)
+            elif twist == "positions" and kwargs["position_ids"].max() > 8192:
+                hidden_states = hidden_states * 1.2
+            out, weights = super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
+            return (out * 0.9 if twist == "scale" else out), weights
+
+    attention.register()
+    config = AutoConfig.for_model("llama", **ARCHITECTURES["llama"][1])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.IMPLEMENTATION).eval()
+    for layer in model.model.layers[:2]:
+        layer.self_attn.__class__ = Twisted
+    assert fuse_attention(model, CpuElementwise()) == 1

@@ -117,7 +117,5 @@ class BeamSearch:
 
 def likeliest(logits: torch.Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Log probabilities (float32) and ids of each row's `count` likeliest tokens, the best first: `[rows, count]`."""
-    logits = logits.float()
-    values, token_ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
-    logprobs = values - logits.logsumexp(dim=-1, keepdim=True)
+    logprobs, token_ids = logits.float().log_softmax(dim=-1).topk(min(count, logits.shape[-1]), dim=-1)
     return logprobs.numpy(), token_ids.numpy()

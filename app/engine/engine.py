@@ -615,6 +615,8 @@ class Engine:
             self._speculation.check_integrity()
         if not self._generations:
             self.memory.check_idle()
+            if self._speculation is not None:
+                self._speculation.check_idle()
 
     def close(self) -> None:
         """Cancel everything and give all memory back."""

@@ -127,6 +127,11 @@ class LengthControl:
         self._all = Acceptance(_ENGINE_HALF_LIFE)
         self._records: dict[Request, _Record] = {}
 
+    @property
+    def num_requests(self) -> int:
+        """Requests that something is known of."""
+        return len(self._records)
+
     def choose(self, requests: Sequence[Request], budget: int) -> list[int]:
         """Guesses for each request in the coming step, at most `budget` together."""
         if self._num_steps % _LOOK_EVERY == 0:

@@ -15,6 +15,7 @@ from app.engine.speculation.ngram import NgramProposer
 from app.engine.speculation.proposer import Proposer, SpeculationCounts
 from app.errors import ConfigError
 from app.fleet.report import StepTimes
+from vmem import IntegrityError
 
 
 class Speculation:
@@ -118,6 +119,12 @@ class Speculation:
         """Raise `IntegrityError` unless the books of what guesses add up."""
         if self._proposer is not None:
             self._proposer.check_integrity()
+
+    def check_idle(self) -> None:
+        """Raise `IntegrityError` unless all requests are forgotten."""
+        self.check_integrity()
+        if self._proposer is not None and self._lengths.num_requests:
+            raise IntegrityError(f"{self._lengths.num_requests} requests that have ended are not forgotten")
 
     def close(self) -> None:
         """Give everything back, opened or not."""

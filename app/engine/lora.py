@@ -79,7 +79,7 @@ def _spans(slots: np.ndarray[Any, Any], device: torch.device) -> Spans:
 class _Part:
     """One of the layers that a linear layer stands for, and what an adapter adds to it."""
 
-    up: torch.Tensor  # [num_columns, rank]
+    up: torch.Tensor  # [rank, num_columns]: as few rows are multiplied with faster
     ranks: slice
     columns: slice
 
@@ -100,9 +100,9 @@ class Update:
         low = x[rows] @ self.down.T
         for part in self.parts:
             if isinstance(rows, slice):
-                out[rows, part.columns].addmm_(low[:, part.ranks], part.up.T)
+                out[rows, part.columns].addmm_(low[:, part.ranks], part.up)
             else:
-                out[:, part.columns].index_add_(0, rows, low[:, part.ranks] @ part.up.T)
+                out[:, part.columns].index_add_(0, rows, low[:, part.ranks] @ part.up)
 
 
 class _Step:
@@ -127,6 +127,15 @@ class LoRALinear(nn.Module):
         self.updates: dict[int, Update] = {}  # by slot
         self._step = step
         self._for_samples = for_samples
+
+    @property
+    def weight(self) -> Any:
+        """The base layer's, for models that look at it; packed layers have none."""
+        return self.base.weight
+
+    @property
+    def bias(self) -> Any:
+        return self.base.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.base(x)
@@ -252,7 +261,7 @@ class LoRALayers:
             parts, start = [], 0
             for path, low_rank in changed.items():
                 end = start + len(low_rank.down)
-                parts.append(_Part(low_rank.up, slice(start, end), self._targets[path].columns))
+                parts.append(_Part(low_rank.up.T.contiguous(), slice(start, end), self._targets[path].columns))
                 start = end
             downs = [low_rank.down for low_rank in changed.values()]
             updates[linear] = Update(torch.cat(downs) if len(downs) > 1 else downs[0], tuple(parts))

@@ -180,6 +180,7 @@ def test_rows_side_by_side_and_apart(slots: list[int], dtype: torch.dtype) -> No
             for path, (rows, columns) in shapes.items()
         }
         layers.insert(slot, layers.stack(weights))
+    assert model.inner.weight.dtype == model.inner.bias.dtype == dtype  # as before, for models that ask
     num_tokens = np.array([3, 1, 2, 4])
     sample_rows = num_tokens.cumsum() - 1
     x = torch.randn(1, 10, 12, dtype=dtype)

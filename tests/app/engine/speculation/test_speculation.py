@@ -160,13 +160,17 @@ def test_forks_beams_and_structures_do_without(folder: str) -> None:
         dataclasses.replace(GREEDY, max_tokens=1),
     ]
     outputs = []
-    for settings in ({}, {"speculation": "draft", "draft_model": folder}):
-        run = Run(folder, **settings)
+    for settings in ({}, {"speculation": "ngram"}, {"speculation": "draft", "draft_model": folder}):
+        run = Run(folder, max_num_batched_tokens=39, **settings)
         seen: Counter[tuple[str, int, int]] = Counter()
         found: dict[tuple[str, int], list[int]] = {}
         for i, each in enumerate(params):
-            run.engine.submit(str(i), [7], each)  # a prompt of one token decodes at once
-            run.engine.submit(f"{i} long", tokens(40, i), each)
+            # Its last token alone, as if it decoded; and the text says how it might go on.
+            run.engine.submit(f"{i} long", tokens(4, i) * 10, each)
+            while run.engine.has_work and i == 0:
+                for delta in run.engine.step():
+                    found.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+            run.engine.submit(str(i), [7], each)
         while run.engine.has_work:
             for delta in run.engine.step():
                 assert delta.error is None
@@ -175,7 +179,7 @@ def test_forks_beams_and_structures_do_without(folder: str) -> None:
             run.engine.check_integrity()
         outputs.append(found)
         run.engine.close()
-    assert outputs[0] == outputs[1]
+    assert outputs[0] == outputs[1] == outputs[2]
     assert any(count > 1 for name, _, count in seen if name.startswith("0"))
     assert all(count == 1 for name, _, count in seen if name.startswith("2"))
 

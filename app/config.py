@@ -60,8 +60,8 @@ class EngineConfig:
         max_draft_tokens: guessed at most; fewer where they are seldom right.
         adapters: name → folder or Hub id of a LoRA adapter; each is loaded when a request first asks for it.
         max_loaded_adapters: as many are kept in memory; beyond, the one that has been unused for longest goes.
-        quantization: "int8": weights of linear layers are kept as 8-bit integers (CPU).
-        compile: run the model through `torch.compile`; starts slowly the first time.
+        quantization: "int8": weights of linear layers, the output layer among them, are kept as 8-bit integers with a
+            scale for each output (CPU with AVX-512, float32 or bfloat16). Embeddings keep their dtype.
         fair_tenants: requests wait in one queue for each tenant, and prompts are computed in turn.
         max_queued_requests: more are refused with `OverloadedError`; `None`: no bound.
         journal: a file that takes down every decision of the scheduler, to be replayed.
@@ -100,7 +100,6 @@ class EngineConfig:
     adapters: Mapping[str, str] = field(default_factory=dict)
     max_loaded_adapters: int = 8
     quantization: Quantization = "none"
-    compile: bool = False
     fair_tenants: bool = False
     max_queued_requests: int | None = None
     journal: str | None = None

@@ -107,7 +107,7 @@ class _Recorder(AttentionState):
     ) -> torch.Tensor:
         self.layer, self.masking = layer, masking
         self.states = [tensor.clone() for tensor in (query, key, value)]
-        return query.sin()
+        return query * 0.5
 
 
 @torch.inference_mode()
@@ -145,9 +145,11 @@ def _looks_fusable(module: nn.Module) -> bool:
     linears: list[Any] = [children[name] for name in _PROJECTIONS]
     if any(type(linear) is not nn.Linear for linear in linears):
         return False
-    query, key, value, _ = linears
+    query, key, value, out = linears
     if {linear.bias is None for linear in linears[:3]} == {True, False} or len(key.weight) != len(value.weight):
         return False
+    if out.in_features != len(query.weight):
+        return False  # queries come with something else
     head_dim = getattr(module, "head_dim", None)
     if not isinstance(head_dim, int) or len(query.weight) % head_dim or len(key.weight) % head_dim:
         return False

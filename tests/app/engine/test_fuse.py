@@ -81,6 +81,17 @@ def test_which_attention_is_fused(name: str, layers: int) -> None:
         assert not any("q_proj" in path for path in paths)
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_attention_is_fused_in_half_precision(name: str) -> None:
+    """Where the original rounds oftener."""
+    torch.manual_seed(0)
+    model_type, settings = ARCHITECTURES[name]
+    attention.register()
+    config = AutoConfig.for_model(model_type, **settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention.IMPLEMENTATION)
+    assert fuse_attention(model.eval(), CpuElementwise()) == 3
+
+
 @pytest.mark.parametrize("twist", ["clip", "positions", "scale"])
 def test_a_twist_of_attention_is_noticed(twist: str) -> None:
     """Clipping shows in large states only, and what depends on positions far from the beginning."""

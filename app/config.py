@@ -139,11 +139,6 @@ class EngineConfig:
                 f"speculation is {self.speculation!r} and draft_model {self.draft_model!r}; 'draft' needs one, and "
                 "nothing else can use one"
             )
-        if self.adapters and self.compile:
-            raise ConfigError(
-                f"compile would begin anew whenever other adapters of {sorted(self.adapters)} are in a step; turn it "
-                "off, or serve without adapters"
-            )
         if not self.step_timeout_s > 0:
             raise ConfigError(f"step_timeout_s is {self.step_timeout_s}; it must be above 0")
         if not 0 <= self.pin_quota <= 1:

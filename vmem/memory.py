@@ -131,6 +131,8 @@ class KVMemory:
             [group.region_blocks * group.layout.block_tokens for group in self._groups],
         )
         self._sequences: set[SequenceMemory] = set()
+        # No window whose blocks expire, no state that is copied: a block in place stays as it is.
+        self._only_grows = not any(group.is_state or group.window_tokens is not None for group in groups)
         self.prefix_cache = prefix_cache
         block_sizes = [group.layout.block_tokens for group in groups if not group.is_state]
         self._index = PrefixIndex(self._groups, math.lcm(*block_sizes), hash)
@@ -239,10 +241,14 @@ class KVMemory:
             OutOfPages: the budget is used up; the sequence owns what it owned.
             MapError: the device refused; the sequence owns what it owned.
         """
+        if num_tokens <= sequence.ready_tokens:  # nearly always: one more token in a block
+            sequence.num_tokens = max(sequence.num_tokens, num_tokens)
+            return
         if num_tokens > self.max_tokens:
             raise VmemError(f"{num_tokens} tokens exceed the {self.max_tokens} of a sequence")
         with self._locked():
             self._check_open(sequence)
+            sequence.ready_tokens = sequence.shown_tokens = 0
             had_tokens = sequence.num_tokens
             tables = self._tables.of(sequence)
             for group, table in tables:
@@ -253,6 +259,7 @@ class KVMemory:
             needed = self._tables.pages_to_grow(sequence, num_tokens)
             if not needed:
                 sequence.num_tokens = num_tokens
+                self._note_ready(sequence)
                 return
             if needed > self.num_free_pages:
                 raise OutOfPages(needed, self.num_free_pages)
@@ -278,6 +285,7 @@ class KVMemory:
                     self._copies.share_last_again(g, table, shared)
                 raise
             sequence.num_tokens = num_tokens
+            self._note_ready(sequence)
 
     def fork(
         self,
@@ -303,6 +311,7 @@ class KVMemory:
             if not 0 < num_tokens <= sequence.num_tokens:
                 raise VmemError(f"a fork of {num_tokens} tokens from a sequence of {sequence.num_tokens}")
             self._tables.check_can_go_on(sequence, num_tokens)
+            sequence.ready_tokens = 0
             child = SequenceMemory(policy or sequence.policy, tuple(GroupTable() for _ in self._specs), num_tokens)
             for group, table, new in zip(self._groups, sequence.groups, child.groups, strict=True):
                 new.block_ids = table.block_ids[: group.layout.num_blocks(num_tokens)]
@@ -325,6 +334,7 @@ class KVMemory:
             if num_tokens > sequence.num_tokens:
                 raise VmemError(f"truncation to {num_tokens} of a sequence of {sequence.num_tokens} tokens")
             self._tables.check_can_go_on(sequence, num_tokens)
+            sequence.ready_tokens = sequence.shown_tokens = 0
             for group, table in self._tables.of(sequence):
                 self._tables.drop(group, table, group.layout.num_blocks(num_tokens))
             self._index.cut(sequence.prefix, num_tokens // self._index.unit_tokens)
@@ -565,10 +575,14 @@ class KVMemory:
         with self._locked():
             self._mapper.raise_failure()
             self._copies.run()
-            for demand in demands:
-                for group, table in zip(self._groups, demand.sequence.groups, strict=True):
-                    self._tables.expire(group, table, demand.start)
-                self._views.show(demand.sequence, demand.end)
+            for sequence, start, end in demands:
+                if end <= sequence.shown_tokens:
+                    continue
+                for group, table in zip(self._groups, sequence.groups, strict=True):
+                    self._tables.expire(group, table, start)
+                self._views.show(sequence, end)
+                if self._only_grows:
+                    sequence.shown_tokens = self._views.shown_tokens(sequence)
 
     def plan(self, demands: Iterable[Demand]) -> None:
         """Say what the step after the one that now begins will need, for the mapper to do meanwhile
@@ -579,7 +593,8 @@ class KVMemory:
             self._background.forget()
             if self._options.overlap:
                 for demand in demands:
-                    self._views.want(demand)
+                    if demand.end > demand.sequence.shown_tokens or demand.end > demand.sequence.ready_tokens:
+                        self._views.want(demand)
             self._mapper.wake()
 
     def launched(self) -> None:
@@ -720,11 +735,17 @@ class KVMemory:
                 match = self._index.match(chain, token_ids, limit, 0)
         return match
 
+    def _note_ready(self, sequence: SequenceMemory) -> None:
+        if self._only_grows:
+            own = [len(t.block_ids) * group.layout.block_tokens for group, t in self._tables.of(sequence)]
+            sequence.ready_tokens = min(*own, self.max_tokens)
+
     def _check_open(self, sequence: SequenceMemory) -> None:
         if sequence not in self._sequences:
             raise IntegrityError("the sequence is not open")
 
     def _drop_all(self, sequence: SequenceMemory) -> None:
+        sequence.ready_tokens = sequence.shown_tokens = 0
         self._reuse.leave(sequence)
         self._views.leave(sequence)
         for group, table in self._tables.of(sequence):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from vmem.prefix import PrefixPath
 from vmem.region import Region
@@ -37,6 +37,9 @@ class SequenceMemory:
         num_tokens: tokens there is room for as far as anybody asked.
         expected_tokens: how long it will probably be soon; its region is chosen for that.
         prefix: where it is in the tree of cached prefixes.
+        ready_tokens: tokens it can have without another look at its blocks: they are there, and its own from the last
+            token on. 0 where that is not known.
+        shown_tokens: tokens that it can be read up to without another look at its region; 0 where that is not known.
     """
 
     policy: ViewPolicy
@@ -44,14 +47,15 @@ class SequenceMemory:
     num_tokens: int = 0
     expected_tokens: int = 0
     prefix: PrefixPath = field(default_factory=PrefixPath)
+    ready_tokens: int = 0
+    shown_tokens: int = 0
 
     @property
     def view(self) -> View:
         return "region" if any(table.region is not None for table in self.groups) else "block_table"
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(NamedTuple):
     """A step computes the tokens `start … end - 1` of a sequence, over everything cached before them."""
 
     sequence: SequenceMemory

@@ -18,6 +18,8 @@ from vmem.work import Hide, Show
 
 logger = logging.getLogger(__name__)
 
+_ALL_TOKENS = 1 << 62
+
 
 class SequenceViews:
     """Sequences enter regions, are shown in them, and leave them. Only called under the memory's lock.
@@ -87,6 +89,7 @@ class SequenceViews:
 
     def leave(self, sequence: SequenceMemory) -> None:
         """Park the sequence's regions, with all they show."""
+        sequence.shown_tokens = 0
         for group, table in zip(self._groups, sequence.groups, strict=True):
             if table.region is not None:
                 self._allocator.settle(table.region)
@@ -113,6 +116,15 @@ class SequenceViews:
             if not done:
                 self._demote(sequence)
                 return
+
+    def shown_tokens(self, sequence: SequenceMemory) -> int:
+        """Tokens that the sequence can be read up to: all of them through its block tables."""
+        shown = [
+            table.region.checked * group.layout.block_tokens
+            for group, table in zip(self._groups, sequence.groups, strict=True)
+            if table.region is not None
+        ]
+        return min(shown, default=_ALL_TOKENS)
 
     def want(self, demand: Demand) -> None:
         """Ask the mapper for what a step to come needs."""

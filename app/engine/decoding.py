@@ -57,6 +57,7 @@ class _Beams:
 class Choice:
     """What a step's logits say, before anything is changed by it."""
 
+    plain: list[tuple[Request, int]] = field(default_factory=list)  # one row each
     rows: list[_Rows] = field(default_factory=list)
     sampled: Sampled | None = None
     beams: list[_Beams] = field(default_factory=list)
@@ -110,6 +111,12 @@ class Decoding:
                 beams.setdefault(request.group, {})[request] = end - 1
                 continue
             first = len(states)
+            if s.num_logits == 1 and not request.num_forks and request.sampling.matcher is None:  # most are like that
+                choice.plain.append((request, first))
+                states.append(request.sampling)
+                where.append(start)
+                positions.append(0)
+                continue
             if request.num_forks:
                 forks = [request.sampling.fork(index=1 + i) for i in range(request.num_forks)]
                 states += [request.sampling, *forks]
@@ -131,9 +138,10 @@ class Decoding:
         deltas: list[Delta] = []
         for request, logprobs in choice.prompts:
             request.prompt_logprobs += logprobs
-        for rows in choice.rows:
-            assert choice.sampled is not None
-            deltas += self._append(rows, choice.sampled)
+        if choice.sampled is not None:
+            self._append_plain(choice.plain, choice.sampled, deltas)
+            for rows in choice.rows:
+                deltas += self._append(rows, choice.sampled)
         for beams in choice.beams:
             deltas += self._advance(beams)
         return deltas
@@ -150,6 +158,22 @@ class Decoding:
             del self._generations[request.request_id]
 
     # ---- samples ----
+
+    def _append_plain(self, plain: list[tuple[Request, int]], sampled: Sampled, deltas: list[Delta]) -> None:
+        """What `_append` does, for one token each, in less time."""
+        eos = self._vocabulary.eos_token_ids
+        token_ids, sound, logprobs = sampled.token_ids, sampled.sound, sampled.logprobs
+        for request, row in plain:
+            generation = self._generations[request.request_id]
+            if not sound[row] or generation.selection is not None or request.prompt_logprobs:
+                deltas += self._append(_Rows(request, row, (request.sampling,), ()), sampled)
+                continue
+            logprob = logprobs[row]
+            delta = request.append((token_ids[row],), eos, () if logprob is None else (logprob,))
+            if delta.finish_reason is None:
+                deltas.append(delta)
+            else:
+                deltas += self._ended(request, generation, delta)
 
     def _append(self, rows: _Rows, sampled: Sampled) -> Iterator[Delta]:
         request, start = rows.request, rows.start
@@ -181,15 +205,21 @@ class Decoding:
             if sequence is request and request.num_output_tokens == len(token_ids) and request.prompt_logprobs:
                 delta = replace(delta, prompt_logprobs=tuple(request.prompt_logprobs))
             if delta.finished:
-                self.end(sequence)
-            elif rows.drafts:
+                yield from self._ended(sequence, generation, delta)
+                continue
+            if rows.drafts:
                 self._roll_back(sequence)
-            for sent in generation.emit(delta):
-                if sent.finished:
-                    whole = isinstance(generation.selection, BestOf)
-                    start = len(request.prompt_token_ids)
-                    self.ended.add(sequence, sent.index, sent.token_ids if whole else sequence.token_ids[start:])
-                yield sent
+            yield from generation.emit(delta)
+
+    def _ended(self, sequence: Request, generation: Generation, delta: Delta) -> list[Delta]:
+        """A sequence is over with this delta; what the sender is to hear of it."""
+        self.end(sequence)
+        sent = generation.emit(delta)
+        start = len(sequence.prompt_token_ids)
+        for output in sent:
+            whole = isinstance(generation.selection, BestOf)
+            self.ended.add(sequence, output.index, output.token_ids if whole else sequence.token_ids[start:])
+        return sent
 
     def _roll_back(self, request: Request) -> None:
         """Keep what was computed of tokens that are there, and of no drafts beyond."""

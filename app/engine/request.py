@@ -193,22 +193,8 @@ class Request:
         num_taken = 0
         for token_id in token_ids:
             num_taken += 1
-            self.token_ids.append(token_id)
-            self.sampling.append(token_id)
-            ended, stop_reason = self._ends(token_id, eos_token_ids)
-            matcher = self.sampling.matcher
-            if ended or (matcher is not None and matcher.finished):
-                reason = "stop"
-            elif self.num_output_tokens >= self.max_tokens:
-                reason = "length"
-            if self.text is not None:
-                if not ended or self.params.include_stop_str:  # the token that ends an output is no text of it
-                    text, stopped = self.text.push(token_id)
-                    texts.append(text)
-                    if stopped:
-                        reason, stop_reason = "stop", self.text.met
-                if reason is not None:
-                    texts.append(self.text.flush())
+            text, reason, stop_reason = self._take(token_id, eos_token_ids)
+            texts.append(text)
             if reason is not None:
                 break
         return Delta(
@@ -216,18 +202,39 @@ class Request:
             tuple(token_ids[:num_taken]),
             "".join(texts),
             reason,
-            num_cached_tokens=self.num_cached_tokens or 0,
-            index=self.index,
-            stop_reason=stop_reason,
-            logprobs=tuple(logprobs[:num_taken]),
+            None,
+            self.num_cached_tokens or 0,
+            self.index,
+            0,
+            stop_reason,
+            tuple(logprobs[:num_taken]),
         )
 
-    def _ends(self, token_id: int, eos_token_ids: frozenset[int]) -> tuple[bool, str | int | None]:
-        """Whether the output ends with a token, and that token, if it is not the end-of-sequence one."""
-        if self.num_output_tokens <= self.params.min_tokens:
-            return False, None
-        if token_id in eos_token_ids and not self.params.ignore_eos:
-            return True, None
-        if token_id in self.params.stop_token_ids:
-            return True, token_id
-        return False, None
+    def _take(self, token_id: int, eos_token_ids: frozenset[int]) -> tuple[str, FinishReason | None, str | int | None]:
+        """Add a token; returns the text that is certain now, and why the output ends with it, if it does."""
+        params, matcher = self.params, self.sampling.matcher
+        self.token_ids.append(token_id)
+        self.sampling.append(token_id)
+        num_output = len(self.token_ids) - len(self.prompt_token_ids)
+        reason: FinishReason | None = None
+        stop_reason: str | int | None = None
+        ended = False
+        if num_output > params.min_tokens:
+            if token_id in eos_token_ids and not params.ignore_eos:
+                ended = True
+            elif token_id in params.stop_token_ids:
+                ended, stop_reason = True, token_id
+        if ended or (matcher is not None and matcher.finished):
+            reason = "stop"
+        elif num_output >= self.max_tokens:
+            reason = "length"
+        if self.text is None:
+            return "", reason, stop_reason
+        text = ""
+        if not ended or params.include_stop_str:  # the token that ends an output is no text of it
+            text, stopped = self.text.push(token_id)
+            if stopped:
+                reason, stop_reason = "stop", self.text.met
+        if reason is not None:
+            text += self.text.flush()
+        return text, reason, stop_reason

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from app.config import RecoveryPolicy
@@ -21,28 +20,25 @@ logger = logging.getLogger(__name__)
 _PROMPT_LOGITS = 128
 
 
-@dataclass(frozen=True, slots=True)
 class Scheduled:
-    """The next `num_tokens` tokens of a sequence, `drafts` behind its last one included."""
+    """The next `num_tokens` tokens of a sequence, `drafts` behind its last one included. It does not change.
 
-    request: Request
-    num_tokens: int
-    drafts: tuple[int, ...] = ()
+    Attributes:
+        samples: whether they are its last, so that the one that follows is chosen.
+        num_logits: of how many tokens, the last ones, the logits are needed.
+    """
 
-    @property
-    def samples(self) -> bool:
-        """Whether they are its last, so that the one that follows is chosen."""
-        last = self.num_tokens - len(self.drafts) == self.request.num_uncomputed
-        return last and self.request.pin_name is None
+    __slots__ = ("drafts", "num_logits", "num_tokens", "request", "samples")
 
-    @property
-    def num_logits(self) -> int:
-        """Of how many tokens, the last ones, the logits are needed."""
-        if self.request.params.prompt_logprobs is not None and self.request.num_computed < len(
-            self.request.prompt_token_ids
-        ):
-            return self.num_tokens
-        return 1 + len(self.drafts) if self.samples else 0
+    def __init__(self, request: Request, num_tokens: int, drafts: tuple[int, ...] = ()) -> None:
+        self.request = request
+        self.num_tokens = num_tokens
+        self.drafts = drafts
+        num_certain = num_tokens - len(drafts)
+        self.samples = request.num_computed + num_certain == len(request.token_ids) and request.pin_name is None
+        self.num_logits = 1 + len(drafts) if self.samples else 0
+        if request.params.prompt_logprobs is not None and request.num_computed < len(request.prompt_token_ids):
+            self.num_logits = num_tokens
 
 
 class Scheduler:
@@ -187,9 +183,11 @@ class Scheduler:
 
         # Decodes: one token each, and perhaps one block.
         decodes: list[Scheduled] = []
+        unfinished_prompts = False
         for request in self._requests():
-            decodes_next = request.memory is not None and request.num_uncomputed == 1
-            if decodes_next and self._in_step(request.group) and self._grow(request, 1):
+            if request.memory is None or len(request.token_ids) - request.num_computed != 1:
+                unfinished_prompts = True
+            elif self._in_step(request.group) and self._grow(request, 1):
                 decodes.append(Scheduled(request, 1))
         budget -= len(decodes)
         if drafts:
@@ -197,7 +195,7 @@ class Scheduler:
 
         # Prompts: admitted ones first.
         prompts: list[Scheduled] = []
-        for request in self._requests():
+        for request in self._requests() if unfinished_prompts else ():
             begins_or_goes_on = request.memory is None or request.num_uncomputed > 1
             if budget > 0 and begins_or_goes_on and request.group in self._running:
                 budget -= self._schedule_chunk(request, budget, prompts)
@@ -225,12 +223,13 @@ class Scheduler:
         self._memory.commit()
         got_further = False
         for s in self._scheduled:
-            before = max(s.request.num_computed, s.request.furthest, len(s.request.prompt_token_ids))
-            s.request.num_computed += s.num_tokens
+            request = s.request
             if self._waiting.by_turns:
-                self._waiting.charge(s.request.group, max(s.request.num_computed - before, 0))
-            got_further |= s.request.num_computed > s.request.furthest
-            s.request.furthest = max(s.request.furthest, s.request.num_computed)
+                before = max(request.num_computed, request.furthest, len(request.prompt_token_ids))
+                self._waiting.charge(request.group, max(request.num_computed + s.num_tokens - before, 0))
+            request.num_computed += s.num_tokens
+            if request.num_computed > request.furthest:
+                request.furthest, got_further = request.num_computed, True
         if self._log is not None:
             self._log.done(self._groups())
         return got_further

@@ -9,6 +9,7 @@ from typing import Any
 from app.errors import (
     DeadlineError,
     EngineError,
+    ModelError,
     OverloadedError,
     RequestError,
     UnavailableError,
@@ -34,6 +35,8 @@ def error_response(error: BaseException) -> tuple[int, ErrorBody]:
         return 503, body(str(error), "server_error", None, "unavailable")
     if isinstance(error, EngineError):
         return 500, body(str(error), "server_error", None, "engine_error")
+    if isinstance(error, ModelError):  # an adapter whose files cannot be used
+        return 500, body(str(error), "server_error", None, "model_error")
     return 500, body("internal error; the server's log says more", "server_error", None, "internal_error")
 
 

@@ -496,8 +496,6 @@ def test_names_are_checked_before_anything_is_loaded(llama: Path, three: dict[st
             make_engine(llama, {"a": source})
     with pytest.raises(ConfigError, match="empty name"):
         check_sources({"": str(three["a"])})
-    with pytest.raises(ConfigError, match="compile"):
-        EngineConfig(model=str(llama), adapters={"a": "owner/name"}, compile=True)
     engine = make_engine(llama, three)
     with pytest.raises(UnknownModelError, match="has a, b, c"):
         engine.submit("r", [1], GREEDY, adapter="d")

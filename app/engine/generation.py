@@ -35,12 +35,14 @@ class BestOf:
         """A delta for each of the `n` likeliest outputs, the best first, when all have ended."""
         outputs = [_joined(deltas) for deltas in self._deltas.values()]
         outputs.sort(key=lambda delta: -_mean(delta.logprobs))
+        of_prompt = next((delta.prompt_logprobs for delta in outputs if delta.prompt_logprobs), ())
         return [
             replace(
                 delta,
                 index=index,
                 num_unfinished=self._n - 1 - index,
                 logprobs=delta.logprobs if self._keep_logprobs else (),
+                prompt_logprobs=of_prompt if not index else (),
             )
             for index, delta in enumerate(outputs[: self._n])
         ]

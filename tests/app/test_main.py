@@ -8,7 +8,7 @@ import pytest
 
 from app.config import EngineConfig
 from app.errors import ConfigError
-from app.main import AppArgs, shared_engine
+from app.main import AppArgs, build, shared_engine
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,12 @@ def test_what_cannot_share_a_device(settings: dict[str, Any], said: str) -> None
     args = AppArgs(engine=EngineConfig(model="builtin", **settings), shared_kv_memory_bytes=1 << 20)
     with pytest.raises(ConfigError, match=said):
         shared_engine(args)
+
+
+def test_an_adapter_needs_a_name_of_its_own() -> None:
+    engine = EngineConfig(model="builtin", adapters={"builtin": "somewhere"})
+    with pytest.raises(ConfigError, match="tell them apart"):
+        build(AppArgs(engine=engine))
 
 
 def test_what_is_shared_is_the_ceiling_of_each() -> None:

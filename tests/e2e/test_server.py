@@ -166,6 +166,12 @@ def test_errors(server: Server, body: dict[str, Any], status: int, param: str) -
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_a_request_that_takes_too_long_is_408(server: Server) -> None:
+    body = {"model": "builtin", "prompt": "a", "max_tokens": 4000, "ignore_eos": True, "timeout_s": 0.2}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (408, "timeout")
+
+
 def test_errors_reach_the_client_typed(server: Server) -> None:
     with pytest.raises(openai.BadRequestError, match="at least 1"):
         ask(server, "x", max_tokens=-1)

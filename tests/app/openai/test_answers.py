@@ -111,6 +111,16 @@ def test_offsets_are_places_in_the_text() -> None:
     assert choice.logprobs.text_offset[-1] == 5 - len(choice.logprobs.tokens[-1])
 
 
+def test_offsets_where_tokens_have_a_space_that_the_text_has_not() -> None:
+    """SentencePiece begins a text with one: what comes behind is where it is in the text nevertheless."""
+    [y] = TOKENIZER.encode("y")
+    one = piece("y", y, logprobs=(logprob(y),), prompt_logprobs=(logprob(y),))
+    [choice] = answer([[A, y]], num_top=0, echo=["ay"]).whole([[one]]).choices
+    assert choice.logprobs is not None
+    assert "".join(choice.logprobs.tokens) == " ayy"
+    assert choice.logprobs.text_offset == [0, 1, 2]
+
+
 def test_every_output_echoes_with_the_prompt_of_the_first() -> None:
     """The engine sends the prompt's log probabilities once."""
     entries = tuple(logprob(token_id) for token_id in PROMPT[1:])

@@ -248,6 +248,7 @@ def test_usage_comes_last_if_asked_for() -> None:
         assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] * 2
         assert last.choices == []
         assert last.usage.completion_tokens == 2
+        assert all(chunk.choices[0].logprobs is not None for chunk in chunks)
         *_, last = await collect(ingress.generate_stream(completion(prompt=["a", "b"], **options)))
         assert last.usage.completion_tokens == 2
 

@@ -52,7 +52,10 @@ class SequenceMemory:
 
     @property
     def view(self) -> View:
-        return "region" if any(table.region is not None for table in self.groups) else "block_table"
+        for table in self.groups:
+            if table.region is not None:
+                return "region"
+        return "block_table"
 
 
 class Demand(NamedTuple):

@@ -114,7 +114,8 @@ class AsyncEngine:
             self._engine.validate(prompt_token_ids, params)
 
         load = len(prompt_token_ids), options.get("expected_cached_tokens") or 0
-        return self._deltas(request_id or "request", begin, load, validate, check_queue=True)
+        compiles = params.structure is not None
+        return self._deltas(request_id or "request", begin, load, validate, compiles=compiles, check_queue=True)
 
     def fork(
         self, request_id: str, params: SamplingParams, fork_id: str | None = None, *, index: int = 0
@@ -137,7 +138,8 @@ class AsyncEngine:
                 raise UnknownRequestError(f"there is no request {request_id!r} here", "request_id")
             self._engine.fork(parent_id, unique_id, params, index=index)
 
-        return self._deltas(fork_id or f"fork of {request_id}", begin, (0, 0), lambda: None)
+        name, compiles = fork_id or f"fork of {request_id}", params.structure is not None
+        return self._deltas(name, begin, (0, 0), lambda: self._engine.check_params(params), compiles=compiles)
 
     async def pin(self, name: str, prompt_token_ids: Sequence[int], *, cache_salt: str | None = None) -> None:
         """Compute a prefix and keep it in the cache until `unpin`; returns when that is done.
@@ -174,14 +176,19 @@ class AsyncEngine:
         load: tuple[int, int],
         validate: Callable[[], object],
         *,
+        compiles: bool = False,
         check_queue: bool = False,
     ) -> AsyncGenerator[Delta, None]:
         """
         Args:
             validate: raises `RequestError` if it is not worth sending.
+            compiles: which may take long.
             check_queue: refuse it if as many requests wait as may.
         """
-        validate()
+        if compiles:  # others' streams must not wait for it
+            await asyncio.to_thread(validate)
+        else:
+            validate()
         unique_id = f"{request_id}-{next(self._ids)}"
         stream = _Stream(unique_id, begin, load, asyncio.get_running_loop(), asyncio.Queue())
         self._send(stream, request_id, check_queue)
@@ -282,12 +289,11 @@ class AsyncEngine:
                     try:
                         command.begin(request_id)
                     except (RequestError, OverloadedError) as error:
-                        self._deliver(Delta(request_id, (), "", error=error))
+                        self._deliver([Delta(request_id, (), "", error=error)])
                     except Exception as error:  # this request's fault, not the others'
                         logger.exception("cannot begin %s", request_id)
-                        self._deliver(
-                            Delta(request_id, (), "", error=EngineError(f"the request cannot begin: {error}"))
-                        )
+                        failure = EngineError(f"the request cannot begin: {error}")
+                        self._deliver([Delta(request_id, (), "", error=failure)])
                     finally:  # only now: meanwhile it counts twice, but never not at all
                         del self._arriving[request_id]
                 case _Cancel(request_id):
@@ -309,22 +315,26 @@ class AsyncEngine:
                 self._engine.cancel(request_id)
             self._engine.check_integrity()
             return
-        for delta in deltas:
-            self._deliver(delta)
+        self._deliver(deltas)
 
-    def _deliver(self, delta: Delta) -> None:
-        stream = self._streams[delta.request_id]
-        if delta.ends_request:
-            del self._streams[delta.request_id]
-        try:
-            stream.loop.call_soon_threadsafe(stream.deltas.put_nowait, delta)
-        except RuntimeError:  # its event loop has been closed: nobody is listening
-            self._streams.pop(delta.request_id, None)
-            self._engine.cancel(delta.request_id)
+    def _deliver(self, deltas: Sequence[Delta]) -> None:
+        """Put deltas into their queues: one call into each event loop, since waking one takes longer than the rest."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Delta]]] = {}
+        for delta in deltas:
+            stream = self._streams[delta.request_id]
+            if delta.ends_request:
+                del self._streams[delta.request_id]
+            by_loop.setdefault(stream.loop, []).append((stream, delta))
+        for loop, arrived in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, arrived)
+            except RuntimeError:  # its event loop has been closed: nobody is listening
+                for stream, _ in arrived:
+                    self._streams.pop(stream.request_id, None)
+                    self._engine.cancel(stream.request_id)
 
     def _fail_all(self, error: FolioError) -> None:
-        for request_id in list(self._streams):
-            self._deliver(Delta(request_id, (), "", error=error))
+        self._deliver([Delta(request_id, (), "", error=error) for request_id in self._streams])
 
     def _refuse_commands(self, reason: str) -> None:
         """Answer what was sent before the stop and never begun."""
@@ -333,3 +343,8 @@ class AsyncEngine:
             if isinstance(command, _Stream):
                 self._streams[command.request_id] = command
         self._fail_all(UnavailableError(reason))
+
+
+def _put_all(arrived: Sequence[tuple[_Stream, Delta]]) -> None:
+    for stream, delta in arrived:
+        stream.deltas.put_nowait(delta)

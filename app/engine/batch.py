@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -117,8 +118,8 @@ def plan_step(
     tables = []
     for g, group in enumerate(memory.groups):
         if not group.is_state:
-            for view, run in itertools.groupby(sequences, key=lambda sequence: sequence.view):
-                tables.append(_block_table(list(run), g, view))
+            for view, run in itertools.groupby(zip(views, sequences, strict=True), key=itemgetter(0)):
+                tables.append(_block_table([sequence for _, sequence in run], g, view))
     at = memory.tensors.state_group
     adapters = [_slot(s, adapter_slots) for s in scheduled] if adapter_slots else []
     return StepPlan(
@@ -190,7 +191,8 @@ def next_demands(scheduled: Sequence[Scheduled]) -> list[Demand]:
     for s in scheduled:
         start = s.request.num_computed + s.num_tokens
         end = start + 1 if s.samples else min(start + s.num_tokens, len(s.request.token_ids))
-        end = min(end + len(s.drafts), s.request.most_tokens)
+        if s.drafts:
+            end = min(end + len(s.drafts), s.request.most_tokens)
         following.append(Demand(memory_of(s), start, end))
     return following
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Unpack
 
@@ -78,79 +79,62 @@ class Engine:
     ) -> None:
         self.config = config
         check_sources(config.adapters)
-        try:
+        with ExitStack() as undo, _config_errors():
             self._executor = Executor(config, launch)
-        except KernelError as error:
-            raise ConfigError(f"these settings do not work here: {error}") from error
-        self.model = self._executor.model
-        self._speculation: Speculation | None = None
-        try:
+            undo.callback(self._executor.close)
+            self.model = self._executor.model
             self._speculation = Speculation.load(config, self.model, self._executor.layers)
-            share = 1.0 if self._speculation is None else self._speculation.memory_share
-            self.memory = build_memory(config, self.model, self._executor.layers, self._executor.ranks, share=share)
-        except BaseException as error:
-            self._close_models()
-            if isinstance(error, VmemError):
+            share = 1.0
+            if self._speculation is not None:
+                undo.callback(self._speculation.close)
+                share = self._speculation.memory_share
+            try:
+                self.memory = build_memory(config, self.model, self._executor.layers, self._executor.ranks, share=share)
+            except VmemError as error:
                 raise ConfigError(f"these settings do not work here: {error}") from error
-            raise
-        try:
+            undo.callback(self.memory.close)
             if admit is not None:
                 admit(self.memory)
             self.max_model_len = _max_model_len(config, self.model, self.memory)
             self_test(self._executor, self.memory.groups, config.kv_view)
             self._executor.open(self.memory)
             self._executor.started()
+            self._recovery = RecoveryModel(config.max_num_batched_tokens)
             if self._speculation is not None:
                 self._speculation.open(self.max_model_len, lambda: self._recovery.step_times)
-        except BaseException as error:
-            try:
-                self.memory.close()
-            finally:
-                self._close_models()
-            if isinstance(error, KernelError) or isinstance(
-                error.__cause__, KernelError
-            ):  # the kernel asked for cannot read such a cache
-                raise ConfigError(f"these settings do not work here: {error}") from error
-            raise
-        self._recovery = RecoveryModel(config.max_num_batched_tokens)
-        self._journal: Journal | None = None
-        asked: SchedulerMemory = self.memory
-        costs: RecoveryCosts = self._recovery
-        if config.journal is not None:
-            try:
+            self._journal: Journal | None = None
+            asked: SchedulerMemory = self.memory
+            costs: RecoveryCosts = self._recovery
+            if config.journal is not None:
                 self._journal = Journal(config.journal, config, self.memory)
-            except BaseException:
-                self.memory.close()
-                self._close_models()
-                raise
-            asked = RecordedMemory(self.memory, self._journal.answers)
-            costs = RecordedCosts(self._recovery, self._journal.answers)
-        self._scheduler = Scheduler(
-            asked,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            view=config.kv_view,
-            recovery=costs,
-            policy=config.preemption,
-            fair_tenants=config.fair_tenants,
-            log=self._journal,
-        )
-        self._deadlines = Deadlines()
-        self._adapters = AdapterQueue(self._open_adapters(), self._scheduler)
-        self._meter = LoadMeter()
-        self._generations: dict[str, Generation] = {}
-        self._vocabulary = Vocabulary(self.model)
-        self._decoding = Decoding(
-            self.memory, self._scheduler, self._vocabulary, self._generations, self._meter, self._speculation
-        )
-        self._num_arrivals = 0
-        self._stalled_since: float | None = None
-        try:
+                undo.callback(self._journal.close)
+                asked = RecordedMemory(self.memory, self._journal.answers)
+                costs = RecordedCosts(self._recovery, self._journal.answers)
+            self._scheduler = Scheduler(
+                asked,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                view=config.kv_view,
+                recovery=costs,
+                policy=config.preemption,
+                fair_tenants=config.fair_tenants,
+                log=self._journal,
+            )
+            self._deadlines = Deadlines()
+            self._adapters = AdapterQueue(self._open_adapters(), self._scheduler)
+            undo.callback(self._adapters.close)
+            self._meter = LoadMeter()
+            self._generations: dict[str, Generation] = {}
+            self._vocabulary = Vocabulary(self.model)
+            self._decoding = Decoding(
+                self.memory, self._scheduler, self._vocabulary, self._generations, self._meter, self._speculation
+            )
+            self._num_arrivals = 0
+            self._stalled_since: float | None = None
+            undo.callback(self._cancel_all)
             self._recovery.try_swaps(self.memory, config.kv_view, self.model.module.device)
             self._pin_configured()
-        except BaseException:
-            self.close()
-            raise
+            self._undo = undo.pop_all()
 
     @property
     def available(self) -> bool:
@@ -176,7 +160,7 @@ class Engine:
                 f"got {min(prompt_token_ids)} to {max(prompt_token_ids)}",
                 "prompt",
             )
-        self._vocabulary.check(params)
+        self.check_params(params)
         room = self.max_model_len - len(prompt_token_ids)
         if room < 1 or (params.max_tokens or 1) > room:
             raise ContextLengthError(
@@ -187,6 +171,10 @@ class Engine:
         max_tokens = params.max_tokens or room
         self._check_together(len(prompt_token_ids), max_tokens, params)
         return max_tokens
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise `RequestError` unless the model can do what parameters ask for. From any thread."""
+        self._vocabulary.check(params)
 
     def _check_together(self, num_prompt_tokens: int, max_tokens: int, params: SamplingParams) -> None:
         """Whether all sequences of a request can run at once."""
@@ -413,7 +401,10 @@ class Engine:
         """Map, lay out and run the step; returns the logits of the rows that sample."""
         self.memory.ensure(demands(scheduled))
         slots = self._adapters.slots
-        scheduled.sort(key=lambda s: (memory_of(s).view, slots.get(s.request.group.adapter or "", -1)))
+        if slots:
+            scheduled.sort(key=lambda s: (memory_of(s).view, slots.get(s.request.group.adapter or "", -1)))
+        else:
+            scheduled.sort(key=lambda s: memory_of(s).view)
         plan = plan_step(scheduled, self.memory, adapter_slots=slots)
         self.memory.plan(next_demands(scheduled))
         return self._executor.run(plan, self.memory)
@@ -620,22 +611,11 @@ class Engine:
 
     def close(self) -> None:
         """Cancel everything and give all memory back."""
+        self._undo.close()
+
+    def _cancel_all(self) -> None:
         for request_id in list(self._generations):
             self.cancel(request_id)
-        if self._journal is not None:
-            self._journal.close()
-        self._adapters.close()
-        try:
-            self.memory.close()
-        finally:
-            self._close_models()
-
-    def _close_models(self) -> None:
-        try:
-            if self._speculation is not None:
-                self._speculation.close()
-        finally:
-            self._executor.close()
 
 
 def _max_model_len(config: EngineConfig, model: LoadedModel, memory: KVMemory) -> int:
@@ -648,3 +628,15 @@ def _max_model_len(config: EngineConfig, model: LoadedModel, memory: KVMemory) -
     if config.max_model_len is None and model.max_positions > memory.max_tokens:
         logger.warning("the KV cache limits the context from %d to %d tokens", model.max_positions, memory.max_tokens)
     return memory.max_tokens
+
+
+@contextmanager
+def _config_errors() -> Iterator[None]:
+    """A kernel that was asked for and is not there, or cannot read such a cache, is the settings' fault."""
+    try:
+        yield
+    except Exception as error:
+        cause = error if isinstance(error, KernelError) else error.__cause__
+        if isinstance(cause, KernelError) and not isinstance(error, ConfigError):
+            raise ConfigError(f"these settings do not work here: {error}") from error
+        raise

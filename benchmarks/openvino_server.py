@@ -14,6 +14,7 @@ import importlib
 import threading
 from typing import Any
 
+import numpy as np
 from fastapi import FastAPI
 
 
@@ -38,10 +39,13 @@ class Batcher:
         """Tokens that were generated."""
         config = self._genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = max_tokens, True, False
+        config.set_eos_token_id(0)  # it wants one even when it is to be ignored
         loop = asyncio.get_running_loop()
         done: asyncio.Future[int] = loop.create_future()
         with self._changed:
-            handle = self._pipeline.add_request(self._next, self._openvino.Tensor([prompt]), config)
+            handle = self._pipeline.add_request(
+                self._next, self._openvino.Tensor(np.array([prompt], dtype=np.int64)), config
+            )
             self._handles[self._next] = (handle, loop, done)
             self._next += 1
             self._changed.notify()

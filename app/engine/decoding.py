@@ -16,6 +16,7 @@ from app.engine.beam import BeamSearch, likeliest
 from app.engine.generation import BestOf, EndedOutputs, Generation
 from app.engine.load import LoadMeter
 from app.engine.logprobs import prompt_logprobs
+from app.engine.params import SamplingParams
 from app.engine.request import Delta, Request, SequenceGroup, TokenLogprobs
 from app.engine.sampler import Sampled, sample
 from app.engine.sampling_state import SamplingState
@@ -236,6 +237,17 @@ class Decoding:
         request.num_forks = 0
         generation.sequences += forks
         return forks
+
+    def fork_running(
+        self, parent: Request, fork_id: str, params: SamplingParams, states: Sequence[SamplingState], most_tokens: int
+    ) -> Generation:
+        """Another request, whose sequences go on where `parent` is, up to `most_tokens` tokens in all."""
+        generation = Generation(fork_id, params)
+        for index, state in enumerate(states):
+            child = self.fork(parent, state, index=index, request_id=fork_id)
+            child.max_tokens = most_tokens - len(parent.prompt_token_ids)
+            generation.sequences.append(child)
+        return generation
 
     def fork(self, parent: Request, state: SamplingState, *, index: int, request_id: str | None = None) -> Request:
         """A sequence that goes on where `parent` is, in its group. It shares what is computed (PagedAttention §4.4)."""

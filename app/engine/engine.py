@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Unpack
 
 import torch
@@ -21,7 +20,8 @@ from app.engine.deadlines import Deadlines, check_timeout
 from app.engine.decisions import RecoveryCosts, SchedulerMemory
 from app.engine.decoding import Decoding
 from app.engine.executor import Executor
-from app.engine.generation import BestOf, EndedOutput, Generation
+from app.engine.generation import Generation
+from app.engine.intake import Intake, check_fork
 from app.engine.journal import Journal, RecordedCosts, RecordedMemory
 from app.engine.kv_plan import build_memory
 from app.engine.load import MOST_KEYS, LoadMeter, make_report, retry_after_s
@@ -42,14 +42,12 @@ from app.engine.tensor_parallel.spec import Launch
 from app.engine.vocabulary import Vocabulary
 from app.errors import (
     ConfigError,
-    ContextLengthError,
     DeadlineError,
     EngineError,
     OverloadedError,
     RequestError,
     UnknownRequestError,
 )
-from app.fleet.keys import extra_keys
 from app.fleet.report import ReplicaReport
 from kernels import KernelError
 from vmem import BudgetAnswer, BudgetError, KVMemory, MemoryReport, PinError, VmemError
@@ -126,10 +124,10 @@ class Engine:
             self._meter = LoadMeter()
             self._generations: dict[str, Generation] = {}
             self._vocabulary = Vocabulary(self.model)
+            self._intake = Intake(self.model, self.memory, self._vocabulary, self._scheduler, self.max_model_len)
             self._decoding = Decoding(
                 self.memory, self._scheduler, self._vocabulary, self._generations, self._meter, self._speculation
             )
-            self._num_arrivals = 0
             self._stalled_since: float | None = None
             undo.callback(self._cancel_all)
             self._recovery.try_swaps(self.memory, config.kv_view, self.model.module.device)
@@ -152,47 +150,11 @@ class Engine:
             RequestError: an empty prompt, an unknown token, or what this model cannot do.
             ContextLengthError: prompt and output do not fit.
         """
-        if not prompt_token_ids:
-            raise RequestError("the prompt is empty; it needs at least one token", "prompt")
-        if not (min(prompt_token_ids) >= 0 and max(prompt_token_ids) < self.model.vocab_size):
-            raise RequestError(
-                f"token ids must be between 0 and {self.model.vocab_size - 1}, "
-                f"got {min(prompt_token_ids)} to {max(prompt_token_ids)}",
-                "prompt",
-            )
-        self.check_params(params)
-        room = self.max_model_len - len(prompt_token_ids)
-        if room < 1 or (params.max_tokens or 1) > room:
-            raise ContextLengthError(
-                f"the context is {self.max_model_len} tokens, but the prompt has {len(prompt_token_ids)} "
-                f"and {params.max_tokens or 1} are to be generated",
-                "prompt" if room < 1 else "max_tokens",
-            )
-        max_tokens = params.max_tokens or room
-        self._check_together(len(prompt_token_ids), max_tokens, params)
-        return max_tokens
+        return self._intake.check(prompt_token_ids, params)
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise `RequestError` unless the model can do what parameters ask for. From any thread."""
         self._vocabulary.check(params)
-
-    def _check_together(self, num_prompt_tokens: int, max_tokens: int, params: SamplingParams) -> None:
-        """Whether all sequences of a request can run at once."""
-        count = params.num_sequences
-        if count == 1:
-            return
-        field = "best_of" if params.best_of is not None else "n"
-        if count > self._scheduler.max_num_seqs:
-            raise RequestError(
-                f"{field} is {count}, but {self._scheduler.max_num_seqs} sequences run at once (max_num_seqs)", field
-            )
-        shared = num_prompt_tokens if self.config.prefix_cache else 0
-        if not self.memory.fit_together([num_prompt_tokens + max_tokens] * count, shared):
-            raise RequestError(
-                f"{count} sequences of up to {num_prompt_tokens + max_tokens} tokens do not fit into the KV cache "
-                "together; ask for fewer, or for fewer tokens",
-                field,
-            )
 
     def submit(
         self,
@@ -252,10 +214,6 @@ class Engine:
             RequestError: the id is in use, or all of the group could not run together.
         """
         self._check_id(fork_id)
-        if params.use_beam_search or params.prompt_logprobs is not None:
-            raise RequestError("a fork takes neither use_beam_search nor prompt_logprobs", "use_beam_search")
-        if params.num_sequences > params.n:
-            raise RequestError("a fork takes no best_of", "best_of")
         generation = self._generations.get(request_id)
         running = [request for request in generation or () if request.index == index and request.pin_name is None]
         if generation is not None and isinstance(generation.selection, BeamSearch):
@@ -263,38 +221,19 @@ class Engine:
                 f"the beams of {request_id!r} are still searching; fork it when it has ended", "request_id"
             )
         if running:
-            self._fork_running(running[0], fork_id, params)
+            states, most_tokens = self._intake.fork_states(running[0], params)
+            forks = self._decoding.fork_running(running[0], fork_id, params, states, most_tokens)
+            self._generations[fork_id] = forks
         elif (ended := self._decoding.ended.get(request_id, index)) is not None:
-            self._fork_ended(ended, fork_id, params)
+            prompt = [*ended.request.prompt_token_ids, *ended.token_ids]
+            group = ended.request.group
+            options: RequestOptions = {"priority": group.priority, "adapter": group.adapter, "tenant": group.tenant}
+            check_fork(params)
+            self._add(fork_id, prompt, params, options, keys=ended.request.chain.keys)
         else:
             raise UnknownRequestError(
                 f"output {index} of request {request_id!r} is not here, so it cannot be forked", "request_id"
             )
-
-    def _fork_running(self, parent: Request, fork_id: str, params: SamplingParams) -> None:
-        max_tokens = parent.num_output_tokens + self.validate(parent.token_ids, params)
-        members = parent.group.members
-        most = [r.most_tokens for r in members] + [len(parent.prompt_token_ids) + max_tokens] * params.n
-        if not self.memory.fit_together(most):
-            raise RequestError(
-                f"{len(most)} sequences of up to {max(most)} tokens do not fit into the KV cache together", "n"
-            )
-        if max(self._scheduler.num_running, parent.group.num_sequences) + params.n > self._scheduler.max_num_seqs:
-            raise RequestError(
-                f"{self._scheduler.max_num_seqs} sequences run at once; there is no room for a fork", "n"
-            )
-        generation = self._generations[fork_id] = Generation(fork_id, params)
-        for i in range(params.n):
-            state = self._vocabulary.fork(parent.sampling, params, i)
-            child = self._decoding.fork(parent, state, index=i, request_id=fork_id)
-            child.max_tokens = max_tokens
-            generation.sequences.append(child)
-
-    def _fork_ended(self, ended: EndedOutput, fork_id: str, params: SamplingParams) -> None:
-        prompt = [*ended.request.prompt_token_ids, *ended.token_ids]
-        group = ended.request.group
-        options: RequestOptions = {"priority": group.priority, "adapter": group.adapter}
-        self._add(fork_id, prompt, params, options, keys=ended.request.chain.keys)
 
     def pin(
         self, request_id: str, name: str, prompt_token_ids: Sequence[int], *, cache_salt: str | None = None
@@ -316,21 +255,7 @@ class Engine:
         Raises:
             RequestError: the prompt is invalid or shorter than a block, the name is taken, or prefixes are not cached.
         """
-        if not self.config.prefix_cache:
-            raise RequestError("nothing can be pinned: prefix_cache is off", "name")
-        unit = self.memory.unit_tokens
-        prefix = prompt_token_ids[: len(prompt_token_ids) // unit * unit]
-        if not prefix:
-            raise RequestError(
-                f"a prefix of {len(prompt_token_ids)} tokens is shorter than the {unit} that are shared at least",
-                "prompt",
-            )
-        self.validate(prefix, SamplingParams(max_tokens=1))
-        try:
-            self.memory.check_pin(name, len(prefix))
-        except PinError as error:
-            raise RequestError(str(error), "name") from error
-        return prefix
+        return self._intake.prefix_to_pin(name, prompt_token_ids)
 
     def unpin(self, name: str) -> None:
         """Let a pinned prefix go the way of others. From any thread. Raises `RequestError` if there is none of that
@@ -447,52 +372,15 @@ class Engine:
         Args:
             keys: of its prefixes, if not those of the options.
         """
-        adapter = options.get("adapter")
         self._check_id(request_id)
         timeout_s = options.get("timeout_s")
         if timeout_s is not None:
             check_timeout(timeout_s)
-        self.check_adapter(adapter)
-        max_tokens = self.validate(prompt_token_ids, params)
-        selection: BestOf | BeamSearch | None = None
-        num_sequences, own = params.num_sequences, params
-        if params.use_beam_search:
-            selection = BeamSearch(
-                num_sequences,
-                max_tokens,
-                self._vocabulary.stop_token_ids(params),
-                params.length_penalty,
-                params.early_stopping,
-            )
-        elif num_sequences > params.n:
-            selection = BestOf(params.n, keep_logprobs=params.logprobs is not None)
-            own = replace(params, logprobs=params.logprobs or 0)
-        chain = self.memory.chain(extra_keys(options.get("cache_salt"), adapter) if keys is None else keys)
-        group = SequenceGroup(
-            options.get("priority", 0),
-            self._num_arrivals,
-            adapter=adapter,
-            lockstep=params.use_beam_search,
-            tenant=options.get("tenant"),
-        )
-        self._num_arrivals += 1
-        prompt = list(prompt_token_ids)
-        text = None if params.use_beam_search else self._vocabulary.text(prompt, params)
-        request = Request(
-            request_id,
-            prompt,
-            own,
-            max_tokens,
-            text,
-            chain,
-            group,
-            prompt.copy(),
-            num_forks=num_sequences - 1,
-            sampling=self._vocabulary.state(own, prompt),
-            expected_cached_tokens=options.get("expected_cached_tokens"),
-        )
-        self._generations[request_id] = Generation(request_id, params, [request], selection)
-        self._adapters.add(group)
+        self.check_adapter(options.get("adapter"))
+        generation = self._intake.take(request_id, prompt_token_ids, params, options, keys)
+        self._generations[request_id] = generation
+        [request] = generation.sequences
+        self._adapters.add(request.group)
         if timeout_s is None:
             self._deadlines.discard(request_id)
         else:

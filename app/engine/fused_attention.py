@@ -148,7 +148,7 @@ def _looks_fusable(module: nn.Module) -> bool:
     query, key, value, out = linears
     if {linear.bias is None for linear in linears[:3]} == {True, False} or len(key.weight) != len(value.weight):
         return False
-    if out.in_features != len(query.weight):
+    if out.weight.shape[1] != len(query.weight):  # of a rank's part; `in_features` says the whole
         return False  # queries come with something else
     head_dim = getattr(module, "head_dim", None)
     if not isinstance(head_dim, int) or len(query.weight) % head_dim or len(key.weight) % head_dim:
@@ -163,7 +163,7 @@ def _looks_fusable(module: nn.Module) -> bool:
 
 def _fused(original: Any, ops: CpuElementwise, rotary_dim: int) -> FusedAttention | None:
     """The replacement, if it does the same."""
-    dtype, size = original.q_proj.weight.dtype, original.q_proj.in_features
+    dtype, size = original.q_proj.weight.dtype, original.q_proj.weight.shape[1]
     generator = torch.Generator().manual_seed(0)
     fused: FusedAttention | None = None
     for scale in (1.0, 100.0):  # clipped states are only seen when they are large

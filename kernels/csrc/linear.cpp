@@ -21,6 +21,8 @@ constexpr int kTile = 2 * kLanes;  // outputs
 constexpr int kMaxRows = 14;       // 28 sums, 2 vectors of weights and a word are 31 of 32 registers
 constexpr int kChunk = 8;          // words between prefetches
 constexpr int kStreamingRows = 5;  // up to here memory is the limit, and the processor's own prefetcher the best
+constexpr int64_t kCacheBytes = 768 << 10;  // of a core, for a tile and the panels that go over it
+constexpr int64_t kMinPanels = 8;           // but weights must not come from memory for less
 constexpr int64_t kParallelProducts = 1 << 16;  // below, a second thread costs more than it saves
 
 typedef uint32_t Word __attribute__((aligned(2), may_alias));
@@ -146,8 +148,10 @@ void linear(const T* x, const S* packed, const float* scales, const T* bias, T* 
   const int64_t num_panels = (rows + kMaxRows - 1) / kMaxRows, height = (rows + num_panels - 1) / num_panels;
   const int64_t tile_bytes = words * kTile * kPerWord<T> * sizeof(S);
   const int64_t chunks = (words + kChunk - 1) / kChunk;
+  const int64_t fitting = (kCacheBytes - tile_bytes) / (height * words * static_cast<int64_t>(sizeof(Word)));
+  const int64_t group = std::min(num_panels, std::max(kMinPanels, fitting));
   // Each panel's turn brings in its part of the thread's next tile.
-  const int64_t turns = num_panels * chunks;
+  const int64_t turns = group * chunks;
   const int lines = rows <= kStreamingRows ? 0 : static_cast<int>((tile_bytes / 64 + turns - 1) / turns);
   const bool as_is = rows == 1 && inputs % kPerWord<T> == 0;
   if (as_is) panels = reinterpret_cast<Word*>(const_cast<T*>(x));
@@ -160,23 +164,26 @@ void linear(const T* x, const S* packed, const float* scales, const T* bias, T* 
         pack_rows(x + first * inputs, panels + first * words, count, inputs);
       }
     }
-#pragma omp for schedule(static)
-    for (int64_t tile = 0; tile < tiles; tile++) {
-      const S* weights = packed + tile * (tile_bytes / sizeof(S));
-      const char* ahead = reinterpret_cast<const char*>(weights) + tile_bytes;
-      const char* const ahead_end = ahead + (tile + 1 < tiles ? tile_bytes : 0);
-      for (int64_t panel = 0; panel < num_panels; panel++) {
-        const int64_t first = panel * height, count = std::min(height, rows - first);
-        Vec sums[kMaxRows][2];
-        kBlocks<T, S>[count - 1](panels + first * words, weights, words, ahead, ahead < ahead_end ? lines : 0, sums);
-        ahead += chunks * lines * 64;
-        for (int half = 0; half < 2; half++) {
-          const int64_t output = tile * kTile + half * kLanes, left = outputs - output;
-          if (left <= 0) break;
-          const Vec scale = sizeof(S) == sizeof(T) ? broadcast(1.0f) : load_some(scales + output, left);
-          const Vec offset = bias ? load_some(bias + output, left) : Vec{};
-          T* to = out + first * outputs + output;
-          for (int64_t r = 0; r < count; r++) store_some(sums[r][half] * scale + offset, to + r * outputs, left);
+    for (int64_t begin = 0; begin < num_panels; begin += group) {
+      const int64_t end = std::min(num_panels, begin + group);
+#pragma omp for schedule(static) nowait
+      for (int64_t tile = 0; tile < tiles; tile++) {
+        const S* weights = packed + tile * (tile_bytes / sizeof(S));
+        const char* ahead = reinterpret_cast<const char*>(weights) + tile_bytes;
+        const char* const ahead_end = ahead + (tile + 1 < tiles ? tile_bytes : 0);
+        for (int64_t panel = begin; panel < end; panel++) {
+          const int64_t first = panel * height, count = std::min(height, rows - first);
+          Vec sums[kMaxRows][2];
+          kBlocks<T, S>[count - 1](panels + first * words, weights, words, ahead, ahead < ahead_end ? lines : 0, sums);
+          ahead += chunks * lines * 64;
+          for (int half = 0; half < 2; half++) {
+            const int64_t output = tile * kTile + half * kLanes, left = outputs - output;
+            if (left <= 0) break;
+            const Vec scale = sizeof(S) == sizeof(T) ? broadcast(1.0f) : load_some(scales + output, left);
+            const Vec offset = bias ? load_some(bias + output, left) : Vec{};
+            T* to = out + first * outputs + output;
+            for (int64_t r = 0; r < count; r++) store_some(sums[r][half] * scale + offset, to + r * outputs, left);
+          }
         }
       }
     }

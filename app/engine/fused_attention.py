@@ -117,10 +117,11 @@ def fuse_attention(model: nn.Module, ops: CpuElementwise) -> int:
     if len(ropes) != 1 or list(inspect.signature(ropes[0].forward).parameters) != ["x", "position_ids"]:
         return 0  # positions differ from layer to layer, or come some other way
     dtype = next(model.parameters()).dtype
-    cos, _ = ropes[0](torch.zeros(1, 1, 1, dtype=dtype), torch.zeros(1, 1, dtype=torch.int64))
-    if dtype not in TOLERANCE or cos.dtype != dtype:
+    angles = ropes[0](torch.zeros(1, 1, 1, dtype=dtype), torch.zeros(1, 1, dtype=torch.int64))
+    # Some models have one tensor of complex numbers instead of cosines and sines.
+    if not isinstance(angles, tuple) or dtype not in TOLERANCE or angles[0].dtype != dtype:
         return 0
-    return _fuse_children(model, ops, cos.shape[-1])
+    return _fuse_children(model, ops, angles[0].shape[-1])
 
 
 def _fuse_children(parent: nn.Module, ops: CpuElementwise, rotary_dim: int) -> int:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 from app.engine.bad_words import BadWords, encode_bad_words
 from app.engine.detokenizer import TextStream
 from app.engine.model_loader import LoadedModel
 from app.engine.params import SamplingParams
 from app.engine.sampling_state import Matcher, SamplingState, check_token_ids
-from app.engine.structure import StructureCompiler
 from app.errors import RequestError
+
+if TYPE_CHECKING:
+    from app.engine.structure import StructureCompiler
 
 
 class Vocabulary:
@@ -25,9 +28,6 @@ class Vocabulary:
         self.eos_token_ids = model.eos_token_ids
         self._size = model.vocab_size
         self._tokenizer = model.tokenizer
-        self._structures = None
-        if model.tokenizer is not None:
-            self._structures = StructureCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
 
     def check(self, params: SamplingParams) -> None:
         """Raise `RequestError` unless this model can do what parameters ask for. Compiles what takes long."""
@@ -75,6 +75,14 @@ class Vocabulary:
     def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """Tokens that end an output with these parameters."""
         return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+
+    @cached_property
+    def _structures(self) -> StructureCompiler | None:
+        from app.engine.structure import StructureCompiler  # who never asks for one needs no llguidance
+
+        if self._tokenizer is None:
+            return None
+        return StructureCompiler(self._tokenizer, self._size, self.eos_token_ids)
 
     def _matcher(self, params: SamplingParams) -> Matcher | None:
         if params.structure is None or self._structures is None:

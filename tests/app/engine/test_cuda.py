@@ -17,6 +17,7 @@ from app.engine.model_runner import ModelRunner
 from app.engine.tensor_parallel import communicator
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.errors import ConfigError
+from tests.app.engine.tensor_parallel import test_decoding
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
 from tests.vmem.fake_driver import FakeDriver
@@ -113,6 +114,17 @@ def test_a_real_device_gives_the_same_tokens(name: str, view: Any, make_checkpoi
         while llm.engine.report().physical_bytes:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("speculation", ["off", "ngram"])
+def test_every_way_of_decoding_on_a_device(speculation: str, make_checkpoint: MakeCheckpoint) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    expected = test_decoding.generate(folder)
+    settings = {"device": "cuda", "kv_memory_bytes": 1 << 30, "speculation": speculation}
+    assert test_decoding.generate(folder, **settings) == expected
 
 
 @pytest.mark.gpu

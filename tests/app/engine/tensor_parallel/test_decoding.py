@@ -31,10 +31,9 @@ def generate(folder: Path, launch: Launch = spawn_ranks, **settings: Any) -> lis
         model=str(folder),
         max_model_len=200,
         max_num_batched_tokens=64,
-        kv_memory_bytes=16 << 20,
         skip_tokenizer_init=True,
         dtype="float32",
-        **settings,
+        **({"kv_memory_bytes": 16 << 20} | settings),
     )
     engine = Engine(config, launch)
     deltas: list[Delta] = []

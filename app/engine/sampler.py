@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from app.engine.logprobs import chunks, order, token_logprobs
+from app.engine.noise import draw, gumbel
 from app.engine.params import SamplingParams
 from app.engine.processing import process
 from app.engine.request import TokenLogprobs
@@ -43,7 +44,9 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingState], positions: Seque
     """The next token of each sequence, from its row of `logits [len(rows), vocab_size]`.
 
     In this order, as in vLLM: what may not follow, biases and penalties (`process`), on float32 logits; temperature;
-    min_p, top_k, and top_p among what these have left. Log probabilities are by the logits as they come.
+    min_p, top_k, and top_p among what these have left. Of the tokens that are left the one is drawn whose logit and
+    noise (`noise.py`) have the highest sum, the lower id among equals. Log probabilities are by the logits as they
+    come.
 
     A row's token depends on nothing but its logits and its state, to the last bit: every operation here is one by row.
 
@@ -52,9 +55,9 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingState], positions: Seque
         positions: how many tokens that are not in the row's state yet come before the one to choose: it belongs to a
             sequence of drafts. Only states that `can_look_ahead` may have any but 0.
     """
-    likeliest = logits.max(dim=-1)  # several times faster than argmax in bfloat16 on CPUs
-    sound = likeliest.values.isfinite().tolist()  # a NaN anywhere in a row is its maximum
-    tokens: list[int] = likeliest.indices.tolist()
+    highest, likeliest = _likeliest(logits, any(state.takes_likeliest for state in rows))
+    sound = highest.isfinite().tolist()  # a NaN anywhere in a row is its maximum
+    tokens: list[int] = likeliest.tolist()
     logprobs: list[TokenLogprobs | None] = [None] * len(rows)
     special = [i for i, state in enumerate(rows) if not state.is_plain_greedy]
     if not special:
@@ -83,26 +86,33 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingState], positions: Seque
     return Sampled(tokens, sound, logprobs, frozenset(blocked))
 
 
+def _likeliest(logits: torch.Tensor, wanted: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The highest of each row and its index; without that unless `wanted`: it takes most of the time."""
+    if wanted:
+        highest, indices = logits.max(dim=-1)  # several times faster than argmax in bfloat16 on CPUs
+        return highest, indices
+    return logits.amax(dim=-1), torch.zeros(len(logits), dtype=torch.int64)
+
+
 def _choose(
     logits: torch.Tensor, states: Sequence[SamplingState], positions: Sequence[int]
 ) -> tuple[list[int], list[bool]]:
     """A token for each row of `logits`, which are changed, and whether any could be chosen."""
     process(logits, states, positions)
-    likeliest = logits.max(dim=-1)
-    tokens = likeliest.indices
+    highest, tokens = _likeliest(logits, any(state.is_greedy for state in states))
     random = [i for i, state in enumerate(states) if not state.is_greedy]
-    for indices, draw in (
+    for indices, draw_from in (
         ([i for i in random if not _sorts(states[i].params)], _draw_plain),
         ([i for i in random if _sorts(states[i].params)], _draw_truncated),
     ):
         if indices:
             params = [states[i].params for i in indices]
-            uniform = torch.tensor([states[i].uniform(positions[i]) for i in indices], dtype=torch.float64)[:, None]
+            keys = torch.tensor([states[i].noise_key(positions[i]) for i in indices])
             mine = logits if len(indices) == len(states) else logits[indices]
             mine /= torch.tensor([p.temperature for p in params], dtype=torch.float32)[:, None]
             _drop_unlikely(mine, params)
-            tokens[indices] = draw(mine, uniform, params)
-    return tokens.tolist(), (likeliest.values > -torch.inf).tolist()
+            tokens[indices] = draw_from(mine, keys, params)
+    return tokens.tolist(), (highest > -torch.inf).tolist()
 
 
 def _sorts(params: SamplingParams) -> bool:
@@ -117,11 +127,11 @@ def _drop_unlikely(logits: torch.Tensor, params: Sequence[SamplingParams]) -> No
         logits.masked_fill_(logits < logits.amax(dim=-1, keepdim=True) + distance, -torch.inf)
 
 
-def _draw_plain(logits: torch.Tensor, uniform: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    return _invert(logits.softmax(dim=-1), uniform)
+def _draw_plain(logits: torch.Tensor, keys: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    return draw(logits, keys)
 
 
-def _draw_truncated(logits: torch.Tensor, uniform: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def _draw_truncated(logits: torch.Tensor, keys: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Top-k, then top-p among what is left, then draw."""
     vocab_size = logits.shape[-1]
     few = torch.tensor([0 < p.top_k < vocab_size for p in params])[:, None]  # and all of these few are sorted at once
@@ -136,20 +146,33 @@ def _draw_truncated(logits: torch.Tensor, uniform: torch.Tensor, params: Sequenc
         limit = min(limit, vocab_size)
         candidates = ranks.topk(limit, dim=-1).indices
         weights = probs.gather(-1, candidates).double().masked_fill_(torch.arange(limit) >= top_k, 0.0)
-        chosen, covered = _draw_top_p(weights, few, top_p, uniform)
+        excluded, covered = _beyond_top_p(weights, few, top_p)
         enough = covered | few[:, 0] | (limit == vocab_size)
-        tokens[left[enough]] = candidates.gather(-1, chosen[:, None])[enough, 0]
-        few, top_k, top_p, uniform, probs, ranks, left = (
-            t[~enough] for t in (few, top_k, top_p, uniform, probs, ranks, left)
+        kept = (~excluded & (weights > 0))[enough]
+        tokens[left[enough]] = _draw_candidates(logits[enough], keys[enough], candidates[enough], kept)
+        few, top_k, top_p, keys, logits, probs, ranks, left = (
+            t[~enough] for t in (few, top_k, top_p, keys, logits, probs, ranks, left)
         )
         limit *= _MORE_CANDIDATES
     return tokens
 
 
-def _draw_top_p(
-    weights: torch.Tensor, few: torch.Tensor, top_p: torch.Tensor, uniform: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw among the first of the likeliest tokens, whose `weights [rows, n]` (float64) come in order.
+def _draw_candidates(
+    logits: torch.Tensor, keys: torch.Tensor, candidates: torch.Tensor, kept: torch.Tensor
+) -> torch.Tensor:
+    """Draw among the `candidates [rows, n]` that are `kept [rows, n]`, which are the first ones of each row."""
+    most = int(kept.sum(dim=-1).max()) if len(kept) else 0
+    if not most:
+        return candidates[:, 0]
+    candidates = candidates[:, :most].contiguous()
+    sums = logits.gather(-1, candidates).double() + gumbel(keys[:, None], candidates)
+    sums.masked_fill_(~kept[:, :most], -torch.inf)
+    highest = sums == sums.amax(dim=-1, keepdim=True)
+    return candidates.masked_fill_(~highest, logits.shape[-1] - 1).amin(dim=-1)
+
+
+def _beyond_top_p(weights: torch.Tensor, few: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of the likeliest tokens top_p leaves out; their `weights [rows, n]` (float64) come in order.
 
     Nothing about a row may depend on how many tokens follow that cannot be drawn.
 
@@ -157,7 +180,7 @@ def _draw_top_p(
         few: `[rows, 1]`, whether top_p is a share of these weights, rather than of 1.
 
     Returns:
-        Which of the n each row draws, and whether the n have the mass of top_p.
+        Those that are left out, `[rows, n]`, and whether the n have the mass of top_p, `[rows]`.
     """
     cumulated = weights.cumsum(dim=-1)
     before = cumulated.roll(1, dims=-1)
@@ -165,13 +188,4 @@ def _draw_top_p(
     wanted = top_p * torch.where(few, cumulated[:, -1:], 1.0)
     excluded = (before >= wanted) & (top_p < 1)
     excluded[:, 0] = False  # the likeliest token stays however small top_p is
-    return _invert(weights.masked_fill(excluded, 0.0), uniform), ((cumulated[:, -1:] >= wanted) & (top_p < 1))[:, 0]
-
-
-def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Index `[rows]` at which the cumulated weights `[rows, n]` pass `uniform [rows, 1]` of their sum."""
-    cumulated = weights.double().cumsum(dim=-1)
-    # Just below 1, so that rounding never passes the last weight that is not zero.
-    target = uniform * cumulated[:, -1:] * (1 - 2**-40)
-    index = torch.searchsorted(cumulated, target, right=True)[:, 0]
-    return index.clamp_(max=weights.shape[-1] - 1)  # only weights that are not numbers get past the end
+    return excluded, ((cumulated[:, -1:] >= wanted) & (top_p < 1))[:, 0]

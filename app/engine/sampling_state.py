@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Protocol
 
 import numpy as np
 
 from app.engine.bad_words import BadWords
+from app.engine.noise import noise_key
 from app.engine.params import SamplingParams
 from app.engine.penalties import TokenCounts
 from app.errors import FolioError, RequestError
 
-# Random numbers are drawn so many at once.
-_DRAWN_AT_ONCE = 64
 # Dividing logits by less than this overflows, and the result is greedy anyway.
 _GREEDY_BELOW = 1e-5
 
@@ -44,11 +44,11 @@ class Matcher(Protocol):
 
 
 class SamplingState:
-    """A sequence's parameters and what they need to remember: random numbers, counts of tokens, a place in a structure.
+    """A sequence's parameters and what they need to remember: a random key, counts of tokens, a place in a structure.
 
     Args:
         prompt_token_ids: not copied.
-        index: of the output among those of the request; each has random numbers of its own.
+        index: of the output among those of the request; each has noise of its own.
         matcher: for `params.structure`.
         bad_words: the tokens of `params.bad_words` (`encode_bad_words`).
         eos_token_ids: of the model; only `params.min_tokens` needs them.
@@ -84,11 +84,7 @@ class SamplingState:
             params.penalises or params.logit_bias or params.bad_words or params.structure or matcher is not None
         )
         self._note_length()
-        # One uniform number a token from a generator of its own: what else is in the batch cannot matter.
-        seed = None if params.seed is None else [params.seed % 2**64, index] if index else params.seed % 2**64
-        self._random = np.random.default_rng(seed)
-        self._uniform: list[float] = []
-        self._uniform_from = 0  # the output token that the first of them is for
+        self._seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
 
     @property
     def num_output_tokens(self) -> int:
@@ -108,16 +104,10 @@ class SamplingState:
             self._counts = TokenCounts(prompt, self._output)
         return self._counts
 
-    def uniform(self, position: int = 0) -> float:
-        """The random number, in [0, 1), for the output token after `position` more."""
-        at = len(self._output) + position - self._uniform_from
-        if at >= len(self._uniform):
-            self._uniform += self._random.random(at - len(self._uniform) + _DRAWN_AT_ONCE).tolist()
-            spent = len(self._output) - self._uniform_from
-            del self._uniform[:spent]
-            self._uniform_from += spent
-            at -= spent
-        return self._uniform[at]
+    def noise_key(self, position: int = 0) -> int:
+        """Of the noise by which the output token after `position` more is drawn: what else is in the batch, or has been
+        drawn before, cannot matter."""
+        return noise_key(self._seed, self._index, len(self._output) + position)
 
     def forbidden(self, position: int = 0) -> list[int]:
         """Tokens that may not be chosen after `position` more: they complete a bad word, or end the output too soon."""
@@ -153,11 +143,11 @@ class SamplingState:
     ) -> SamplingState:
         """Another state with the same output so far.
 
-        Its random numbers are those that an output of that seed and index has from here on.
+        Its noise is what an output of that seed and index has from here on.
 
         Args:
             params: by default the same.
-            index: by default the same; without a seed the numbers are others nevertheless.
+            index: by default the same; without a seed the noise is other nevertheless.
             matcher, bad_words: for other `params`; by default this one's, if they are for the same.
         """
         params = params or self.params

@@ -92,7 +92,7 @@ class Decoding:
         self.ended = EndedOutputs()
 
     def choose(self, scheduled: Sequence[Scheduled], logits: torch.Tensor) -> Choice:
-        """Choose tokens from `logits [sum(num_logits), vocab_size]`. Changes nothing but random numbers."""
+        """Choose tokens from `logits [sum(num_logits), vocab_size]`. Changes nothing."""
         choice = Choice()
         where: list[int] = []  # the row of logits of each row to sample
         states: list[SamplingState] = []

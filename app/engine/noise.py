@@ -22,6 +22,7 @@ _LOG_SCALE, _LOG_SHIFT = math.log(2) / 2**23, (127 + _BITS) * math.log(2)
 # Tokens are looked at more closely if they may be so little below the best bound: for fewer, a second look is common;
 # for more, there are many.
 _WITHIN = 2.0
+_LOWEST = float(np.finfo(np.float32).min)
 # Rounding of bounds in float32: of numbers of about 100, and relative to the logits.
 _SLACK, _RELATIVE_SLACK = 1e-4, 2.0**-20
 
@@ -39,9 +40,9 @@ def noise_key(*numbers: int) -> int:
 
 def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise, float64 and at most 22.2, for `token_ids [..., n]` under `keys [..., 1]`, both int64."""
-    numbers = _mix((token_ids // 2 + 1).mul_(_signed(_GAMMA)).add_(keys))
+    numbers = _mix(((token_ids >> 1) + 1).mul_(_signed(_GAMMA)).add_(keys))
     halves = numbers.unsqueeze(-1).view(torch.int32)
-    bits = halves.gather(-1, (token_ids % 2).unsqueeze(-1)).squeeze(-1).bitwise_and_(2**_BITS - 1)
+    bits = halves.gather(-1, (token_ids & 1).unsqueeze(-1)).squeeze(-1).bitwise_and_(2**_BITS - 1)
     # An exponential variable from what is missing to 1: precise where it is small, and those are the ones that win.
     return bits.double().add_(0.5).mul_(-(2.0**-_BITS)).log1p_().neg_().log_().neg_()
 
@@ -56,34 +57,36 @@ def draw(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         logits: `[rows, vocab_size]` float32.
         keys: `[rows]` int64.
     """
-    num_rows = len(logits)
-    best = [(-math.inf, 0)] * num_rows
-    floors: torch.Tensor | None = None
-    unsettled = torch.arange(num_rows)
-    while len(unsettled):
-        some = len(unsettled) < num_rows
-        rows, token_ids, floors = _contenders(
-            logits[unsettled] if some else logits, keys[unsettled] if some else keys, floors
-        )
-        rows = unsettled[rows]
-        sums = logits[rows, token_ids].double() + gumbel(keys[rows, None], token_ids[:, None])[:, 0]
+    vocab_size = logits.shape[-1]
+    best = [(-math.inf, 0)] * len(logits)
+    unsettled = list(range(len(logits)))
+    floors: list[float] | None = None
+    while unsettled:
+        some = slice(None) if floors is None else unsettled
+        places, floors = _contenders(logits[some], keys[some], floors)
+        rows, token_ids = np.divmod(places, vocab_size)
+        rows = np.array(unsettled)[rows]
+        found = torch.from_numpy(token_ids)[:, None]
+        noise = gumbel(keys[torch.from_numpy(rows), None], found)[:, 0].numpy()
+        sums = logits.numpy()[rows, token_ids] + noise  # float64, like the noise
         for row, token_id, total in zip(rows.tolist(), token_ids.tolist(), sums.tolist(), strict=True):
             if total > best[row][0]:  # token ids ascend
                 best[row] = (total, token_id)
-        found = torch.tensor([best[row][0] for row in unsettled.tolist()], dtype=torch.float64)
-        wanted = found - _SLACK - _RELATIVE_SLACK * found.abs()
-        again = (wanted < floors) & found.isfinite()  # a token whose bound is below the floor may still be better
-        unsettled, floors = unsettled[again], wanted[again]
+        lower = {}
+        for row, floor in zip(unsettled, floors, strict=True):
+            total = best[row][0]
+            wanted = total - _SLACK - _RELATIVE_SLACK * abs(total)
+            if -math.inf < wanted < floor:  # a token whose bound is below the floor may still be better
+                lower[row] = wanted
+        unsettled, floors = list(lower), list(lower.values())
     return torch.tensor([token_id for _, token_id in best])
 
 
-def _contenders(
-    logits: torch.Tensor, keys: torch.Tensor, floors: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The rows and ids of all tokens whose logit and noise may reach the row's floor, in order, and the floors.
+def _contenders(logits: torch.Tensor, keys: torch.Tensor, floors: list[float] | None) -> tuple[np.ndarray, list[float]]:
+    """All tokens whose logit and noise may reach the row's floor, in order as `row * vocab_size + id`, and the floors.
 
     Args:
-        floors: `[rows]` float64; by default so that there are a few.
+        floors: by default so that there are a few.
     """
     num_rows, vocab_size = logits.shape
     steps = _steps(vocab_size)
@@ -95,12 +98,13 @@ def _contenders(
         # With v = (bits + 0.5) / 2^31 the noise is -log(-log(1 - v)) <= -log(v). And a float's own bits are its
         # logarithm to base 2, scaled and shifted, and at most 0.09 too low in between the powers of 2.
         bounds = torch.add(logits[part], bits.float().view(torch.int32).float(), alpha=-_LOG_SCALE)
-        floor = bounds.amax(dim=-1).double() + (_LOG_SHIFT - _WITHIN) if floors is None else floors[part]
-        lowest.append(floor)
-        reached = (floor - _LOG_SHIFT).float().clamp_(min=torch.finfo(torch.float32).min)
-        places.append((bounds.numpy() >= reached.numpy()[:, None]).ravel().nonzero()[0] + start * vocab_size)
-    found = torch.from_numpy(np.concatenate(places))
-    return found // vocab_size, found % vocab_size, torch.cat(lowest)
+        if floors is None:
+            lowest += [highest + _LOG_SHIFT - _WITHIN for highest in bounds.amax(dim=-1).tolist()]
+        else:
+            lowest += floors[part]
+        reached = np.array([max(floor - _LOG_SHIFT, _LOWEST) for floor in lowest[part]], np.float32)
+        places.append((bounds.numpy() >= reached[:, None]).ravel().nonzero()[0] + start * vocab_size)
+    return np.concatenate(places), lowest
 
 
 @functools.lru_cache(maxsize=8)

@@ -76,8 +76,8 @@ class _Turn:
 class DraftProposer:
     """Guesses by running a draft model.
 
-    A guess is chosen as the model itself will choose: with the request's own parameters, and with the random number
-    that the model will use for that token. So both often agree even where neither is sure.
+    A guess is chosen as the model itself will choose: with the request's own parameters, and with the noise that
+    the model will use for that token. So both often agree even where neither is sure.
 
     In a step it computes at most `step_tokens` tokens that it has not seen, those first that are soon done; until it
     has seen all of a request there are no guesses for it. That is a prefill chunk of a smaller model: decodes, which

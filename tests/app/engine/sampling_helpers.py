@@ -1,4 +1,4 @@
-"""What tests of sampling share: the exact distribution, in float64 and token by token; structures; even numbers."""
+"""What tests of sampling share: the exact distribution, in float64 and token by token; structures; chi-square."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import numpy as np
 
 from app.engine.params import SamplingParams
-from app.engine.sampling_state import SamplingState
 
 
 class Allowed:
@@ -32,14 +31,16 @@ class Allowed:
         return Allowed(self.token_ids, self.accepted)
 
 
-class Even(SamplingState):
-    """Draws with evenly spaced numbers, the row at position i with the i-th of them: so many rows get a token as its
-    probability says, but for one more or less."""
-
-    num_rows = 2000
-
-    def uniform(self, position: int = 0) -> float:
-        return (position + 0.5) / self.num_rows
+def chi_square_excess(seen: np.ndarray, expected: np.ndarray) -> float:
+    """Chi-square of counts over its critical value at the 0.01 % level; cells where less than 5 are expected count as
+    one."""
+    rare = expected < 5
+    seen = np.append(seen[~rare], seen[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    seen, expected = seen[expected > 0], expected[expected > 0]
+    freedom = max(1, len(expected) - 1)
+    critical = freedom * (1 - 2 / (9 * freedom) + 3.72 * (2 / (9 * freedom)) ** 0.5) ** 3  # Wilson and Hilferty
+    return float(((seen - expected) ** 2 / expected).sum() / critical)
 
 
 def exact_distribution(

@@ -15,7 +15,7 @@ from app.engine.bad_words import BadWords
 from app.engine.params import SamplingParams, Structure
 from app.engine.sampling_state import SamplingState
 from app.errors import RequestError
-from tests.app.engine.sampling_helpers import Allowed, exact_distribution
+from tests.app.engine.sampling_helpers import Allowed, chi_square_excess, exact_distribution
 
 NUM_DRAWS = 4000
 
@@ -113,11 +113,8 @@ def test_every_combination_draws_by_the_exact_distribution(features: tuple[str, 
     seen = np.bincount(sample(logits.expand(num_draws, -1), states), minlength=16)
     possible = exact > 0
     assert not seen[~possible].any()
-    expected = exact[possible] * num_draws
-    chi_square = float(((seen[possible] - expected) ** 2 / expected).sum())
-    freedom = max(1, len(expected) - 1)
-    critical = freedom * (1 - 2 / (9 * freedom) + 3.72 * (2 / (9 * freedom)) ** 0.5) ** 3  # Wilson and Hilferty
-    assert chi_square < critical, f"chi-square {chi_square:.1f} of {freedom} degrees of freedom"
+    excess = chi_square_excess(seen, exact * num_draws)
+    assert excess < 1, f"{excess:.2f} times the critical value"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -163,16 +160,9 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_top_p_cuts_a_single_row_of_a_large_vocabulary_like_several() -> None:
+def test_top_p_cuts_a_single_row_of_a_large_vocabulary_like_several(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's logsumexp adds up one row of 32,768 numbers in parallel parts, and several row by row. Probabilities from
     it were others in the last bits, and alone, a request with top_p between the two had a token more or less."""
-
-    class Last(SamplingState):
-        """Draws the last token of all that can be drawn."""
-
-        def uniform(self, position: int = 0) -> float:
-            return 1 - 2**-53
-
     num_different = 0
     for seed in range(20):
         logits = 3 * torch.randn(1, 40_000, generator=torch.Generator().manual_seed(seed))
@@ -180,10 +170,12 @@ def test_top_p_cuts_a_single_row_of_a_large_vocabulary_like_several() -> None:
         if sums[0] == sums[1]:
             continue
         num_different += 1
+        # So the least likely token of all that can be drawn is drawn.
+        monkeypatch.setattr(sampler, "gumbel", lambda keys, token_ids, row=logits[0]: -2 * row[token_ids].double())
         ordered = logits[0].sort(descending=True).values
         between = (ordered[:20] - sums[:, None]).double().exp().cumsum(-1).mean(0)
         for top_p in between.tolist():
-            states = [Last(SamplingParams(top_p=top_p), [1])] * 2
+            states = [request(top_p=top_p)] * 2
             assert sample(logits.expand(2, -1), states) == sample(logits, states[:1]) * 2
     if not num_different:
         pytest.skip("this torch adds up one row and several alike")
@@ -280,6 +272,25 @@ def test_equal_logits_do_not_depend_on_the_neighbours() -> None:
             alone = sample(logits[:1], [request(seed=seed, **params)])
             together = sample(logits, [request(seed=seed, **params), request(seed=1, top_k=1000)])
             assert together[0] == alone[0]
+
+
+def test_the_lowest_of_equals_is_drawn_whatever_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise that makes up for the logits leaves equal sums; top_k sorts the likeliest, here the last, first."""
+    logits = torch.arange(400.0)[None] / 8
+    monkeypatch.setattr(sampler, "gumbel", lambda keys, token_ids: -token_ids.double() / 8)
+    assert sample(logits, [request(top_k=50)]) == [350]
+
+
+def test_what_is_kept_does_not_change_the_noise() -> None:
+    """Whether all tokens are looked at, or the likeliest of them sorted: what both can draw, both draw."""
+    logits = 3 * torch.randn(1, 3000, generator=torch.Generator().manual_seed(0)).expand(300, -1)
+    top = set(logits[0].topk(50).indices.tolist())
+    settings = [{}, {"top_k": 50}, {"top_p": 0.99}, {"min_p": 1e-4}]
+    plain, *others = (sample(logits, [request(seed=i, **params) for i in range(300)]) for params in settings)
+    for tokens in others:
+        both = [(a, b) for a, b in zip(plain, tokens, strict=True) if a in top]
+        assert len(both) > 100
+        assert all(a == b for a, b in both)
 
 
 @pytest.mark.parametrize("top_p", [1e-46, 1e-300])

@@ -1,4 +1,4 @@
-"""What a sequence remembers between its tokens: random numbers by position, and what forks take over."""
+"""What a sequence remembers between its tokens: the noise of each position, and what forks take over."""
 
 from __future__ import annotations
 
@@ -13,54 +13,48 @@ from tests.app.engine.sampling_helpers import Allowed
 EOS = frozenset({2})
 
 
-def numbers(state: SamplingState, count: int) -> list[float]:
-    """The numbers of the next tokens, each drawn when its turn comes."""
+def keys(state: SamplingState, count: int) -> list[int]:
+    """Those of the next tokens, each when its turn comes."""
     drawn = []
     for _ in range(count):
-        drawn.append(state.uniform())
+        drawn.append(state.noise_key())
         state.append(7)
     return drawn
 
 
-def test_a_number_belongs_to_a_position() -> None:
+def test_a_key_belongs_to_a_position() -> None:
     """Looking ahead, asking twice, or not asking for some changes none of them."""
-    plain = numbers(SamplingState(SamplingParams(seed=3), [1]), 300)
+    plain = keys(SamplingState(SamplingParams(seed=3), [1]), 300)
     assert len(set(plain)) == 300
     ahead = SamplingState(SamplingParams(seed=3), [1])
     seen = []
     for step in range(60):
-        assert ahead.uniform(5) == plain[len(seen) + 5]
+        assert ahead.noise_key(5) == plain[len(seen) + 5]
         accepted = step % 6 + 1
-        seen += [ahead.uniform(i) for i in range(accepted)]
+        seen += [ahead.noise_key(i) for i in range(accepted)]
         for _ in range(accepted):
             ahead.append(7)
     assert seen == plain[: len(seen)]
     late = SamplingState(SamplingParams(seed=3), [1])
     for _ in range(200):
         late.append(7)
-    assert numbers(late, 50) == plain[200:250]
+    assert keys(late, 50) == plain[200:250]
 
 
-def test_numbers_of_the_past_are_let_go() -> None:
-    state = SamplingState(SamplingParams(seed=3), [1])
-    numbers(state, 5000)
-    assert len(state._uniform) < 200
-
-
-def test_every_output_has_numbers_of_its_own() -> None:
+def test_every_output_has_keys_of_its_own() -> None:
     """A fork draws what its output would have drawn from there on, wherever it began."""
     first = SamplingState(SamplingParams(seed=3), [1])
     output = SamplingState(SamplingParams(seed=3), [1], index=2)
-    numbers(output, 80)
-    assert numbers(output.fork(), 20) == numbers(output, 20), "the same output, unless another is asked for"
-    third = numbers(SamplingState(SamplingParams(seed=3), [1], index=2), 100)
-    assert numbers(first, 40) != third[:40]
+    keys(output, 80)
+    assert keys(output.fork(), 20) == keys(output, 20), "the same output, unless another is asked for"
+    third = keys(SamplingState(SamplingParams(seed=3), [1], index=2), 100)
+    assert keys(first, 40) != third[:40]
     fork = first.fork(index=2)
     assert fork.num_output_tokens == 40
-    assert numbers(fork, 60) == third[40:]
-    assert numbers(first.fork(), 60) == numbers(SamplingState(SamplingParams(seed=3), [1]), 100)[40:]
+    assert keys(fork, 60) == third[40:]
+    assert keys(first.fork(), 60) == keys(SamplingState(SamplingParams(seed=3), [1]), 100)[40:]
     unseeded = SamplingState(SamplingParams(), [1])
-    assert numbers(unseeded.fork(), 5) != numbers(unseeded, 5)
+    assert keys(unseeded.fork(), 5) != keys(unseeded, 5)
 
 
 def test_a_fork_goes_on_alone() -> None:

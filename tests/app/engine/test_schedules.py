@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from app.config import EngineConfig
 from app.engine import engine as engine_module
 from app.engine.engine import Engine
+from app.engine.noise import gumbel
 from app.engine.params import SamplingParams
 from app.engine.sampler import sample
 from app.engine.sampling_state import SamplingState
@@ -161,11 +162,11 @@ class Reference:
         for i, token in enumerate(tokens):
             logits = self.logits(prompt + tokens[:i])
             expected = sample(logits[None], [state]).token_ids[0]
-            uniform = state.uniform()
+            key = torch.tensor([[state.noise_key()]])
             state.append(token)
             if params.temperature:
-                cumulated = logits.double().softmax(-1).cumsum(-1)
-                close = bool(((cumulated - uniform).abs() < CLOSE / 10).any())
+                sums = logits / params.temperature + gumbel(key, torch.arange(len(logits))[None])[0]
+                close = float(sums[expected] - sums[token]) < CLOSE
             else:
                 best = logits.topk(2).values
                 close = float(best[0] - best[1]) < CLOSE

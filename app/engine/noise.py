@@ -2,7 +2,7 @@
 
 A token's noise is a function of a key, which stands for a place in an output, and of the token's id. So a draw does not
 depend on which other tokens can be drawn, and two models with the same key mostly draw the same token where they mostly
-agree: with probability at least the sum over all tokens of 1 / sum_j max(p_j / p_i, q_j / q_i).
+agree: token i is both's with probability 1 / sum_j max(p_j / p_i, q_j / q_i).
 
 The bits are SplitMix64's (Steele, Lea and Flood, 2014): its n-th number from the key on is for tokens 2n and 2n + 1.
 """

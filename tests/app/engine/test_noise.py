@@ -122,3 +122,8 @@ def test_close_distributions_draw_alike(scale: float) -> None:
     agreed = draw(target.repeat(num_draws, 1), keys) == draw(draft.repeat(num_draws, 1), keys)
     sigma = math.sqrt(expected * (1 - expected) / num_draws)
     assert abs(float(agreed.double().mean()) - expected) < 5 * sigma
+
+
+def test_looks_again_where_the_highest_bound_misleads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "_WITHIN", 0.0)
+    test_draws_the_highest_sum(7, 3000, 1.0)

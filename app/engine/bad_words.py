@@ -21,7 +21,8 @@ class BadWords:
         distinct = {tuple(sequence) for sequence in sequences}
         assert () not in distinct
         # One that ends with another is never completed: the other would have to be.
-        kept = sorted(s for s in distinct if not any(s[i:] in distinct for i in range(1, len(s))))
+        lengths = {len(sequence) for sequence in distinct}
+        kept = sorted(s for s in distinct if not any(s[-n:] in distinct for n in lengths if n < len(s)))
         self.single = tuple(s[0] for s in kept if len(s) == 1)
         self._longer: dict[int, list[tuple[int, ...]]] = {}  # by the token before the last
         for sequence in kept:

@@ -92,8 +92,7 @@ class BeamSearch:
         if self._can_improve and not (self._early_stopping is True and self._is_full):
             for (beam, token, score), ended in list(zip(candidates, ends, strict=True))[: self.width]:
                 if ended:
-                    normalised = float(score / np.float32(length**self._length_penalty))
-                    self._hypotheses.append(Hypothesis((*outputs[beam], token), normalised))
+                    self._hypotheses.append(Hypothesis((*outputs[beam], token), self._normalised(score, length)))
             self._hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
             del self._hypotheses[self.width :]
         going = [candidate for candidate, ended in zip(candidates, ends, strict=True) if not ended][: self.width]
@@ -112,7 +111,10 @@ class BeamSearch:
         longer ones with a positive penalty may beat."""
         if self._early_stopping == "never" and self._length_penalty > 0:
             length = self._max_tokens
-        return float(self._scores[0] / np.float32(length**self._length_penalty))
+        return self._normalised(self._scores[0], length)
+
+    def _normalised(self, score: np.float32, length: int) -> float:
+        return float(score) / float(length) ** self._length_penalty
 
 
 def likeliest(logits: torch.Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -165,7 +165,9 @@ class Decoding:
         eos = self._vocabulary.eos_token_ids
         token_ids, sound, logprobs = sampled.token_ids, sampled.sound, sampled.logprobs
         for request, row in plain:
-            generation = self._generations[request.request_id]
+            generation = self._generations.get(request.request_id)
+            if generation is None:  # another of its outputs has failed
+                continue
             if not sound[row] or generation.selection is not None or request.prompt_logprobs:
                 deltas += self._append(_Rows(request, row, (request.sampling,), ()), sampled)
                 continue
@@ -178,7 +180,9 @@ class Decoding:
 
     def _append(self, rows: _Rows, sampled: Sampled) -> Iterator[Delta]:
         request, start = rows.request, rows.start
-        generation = self._generations[request.request_id]
+        generation = self._generations.get(request.request_id)
+        if generation is None:  # another of its outputs has failed
+            return
         at = slice(start, start + len(rows.states))
         if not all(sampled.sound[at]):
             blocked = not sampled.blocked.isdisjoint(range(at.start, at.stop))
@@ -192,6 +196,7 @@ class Decoding:
         elif rows.drafts:
             num_accepted = _num_equal(rows.drafts, tokens)
             chosen = [tokens[: 1 + num_accepted]]
+            self._scheduler.charge(request, num_accepted)
             if self._speculation is not None:
                 self._speculation.verified(request, len(rows.drafts), num_accepted)
         eos = self._vocabulary.eos_token_ids
@@ -285,6 +290,7 @@ class Decoding:
             num_cached_tokens=parent.num_cached_tokens,
             stops_at=parent.stops_at if memory is not None else (),
             sampling=state,
+            prompt_logprobs=parent.prompt_logprobs if parent.group.lockstep else [],
         )
 
     def fail(self, generation: Generation, error: FolioError) -> Iterator[Delta]:

@@ -225,11 +225,8 @@ class Engine:
             forks = self._decoding.fork_running(running[0], fork_id, params, states, most_tokens)
             self._generations[fork_id] = forks
         elif (ended := self._decoding.ended.get(request_id, index)) is not None:
-            prompt = [*ended.request.prompt_token_ids, *ended.token_ids]
-            group = ended.request.group
-            options: RequestOptions = {"priority": group.priority, "adapter": group.adapter, "tenant": group.tenant}
             check_fork(params)
-            self._add(fork_id, prompt, params, options, keys=ended.request.chain.keys)
+            self._add(fork_id, ended.token_ids, params, ended.options, keys=ended.keys)
         else:
             raise UnknownRequestError(
                 f"output {index} of request {request_id!r} is not here, so it cannot be forked", "request_id"
@@ -402,7 +399,7 @@ class Engine:
         """End groups that the budget has no room for any more, and cannot go on one by one."""
         self._scheduler.abort()
         error = EngineError("the KV cache has become too small for the beams of this request")
-        generations = [self._generations[group.members[0].request_id] for group in hopeless]
+        generations = [self._generations[group.members[0].request_id] for group in hopeless if group.members]
         return [delta for generation in generations for delta in self._decoding.fail(generation, error)]
 
     def _open_adapters(self) -> AdapterStore | None:

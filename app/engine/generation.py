@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from app.engine.beam import BeamSearch
 from app.engine.params import SamplingParams
-from app.engine.request import Delta, Request, TokenLogprobs
+from app.engine.request import Delta, Request, RequestOptions, TokenLogprobs
 
-# Outputs that have ended are remembered as long as they have, with their prompts, no more tokens in all.
-_ENDED_TOKENS = 1 << 20
+# Outputs that have ended are remembered as long as they are no more, and have with their prompts no more tokens.
+_ENDED_OUTPUTS, _ENDED_TOKENS = 10_000, 1 << 20
 
 
 class BestOf:
@@ -50,10 +50,14 @@ class BestOf:
 
 @dataclass(frozen=True, slots=True)
 class EndedOutput:
-    """An output that has ended, and a sequence of its request, which has what both were computed with."""
+    """Prompt and output of a sequence that has ended, and what it was computed with.
 
-    request: Request
+    `keys`: of its prefixes.
+    """
+
     token_ids: tuple[int, ...]
+    options: RequestOptions
+    keys: tuple[str, ...]
 
 
 class EndedOutputs:
@@ -64,10 +68,18 @@ class EndedOutputs:
         self._num_tokens = 0
 
     def add(self, request: Request, index: int, token_ids: Sequence[int]) -> None:
+        """
+        Args:
+            request: a sequence of the request.
+            token_ids: of the output.
+        """
         self._remove((request.request_id, index))
-        self._outputs[request.request_id, index] = EndedOutput(request, tuple(token_ids))
-        self._num_tokens += len(request.prompt_token_ids) + len(token_ids)
-        while self._num_tokens > _ENDED_TOKENS:
+        group = request.group
+        options: RequestOptions = {"priority": group.priority, "adapter": group.adapter, "tenant": group.tenant}
+        output = EndedOutput((*request.prompt_token_ids, *token_ids), options, request.chain.keys)
+        self._outputs[request.request_id, index] = output
+        self._num_tokens += len(output.token_ids)
+        while self._num_tokens > _ENDED_TOKENS or len(self._outputs) > _ENDED_OUTPUTS:
             self._remove(next(iter(self._outputs)))
 
     def get(self, request_id: str, index: int) -> EndedOutput | None:
@@ -76,7 +88,7 @@ class EndedOutputs:
     def _remove(self, key: tuple[str, int]) -> None:
         output = self._outputs.pop(key, None)
         if output is not None:
-            self._num_tokens -= len(output.request.prompt_token_ids) + len(output.token_ids)
+            self._num_tokens -= len(output.token_ids)
 
 
 @dataclass(slots=True, eq=False)

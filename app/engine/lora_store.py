@@ -143,7 +143,11 @@ class AdapterStore:
             except ModelError as refusal:
                 return refusal
         updates = future.result()
-        self._layers.insert(slot, updates)
+        try:
+            self._layers.insert(slot, updates)
+        except RuntimeError as failure:  # torch's word for no memory
+            self._layers.remove(slot)
+            return failure
         self.slots[name] = slot
         self._note({name: num_bytes(updates)}, num_loads=1)
         return None

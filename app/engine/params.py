@@ -10,9 +10,10 @@ from typing import Literal
 from app.errors import RequestError
 
 MAX_STOP_STRINGS = 16
-MAX_LOGPROBS = 100
+MAX_LOGPROBS = 20
 MAX_SEQUENCES = 128
-MAX_BAD_WORDS = 256
+MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 256, 256
+MAX_STOP_TOKENS = 128
 MAX_LOGIT_BIAS = 1024
 
 StructureKind = Literal["json", "regex", "choice", "grammar"]
@@ -106,13 +107,13 @@ class SamplingParams:
             ("max_tokens", 1, None),
             ("min_tokens", 0, self.max_tokens),
             ("temperature", 0, 100),
-            ("top_k", 0, None),
+            ("top_k", 0, 2**31 - 1),
             ("top_p", 0, 1),
             ("min_p", 0, 1),
             ("repetition_penalty", 0, 100),
             ("presence_penalty", -2, 2),
             ("frequency_penalty", -2, 2),
-            ("length_penalty", -100, 100),
+            ("length_penalty", -10, 10),
             ("seed", -(2**63), 2**64 - 1),
             ("logprobs", 0, MAX_LOGPROBS),
             ("prompt_logprobs", 0, MAX_LOGPROBS),
@@ -125,6 +126,10 @@ class SamplingParams:
             raise RequestError(f"stop takes at most {MAX_STOP_STRINGS} strings, none of them empty", "stop")
         if len(self.bad_words) > MAX_BAD_WORDS or not all(self.bad_words):
             raise RequestError(f"bad_words takes at most {MAX_BAD_WORDS} strings, none of them empty", "bad_words")
+        if any(len(word) > MAX_BAD_WORD_LENGTH for word in self.bad_words):
+            raise RequestError(f"each of bad_words has at most {MAX_BAD_WORD_LENGTH} characters", "bad_words")
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            raise RequestError(f"stop_token_ids takes at most {MAX_STOP_TOKENS} tokens", "stop_token_ids")
         if len(self.logit_bias) > MAX_LOGIT_BIAS or not all(-100 <= bias <= 100 for bias in self.logit_bias.values()):
             raise RequestError(
                 f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, with values between -100 and 100", "logit_bias"

@@ -16,7 +16,7 @@ from vmem import OutOfPages, OutOfSwap, PrefixMatch, ViewPolicy, VmemError
 
 logger = logging.getLogger(__name__)
 
-# A step computes so many tokens of a prompt whose logits are all wanted: a row of them takes up to a megabyte.
+# A step computes so many tokens of prompts whose logits are all wanted: a row of them takes up to a megabyte.
 _PROMPT_LOGITS = 128
 
 
@@ -87,6 +87,7 @@ class Scheduler:
         self._refused: object = None  # the situation in which the head of the queue was last not admitted
         self._opened: list[SequenceGroup] = []  # groups that share what the coming step computes, perhaps
         self._hopeless: list[SequenceGroup] = []
+        self._prompt_logits_left = 0  # in the step that is being scheduled
         self.num_preempted: dict[Recovery, int] = {"swap": 0, "recompute": 0}
 
     @property
@@ -109,8 +110,8 @@ class Scheduler:
 
     @property
     def next_waiting(self) -> Request:
-        group = self._preempted[0] if self._preempted else self._waiting.peek()
-        assert group is not None, "nobody waits"
+        """Who cannot go on, when nobody can."""
+        group = self._preempted[0] if self._preempted else self._waiting.peek() or self._running[-1]
         return group.members[0]
 
     def unfinished(self) -> list[Request]:
@@ -173,6 +174,7 @@ class Scheduler:
 
     def _schedule(self, drafts: Mapping[Request, Sequence[int]]) -> list[Scheduled]:
         self._opened.clear()
+        self._prompt_logits_left = _PROMPT_LOGITS
         while self._memory.num_free_pages < 0 and self._running:
             self._preempt(self._running[-1])
         while self._preempted and self._resume(self._preempted[0]):
@@ -226,13 +228,19 @@ class Scheduler:
             request = s.request
             if self._waiting.by_turns:
                 before = max(request.num_computed, request.furthest, len(request.prompt_token_ids))
-                self._waiting.charge(request.group, max(request.num_computed + s.num_tokens - before, 0))
+                end = request.num_computed + s.num_tokens - len(s.drafts)
+                self._waiting.charge(request.group, max(end - before, 0))
             request.num_computed += s.num_tokens
             if request.num_computed > request.furthest:
                 request.furthest, got_further = request.num_computed, True
         if self._log is not None:
             self._log.done(self._groups())
         return got_further
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """Its drafts were right: as many tokens more are its tenant's."""
+        if self._waiting.by_turns:
+            self._waiting.charge(request.group, num_tokens)
 
     def abort(self) -> None:
         """It is not. Who shared what it was to compute begins again; so does everybody whose recurrent state may have
@@ -308,7 +316,10 @@ class Scheduler:
             return 0
         num_tokens = min(budget, request.num_uncomputed)
         if request.params.prompt_logprobs is not None:
-            num_tokens = min(num_tokens, _PROMPT_LOGITS)
+            num_tokens = min(num_tokens, self._prompt_logits_left)
+            if not num_tokens:
+                return 0
+            self._prompt_logits_left -= num_tokens
         if request.group.lockstep and len(request.group.members) > 1:
             num_tokens = min(num_tokens, request.num_uncomputed - 1)  # the last one together with the others
             if not num_tokens:

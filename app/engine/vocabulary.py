@@ -16,6 +16,8 @@ from app.errors import RequestError
 if TYPE_CHECKING:
     from app.engine.structure import StructureCompiler
 
+_KNOWN_BAD_WORDS = 64
+
 
 class Vocabulary:
     """Makes what a sequence needs to choose tokens and to write them. May be called from any thread.
@@ -28,6 +30,7 @@ class Vocabulary:
         self.eos_token_ids = model.eos_token_ids
         self._size = model.vocab_size
         self._tokenizer = model.tokenizer
+        self._known_bad_words: dict[tuple[str, ...], BadWords] = {}  # of the latest requests
 
     def check(self, params: SamplingParams) -> None:
         """Raise `RequestError` unless this model can do what parameters ask for. Compiles what takes long."""
@@ -92,5 +95,11 @@ class Vocabulary:
     def _bad_words(self, params: SamplingParams) -> BadWords | None:
         if not params.bad_words or self._tokenizer is None:
             return None
-        encode = partial(self._tokenizer.encode, add_special_tokens=False)
-        return encode_bad_words(params.bad_words, encode, self._size)
+        words = tuple(params.bad_words)
+        known = self._known_bad_words.get(words)
+        if known is None:
+            encode = partial(self._tokenizer.encode, add_special_tokens=False)
+            known = self._known_bad_words[words] = encode_bad_words(words, encode, self._size)
+            if len(self._known_bad_words) > _KNOWN_BAD_WORDS:
+                self._known_bad_words.pop(next(iter(self._known_bad_words)), None)
+        return known

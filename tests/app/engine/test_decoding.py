@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from app.config import EngineConfig
-from app.engine import Delta, SamplingParams
+from app.engine import Delta, SamplingParams, Structure, generation
 from app.engine.engine import Engine
 from app.errors import EngineError, RequestError
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
@@ -279,7 +279,59 @@ def test_beams_are_forked_when_they_have_ended(llama: Path) -> None:
     engine.close()
 
 
+def test_one_output_that_fails_ends_its_request_and_nobody_elses() -> None:
+    """The step went on to rows of a request that was not there any more, and failed everybody's."""
+    engine = Engine(EngineConfig(model="builtin", kv_memory_bytes=16 << 20))
+    params = SamplingParams(n=2, max_tokens=8, structure=Structure("regex", "ab"), bad_words=["b"])
+    engine.submit("contradiction", prompt(20), params)
+    engine.submit("victim", prompt(20, 1), GREEDY)
+    deltas = list(steps(engine))
+    assert [type(d.error) for d in deltas if d.request_id == "contradiction" and d.finished] == [RequestError]
+    assert sum(len(d.token_ids) for d in deltas if d.request_id == "victim") == NEW_TOKENS
+    engine.close()
+
+
+def test_few_ended_outputs_are_remembered(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were kept with all they had been computed with: gigabytes."""
+    monkeypatch.setattr(generation, "_ENDED_OUTPUTS", 2)
+    engine = make_engine(llama)
+    for name in "abc":
+        engine.submit(name, prompt(20), SamplingParams(max_tokens=2, ignore_eos=True))
+        run(engine)
+    with pytest.raises(RequestError, match="is not here"):
+        engine.fork("a", "fork", GREEDY)
+    engine.fork("b", "fork", GREEDY)
+    assert len(run(engine)["fork", 0]) == NEW_TOKENS
+    engine.close()
+
+
 # ---- log probabilities of prompts ----
+
+
+def test_beams_hand_on_what_their_prompt_had(llama: Path) -> None:
+    engine = make_engine(llama)
+    params = SamplingParams(n=3, use_beam_search=True, max_tokens=6, prompt_logprobs=1, ignore_eos=True)
+    for i in range(3):
+        engine.submit(str(i), prompt(40, i), params)
+    deltas = list(steps(engine))
+    assert [len(d.prompt_logprobs) for d in deltas if d.index == 0] == [39] * 3
+    engine.close()
+
+
+def test_a_step_has_few_logits_of_prompts(llama: Path) -> None:
+    """Each request had a bound of its own, and all together made gigabytes."""
+    engine = make_engine(llama, max_num_batched_tokens=1024, max_model_len=300)
+    for i in range(4):
+        engine.submit(str(i), prompt(150, i), SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True))
+    most = 0
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+        most = max(most, sum(s.num_logits for s in engine._scheduler._scheduled))
+        engine.check_integrity()
+    assert most <= 128
+    assert [len(d.prompt_logprobs) for d in deltas] == [149] * 4
+    engine.close()
 
 
 def test_prompt_logprobs(folder: Path) -> None:

@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,40 @@ from benchmarks import harness, overhead
 from benchmarks.rivals import Prompts, Server, TransformersContinuousBatching, TransformersGenerate
 
 VOCAB_SIZE, HIDDEN = 151936, 896
-NUM_REQUESTS, SHORTEST, LONGEST, NEW_TOKENS = 16, 32, 512, 64
-SHARED_REQUESTS, SHARED_TOKENS, OWN_TOKENS, SHARED_NEW = 32, 512, 32, 32
-SAMPLED_PROMPTS, BEAM_PROMPTS, BRANCHES, BRANCHED_TOKENS = 8, 4, 4, 256
-SINGLE_PROMPT = 32
-LOOKUPS, ROOMS = 12, 40
+NUM_REQUESTS, SHORTEST, LONGEST, SINGLE_PROMPT = 16, 32, 512, 32
+SHARED_TOKENS, OWN_TOKENS = 512, 32
+BRANCHES, BRANCHED_TOKENS = 4, 256
+ROOMS = 40
 SEED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much there is to do.
+
+    `repeats`: runs of everybody in turn, after one to warm up.
+    """
+
+    num_layers: int = 24
+    repeats: int = 3
+    new_tokens: int = 64
+    shared_requests: int = 32
+    shared_new: int = 32
+    sampled_prompts: int = 8
+    beam_prompts: int = 4
+    lookups: int = 12
+
+
+QUICK = Sizes(
+    num_layers=4,
+    repeats=1,
+    new_tokens=16,
+    shared_requests=4,
+    shared_new=8,
+    sampled_prompts=2,
+    beam_prompts=1,
+    lookups=2,
+)
 
 
 def make_checkpoint(folder: Path, num_layers: int) -> None:
@@ -76,8 +105,8 @@ def mixed_prompts() -> list[list[int]]:
     return make_prompts(torch.linspace(SHORTEST, LONGEST, NUM_REQUESTS).int().tolist(), SEED)
 
 
-def shared_prompts(seed: int) -> list[list[int]]:
-    common, *own = make_prompts([SHARED_TOKENS] + [OWN_TOKENS] * SHARED_REQUESTS, seed)
+def shared_prompts(count: int, seed: int) -> list[list[int]]:
+    common, *own = make_prompts([SHARED_TOKENS] + [OWN_TOKENS] * count, seed)
     return [common + tokens for tokens in own]
 
 
@@ -92,9 +121,9 @@ def folio_rate(llm: LLM, prompts: Prompts, new_tokens: int, **settings: Any) -> 
     return len(outputs) * new_tokens / elapsed
 
 
-def single_stream(llm: LLM, prompt: list[int]) -> float:
+def single_stream(llm: LLM, prompt: list[int], new_tokens: int) -> float:
     """Decode steps a second of one request, prefill left out."""
-    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
     llm.engine.submit("single", prompt, params)
     llm.engine.step()
     start, steps = time.perf_counter(), 0
@@ -104,7 +133,7 @@ def single_stream(llm: LLM, prompt: list[int]) -> float:
     return steps / (time.perf_counter() - start)
 
 
-def lookups() -> list[str]:
+def lookups(count: int) -> list[str]:
     """Prompts the built-in model can answer, and whose answers repeat what is in them."""
     generator = torch.Generator().manual_seed(SEED)
 
@@ -112,23 +141,23 @@ def lookups() -> list[str]:
         return int(torch.randint(10, 100, (1,), generator=generator))
 
     prompts = []
-    for _ in range(LOOKUPS):
+    for _ in range(count):
         keys = "".join(f"The key of room {number() + 100 * i} is {number()}. " for i in range(1, 1 + ROOMS))
         prompts.append(f"{keys}{keys[: len(keys) // 4]}")
     return prompts
 
 
-def speculated(llms: dict[str, LLM], prompts: list[str], repeats: int) -> dict[str, list[float]]:
+def speculated(llms: dict[str, LLM], prompts: list[str], sizes: Sizes) -> dict[str, list[float]]:
     """Tokens a second of one request after the other, with each engine, which must give the same tokens."""
-    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=sizes.new_tokens, temperature=0, ignore_eos=True)
     outputs: dict[str, list[list[int]]] = {}
 
     def rate(name: str) -> float:
         start = time.perf_counter()
         outputs[name] = [llms[name].generate([prompt], params)[0].token_ids for prompt in prompts]
-        return len(prompts) * NEW_TOKENS / (time.perf_counter() - start)
+        return len(prompts) * sizes.new_tokens / (time.perf_counter() - start)
 
-    rates = harness.alternate({name: partial(rate, name) for name in llms}, repeats)
+    rates = harness.alternate({name: partial(rate, name) for name in llms}, sizes.repeats)
     if len({str(tokens) for tokens in outputs.values()}) > 1:
         raise RuntimeError("guesses have changed the outputs")
     return rates
@@ -146,7 +175,7 @@ def checkpoint(folder: str | None, num_layers: int) -> Iterator[Path]:
     yield Path(folder)
 
 
-def run_all(args: argparse.Namespace, folder: Path, repeats: int) -> tuple[dict[str, dict[str, list[float]]], int]:
+def run_all(args: argparse.Namespace, folder: Path, sizes: Sizes) -> tuple[dict[str, dict[str, list[float]]], int]:
     """Rates of every scenario by who ran it, and the model's size in bytes."""
     llm = LLM(folder, prefix_cache=False)  # each run would find the prompts of the last
     sharing = LLM(folder)
@@ -158,48 +187,54 @@ def run_all(args: argparse.Namespace, folder: Path, repeats: int) -> tuple[dict[
         if url is None:
             print(f"{name} is not measured: no URL is given")
     prompts, seeds = mixed_prompts(), itertools.count(100)
-    branched = make_prompts([BRANCHED_TOKENS] * SAMPLED_PROMPTS, SEED + 1)
+    branched = make_prompts([BRANCHED_TOKENS] * sizes.sampled_prompts, SEED + 1)
     single = prompts[0][:SINGLE_PROMPT]
     samples = {"do_sample": True, "top_k": 0, "num_return_sequences": BRANCHES}
     beams = {"num_beams": BRANCHES, "num_return_sequences": BRANCHES}
     all_rivals: list[Any] = [generate, batching, *servers]
 
     def shared(rival: Any) -> float:
-        rate: float = rival.rate(shared_prompts(next(seeds)), SHARED_NEW)
+        rate: float = rival.rate(shared_prompts(sizes.shared_requests, next(seeds)), sizes.shared_new)
         return rate
 
     scenarios: dict[str, dict[str, Callable[[], float]]] = {
         "batch16": {
-            "folio": lambda: folio_rate(llm, prompts, NEW_TOKENS),
-            **{rival.name: partial(rival.rate, prompts, NEW_TOKENS) for rival in all_rivals},
+            "folio": lambda: folio_rate(llm, prompts, sizes.new_tokens),
+            **{rival.name: partial(rival.rate, prompts, sizes.new_tokens) for rival in all_rivals},
         },
         "single": {
-            "folio": lambda: single_stream(llm, single),
-            **{server.name: partial(server.rate, [single], NEW_TOKENS) for server in servers},
+            "folio": lambda: single_stream(llm, single, sizes.new_tokens),
+            **{server.name: partial(server.rate, [single], sizes.new_tokens) for server in servers},
         },
         "shared_prefix": {
-            "folio": lambda: folio_rate(sharing, shared_prompts(next(seeds)), SHARED_NEW),
+            "folio": lambda: folio_rate(sharing, shared_prompts(sizes.shared_requests, next(seeds)), sizes.shared_new),
             **{rival.name: partial(shared, rival) for rival in all_rivals if rival is not batching},
         },
         "n4": {
-            "folio": lambda: folio_rate(llm, branched, NEW_TOKENS, n=BRANCHES, temperature=1.0, seed=SEED),
-            generate.name: lambda: generate.rate(branched, NEW_TOKENS, **samples),
+            "folio": lambda: folio_rate(llm, branched, sizes.new_tokens, n=BRANCHES, temperature=1.0, seed=SEED),
+            generate.name: lambda: generate.rate(branched, sizes.new_tokens, **samples),
         },
         "beam4": {
-            "folio": lambda: folio_rate(llm, branched[:BEAM_PROMPTS], NEW_TOKENS, n=BRANCHES, use_beam_search=True),
-            generate.name: lambda: generate.rate(branched[:BEAM_PROMPTS], NEW_TOKENS, **beams),
+            "folio": lambda: folio_rate(
+                llm, branched[: sizes.beam_prompts], sizes.new_tokens, n=BRANCHES, use_beam_search=True
+            ),
+            generate.name: lambda: generate.rate(branched[: sizes.beam_prompts], sizes.new_tokens, **beams),
         },
     }
     rates = {}
     for scenario, runs in scenarios.items():
         print(f"\n{scenario}")
-        rates[scenario] = harness.alternate(runs, repeats)
+        rates[scenario] = harness.alternate(runs, sizes.repeats)
     for each in (llm, sharing):
         each.engine.check_integrity()
         each.close()
     print("\nspeculation")
-    builtin = {"folio": LLM("builtin", speculation="ngram"), "without": LLM("builtin")}
-    rates["speculation"] = speculated(builtin, lookups(), repeats)
+    # In float32: the last bits of attention depend on how many queries there are.
+    builtin = {
+        "folio": LLM("builtin", dtype="float32", speculation="ngram"),
+        "without": LLM("builtin", dtype="float32"),
+    }
+    rates["speculation"] = speculated(builtin, lookups(sizes.lookups), sizes)
     for each in builtin.values():
         each.engine.check_integrity()
         each.close()
@@ -212,9 +247,9 @@ def main() -> None:
     for rival in ("vllm", "openvino", "llamacpp"):
         parser.add_argument(f"--{rival}", metavar="URL")
     args = parser.parse_args()
-    num_layers, repeats = (4, 1) if args.quick else (24, 3)
-    with checkpoint(args.checkpoint, num_layers) as folder:
-        rates, weight_bytes = run_all(args, folder, repeats)
+    sizes = QUICK if args.quick else Sizes()
+    with checkpoint(args.checkpoint, sizes.num_layers) as folder:
+        rates, weight_bytes = run_all(args, folder, sizes)
         host = overhead.host_share(folder, mixed_prompts())
     stub_us = overhead.step_us_stub()
     bandwidth, flops = harness.read_bandwidth(), harness.matrix_rate(torch.bfloat16)
@@ -223,7 +258,7 @@ def main() -> None:
     body = weight_bytes / 2 - VOCAB_SIZE * HIDDEN
     prefill_s = 2 * body * sum(map(len, mixed_prompts())) / flops
     limits = {
-        "batch16": NUM_REQUESTS * NEW_TOKENS / (prefill_s + NEW_TOKENS * weight_bytes / bandwidth),
+        "batch16": NUM_REQUESTS * sizes.new_tokens / (prefill_s + sizes.new_tokens * weight_bytes / bandwidth),
         "single": bandwidth / weight_bytes,
     }
     figures = {
@@ -241,7 +276,7 @@ def main() -> None:
         "host_overhead_share": host,
         "step_us_256_stub": stub_us,
     }
-    print(f"\noutput tokens/s, {num_layers} layers, medians of {repeats}")
+    print(f"\noutput tokens/s, {sizes.num_layers} layers, medians of {sizes.repeats}")
     for scenario, by in rates.items():
         print(scenario)
         for name, values in sorted(by.items(), key=lambda item: -statistics.median(item[1])):

@@ -3,14 +3,14 @@
 Random weights in the shape of Qwen2.5-0.5B, bfloat16, greedy, no EOS:
 
 - 16 requests at once, prompts of 32 to 512 tokens, 64 new tokens each
-- one request, decode only, against the memory bandwidth
-- 32 requests that share their first 512 of 544 tokens, a fresh prefix in each run
-- 8 prompts with 4 samples each, and 4 prompts with 4 beams each
+- one request; its decode steps against the memory bandwidth
+- 16 requests that share their first 512 of 544 tokens
+- 4 prompts with 4 samples each, and 2 prompts with 4 beams each
 - look-ups by the built-in model, one at a time, with and without guessing what follows (n-gram speculation)
 
 and what the engine itself takes beside the model: its share of a step of 16 sequences with text, and its time in a step
 of 256 when the model is replaced by a runner that only waits. Tokens are counted over the whole wall time, prefill
-included, if nothing else is said.
+included, and each run has prompts that nobody has seen before, or those with a prefix cache would only decode.
 
 --quick keeps 4 of 24 layers and runs once. Rivals are started by hand on the same machine, on a checkpoint that
 `--checkpoint FOLDER` leaves there, and named by `--vllm URL`, `--openvino URL` (`benchmarks/openvino_server.py`) and
@@ -57,10 +57,10 @@ class Sizes:
     num_layers: int = 24
     repeats: int = 3
     new_tokens: int = 64
-    shared_requests: int = 32
+    shared_requests: int = 16
     shared_new: int = 32
-    sampled_prompts: int = 8
-    beam_prompts: int = 4
+    sampled_prompts: int = 4
+    beam_prompts: int = 2
     lookups: int = 12
 
 
@@ -101,8 +101,8 @@ def make_prompts(lengths: list[int], seed: int) -> list[list[int]]:
     return [torch.randint(VOCAB_SIZE, (n,), generator=generator).tolist() for n in lengths]
 
 
-def mixed_prompts() -> list[list[int]]:
-    return make_prompts(torch.linspace(SHORTEST, LONGEST, NUM_REQUESTS).int().tolist(), SEED)
+def mixed_prompts(seed: int) -> list[list[int]]:
+    return make_prompts(torch.linspace(SHORTEST, LONGEST, NUM_REQUESTS).int().tolist(), seed)
 
 
 def shared_prompts(count: int, seed: int) -> list[list[int]]:
@@ -186,45 +186,58 @@ def run_all(args: argparse.Namespace, folder: Path, sizes: Sizes) -> tuple[dict[
     for name, url in urls.items():
         if url is None:
             print(f"{name} is not measured: no URL is given")
-    prompts, seeds = mixed_prompts(), itertools.count(100)
-    branched = make_prompts([BRANCHED_TOKENS] * sizes.sampled_prompts, SEED + 1)
-    single = prompts[0][:SINGLE_PROMPT]
+    seeds = itertools.count(time.time_ns() % 2**40)  # servers remember the prompts of earlier runs of this, too
     samples = {"do_sample": True, "top_k": 0, "num_return_sequences": BRANCHES}
     beams = {"num_beams": BRANCHES, "num_return_sequences": BRANCHES}
-    all_rivals: list[Any] = [generate, batching, *servers]
 
-    def shared(rival: Any) -> float:
-        rate: float = rival.rate(shared_prompts(sizes.shared_requests, next(seeds)), sizes.shared_new)
-        return rate
+    def mixed() -> Prompts:
+        return mixed_prompts(next(seeds))
+
+    def single() -> Prompts:
+        return make_prompts([SINGLE_PROMPT], next(seeds))
+
+    def shared() -> Prompts:
+        return shared_prompts(sizes.shared_requests, next(seeds))
+
+    def branched(count: int) -> Prompts:
+        return make_prompts([BRANCHED_TOKENS] * count, next(seeds))
+
+    new = sizes.new_tokens
+
+    def rate(rival: Any, prompts: Callable[[], Prompts], count: int) -> float:
+        result: float = rival.rate(prompts(), count)
+        return result
+
+    def runs(prompts: Callable[[], Prompts], count: int, rivals: list[Any]) -> dict[str, Callable[[], float]]:
+        return {rival.name: partial(rate, rival, prompts, count) for rival in rivals}
 
     scenarios: dict[str, dict[str, Callable[[], float]]] = {
         "batch16": {
-            "folio": lambda: folio_rate(llm, prompts, sizes.new_tokens),
-            **{rival.name: partial(rival.rate, prompts, sizes.new_tokens) for rival in all_rivals},
+            "folio": lambda: folio_rate(llm, mixed(), new),
+            **runs(mixed, new, [generate, batching, *servers]),
         },
         "single": {
-            "folio": lambda: single_stream(llm, single, sizes.new_tokens),
-            **{server.name: partial(server.rate, [single], sizes.new_tokens) for server in servers},
+            "folio": lambda: folio_rate(llm, single(), new),
+            **runs(single, new, servers),
         },
         "shared_prefix": {
-            "folio": lambda: folio_rate(sharing, shared_prompts(sizes.shared_requests, next(seeds)), sizes.shared_new),
-            **{rival.name: partial(shared, rival) for rival in all_rivals if rival is not batching},
+            "folio": lambda: folio_rate(sharing, shared(), sizes.shared_new),
+            **runs(shared, sizes.shared_new, [generate, *servers]),
         },
         "n4": {
-            "folio": lambda: folio_rate(llm, branched, sizes.new_tokens, n=BRANCHES, temperature=1.0, seed=SEED),
-            generate.name: lambda: generate.rate(branched, sizes.new_tokens, **samples),
+            "folio": lambda: folio_rate(llm, branched(sizes.sampled_prompts), new, n=BRANCHES, temperature=1.0),
+            generate.name: lambda: generate.rate(branched(sizes.sampled_prompts), new, **samples),
         },
         "beam4": {
-            "folio": lambda: folio_rate(
-                llm, branched[: sizes.beam_prompts], sizes.new_tokens, n=BRANCHES, use_beam_search=True
-            ),
-            generate.name: lambda: generate.rate(branched[: sizes.beam_prompts], sizes.new_tokens, **beams),
+            "folio": lambda: folio_rate(llm, branched(sizes.beam_prompts), new, n=BRANCHES, use_beam_search=True),
+            generate.name: lambda: generate.rate(branched(sizes.beam_prompts), new, **beams),
         },
     }
     rates = {}
-    for scenario, runs in scenarios.items():
+    for scenario, by in scenarios.items():
         print(f"\n{scenario}")
-        rates[scenario] = harness.alternate(runs, sizes.repeats)
+        rates[scenario] = harness.alternate(by, sizes.repeats)
+    rates["decode"] = {"folio": [single_stream(llm, list(single()[0]), new) for _ in range(3)]}
     for each in (llm, sharing):
         each.engine.check_integrity()
         each.close()
@@ -250,16 +263,16 @@ def main() -> None:
     sizes = QUICK if args.quick else Sizes()
     with checkpoint(args.checkpoint, sizes.num_layers) as folder:
         rates, weight_bytes = run_all(args, folder, sizes)
-        host = overhead.host_share(folder, mixed_prompts())
+        host = overhead.host_share(folder, mixed_prompts(SEED))
     stub_us = overhead.step_us_stub()
     bandwidth, flops = harness.read_bandwidth(), harness.matrix_rate(torch.bfloat16)
 
     # No faster than the prompts' products at the measured matrix rate, then all weights read once a step.
     body = weight_bytes / 2 - VOCAB_SIZE * HIDDEN
-    prefill_s = 2 * body * sum(map(len, mixed_prompts())) / flops
+    prefill_s = 2 * body * sum(map(len, mixed_prompts(SEED))) / flops
     limits = {
         "batch16": NUM_REQUESTS * sizes.new_tokens / (prefill_s + sizes.new_tokens * weight_bytes / bandwidth),
-        "single": bandwidth / weight_bytes,
+        "decode": bandwidth / weight_bytes,
     }
     figures = {
         f"{scenario}_vs_{rival}": harness.median_ratio(by["folio"], theirs)
@@ -270,7 +283,7 @@ def main() -> None:
     figures |= {f"{scenario}_tokens_per_s": statistics.median(by["folio"]) for scenario, by in rates.items()}
     figures |= {
         "batch16_share_of_limit": figures["batch16_tokens_per_s"] / limits["batch16"],
-        "single_share_of_bandwidth": figures["single_tokens_per_s"] / limits["single"],
+        "single_share_of_bandwidth": figures["decode_tokens_per_s"] / limits["decode"],
         "read_bandwidth_gb_per_s": bandwidth / 1e9,
         "matrix_gflop_per_s": flops / 1e9,
         "host_overhead_share": host,

@@ -36,7 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": TINY | {"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 16},
     "bamba": HYBRIDS["bamba"],
 }
-_EXAMPLES = {"default": 30, "nightly": 300}
+_EXAMPLES = {"default": 20, "nightly": 300}
 MAX_MODEL_LEN = 96
 # Prompts begin like one of these; what follows is of few kinds, so that they meet again.
 DOCUMENTS = torch.randint(VOCAB_SIZE - 1, (2, 64), generator=torch.Generator().manual_seed(5)).tolist()
@@ -413,7 +413,7 @@ def test_the_schedules_were_worth_playing() -> None:
     if not HAPPENED:
         pytest.skip("no schedule was played in this run")
     print(dict(HAPPENED))
-    assert HAPPENED["schedules"] >= 200
+    assert HAPPENED["schedules"] >= 150
     for what in (
         "hit tokens",
         "evicted blocks",

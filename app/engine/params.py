@@ -175,11 +175,6 @@ class SamplingParams:
         return self.best_of or self.n
 
     @property
-    def truncates(self) -> bool:
-        """Whether only some of the tokens can be sampled."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-    @property
     def penalises(self) -> bool:
         """Whether tokens' logits depend on the tokens before."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

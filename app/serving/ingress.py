@@ -25,8 +25,7 @@ from app.openai.prompts import encode_chat, encode_completion, encode_pin, promp
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, ModelCard, ModelList
 from app.openai.token_texts import TokenTexts
 from app.openai.tools import tool_use
-from app.serving.calls import pieces_of, result_of, results_of
-from app.serving.interleave import interleave
+from app.serving.calls import Replicas
 from app.serving.messages import ForkCall, GenerateRequest
 from vmem import BudgetAnswer, MemoryReport
 
@@ -56,7 +55,7 @@ class Ingress:
         self._tokens = TokenTexts(self._tokenizer)
         self._model_name = model_name
         self._adapters = tuple(adapters)
-        self._engine = engine
+        self._replicas = Replicas(engine)
         self._created = int(time.time())
         self._max_model_len: int | None = None
 
@@ -67,7 +66,7 @@ class Ingress:
         """Returns when an engine replica answers that it is well."""
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                await result_of(self._engine.facts.remote())
+                await self._replicas.facts()
         except TimeoutError:
             raise EngineError(f"no engine replica answered within {READY_TIMEOUT_S} s") from None
 
@@ -82,15 +81,14 @@ class Ingress:
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion, whole."""
         calls, answer = await asyncio.to_thread(self._completion, request, session)
-        return answer.whole(await results_of([self._engine.generate.remote(call) for call in calls]))
+        return answer.whole(await self._replicas.generate(calls))
 
     async def generate_stream(
         self, request: CompletionRequest, session: str | None = None
     ) -> AsyncIterator[Completion]:
         """A completion, piece by piece: outputs take turns as they are generated."""
         calls, answer = await asyncio.to_thread(self._completion, request, session)
-        streams = self._engine.options(stream=True).generate_stream
-        async with aclosing(interleave([pieces_of(streams, call) for call in calls])) as pieces:
+        async with aclosing(self._replicas.generate_stream(calls)) as pieces:
             async for prompt, piece in pieces:
                 yield answer.chunk(piece, prompt)
         if request.include_usage:
@@ -99,7 +97,7 @@ class Ingress:
     async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
         """A chat completion, whole."""
         call, answer = await asyncio.to_thread(self._chat, request, session)
-        [outputs] = await results_of([self._engine.generate.remote(call)])
+        [outputs] = await self._replicas.generate([call])
         return answer.whole(outputs)
 
     async def chat_stream(
@@ -107,8 +105,8 @@ class Ingress:
     ) -> AsyncIterator[ChatCompletionChunk]:
         """A chat completion, piece by piece; the first chunk of each output carries the role."""
         call, answer = await asyncio.to_thread(self._chat, request, session)
-        async with aclosing(pieces_of(self._engine.options(stream=True).generate_stream, call)) as pieces:
-            async for piece in pieces:
+        async with aclosing(self._replicas.generate_stream([call])) as pieces:
+            async for _, piece in pieces:
                 chunk = answer.chunk(piece)
                 if chunk is not None:
                     yield chunk
@@ -122,12 +120,12 @@ class Ingress:
             UnknownRequestError: no replica has the request, or not any more.
         """
         call, answer = self._fork(request)
-        return answer.whole(await results_of([self._engine.fork.remote(call)]))
+        return answer.whole([await self._replicas.fork(call)])
 
     async def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]:
         """The same, piece by piece."""
         call, answer = self._fork(request)
-        async with aclosing(pieces_of(self._engine.options(stream=True).fork_stream, call)) as pieces:
+        async with aclosing(self._replicas.fork_stream(call)) as pieces:
             async for piece in pieces:
                 yield answer.chunk(piece)
         if request.include_usage:
@@ -135,7 +133,7 @@ class Ingress:
 
     async def report(self) -> MemoryReport:
         """KV memory of one engine replica."""
-        report: MemoryReport = await result_of(self._engine.report.remote())
+        report: MemoryReport = await self._replicas.one("report")
         return report
 
     async def set_budget(self, budget_bytes: int, revision: int) -> list[BudgetAnswer]:
@@ -147,10 +145,7 @@ class Ingress:
         Raises:
             RequestError: the budget is out of bounds; a replica that has other bounds may have accepted it.
         """
-        answers: list[BudgetAnswer] = await result_of(
-            self._engine.broadcast("set_budget", budget_bytes, revision).results_async()
-        )
-        return answers
+        return await self._replicas.all("set_budget", budget_bytes, revision)
 
     async def pin(self, request: PinRequest) -> None:
         """Compute a prefix on every engine replica and keep it in the prefix cache; returns when all have.
@@ -161,11 +156,11 @@ class Ingress:
             EngineError: a replica has no room for it within its quota.
         """
         prefix = await asyncio.to_thread(encode_pin, self._tokenizer, request)
-        await result_of(self._engine.broadcast("pin", request.name, prefix, request.cache_salt).results_async())
+        await self._replicas.all("pin", request.name, prefix, request.cache_salt)
 
     async def unpin(self, name: str) -> None:
         """Let a pinned prefix go. Raises `RequestError` if none of that name is pinned."""
-        await result_of(self._engine.broadcast("unpin", name).results_async())
+        await self._replicas.all("unpin", name)
 
     def _completion(
         self, request: CompletionRequest, session: str | None
@@ -241,7 +236,7 @@ class Ingress:
 
     async def _facts(self) -> int:
         if self._max_model_len is None:
-            self._max_model_len = (await result_of(self._engine.facts.remote())).max_model_len
+            self._max_model_len = (await self._replicas.facts()).max_model_len
         return self._max_model_len
 
 

@@ -26,7 +26,7 @@ from app.errors import (
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest
 from app.openai.pieces import Piece
 from app.openai.token_texts import TokenTexts
-from app.serving.calls import unwrap
+from app.serving.calls import Replicas, unwrap
 from app.serving.ingress import Ingress
 from app.serving.messages import ForkCall, GenerateRequest
 
@@ -109,7 +109,8 @@ class Engines:
 def ingress_with(engines: Engines) -> Any:
     ingress: Any = object.__new__(Ingress.__bases__[0])  # what Serve makes of it needs a cluster to end well
     ingress._tokenizer, ingress._tokens, ingress._model_name = TOKENIZER, TOKENS, "m"
-    ingress._adapters, ingress._engine, ingress._created, ingress._max_model_len = ("pirate",), engines, 0, None
+    ingress._adapters, ingress._created, ingress._max_model_len = ("pirate",), 0, None
+    ingress._replicas = Replicas(engines)  # type: ignore[arg-type]
     return ingress
 
 

@@ -256,10 +256,10 @@ def _call_of(
         request_id=request_id,
         prompt_token_ids=prompt,
         params=params,
-        priority=request.priority,
+        priority=request.priority or 0,
         cache_salt=request.cache_salt,
         adapter=adapter,
         tenant=request.whose,
         timeout_s=request.timeout_s,
-        session=session,
+        session=session or request.prompt_cache_key,
     )

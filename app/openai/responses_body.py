@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
+from app.errors import RequestError
 from app.openai.bodies import MAX_TOP_LOGPROBS, ChatCompletionRequest, GenerationBody, Message
 from app.openai.strict import StrictBody, refused
 from app.openai.structures import JsonObjectFormat, JsonSchema, JsonSchemaFormat, ResponseFormat, TextFormat
@@ -245,3 +248,19 @@ def _tool_fields(tools: Sequence[FunctionTool], choice: str | NamedFunction | No
         if isinstance(choice, NamedFunction)
         else choice,
     }
+
+
+# What fields of a chat completion are called here.
+_FIELDS = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
+
+
+@contextmanager
+def in_terms_of_responses() -> Iterator[None]:
+    """Errors of the chat completion that a response comes to name the response's fields."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param not in _FIELDS:
+            raise
+        field = _FIELDS[error.param]
+        raise type(error)(re.sub(rf"\b{error.param}\b", field, error.message), field) from error

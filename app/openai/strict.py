@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 class StrictBody(BaseModel):
     """Types are strict, and unknown fields are errors. A field's docstring is its description in the OpenAPI page."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 def refused(why: str) -> BeforeValidator:

@@ -21,7 +21,7 @@ from app.errors import ConfigError, RequestError, UnavailableError, UnknownReque
 from app.fleet.autoscaling import ReplicaLoad
 from app.openai.pieces import Piece, PieceCollector
 from app.serving.ledger import BudgetMember, device_of_this_replica
-from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts, report_as_stats
+from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts, ReplicaStatus, report_as_stats
 from app.serving.metrics import RoutingAudit, SpeculationMeter
 from app.serving.pace import StreamPace
 from app.serving.ranks import actors_of_this_replica
@@ -103,6 +103,10 @@ class EngineReplica:
     async def report(self) -> MemoryReport:
         """Where KV memory is now."""
         return self._engine.report()
+
+    async def status(self) -> ReplicaStatus:
+        """What operators want to know. Raises `UnavailableError` once the engine has stopped."""
+        return ReplicaStatus.of(self._name, self._engine.load(most_keys=0), self._engine.report())
 
     async def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change how much memory this replica's KV cache may take (`KVMemory.set_budget`).

@@ -141,13 +141,13 @@ def _add_tokens(api: FastAPI, service: Service) -> None:
 
 
 def _add_operation(api: FastAPI, service: Service) -> None:
-    @api.get("/health", tags=["operation"])
+    @api.get("/health", response_class=Response, tags=["operation"])
     async def health() -> Response:
         """Whether this server process lives. It says nothing of the engine replicas: restarting this would not help
         them."""
         return Response(status_code=200)
 
-    @api.get("/ready", tags=["operation"])
+    @api.get("/ready", response_class=Response, tags=["operation"])
     async def ready() -> Response:
         """Whether requests are welcome: an engine replica answers, and the server is not about to stop."""
         await service.ready()

@@ -171,6 +171,7 @@ class ResponsesRequest(GenerationBody):
     max_output_tokens: Annotated[int | None, Field(ge=1)] = None
     """Tokens to generate at most; by default as many as the context has room for."""
     text: TextConfig | None = None
+    """The form of the answer."""
     tools: Annotated[list[FunctionTool] | None, Field(max_length=MAX_TOOLS)] = None
     """Functions that the model may call. There are no tools that run on the server."""
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
@@ -183,6 +184,7 @@ class ResponsesRequest(GenerationBody):
     """`message.output_text.logprobs`: log probabilities of each token. The other one adds nothing: what a model thinks
     is part of its text."""
     reasoning: Reasoning | None = None
+    """What a model thinks is part of its text here: nothing that changes something can be set."""
     truncation: Annotated[
         Literal["disabled"] | None,
         refused("nothing is cut off here: send less of the conversation, or 'disabled'", "disabled"),

@@ -86,6 +86,7 @@ class SamplingBody(StrictBody):
     stream: bool | None = None
     """Send the output as server-sent events while it is generated."""
     stream_options: StreamOptions | None = None
+    """With `stream`."""
 
     @property
     def include_usage(self) -> bool:

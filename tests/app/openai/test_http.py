@@ -145,7 +145,7 @@ class FakeService:
             raise errors[model]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client() -> TestClient:
     return TestClient(build_api(FakeService()), raise_server_exceptions=False)
 

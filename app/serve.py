@@ -35,7 +35,7 @@ from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 logger = logging.getLogger("app.serve")
 
-_POLL_S = 0.2
+_POLL_S = 0.5
 # The last answers are on their way through Serve's proxies when no ingress has any left.
 _LAST_BYTES_S = 1.0
 _SHUTDOWN_TIMEOUT_S = 60.0
@@ -104,7 +104,7 @@ def run(config: ServeDeploySchema, signals: Signals, grace_s: float) -> int:
             logger.info("serving on http://%s:%d", host, port)
         while not signals.wait(timeout_s=3600.0):
             pass
-        drain(names, grace_s)
+        drain(grace_s)
         return 0
     finally:
         client.shutdown(timeout_s=_SHUTDOWN_TIMEOUT_S)
@@ -124,12 +124,12 @@ def wait_until_running(names: Sequence[str], signals: Signals) -> int:
     return 0
 
 
-def drain(names: Sequence[str], grace_s: float) -> None:
+def drain(grace_s: float) -> None:
     """Have all ingresses refuse what is new; returns when nothing is under way, or after the grace period."""
     logger.info("draining: new requests are refused, those under way have %g s; another signal ends them", grace_s)
     ends_at = time.monotonic() + grace_s
     # Again and again: an ingress that starts meanwhile has to be told, too.
-    while num_under_way := sum(map(_drain_ingress, names)):
+    while num_under_way := sum(map(_drain_ingress, serve.status().applications)):
         if time.monotonic() >= ends_at:
             logger.warning("%d requests are broken off", num_under_way)
             return

@@ -133,8 +133,12 @@ class EngineConfig:
             "max_queued_requests",
         ):
             value = getattr(self, name)
-            if value not in (None, "auto") and value < 1:
+            if isinstance(value, int) and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if isinstance(self.max_queued_requests, str) and self.max_queued_requests != "auto":
+            raise ConfigError(
+                f"max_queued_requests is {self.max_queued_requests!r}; it must be a number, None or 'auto'"
+            )
         if (self.speculation == "draft") != (self.draft_model is not None):
             raise ConfigError(
                 f"speculation is {self.speculation!r} and draft_model {self.draft_model!r}; 'draft' needs one, and "

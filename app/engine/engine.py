@@ -24,7 +24,7 @@ from app.engine.generation import Generation
 from app.engine.intake import Intake, check_fork
 from app.engine.journal import Journal, RecordedCosts, RecordedMemory
 from app.engine.kv_plan import build_memory
-from app.engine.load import MOST_KEYS, LoadMeter, make_report, retry_after_s
+from app.engine.load import MOST_KEYS, LoadMeter, free_tokens, make_report, retry_after_s
 from app.engine.lora_queue import AdapterQueue
 from app.engine.lora_store import AdapterReport, AdapterStore
 from app.engine.lora_weights import check_sources
@@ -180,17 +180,24 @@ class Engine:
             arriving: as in `load`.
         """
         most = self.config.max_queued_requests
-        if most is None or self._scheduler.num_queued + len(self._adapters.held) + len(arriving) < most:
+        held = self._adapters.held
+        if most is None or most == "auto" or self._scheduler.num_queued + len(held) + len(arriving) < most:
             return
         seconds = retry_after_s(
-            [*self._scheduler.queued_tokens, *(tokens for tokens, _ in arriving)],
+            [
+                *self._scheduler.queued_tokens,
+                *(len(request.token_ids) for request in held),
+                *(tokens for tokens, _ in arriving),
+            ],
             self._recovery.step_times,
             self._meter,
             step_tokens=self.config.max_num_batched_tokens,
+            free_tokens=free_tokens(self.memory.report(), self.memory),
             now=time.monotonic(),
         )
         raise OverloadedError(
-            f"{most} requests wait, which is as many as may (max_queued_requests); try again in {seconds:.0f} s",
+            f"{most} requests wait, which is as many as may (max_queued_requests); try again in "
+            f"{max(seconds, 1):.0f} s",
             seconds,
         )
 

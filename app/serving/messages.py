@@ -19,6 +19,10 @@ class GenerateRequest:
 
     `priority`, `cache_salt`, `adapter`, `tenant`, `timeout_s`: see `RequestOptions`; `session`: what belongs together,
     a hint for the router; `expected`: the router's word for what a replica has cached of the prompt.
+
+    Attributes:
+        refused_by: replicas whose queues were full a moment ago: to be asked last.
+        stopped: replicas whose engines have stopped: not to be asked.
     """
 
     request_id: str
@@ -31,6 +35,8 @@ class GenerateRequest:
     timeout_s: float | None = None
     session: str | None = None
     expected: Expected | None = None
+    refused_by: tuple[str, ...] = ()
+    stopped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

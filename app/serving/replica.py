@@ -17,7 +17,7 @@ from ray import serve
 from app.config import EngineConfig
 from app.engine import AsyncEngine, Delta
 from app.engine.async_engine import Pace
-from app.errors import ConfigError, RequestError, UnavailableError, UnknownRequestError
+from app.errors import ConfigError, OverloadedError, RequestError, UnavailableError, UnknownRequestError
 from app.fleet.autoscaling import ReplicaLoad
 from app.openai.pieces import Piece, PieceCollector
 from app.serving.ledger import BudgetMember, device_of_this_replica
@@ -159,12 +159,16 @@ class EngineReplica:
             expected_cached_tokens=expected.cached_tokens if expected is not None else None,
             pace=pace,
         )
-        async with aclosing(deltas):
-            async for some in deltas:
-                if expected is not None:
-                    self._audit.note(expected.cached_tokens, some[0].num_cached_tokens)
-                    expected = None
-                yield some
+        try:
+            async with aclosing(deltas):
+                async for some in deltas:
+                    if expected is not None:
+                        self._audit.note(expected.cached_tokens, some[0].num_cached_tokens)
+                        expected = None
+                    yield some
+        except (OverloadedError, UnavailableError) as error:
+            error.replica = self._name  # the request may be sent to another one
+            raise
 
     async def _forked(self, call: ForkCall, pace: Pace) -> AsyncGenerator[list[Delta], None]:
         if call.replica != self._name:  # that one is gone

@@ -39,6 +39,7 @@ class EngineConfig:
         pinned_prompts: name → text; these prompts are computed at the start, and stay in the prefix cache.
         pinned_system_prompts: name → system message, pinned as the chat template writes it.
         pin_quota: share of the cache that pinned prefixes may take.
+        isolate_tenants: requests with a `tenant` share cached prefixes only with those of the same one.
         preemption: how requests that give up their blocks get them back: from host memory, by computing them again, or
             whichever is expected to be faster.
         swap_bytes: host memory for that; beyond it requests are computed again.
@@ -85,6 +86,7 @@ class EngineConfig:
     pinned_prompts: Mapping[str, str] = field(default_factory=dict)
     pinned_system_prompts: Mapping[str, str] = field(default_factory=dict)
     pin_quota: float = 0.25
+    isolate_tenants: bool = True
     preemption: RecoveryPolicy = "auto"
     swap_bytes: int = 1 << 30
     block_tokens: int | None = None

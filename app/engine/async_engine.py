@@ -141,21 +141,24 @@ class AsyncEngine:
         name, compiles = fork_id or f"fork of {request_id}", params.structure is not None
         return self._deltas(name, begin, (0, 0), lambda: self._engine.check_params(params), compiles=compiles)
 
-    async def pin(self, name: str, prompt_token_ids: Sequence[int], *, cache_salt: str | None = None) -> None:
-        """Compute a prefix and keep it in the cache until `unpin`; returns when that is done.
+    async def pin(self, name: str, prompt_token_ids: Sequence[int], **options: Unpack[RequestOptions]) -> None:
+        """Compute a prefix and keep it in the cache until `unpin`; returns when that is done. It may be pinned already.
+
+        Args:
+            options: see `Engine.pin`.
 
         Raises:
-            RequestError: the prompt cannot be pinned, the name is taken, or the quota is used up.
+            RequestError: the prompt cannot be pinned, the name is another prefix's, or the quota is used up.
             EngineError: a step failed.
             UnavailableError: the engine has stopped.
         """
 
         def begin(unique_id: str) -> None:
-            self._engine.pin(unique_id, name, prompt_token_ids, cache_salt=cache_salt)
+            self._engine.pin(unique_id, name, prompt_token_ids, **options)
 
         load = len(prompt_token_ids), 0
         async for _ in self._deltas(
-            f"pin {name}", begin, load, lambda: self._engine.validate_pin(name, prompt_token_ids)
+            f"pin {name}", begin, load, lambda: self._engine.validate_pin(name, prompt_token_ids, **options)
         ):
             pass
 

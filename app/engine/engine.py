@@ -124,7 +124,14 @@ class Engine:
             self._meter = LoadMeter()
             self._generations: dict[str, Generation] = {}
             self._vocabulary = Vocabulary(self.model)
-            self._intake = Intake(self.model, self.memory, self._vocabulary, self._scheduler, self.max_model_len)
+            self._intake = Intake(
+                self.model,
+                self.memory,
+                self._vocabulary,
+                self._scheduler,
+                self.max_model_len,
+                isolate_tenants=config.isolate_tenants,
+            )
             self._decoding = Decoding(
                 self.memory, self._scheduler, self._vocabulary, self._generations, self._meter, self._speculation
             )
@@ -233,26 +240,32 @@ class Engine:
             )
 
     def pin(
-        self, request_id: str, name: str, prompt_token_ids: Sequence[int], *, cache_salt: str | None = None
+        self, request_id: str, name: str, prompt_token_ids: Sequence[int], **options: Unpack[RequestOptions]
     ) -> None:
-        """Compute a prefix, unless it is cached, and keep it until `unpin`.
+        """Compute a prefix, unless it is cached, and keep it until `unpin`. To pin the same under the same name once
+        more changes nothing.
 
         The only delta of the request says when it is pinned, or why not.
+
+        Args:
+            options: whom it is for: `cache_salt` and `tenant` as theirs who will use it.
 
         Raises:
             RequestError: as `validate_pin` does, and for an id that is in use.
         """
-        prefix = self.validate_pin(name, prompt_token_ids)
-        request = self._add(request_id, prefix, SamplingParams(max_tokens=1), {"cache_salt": cache_salt})
-        request.pin_name = name
+        prefix = self.validate_pin(name, prompt_token_ids, **options)
+        self._add(request_id, prefix, SamplingParams(max_tokens=1), options).pin_name = name
 
-    def validate_pin(self, name: str, prompt_token_ids: Sequence[int]) -> Sequence[int]:
+    def validate_pin(
+        self, name: str, prompt_token_ids: Sequence[int], **options: Unpack[RequestOptions]
+    ) -> Sequence[int]:
         """What of a prompt would be pinned: whole blocks. Safe to call from any thread.
 
         Raises:
-            RequestError: the prompt is invalid or shorter than a block, the name is taken, or prefixes are not cached.
+            RequestError: the prompt is invalid or shorter than a block, the name is another prefix's, or prefixes are
+                not cached.
         """
-        return self._intake.prefix_to_pin(name, prompt_token_ids)
+        return self._intake.prefix_to_pin(name, prompt_token_ids, self._intake.prefix_keys(options))
 
     def unpin(self, name: str) -> None:
         """Let a pinned prefix go the way of others. From any thread. Raises `RequestError` if there is none of that

@@ -104,9 +104,11 @@ class EngineReplica:
             )
         return self._engine.set_budget(budget_bytes, revision)
 
-    async def pin(self, name: str, prompt_token_ids: list[int], cache_salt: str | None) -> None:
+    async def pin(
+        self, name: str, prompt_token_ids: list[int], cache_salt: str | None, tenant: str | None = None
+    ) -> None:
         """Compute a prefix and keep it (`Engine.pin`)."""
-        await self._engine.pin(name, prompt_token_ids, cache_salt=cache_salt)
+        await self._engine.pin(name, prompt_token_ids, cache_salt=cache_salt, tenant=tenant)
 
     async def unpin(self, name: str) -> None:
         """Let a pinned prefix go."""
@@ -143,6 +145,7 @@ class EngineReplica:
             cache_salt=request.cache_salt,
             adapter=request.adapter,
             tenant=request.tenant,
+            user=request.user,
             timeout_s=request.timeout_s,
             expected_cached_tokens=expected.cached_tokens if expected is not None else None,
         )

@@ -52,17 +52,21 @@ class FolioRouter(FIFOMixin, RequestRouter):
     others get their replica in the order in which they came.
     """
 
-    def initialize_state(self, policy: str = "prefix_aware", stale_after_s: float = 5.0) -> None:  # type: ignore[override]
+    def initialize_state(  # type: ignore[override]
+        self, policy: str = "prefix_aware", stale_after_s: float = 5.0, isolate_tenants: bool = True
+    ) -> None:
         """`request_router_kwargs` of the YAML.
 
         Args:
             policy: see `app.fleet.policies`.
             stale_after_s: a report this old is none.
+            isolate_tenants: the engines' setting; otherwise cached prefixes would not be found.
 
         Raises:
             ConfigError: there is no such policy.
         """
         self._fleet = Fleet(stale_after_s=stale_after_s)
+        self._isolate_tenants = isolate_tenants
         self._policy = make_policy(policy, self._fleet, seed=random.getrandbits(64))
         self._by_name: dict[str, RunningReplica] = {}
         self._waiting: dict[asyncio.Future[RunningReplica], _Waiting] = {}
@@ -192,7 +196,8 @@ class FolioRouter(FIFOMixin, RequestRouter):
             return RoutedRequest(request_id, 0)
         keys: list[bytes] = []
         if self._fleet.unit_tokens is not None:
-            keys = prompt_keys(call.prompt_token_ids, self._fleet.unit_tokens, call.cache_salt, call.adapter)
+            tenant = call.tenant if self._isolate_tenants else None
+            keys = prompt_keys(call.prompt_token_ids, self._fleet.unit_tokens, call.cache_salt, call.adapter, tenant)
         session = call.session or pending.metadata.session_id or None
         return RoutedRequest(request_id, len(call.prompt_token_ids), keys, session)
 

@@ -66,6 +66,9 @@ class EngineConfig:
         fair_tenants: requests wait in one queue for each tenant, and prompts are computed in turn.
         max_queued_requests: more are refused with `OverloadedError`; `None`: no bound.
         journal: a file that takes down every decision of the scheduler, to be replayed.
+        warm_up: a server's engine runs, before it takes requests, what the first ones would have waited for.
+        restore_prefixes_s: a new replica computes, before it takes requests and for so long at most, what others have
+            pinned and what they are asked for most; 0: nothing of it.
         skip_tokenizer_init: no tokenizer: prompts are token ids and there is no text.
     """
 
@@ -105,6 +108,8 @@ class EngineConfig:
     fair_tenants: bool = False
     max_queued_requests: int | None = None
     journal: str | None = None
+    warm_up: bool = True
+    restore_prefixes_s: float = 10.0
     skip_tokenizer_init: bool = False
 
     def __post_init__(self) -> None:
@@ -147,6 +152,12 @@ class EngineConfig:
             raise ConfigError(f"pin_quota is {self.pin_quota}; it must be between 0 and 1")
         if both := self.pinned_prompts.keys() & self.pinned_system_prompts.keys():
             raise ConfigError(f"{sorted(both)} name both a pinned prompt and a pinned system prompt")
-        for name in ("kv_memory_floor_bytes", "kv_idle_release_s", "prefix_cache_release_s", "swap_bytes"):
+        for name in (
+            "kv_memory_floor_bytes",
+            "kv_idle_release_s",
+            "prefix_cache_release_s",
+            "swap_bytes",
+            "restore_prefixes_s",
+        ):
             if not getattr(self, name) >= 0:  # NaN is not
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")

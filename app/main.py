@@ -123,7 +123,7 @@ def build(args: AppArgs) -> Application:
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
-        request_router_config=router_config(args.routing),
+        request_router_config=router_config(args.routing, isolate_tenants=args.engine.isolate_tenants),
         **replica_resources(args.engine),
     )(EngineReplica)
     ingress: Any = serve.deployment(
@@ -186,8 +186,11 @@ def shared_engine(args: AppArgs) -> EngineConfig:
     return replace(engine, kv_memory_bytes=shared_bytes)
 
 
-def router_config(routing: RoutingArgs) -> RequestRouterConfig:
+def router_config(routing: RoutingArgs, *, isolate_tenants: bool = True) -> RequestRouterConfig:
     """Serve's settings for the handles of the engine replicas.
+
+    Args:
+        isolate_tenants: the engines' setting.
 
     Raises:
         ConfigError: reports would be stale before the next ones are there.
@@ -203,6 +206,7 @@ def router_config(routing: RoutingArgs) -> RequestRouterConfig:
             "policy": routing.policy,
             "stale_after_s": routing.stale_after_s,
             "wait_for_replica_s": routing.wait_for_replica_s,
+            "isolate_tenants": isolate_tenants,
         },
         "request_routing_stats_period_s": routing.report_period_s,
     }

@@ -176,7 +176,7 @@ class Ingress:
             EngineError: a replica has no room for it within its quota.
         """
         prefix = await asyncio.to_thread(encode_pin, self._tokenizer, request)
-        await self._replicas.all("pin", request.name, prefix, request.cache_salt)
+        await self._replicas.all("pin", request.name, prefix, request.cache_salt, request.tenant)
 
     async def unpin(self, name: str) -> None:
         """Let a pinned prefix go. Raises `RequestError` if none of that name is pinned."""
@@ -279,7 +279,8 @@ def _call_of(
         priority=request.priority,
         cache_salt=request.cache_salt,
         adapter=adapter,
-        tenant=request.whose,
+        tenant=request.tenant,
+        user=request.user or None,
         timeout_s=request.timeout_s,
         session=session,
     )

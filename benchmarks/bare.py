@@ -101,8 +101,8 @@ async def _send(engine: Any, ask: Ask, record: Record, clock: Clock) -> None:
 
     record.sent_s = clock.now()
     params = SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, ignore_eos=True)
-    async for delta in engine.generate(ask.prompt, params):
-        if delta.text:
-            record.events.append((clock.now(), len(delta.text)))
-        record.num_tokens += len(delta.token_ids)
+    async for deltas in engine.generate(ask.prompt, params):
+        if num_characters := sum(len(delta.text) for delta in deltas):
+            record.events.append((clock.now(), num_characters))
+        record.num_tokens += sum(len(delta.token_ids) for delta in deltas)
     record.status, record.done, record.ended_s = 200, True, clock.now()

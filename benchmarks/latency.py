@@ -94,6 +94,14 @@ def tokens_per_s(records: Sequence[Record], begin_s: float, end_s: float) -> flo
     return sum(r.tokens_between(begin_s, end_s) for r in records if r.completed) / (end_s - begin_s)
 
 
+def slope_per_minute(points: list[tuple[float, float]]) -> float:
+    """Of the straight line through (seconds, value) with the least squares."""
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    return 60 * sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
+
+
 HEADINGS = ("rate", "tokens/s", "TTFT p50", "p99", "TPOT p50", "p99", "gap p99", "ms/token", "good", "refused", "lost")
 
 

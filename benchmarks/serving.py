@@ -34,7 +34,7 @@ from benchmarks.latency import Summary, Targets
 from benchmarks.load import Ask, HttpTarget, Record, closed_loop, connect, open_loop
 from benchmarks.served import served
 from benchmarks.throughput import VOCAB_SIZE, checkpoint
-from benchmarks.usage import Usage, Watch, slope_per_minute
+from benchmarks.usage import Usage, Watch
 
 FOLIO, ENGINE = "folio", "EngineReplica"
 # Requests of the closed loop: as in `benchmarks.throughput`.
@@ -239,7 +239,7 @@ async def soak(target: HttpTarget, minutes: float, tokens_per_s: float, skip: in
         "requests": len(records),
         "not_completed": sum(not r.completed for r in records),
         "private_mib": series,
-        "mib_per_minute": {kind: slope_per_minute(points) for kind, points in series.items()},
+        "mib_per_minute": {kind: latency.slope_per_minute(points) for kind, points in series.items()},
     }
 
 

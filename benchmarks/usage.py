@@ -69,14 +69,6 @@ class Watch:
             await asyncio.sleep(self.period_s)
 
 
-def slope_per_minute(points: list[tuple[float, float]]) -> float:
-    """Of the straight line through (seconds, value) with the least squares."""
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    return 60 * sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
-
-
 def _kind(title: str) -> str:
     for beginning, kind in _TITLES.items():
         if title.startswith(beginning):

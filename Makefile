@@ -33,7 +33,7 @@ check: $(VENV)/.dev
 
 bench: $(VENV)/.bench compiler
 	@echo "==> Running the benchmarks, quick versions"
-	for name in walkthrough attention throughput mapping elastic fragmentation sharing preemption tensor_parallel routing; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+	for name in walkthrough attention throughput mapping elastic fragmentation sharing preemption tensor_parallel routing serving; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 
 clean:
 	@echo "==> Removing the virtual environment and caches"

@@ -48,8 +48,8 @@ class ReplicaLoad(LoadFigures):
     """Of the last seconds, in steps that compute prompts."""
     max_num_seqs: int
     """Sequences that run at once."""
-    ready_s: float | None
-    """Seconds from the start of the replica until it was ready, if they were measured."""
+    ready_s: float
+    """Seconds from the start of its engine until it was ready."""
 
 
 class LoadReport(_Report):

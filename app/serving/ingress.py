@@ -17,13 +17,14 @@ from ray.serve.handle import DeploymentHandle
 from app.engine.model_loader import load_tokenizer
 from app.engine.params import SamplingParams
 from app.errors import (
-    EngineError,
     FolioError,
     RequestError,
+    UnavailableError,
     UnknownModelError,
     UnknownPinError,
     UnknownRequestError,
 )
+from app.fleet.overload import Refusals
 from app.openai.answers import CompletionAnswer
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, GenerationBody, PinRequest
 from app.openai.chat_answers import ChatAnswer
@@ -45,6 +46,7 @@ from app.openai.responses_replies import ResponseObject, StreamEvent
 from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
 from app.openai.token_texts import TokenTexts
 from app.openai.tools import tool_use
+from app.serving.admission import Admission
 from app.serving.calls import Replicas
 from app.serving.messages import ForkCall, GenerateRequest
 from app.serving.reports import load_report, pin_list
@@ -81,7 +83,9 @@ class Ingress:
         self._tokens = TokenTexts(self._tokenizer)
         self._model_name = model_name
         self._adapters = tuple(adapters)
-        self._replicas = Replicas(engine)
+        refusals = Refusals()
+        self._replicas = Replicas(engine, refusals)
+        self._admission = Admission(refusals)
         self._created = int(time.time())
         self._max_model_len: int | None = None
 
@@ -89,12 +93,22 @@ class Ingress:
         return build_api(self)
 
     async def ready(self) -> None:
-        """Returns when an engine replica answers that it is well."""
+        """Returns when an engine replica answers that it is well.
+
+        Raises:
+            UnavailableError: none does, or the server is about to stop.
+        """
+        self._admission.check_open()
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 await self._replicas.facts()
         except TimeoutError:
-            raise EngineError(f"no engine replica answered within {READY_TIMEOUT_S} s") from None
+            raise UnavailableError(f"no engine replica answered within {READY_TIMEOUT_S} s") from None
+
+    async def drain(self) -> int:
+        """Take nothing new from now on; returns how many requests are under way."""
+        self._admission.drain()
+        return self._admission.num_inside
 
     async def models(self) -> ModelList:
         return ModelList(data=[await self.model(name) for name in (self._model_name, *self._adapters)])
@@ -106,68 +120,74 @@ class Ingress:
 
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion, whole."""
-        calls, answer = await asyncio.to_thread(self._completion, request, session)
-        await self._pin_prompt(request, calls)
-        return answer.whole(await self._replicas.generate(calls))
+        with self._admission.enter():
+            calls, answer = await asyncio.to_thread(self._completion, request, session)
+            await self._pin_prompt(request, calls)
+            return answer.whole(await self._replicas.generate(calls))
 
     async def generate_stream(
         self, request: CompletionRequest, session: str | None = None
     ) -> AsyncIterator[Completion]:
         """A completion, piece by piece: outputs take turns as they are generated."""
-        calls, answer = await asyncio.to_thread(self._completion, request, session)
-        await self._pin_prompt(request, calls)
-        async with aclosing(self._replicas.generate_stream(calls)) as pieces:
-            async for prompt, piece in pieces:
-                yield answer.chunk(piece, prompt)
-        if request.include_usage:
-            yield answer.last_chunk()
+        with self._admission.enter():
+            calls, answer = await asyncio.to_thread(self._completion, request, session)
+            await self._pin_prompt(request, calls)
+            async with aclosing(self._replicas.generate_stream(calls)) as pieces:
+                async for prompt, piece in pieces:
+                    yield answer.chunk(piece, prompt)
+            if request.include_usage:
+                yield answer.last_chunk()
 
     async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
         """A chat completion, whole."""
-        call, answer = await asyncio.to_thread(self._chat, request, session)
-        await self._pin_prompt(request, [call])
-        [outputs] = await self._replicas.generate([call])
-        return answer.whole(outputs)
+        with self._admission.enter():
+            call, answer = await asyncio.to_thread(self._chat, request, session)
+            await self._pin_prompt(request, [call])
+            [outputs] = await self._replicas.generate([call])
+            return answer.whole(outputs)
 
     async def chat_stream(
         self, request: ChatCompletionRequest, session: str | None = None
     ) -> AsyncIterator[ChatCompletionChunk]:
         """A chat completion, piece by piece; the first chunk of each output carries the role."""
-        call, answer = await asyncio.to_thread(self._chat, request, session)
-        await self._pin_prompt(request, [call])
-        async with aclosing(self._replicas.generate_stream([call])) as pieces:
-            async for _, piece in pieces:
-                chunk = answer.chunk(piece)
-                if chunk is not None:
-                    yield chunk
-        if request.include_usage:
-            yield answer.last_chunk()
+        with self._admission.enter():
+            call, answer = await asyncio.to_thread(self._chat, request, session)
+            await self._pin_prompt(request, [call])
+            async with aclosing(self._replicas.generate_stream([call])) as pieces:
+                async for _, piece in pieces:
+                    chunk = answer.chunk(piece)
+                    if chunk is not None:
+                        yield chunk
+            if request.include_usage:
+                yield answer.last_chunk()
 
     async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject:
         """A response, whole."""
-        call, answer = await asyncio.to_thread(self._response, request, session)
-        await self._pin_prompt(request, [call])
-        [outputs] = await self._replicas.generate([call])
-        return answer.whole(outputs)
+        with self._admission.enter():
+            call, answer = await asyncio.to_thread(self._response, request, session)
+            await self._pin_prompt(request, [call])
+            [outputs] = await self._replicas.generate([call])
+            return answer.whole(outputs)
 
     async def responses_stream(
         self, request: ResponsesRequest, session: str | None = None
     ) -> AsyncIterator[StreamEvent]:
         """A response, event by event. Once it has begun, what goes wrong is its last event instead of an error."""
-        call, answer = await asyncio.to_thread(self._response, request, session)
-        await self._pin_prompt(request, [call])
-        begun = False
-        try:
-            async with aclosing(self._replicas.generate_stream([call])) as pieces:
-                async for _, piece in pieces:
-                    for event in answer.events(piece):
-                        begun = True
-                        yield event
-        except FolioError as error:
-            if not begun:
-                raise
-            logger.exception("a response failed")
-            yield answer.failed(error)
+        with self._admission.enter():
+            call, answer = await asyncio.to_thread(self._response, request, session)
+            await self._pin_prompt(request, [call])
+            begun = False
+            try:
+                async with aclosing(self._replicas.generate_stream([call])) as pieces:
+                    async for _, piece in pieces:
+                        for event in answer.events(piece):
+                            begun = True
+                            yield event
+            except FolioError as error:
+                if not begun:
+                    raise
+                logger.exception("a response failed")
+                yield answer.failed(error)
 
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
         """The tokens of a text or a conversation."""
@@ -186,17 +206,19 @@ class Ingress:
         Raises:
             UnknownRequestError: no replica has the request, or not any more.
         """
-        call, answer = self._fork(request)
-        return answer.whole([await self._replicas.fork(call)])
+        with self._admission.enter():
+            call, answer = self._fork(request)
+            return answer.whole([await self._replicas.fork(call)])
 
     async def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]:
         """The same, piece by piece."""
-        call, answer = self._fork(request)
-        async with aclosing(self._replicas.fork_stream(call)) as pieces:
-            async for piece in pieces:
-                yield answer.chunk(piece)
-        if request.include_usage:
-            yield answer.last_chunk()
+        with self._admission.enter():
+            call, answer = self._fork(request)
+            async with aclosing(self._replicas.fork_stream(call)) as pieces:
+                async for piece in pieces:
+                    yield answer.chunk(piece)
+            if request.include_usage:
+                yield answer.last_chunk()
 
     async def report(self) -> MemoryReport:
         """KV memory of one engine replica."""
@@ -231,7 +253,7 @@ class Ingress:
             EngineError: a replica has no room for it within its quota.
         """
         prefix = await asyncio.to_thread(encode_pin, self._tokenizer, request)
-        await self._replicas.all("pin", request.name, prefix, request.cache_salt)
+        await self._replicas.all("pin", request.name, prefix, request.cache_salt, request.tenant)
 
     async def unpin(self, name: str) -> None:
         """Let a pinned prefix go on every engine replica: those that have started later may not have it.
@@ -255,7 +277,7 @@ class Ingress:
         [call] = calls
         if call.adapter is not None:
             raise RequestError(f"prefixes are pinned for the model {self._model_name!r} only, not for adapters", "pin")
-        await self._replicas.all("pin", request.pin, call.prompt_token_ids, call.cache_salt)
+        await self._replicas.all("pin", request.pin, call.prompt_token_ids, call.cache_salt, call.tenant)
 
     def _tokens_of(self, request: TokenizeRequest, max_model_len: int) -> Tokens:
         if request.model is not None:
@@ -368,7 +390,8 @@ def _call_of(
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         adapter=adapter,
-        tenant=request.whose,
+        tenant=request.tenant,
+        user=request.user or None,
         timeout_s=request.timeout_s,
         session=session or request.prompt_cache_key,
     )

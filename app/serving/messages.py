@@ -18,8 +18,12 @@ _STEP_FIELDS = {field.name for field in fields(StepTimes)}
 class GenerateRequest:
     """A tokenised prompt and how to continue it.
 
-    `priority`, `cache_salt`, `adapter`, `tenant`, `timeout_s`: see `RequestOptions`; `session`: what belongs together,
-    a hint for the router; `expected`: the router's word for what a replica has cached of the prompt.
+    `priority`, `cache_salt`, `adapter`, `tenant`, `user`, `timeout_s`: see `RequestOptions`; `session`: what belongs
+    together, a hint for the router; `expected`: the router's word for what a replica has cached of the prompt.
+
+    Attributes:
+        refused_by: replicas whose queues were full a moment ago: to be asked last.
+        stopped: replicas whose engines have stopped: not to be asked.
     """
 
     request_id: str
@@ -29,9 +33,12 @@ class GenerateRequest:
     cache_salt: str | None = None
     adapter: str | None = None
     tenant: str | None = None
+    user: str | None = None
     timeout_s: float | None = None
     session: str | None = None
     expected: Expected | None = None
+    refused_by: tuple[str, ...] = ()
+    stopped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +74,7 @@ class ReplicaStatus:
     Attributes:
         name: of the replica.
         prompt_tokens, cached_tokens: `queried_tokens` and `hit_tokens` of the memory.
-        ready_s: seconds from its start until it was ready, if they were measured.
+        ready_s: seconds from the engine's start until it was ready.
     """
 
     name: str
@@ -88,10 +95,10 @@ class ReplicaStatus:
     prompt_tokens: int
     cached_tokens: int
     pins: tuple[PinReport, ...]
-    ready_s: float | None = None
+    ready_s: float
 
     @staticmethod
-    def of(name: str, load: ReplicaReport, memory: MemoryReport, ready_s: float | None = None) -> ReplicaStatus:
+    def of(name: str, load: ReplicaReport, memory: MemoryReport, ready_s: float) -> ReplicaStatus:
         return ReplicaStatus(
             name=name,
             num_running=load.num_running,

@@ -22,7 +22,7 @@ from app.errors import ConfigError, OverloadedError, RequestError, UnavailableEr
 from app.fleet.autoscaling import ReplicaLoad
 from app.openai.pieces import Piece, PieceCollector
 from app.serving.ledger import BudgetMember, device_of_this_replica
-from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts, report_as_stats
+from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts, ReplicaStatus, report_as_stats
 from app.serving.metrics import ReadyGauge, RoutingAudit, SpeculationMeter
 from app.serving.pace import StreamPace
 from app.serving.peers import Peers
@@ -108,6 +108,11 @@ class EngineReplica:
     async def report(self) -> MemoryReport:
         """Where KV memory is now."""
         return self._engine.report()
+
+    async def status(self) -> ReplicaStatus:
+        """What operators want to know. Raises `UnavailableError` once the engine has stopped."""
+        load, report = self._engine.load(most_keys=0), self._engine.report()
+        return ReplicaStatus.of(self._name, load, report, self._engine.start_times.ready_s)
 
     async def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change how much memory this replica's KV cache may take (`KVMemory.set_budget`).

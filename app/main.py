@@ -10,6 +10,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from app.config import EngineConfig
+from app.edge.settings import HttpSettings
 from app.errors import ConfigError
 from app.fleet.policies import PolicyName
 from app.serving.ingress import Ingress
@@ -52,6 +53,7 @@ class AppArgs(BaseModel):
         shared_kv_memory_bytes: KV memory that all replicas on one device, a GPU or a node's CPUs, share: each may take
             what others do not need. None: each has `engine.kv_memory_bytes` for itself.
         routing: which replica gets a request.
+        http: who may call over HTTP, and how much.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -60,6 +62,7 @@ class AppArgs(BaseModel):
     model_name: str | None = None
     shared_kv_memory_bytes: int | None = None
     routing: RoutingArgs = RoutingArgs()
+    http: HttpSettings = HttpSettings()
 
 
 def build(args: AppArgs) -> Application:
@@ -85,7 +88,9 @@ def build(args: AppArgs) -> Application:
         max_ongoing_requests=MAX_ONGOING_REQUESTS, graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S
     )(Ingress)
     replica = engine.bind(shared_engine(args), args.shared_kv_memory_bytes)
-    application: Application = ingress.bind(args.engine.model, model_name, replica, tuple(args.engine.adapters))
+    application: Application = ingress.bind(
+        args.engine.model, model_name, replica, tuple(args.engine.adapters), args.http
+    )
     return application
 
 

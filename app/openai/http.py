@@ -12,6 +12,9 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from app.edge.exchange import note_error
+from app.edge.protect import protect
+from app.edge.settings import HttpSettings
 from app.errors import FolioError
 from app.openai import errors
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest
@@ -44,8 +47,12 @@ class Service(Protocol):
     async def ready(self) -> None: ...
 
 
-def build_api(service: Service) -> FastAPI:
-    """The ASGI application."""
+def build_api(service: Service, settings: HttpSettings | None = None, *, echoes_id: bool = True) -> FastAPI:
+    """The ASGI application, guarded as the settings say; `echoes_id` as in `Guard`.
+
+    Raises:
+        ConfigError: the API keys cannot be read.
+    """
     api = FastAPI(title="Folio", summary="OpenAI-compatible LLM server", version="0.1.0")
     error_answers: dict[int | str, dict[str, object]] = {
         status: {"model": ErrorBody} for status in (400, 404, 408, 429, 500, 503)
@@ -90,11 +97,12 @@ def build_api(service: Service) -> FastAPI:
     @api.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
         status, answer = errors.error_response(error)
+        note_error(answer.error.code)
         if status >= 500:
             logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return _json(answer, status, errors.error_headers(error))
 
-    return api
+    return protect(api, settings or HttpSettings(), echoes_id=echoes_id)
 
 
 def _json(answer: BaseModel, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -113,6 +121,8 @@ async def _stream(chunks: AsyncIterator[BaseModel]) -> Response:
             yield "data: [DONE]\n\n"
         except Exception as error:  # the status is sent already: the error becomes an event
             logger.exception("a stream failed")
-            yield f"data: {errors.error_response(error)[1].model_dump_json()}\n\n"
+            answer = errors.error_response(error)[1]
+            note_error(answer.error.code)
+            yield f"data: {answer.model_dump_json()}\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

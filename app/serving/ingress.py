@@ -13,9 +13,12 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from app.edge.exchange import current_exchange
+from app.edge.settings import HttpSettings
 from app.engine.model_loader import load_tokenizer
 from app.engine.params import SamplingParams
 from app.errors import EngineError, UnknownModelError, UnknownRequestError
+from app.logs import configure_logs
 from app.openai.answers import CompletionAnswer
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, GenerationBody, PinRequest
 from app.openai.chat_answers import ChatAnswer
@@ -46,11 +49,19 @@ class Ingress:
         model_name: what clients call it.
         engine: handle of the engine replicas.
         adapters: names of the LoRA adapters that the engine has.
+        http: how the HTTP interface is protected.
     """
 
     def __init__(
-        self, model: str, model_name: str, engine: DeploymentHandle[Any], adapters: Sequence[str] = ()
+        self,
+        model: str,
+        model_name: str,
+        engine: DeploymentHandle[Any],
+        adapters: Sequence[str] = (),
+        http: HttpSettings | None = None,
     ) -> None:
+        configure_logs()
+        self._http = http
         self._tokenizer = load_tokenizer(model)
         self._tokens = TokenTexts(self._tokenizer)
         self._model_name = model_name
@@ -60,7 +71,7 @@ class Ingress:
         self._max_model_len: int | None = None
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_api(self)
+        return build_api(self, self._http, echoes_id=False)  # Serve's proxy does
 
     async def ready(self) -> None:
         """Returns when an engine replica answers that it is well."""
@@ -252,6 +263,17 @@ def _call_of(
     adapter: str | None,
     session: str | None,
 ) -> GenerateRequest:
+    tenant, timeout_s = request.whose, request.timeout_s
+    exchange = current_exchange()
+    if exchange is not None:
+        tenant, timeout_s = exchange.admit(
+            request_id,
+            model=request.model,
+            tenant=tenant,
+            named_tenant=request.tenant,
+            priority=request.priority,
+            timeout_s=timeout_s,
+        )
     return GenerateRequest(
         request_id=request_id,
         prompt_token_ids=prompt,
@@ -259,7 +281,7 @@ def _call_of(
         priority=request.priority,
         cache_salt=request.cache_salt,
         adapter=adapter,
-        tenant=request.whose,
-        timeout_s=request.timeout_s,
+        tenant=tenant,
+        timeout_s=timeout_s,
         session=session,
     )

@@ -26,6 +26,7 @@ class Exchange:
     """
 
     __slots__ = (
+        "_is_running",
         "_quota",
         "_settings",
         "begun_at",
@@ -43,6 +44,7 @@ class Exchange:
     def __init__(self, settings: HttpSettings, request_id: str) -> None:
         self._settings = settings
         self._quota: Quota | None = None
+        self._is_running = False  # it counts as one of its caller's
         self.request_id = request_id
         self.begun_at = time.monotonic()
         self.first_byte_at: float | None = None  # of an answer that is streamed
@@ -56,12 +58,13 @@ class Exchange:
 
     def begin(self, quota: Quota) -> None:
         """Its caller is known. Raises `RateLimitError`."""
-        quota.begin()
         self._quota = quota
+        quota.begin()
+        self._is_running = True
 
     def end(self) -> None:
         """It is over, however it ended. What an overloaded or broken engine did not compute is given back."""
-        if self._quota is None:
+        if self._quota is None or not self._is_running:
             return
         self._quota.end()
         failed = self.status is None or self.status == 429 or self.status >= 500

@@ -77,7 +77,6 @@ class Exchange:
         *,
         model: str,
         tenant: str | None,
-        named_tenant: str | None,
         priority: int,
         timeout_s: float | None,
     ) -> Admission:
@@ -85,8 +84,7 @@ class Exchange:
 
         Args:
             generation_id: what the engine knows the request by.
-            tenant: whose the request is if the key does not say.
-            named_tenant: whose it says to be itself.
+            tenant: whose the request says to be.
 
         Raises:
             ForbiddenError: the key does not allow it.
@@ -102,7 +100,7 @@ class Exchange:
                     f"priority is {priority}; your API key allows {key.best_priority} and above", "priority"
                 )
             if key.tenant is not None:
-                if named_tenant not in (None, key.tenant):
+                if tenant not in (None, key.tenant):
                     raise ForbiddenError("tenant is not that of your API key; leave it out", "tenant")
                 tenant = key.tenant
         default, most = self._settings.default_timeout_s, self._settings.max_timeout_s

@@ -33,7 +33,7 @@ def test_an_answer(line: Any, tmp_path: Path) -> None:
     async def generate(scope: Any, receive: Any, send: Any) -> None:
         exchange = current_exchange()
         assert exchange is not None
-        admission = exchange.admit("cmpl-1", model="m", tenant=None, named_tenant=None, priority=0, timeout_s=None)
+        admission = exchange.admit("cmpl-1", model="m", tenant=None, priority=0, timeout_s=None)
         assert admission.tenant == "acme co"
         exchange.count_prompt(5)
         await send({"type": "http.response.start", "status": 200, "headers": []})

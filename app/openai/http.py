@@ -14,6 +14,9 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 
+from app.edge.exchange import note_error
+from app.edge.protect import protect
+from app.edge.settings import HttpSettings
 from app.errors import FolioError
 from app.openai import errors, examples
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, PinRequest
@@ -65,8 +68,12 @@ class Service(Protocol):
     async def ready(self) -> None: ...
 
 
-def build_api(service: Service) -> FastAPI:
-    """The ASGI application."""
+def build_api(service: Service, settings: HttpSettings | None = None, *, echoes_id: bool = True) -> FastAPI:
+    """The ASGI application, guarded as the settings say; `echoes_id` as in `Guard`.
+
+    Raises:
+        ConfigError: the API keys cannot be read.
+    """
     api = FastAPI(
         title="Folio",
         summary="OpenAI-compatible LLM server",
@@ -82,7 +89,7 @@ def build_api(service: Service) -> FastAPI:
     _add_operation(api, service)
     _add_error_handlers(api)
     describe(api)
-    return api
+    return protect(api, settings or HttpSettings(), echoes_id=echoes_id)
 
 
 def _add_generation(api: FastAPI, service: Service) -> None:
@@ -190,6 +197,7 @@ def _add_error_handlers(api: FastAPI) -> None:
     @api.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
         status, answer = errors.error_response(error)
+        note_error(answer.error.code)
         if status >= 500:
             logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return _json(answer, status, errors.error_headers(error))
@@ -245,7 +253,9 @@ async def _sent(
                     yield shown(item)
             yield end
         except Exception as error:  # the status is sent already: the error becomes an event
-            unexpected = errors.error_response(error)[0] >= 500
+            status, answer = errors.error_response(error)
+            note_error(answer.error.code)
+            unexpected = status >= 500
             logger.log(logging.ERROR if unexpected else logging.INFO, "a stream failed: %s", error, exc_info=unexpected)
             yield failed(error)
 

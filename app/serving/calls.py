@@ -210,4 +210,4 @@ def unwrap(error: Exception) -> FolioError:
     ):
         return UnavailableError("the engine replica cannot be reached; send the request again")
     cause = error.cause if isinstance(error, RayTaskError) else None
-    return cause if isinstance(cause, FolioError) else EngineError(f"the engine replica failed: {error}")
+    return cause if isinstance(cause, FolioError) else EngineError("the engine replica failed; its log says more")

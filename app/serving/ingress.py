@@ -14,6 +14,8 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from app.edge.exchange import current_exchange
+from app.edge.settings import HttpSettings
 from app.engine.model_loader import load_tokenizer
 from app.engine.params import SamplingParams
 from app.errors import (
@@ -25,6 +27,7 @@ from app.errors import (
     UnknownRequestError,
 )
 from app.fleet.overload import Refusals
+from app.logs import configure_logs
 from app.openai.answers import CompletionAnswer
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, GenerationBody, PinRequest
 from app.openai.chat_answers import ChatAnswer
@@ -74,11 +77,19 @@ class Ingress:
         model_name: what clients call it.
         engine: handle of the engine replicas.
         adapters: names of the LoRA adapters that the engine has.
+        http: how the HTTP interface is protected.
     """
 
     def __init__(
-        self, model: str, model_name: str, engine: DeploymentHandle[Any], adapters: Sequence[str] = ()
+        self,
+        model: str,
+        model_name: str,
+        engine: DeploymentHandle[Any],
+        adapters: Sequence[str] = (),
+        http: HttpSettings | None = None,
     ) -> None:
+        configure_logs()
+        self._http = http
         self._tokenizer = load_tokenizer(model)
         self._tokens = TokenTexts(self._tokenizer)
         self._model_name = model_name
@@ -90,7 +101,7 @@ class Ingress:
         self._max_model_len: int | None = None
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_api(self)
+        return build_api(self, self._http, echoes_id=False)  # Serve's proxy does
 
     async def ready(self) -> None:
         """Returns when an engine replica answers that it is well.
@@ -383,6 +394,16 @@ def _call_of(
     adapter: str | None,
     session: str | None,
 ) -> GenerateRequest:
+    tenant, timeout_s = request.tenant, request.timeout_s
+    exchange = current_exchange()
+    if exchange is not None:
+        tenant, timeout_s = exchange.admit(
+            request_id,
+            model=request.model,
+            tenant=tenant,
+            priority=request.priority or 0,
+            timeout_s=timeout_s,
+        )
     return GenerateRequest(
         request_id=request_id,
         prompt_token_ids=prompt,
@@ -390,8 +411,8 @@ def _call_of(
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         adapter=adapter,
-        tenant=request.tenant,
+        tenant=tenant,
         user=request.user or None,
-        timeout_s=request.timeout_s,
+        timeout_s=timeout_s,
         session=session or request.prompt_cache_key,
     )

@@ -74,7 +74,7 @@ class ReplicaStatus:
     Attributes:
         name: of the replica.
         prompt_tokens, cached_tokens: `queried_tokens` and `hit_tokens` of the memory.
-        ready_s: seconds from the engine's start until it was ready.
+        ready_s: seconds from its start until it was ready.
     """
 
     name: str

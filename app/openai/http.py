@@ -13,11 +13,12 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
+from starlette.routing import Match
 
 from app.edge.exchange import note_error
 from app.edge.protect import protect
 from app.edge.settings import HttpSettings
-from app.errors import FolioError
+from app.errors import FolioError, UnknownPinError
 from app.openai import errors, examples
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, PinRequest
 from app.openai.description import CHAT_STREAM, COMPLETION_STREAM, DESCRIPTION, ERRORS, RESPONSE_STREAM, describe
@@ -174,7 +175,10 @@ def _add_operation(api: FastAPI, service: Service) -> None:
     async def pin(request: Annotated[PinRequest, Body(openapi_examples=examples.PIN)]) -> PinCard:
         """Compute a prefix on every engine replica, and keep it in the prefix cache until it is unpinned."""
         await service.pin(request)
-        return next(card for card in (await service.pins()).data if card.id == request.name)
+        cards = {card.id: card for card in (await service.pins()).data}
+        if request.name not in cards:
+            raise UnknownPinError(f"{request.name!r} has been unpinned meanwhile", "name")
+        return cards[request.name]
 
     @api.delete("/v1/pins/{name:path}", tags=["operation"])
     async def unpin(name: str) -> PinDeleted:
@@ -191,7 +195,8 @@ def _add_error_handlers(api: FastAPI) -> None:
     @api.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         answer = errors.http_error(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
-        return _json(answer, error.status_code, error.headers)
+        headers = _allowed(request) if error.status_code == 405 else error.headers
+        return _json(answer, error.status_code, headers)
 
     @api.exception_handler(FolioError)
     @api.exception_handler(Exception)
@@ -201,6 +206,12 @@ def _add_error_handlers(api: FastAPI) -> None:
         if status >= 500:
             logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return _json(answer, status, errors.error_headers(error))
+
+
+def _allowed(request: Request) -> dict[str, str]:
+    """The methods of all routes of a path: Starlette names those of the first one."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return {"Allow": ", ".join(sorted({method for route in routes for method in route.methods}))}
 
 
 def _json(answer: BaseModel, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

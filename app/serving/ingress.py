@@ -288,7 +288,10 @@ class Ingress:
         [call] = calls
         if call.adapter is not None:
             raise RequestError(f"prefixes are pinned for the model {self._model_name!r} only, not for adapters", "pin")
-        await self._replicas.all("pin", request.pin, call.prompt_token_ids, call.cache_salt, call.tenant)
+        try:
+            await self._replicas.all("pin", request.pin, call.prompt_token_ids, call.cache_salt, call.tenant)
+        except RequestError as error:
+            raise type(error)(error.message, "pin") from error
 
     def _tokens_of(self, request: TokenizeRequest, max_model_len: int) -> Tokens:
         if request.model is not None:

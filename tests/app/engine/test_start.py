@@ -74,16 +74,15 @@ def fits(most: int) -> Callable[[Sequence[int]], bool]:
     return lambda lengths: sum(lengths) <= most
 
 
-def test_rounds_fill_a_step_and_double() -> None:
+def test_rounds_fill_a_step_and_grow() -> None:
     rounds = warm_up_rounds(
         vocab_size=100, max_model_len=50, max_num_seqs=6, step_tokens=100, has_tokenizer=True, fits=fits(1000)
     )
     assert [[len(prompt) for prompt, _ in prompts] for prompts in rounds] == [
-        [47, 47, 6],
+        [48, 48, 4],
         [8],
         [8],
         [8],
-        [8, 8],
         [8] * 4,
         [8] * 6,
     ]

@@ -64,7 +64,8 @@ class EngineConfig:
         quantization: "int8": weights of linear layers, the output layer among them, are kept as 8-bit integers with a
             scale for each output (CPU with AVX-512, float32 or bfloat16). Embeddings keep their dtype.
         fair_tenants: requests wait in one queue for each tenant, and prompts are computed in turn.
-        max_queued_requests: more are refused with `OverloadedError`; `None`: no bound.
+        max_queued_requests: more are refused with `OverloadedError`; `None`: no bound. "auto": in a server four times
+            `max_num_seqs`, enough to keep it busy; in a script no bound.
         journal: a file that takes down every decision of the scheduler, to be replayed.
         warm_up: a server's engine runs, before it takes requests, what the first ones would have waited for.
         restore_prefixes_s: a new replica computes, before it takes requests and for so long at most, what others have
@@ -106,7 +107,7 @@ class EngineConfig:
     max_loaded_adapters: int = 8
     quantization: Quantization = "none"
     fair_tenants: bool = False
-    max_queued_requests: int | None = None
+    max_queued_requests: int | Literal["auto"] | None = "auto"
     journal: str | None = None
     warm_up: bool = True
     restore_prefixes_s: float = 10.0
@@ -139,8 +140,12 @@ class EngineConfig:
             "max_queued_requests",
         ):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if isinstance(value, int) and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if isinstance(self.max_queued_requests, str) and self.max_queued_requests != "auto":
+            raise ConfigError(
+                f"max_queued_requests is {self.max_queued_requests!r}; it must be a number, None or 'auto'"
+            )
         if (self.speculation == "draft") != (self.draft_model is not None):
             raise ConfigError(
                 f"speculation is {self.speculation!r} and draft_model {self.draft_model!r}; 'draft' needs one, and "

@@ -24,7 +24,7 @@ from app.engine.generation import Generation
 from app.engine.intake import Intake, check_fork
 from app.engine.journal import Journal, RecordedCosts, RecordedMemory
 from app.engine.kv_plan import build_memory
-from app.engine.load import MOST_KEYS, LoadMeter, make_report, retry_after_s
+from app.engine.load import MOST_KEYS, LoadMeter, free_tokens, make_report, retry_after_s
 from app.engine.lora_queue import AdapterQueue
 from app.engine.lora_store import AdapterReport, AdapterStore
 from app.engine.lora_weights import check_sources
@@ -50,6 +50,7 @@ from app.errors import (
     EngineError,
     OverloadedError,
     RequestError,
+    UnknownPinError,
     UnknownRequestError,
 )
 from app.fleet.keys import adapter_of
@@ -272,17 +273,24 @@ class Engine:
             arriving: as in `load`.
         """
         most = self.config.max_queued_requests
-        if most is None or self._scheduler.num_queued + len(self._adapters.held) + len(arriving) < most:
+        held = self._adapters.held
+        if most is None or most == "auto" or self._scheduler.num_queued + len(held) + len(arriving) < most:
             return
         seconds = retry_after_s(
-            [*self._scheduler.queued_tokens, *(tokens for tokens, _ in arriving)],
+            [
+                *self._scheduler.queued_tokens,
+                *(len(request.token_ids) for request in held),
+                *(tokens for tokens, _ in arriving),
+            ],
             self._recovery.step_times,
             self._meter,
             step_tokens=self.config.max_num_batched_tokens,
+            free_tokens=free_tokens(self.memory.report(), self.memory),
             now=time.monotonic(),
         )
         raise OverloadedError(
-            f"{most} requests wait, which is as many as may (max_queued_requests); try again in {seconds:.0f} s",
+            f"{most} requests wait, which is as many as may (max_queued_requests); try again in "
+            f"{max(seconds, 1):.0f} s",
             seconds,
         )
 
@@ -353,12 +361,12 @@ class Engine:
         return self._intake.prefix_to_pin(name, prompt_token_ids, self._intake.prefix_keys(options))
 
     def unpin(self, name: str) -> None:
-        """Let a pinned prefix go the way of others. From any thread. Raises `RequestError` if there is none of that
+        """Let a pinned prefix go the way of others. From any thread. Raises `UnknownPinError` if there is none of that
         name."""
         try:
             self.memory.unpin(name)
         except PinError as error:
-            raise RequestError(str(error), "name") from error
+            raise UnknownPinError(str(error), "name") from error
 
     def cancel(self, request_id: str) -> None:
         """Stop a request and free its memory; nothing happens if it is not there any more."""

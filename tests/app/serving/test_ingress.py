@@ -23,9 +23,11 @@ from app.errors import (
     UnknownModelError,
     UnknownRequestError,
 )
+from app.fleet.overload import Refusals
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest
 from app.openai.pieces import Piece
 from app.openai.token_texts import TokenTexts
+from app.serving.admission import Admission
 from app.serving.calls import Replicas, unwrap
 from app.serving.ingress import Ingress
 from app.serving.messages import ForkCall, GenerateRequest
@@ -110,7 +112,9 @@ def ingress_with(engines: Engines) -> Any:
     ingress: Any = object.__new__(Ingress.__bases__[0])  # what Serve makes of it needs a cluster to end well
     ingress._tokenizer, ingress._tokens, ingress._model_name = TOKENIZER, TOKENS, "m"
     ingress._adapters, ingress._created, ingress._max_model_len = ("pirate",), 0, None
-    ingress._replicas = Replicas(engines)  # type: ignore[arg-type]
+    refusals = Refusals()
+    ingress._replicas = Replicas(engines, refusals)  # type: ignore[arg-type]
+    ingress._admission = Admission(refusals)
     return ingress
 
 

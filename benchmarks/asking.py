@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import httpx
@@ -104,10 +105,8 @@ class Client(threading.Thread):
     def _judge(self, status: int, text: str) -> str:
         """Of an answer that is none: whether it says so properly."""
         code, message = None, ""
-        try:
+        with suppress(ValueError, KeyError, TypeError):
             code, message = (json.loads(text)["error"][key] for key in ("code", "message"))
-        except (ValueError, KeyError, TypeError):
-            pass
         if (status, code) in ((503, "unavailable"), (429, "overloaded")):
             self._outcomes.said[re.sub(r"[0-9.]+", "…", message)] += 1
             return "to be sent again"

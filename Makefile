@@ -21,7 +21,8 @@ serve: $(VENV)/.base compiler
 
 test: $(VENV)/.dev compiler
 	@echo "==> Running the tests"
-	RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile --ignore tests/e2e
+	RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest tests/e2e
 
 check: $(VENV)/.dev
 	@echo "==> Formatting and lint (ruff)"
@@ -32,7 +33,7 @@ check: $(VENV)/.dev
 
 bench: $(VENV)/.bench compiler
 	@echo "==> Running the benchmarks, quick versions"
-	for name in walkthrough attention throughput mapping elastic fragmentation sharing preemption tensor_parallel routing; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+	for name in walkthrough attention throughput mapping elastic fragmentation sharing preemption tensor_parallel routing serving; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 
 clean:
 	@echo "==> Removing the virtual environment and caches"

@@ -10,6 +10,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from app.config import EngineConfig
+from app.edge.settings import HttpSettings
 from app.errors import ConfigError
 from app.fleet.policies import PolicyName
 from app.serving.ingress import Ingress
@@ -94,6 +95,7 @@ class AppArgs(BaseModel):
             what others do not need. None: each has `engine.kv_memory_bytes` for itself.
         routing: which replica gets a request.
         streaming: how often streams send what has been generated.
+        http: who may call over HTTP, and how much.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -103,6 +105,7 @@ class AppArgs(BaseModel):
     shared_kv_memory_bytes: int | None = None
     routing: RoutingArgs = RoutingArgs()
     streaming: StreamingArgs = StreamingArgs()
+    http: HttpSettings = HttpSettings()
 
 
 def build(args: AppArgs) -> Application:
@@ -123,7 +126,7 @@ def build(args: AppArgs) -> Application:
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
-        request_router_config=router_config(args.routing),
+        request_router_config=router_config(args.routing, isolate_tenants=args.engine.isolate_tenants),
         **replica_resources(args.engine),
     )(EngineReplica)
     ingress: Any = serve.deployment(
@@ -132,7 +135,9 @@ def build(args: AppArgs) -> Application:
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
     )(Ingress)
     replica = engine.bind(config, args.shared_kv_memory_bytes, args.streaming.pace)
-    application: Application = ingress.bind(args.engine.model, model_name, replica, tuple(args.engine.adapters))
+    application: Application = ingress.bind(
+        args.engine.model, model_name, replica, tuple(args.engine.adapters), args.http
+    )
     return application
 
 
@@ -186,8 +191,11 @@ def shared_engine(args: AppArgs) -> EngineConfig:
     return replace(engine, kv_memory_bytes=shared_bytes)
 
 
-def router_config(routing: RoutingArgs) -> RequestRouterConfig:
+def router_config(routing: RoutingArgs, *, isolate_tenants: bool = True) -> RequestRouterConfig:
     """Serve's settings for the handles of the engine replicas.
+
+    Args:
+        isolate_tenants: the engines' setting.
 
     Raises:
         ConfigError: reports would be stale before the next ones are there.
@@ -203,6 +211,7 @@ def router_config(routing: RoutingArgs) -> RequestRouterConfig:
             "policy": routing.policy,
             "stale_after_s": routing.stale_after_s,
             "wait_for_replica_s": routing.wait_for_replica_s,
+            "isolate_tenants": isolate_tenants,
         },
         "request_routing_stats_period_s": routing.report_period_s,
     }

@@ -43,6 +43,10 @@ class LoadMeter:
     """
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing has been done yet."""
         self._busy = DecayingRate()
         self._freed = DecayingRate()
         self._ended = DecayingRate()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import math
 import os
 import threading
@@ -19,13 +19,15 @@ from app.engine import AsyncEngine, Delta
 from app.engine.async_engine import Pace
 from app.errors import ConfigError, OverloadedError, RequestError, UnavailableError, UnknownRequestError
 from app.fleet.autoscaling import ReplicaLoad
+from app.logs import configure_logs
 from app.openai.pieces import Piece, PieceCollector
 from app.serving.ledger import BudgetMember, device_of_this_replica
-from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts, report_as_stats
-from app.serving.metrics import RoutingAudit, SpeculationMeter
+from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts, ReplicaStatus, report_as_stats
+from app.serving.metrics import ReadyGauge, RoutingAudit, SpeculationMeter
 from app.serving.pace import StreamPace
+from app.serving.peers import Peers
 from app.serving.ranks import actors_of_this_replica
-from vmem import BudgetAnswer, MemoryReport
+from vmem import BudgetAnswer, CachedPrefix, MemoryReport
 
 # How long a replica without an engine stays, so that what it has answered gets out.
 _LAST_WORDS_S = 1.0
@@ -50,8 +52,7 @@ class EngineReplica:
     def __init__(
         self, config: EngineConfig, shared_kv_memory_bytes: int | None = None, pace: StreamPace | None = None
     ) -> None:
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        logging.getLogger("app").setLevel(logging.INFO)
+        configure_logs()
         if config.device == "cuda" and len(ray.get_gpu_ids()) != 1:
             raise ConfigError(
                 f"Ray gave this replica the GPUs {ray.get_gpu_ids()}, it needs one: ray_actor_options in the YAML must "
@@ -60,15 +61,18 @@ class EngineReplica:
         self._audit = RoutingAudit()
         self._guesses = SpeculationMeter()
         self._pace = pace or StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0)
-        self._name = serve.get_replica_context().replica_id.unique_id
+        context = serve.get_replica_context()
+        self._name = context.replica_id.unique_id
+        peers = Peers(context.deployment, context.app_name)
         self._leaving: threading.Timer | None = None
         self._closing = False
         self._member: BudgetMember | None = None
         if shared_kv_memory_bytes is None:
-            self._engine = AsyncEngine(config, actors_of_this_replica())
+            self._engine = AsyncEngine(config, actors_of_this_replica(), prefixes_of_others=peers.prefixes)
         else:
             self._member = BudgetMember(shared_kv_memory_bytes, device_of_this_replica(config.device))
-            self._engine = self._start_as(self._member, config)
+            self._engine = self._start_as(self._member, config, peers)
+        ReadyGauge().note(self._engine.start_times)
 
     async def generate(self, request: GenerateRequest) -> list[Piece]:
         """The outputs, each in one piece."""
@@ -104,6 +108,11 @@ class EngineReplica:
         """Where KV memory is now."""
         return self._engine.report()
 
+    async def status(self) -> ReplicaStatus:
+        """What operators want to know. Raises `UnavailableError` once the engine has stopped."""
+        load, report = self._engine.load(most_keys=0), self._engine.report()
+        return ReplicaStatus.of(self._name, load, report, self._engine.start_times.ready_s)
+
     async def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change how much memory this replica's KV cache may take (`KVMemory.set_budget`).
 
@@ -116,9 +125,15 @@ class EngineReplica:
             )
         return self._engine.set_budget(budget_bytes, revision)
 
-    async def pin(self, name: str, prompt_token_ids: list[int], cache_salt: str | None) -> None:
+    async def pin(
+        self, name: str, prompt_token_ids: list[int], cache_salt: str | None, tenant: str | None = None
+    ) -> None:
         """Compute a prefix and keep it (`Engine.pin`)."""
-        await self._engine.pin(name, prompt_token_ids, cache_salt=cache_salt)
+        await self._engine.pin(name, prompt_token_ids, cache_salt=cache_salt, tenant=tenant)
+
+    async def hot_prefixes(self) -> list[CachedPrefix]:
+        """What a new replica should have cached before it takes requests (`Engine.hot_prefixes`)."""
+        return await asyncio.to_thread(self._engine.hot_prefixes)
 
     async def unpin(self, name: str) -> None:
         """Let a pinned prefix go."""
@@ -155,6 +170,7 @@ class EngineReplica:
             cache_salt=request.cache_salt,
             adapter=request.adapter,
             tenant=request.tenant,
+            user=request.user,
             timeout_s=request.timeout_s,
             expected_cached_tokens=expected.cached_tokens if expected is not None else None,
             pace=pace,
@@ -196,11 +212,11 @@ class EngineReplica:
                         yield pieces
 
     @staticmethod
-    def _start_as(member: BudgetMember, config: EngineConfig) -> AsyncEngine:
+    def _start_as(member: BudgetMember, config: EngineConfig, peers: Peers) -> AsyncEngine:
         """Make the engine when there is memory for it; all is closed again if it cannot start."""
         try:
             member.wait_for_budget()
-            engine = AsyncEngine(config, actors_of_this_replica(), member.attach)
+            engine = AsyncEngine(config, actors_of_this_replica(), member.attach, peers.prefixes)
             member.follow(partial(engine.load, most_keys=0))
         except BaseException:
             member.close()

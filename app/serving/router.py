@@ -59,7 +59,11 @@ class FolioRouter(FIFOMixin, RequestRouter):
     """
 
     def initialize_state(  # type: ignore[override]
-        self, policy: str = "prefix_aware", stale_after_s: float = 5.0, wait_for_replica_s: float = 10.0
+        self,
+        policy: str = "prefix_aware",
+        stale_after_s: float = 5.0,
+        wait_for_replica_s: float = 10.0,
+        isolate_tenants: bool = True,
     ) -> None:
         """`request_router_kwargs` of the YAML.
 
@@ -67,11 +71,13 @@ class FolioRouter(FIFOMixin, RequestRouter):
             policy: see `app.fleet.policies`.
             stale_after_s: a report this old is none.
             wait_for_replica_s: that a request waits for a replica at most.
+            isolate_tenants: the engines' setting; otherwise cached prefixes would not be found.
 
         Raises:
             ConfigError: there is no such policy.
         """
         self._fleet = Fleet(stale_after_s=stale_after_s)
+        self._isolate_tenants = isolate_tenants
         self._policy = make_policy(policy, self._fleet, seed=random.getrandbits(64))
         self._wait_for_replica_s = wait_for_replica_s
         self._by_name: dict[str, RunningReplica] = {}
@@ -238,7 +244,8 @@ class FolioRouter(FIFOMixin, RequestRouter):
             return RoutedRequest(request_id, 0)
         keys: list[bytes] = []
         if self._fleet.unit_tokens is not None:
-            keys = prompt_keys(call.prompt_token_ids, self._fleet.unit_tokens, call.cache_salt, call.adapter)
+            tenant = call.tenant if self._isolate_tenants else None
+            keys = prompt_keys(call.prompt_token_ids, self._fleet.unit_tokens, call.cache_salt, call.adapter, tenant)
         session = call.session or pending.metadata.session_id or None
         return RoutedRequest(request_id, len(call.prompt_token_ids), keys, session)
 

@@ -86,6 +86,7 @@ REQUEST = GenerateRequest(
     cache_salt="s",
     adapter="a",
     tenant="t",
+    user="u",
     timeout_s=2.0,
     expected=Expected("here", 4),
 )
@@ -115,7 +116,7 @@ def test_the_engine_gets_every_option() -> None:
     async def run() -> None:
         replica = replica_with(engine := Engine(DELTAS))
         await replica.generate(REQUEST)
-        options = {"priority": 1, "cache_salt": "s", "adapter": "a", "tenant": "t", "timeout_s": 2.0}
+        options = {"priority": 1, "cache_salt": "s", "adapter": "a", "tenant": "t", "user": "u", "timeout_s": 2.0}
         assert engine.asked == [([1, 2], REQUEST.params, "r", {**options, "expected_cached_tokens": 4})]
 
     asyncio.run(run())

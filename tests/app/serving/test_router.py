@@ -120,6 +120,24 @@ def test_an_adapter_separates(replicas: list[Replica]) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("isolate", [True, False])
+def test_a_tenant_is_expected_to_find_what_it_will_find(replicas: list[Replica], isolate: bool) -> None:
+    """By the same keys as the engine, or the audit would say that routers know nothing."""
+
+    async def run() -> None:
+        keys = prompt_keys(PROMPT, UNIT, "b", None, "a" if isolate else None)
+        for replica in replicas:
+            replica.routing_stats = now_with(keys if replica is replicas[1] else [])
+        router = router_for(replicas, isolate_tenants=isolate)
+        for tenant, salt, found in (("a", "b", True), ("ab", "", False), (None, "b", not isolate)):
+            request = pending()
+            request.args[0] = replace(request.args[0], tenant=tenant, cache_salt=salt, user="u")
+            await choose(router, request)
+            assert request.args[0].expected.cached_tokens == (10 * UNIT if found else 0)
+
+    asyncio.run(run())
+
+
 def test_a_fork_goes_where_its_request_is(replicas: list[Replica]) -> None:
     """However busy that is; when it is gone, any replica may say so."""
 

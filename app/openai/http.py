@@ -256,7 +256,8 @@ async def _sent(
             status, answer = errors.error_response(error)
             note_error(answer.error.code)
             unexpected = status >= 500
-            logger.log(logging.ERROR if unexpected else logging.INFO, "a stream failed: %s", error, exc_info=unexpected)
+            level = logging.ERROR if unexpected else logging.INFO  # without the message, which may quote the request
+            logger.log(level, "a stream failed: %s", answer.error.code, exc_info=unexpected)
             yield failed(error)
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

@@ -136,6 +136,10 @@ class Ingress:
         report: MemoryReport = await self._replicas.one("report")
         return report
 
+    async def reports(self) -> dict[str, MemoryReport]:
+        """KV memory of every engine replica, by its name."""
+        return dict(await self._replicas.all("named_report"))
+
     async def set_budget(self, budget_bytes: int, revision: int) -> list[BudgetAnswer]:
         """Change how much memory the KV cache of every engine replica may take, while they serve.
 

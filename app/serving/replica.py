@@ -92,6 +92,10 @@ class EngineReplica:
         """Where KV memory is now."""
         return self._engine.report()
 
+    async def named_report(self) -> tuple[str, MemoryReport]:
+        """The same, and whose it is: the end of the ids of its answers."""
+        return self._name, self._engine.report()
+
     async def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change how much memory this replica's KV cache may take (`KVMemory.set_budget`).
 

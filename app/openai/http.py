@@ -26,6 +26,7 @@ from app.openai.replies import (
 
 logger = logging.getLogger(__name__)
 
+_PROMETHEUS = "text/plain; version=1.0.0; charset=utf-8"
 # A hint: requests with the same header go to the same replica where that costs little.
 Session = Annotated[str | None, Header(max_length=256)]
 
@@ -42,6 +43,7 @@ class Service(Protocol):
         self, request: ChatCompletionRequest, session: str | None = None
     ) -> AsyncIterator[ChatCompletionChunk]: ...
     async def ready(self) -> None: ...
+    async def metrics(self) -> str: ...
 
 
 def build_api(service: Service) -> FastAPI:
@@ -55,6 +57,10 @@ def build_api(service: Service) -> FastAPI:
     async def health() -> Response:
         await service.ready()
         return Response(status_code=200)
+
+    @api.get("/metrics", response_class=Response, responses=error_answers)
+    async def metrics() -> Response:
+        return Response(await service.metrics(), media_type=_PROMETHEUS)
 
     @api.get("/v1/models")
     async def list_models() -> ModelList:

@@ -27,6 +27,7 @@ from app.openai.token_texts import TokenTexts
 from app.openai.tools import tool_use
 from app.serving.calls import Replicas
 from app.serving.messages import ForkCall, GenerateRequest
+from app.serving.metrics import MetricsPage, RequestMeter
 from vmem import BudgetAnswer, MemoryReport
 
 READY_TIMEOUT_S = 10
@@ -58,6 +59,8 @@ class Ingress:
         self._replicas = Replicas(engine)
         self._created = int(time.time())
         self._max_model_len: int | None = None
+        self._meter = RequestMeter()
+        self._metrics = MetricsPage(serve.get_replica_context().app_name)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         return build_api(self)
@@ -80,38 +83,51 @@ class Ingress:
 
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion, whole."""
-        calls, answer = await asyncio.to_thread(self._completion, request, session)
-        return answer.whole(await self._replicas.generate(calls))
+        with self._meter.measure("completions") as measured:
+            calls, answer = await asyncio.to_thread(self._completion, request, session)
+            measured.sends(calls)
+            outputs = await self._replicas.generate(calls)
+            measured.receives(outputs)
+            return answer.whole(outputs)
 
     async def generate_stream(
         self, request: CompletionRequest, session: str | None = None
     ) -> AsyncIterator[Completion]:
         """A completion, piece by piece: outputs take turns as they are generated."""
-        calls, answer = await asyncio.to_thread(self._completion, request, session)
-        async with aclosing(self._replicas.generate_stream(calls)) as pieces:
-            async for prompt, piece in pieces:
-                yield answer.chunk(piece, prompt)
-        if request.include_usage:
-            yield answer.last_chunk()
+        with self._meter.measure("completions") as measured:
+            calls, answer = await asyncio.to_thread(self._completion, request, session)
+            measured.sends(calls)
+            async with aclosing(self._replicas.generate_stream(calls)) as pieces:
+                async for prompt, piece in pieces:
+                    measured.streams(piece, prompt)
+                    yield answer.chunk(piece, prompt)
+            if request.include_usage:
+                yield answer.last_chunk()
 
     async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
         """A chat completion, whole."""
-        call, answer = await asyncio.to_thread(self._chat, request, session)
-        [outputs] = await self._replicas.generate([call])
-        return answer.whole(outputs)
+        with self._meter.measure("chat") as measured:
+            call, answer = await asyncio.to_thread(self._chat, request, session)
+            measured.sends([call])
+            [outputs] = await self._replicas.generate([call])
+            measured.receives([outputs])
+            return answer.whole(outputs)
 
     async def chat_stream(
         self, request: ChatCompletionRequest, session: str | None = None
     ) -> AsyncIterator[ChatCompletionChunk]:
         """A chat completion, piece by piece; the first chunk of each output carries the role."""
-        call, answer = await asyncio.to_thread(self._chat, request, session)
-        async with aclosing(self._replicas.generate_stream([call])) as pieces:
-            async for _, piece in pieces:
-                chunk = answer.chunk(piece)
-                if chunk is not None:
-                    yield chunk
-        if request.include_usage:
-            yield answer.last_chunk()
+        with self._meter.measure("chat") as measured:
+            call, answer = await asyncio.to_thread(self._chat, request, session)
+            measured.sends([call])
+            async with aclosing(self._replicas.generate_stream([call])) as pieces:
+                async for _, piece in pieces:
+                    measured.streams(piece)
+                    chunk = answer.chunk(piece)
+                    if chunk is not None:
+                        yield chunk
+            if request.include_usage:
+                yield answer.last_chunk()
 
     async def fork(self, request: ForkRequest) -> Completion:
         """More outputs of a request from where one of its outputs is, whole. Its prompt is not in the usage.
@@ -119,17 +135,30 @@ class Ingress:
         Raises:
             UnknownRequestError: no replica has the request, or not any more.
         """
-        call, answer = self._fork(request)
-        return answer.whole([await self._replicas.fork(call)])
+        with self._meter.measure("fork") as measured:
+            call, answer = self._fork(request)
+            outputs = await self._replicas.fork(call)
+            measured.receives([outputs])
+            return answer.whole([outputs])
 
     async def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]:
         """The same, piece by piece."""
-        call, answer = self._fork(request)
-        async with aclosing(self._replicas.fork_stream(call)) as pieces:
-            async for piece in pieces:
-                yield answer.chunk(piece)
-        if request.include_usage:
-            yield answer.last_chunk()
+        with self._meter.measure("fork") as measured:
+            call, answer = self._fork(request)
+            async with aclosing(self._replicas.fork_stream(call)) as pieces:
+                async for piece in pieces:
+                    measured.streams(piece)
+                    yield answer.chunk(piece)
+            if request.include_usage:
+                yield answer.last_chunk()
+
+    async def metrics(self) -> str:
+        """Everything that all replicas of this application have told Prometheus.
+
+        Raises:
+            UnavailableError: some of it cannot be had now.
+        """
+        return await self._metrics.text()
 
     async def report(self) -> MemoryReport:
         """KV memory of one engine replica."""

@@ -20,7 +20,7 @@ from app.fleet.autoscaling import ReplicaLoad
 from app.openai.pieces import Piece, PieceCollector
 from app.serving.ledger import BudgetMember, device_of_this_replica
 from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts, report_as_stats
-from app.serving.metrics import RoutingAudit, SpeculationMeter
+from app.serving.metrics import EngineMeter, RoutingAudit, SpeculationMeter
 from app.serving.ranks import actors_of_this_replica
 from vmem import BudgetAnswer, MemoryReport
 
@@ -49,6 +49,7 @@ class EngineReplica:
             )
         self._audit = RoutingAudit()
         self._guesses = SpeculationMeter()
+        self._meter = EngineMeter()
         self._name = serve.get_replica_context().replica_id.unique_id
         self._leaving: threading.Timer | None = None
         self._closing = False
@@ -119,7 +120,9 @@ class EngineReplica:
     def record_routing_stats(self) -> dict[str, Any]:
         """Called by Serve, for `FolioRouter`s, every report; so counts are passed on to Prometheus here, too."""
         self._guesses.note(self._engine.speculation)
-        return report_as_stats(self._engine.load())
+        load = self._engine.load()
+        self._meter.note(load, self._engine.report(), self._engine.take_activity())
+        return report_as_stats(load)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve, if the deployment has an `autoscaling_config`: what `KVAwareScaling` needs to know."""

@@ -29,6 +29,7 @@ from app.openai.token_texts import TokenTexts
 from app.serving.calls import Replicas, unwrap
 from app.serving.ingress import Ingress
 from app.serving.messages import ForkCall, GenerateRequest
+from app.serving.metrics import RequestMeter
 
 TOKENIZER = load_tokenizer("builtin")
 TOKENS = TokenTexts(TOKENIZER)
@@ -111,6 +112,7 @@ def ingress_with(engines: Engines) -> Any:
     ingress._tokenizer, ingress._tokens, ingress._model_name = TOKENIZER, TOKENS, "m"
     ingress._adapters, ingress._created, ingress._max_model_len = ("pirate",), 0, None
     ingress._replicas = Replicas(engines)  # type: ignore[arg-type]
+    ingress._meter = RequestMeter()
     return ingress
 
 

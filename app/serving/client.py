@@ -119,12 +119,15 @@ class Folio:
         return cast(list[BudgetAnswer], await self._call("set_budget", budget_bytes, revision))
 
     async def _call(self, method: str, *args: Any) -> Any:
-        """When this task is cancelled Serve cancels the call."""
         handle = await self._connected()
+        response = getattr(handle, method).remote(*args)
         try:
-            return await getattr(handle, method).remote(*args)
+            return await response
         except _FAILURES as error:
             raise cause_of(error, self._name) from error
+        except asyncio.CancelledError:
+            response.cancel()  # outside of a deployment Serve does not, and the request would go on
+            raise
 
     async def _stream(self, method: str, kind: type[Chunk], *args: Any) -> AsyncGenerator[Chunk, None]:
         """

@@ -37,13 +37,13 @@ class Response:
     async def __aiter__(self) -> AsyncIterator[Any]:
         yield 1
         yield await self._whole()
-        if self._hangs:
-            await asyncio.Event().wait()
 
     def cancel(self) -> None:
         self.cancelled = True
 
     async def _whole(self) -> Any:
+        if self._hangs:
+            await asyncio.Event().wait()
         if isinstance(self._answer, Exception):
             raise self._answer
         return self._answer
@@ -120,20 +120,24 @@ def test_errors_are_those_of_the_application(raised: Exception, kind: type, mess
     asyncio.run(run())
 
 
-def test_a_stream_that_is_closed_is_cancelled() -> None:
+def test_what_is_given_up_is_cancelled() -> None:
+    """A stream that is closed, or whose task is cancelled; and a whole answer that nobody waits for any more."""
+
     async def run() -> None:
-        folio = folio_with(handle := Handle("next", "next", hangs=True))
+        folio = folio_with(handle := Handle("next", "next", "next", hangs=True))
         async with aclosing(folio.generate_stream(REQUEST)) as chunks:
             async for _ in chunks:
                 break
         assert handle.responses[0].cancelled
-        task = asyncio.create_task(all_of(folio))
-        while len(handle.responses) < 2:
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert handle.responses[1].cancelled
+        for number, call in enumerate((all_of(folio), folio.generate(REQUEST)), start=1):
+            task = asyncio.create_task(call)
+            while len(handle.responses) <= number:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)  # now it waits for the answer
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert handle.responses[number].cancelled
 
     asyncio.run(run())
 

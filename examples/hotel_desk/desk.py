@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from statistics import fmean
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
@@ -23,11 +25,27 @@ from app.client import (
     PinRequest,
 )
 
-RULES = Message(role="system", content="You are the desk of a hotel. You look up keys of rooms, and say what is asked.")
+RULES = Message(
+    role="system",
+    content=(
+        "You are the desk of a hotel. You look up keys of rooms, and say what is asked. Guests are in a hurry: you say "
+        "which key it is, and nothing else. What you do not find in your notes you do not know."
+    ),
+)
+PIN = "hotel desk"
 # Long enough to tell good drafts from bad ones, short enough that a guest does not wait for them.
 DRAFT_TOKENS, ANSWER_TOKENS = 6, 64
 
 api = FastAPI(title="Hotel desk")
+
+
+@api.exception_handler(FolioError)
+async def failed(request: Request, error: FolioError) -> Response:
+    """Folio says what is wrong, and when to come back."""
+    if isinstance(error, OverloadedError):
+        seconds = math.ceil(error.retry_after_s or 1)
+        return JSONResponse({"detail": str(error)}, 503, {"Retry-After": str(seconds)})
+    return JSONResponse({"detail": str(error)}, 502)
 
 
 class Question(BaseModel):
@@ -47,11 +65,14 @@ class Desk:
         model: what Folio calls the model.
     """
 
-    def __init__(self, register: DeploymentHandle[Any], folio: str | DeploymentHandle[Any], model: str) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it, and sends nothing here before
+        self, register: DeploymentHandle[Any], folio: str | DeploymentHandle[Any], model: str
+    ) -> None:
         self._register = register
         self._folio = Folio(folio)
         self._model = model
-        self._ready = False
+        await self._folio.ready()
+        await self._pin_rules()
 
     @api.post("/ask")
     async def ask(self, question: Question) -> Response:
@@ -71,6 +92,12 @@ class Desk:
         # From here on errors can only cut the answer off: the status is on its way.
         return StreamingResponse(self._go_on(drafts), media_type="text/plain")
 
+    async def _pin_rules(self) -> None:
+        """What all prompts begin with stays in Folio's cache; another replica of the desk may have seen to that."""
+        reports = await self._folio.report()
+        if not all(PIN in {pin.name for pin in report.pins} for report in reports.values()):
+            await self._folio.pin(PinRequest(name=PIN, messages=[RULES]))
+
     async def _go_on(self, drafts: ChatCompletion) -> AsyncIterator[str]:
         """The likeliest draft, and what Folio makes of it: a fork shares all that is computed."""
         best = max(drafts.choices, key=lambda choice: mean_logprob(drafts, choice.index))
@@ -83,3 +110,10 @@ class Desk:
         async with aclosing(self._folio.fork_stream(fork)) as chunks:  # a guest who leaves ends it
             async for chunk in chunks:
                 yield chunk.choices[0].text
+
+
+def mean_logprob(drafts: ChatCompletion, index: int) -> float:
+    """How likely the model finds the tokens of a draft."""
+    [choice] = [choice for choice in drafts.choices if choice.index == index]
+    tokens = choice.logprobs.content if choice.logprobs is not None else []
+    return fmean(token.logprob for token in tokens) if tokens else -math.inf

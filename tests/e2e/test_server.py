@@ -29,6 +29,9 @@ from app.config import EngineConfig
 from app.errors import RequestError, UnavailableError, UnknownModelError, UnknownRequestError
 from app.main import AppArgs, build
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, Message, PinRequest
+from examples.hotel_desk.app import DeskArgs, build_desk
+from examples.hotel_desk.desk import PIN
+from examples.hotel_desk.register import read_keys
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60
@@ -517,6 +520,28 @@ def test_metrics_of_all_processes_are_on_one_page(server: Server) -> None:
     assert after[("ray_folio_queue_s_count",)] > 0
     assert any(name.startswith("ray_folio_routed_requests") for name, *_ in after)
     assert any(name.startswith("ray_serve_") for name, *_ in after)
+
+
+def test_the_hotel_desk_composes_folio(server: Server) -> None:
+    """The example: its answers are right, its rules are pinned, and a guest who leaves frees what she had."""
+    desk = f"{server.url}/desk/ask"
+    serve.run(build_desk(DeskArgs()), name="desk", route_prefix="/desk")
+    try:
+        [pin] = server.handle.report.remote().result().pins
+        assert pin.name == PIN
+        for room, key in random.Random(1).sample(sorted(read_keys().items()), 3):
+            question = {"question": f"I have lost my key. What is the key of room {room}?"}
+            with httpx.stream("POST", desk, json=question, timeout=DEADLINE_S) as answer:
+                assert answer.status_code == 200
+                pieces = list(answer.iter_text())
+            assert "".join(pieces) == f"The key of room {room} is {key}."
+            assert len(pieces) > 1
+        too_long = httpx.post(desk, json={"question": "room 101 " * 5000}, timeout=DEADLINE_S)
+        assert too_long.status_code == 502
+        assert "tokens" in too_long.json()["detail"]
+    finally:
+        serve.delete("desk")
+        server.handle.unpin.remote(PIN).result()
 
 
 def test_idle_memory_goes_back(server: Server) -> None:

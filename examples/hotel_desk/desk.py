@@ -1,7 +1,7 @@
 """The desk: answers guests. It asks the register for notes, and Folio for words."""
 
-from __future__ import annotations
-
+# Annotations are no strings here (`from __future__ import annotations`): Serve sends replicas a copy of the FastAPI
+# application, and FastAPI could not look them up there.
 import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import os
 import threading
@@ -20,9 +19,10 @@ from app.engine import AsyncEngine, Delta
 from app.engine.async_engine import Pace
 from app.errors import ConfigError, OverloadedError, RequestError, UnavailableError, UnknownRequestError
 from app.fleet.autoscaling import ReplicaLoad
+from app.logs import configure_logs
 from app.openai.pieces import Piece, PieceCollector
 from app.serving.ledger import BudgetMember, device_of_this_replica
-from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts, report_as_stats
+from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts, ReplicaStatus, report_as_stats
 from app.serving.metrics import EngineMeter, ReadyGauge, RoutingAudit, SpeculationMeter
 from app.serving.pace import StreamPace
 from app.serving.peers import Peers
@@ -52,8 +52,7 @@ class EngineReplica:
     def __init__(
         self, config: EngineConfig, shared_kv_memory_bytes: int | None = None, pace: StreamPace | None = None
     ) -> None:
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        logging.getLogger("app").setLevel(logging.INFO)
+        configure_logs()
         if config.device == "cuda" and len(ray.get_gpu_ids()) != 1:
             raise ConfigError(
                 f"Ray gave this replica the GPUs {ray.get_gpu_ids()}, it needs one: ray_actor_options in the YAML must "
@@ -113,6 +112,11 @@ class EngineReplica:
     async def named_report(self) -> tuple[str, MemoryReport]:
         """The same, and whose it is: the end of the ids of its answers."""
         return self._name, self._engine.report()
+
+    async def status(self) -> ReplicaStatus:
+        """What operators want to know. Raises `UnavailableError` once the engine has stopped."""
+        load, report = self._engine.load(most_keys=0), self._engine.report()
+        return ReplicaStatus.of(self._name, load, report, self._engine.start_times.ready_s)
 
     async def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change how much memory this replica's KV cache may take (`KVMemory.set_budget`).

@@ -9,24 +9,30 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Unpack
 
 import torch
 
 from app.config import EngineConfig
+from app.engine.delta_queue import DeltaQueue
 from app.engine.engine import Engine
 from app.engine.load import MOST_KEYS, Activity
 from app.engine.params import SamplingParams
 from app.engine.request import Delta, RequestOptions
 from app.engine.speculation import SpeculationCounts
+from app.engine.start_times import StartTimes
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.engine.tensor_parallel.spec import Launch
 from app.errors import EngineError, FolioError, OverloadedError, RequestError, UnavailableError, UnknownRequestError
 from app.fleet.report import ReplicaReport
-from vmem import BudgetAnswer, IntegrityError, KVMemory, MemoryReport
+from vmem import BudgetAnswer, CachedPrefix, IntegrityError, KVMemory, MemoryReport
 
 logger = logging.getLogger(__name__)
+
+# Seconds until a reader wants to hear again.
+Pace = Callable[[], float]
 
 # So many requests can be found by the ids that their senders gave them.
 _NAMES = 10_000
@@ -43,7 +49,7 @@ class _Stream:
     begin: Callable[[str], None]
     load: tuple[int, int]  # tokens, and those expected to be cached
     loop: asyncio.AbstractEventLoop
-    deltas: asyncio.Queue[Delta]
+    deltas: DeltaQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +70,21 @@ class AsyncEngine:
 
     Args:
         launch, admit: see `Engine`.
+        prefixes_of_others: asked, when this engine could serve, for what each of others tells (`hot_prefixes`).
+
+    Raises:
+        ConfigError, ModelError, UnavailableError: see `Engine`.
     """
 
     def __init__(
-        self, config: EngineConfig, launch: Launch = spawn_ranks, admit: Callable[[KVMemory], None] | None = None
+        self,
+        config: EngineConfig,
+        launch: Launch = spawn_ranks,
+        admit: Callable[[KVMemory], None] | None = None,
+        prefixes_of_others: Callable[[], Sequence[Sequence[CachedPrefix]]] | None = None,
     ) -> None:
         self._engine = Engine(config, launch, admit)
+        self._prefixes_of_others = prefixes_of_others
         self._commands: queue.SimpleQueue[_Stream | _Cancel | _Stop] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}  # only the thread touches it
         self._arriving: dict[str, tuple[int, int]] = {}  # sent, not begun: tokens, and those expected to be cached
@@ -77,8 +92,11 @@ class AsyncEngine:
         self._ids = itertools.count()
         self._sending = threading.Lock()  # between "is it still taking commands?" and handing one over
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="folio-engine", daemon=True)
+        started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="folio-engine", daemon=True)
         self._thread.start()
+        started.result()
+        logger.info("ready after %s", self.start_times)
 
     @property
     def healthy(self) -> bool:
@@ -88,14 +106,32 @@ class AsyncEngine:
     def max_model_len(self) -> int:
         return self._engine.max_model_len
 
+    @property
+    def start_times(self) -> StartTimes:
+        """What the start has taken."""
+        return self._engine.start_times
+
+    def hot_prefixes(self) -> list[CachedPrefix]:
+        """What an engine that begins beside this one should have (`Engine.hot_prefixes`). Raises `UnavailableError`
+        once the engine has stopped."""
+        self.check()
+        return self._engine.hot_prefixes()
+
     def generate(
         self,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         request_id: str | None = None,
+        *,
+        pace: Pace | None = None,
         **options: Unpack[RequestOptions],
-    ) -> AsyncGenerator[Delta, None]:
-        """Yield the outputs as they are generated. Closing or cancelling the iterator cancels the request.
+    ) -> AsyncGenerator[list[Delta], None]:
+        """Yield the outputs as they are generated, at least one delta at a time. Closing or cancelling the iterator
+        cancels the request.
+
+        Args:
+            pace: asked after each list how many seconds shall pass until the next, in which deltas add up. The first
+                and the last list come at once. None: every list does.
 
         Raises:
             RequestError: the request is invalid; raised before the first delta.
@@ -115,15 +151,24 @@ class AsyncEngine:
 
         load = len(prompt_token_ids), options.get("expected_cached_tokens") or 0
         compiles = params.structure is not None
-        return self._deltas(request_id or "request", begin, load, validate, compiles=compiles, check_queue=True)
+        return self._deltas(
+            request_id or "request", begin, load, validate, compiles=compiles, check_queue=True, pace=pace
+        )
 
     def fork(
-        self, request_id: str, params: SamplingParams, fork_id: str | None = None, *, index: int = 0
-    ) -> AsyncGenerator[Delta, None]:
+        self,
+        request_id: str,
+        params: SamplingParams,
+        fork_id: str | None = None,
+        *,
+        index: int = 0,
+        pace: Pace | None = None,
+    ) -> AsyncGenerator[list[Delta], None]:
         """Go on with an output of a request that runs, or has just ended, in `params.n` more ways (`Engine.fork`).
 
         Args:
             request_id: as it was given to `generate`; the latest of that name.
+            pace: as there.
 
         Raises:
             UnknownRequestError: there is no such output, or not any more; raised before the first delta.
@@ -139,23 +184,28 @@ class AsyncEngine:
             self._engine.fork(parent_id, unique_id, params, index=index)
 
         name, compiles = fork_id or f"fork of {request_id}", params.structure is not None
-        return self._deltas(name, begin, (0, 0), lambda: self._engine.check_params(params), compiles=compiles)
+        return self._deltas(
+            name, begin, (0, 0), lambda: self._engine.check_params(params), compiles=compiles, pace=pace
+        )
 
-    async def pin(self, name: str, prompt_token_ids: Sequence[int], *, cache_salt: str | None = None) -> None:
-        """Compute a prefix and keep it in the cache until `unpin`; returns when that is done.
+    async def pin(self, name: str, prompt_token_ids: Sequence[int], **options: Unpack[RequestOptions]) -> None:
+        """Compute a prefix and keep it in the cache until `unpin`; returns when that is done. It may be pinned already.
+
+        Args:
+            options: see `Engine.pin`.
 
         Raises:
-            RequestError: the prompt cannot be pinned, the name is taken, or the quota is used up.
+            RequestError: the prompt cannot be pinned, the name is another prefix's, or the quota is used up.
             EngineError: a step failed.
             UnavailableError: the engine has stopped.
         """
 
         def begin(unique_id: str) -> None:
-            self._engine.pin(unique_id, name, prompt_token_ids, cache_salt=cache_salt)
+            self._engine.pin(unique_id, name, prompt_token_ids, **options)
 
         load = len(prompt_token_ids), 0
         async for _ in self._deltas(
-            f"pin {name}", begin, load, lambda: self._engine.validate_pin(name, prompt_token_ids)
+            f"pin {name}", begin, load, lambda: self._engine.validate_pin(name, prompt_token_ids, **options)
         ):
             pass
 
@@ -163,7 +213,7 @@ class AsyncEngine:
         """Let a pinned prefix go the way of others.
 
         Raises:
-            RequestError: there is none of that name.
+            UnknownPinError: there is none of that name.
             UnavailableError: the engine has stopped.
         """
         self.check()
@@ -178,7 +228,8 @@ class AsyncEngine:
         *,
         compiles: bool = False,
         check_queue: bool = False,
-    ) -> AsyncGenerator[Delta, None]:
+        pace: Pace | None = None,
+    ) -> AsyncGenerator[list[Delta], None]:
         """
         Args:
             validate: raises `RequestError` if it is not worth sending.
@@ -190,16 +241,22 @@ class AsyncEngine:
         else:
             validate()
         unique_id = f"{request_id}-{next(self._ids)}"
-        stream = _Stream(unique_id, begin, load, asyncio.get_running_loop(), asyncio.Queue())
+        loop = asyncio.get_running_loop()
+        stream = _Stream(unique_id, begin, load, loop, DeltaQueue())
         self._send(stream, request_id, check_queue)
-        finished = False
+        finished, not_before = False, 0.0
         try:
             while not finished:
-                delta = await stream.deltas.get()
-                finished = delta.ends_request
-                if delta.error is not None:
-                    raise delta.error
-                yield delta
+                deltas = await stream.deltas.take(not_before)
+                finished, error = deltas[-1].ends_request, deltas[-1].error
+                if error is None:
+                    yield deltas
+                elif deltas[:-1]:
+                    yield deltas[:-1]
+                if error is not None:
+                    raise error
+                if pace is not None:
+                    not_before = loop.time() + pace()
         finally:
             if not finished:
                 self._commands.put(_Cancel(unique_id))
@@ -258,9 +315,18 @@ class AsyncEngine:
 
     # ---- the thread ----
 
-    def _run(self) -> None:
+    def _run(self, started: Future[None]) -> None:
         # OpenMP keeps the number of threads per thread; a Ray worker's default is its num_cpus.
         torch.set_num_threads(torch.get_num_threads())
+        try:
+            self._get_ready()
+        except Exception as error:
+            logger.exception("the engine cannot get ready")
+            self._stopped = True
+            self._engine.close()
+            started.set_exception(error)  # whoever makes this engine hears of it
+            return
+        started.set_result(None)
         reason = "the engine has stopped; send the request again"
         try:
             while self._take_commands():
@@ -279,6 +345,17 @@ class AsyncEngine:
                 self._refuse_commands(reason)
             finally:
                 self._engine.close()
+
+    def _get_ready(self) -> None:
+        """Whatever has to be there before the first request."""
+        config = self._engine.config
+        if config.warm_up:
+            self._engine.warm_up()
+        if self._prefixes_of_others is not None and config.prefix_cache and config.restore_prefixes_s:
+            told = self._prefixes_of_others()
+            if any(told):
+                logger.info("%s", self._engine.restore(told, config.restore_prefixes_s))
+            self._engine.note_restored()
 
     def _take_commands(self) -> bool:
         """Do what was asked since the last step, waiting when there is nothing to compute; False to stop."""
@@ -351,4 +428,4 @@ class AsyncEngine:
 
 def _put_all(arrived: Sequence[tuple[_Stream, Delta]]) -> None:
     for stream, delta in arrived:
-        stream.deltas.put_nowait(delta)
+        stream.deltas.put(delta)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
+import math
 import os
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -15,17 +16,25 @@ from ray import serve
 
 from app.config import EngineConfig
 from app.engine import AsyncEngine, Delta
-from app.errors import ConfigError, RequestError, UnavailableError, UnknownRequestError
+from app.engine.async_engine import Pace
+from app.errors import ConfigError, OverloadedError, RequestError, UnavailableError, UnknownRequestError
 from app.fleet.autoscaling import ReplicaLoad
+from app.logs import configure_logs
 from app.openai.pieces import Piece, PieceCollector
 from app.serving.ledger import BudgetMember, device_of_this_replica
-from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts, report_as_stats
-from app.serving.metrics import EngineMeter, RoutingAudit, SpeculationMeter
+from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts, ReplicaStatus, report_as_stats
+from app.serving.metrics import EngineMeter, ReadyGauge, RoutingAudit, SpeculationMeter
+from app.serving.pace import StreamPace
+from app.serving.peers import Peers
 from app.serving.ranks import actors_of_this_replica
-from vmem import BudgetAnswer, MemoryReport
+from vmem import BudgetAnswer, CachedPrefix, MemoryReport
 
 # How long a replica without an engine stays, so that what it has answered gets out.
 _LAST_WORDS_S = 1.0
+
+
+def _only_at_the_end() -> float:
+    return math.inf
 
 
 class EngineReplica:
@@ -34,14 +43,16 @@ class EngineReplica:
     Args:
         shared_kv_memory_bytes: what it shares with the other replicas on its device, `kv_memory_bytes` of each. None:
             it has its own.
+        pace: of its streams. None: they send every step.
 
     Raises:
         ConfigError, ModelError: the replica cannot start.
     """
 
-    def __init__(self, config: EngineConfig, shared_kv_memory_bytes: int | None = None) -> None:
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        logging.getLogger("app").setLevel(logging.INFO)
+    def __init__(
+        self, config: EngineConfig, shared_kv_memory_bytes: int | None = None, pace: StreamPace | None = None
+    ) -> None:
+        configure_logs()
         if config.device == "cuda" and len(ray.get_gpu_ids()) != 1:
             raise ConfigError(
                 f"Ray gave this replica the GPUs {ray.get_gpu_ids()}, it needs one: ray_actor_options in the YAML must "
@@ -50,25 +61,30 @@ class EngineReplica:
         self._audit = RoutingAudit()
         self._guesses = SpeculationMeter()
         self._meter = EngineMeter()
-        self._name = serve.get_replica_context().replica_id.unique_id
+        self._pace = pace or StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0)
+        context = serve.get_replica_context()
+        self._name = context.replica_id.unique_id
+        peers = Peers(context.deployment, context.app_name)
         self._leaving: threading.Timer | None = None
         self._closing = False
         self._member: BudgetMember | None = None
         if shared_kv_memory_bytes is None:
-            self._engine = AsyncEngine(config, actors_of_this_replica())
+            self._engine = AsyncEngine(config, actors_of_this_replica(), prefixes_of_others=peers.prefixes)
         else:
             self._member = BudgetMember(shared_kv_memory_bytes, device_of_this_replica(config.device))
-            self._engine = self._start_as(self._member, config)
+            self._engine = self._start_as(self._member, config, peers)
+        ReadyGauge().note(self._engine.start_times)
 
     async def generate(self, request: GenerateRequest) -> list[Piece]:
         """The outputs, each in one piece."""
-        return await self._whole(self._deltas(request))
+        return await self._whole(self._deltas(request, _only_at_the_end))
 
-    async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[Piece]:
-        """The outputs as they are generated, a piece of each a step (`PieceCollector`)."""
-        async with aclosing(self._pieces(self._deltas(request))) as pieces:
-            async for piece in pieces:
-                yield piece
+    async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[list[Piece]]:
+        """The outputs as they are generated: a piece of each that has grown, as often as `StreamPace`
+        allows."""
+        async with aclosing(self._pieces(partial(self._deltas, request))) as lists:
+            async for pieces in lists:
+                yield pieces
 
     async def fork(self, call: ForkCall) -> list[Piece]:
         """More outputs of a request from where one of its outputs is, each in one piece.
@@ -76,13 +92,13 @@ class EngineReplica:
         Raises:
             UnknownRequestError: it is not here, or not any more.
         """
-        return await self._whole(self._forked(call))
+        return await self._whole(self._forked(call, _only_at_the_end))
 
-    async def fork_stream(self, call: ForkCall) -> AsyncIterator[Piece]:
+    async def fork_stream(self, call: ForkCall) -> AsyncIterator[list[Piece]]:
         """The same as they are generated."""
-        async with aclosing(self._pieces(self._forked(call))) as pieces:
-            async for piece in pieces:
-                yield piece
+        async with aclosing(self._pieces(partial(self._forked, call))) as lists:
+            async for pieces in lists:
+                yield pieces
 
     async def facts(self) -> ReplicaFacts:
         """Raises `UnavailableError` once the engine has stopped."""
@@ -97,6 +113,11 @@ class EngineReplica:
         """The same, and whose it is: the end of the ids of its answers."""
         return self._name, self._engine.report()
 
+    async def status(self) -> ReplicaStatus:
+        """What operators want to know. Raises `UnavailableError` once the engine has stopped."""
+        load, report = self._engine.load(most_keys=0), self._engine.report()
+        return ReplicaStatus.of(self._name, load, report, self._engine.start_times.ready_s)
+
     async def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change how much memory this replica's KV cache may take (`KVMemory.set_budget`).
 
@@ -109,9 +130,15 @@ class EngineReplica:
             )
         return self._engine.set_budget(budget_bytes, revision)
 
-    async def pin(self, name: str, prompt_token_ids: list[int], cache_salt: str | None) -> None:
+    async def pin(
+        self, name: str, prompt_token_ids: list[int], cache_salt: str | None, tenant: str | None = None
+    ) -> None:
         """Compute a prefix and keep it (`Engine.pin`)."""
-        await self._engine.pin(name, prompt_token_ids, cache_salt=cache_salt)
+        await self._engine.pin(name, prompt_token_ids, cache_salt=cache_salt, tenant=tenant)
+
+    async def hot_prefixes(self) -> list[CachedPrefix]:
+        """What a new replica should have cached before it takes requests (`Engine.hot_prefixes`)."""
+        return await asyncio.to_thread(self._engine.hot_prefixes)
 
     async def unpin(self, name: str) -> None:
         """Let a pinned prefix go."""
@@ -138,7 +165,7 @@ class EngineReplica:
         if self._member is not None and not self._member.healthy and not self._closing:
             raise UnavailableError("the replica's budget can be changed no more, see the log")
 
-    async def _deltas(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+    async def _deltas(self, request: GenerateRequest, pace: Pace) -> AsyncGenerator[list[Delta], None]:
         expected = request.expected
         if expected is not None and expected.replica != self._name:  # it was to go elsewhere
             expected = None
@@ -150,45 +177,53 @@ class EngineReplica:
             cache_salt=request.cache_salt,
             adapter=request.adapter,
             tenant=request.tenant,
+            user=request.user,
             timeout_s=request.timeout_s,
             expected_cached_tokens=expected.cached_tokens if expected is not None else None,
+            pace=pace,
         )
-        async with aclosing(deltas):
-            async for delta in deltas:
-                if expected is not None:
-                    self._audit.note(expected.cached_tokens, delta.num_cached_tokens)
-                    expected = None
-                yield delta
+        try:
+            async with aclosing(deltas):
+                async for some in deltas:
+                    if expected is not None:
+                        self._audit.note(expected.cached_tokens, some[0].num_cached_tokens)
+                        expected = None
+                    yield some
+        except (OverloadedError, UnavailableError) as error:
+            error.replica = self._name  # the request may be sent to another one
+            raise
 
-    async def _forked(self, call: ForkCall) -> AsyncGenerator[Delta, None]:
+    async def _forked(self, call: ForkCall, pace: Pace) -> AsyncGenerator[list[Delta], None]:
         if call.replica != self._name:  # that one is gone
             raise UnknownRequestError(f"the replica that had the request {call.fork_of!r} is gone", "request_id")
-        deltas = self._engine.fork(call.fork_of, call.params, call.request_id, index=call.index)
+        deltas = self._engine.fork(call.fork_of, call.params, call.request_id, index=call.index, pace=pace)
         async with aclosing(deltas):
-            async for delta in deltas:
-                yield delta
+            async for some in deltas:
+                yield some
 
-    async def _whole(self, deltas: AsyncGenerator[Delta, None]) -> list[Piece]:
+    async def _whole(self, deltas: AsyncGenerator[list[Delta], None]) -> list[Piece]:
         collector = PieceCollector(self._name)
         async with aclosing(deltas):
-            async for delta in deltas:
-                collector.hold(delta)
+            async for some in deltas:
+                collector.hold(some)
         return collector.all()
 
-    async def _pieces(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Piece, None]:
+    async def _pieces(
+        self, begin: Callable[[Pace], AsyncGenerator[list[Delta], None]]
+    ) -> AsyncGenerator[list[Piece], None]:
         collector = PieceCollector(self._name)
-        async with aclosing(deltas):
-            async for delta in deltas:
-                piece = collector.push(delta)
-                if piece is not None:
-                    yield piece
+        with self._pace.stream() as pace:
+            async with aclosing(begin(pace)) as deltas:
+                async for some in deltas:
+                    if pieces := collector.push(some):
+                        yield pieces
 
     @staticmethod
-    def _start_as(member: BudgetMember, config: EngineConfig) -> AsyncEngine:
+    def _start_as(member: BudgetMember, config: EngineConfig, peers: Peers) -> AsyncEngine:
         """Make the engine when there is memory for it; all is closed again if it cannot start."""
         try:
             member.wait_for_budget()
-            engine = AsyncEngine(config, actors_of_this_replica(), member.attach)
+            engine = AsyncEngine(config, actors_of_this_replica(), member.attach, peers.prefixes)
             member.follow(partial(engine.load, most_keys=0))
         except BaseException:
             member.close()

@@ -102,6 +102,7 @@ class Measured:
         self._cached: dict[int, int] = {}  # by prompt
         self.prompt_tokens = 0
         self.output_tokens = 0
+        self._error: BaseException | None = None
         self.first_s: float | None = None
         self.whole_s = 0.0
 
@@ -140,6 +141,10 @@ class Measured:
             for piece in pieces:
                 self._count(piece, prompt)
 
+    def fails(self, error: Exception) -> None:
+        """It ends with this, although its answer says so in its own way."""
+        self._error = error
+
     def _count(self, piece: Piece, prompt: int) -> None:
         self.output_tokens += len(piece.token_ids)
         if self.prompt_tokens and piece.num_cached_tokens > self._cached.get(prompt, 0):  # a fork has no prompt
@@ -154,7 +159,7 @@ class Measured:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.whole_s = time.perf_counter() - self._begun_at
-        self._meter.ended(self._route, outcome_of(error), self)
+        self._meter.ended(self._route, outcome_of(error or self._error), self)
 
 
 def outcome_of(error: BaseException | None) -> str:

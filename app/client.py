@@ -14,10 +14,14 @@ from app.errors import (
     RequestError,
     UnavailableError,
     UnknownModelError,
+    UnknownPinError,
     UnknownRequestError,
 )
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, Message, PinRequest
+from app.openai.operator_replies import LoadReport
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, Usage
+from app.openai.responses_body import ResponsesRequest
+from app.openai.responses_replies import ResponseObject, StreamEvent
 from app.serving.client import Folio
 from vmem import BudgetAnswer, MemoryReport
 
@@ -34,13 +38,18 @@ __all__ = [
     "Folio",
     "FolioError",
     "ForkRequest",
+    "LoadReport",
     "MemoryReport",
     "Message",
     "OverloadedError",
     "PinRequest",
     "RequestError",
+    "ResponseObject",
+    "ResponsesRequest",
+    "StreamEvent",
     "UnavailableError",
     "UnknownModelError",
+    "UnknownPinError",
     "UnknownRequestError",
     "Usage",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
@@ -13,14 +13,15 @@ from ray.serve.handle import DeploymentHandle
 
 from app.errors import EngineError, FolioError, OverloadedError, UnavailableError
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, PinRequest
+from app.openai.operator_replies import LoadReport
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
+from app.openai.responses_body import ResponsesRequest
+from app.openai.responses_replies import ResponseObject, StreamEvent
 from vmem import BudgetAnswer, MemoryReport
 
 # What a call raises when it failed at the other side, cannot be delivered, or is refused by Serve itself.
 _FAILURES = (RayTaskError, RayActorError, DeploymentUnavailableError, BackPressureError)
 _READY_POLL_S = 0.5
-
-Chunk = TypeVar("Chunk")
 
 
 class Folio:
@@ -66,7 +67,7 @@ class Folio:
         self, request: CompletionRequest, session: str | None = None
     ) -> AsyncGenerator[Completion, None]:
         """A completion, piece by piece."""
-        return self._stream("generate_stream", Completion, request, session)
+        return self._stream("generate_stream", request, session)
 
     async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
         """A chat completion, whole."""
@@ -76,7 +77,17 @@ class Folio:
         self, request: ChatCompletionRequest, session: str | None = None
     ) -> AsyncGenerator[ChatCompletionChunk, None]:
         """A chat completion, piece by piece."""
-        return self._stream("chat_stream", ChatCompletionChunk, request, session)
+        return self._stream("chat_stream", request, session)
+
+    async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject:
+        """A response of the responses API, whole."""
+        return cast(ResponseObject, await self._call("responses", request, session))
+
+    def responses_stream(
+        self, request: ResponsesRequest, session: str | None = None
+    ) -> AsyncGenerator[StreamEvent, None]:
+        """A response, event by event. Once it has begun, what goes wrong is its last event."""
+        return self._stream("responses_stream", request, session)
 
     async def fork(self, request: ForkRequest) -> Completion:
         """More outputs of a request that runs, or has just ended, whole.
@@ -88,7 +99,7 @@ class Folio:
 
     def fork_stream(self, request: ForkRequest) -> AsyncGenerator[Completion, None]:
         """The same, piece by piece."""
-        return self._stream("fork_stream", Completion, request)
+        return self._stream("fork_stream", request)
 
     async def pin(self, request: PinRequest) -> None:
         """Compute a prefix on every engine replica and keep it; returns when all have.
@@ -106,6 +117,10 @@ class Folio:
     async def report(self) -> dict[str, MemoryReport]:
         """KV memory of every engine replica, by its name, which is also the end of the ids of its answers."""
         return cast(dict[str, MemoryReport], await self._call("reports"))
+
+    async def load(self) -> LoadReport:
+        """How busy every engine replica is, as in `GET /v1/load`. Those that do not answer soon are counted only."""
+        return cast(LoadReport, await self._call("load"))
 
     async def set_budget(self, budget_bytes: int, revision: int) -> list[BudgetAnswer]:
         """Change how much memory the KV cache of every engine replica may take.
@@ -129,17 +144,13 @@ class Folio:
             response.cancel()  # outside of a deployment Serve does not, and the request would go on
             raise
 
-    async def _stream(self, method: str, kind: type[Chunk], *args: Any) -> AsyncGenerator[Chunk, None]:
-        """
-        Args:
-            kind: what it brings, for type checkers.
-        """
+    async def _stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
         handle = await self._connected()
         response = getattr(handle.options(stream=True), method).remote(*args)
         finished = False
         try:
             async for chunk in response:
-                yield cast(Chunk, chunk)
+                yield chunk
             finished = True
         except _FAILURES as error:
             raise cause_of(error, self._name) from error

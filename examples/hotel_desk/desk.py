@@ -72,7 +72,9 @@ class Desk:
         self._folio = Folio(folio)
         self._model = model
         await self._folio.ready()
-        await self._pin_rules()
+        # What all prompts begin with stays in Folio's cache. When another replica of the desk has seen to that already
+        # nothing happens.
+        await self._folio.pin(PinRequest(name=PIN, messages=[RULES]))
 
     @api.post("/ask")
     async def ask(self, question: Question) -> Response:
@@ -91,12 +93,6 @@ class Desk:
         )
         # From here on errors can only cut the answer off: the status is on its way.
         return StreamingResponse(self._go_on(drafts), media_type="text/plain")
-
-    async def _pin_rules(self) -> None:
-        """What all prompts begin with stays in Folio's cache; another replica of the desk may have seen to that."""
-        reports = await self._folio.report()
-        if not all(PIN in {pin.name for pin in report.pins} for report in reports.values()):
-            await self._folio.pin(PinRequest(name=PIN, messages=[RULES]))
 
     async def _go_on(self, drafts: ChatCompletion) -> AsyncIterator[str]:
         """The likeliest draft, and what Folio makes of it: a fork shares all that is computed."""

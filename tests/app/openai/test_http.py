@@ -13,6 +13,7 @@ from app.errors import (
     EngineError,
     OverloadedError,
     RequestError,
+    UnavailableError,
     UnknownModelError,
     UnknownRequestError,
 )
@@ -55,6 +56,9 @@ class FakeService:
 
     async def ready(self) -> None:
         pass
+
+    async def metrics(self) -> str:
+        return "# HELP x X.\n"
 
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         request.sampling_params()
@@ -124,6 +128,20 @@ def test_the_session_header_is_passed_on(client: TestClient) -> None:
     refused = client.post("/v1/completions", json=body, headers={"X-Session-Id": "s" * 257})
     assert refused.status_code == 400
     assert refused.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_metrics_are_text_or_an_error(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prometheus takes an empty page for the truth, but not a 503."""
+    page = client.get("/metrics")
+    assert page.headers["content-type"] == "text/plain; version=1.0.0; charset=utf-8"
+    assert page.text == "# HELP x X.\n"
+
+    async def gone(self: FakeService) -> str:
+        raise UnavailableError("an agent does not answer")
+
+    monkeypatch.setattr(FakeService, "metrics", gone)
+    refused = client.get("/metrics")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
 
 
 def test_the_api_describes_itself(client: TestClient) -> None:

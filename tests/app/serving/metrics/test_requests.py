@@ -95,6 +95,12 @@ def test_what_leaves_the_with_is_the_outcome(told: Told, error: BaseException, o
     assert "folio_request_s" not in sums(told)
 
 
+def test_an_answer_may_say_itself_that_it_failed(told: Told) -> None:
+    with RequestMeter().measure("responses") as measured:
+        measured.fails(EngineError("x"))
+    assert ("folio_requests", 1, {"route": "responses", "outcome": "failed"}) in told
+
+
 def test_requests_in_flight_are_counted_by_route(told: Told) -> None:
     meter = RequestMeter()
     with meter.measure("chat"), meter.measure("chat"), meter.measure("fork"):

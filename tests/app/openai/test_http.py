@@ -70,6 +70,9 @@ class FakeService:
     async def ready(self) -> None:
         raise UnavailableError("nobody answers")
 
+    async def metrics(self) -> str:
+        return "# HELP x X.\n"
+
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         request.sampling_params()
         self._fail(request.model)
@@ -184,6 +187,20 @@ def test_operation(client: TestClient) -> None:
     assert client.delete("/v1/pins/a/b").json() == {"id": "a/b", "object": "pin", "deleted": True}
     gone = client.delete("/v1/pins/a/b")
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "pin_not_found")
+
+
+def test_metrics_are_text_or_an_error(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prometheus takes an empty page for the truth, but not a 503."""
+    page = client.get("/metrics")
+    assert page.headers["content-type"] == "text/plain; version=1.0.0; charset=utf-8"
+    assert page.text == "# HELP x X.\n"
+
+    async def gone(self: FakeService) -> str:
+        raise UnavailableError("an agent does not answer")
+
+    monkeypatch.setattr(FakeService, "metrics", gone)
+    refused = client.get("/metrics")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
 
 
 def test_the_api_describes_itself(client: TestClient) -> None:

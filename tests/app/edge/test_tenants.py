@@ -28,7 +28,8 @@ def test_prefixes_are_pinned_for_ones_own_tenant(
 ) -> None:
     """What another tenant has cached is pinned in no time: that would tell."""
     path = tmp_path / "keys.yaml"
-    path.write_text(json.dumps({"keys": [{"name": "f", "key": FREE}, {"name": "b", "key": BOUND, "tenant": "a"}]}))
+    keys = [{"name": "f", "key": FREE}, {"name": "b", "key": BOUND, "tenant": "a"}]
+    path.write_text(json.dumps({"keys": [key | {"operator": True} for key in keys]}))
     asked: list[tuple[Any, ...]] = []
 
     async def ask_all(method: str, *args: Any) -> list[None]:

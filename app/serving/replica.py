@@ -79,6 +79,10 @@ class EngineReplica:
         """The outputs, each in one piece."""
         return await self._whole(self._deltas(request, _only_at_the_end))
 
+    async def generate_at_once(self, request: GenerateRequest) -> AsyncIterator[list[Piece]]:
+        """The same as a stream of one item."""
+        yield await self.generate(request)
+
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[list[Piece]]:
         """The outputs as they are generated: a piece of each that has grown, as often as `StreamPace`
         allows."""

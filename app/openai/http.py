@@ -12,7 +12,7 @@ from fastapi import Body, FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from app.edge.exchange import note_error
 from app.edge.protect import protect
@@ -37,6 +37,7 @@ from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, Tokenize
 
 logger = logging.getLogger(__name__)
 
+_PROMETHEUS = "text/plain; version=1.0.0; charset=utf-8"
 Session = Annotated[
     str | None,
     Header(
@@ -66,6 +67,7 @@ class Service(Protocol):
     async def pin(self, request: PinRequest) -> None: ...
     async def unpin(self, name: str) -> None: ...
     async def ready(self) -> None: ...
+    async def metrics(self) -> str: ...
 
 
 def build_api(service: Service, settings: HttpSettings | None = None, *, echoes_id: bool = True) -> FastAPI:
@@ -148,17 +150,22 @@ def _add_tokens(api: FastAPI, service: Service) -> None:
 
 
 def _add_operation(api: FastAPI, service: Service) -> None:
-    @api.get("/health", tags=["operation"])
+    @api.get("/health", response_class=Response, tags=["operation"])
     async def health() -> Response:
         """Whether this server process lives. It says nothing of the engine replicas: restarting this would not help
         them."""
         return Response(status_code=200)
 
-    @api.get("/ready", tags=["operation"])
+    @api.get("/ready", response_class=Response, tags=["operation"])
     async def ready() -> Response:
         """Whether requests are welcome: an engine replica answers, and the server is not about to stop."""
         await service.ready()
         return Response(status_code=200)
+
+    @api.get("/metrics", response_class=PlainTextResponse, tags=["operation"])
+    async def metrics() -> Response:
+        """What all replicas tell Prometheus, in its text format; docs/metrics.md says what there is."""
+        return Response(await service.metrics(), media_type=_PROMETHEUS)
 
     @api.get("/v1/load", tags=["operation"])
     async def load() -> LoadReport:

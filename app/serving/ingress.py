@@ -53,6 +53,7 @@ from app.openai.tools import tool_use
 from app.serving.admission import Admission
 from app.serving.calls import Replicas
 from app.serving.messages import ForkCall, GenerateRequest
+from app.serving.metrics import MetricsPage, RequestMeter
 from app.serving.reports import load_report, pin_list
 from vmem import BudgetAnswer, MemoryReport
 
@@ -100,6 +101,8 @@ class Ingress:
         self._admission = Admission(refusals)
         self._created = int(time.time())
         self._max_model_len: int | None = None
+        self._meter = RequestMeter()
+        self._metrics = MetricsPage(serve.get_replica_context().app_name)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         return build_api(self, self._http, echoes_id=False)  # Serve's proxy does
@@ -132,41 +135,50 @@ class Ingress:
 
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion, whole."""
-        with self._admission.enter():
+        with self._meter.measure("completions") as measured, self._admission.enter():
             calls, answer = await asyncio.to_thread(self._completion, request, session)
             await self._pin_prompt(request, calls)
-            return answer.whole(await self._replicas.generate(calls))
+            measured.sends(calls)
+            outputs = await self._replicas.generate(calls)
+            measured.receives(outputs)
+            return answer.whole(outputs)
 
     async def generate_stream(
         self, request: CompletionRequest, session: str | None = None
     ) -> AsyncIterator[Completion]:
         """A completion, piece by piece: outputs take turns as they are generated."""
-        with self._admission.enter():
+        with self._meter.measure("completions") as measured, self._admission.enter():
             calls, answer = await asyncio.to_thread(self._completion, request, session)
             await self._pin_prompt(request, calls)
+            measured.sends(calls)
             async with aclosing(self._replicas.generate_stream(calls)) as pieces:
                 async for prompt, piece in pieces:
+                    measured.streams(piece, prompt)
                     yield answer.chunk(piece, prompt)
             if request.include_usage:
                 yield answer.last_chunk()
 
     async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
         """A chat completion, whole."""
-        with self._admission.enter():
+        with self._meter.measure("chat") as measured, self._admission.enter():
             call, answer = await asyncio.to_thread(self._chat, request, session)
             await self._pin_prompt(request, [call])
+            measured.sends([call])
             [outputs] = await self._replicas.generate([call])
+            measured.receives([outputs])
             return answer.whole(outputs)
 
     async def chat_stream(
         self, request: ChatCompletionRequest, session: str | None = None
     ) -> AsyncIterator[ChatCompletionChunk]:
         """A chat completion, piece by piece; the first chunk of each output carries the role."""
-        with self._admission.enter():
+        with self._meter.measure("chat") as measured, self._admission.enter():
             call, answer = await asyncio.to_thread(self._chat, request, session)
             await self._pin_prompt(request, [call])
+            measured.sends([call])
             async with aclosing(self._replicas.generate_stream([call])) as pieces:
                 async for _, piece in pieces:
+                    measured.streams(piece)
                     chunk = answer.chunk(piece)
                     if chunk is not None:
                         yield chunk
@@ -175,23 +187,27 @@ class Ingress:
 
     async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject:
         """A response, whole."""
-        with self._admission.enter():
+        with self._meter.measure("responses") as measured, self._admission.enter():
             call, answer = await asyncio.to_thread(self._response, request, session)
             await self._pin_prompt(request, [call])
+            measured.sends([call])
             [outputs] = await self._replicas.generate([call])
+            measured.receives([outputs])
             return answer.whole(outputs)
 
     async def responses_stream(
         self, request: ResponsesRequest, session: str | None = None
     ) -> AsyncIterator[StreamEvent]:
         """A response, event by event. Once it has begun, what goes wrong is its last event instead of an error."""
-        with self._admission.enter():
+        with self._meter.measure("responses") as measured, self._admission.enter():
             call, answer = await asyncio.to_thread(self._response, request, session)
             await self._pin_prompt(request, [call])
+            measured.sends([call])
             begun = False
             try:
                 async with aclosing(self._replicas.generate_stream([call])) as pieces:
                     async for _, piece in pieces:
+                        measured.streams(piece)
                         for event in answer.events(piece):
                             begun = True
                             yield event
@@ -200,6 +216,7 @@ class Ingress:
                     raise
                 logger.exception("a response failed")
                 note_error(error_response(error)[1].error.code)
+                measured.fails(error)
                 yield answer.failed(error)
 
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
@@ -219,24 +236,39 @@ class Ingress:
         Raises:
             UnknownRequestError: no replica has the request, or not any more.
         """
-        with self._admission.enter():
+        with self._meter.measure("fork") as measured, self._admission.enter():
             call, answer = self._fork(request)
-            return answer.whole([await self._replicas.fork(call)])
+            outputs = await self._replicas.fork(call)
+            measured.receives([outputs])
+            return answer.whole([outputs])
 
     async def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]:
         """The same, piece by piece."""
-        with self._admission.enter():
+        with self._meter.measure("fork") as measured, self._admission.enter():
             call, answer = self._fork(request)
             async with aclosing(self._replicas.fork_stream(call)) as pieces:
                 async for piece in pieces:
+                    measured.streams(piece)
                     yield answer.chunk(piece)
             if request.include_usage:
                 yield answer.last_chunk()
+
+    async def metrics(self) -> str:
+        """Everything that all replicas of this application have told Prometheus.
+
+        Raises:
+            UnavailableError: some of it cannot be had now.
+        """
+        return await self._metrics.text()
 
     async def report(self) -> MemoryReport:
         """KV memory of one engine replica."""
         report: MemoryReport = await self._replicas.one("report")
         return report
+
+    async def reports(self) -> dict[str, MemoryReport]:
+        """KV memory of every engine replica, by its name."""
+        return dict(await self._replicas.all("named_report"))
 
     async def set_budget(self, budget_bytes: int, revision: int) -> list[BudgetAnswer]:
         """Change how much memory the KV cache of every engine replica may take, while they serve.

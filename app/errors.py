@@ -86,6 +86,7 @@ class OverloadedError(FolioError):
 
     Attributes:
         retry_after_s: when there may be room again; `None` if that is not known.
+        num_queued: requests that wait where it was refused, of which about half will have begun by then.
         replica: the one that refused; empty when it was not one of them.
     """
 
@@ -93,6 +94,7 @@ class OverloadedError(FolioError):
         super().__init__(message, retry_after_s)  # both, or it could not be pickled
         self.message = message
         self.retry_after_s = retry_after_s
+        self.num_queued = 0
         self.replica = ""
 
     def __str__(self) -> str:

@@ -276,23 +276,26 @@ class Engine:
         held = self._adapters.held
         if most is None or most == "auto" or self._scheduler.num_queued + len(held) + len(arriving) < most:
             return
+        queued = [
+            *self._scheduler.queued_tokens,
+            *(len(request.token_ids) for request in held),
+            *(tokens for tokens, _ in arriving),
+        ]
         seconds = retry_after_s(
-            [
-                *self._scheduler.queued_tokens,
-                *(len(request.token_ids) for request in held),
-                *(tokens for tokens, _ in arriving),
-            ],
+            queued,
             self._recovery.step_times,
             self._meter,
             step_tokens=self.config.max_num_batched_tokens,
             free_tokens=free_tokens(self.memory.report(), self.memory),
             now=time.monotonic(),
         )
-        raise OverloadedError(
+        error = OverloadedError(
             f"{most} requests wait, which is as many as may (max_queued_requests); try again in "
             f"{max(seconds, 1):.0f} s",
             seconds,
         )
+        error.num_queued = len(queued)
+        raise error
 
     def check_adapter(self, name: str | None) -> None:
         """Raise `UnknownModelError` unless there is such an adapter, or none is wanted. From any thread."""

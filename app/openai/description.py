@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from app.openai.replies import ChatCompletionChunk, ErrorBody
@@ -23,7 +24,7 @@ DESCRIPTION = (
     "OpenAI's completions, chat completions and responses for one model and its adapters. Unknown fields are errors, "
     "and nulls are defaults. `docs/api.md` says what is beyond OpenAI's API, and what is refused."
 )
-_STREAMED = [
+_STREAMED: list[type[BaseModel]] = [
     ChatCompletionChunk,
     ResponseEvent,
     ItemEvent,

@@ -63,7 +63,9 @@ def validation_error(errors: Sequence[Any]) -> ErrorBody:
     for error in errors:
         place = [str(part)[:_LONGEST_NAME] for part in error["loc"] if part != "body"]
         if error["type"] == "json_invalid":
-            return body(f"the body is not valid JSON: {error['ctx']['error']}", "invalid_request_error", None, None)
+            return body(
+                f"the body is not valid JSON: {error['ctx']['error']}", "invalid_request_error", None, "invalid_json"
+            )
         what = "unknown field" if error["type"] == "extra_forbidden" else error["msg"].removeprefix("Value error, ")
         messages.append(f"{'.'.join(place) or 'body'}: {what}")
     if len(messages) > _MOST_COMPLAINTS:

@@ -150,13 +150,13 @@ def _add_tokens(api: FastAPI, service: Service) -> None:
 
 
 def _add_operation(api: FastAPI, service: Service) -> None:
-    @api.get("/health", tags=["operation"])
+    @api.get("/health", response_class=Response, tags=["operation"])
     async def health() -> Response:
         """Whether this server process lives. It says nothing of the engine replicas: restarting this would not help
         them."""
         return Response(status_code=200)
 
-    @api.get("/ready", tags=["operation"])
+    @api.get("/ready", response_class=Response, tags=["operation"])
     async def ready() -> Response:
         """Whether requests are welcome: an engine replica answers, and the server is not about to stop."""
         await service.ready()
@@ -263,7 +263,8 @@ async def _sent(
             status, answer = errors.error_response(error)
             note_error(answer.error.code)
             unexpected = status >= 500
-            logger.log(logging.ERROR if unexpected else logging.INFO, "a stream failed: %s", error, exc_info=unexpected)
+            level = logging.ERROR if unexpected else logging.INFO  # without the message, which may quote the request
+            logger.log(level, "a stream failed: %s", answer.error.code, exc_info=unexpected)
             yield failed(error)
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

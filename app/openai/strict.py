@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator
 
 
 class StrictBody(BaseModel):
@@ -13,11 +13,18 @@ class StrictBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-def refused(why: str) -> BeforeValidator:
-    """For a field of OpenAI's that cannot be honoured here: anything but a null is an error that says why."""
+def refused(why: str, *harmless: Any) -> BeforeValidator:
+    """For a field of OpenAI's that cannot be honoured here: anything but a null and what is `harmless` is an error that
+    says why."""
 
-    def check(value: Any) -> None:
-        if value is not None:
+    def check(value: Any) -> Any:
+        if value is not None and value not in harmless:
             raise ValueError(why)
+        return value
 
     return BeforeValidator(check)
+
+
+def text_or(kind: str) -> Discriminator:
+    """Tells a text from a list, which has the tag `kind`: so what is wrong is said of the one that was meant only."""
+    return Discriminator(lambda value: kind if isinstance(value, list) else "text")

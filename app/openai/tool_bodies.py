@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import AfterValidator, Field
 
+from app.openai.lean import LeanReply
 from app.openai.strict import StrictBody
 
 MAX_TOOLS = 128
@@ -19,7 +20,7 @@ def _is_text(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_is_text)]
 # What OpenAI's API allows; so a name needs no escaping in JSON or in a grammar.
-FunctionName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9_.-]{1,64}\z")]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 class FunctionDefinition(StrictBody):
@@ -70,25 +71,21 @@ class ToolCall(StrictBody):
     function: FunctionCall
 
 
-class FunctionCallDelta(BaseModel):
+class FunctionCallDelta(LeanReply):
     """`arguments` continues what chunks before have brought of it."""
+
+    _left_out = frozenset({"name", "arguments"})
 
     name: str | None = None
     arguments: str | None = None
 
-    @model_serializer(mode="wrap")
-    def _omit_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in serialize(self).items() if value is not None}
 
-
-class ToolCallDelta(BaseModel):
+class ToolCallDelta(LeanReply):
     """What a chunk adds to call number `index`: first its id, type and name, then pieces of its arguments."""
+
+    _left_out = frozenset({"id", "type"})
 
     index: int
     id: str | None = None
     type: Literal["function"] | None = None
     function: FunctionCallDelta
-
-    @model_serializer(mode="wrap")
-    def _omit_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in serialize(self).items() if value is not None}

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from app.edge.exchange import current_exchange
+from app.edge.exchange import current_exchange, note_error
 from app.edge.settings import HttpSettings
 from app.engine.model_loader import load_tokenizer
 from app.engine.params import SamplingParams
@@ -31,6 +31,7 @@ from app.logs import configure_logs
 from app.openai.answers import CompletionAnswer
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, GenerationBody, PinRequest
 from app.openai.chat_answers import ChatAnswer
+from app.openai.errors import error_response
 from app.openai.http import build_api
 from app.openai.operator_replies import LoadReport, PinList
 from app.openai.pieces import split_public_id
@@ -214,6 +215,7 @@ class Ingress:
                 if not begun:
                     raise
                 logger.exception("a response failed")
+                note_error(error_response(error)[1].error.code)
                 measured.fails(error)
                 yield answer.failed(error)
 
@@ -434,6 +436,7 @@ def _call_of(
             model=request.model,
             tenant=tenant,
             priority=request.priority or 0,
+            pins=request.pin is not None,
             timeout_s=timeout_s,
         )
     return GenerateRequest(

@@ -82,6 +82,7 @@ def ask(server: Server, question: str, **params: Any) -> Any:
 
 def test_models_and_health(server: Server) -> None:
     assert httpx.get(f"{server.url}/health").status_code == 200
+    assert httpx.get(f"{server.url}/ready").status_code == 200
     models = server.client.models.list().data
     assert [m.id for m in models] == ["builtin"]
     assert server.client.models.retrieve("builtin").id == "builtin"
@@ -552,3 +553,60 @@ def test_the_yaml_is_valid() -> None:
     assert AppArgs.model_validate(application.args).engine.model == "builtin"
     names = {deployment.name for deployment in application.deployments}
     assert names == {"Ingress", "EngineReplica"}
+
+
+def test_responses(server: Server) -> None:
+    """Whole, streamed, and one that goes on from an answer before; then one that is forked by its id."""
+    create: Any = server.client.responses.create
+    keys = "The key of room 417 is 93. The key of room 256 is 12."
+    question = {"role": "user", "content": f"{keys} What is the key of room 417?"}
+    more: dict[str, Any] = {"model": "builtin", "temperature": 0}
+    first = create(input=[question], **more)
+    assert (first.output_text, first.status) == ("The key of room 417 is 93.", "completed")
+    events = list(create(input=[question], stream=True, **more))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == events[-1].response.output_text == first.output_text
+    assert events[-1].response.usage.input_tokens_details.cached_tokens > 0
+    second = create(input=[question, *first.output, {"role": "user", "content": "And of room 256?"}], **more)
+    assert second.usage.input_tokens > first.usage.input_tokens
+    cut = create(input="What is Folio?", max_output_tokens=2, **more)
+    assert (cut.status, cut.usage.output_tokens) == ("incomplete", 2)
+    fork = ForkRequest(request_id=cut.id, max_tokens=3, **more)
+    assert server.handle.fork.remote(fork).result().usage.completion_tokens == 3
+
+
+def test_pins_over_http(server: Server) -> None:
+    """The same prefix may be pinned again, by a request too; another one under that name is refused."""
+    text = "The rules of this house are long and have to be read by everybody who comes in. " * 3
+    pinned = httpx.post(f"{server.url}/v1/pins", json={"name": "rules", "prompt": text}, timeout=DEADLINE_S)
+    card = pinned.json()
+    assert (pinned.status_code, card["id"], card["num_replicas"], card["num_tokens"] >= 16) == (200, "rules", 1, True)
+    again = httpx.post(f"{server.url}/v1/pins", json={"name": "rules", "prompt": text}, timeout=DEADLINE_S)
+    assert again.json() == card
+    with pytest.raises(openai.BadRequestError, match="rules"):
+        ask(server, text + "What is a page?", extra_body={"pin": "rules"})
+    for _ in range(2):
+        answer = ask(server, text + "What is a page?", max_tokens=1, extra_body={"pin": "question"})
+        assert answer.usage.prompt_tokens_details.cached_tokens >= card["num_tokens"]
+    pins = httpx.get(f"{server.url}/v1/pins").json()["data"]
+    assert [pin["id"] for pin in pins] == ["question", "rules"]
+    assert httpx.get(f"{server.url}/v1/load").json()["total"]["pinned_bytes"] > 0
+    for name in ("rules", "question"):
+        assert httpx.delete(f"{server.url}/v1/pins/{name}").json()["deleted"] is True
+    assert httpx.delete(f"{server.url}/v1/pins/rules").status_code == 404
+    assert httpx.get(f"{server.url}/v1/pins").json()["data"] == []
+
+
+def test_tokens_and_load(server: Server) -> None:
+    question = {"messages": [{"role": "user", "content": "What is Folio?"}]}
+    tokens = httpx.post(f"{server.url}/tokenize", json=question).json()
+    assert tokens["count"] == ask(server, "What is Folio?", max_tokens=1).usage.prompt_tokens
+    text = httpx.post(f"{server.url}/detokenize", json={"tokens": tokens["tokens"]}).json()["prompt"]
+    assert "What is Folio?" in text
+    before = httpx.get(f"{server.url}/v1/load").json()
+    [replica] = before["replicas"]
+    assert (before["num_replicas"], before["num_silent"], replica["ready_s"] > 0) == (1, 0, True)
+    assert 0 < replica["free_tokens"] <= replica["total_tokens"]
+    ask(server, "What is a block?", max_tokens=1)
+    after = httpx.get(f"{server.url}/v1/load").json()
+    assert after["total"]["prompt_tokens"] > before["total"]["prompt_tokens"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -82,7 +83,7 @@ def replicas_with(*answers: list[Any], script: Script | None = None) -> tuple[An
     """The answers in this order, or as the script says."""
     left = list(answers)
     handle = Handle(script or (lambda call: left.pop(0)))
-    return Replicas(handle, Refusals(most_pause_s=60.0)), handle  # type: ignore[arg-type]
+    return Replicas(handle, Refusals()), handle  # type: ignore[arg-type]
 
 
 def full(replica: str, retry_after_s: float = 20.0) -> RayTaskError:
@@ -178,22 +179,23 @@ def test_a_full_replicas_call_is_offered_to_another_one(stream: bool) -> None:
         assert await ask(replicas, stream) == ["b"]
         assert [call.refused_by for call in handle.calls] == [(), ("a",)]
         await ask(replicas, stream)
-        assert handle.calls[2].refused_by == ("a",)  # the next one goes elsewhere at once
+        assert (handle.calls[2].refused_by, handle.calls[2].crowded) == ((), ("a",))  # the next asks `a` last
 
     asyncio.run(run())
 
 
 @STREAM
 def test_when_all_are_full_the_soonest_is_named(stream: bool) -> None:
-    """The replica that is asked last refuses: then all have. From now on the ingress refuses by itself."""
+    """As the router says when none is left. From now on the ingress refuses by itself."""
 
     async def run() -> None:
-        replicas, handle = replicas_with([full("a", 40.0)], [full("b", 10.0)], [full("a", 40.0)])
-        with pytest.raises(OverloadedError) as error:
+        nobody_left = OverloadedError("all engine replicas have as many requests waiting as may")
+        replicas, handle = replicas_with([full("a", 40.0)], [full("b", 10.0)], [nobody_left])
+        with pytest.raises(OverloadedError, match="all engine replicas") as error:
             await ask(replicas, stream)
         assert error.value.retry_after_s == pytest.approx(10.0, abs=1.0)
-        assert len(handle.calls) == 3
-        assert replicas._refusals.retry_after_s(asyncio.get_running_loop().time()) is not None
+        assert handle.calls[2].refused_by == ("a", "b")
+        assert replicas._refusals.refuse(time.monotonic()) is not None
 
     asyncio.run(run())
 

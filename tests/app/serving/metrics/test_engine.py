@@ -11,7 +11,8 @@ from app.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.params import SamplingParams
 from app.engine.speculation import SpeculationCounts
-from app.serving.metrics import EngineMeter, SpeculationMeter
+from app.engine.start_times import StartTimes
+from app.serving.metrics import EngineMeter, ReadyGauge, SpeculationMeter
 from tests.app.serving.metrics.conftest import Told
 
 
@@ -86,3 +87,11 @@ def test_preemptions_are_told_by_way(told: Told, engine: Engine) -> None:
         ("folio_preemptions", 2, {"way": "swap"}),
         ("folio_preemptions", 1, {"way": "recompute"}),
     ]
+
+
+def test_a_start_is_told_phase_by_phase(told: Told) -> None:
+    ReadyGauge().note(StartTimes(weights_s=1.0, warm_up_s=2.0, process_s=7.0))
+    phases = {tags["phase"]: value for name, value, tags in told if name == "folio_ready_s"}
+    assert len(phases) == len(told)
+    assert (phases["weights"], phases["warm_up"], phases["process"], phases["all"]) == (1.0, 2.0, 7.0, 3.0)
+    assert phases["prefixes"] == 0.0

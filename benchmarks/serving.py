@@ -57,8 +57,9 @@ TRACE = workloads.AZURE_TRACE
 class Sizes:
     """How much there is to do.
 
-    `pairs`: single requests; `repeats`: runs at full load of either, after one to warm up; `loads`: Poisson rates as
-    shares of the capacity.
+    `pairs`: single requests; `repeats`: runs at full load of either, after one to warm up; `capacity_rounds`: times the
+    requests at once that measure the capacity; `loads`: Poisson rates as shares of it; `trace_probe`: requests of the
+    trace that its rate is chosen by.
     """
 
     num_layers: int = 24
@@ -66,9 +67,10 @@ class Sizes:
     repeats: int = 3
     requests: int = 32
     new_tokens: int = 64
-    capacity_s: float = 40.0
+    capacity_rounds: int = 3
     loads: tuple[float, ...] = (0.3, 0.6, 0.8, 0.95)
     load_s: float = 40.0
+    trace_probe: int = 50
     trace_s: float = 40.0
     overload_s: float = 120.0
 
@@ -79,9 +81,10 @@ QUICK = Sizes(
     repeats=1,
     requests=16,
     new_tokens=32,
-    capacity_s=3.0,
+    capacity_rounds=2,
     loads=(0.5, 0.9),
     load_s=3.0,
+    trace_probe=20,
     trace_s=3.0,
     overload_s=15.0,
 )
@@ -152,12 +155,13 @@ async def kept_throughput(target: HttpTarget, bare: BareEngine, sizes: Sizes) ->
 
 
 async def capacity(target: HttpTarget, sizes: Sizes, seed: int) -> float:
-    """Output tokens a second when there are always more requests than the engine runs at once."""
-    asks = arrivals.endless(CHAT, VOCAB_SIZE, seed)
-    records = await closed_loop(target, asks, SATURATING, sizes.capacity_s)
-    if bad := [record for record in records if not record.completed]:
-        raise RuntimeError(f"{len(bad)} of {len(records)} requests were not answered whole: {bad[0]}")
-    return latency.tokens_per_s(records, RAMP_SHARE * sizes.capacity_s, sizes.capacity_s)
+    """Output tokens a second while there are more requests than the engine runs at once: from when the first ones have
+    all begun to answer, to when the last one is sent."""
+    asks = arrivals.asks(chat(sizes.capacity_rounds * SATURATING, seed), VOCAB_SIZE, seed)
+    records = await closed_loop(target, asks, SATURATING)
+    rate_of(records)
+    begin_s = max(record.events[0][0] for record in records[:SATURATING])
+    return latency.tokens_per_s(records, begin_s, records[-1].due_s)
 
 
 async def sweep(
@@ -179,9 +183,9 @@ async def replayed(
     targets: Sequence[HttpTarget], path: Path | None, sizes: Sizes, goal: Targets
 ) -> tuple[dict[str, list[Summary]], str]:
     """A trace at a share of the first server's capacity for requests like its."""
-    like, _ = arrivals.replay(path, 10.0, 10.0, LONGEST_OF_TRACE, seed=500)
+    like, _ = arrivals.replay(path, sizes.trace_probe, 1.0, LONGEST_OF_TRACE, seed=500)
     lengths = [(prompt, output) for _, prompt, output in like]
-    probe = await closed_loop(targets[0], arrivals.endless(lengths, VOCAB_SIZE, 501), SATURATING, sizes.capacity_s / 3)
+    probe = await closed_loop(targets[0], arrivals.asks(lengths, VOCAB_SIZE, 501), SATURATING)
     rate = TRACE_LOAD * len(probe) / max(r.ended_s or 0.0 for r in probe)
     rows, source = arrivals.replay(path, rate, sizes.trace_s, LONGEST_OF_TRACE, seed=502)
     asks = arrivals.asks([row[1:] for row in rows], VOCAB_SIZE, 503, [row[0] for row in rows])

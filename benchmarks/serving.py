@@ -41,7 +41,7 @@ FOLIO, ENGINE = "folio", "EngineReplica"
 AT_ONCE, SHORTEST, LONGEST = 16, 32, 512
 SINGLE_PROMPT, SINGLE_NEW = 32, 4
 # More at once than the engine runs, so that it never waits for a client.
-MAX_NUM_SEQS, MAX_QUEUED, SATURATING = 32, 64, 36
+MAX_NUM_SEQS, MAX_QUEUED, SATURATING = 16, 24, 20
 MAX_MODEL_LEN, LONGEST_OF_TRACE = 2048, 768
 KV_MEMORY_BYTES = 1 << 30
 # Outputs are a fifth as long as ShareGPT's, so that enough requests end in a run.

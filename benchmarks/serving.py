@@ -69,8 +69,8 @@ class Sizes:
     new_tokens: int = 64
     capacity_rounds: int = 3
     loads: tuple[float, ...] = (0.3, 0.6, 0.8, 0.95)
-    load_s: float = 40.0
-    trace_probe: int = 50
+    load_s: float = 30.0
+    trace_probe: int = 24
     trace_s: float = 40.0
     overload_s: float = 120.0
 
@@ -194,9 +194,12 @@ async def replayed(
     return runs, source
 
 
-async def overload(target: HttpTarget, sizes: Sizes, skip: int | None) -> dict[str, Any]:
-    """Many more requests than there is capacity for, between two measurements of the capacity."""
-    before = await capacity(target, sizes, seed=600)
+async def overload(target: HttpTarget, before: float, sizes: Sizes, skip: int) -> dict[str, Any]:
+    """Many more requests than there is capacity for; that is measured again afterwards, since machines drift.
+
+    Args:
+        before: the capacity, just measured.
+    """
     await asyncio.sleep(1.0)
     idle = Usage.now(skip)
     at_s = arrivals.poisson(OVERLOAD * before / CHAT_OUTPUT, sizes.overload_s, seed=601)
@@ -266,6 +269,9 @@ async def run_all(
         if args.soak is not None:
             raw["soak"] = await soak(targets[0], args.soak, tokens_per_s, bare.pid if bare is not None else None)
             return figures | soak_figures(raw["soak"]), raw
+        if bare is not None:
+            raw["overload"] = await overload(targets[0], tokens_per_s, sizes, bare.pid)
+            figures |= overload_figures(raw["overload"])
         summaries = await sweep(targets, tokens_per_s, sizes, goal)
         of_trace, source = await replayed(targets, args.trace, sizes, goal)
         raw["loads"] = {name: [s.as_dict() for s in runs] for name, runs in summaries.items()}
@@ -275,9 +281,6 @@ async def run_all(
         print(source)
         latency.print_table(of_trace)
         latency.draw(summaries, goal, harness.results_folder(args) / f"serving{'-quick' if args.quick else ''}.png")
-        if bare is not None:
-            raw["overload"] = await overload(targets[0], sizes, bare.pid)
-            figures |= overload_figures(raw["overload"])
         ours = [*summaries[targets[0].name], *of_trace[targets[0].name]]
         figures["lost"] = figures.get("lost", 0) + sum(s.lost + s.failed for s in ours)
         figures["goodput_share_at_highest_load"] = ours[-2].good_share

@@ -11,9 +11,9 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 from app.engine.params import SamplingParams, Structure
 from app.errors import RequestError
 from app.openai.sampling_body import SamplingBody
-from app.openai.strict import StrictBody
+from app.openai.strict import StrictBody, Text
 from app.openai.structures import ResponseFormat, guided_structure, only_structure, structure_of
-from app.openai.tool_bodies import Text, ToolCall, ToolChoice, Tools
+from app.openai.tool_bodies import ToolCall, ToolChoice, Tools
 
 MAX_PROMPTS = 256
 MAX_TOP_LOGPROBS = 20

@@ -7,8 +7,7 @@ from typing import Any
 
 from app.engine.params import EarlyStopping, SamplingParams, Structure
 from app.errors import RequestError
-from app.openai.strict import StrictBody
-from app.openai.tool_bodies import Text
+from app.openai.strict import JsonObject, StrictBody, Text
 
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 
@@ -56,7 +55,7 @@ class SamplingBody(StrictBody):
     length_penalty: float | None = None
     early_stopping: EarlyStopping | None = None
     prompt_logprobs: int | None = None
-    guided_json: str | dict[str, Any] | None = None
+    guided_json: str | JsonObject | None = None
     guided_regex: Text | None = None
     guided_choice: list[Text] | None = None
     guided_grammar: Text | None = None

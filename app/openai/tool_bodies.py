@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
 
-from app.openai.strict import StrictBody
+from app.openai.strict import JsonObject, StrictBody, Text
 
 MAX_TOOLS = 128
 
 
-def _is_text(text: str) -> str:
-    """JSON can carry half of a surrogate pair, which is no character and has no tokens."""
-    text.encode()  # UnicodeEncodeError is a ValueError
-    return text
-
-
-Text = Annotated[str, AfterValidator(_is_text)]
 # What OpenAI's API allows; so a name needs no escaping in JSON or in a grammar.
 FunctionName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9_.-]{1,64}\z")]
 
@@ -28,7 +21,7 @@ class FunctionDefinition(StrictBody):
 
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 

@@ -1,0 +1,116 @@
+"""The whole server in one process and without Ray: HTTP, ingress, replica and a real engine with the built-in model.
+
+What Ray Serve does in between is left out: processes, routing, and that clients come over a network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Generator
+from typing import Any
+
+from fastapi import FastAPI
+from ray.exceptions import RayTaskError
+
+from app.config import EngineConfig
+from app.engine import AsyncEngine
+from app.engine.model_loader import load_tokenizer
+from app.errors import FolioError
+from app.openai.http import build_api
+from app.openai.token_texts import TokenTexts
+from app.serving.calls import Replicas
+from app.serving.ingress import Ingress
+from app.serving.replica import EngineReplica
+
+
+class LocalServer:
+    """`api` is the ASGI application, `engine` what it stands on. Close it at the end."""
+
+    def __init__(self, **settings: Any) -> None:
+        config = EngineConfig(
+            **({"model": "builtin", "kv_memory_bytes": 64 << 20, "max_num_batched_tokens": 512} | settings)
+        )
+        self.engine = AsyncEngine(config)
+        replica: Any = object.__new__(EngineReplica)
+        replica._closing, replica._leaving, replica._member = False, None, None
+        replica._engine, replica._name = self.engine, "local"
+        ingress: Any = object.__new__(Ingress.__bases__[0])  # what Serve makes of it needs a cluster
+        ingress._tokenizer = load_tokenizer(config.model)
+        ingress._tokens, ingress._model_name = TokenTexts(ingress._tokenizer), "builtin"
+        ingress._adapters, ingress._created, ingress._max_model_len = (), 0, None
+        ingress._replicas = Replicas(_Handle(replica))  # type: ignore[arg-type]
+        self.api: FastAPI = build_api(ingress)
+
+    def wait_until_idle(self, deadline_s: float = 60.0) -> None:
+        """Until no request runs or waits and all pages are free; then the books have to add up."""
+        deadline = time.monotonic() + deadline_s
+        while not self._idle():
+            assert time.monotonic() < deadline, (self.engine.load(most_keys=0), self.engine.report())
+            time.sleep(0.01)
+        self.engine._engine.check_integrity()
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _idle(self) -> bool:
+        load = self.engine.load(most_keys=0)
+        return not (load.num_running or load.num_waiting or self.engine._streams or self.engine.report().active_bytes)
+
+
+class _Handle:
+    """A `DeploymentHandle` of one replica."""
+
+    def __init__(self, replica: Any) -> None:
+        self._replica = replica
+
+    def options(self, **_: Any) -> _Handle:
+        return self
+
+    def __getattr__(self, name: str) -> _Method:
+        return _Method(getattr(self._replica, name))
+
+
+class _Method:
+    def __init__(self, method: Any) -> None:
+        self._method = method
+
+    def remote(self, *args: Any) -> _Response:
+        return _Response(self._method(*args))
+
+
+class _Response:
+    """What a handle returns: to be awaited, iterated over, or cancelled."""
+
+    def __init__(self, running: Any) -> None:
+        self._running = running
+        self._task: asyncio.Task[Any] | None = None
+        if asyncio.iscoroutine(running):
+            self._task = asyncio.create_task(running)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._whole().__await__()
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        try:
+            async for item in self._running:
+                yield item
+        except FolioError as error:
+            raise _failed(error) from error
+
+    def cancel(self) -> None:
+        if self._task is None:
+            self._task = asyncio.create_task(self._running.aclose())
+        else:
+            self._task.cancel()
+
+    async def _whole(self) -> Any:
+        assert self._task is not None
+        try:
+            return await self._task
+        except FolioError as error:
+            raise _failed(error) from error
+
+
+def _failed(error: FolioError) -> RayTaskError:
+    return RayTaskError("replica", "traceback", error)

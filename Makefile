@@ -21,7 +21,8 @@ serve: $(VENV)/.base compiler
 
 test: $(VENV)/.dev compiler
 	@echo "==> Running the tests"
-	RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile --ignore tests/e2e
+	RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest tests/e2e
 
 check: $(VENV)/.dev
 	@echo "==> Formatting and lint (ruff)"

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
@@ -13,6 +13,7 @@ from app.config import EngineConfig
 from app.errors import ConfigError
 from app.fleet.policies import PolicyName
 from app.serving.ingress import Ingress
+from app.serving.pace import StreamPace
 from app.serving.replica import EngineReplica
 
 # Serve's own default is 5, too few for an engine that batches. The engine's queue is where requests wait.
@@ -43,6 +44,36 @@ class RoutingArgs(BaseModel):
     stale_after_s: PositiveFloat = 5.0
 
 
+class StreamingArgs(BaseModel):
+    """`args.streaming` of the YAML: how often streams send (`StreamPace`).
+
+    Attributes:
+        items_per_s: of all streams of a replica; by default 50 for each core of its machine, of which that takes two to
+            three percent.
+        min_interval_s, max_interval_s: between two items of one stream.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    items_per_s: PositiveFloat | None = None
+    min_interval_s: NonNegativeFloat = 0.02
+    max_interval_s: NonNegativeFloat = 0.25
+
+    @property
+    def pace(self) -> StreamPace:
+        """Raises `ConfigError` when there is no interval between both."""
+        if self.min_interval_s > self.max_interval_s:
+            raise ConfigError(
+                f"streaming.min_interval_s is {self.min_interval_s}; it must not be above max_interval_s, "
+                f"{self.max_interval_s}"
+            )
+        return StreamPace(
+            self.items_per_s,
+            min_interval_s=self.min_interval_s,
+            max_interval_s=self.max_interval_s,
+        )
+
+
 class AppArgs(BaseModel):
     """`args` of the YAML.
 
@@ -52,6 +83,7 @@ class AppArgs(BaseModel):
         shared_kv_memory_bytes: KV memory that all replicas on one device, a GPU or a node's CPUs, share: each may take
             what others do not need. None: each has `engine.kv_memory_bytes` for itself.
         routing: which replica gets a request.
+        streaming: how often streams send what has been generated.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -60,6 +92,7 @@ class AppArgs(BaseModel):
     model_name: str | None = None
     shared_kv_memory_bytes: int | None = None
     routing: RoutingArgs = RoutingArgs()
+    streaming: StreamingArgs = StreamingArgs()
 
 
 def build(args: AppArgs) -> Application:
@@ -84,7 +117,7 @@ def build(args: AppArgs) -> Application:
     ingress: Any = serve.deployment(
         max_ongoing_requests=MAX_ONGOING_REQUESTS, graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S
     )(Ingress)
-    replica = engine.bind(shared_engine(args), args.shared_kv_memory_bytes)
+    replica = engine.bind(shared_engine(args), args.shared_kv_memory_bytes, args.streaming.pace)
     application: Application = ingress.bind(args.engine.model, model_name, replica, tuple(args.engine.adapters))
     return application
 

@@ -15,6 +15,7 @@ from typing import Unpack
 import torch
 
 from app.config import EngineConfig
+from app.engine.delta_queue import DeltaQueue
 from app.engine.engine import Engine
 from app.engine.load import MOST_KEYS
 from app.engine.params import SamplingParams
@@ -27,6 +28,9 @@ from app.fleet.report import ReplicaReport
 from vmem import BudgetAnswer, IntegrityError, KVMemory, MemoryReport
 
 logger = logging.getLogger(__name__)
+
+# Seconds until a reader wants to hear again.
+Pace = Callable[[], float]
 
 # So many requests can be found by the ids that their senders gave them.
 _NAMES = 10_000
@@ -43,7 +47,7 @@ class _Stream:
     begin: Callable[[str], None]
     load: tuple[int, int]  # tokens, and those expected to be cached
     loop: asyncio.AbstractEventLoop
-    deltas: asyncio.Queue[Delta]
+    deltas: DeltaQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +97,16 @@ class AsyncEngine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         request_id: str | None = None,
+        *,
+        pace: Pace | None = None,
         **options: Unpack[RequestOptions],
-    ) -> AsyncGenerator[Delta, None]:
-        """Yield the outputs as they are generated. Closing or cancelling the iterator cancels the request.
+    ) -> AsyncGenerator[list[Delta], None]:
+        """Yield the outputs as they are generated, at least one delta at a time. Closing or cancelling the iterator
+        cancels the request.
+
+        Args:
+            pace: asked after each list how many seconds shall pass until the next, in which deltas add up. The first
+                and the last list come at once. None: every list does.
 
         Raises:
             RequestError: the request is invalid; raised before the first delta.
@@ -115,15 +126,24 @@ class AsyncEngine:
 
         load = len(prompt_token_ids), options.get("expected_cached_tokens") or 0
         compiles = params.structure is not None
-        return self._deltas(request_id or "request", begin, load, validate, compiles=compiles, check_queue=True)
+        return self._deltas(
+            request_id or "request", begin, load, validate, compiles=compiles, check_queue=True, pace=pace
+        )
 
     def fork(
-        self, request_id: str, params: SamplingParams, fork_id: str | None = None, *, index: int = 0
-    ) -> AsyncGenerator[Delta, None]:
+        self,
+        request_id: str,
+        params: SamplingParams,
+        fork_id: str | None = None,
+        *,
+        index: int = 0,
+        pace: Pace | None = None,
+    ) -> AsyncGenerator[list[Delta], None]:
         """Go on with an output of a request that runs, or has just ended, in `params.n` more ways (`Engine.fork`).
 
         Args:
             request_id: as it was given to `generate`; the latest of that name.
+            pace: as there.
 
         Raises:
             UnknownRequestError: there is no such output, or not any more; raised before the first delta.
@@ -139,7 +159,9 @@ class AsyncEngine:
             self._engine.fork(parent_id, unique_id, params, index=index)
 
         name, compiles = fork_id or f"fork of {request_id}", params.structure is not None
-        return self._deltas(name, begin, (0, 0), lambda: self._engine.check_params(params), compiles=compiles)
+        return self._deltas(
+            name, begin, (0, 0), lambda: self._engine.check_params(params), compiles=compiles, pace=pace
+        )
 
     async def pin(self, name: str, prompt_token_ids: Sequence[int], *, cache_salt: str | None = None) -> None:
         """Compute a prefix and keep it in the cache until `unpin`; returns when that is done.
@@ -178,7 +200,8 @@ class AsyncEngine:
         *,
         compiles: bool = False,
         check_queue: bool = False,
-    ) -> AsyncGenerator[Delta, None]:
+        pace: Pace | None = None,
+    ) -> AsyncGenerator[list[Delta], None]:
         """
         Args:
             validate: raises `RequestError` if it is not worth sending.
@@ -190,16 +213,22 @@ class AsyncEngine:
         else:
             validate()
         unique_id = f"{request_id}-{next(self._ids)}"
-        stream = _Stream(unique_id, begin, load, asyncio.get_running_loop(), asyncio.Queue())
+        loop = asyncio.get_running_loop()
+        stream = _Stream(unique_id, begin, load, loop, DeltaQueue())
         self._send(stream, request_id, check_queue)
-        finished = False
+        finished, not_before = False, 0.0
         try:
             while not finished:
-                delta = await stream.deltas.get()
-                finished = delta.ends_request
-                if delta.error is not None:
-                    raise delta.error
-                yield delta
+                deltas = await stream.deltas.take(not_before)
+                finished, error = deltas[-1].ends_request, deltas[-1].error
+                if error is None:
+                    yield deltas
+                elif deltas[:-1]:
+                    yield deltas[:-1]
+                if error is not None:
+                    raise error
+                if pace is not None:
+                    not_before = loop.time() + pace()
         finally:
             if not finished:
                 self._commands.put(_Cancel(unique_id))
@@ -347,4 +376,4 @@ class AsyncEngine:
 
 def _put_all(arrived: Sequence[tuple[_Stream, Delta]]) -> None:
     for stream, delta in arrived:
-        stream.deltas.put_nowait(delta)
+        stream.deltas.put(delta)

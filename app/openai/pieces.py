@@ -56,7 +56,7 @@ class Piece:
 
 
 class PieceCollector:
-    """Deltas of a request's outputs until there is something to send: steps that end inside a character, or inside what
+    """Deltas of a request's outputs until there is something to send: those that end inside a character, or inside what
     may be a stop string, add to the next piece. The first piece, of whichever output, has the prompt's log
     probabilities."""
 
@@ -65,15 +65,17 @@ class PieceCollector:
         self._held: dict[int, list[Delta]] = {}
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
-    def push(self, delta: Delta) -> Piece | None:
-        """The output's next piece, if this delta has text or is its last."""
-        self.hold(delta)
-        return self._take(delta.index) if delta.text or delta.finished else None
+    def push(self, deltas: Sequence[Delta]) -> list[Piece]:
+        """A piece of each output that has got text, or its end; last of all the one that ends the request."""
+        self.hold(deltas)
+        latest_first = dict.fromkeys(d.index for d in reversed(deltas) if d.text or d.finished)
+        return [self._take(index) for index in reversed(latest_first)]
 
-    def hold(self, delta: Delta) -> None:
-        """Keep it for `all`."""
-        self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
-        self._held.setdefault(delta.index, []).append(delta)
+    def hold(self, deltas: Sequence[Delta]) -> None:
+        """Keep them for `all`."""
+        for delta in deltas:
+            self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
+            self._held.setdefault(delta.index, []).append(delta)
 
     def all(self) -> list[Piece]:
         """What is held, each output in one piece, in order."""

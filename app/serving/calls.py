@@ -64,9 +64,10 @@ async def _pieces_of(method: Any, call: GenerateRequest | ForkCall) -> AsyncGene
     response = method.remote(call)
     finished = False
     try:
-        async for piece in response:
-            finished = piece.ends_request
-            yield piece
+        async for pieces in response:
+            finished = pieces[-1].ends_request
+            for piece in pieces:
+                yield piece
     except _FAILURES as error:
         raise unwrap(error) from error
     finally:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -15,17 +16,23 @@ from ray import serve
 
 from app.config import EngineConfig
 from app.engine import AsyncEngine, Delta
+from app.engine.async_engine import Pace
 from app.errors import ConfigError, RequestError, UnavailableError, UnknownRequestError
 from app.fleet.autoscaling import ReplicaLoad
 from app.openai.pieces import Piece, PieceCollector
 from app.serving.ledger import BudgetMember, device_of_this_replica
 from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts, report_as_stats
 from app.serving.metrics import RoutingAudit, SpeculationMeter
+from app.serving.pace import StreamPace
 from app.serving.ranks import actors_of_this_replica
 from vmem import BudgetAnswer, MemoryReport
 
 # How long a replica without an engine stays, so that what it has answered gets out.
 _LAST_WORDS_S = 1.0
+
+
+def _only_at_the_end() -> float:
+    return math.inf
 
 
 class EngineReplica:
@@ -34,12 +41,15 @@ class EngineReplica:
     Args:
         shared_kv_memory_bytes: what it shares with the other replicas on its device, `kv_memory_bytes` of each. None:
             it has its own.
+        pace: of its streams. None: they send every step.
 
     Raises:
         ConfigError, ModelError: the replica cannot start.
     """
 
-    def __init__(self, config: EngineConfig, shared_kv_memory_bytes: int | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, shared_kv_memory_bytes: int | None = None, pace: StreamPace | None = None
+    ) -> None:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("app").setLevel(logging.INFO)
         if config.device == "cuda" and len(ray.get_gpu_ids()) != 1:
@@ -49,6 +59,7 @@ class EngineReplica:
             )
         self._audit = RoutingAudit()
         self._guesses = SpeculationMeter()
+        self._pace = pace or StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0)
         self._name = serve.get_replica_context().replica_id.unique_id
         self._leaving: threading.Timer | None = None
         self._closing = False
@@ -61,13 +72,14 @@ class EngineReplica:
 
     async def generate(self, request: GenerateRequest) -> list[Piece]:
         """The outputs, each in one piece."""
-        return await self._whole(self._deltas(request))
+        return await self._whole(self._deltas(request, _only_at_the_end))
 
-    async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[Piece]:
-        """The outputs as they are generated, a piece of each a step (`PieceCollector`)."""
-        async with aclosing(self._pieces(self._deltas(request))) as pieces:
-            async for piece in pieces:
-                yield piece
+    async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[list[Piece]]:
+        """The outputs as they are generated: a piece of each that has grown, as often as `StreamPace`
+        allows."""
+        async with aclosing(self._pieces(partial(self._deltas, request))) as lists:
+            async for pieces in lists:
+                yield pieces
 
     async def fork(self, call: ForkCall) -> list[Piece]:
         """More outputs of a request from where one of its outputs is, each in one piece.
@@ -75,13 +87,13 @@ class EngineReplica:
         Raises:
             UnknownRequestError: it is not here, or not any more.
         """
-        return await self._whole(self._forked(call))
+        return await self._whole(self._forked(call, _only_at_the_end))
 
-    async def fork_stream(self, call: ForkCall) -> AsyncIterator[Piece]:
+    async def fork_stream(self, call: ForkCall) -> AsyncIterator[list[Piece]]:
         """The same as they are generated."""
-        async with aclosing(self._pieces(self._forked(call))) as pieces:
-            async for piece in pieces:
-                yield piece
+        async with aclosing(self._pieces(partial(self._forked, call))) as lists:
+            async for pieces in lists:
+                yield pieces
 
     async def facts(self) -> ReplicaFacts:
         """Raises `UnavailableError` once the engine has stopped."""
@@ -131,7 +143,7 @@ class EngineReplica:
         if self._member is not None and not self._member.healthy and not self._closing:
             raise UnavailableError("the replica's budget can be changed no more, see the log")
 
-    async def _deltas(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+    async def _deltas(self, request: GenerateRequest, pace: Pace) -> AsyncGenerator[list[Delta], None]:
         expected = request.expected
         if expected is not None and expected.replica != self._name:  # it was to go elsewhere
             expected = None
@@ -145,36 +157,39 @@ class EngineReplica:
             tenant=request.tenant,
             timeout_s=request.timeout_s,
             expected_cached_tokens=expected.cached_tokens if expected is not None else None,
+            pace=pace,
         )
         async with aclosing(deltas):
-            async for delta in deltas:
+            async for some in deltas:
                 if expected is not None:
-                    self._audit.note(expected.cached_tokens, delta.num_cached_tokens)
+                    self._audit.note(expected.cached_tokens, some[0].num_cached_tokens)
                     expected = None
-                yield delta
+                yield some
 
-    async def _forked(self, call: ForkCall) -> AsyncGenerator[Delta, None]:
+    async def _forked(self, call: ForkCall, pace: Pace) -> AsyncGenerator[list[Delta], None]:
         if call.replica != self._name:  # that one is gone
             raise UnknownRequestError(f"the replica that had the request {call.fork_of!r} is gone", "request_id")
-        deltas = self._engine.fork(call.fork_of, call.params, call.request_id, index=call.index)
+        deltas = self._engine.fork(call.fork_of, call.params, call.request_id, index=call.index, pace=pace)
         async with aclosing(deltas):
-            async for delta in deltas:
-                yield delta
+            async for some in deltas:
+                yield some
 
-    async def _whole(self, deltas: AsyncGenerator[Delta, None]) -> list[Piece]:
+    async def _whole(self, deltas: AsyncGenerator[list[Delta], None]) -> list[Piece]:
         collector = PieceCollector(self._name)
         async with aclosing(deltas):
-            async for delta in deltas:
-                collector.hold(delta)
+            async for some in deltas:
+                collector.hold(some)
         return collector.all()
 
-    async def _pieces(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Piece, None]:
+    async def _pieces(
+        self, begin: Callable[[Pace], AsyncGenerator[list[Delta], None]]
+    ) -> AsyncGenerator[list[Piece], None]:
         collector = PieceCollector(self._name)
-        async with aclosing(deltas):
-            async for delta in deltas:
-                piece = collector.push(delta)
-                if piece is not None:
-                    yield piece
+        with self._pace.stream() as pace:
+            async with aclosing(begin(pace)) as deltas:
+                async for some in deltas:
+                    if pieces := collector.push(some):
+                        yield pieces
 
     @staticmethod
     def _start_as(member: BudgetMember, config: EngineConfig) -> AsyncEngine:

@@ -39,7 +39,7 @@ def run(coroutine: Awaitable[T]) -> T:
 
 
 async def collect(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> list[int]:
-    return [token async for delta in engine.generate(prompt, params) for token in delta.token_ids]
+    return [token async for deltas in engine.generate(prompt, params) for delta in deltas for token in delta.token_ids]
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:

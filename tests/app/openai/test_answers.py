@@ -184,7 +184,7 @@ def test_deltas_collect_into_pieces(streamed: bool) -> None:
     deltas[3:] = [Delta("r", (4,), "", "length", index=1, num_unfinished=1), deltas[4]]
     collector = PieceCollector("here")
     if streamed:
-        pieces = [piece for delta in deltas if (piece := collector.push(delta)) is not None]
+        pieces = [piece for delta in deltas for piece in collector.push([delta])]
         assert [(p.index, p.token_ids, p.text) for p in pieces] == [
             (1, (2,), "b"),
             (0, (1, 3), "a"),
@@ -195,11 +195,24 @@ def test_deltas_collect_into_pieces(streamed: bool) -> None:
         assert [p.ends_request for p in pieces] == [False, False, False, True]
         assert [entry.token_id for entry in pieces[1].logprobs] == [1, 3]
     else:
-        for delta in deltas:
-            collector.hold(delta)
+        collector.hold(deltas)
         first, second = pieces = collector.all()
         assert (first.text, first.token_ids, first.finish_reason, first.stop_reason) == ("a", (1, 3, 5), "stop", 5)
         assert (second.text, second.token_ids, second.finish_reason) == ("b", (2, 4), "length")
         assert first.prompt_logprobs == entries
         assert first.score == -1.0
     assert {piece.replica for piece in pieces} == {"here"}
+
+
+def test_several_steps_at_once_are_a_piece_of_each_output() -> None:
+    """The one that ends the request comes last, although its output was the first to grow."""
+    deltas = [
+        Delta("r", (1,), "a", index=0),
+        Delta("r", (2,), "b", index=1),
+        Delta("r", (3,), "", index=2),
+        Delta("r", (4,), "c", "length", index=1, num_unfinished=2),
+        Delta("r", (5,), "d", "stop", index=0),
+    ]
+    pieces = PieceCollector("here").push(deltas)
+    assert [(p.index, p.token_ids, p.text) for p in pieces] == [(1, (2, 4), "bc"), (0, (1, 5), "ad")]
+    assert [p.ends_request for p in pieces] == [False, True]

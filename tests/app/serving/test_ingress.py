@@ -45,9 +45,9 @@ class Response:
     def __await__(self) -> Any:
         return self._whole().__await__()
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
         for piece in self._pieces():
-            yield piece
+            yield [piece]
             if self._hangs:
                 await asyncio.Event().wait()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 
 from app.engine import Delta, SamplingParams
+from app.engine.async_engine import Pace
 from app.errors import DeadlineError, UnavailableError, UnknownRequestError
 from app.serving.messages import Expected, ForkCall, GenerateRequest
+from app.serving.pace import StreamPace
 from app.serving.replica import EngineReplica
 
 DELTAS = [
@@ -29,25 +32,28 @@ class Engine:
 
     def __init__(self, deltas: list[Delta], error: Exception | None = None) -> None:
         self.asked: list[tuple[Any, ...]] = []
+        self.paces: list[Pace] = []
         self.closed = 0
         self._deltas = deltas
         self._error = error
 
-    def generate(self, *args: Any, **options: Any) -> AsyncGenerator[Delta, None]:
+    def generate(self, *args: Any, pace: Pace, **options: Any) -> AsyncGenerator[list[Delta], None]:
+        self.paces.append(pace)
         self.asked.append((*args, options))
         return self._yield()
 
-    def fork(self, *args: Any, **options: Any) -> AsyncGenerator[Delta, None]:
+    def fork(self, *args: Any, pace: Pace, **options: Any) -> AsyncGenerator[list[Delta], None]:
+        self.paces.append(pace)
         self.asked.append((*args, options))
         return self._yield()
 
     def close(self) -> None:
         pass
 
-    async def _yield(self) -> AsyncGenerator[Delta, None]:
+    async def _yield(self) -> AsyncGenerator[list[Delta], None]:
         try:
             for delta in self._deltas:
-                yield delta
+                yield [delta]
             if self._error is not None:
                 raise self._error
         finally:
@@ -68,6 +74,7 @@ def replica_with(engine: Engine) -> Any:
     replica: Any = object.__new__(EngineReplica)
     replica._closing, replica._leaving, replica._member = False, None, None
     replica._engine, replica._audit, replica._name = engine, Audit(), "here"
+    replica._pace = StreamPace(10, min_interval_s=0.05, max_interval_s=1.0)
     return replica
 
 
@@ -92,11 +99,14 @@ def test_outputs_whole_and_in_pieces() -> None:
             (0, "ac", (1, 4), "length"),
             (1, "b", (2, 3), "stop"),
         ]
-        pieces = [piece async for piece in replica.generate_stream(REQUEST)]
+        pieces = [piece async for some in replica.generate_stream(REQUEST) for piece in some]
         assert [(p.index, p.text, p.token_ids) for p in pieces] == [(0, "a", (1,)), (1, "b", (2, 3)), (0, "c", (4,))]
         assert [p.ends_request for p in pieces] == [False, False, True]
         assert {(p.replica, p.num_cached_tokens) for p in whole + pieces} == {("here", 3)}
         assert replica._audit.noted == [(4, 3)] * 2
+        whole_pace, stream_pace = replica._engine.paces
+        assert whole_pace() == math.inf, "nobody reads it before its end"
+        assert stream_pace() == 0.05
 
     asyncio.run(run())
 
@@ -139,7 +149,7 @@ def test_forks() -> None:
         call = ForkCall("f", "r", 1, "here", SamplingParams(n=2))
         whole = await replica.fork(call)
         assert [piece.text for piece in whole] == ["ac", "b"]
-        assert "".join([piece.text async for piece in replica.fork_stream(call)]) == "abc"
+        assert "".join([piece.text async for some in replica.fork_stream(call) for piece in some]) == "abc"
         assert engine.asked == [("r", call.params, "f", {"index": 1})] * 2
 
     asyncio.run(run())

@@ -6,6 +6,7 @@ What Ray Serve does in between is left out: processes, routing, and that clients
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Generator
 from typing import Any
@@ -21,6 +22,7 @@ from app.openai.http import build_api
 from app.openai.token_texts import TokenTexts
 from app.serving.calls import Replicas
 from app.serving.ingress import Ingress
+from app.serving.pace import StreamPace
 from app.serving.replica import EngineReplica
 
 
@@ -35,6 +37,7 @@ class LocalServer:
         replica: Any = object.__new__(EngineReplica)
         replica._closing, replica._leaving, replica._member = False, None, None
         replica._engine, replica._name = self.engine, "local"
+        replica._pace = StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0)
         ingress: Any = object.__new__(Ingress.__bases__[0])  # what Serve makes of it needs a cluster
         ingress._tokenizer = load_tokenizer(config.model)
         ingress._tokens, ingress._model_name = TokenTexts(ingress._tokenizer), "builtin"

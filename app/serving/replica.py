@@ -104,6 +104,10 @@ class EngineReplica:
         """Where KV memory is now."""
         return self._engine.report()
 
+    async def check_integrity(self) -> None:
+        """Audit the engine's books (`AsyncEngine.check_integrity`)."""
+        await self._engine.check_integrity()
+
     async def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change how much memory this replica's KV cache may take (`KVMemory.set_budget`).
 

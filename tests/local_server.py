@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI
 from ray.exceptions import RayTaskError
 
@@ -59,6 +62,23 @@ class LocalServer:
     def _idle(self) -> bool:
         load = self.engine.load(most_keys=0)
         return not (load.num_running or load.num_waiting or self.engine._streams or self.engine.report().active_bytes)
+
+
+@contextmanager
+def listening(api: FastAPI) -> Iterator[str]:
+    """Serve it over HTTP on a port of this machine; gives the URL."""
+    server = uvicorn.Server(uvicorn.Config(api, "127.0.0.1", 0, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while not server.started:
+        assert thread.is_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    host, port = server.servers[0].sockets[0].getsockname()
+    yield f"http://{host}:{port}"
+    server.should_exit = True
+    thread.join()
 
 
 class _Handle:

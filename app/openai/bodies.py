@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
@@ -13,7 +13,7 @@ from app.errors import RequestError
 from app.openai.sampling_body import SamplingBody
 from app.openai.strict import StrictBody, Text
 from app.openai.structures import ResponseFormat, guided_structure, only_structure, structure_of
-from app.openai.tool_bodies import ToolCall, ToolChoice, Tools
+from app.openai.tool_bodies import EarlierCall, ToolChoice, Tools
 
 MAX_PROMPTS = 256
 MAX_TOP_LOGPROBS = 20
@@ -137,13 +137,23 @@ class TextPart(StrictBody):
 
 class Message(StrictBody):
     """One message of a conversation; `content` is text, whole or in parts. An assistant's may have `tool_calls` instead
-    or beside it; a tool's answers the call `tool_call_id`."""
+    or beside it; a tool's answers the call `tool_call_id`.
+
+    Clients send answers back as they have them: with nulls of OpenAI's that are never set here, and with what they have
+    made of them themselves, `parsed` and `provider_specific_fields`, which nobody looks at.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall] | None, Field(min_length=1)] = None
+    tool_calls: Annotated[list[EarlierCall] | None, Field(min_length=1)] = None
     tool_call_id: Text | None = None
+    refusal: None = None
+    annotations: Annotated[list[Any] | None, Field(max_length=0)] = None
+    audio: None = None
+    function_call: None = None
+    parsed: Any = None
+    provider_specific_fields: Any = None
 
     @property
     def text(self) -> str:

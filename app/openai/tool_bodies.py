@@ -63,6 +63,18 @@ class ToolCall(StrictBody):
     function: FunctionCall
 
 
+class EarlierFunctionCall(FunctionCall):
+    """`parsed_arguments` is what the official client has made of the arguments; nobody looks at it here."""
+
+    parsed_arguments: Any = None
+
+
+class EarlierCall(ToolCall):
+    """A call in a request, as an answer brought it, and with what clients add to that."""
+
+    function: EarlierFunctionCall
+
+
 class FunctionCallDelta(BaseModel):
     """`arguments` continues what chunks before have brought of it."""
 

@@ -51,12 +51,16 @@ def build_api(service: Service) -> FastAPI:
         status: {"model": ErrorBody} for status in (400, 404, 408, 429, 500, 503)
     }
 
-    @api.get("/health", responses=error_answers)
+    as_stream: dict[int | str, dict[str, object]] = {
+        200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "With `stream`: events"}
+    }
+
+    @api.get("/health", responses=error_answers, response_class=Response)
     async def health() -> Response:
         await service.ready()
         return Response(status_code=200)
 
-    @api.get("/v1/models")
+    @api.get("/v1/models", responses=error_answers)
     async def list_models() -> ModelList:
         return await service.models()
 
@@ -64,13 +68,13 @@ def build_api(service: Service) -> FastAPI:
     async def get_model(name: str) -> ModelCard:
         return await service.model(name)
 
-    @api.post("/v1/completions", response_model=Completion, responses=error_answers)
+    @api.post("/v1/completions", response_model=Completion, responses=error_answers | as_stream)
     async def completions(request: CompletionRequest, x_session_id: Session = None) -> Response:
         if request.stream:
             return await _stream(service.generate_stream(request, x_session_id))
         return _json(await service.generate(request, x_session_id))
 
-    @api.post("/v1/chat/completions", response_model=ChatCompletion, responses=error_answers)
+    @api.post("/v1/chat/completions", response_model=ChatCompletion, responses=error_answers | as_stream)
     async def chat_completions(request: ChatCompletionRequest, x_session_id: Session = None) -> Response:
         if request.stream:
             return await _stream(service.chat_stream(request, x_session_id))

@@ -61,12 +61,18 @@ class UnknownRequestError(RequestError):
 
 
 class OverloadedError(FolioError):
-    """As many requests wait as may. `retry_after_s`: when there may be room again; `None` if that is not known."""
+    """As many requests wait as may.
+
+    Attributes:
+        retry_after_s: when there may be room again; `None` if that is not known.
+        replica: the one that refused; empty when it was not one of them.
+    """
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message, retry_after_s)  # both, or it could not be pickled
         self.message = message
         self.retry_after_s = retry_after_s
+        self.replica = ""
 
     def __str__(self) -> str:
         return self.message
@@ -81,4 +87,19 @@ class EngineError(FolioError):
 
 
 class UnavailableError(EngineError):
-    """The engine has stopped: it lost a rank, or it failed in a way that it cannot go on from."""
+    """The engine has stopped: it lost a rank, or it failed in a way that it cannot go on from. Or there is none, or the
+    server is about to stop.
+
+    Attributes:
+        retry_after_s: when there may be another; `None` if that is not known.
+        replica: the one whose engine has stopped, for good; empty when that is not known.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message, retry_after_s)
+        self.message = message
+        self.retry_after_s = retry_after_s
+        self.replica = ""
+
+    def __str__(self) -> str:
+        return self.message

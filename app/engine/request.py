@@ -21,7 +21,9 @@ class RequestOptions(TypedDict, total=False):
     priority: the lower goes first, and is preempted last; 0 by default.
     cache_salt: only requests with the same one share cached prefixes.
     adapter: name of the LoRA adapter to run with.
-    tenant: whose request it is: with `fair_tenants` all tenants get the same share.
+    tenant: whose request it is: with `fair_tenants` all tenants get the same share, and with `isolate_tenants` cached
+        prefixes are shared within one only.
+    user: whose it is without a tenant; for fair shares alone.
     timeout_s: it ends with `DeadlineError` when it has not finished after so long.
     expected_cached_tokens: how much of the prompt the sender thinks is cached here; it changes nothing but the load
         report.
@@ -31,6 +33,7 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str | None
     adapter: str | None
     tenant: str | None
+    user: str | None
     timeout_s: float | None
     expected_cached_tokens: int | None
 

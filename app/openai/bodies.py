@@ -49,8 +49,9 @@ class GenerationBody(SamplingBody):
     """What completions and chat completions share. `model` may be the name of an adapter.
 
     Extensions: `priority`, the lower goes first and is preempted last; `cache_salt`, only requests with the same one
-    share cached prefixes; `tenant`, whose request it is (`EngineConfig.fair_tenants`), by default `user`; `timeout_s`,
-    the request fails when it has not finished after so long.
+    share cached prefixes; `tenant`, whose request it is: tenants share no cached prefixes (`isolate_tenants`), and get
+    equal shares (`fair_tenants`), for which `user` counts where there is none; `timeout_s`, the request fails when it
+    has not finished after so long.
     """
 
     priority: int = 0
@@ -58,11 +59,6 @@ class GenerationBody(SamplingBody):
     tenant: Name | None = None
     timeout_s: Annotated[float | None, Field(gt=0)] = None
     user: Text | None = None
-
-    @property
-    def whose(self) -> str | None:
-        """The tenant."""
-        return self.tenant if self.tenant is not None else self.user or None
 
 
 class CompletionRequest(GenerationBody):
@@ -220,9 +216,10 @@ class ChatCompletionRequest(GenerationBody):
 
 class PinRequest(StrictBody):
     """A prefix to keep in the cache under a name: a prompt as text or token ids, or messages that conversations begin
-    with."""
+    with. Only requests with the same `cache_salt` and `tenant` share it."""
 
     name: Name
     prompt: str | list[int] | None = None
     messages: list[Message] | None = None
     cache_salt: Name | None = None
+    tenant: Name | None = None

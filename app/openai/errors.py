@@ -42,7 +42,7 @@ def error_response(error: BaseException) -> tuple[int, ErrorBody]:
 
 def error_headers(error: BaseException) -> dict[str, str]:
     """`Retry-After` in whole seconds, when the error knows when to try again."""
-    if isinstance(error, OverloadedError) and error.retry_after_s is not None:
+    if isinstance(error, OverloadedError | UnavailableError) and error.retry_after_s is not None:
         return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
     return {}
 

@@ -15,7 +15,8 @@ from ray.serve.handle import DeploymentHandle
 
 from app.engine.model_loader import load_tokenizer
 from app.engine.params import SamplingParams
-from app.errors import EngineError, UnknownModelError, UnknownRequestError
+from app.errors import UnavailableError, UnknownModelError, UnknownRequestError
+from app.fleet.overload import Refusals
 from app.openai.answers import CompletionAnswer
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, GenerationBody, PinRequest
 from app.openai.chat_answers import ChatAnswer
@@ -25,6 +26,7 @@ from app.openai.prompts import encode_chat, encode_completion, encode_pin, promp
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, ModelCard, ModelList
 from app.openai.token_texts import TokenTexts
 from app.openai.tools import tool_use
+from app.serving.admission import Admission
 from app.serving.calls import Replicas
 from app.serving.messages import ForkCall, GenerateRequest
 from vmem import BudgetAnswer, MemoryReport
@@ -55,7 +57,9 @@ class Ingress:
         self._tokens = TokenTexts(self._tokenizer)
         self._model_name = model_name
         self._adapters = tuple(adapters)
-        self._replicas = Replicas(engine)
+        refusals = Refusals()
+        self._replicas = Replicas(engine, refusals)
+        self._admission = Admission(refusals)
         self._created = int(time.time())
         self._max_model_len: int | None = None
 
@@ -63,12 +67,22 @@ class Ingress:
         return build_api(self)
 
     async def ready(self) -> None:
-        """Returns when an engine replica answers that it is well."""
+        """Returns when an engine replica answers that it is well.
+
+        Raises:
+            UnavailableError: none does, or the server is about to stop.
+        """
+        self._admission.check_open()
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 await self._replicas.facts()
         except TimeoutError:
-            raise EngineError(f"no engine replica answered within {READY_TIMEOUT_S} s") from None
+            raise UnavailableError(f"no engine replica answered within {READY_TIMEOUT_S} s") from None
+
+    async def drain(self) -> int:
+        """Take nothing new from now on; returns how many requests are under way."""
+        self._admission.drain()
+        return self._admission.num_inside
 
     async def models(self) -> ModelList:
         return ModelList(data=[await self.model(name) for name in (self._model_name, *self._adapters)])
@@ -80,38 +94,42 @@ class Ingress:
 
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion, whole."""
-        calls, answer = await asyncio.to_thread(self._completion, request, session)
-        return answer.whole(await self._replicas.generate(calls))
+        with self._admission.enter():
+            calls, answer = await asyncio.to_thread(self._completion, request, session)
+            return answer.whole(await self._replicas.generate(calls))
 
     async def generate_stream(
         self, request: CompletionRequest, session: str | None = None
     ) -> AsyncIterator[Completion]:
         """A completion, piece by piece: outputs take turns as they are generated."""
-        calls, answer = await asyncio.to_thread(self._completion, request, session)
-        async with aclosing(self._replicas.generate_stream(calls)) as pieces:
-            async for prompt, piece in pieces:
-                yield answer.chunk(piece, prompt)
-        if request.include_usage:
-            yield answer.last_chunk()
+        with self._admission.enter():
+            calls, answer = await asyncio.to_thread(self._completion, request, session)
+            async with aclosing(self._replicas.generate_stream(calls)) as pieces:
+                async for prompt, piece in pieces:
+                    yield answer.chunk(piece, prompt)
+            if request.include_usage:
+                yield answer.last_chunk()
 
     async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
         """A chat completion, whole."""
-        call, answer = await asyncio.to_thread(self._chat, request, session)
-        [outputs] = await self._replicas.generate([call])
-        return answer.whole(outputs)
+        with self._admission.enter():
+            call, answer = await asyncio.to_thread(self._chat, request, session)
+            [outputs] = await self._replicas.generate([call])
+            return answer.whole(outputs)
 
     async def chat_stream(
         self, request: ChatCompletionRequest, session: str | None = None
     ) -> AsyncIterator[ChatCompletionChunk]:
         """A chat completion, piece by piece; the first chunk of each output carries the role."""
-        call, answer = await asyncio.to_thread(self._chat, request, session)
-        async with aclosing(self._replicas.generate_stream([call])) as pieces:
-            async for _, piece in pieces:
-                chunk = answer.chunk(piece)
-                if chunk is not None:
-                    yield chunk
-        if request.include_usage:
-            yield answer.last_chunk()
+        with self._admission.enter():
+            call, answer = await asyncio.to_thread(self._chat, request, session)
+            async with aclosing(self._replicas.generate_stream([call])) as pieces:
+                async for _, piece in pieces:
+                    chunk = answer.chunk(piece)
+                    if chunk is not None:
+                        yield chunk
+            if request.include_usage:
+                yield answer.last_chunk()
 
     async def fork(self, request: ForkRequest) -> Completion:
         """More outputs of a request from where one of its outputs is, whole. Its prompt is not in the usage.
@@ -119,17 +137,19 @@ class Ingress:
         Raises:
             UnknownRequestError: no replica has the request, or not any more.
         """
-        call, answer = self._fork(request)
-        return answer.whole([await self._replicas.fork(call)])
+        with self._admission.enter():
+            call, answer = self._fork(request)
+            return answer.whole([await self._replicas.fork(call)])
 
     async def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]:
         """The same, piece by piece."""
-        call, answer = self._fork(request)
-        async with aclosing(self._replicas.fork_stream(call)) as pieces:
-            async for piece in pieces:
-                yield answer.chunk(piece)
-        if request.include_usage:
-            yield answer.last_chunk()
+        with self._admission.enter():
+            call, answer = self._fork(request)
+            async with aclosing(self._replicas.fork_stream(call)) as pieces:
+                async for piece in pieces:
+                    yield answer.chunk(piece)
+            if request.include_usage:
+                yield answer.last_chunk()
 
     async def report(self) -> MemoryReport:
         """KV memory of one engine replica."""
@@ -164,7 +184,7 @@ class Ingress:
             EngineError: a replica has no room for it within its quota.
         """
         prefix = await asyncio.to_thread(encode_pin, self._tokenizer, request)
-        await self._replicas.all("pin", request.name, prefix, request.cache_salt)
+        await self._replicas.all("pin", request.name, prefix, request.cache_salt, request.tenant)
 
     async def unpin(self, name: str) -> None:
         """Let a pinned prefix go. Raises `RequestError` if none of that name is pinned."""
@@ -267,7 +287,8 @@ def _call_of(
         priority=request.priority,
         cache_salt=request.cache_salt,
         adapter=adapter,
-        tenant=request.whose,
+        tenant=request.tenant,
+        user=request.user or None,
         timeout_s=request.timeout_s,
         session=session,
     )

@@ -17,8 +17,12 @@ _STEP_FIELDS = {field.name for field in fields(StepTimes)}
 class GenerateRequest:
     """A tokenised prompt and how to continue it.
 
-    `priority`, `cache_salt`, `adapter`, `tenant`, `timeout_s`: see `RequestOptions`; `session`: what belongs together,
-    a hint for the router; `expected`: the router's word for what a replica has cached of the prompt.
+    `priority`, `cache_salt`, `adapter`, `tenant`, `user`, `timeout_s`: see `RequestOptions`; `session`: what belongs
+    together, a hint for the router; `expected`: the router's word for what a replica has cached of the prompt.
+
+    Attributes:
+        refused_by: replicas whose queues were full a moment ago: to be asked last.
+        stopped: replicas whose engines have stopped: not to be asked.
     """
 
     request_id: str
@@ -28,9 +32,12 @@ class GenerateRequest:
     cache_salt: str | None = None
     adapter: str | None = None
     tenant: str | None = None
+    user: str | None = None
     timeout_s: float | None = None
     session: str | None = None
     expected: Expected | None = None
+    refused_by: tuple[str, ...] = ()
+    stopped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ray.serve import metrics
 
 from app.engine.speculation import SpeculationCounts
+from app.engine.start_times import StartTimes
 
 _TOKENS: list[float] = [1, 16, 64, 256, 1024, 4096, 16_384, 65_536]
 
@@ -54,3 +55,17 @@ class SpeculationMeter:
         if accepted_tokens > self._accepted_tokens:
             self._accepted.inc(accepted_tokens - self._accepted_tokens, tags)
         self._draft_tokens, self._accepted_tokens = draft_tokens, accepted_tokens
+
+
+class ReadyGauge:
+    """How long this replica took to be ready, in all and phase by phase (`StartTimes`)."""
+
+    def __init__(self) -> None:
+        self._seconds = metrics.Gauge(
+            "folio_ready_s", "Seconds of a phase of the start; of the engine's whole start: all.", ("phase",)
+        )
+
+    def note(self, times: StartTimes) -> None:
+        for phase, seconds in times.phases().items():
+            self._seconds.set(seconds, {"phase": phase})
+        self._seconds.set(times.ready_s, {"phase": "all"})

@@ -23,9 +23,11 @@ from app.errors import (
     UnknownModelError,
     UnknownRequestError,
 )
+from app.fleet.overload import Refusals
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest
 from app.openai.pieces import Piece
 from app.openai.token_texts import TokenTexts
+from app.serving.admission import Admission
 from app.serving.calls import Replicas, unwrap
 from app.serving.ingress import Ingress
 from app.serving.messages import ForkCall, GenerateRequest
@@ -110,7 +112,9 @@ def ingress_with(engines: Engines) -> Any:
     ingress: Any = object.__new__(Ingress.__bases__[0])  # what Serve makes of it needs a cluster to end well
     ingress._tokenizer, ingress._tokens, ingress._model_name = TOKENIZER, TOKENS, "m"
     ingress._adapters, ingress._created, ingress._max_model_len = ("pirate",), 0, None
-    ingress._replicas = Replicas(engines)  # type: ignore[arg-type]
+    refusals = Refusals()
+    ingress._replicas = Replicas(engines, refusals)  # type: ignore[arg-type]
+    ingress._admission = Admission(refusals)
     return ingress
 
 
@@ -125,13 +129,14 @@ async def collect(chunks: AsyncIterator[Any]) -> list[Any]:
 def test_a_batch_is_a_call_for_each_prompt() -> None:
     async def run() -> None:
         ingress = ingress_with(engines := Engines())
-        request = completion(prompt=["a b", "c"], n=2, tenant="t", timeout_s=1.0, priority=3, cache_salt="s")
+        request = completion(prompt=["a b", "c"], n=2, tenant="t", user="", timeout_s=1.0, priority=3, cache_salt="s")
         whole = await ingress.generate(request, "session")
         assert [choice.text for choice in whole.choices] == ["00", "01", "10", "11"]
         assert [call.prompt_token_ids for call in engines.calls] == [TOKENIZER.encode("a b"), TOKENIZER.encode("c")]
         assert len({call.request_id for call in engines.calls}) == 2
         for call in engines.calls:
-            assert (call.tenant, call.timeout_s, call.priority, call.cache_salt) == ("t", 1.0, 3, "s")
+            assert (call.tenant, call.user, call.timeout_s, call.priority) == ("t", None, 1.0, 3)
+            assert call.cache_salt == "s"
             assert (call.session, call.adapter, call.params.n) == ("session", None, 2)
         assert whole.usage.prompt_tokens == sum(len(call.prompt_token_ids) for call in engines.calls)
         assert (whole.usage.completion_tokens, whole.usage.prompt_tokens_details.cached_tokens) == (4, 2)
@@ -176,7 +181,7 @@ def test_adapters_are_models() -> None:
             )
         )
         assert answer.model == "pirate"
-        assert (engines.calls[0].adapter, engines.calls[0].tenant) == ("pirate", "u")
+        assert (engines.calls[0].adapter, engines.calls[0].tenant, engines.calls[0].user) == ("pirate", None, "u")
         with pytest.raises(UnknownModelError, match="'m', 'pirate'"):
             await ingress.generate(completion(model="poet"))
 

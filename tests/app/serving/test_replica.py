@@ -12,7 +12,7 @@ import pytest
 
 from app.engine import Delta, SamplingParams
 from app.engine.async_engine import Pace
-from app.errors import DeadlineError, UnavailableError, UnknownRequestError
+from app.errors import DeadlineError, OverloadedError, UnavailableError, UnknownRequestError
 from app.serving.messages import Expected, ForkCall, GenerateRequest
 from app.serving.pace import StreamPace
 from app.serving.replica import EngineReplica
@@ -86,6 +86,7 @@ REQUEST = GenerateRequest(
     cache_salt="s",
     adapter="a",
     tenant="t",
+    user="u",
     timeout_s=2.0,
     expected=Expected("here", 4),
 )
@@ -115,7 +116,7 @@ def test_the_engine_gets_every_option() -> None:
     async def run() -> None:
         replica = replica_with(engine := Engine(DELTAS))
         await replica.generate(REQUEST)
-        options = {"priority": 1, "cache_salt": "s", "adapter": "a", "tenant": "t", "timeout_s": 2.0}
+        options = {"priority": 1, "cache_salt": "s", "adapter": "a", "tenant": "t", "user": "u", "timeout_s": 2.0}
         assert engine.asked == [([1, 2], REQUEST.params, "r", {**options, "expected_cached_tokens": 4})]
 
     asyncio.run(run())
@@ -139,6 +140,17 @@ def test_errors_come_through() -> None:
             await replica.generate(REQUEST)
         with pytest.raises(DeadlineError):
             _ = [piece async for piece in replica.generate_stream(REQUEST)]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [OverloadedError("full", 2.0), UnavailableError("stopped")])
+def test_who_refuses_says_who_it_is(error: OverloadedError | UnavailableError) -> None:
+    async def run() -> None:
+        replica = replica_with(Engine([], error))
+        with pytest.raises(type(error)) as refused:
+            await replica.generate(REQUEST)
+        assert refused.value.replica == "here"
 
     asyncio.run(run())
 

@@ -1,0 +1,89 @@
+"""When requests come and how long they are: Poisson processes, and traces of real traffic replayed."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import random
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import workloads
+from benchmarks.load import Ask
+from benchmarks.workloads import Lengths
+
+# (seconds since the first, prompt tokens, output tokens)
+Row = tuple[float, int, int]
+
+
+def asks(lengths: Lengths, vocabulary: int, seed: int, at_s: Sequence[float] | None = None) -> list[Ask]:
+    """Requests of these lengths, with prompts of random tokens that nobody has seen before."""
+    rng = np.random.default_rng(seed)
+    times = [0.0] * len(lengths) if at_s is None else at_s
+    return [
+        Ask(rng.integers(vocabulary, size=prompt).tolist(), output, at)
+        for (prompt, output), at in zip(lengths, times, strict=True)
+    ]
+
+
+def endless(lengths: Lengths, vocabulary: int, seed: int) -> Iterator[Ask]:
+    """Requests of these lengths again and again, with other prompts each time."""
+    for seed_of_round in itertools.count(seed * 1_000_003):
+        yield from asks(lengths, vocabulary, seed_of_round)
+
+
+def poisson(rate: float, duration_s: float, seed: int) -> list[float]:
+    """Times of a Poisson process with `rate` arrivals a second on average."""
+    rng = random.Random(seed)
+    times, at = [], rng.expovariate(rate)
+    while at < duration_s:
+        times.append(at)
+        at += rng.expovariate(rate)
+    return times
+
+
+def replay(path: Path | None, rate: float, duration_s: float, longest: int, seed: int) -> tuple[list[Row], str]:
+    """The first requests of a trace, its time scaled so that `rate` of them come in a second on average.
+
+    Args:
+        path: an Azure LLM inference trace (CSV) or a Mooncake trace (JSONL), see `benchmarks.workloads` and
+            `benchmarks.simulator.traffic` for where they are from. The arrivals are Poisson and the lengths synthetic,
+            with the Azure code trace's means, if that is no file.
+        longest: prompts are clipped so that they and their outputs fit into as many tokens, outputs to half of it.
+
+    Returns:
+        the requests, and where they are from.
+    """
+    count = max(2, round(rate * duration_s))
+    if path is None or not path.is_file():
+        times = poisson(rate, duration_s, seed)
+        lengths, source = workloads.azure(None, len(times), seed)
+        rows = [(at, prompt, output) for at, (prompt, output) in zip(times, lengths, strict=True)]
+        source += ", Poisson arrivals"
+    else:
+        source = f"the first {count} requests of {path.name}"
+        read = _mooncake(path) if path.suffix == ".jsonl" else _azure(path)
+        rows = [row for row, _ in zip(read, range(count), strict=False)]
+        stretch = duration_s / (rows[-1][0] - rows[0][0])
+        rows = [((at - rows[0][0]) * stretch, prompt, output) for at, prompt, output in rows]
+    clipped = [(at, prompt, max(1, min(output, longest // 2))) for at, prompt, output in rows]
+    return [(at, max(1, min(prompt, longest - output)), output) for at, prompt, output in clipped], source
+
+
+def _azure(path: Path) -> Iterator[Row]:
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            # Seven decimal places, and Python takes six.
+            at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+            yield at, int(row["ContextTokens"]), int(row["GeneratedTokens"])
+
+
+def _mooncake(path: Path) -> Iterator[Row]:
+    with path.open() as file:
+        for line in file:
+            row = json.loads(line)
+            yield row["timestamp"] / 1000, row["input_length"], row["output_length"]

@@ -1,0 +1,150 @@
+"""What the records of a run come to, and its picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.load import Record
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """A request is good if it meets both (goodput: DistServe, OSDI 2024)."""
+
+    ttft_s: float
+    tpot_s: float
+
+    def met_by(self, record: Record) -> bool:
+        return record.completed and record.ttft_s <= self.ttft_s and record.tpot_s <= self.tpot_s
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A run in numbers; NaN where no request completed.
+
+    Attributes:
+        rate: requests due a second.
+        normalised_ms: mean seconds a token (PagedAttention's figure 12), times 1,000.
+        gap_ms_p99: between two events of one request.
+        good_share, good_per_s: requests that met the targets, of those that were due.
+        late_ms_p99: how late the generator sent; when it is not small the generator was the bottleneck.
+    """
+
+    rate: float
+    requests: int
+    completed: int
+    refused: int
+    failed: int
+    lost: int
+    tokens_per_s: float
+    ttft_ms_p50: float
+    ttft_ms_p99: float
+    tpot_ms_p50: float
+    tpot_ms_p99: float
+    gap_ms_p99: float
+    normalised_ms: float
+    good_share: float
+    good_per_s: float
+    late_ms_p99: float
+
+    @staticmethod
+    def of(records: Sequence[Record], duration_s: float, targets: Targets) -> Summary:
+        """Args: duration_s: in which the requests were due."""
+        completed = [record for record in records if record.completed]
+        good = sum(map(targets.met_by, records))
+        ttft_s, tpot_s = [r.ttft_s for r in completed], [r.tpot_s for r in completed]
+        normalised_s = [r.normalised_s for r in completed]
+        return Summary(
+            rate=len(records) / duration_s,
+            requests=len(records),
+            completed=len(completed),
+            refused=sum(r.refused for r in records),
+            failed=sum(r.failed for r in records),
+            lost=sum(r.lost for r in records),
+            tokens_per_s=sum(r.num_tokens for r in completed) / max(duration_s, *(r.ended_s or 0.0 for r in records)),
+            ttft_ms_p50=1e3 * percentile(ttft_s, 50),
+            ttft_ms_p99=1e3 * percentile(ttft_s, 99),
+            tpot_ms_p50=1e3 * percentile(tpot_s, 50),
+            tpot_ms_p99=1e3 * percentile(tpot_s, 99),
+            gap_ms_p99=1e3 * percentile([gap for r in completed for gap in r.gaps_s], 99),
+            normalised_ms=1e3 * sum(normalised_s) / len(normalised_s) if normalised_s else math.nan,
+            good_share=good / len(records),
+            good_per_s=good / duration_s,
+            late_ms_p99=1e3 * percentile([r.sent_s - r.due_s for r in records if r.sent_s is not None], 99),
+        )
+
+    def as_dict(self) -> dict[str, float | None]:
+        """For JSON, which has no NaN."""
+        return {name: None if math.isnan(value) else round(value, 4) for name, value in asdict(self).items()}
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that so many percent do not exceed; NaN of none."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(percent / 100 * len(ordered)), 1) - 1] if ordered else math.nan
+
+
+def tokens_per_s(records: Sequence[Record], begin_s: float, end_s: float) -> float:
+    """Of completed requests, in that time."""
+    return sum(r.tokens_between(begin_s, end_s) for r in records if r.completed) / (end_s - begin_s)
+
+
+def slope_per_minute(points: list[tuple[float, float]]) -> float:
+    """Of the straight line through (seconds, value) with the least squares."""
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    return 60 * sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
+
+
+HEADINGS = ("rate", "tokens/s", "TTFT p50", "p99", "TPOT p50", "p99", "gap p99", "ms/token", "good", "refused", "lost")
+
+
+def print_table(summaries: Mapping[str, Sequence[Summary]]) -> None:
+    print(f"{'':16s}" + "".join(f"{heading:>10s}" for heading in HEADINGS))
+    for name, runs in summaries.items():
+        for s in runs:
+            cells = (
+                f"{s.rate:.2f}/s",
+                f"{s.tokens_per_s:.1f}",
+                *(f"{ms:.0f} ms" for ms in (s.ttft_ms_p50, s.ttft_ms_p99, s.tpot_ms_p50, s.tpot_ms_p99, s.gap_ms_p99)),
+                f"{s.normalised_ms:.0f}",
+                f"{s.good_share:.0%}",
+                f"{s.refused}",
+                f"{s.lost + s.failed}",
+            )
+            print(f"{name:16s}" + "".join(f"{cell:>10s}" for cell in cells))
+
+
+def draw(summaries: Mapping[str, Sequence[Summary]], targets: Targets, path: Path) -> None:
+    """Normalised latency, TTFT and goodput over the rate, a line for each server."""
+    pyplot = harness.pyplot()
+    if pyplot is None:
+        return
+    figure, (normalised, ttft, good) = pyplot.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
+    for number, (name, runs) in enumerate(summaries.items()):
+        colour = "#2a6f97" if name == "folio" else f"C{number}"
+        line: dict[str, Any] = {"color": colour, "marker": "o", "markersize": 3, "label": name}
+        rates = [s.rate for s in runs]
+        normalised.plot(rates, [s.normalised_ms for s in runs], **line)
+        ttft.plot(rates, [s.ttft_ms_p50 for s in runs], **line)
+        ttft.plot(rates, [s.ttft_ms_p99 for s in runs], **line | {"linestyle": "--", "label": f"{name}, p99"})
+        good.plot(rates, [s.good_per_s for s in runs], **line)
+    good.axline((0, 0), slope=1, color="#b0b0b0", linewidth=0.8, linestyle=":")
+    for axes, title in (
+        (normalised, "normalised latency, ms/token"),
+        (ttft, "time to first token, ms: p50, p99"),
+        (good, f"requests/s with TTFT ≤ {targets.ttft_s:g} s, TPOT ≤ {targets.tpot_s:g} s"),
+    ):
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("requests due a second", fontsize=8)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+    ttft.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,244 @@
+"""Load for OpenAI-compatible servers, and what becomes of it: requests at their times, or so many at once.
+
+Every time of a request counts from when it was *due*: a client that comes late because the machine is busy, or because
+an earlier answer is, does not make a server look better (coordinated omission). All requests are streams of
+`/v1/completions` with prompts of token ids, greedy, and of a fixed length (`ignore_eos`, which servers must know).
+
+The generator shares the machine with the server, so it has to be cheap: one event loop, aiohttp with its parser in C,
+and of each event only what is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+# Nothing has come for so long: the answer is lost.
+SILENCE_S = 120.0
+REFUSALS = (429, 503)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request: `at_s` seconds after the start of a run, which counts in open loops only."""
+
+    prompt: list[int]
+    max_tokens: int
+    at_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Record:
+    """What became of a request. Times are seconds since the start of the run; `None`: that has not happened.
+
+    Attributes:
+        max_tokens: as many were asked for.
+        status: of HTTP, 0 if none came.
+        events: (time, characters) of each event with text.
+        num_tokens: by the server's usage, or as many as there were events where it reports none.
+        error: an error's message: an event's, a refusal's, or what broke the connection.
+        done: the stream came to its proper end.
+    """
+
+    due_s: float
+    max_tokens: int
+    sent_s: float | None = None
+    status: int = 0
+    ended_s: float | None = None
+    events: list[tuple[float, int]] = field(default_factory=list)
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    retry_after_s: float | None = None
+    error: str | None = None
+    done: bool = False
+
+    @property
+    def completed(self) -> bool:
+        """All tokens are there."""
+        return self.status == 200 and self.done and self.error is None and self.num_tokens == self.max_tokens
+
+    @property
+    def refused(self) -> bool:
+        """The server said that it has no room."""
+        return self.status in REFUSALS
+
+    @property
+    def failed(self) -> bool:
+        """The server said that something else is wrong, before the stream or in it."""
+        return self.error is not None and self.status != 0 and not self.refused
+
+    @property
+    def lost(self) -> bool:
+        """Neither a whole answer nor an error came."""
+        return not (self.completed or self.refused or self.failed)
+
+    @property
+    def ttft_s(self) -> float:
+        """Of a completed request."""
+        return self.events[0][0] - self.due_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds for each token after the first event's, of a completed request."""
+        first, last = self.events[0][0], self.events[-1][0]
+        return (last - first) / max(self.num_tokens - 1, 1)
+
+    @property
+    def answered_s(self) -> float:
+        """From due to the end."""
+        assert self.ended_s is not None
+        return self.ended_s - self.due_s
+
+    @property
+    def normalised_s(self) -> float:
+        """Seconds for each output token, waiting included (PagedAttention §6.1), of a completed request."""
+        return self.answered_s / self.num_tokens
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between events: what a reader waits for more text."""
+        return [after - before for (before, _), (after, _) in itertools.pairwise(self.events)]
+
+    def tokens_between(self, begin_s: float, end_s: float) -> float:
+        """Tokens that came in that time. Events do not say how many are in them: tokens are spread by their text."""
+        characters = sum(count for _, count in self.events)
+        if not characters:
+            return 0.0
+        inside = sum(count for at, count in self.events if begin_s <= at < end_s)
+        return self.num_tokens * inside / characters
+
+
+# Sends a request and enters what comes into its record; the clock is the run's.
+Send = Callable[[Ask, Record, "Clock"], Coroutine[Any, Any, None]]
+
+
+class Clock:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._start
+
+
+async def open_loop(send: Send, asks: Sequence[Ask]) -> list[Record]:
+    """Every request at its time, however many are under way; returns when all have ended."""
+    clock = Clock()
+    records: list[Record] = []
+    tasks: list[asyncio.Task[None]] = []
+    for ask in sorted(asks, key=lambda ask: ask.at_s):
+        if (early_s := ask.at_s - clock.now()) > 0:
+            await asyncio.sleep(early_s)
+        records.append(Record(ask.at_s, ask.max_tokens))
+        tasks.append(asyncio.create_task(send(ask, records[-1], clock)))
+    await asyncio.gather(*tasks)
+    return records
+
+
+async def closed_loop(send: Send, asks: Iterable[Ask], at_once: int, duration_s: float | None = None) -> list[Record]:
+    """So many requests at once, the next one when one has ended, until there are no more.
+
+    Args:
+        duration_s: none is begun after that.
+    """
+    clock = Clock()
+    records: list[Record] = []
+    waiting = iter(asks)
+
+    async def work() -> None:
+        for ask in waiting:
+            if duration_s is not None and clock.now() >= duration_s:
+                return
+            record = Record(clock.now(), ask.max_tokens)
+            records.append(record)
+            await send(ask, record, clock)
+
+    await asyncio.gather(*(work() for _ in range(at_once)))
+    return records
+
+
+class HttpTarget:
+    """A server, by name; a `Send`. Made by `connect`."""
+
+    def __init__(self, name: str, url: str, model: str, session: aiohttp.ClientSession) -> None:
+        self.name = name
+        self._url = f"{url}/v1/completions"
+        self._session = session
+        self._fixed = {
+            "model": model,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+    async def __call__(self, ask: Ask, record: Record, clock: Clock) -> None:
+        body = json.dumps(self._fixed | {"prompt": ask.prompt, "max_tokens": ask.max_tokens}).encode()
+        record.sent_s = clock.now()
+        try:
+            headers = {"Content-Type": "application/json"}
+            async with self._session.post(self._url, data=body, headers=headers) as response:
+                record.status = response.status
+                if response.status == 200:
+                    await self._read(response, record, clock)
+                else:
+                    retry_after = response.headers.get("Retry-After")
+                    record.retry_after_s = None if retry_after is None else float(retry_after)
+                    record.error = await response.text()
+        except (aiohttp.ClientError, TimeoutError) as error:  # no end came: that is `lost`
+            record.status = 0
+            record.error = f"{type(error).__name__}: {error}"
+        record.ended_s = clock.now()
+
+    async def _read(self, response: aiohttp.ClientResponse, record: Record, clock: Clock) -> None:
+        rest = b""
+        async for data in response.content.iter_any():
+            now = clock.now()
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:"):
+                    _enter(line[5:].strip(), record, now)
+        if not record.num_tokens:
+            record.num_tokens = len(record.events)
+
+
+def _enter(data: bytes, record: Record, now: float) -> None:
+    if data == b"[DONE]":
+        record.done = True
+        return
+    event: dict[str, Any] = json.loads(data)
+    if "error" in event:
+        record.error = str(event["error"])
+        return
+    if any(choice.get("text") for choice in event["choices"]):
+        record.events.append((now, sum(len(choice["text"]) for choice in event["choices"])))
+    if usage := event.get("usage"):
+        record.num_tokens = usage["completion_tokens"]
+        record.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+@asynccontextmanager
+async def connect(servers: Sequence[tuple[str, str]]) -> AsyncIterator[list[HttpTarget]]:
+    """Targets for servers (name, URL without `/v1`), each with the first model that it lists.
+
+    Raises:
+        aiohttp.ClientError: a server cannot be reached, or does not list its models.
+    """
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_S, sock_read=SILENCE_S)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, raise_for_status=False) as session:
+        targets = []
+        for name, url in servers:
+            async with session.get(f"{url}/v1/models", raise_for_status=True) as response:
+                models = await response.json()
+            targets.append(HttpTarget(name, url, models["data"][0]["id"], session))
+        yield targets

@@ -1,0 +1,390 @@
+"""Folio over HTTP beside its own bare engine, and any OpenAI-compatible servers under the same load.
+
+Random weights in the shape of Qwen2.5-0.5B, bfloat16, greedy, no EOS, so that a step costs what it does in reality.
+Folio is a Ray Serve application on this machine; the bare engine is an `AsyncEngine` in a process of its own, with the
+same settings; each idles while the other is measured.
+
+- one request at a time: time to first token through HTTP less the bare engine's
+- 16 at once, streams: output tokens a second through HTTP over the bare engine's
+- Poisson arrivals at several rates, and a trace of real traffic replayed: latencies and goodput of every server
+- four times as many requests as Folio has the capacity for: what it completes, how quickly it refuses the rest
+
+`--target NAME=URL` (repeatable) adds a server that has the same checkpoint, which `--checkpoint FOLDER` leaves there;
+with `--only-targets` Folio is not started. The load is made in this process, on the same cores: what that costs is
+reported. `--soak MINUTES` runs 0.7 of the capacity for so long instead, and fits a line through the memory of the
+processes.
+--quick keeps 4 of 24 layers and does each once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import arrivals, harness, latency, workloads
+from benchmarks.bare import BareEngine, bare_engine
+from benchmarks.latency import Summary, Targets
+from benchmarks.load import Ask, HttpTarget, Record, closed_loop, connect, open_loop
+from benchmarks.served import served
+from benchmarks.throughput import VOCAB_SIZE, checkpoint
+from benchmarks.usage import Usage, Watch
+
+FOLIO, ENGINE = "folio", "EngineReplica"
+# Requests of the closed loop: as in `benchmarks.throughput`.
+AT_ONCE, SHORTEST, LONGEST = 16, 32, 512
+SINGLE_PROMPT, SINGLE_NEW = 32, 4
+# More at once than the engine runs, so that it never waits for a client.
+MAX_NUM_SEQS, MAX_QUEUED, SATURATING = 32, 64, 36
+MAX_MODEL_LEN, LONGEST_OF_TRACE = 2048, 768
+KV_MEMORY_BYTES = 1 << 30
+# Outputs are a fifth as long as ShareGPT's, so that enough requests end in a run.
+OUTPUTS_SHORTENED = 5
+OVERLOAD, TRACE_LOAD, SOAK_LOAD = 4.0, 0.7, 0.7
+# At the start of a run under full load the batch is still filling.
+RAMP_SHARE = 0.2
+WATCH_PERIOD_S, PAUSE_S = 2.0, 0.05
+TRACE = workloads.AZURE_TRACE
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much there is to do.
+
+    `pairs`: single requests; `repeats`: runs at full load of either, after one to warm up; `loads`: Poisson rates as
+    shares of the capacity.
+    """
+
+    num_layers: int = 24
+    pairs: int = 40
+    repeats: int = 3
+    requests: int = 32
+    new_tokens: int = 64
+    capacity_s: float = 40.0
+    loads: tuple[float, ...] = (0.3, 0.6, 0.8, 0.95)
+    load_s: float = 40.0
+    trace_s: float = 40.0
+    overload_s: float = 120.0
+
+
+QUICK = Sizes(
+    num_layers=4,
+    pairs=10,
+    repeats=1,
+    requests=16,
+    new_tokens=32,
+    capacity_s=3.0,
+    loads=(0.5, 0.9),
+    load_s=3.0,
+    trace_s=3.0,
+    overload_s=15.0,
+)
+
+
+def chat(count: int, seed: int) -> workloads.Lengths:
+    """Lengths of conversations."""
+    return [(prompt, max(1, output // OUTPUTS_SHORTENED)) for prompt, output in workloads.sharegpt(count, seed)]
+
+
+CHAT = chat(500, seed=1)
+CHAT_OUTPUT = statistics.mean(output for _, output in CHAT)
+
+
+def mixed(count: int, new_tokens: int, seed: int) -> list[Ask]:
+    """Prompts from the shortest to the longest, in an order in which neighbours differ."""
+    spread = [SHORTEST + (LONGEST - SHORTEST) * (i * 7 % count) // count for i in range(count)]
+    return arrivals.asks([(prompt, new_tokens) for prompt in spread], VOCAB_SIZE, seed)
+
+
+def rate_of(records: Sequence[Record]) -> float:
+    """Output tokens a second over the whole run. Raises `RuntimeError` if a request was not answered whole."""
+    if bad := [record for record in records if not record.completed]:
+        raise RuntimeError(f"{len(bad)} of {len(records)} requests were not answered whole: {bad[0]}")
+    return sum(r.num_tokens for r in records) / max(r.ended_s or 0.0 for r in records)
+
+
+async def added_ttft(target: HttpTarget, bare: BareEngine, pairs: int) -> dict[str, list[float]]:
+    """Times to first token of single requests, the same to both, in turn."""
+    ttft_s: dict[str, list[float]] = {"http": [], "bare": []}
+    for ask in arrivals.asks([(SINGLE_PROMPT, SINGLE_NEW)] * (pairs + 2), VOCAB_SIZE, seed=11):
+        [http] = await closed_loop(target, [ask], 1)
+        await asyncio.sleep(PAUSE_S)
+        [alone] = await asyncio.to_thread(bare.closed_loop, [ask], 1)
+        await asyncio.sleep(PAUSE_S)
+        rate_of([http, alone])
+        ttft_s["http"].append(http.ttft_s)
+        ttft_s["bare"].append(alone.ttft_s)
+    return {name: values[2:] for name, values in ttft_s.items()}
+
+
+async def kept_throughput(target: HttpTarget, bare: BareEngine, sizes: Sizes) -> dict[str, Any]:
+    """Tokens a second of both in turn, the same requests; and where the processor time of HTTP went."""
+    rates: dict[str, list[float]] = {"http": [], "bare": []}
+    cpu_s: dict[str, float] = {}
+    generator_share, num_tokens = [], 0
+    for repeat in range(sizes.repeats + 1):
+        asks = mixed(sizes.requests, sizes.new_tokens, seed=100 + repeat)
+        before, generator_s, start = Usage.now(bare.pid), time.thread_time(), time.perf_counter()
+        records = await closed_loop(target, asks, AT_ONCE)
+        wall_s = time.perf_counter() - start
+        generator_s, used_s = time.thread_time() - generator_s, Usage.now(bare.pid).cpu_since(before)
+        http = rate_of(records)
+        alone = rate_of(await asyncio.to_thread(bare.closed_loop, asks, AT_ONCE))
+        name = f"run {repeat}/{sizes.repeats}" if repeat else "warming up"
+        print(f"{name}  HTTP {http:.1f}, bare {alone:.1f} tokens/s", flush=True)
+        if repeat:
+            rates["http"].append(http)
+            rates["bare"].append(alone)
+            generator_share.append(generator_s / wall_s)
+            num_tokens += sum(r.num_tokens for r in records)
+            cpu_s = {kind: cpu_s.get(kind, 0.0) + used for kind, used in used_s.items()}
+    return {
+        "rates": rates,
+        "cpu_us_per_token": {kind: 1e6 * used / num_tokens for kind, used in cpu_s.items()},
+        "generator_cpu_share": statistics.median(generator_share),
+    }
+
+
+async def capacity(target: HttpTarget, sizes: Sizes, seed: int) -> float:
+    """Output tokens a second when there are always more requests than the engine runs at once."""
+    asks = arrivals.endless(CHAT, VOCAB_SIZE, seed)
+    records = await closed_loop(target, asks, SATURATING, sizes.capacity_s)
+    if bad := [record for record in records if not record.completed]:
+        raise RuntimeError(f"{len(bad)} of {len(records)} requests were not answered whole: {bad[0]}")
+    return latency.tokens_per_s(records, RAMP_SHARE * sizes.capacity_s, sizes.capacity_s)
+
+
+async def sweep(
+    targets: Sequence[HttpTarget], tokens_per_s: float, sizes: Sizes, goal: Targets
+) -> dict[str, list[Summary]]:
+    """Poisson arrivals at rising rates, the same for every server, in turn."""
+    summaries: dict[str, list[Summary]] = {target.name: [] for target in targets}
+    for number, load in enumerate(sizes.loads):
+        at_s = arrivals.poisson(load * tokens_per_s / CHAT_OUTPUT, sizes.load_s, seed=200 + number)
+        asks = arrivals.asks(chat(len(at_s), seed=300 + number), VOCAB_SIZE, 400 + number, at_s)
+        for target in targets:
+            records = await open_loop(target, asks)
+            summaries[target.name].append(Summary.of(records, sizes.load_s, goal))
+            print(f"{target.name} at {load:.2f} of the capacity: {len(asks)} requests", flush=True)
+    return summaries
+
+
+async def replayed(
+    targets: Sequence[HttpTarget], path: Path | None, sizes: Sizes, goal: Targets
+) -> tuple[dict[str, list[Summary]], str]:
+    """A trace at a share of the first server's capacity for requests like its."""
+    like, _ = arrivals.replay(path, 10.0, 10.0, LONGEST_OF_TRACE, seed=500)
+    lengths = [(prompt, output) for _, prompt, output in like]
+    probe = await closed_loop(targets[0], arrivals.endless(lengths, VOCAB_SIZE, 501), SATURATING, sizes.capacity_s / 3)
+    rate = TRACE_LOAD * len(probe) / max(r.ended_s or 0.0 for r in probe)
+    rows, source = arrivals.replay(path, rate, sizes.trace_s, LONGEST_OF_TRACE, seed=502)
+    asks = arrivals.asks([row[1:] for row in rows], VOCAB_SIZE, 503, [row[0] for row in rows])
+    print(f"replaying {source}")
+    runs = {target.name: [Summary.of(await open_loop(target, asks), sizes.trace_s, goal)] for target in targets}
+    return runs, source
+
+
+async def overload(target: HttpTarget, sizes: Sizes, skip: int | None) -> dict[str, Any]:
+    """Many more requests than there is capacity for, between two measurements of the capacity."""
+    before = await capacity(target, sizes, seed=600)
+    await asyncio.sleep(1.0)
+    idle = Usage.now(skip)
+    at_s = arrivals.poisson(OVERLOAD * before / CHAT_OUTPUT, sizes.overload_s, seed=601)
+    asks = arrivals.asks(chat(len(at_s), seed=602), VOCAB_SIZE, 603, at_s)
+    generator_s = time.thread_time()
+    records = await open_loop(target, asks)
+    generator_s = time.thread_time() - generator_s
+    await asyncio.sleep(1.0)
+    later = Usage.now(skip)
+    after = await capacity(target, sizes, seed=604)
+    refused = [record for record in records if record.refused]
+    return {
+        "capacity_tokens_per_s": [before, after],
+        "tokens_per_s": latency.tokens_per_s(records, RAMP_SHARE * sizes.overload_s, sizes.overload_s),
+        "requests": len(records),
+        "completed": sum(r.completed for r in records),
+        "refused": len(refused),
+        "failed": sum(r.failed for r in records),
+        "lost": sum(r.lost for r in records),
+        "reject_ms": sorted(1e3 * r.answered_s for r in refused),
+        "retry_after_s": sorted(r.retry_after_s for r in refused if r.retry_after_s is not None),
+        "statuses": {status: sum(r.status == status for r in records) for status in {r.status for r in records}},
+        "cpu_s": later.cpu_since(idle),
+        "generator_cpu_s": generator_s,
+        "private_mib": [idle.private_mib, later.private_mib],
+    }
+
+
+async def soak(target: HttpTarget, minutes: float, tokens_per_s: float, skip: int | None) -> dict[str, Any]:
+    """The same load for a long time; the memory of the processes meanwhile, and how it grows."""
+    duration_s = 60 * minutes
+    at_s = arrivals.poisson(SOAK_LOAD * tokens_per_s / CHAT_OUTPUT, duration_s, seed=700)
+    asks = arrivals.asks(chat(len(at_s), seed=701), VOCAB_SIZE, 702, at_s)
+    watch = Watch(WATCH_PERIOD_S, skip)
+    watching = asyncio.create_task(watch.run())
+    try:
+        records = await open_loop(target, asks)
+    finally:
+        watching.cancel()
+    settled = watch.seen[len(watch.seen) // 3 :]
+    kinds = settled[-1].private_mib.keys()
+    series = {kind: [(u.at_s - settled[0].at_s, u.private_mib.get(kind, 0.0)) for u in settled] for kind in kinds}
+    return {
+        "requests": len(records),
+        "not_completed": sum(not r.completed for r in records),
+        "private_mib": series,
+        "mib_per_minute": {kind: latency.slope_per_minute(points) for kind, points in series.items()},
+    }
+
+
+async def run_all(
+    args: argparse.Namespace, sizes: Sizes, servers: Sequence[tuple[str, str]], bare: BareEngine | None
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Every part for the servers given, Folio first if `bare` is its engine; returns figures, and what they are made
+    of."""
+    goal = Targets(args.ttft_s, args.tpot_s)
+    figures: dict[str, float] = {}
+    raw: dict[str, Any] = {"targets": asdict(goal)}
+    async with connect(servers) as targets:
+        if bare is not None:
+            figures |= await beside_bare(targets[0], bare, sizes, raw)
+        tokens_per_s = await capacity(targets[0], sizes, seed=1)
+        print(
+            f"\ncapacity of {targets[0].name}: {tokens_per_s:.1f} tokens/s, {tokens_per_s / CHAT_OUTPUT:.2f} requests/s"
+        )
+        figures["capacity_tokens_per_s"] = tokens_per_s
+        if args.soak is not None:
+            raw["soak"] = await soak(targets[0], args.soak, tokens_per_s, bare.pid if bare is not None else None)
+            return figures | soak_figures(raw["soak"]), raw
+        summaries = await sweep(targets, tokens_per_s, sizes, goal)
+        of_trace, source = await replayed(targets, args.trace, sizes, goal)
+        raw["loads"] = {name: [s.as_dict() for s in runs] for name, runs in summaries.items()}
+        raw["trace"] = {"source": source} | {name: s.as_dict() for name, [s] in of_trace.items()}
+        print("\nPoisson arrivals")
+        latency.print_table(summaries)
+        print(source)
+        latency.print_table(of_trace)
+        latency.draw(summaries, goal, harness.results_folder(args) / f"serving{'-quick' if args.quick else ''}.png")
+        if bare is not None:
+            raw["overload"] = await overload(targets[0], sizes, bare.pid)
+            figures |= overload_figures(raw["overload"])
+        ours = [*summaries[targets[0].name], *of_trace[targets[0].name]]
+        figures["lost"] = figures.get("lost", 0) + sum(s.lost + s.failed for s in ours)
+        figures["goodput_share_at_highest_load"] = ours[-2].good_share
+    return figures, raw
+
+
+async def beside_bare(target: HttpTarget, bare: BareEngine, sizes: Sizes, raw: dict[str, Any]) -> dict[str, float]:
+    """What HTTP adds and takes."""
+    kept = await kept_throughput(target, bare, sizes)
+    ttft_s = await added_ttft(target, bare, sizes.pairs)
+    added = [http - alone for http, alone in zip(ttft_s["http"], ttft_s["bare"], strict=True)]
+    raw |= {"ttft_s": ttft_s, "throughput": kept}
+    rates, cpu_us = kept["rates"], kept["cpu_us_per_token"]
+    edge_us = sum(used for kind, used in cpu_us.items() if kind != ENGINE)
+    figures = {
+        "ttft_added_ms": 1e3 * statistics.median(added),
+        "ttft_bare_ms": 1e3 * statistics.median(ttft_s["bare"]),
+        "throughput_kept": harness.median_ratio(rates["http"], rates["bare"]),
+        "http_tokens_per_s": statistics.median(rates["http"]),
+        "bare_tokens_per_s": statistics.median(rates["bare"]),
+        "edge_cpu_us_per_token": edge_us,
+        "server_cpu_share": edge_us / sum(cpu_us.values()),
+        "generator_cpu_share": kept["generator_cpu_share"],
+    }
+    print(f"\nTTFT through HTTP {1e3 * statistics.median(ttft_s['http']):.1f} ms, {figures['ttft_added_ms']:.1f} more")
+    print(f"throughput kept: {figures['throughput_kept']:.3f}")
+    for kind, used in sorted(cpu_us.items(), key=lambda item: -item[1]):
+        print(f"  {kind:16s}{used:9.0f} us of processor time a token")
+    print(f"  {'generator':16s}{figures['generator_cpu_share']:9.1%} of a core")
+    return figures
+
+
+def overload_figures(run: dict[str, Any]) -> dict[str, float]:
+    rejected, mib = run["reject_ms"], run["private_mib"]
+    growth = {kind: mib[1][kind] - mib[0].get(kind, 0.0) for kind in mib[1]}
+    print(
+        f"\n{OVERLOAD:g} times the capacity: {run['tokens_per_s']:.1f} tokens/s, capacity before and after "
+        f"{run['capacity_tokens_per_s'][0]:.1f} and {run['capacity_tokens_per_s'][1]:.1f}; of {run['requests']} "
+        f"requests {run['completed']} completed, {run['refused']} refused, {run['failed']} failed, {run['lost']} lost"
+    )
+    print("  private memory grew by " + ", ".join(f"{kind} {by:.1f} MiB" for kind, by in growth.items()))
+    figures = {
+        "overload_kept": run["tokens_per_s"] / statistics.mean(run["capacity_tokens_per_s"]),
+        "overload_refused": run["refused"],
+        "overload_private_growth_mib": sum(growth.values()),
+        "lost": run["lost"] + run["failed"],
+    }
+    if rejected:  # otherwise nothing is known of it
+        figures["reject_ms_p50"] = latency.percentile(rejected, 50)
+        figures["reject_ms_p99"] = latency.percentile(rejected, 99)
+        figures["rejects_with_retry_after"] = len(run["retry_after_s"]) / len(rejected)
+        print(f"  refused in {figures['reject_ms_p50']:.1f} ms, p99 {figures['reject_ms_p99']:.1f} ms")
+    return figures
+
+
+def soak_figures(run: dict[str, Any]) -> dict[str, float]:
+    for kind, slope in run["mib_per_minute"].items():
+        at = run["private_mib"][kind]
+        print(f"  {kind:16s}{at[0][1]:9.1f} MiB to {at[-1][1]:.1f}, {slope:+.3f} MiB a minute")
+    return {
+        "soak_requests": run["requests"],
+        "soak_not_completed": run["not_completed"],
+        "soak_mib_per_minute": sum(run["mib_per_minute"].values()),
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--checkpoint", help="make the checkpoint in this folder, unless it is there, and leave it")
+    parser.add_argument("--target", action="append", default=[], metavar="NAME=URL", help="a server, without /v1")
+    parser.add_argument(
+        "--only-targets", action="store_true", help="do not start Folio; the first target sets the rates"
+    )
+    parser.add_argument("--num-threads", type=int, help="of Folio's engine, by default one for each core")
+    parser.add_argument("--trace", type=Path, default=TRACE, help="an Azure LLM inference or Mooncake trace")
+    parser.add_argument("--soak", type=float, metavar="MINUTES")
+    parser.add_argument("--ttft-s", type=float, default=1.0, help="a good request's first token comes within it")
+    parser.add_argument("--tpot-s", type=float, default=0.25, help="and each further one, on average")
+    args = parser.parse_args()
+    if bad := [target for target in args.target if "=" not in target]:
+        parser.error(f"--target is {bad[0]!r}; it must be NAME=URL")
+    if args.only_targets and not args.target:
+        parser.error("--only-targets needs at least one --target")
+    return args
+
+
+def main() -> None:
+    args = parse()
+    sizes = QUICK if args.quick else Sizes()
+    others = [(name, url.rstrip("/")) for name, _, url in (target.partition("=") for target in args.target)]
+    # As in `make serve`: else everybody goes before the server.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray reads it so
+    if args.only_targets:
+        figures, raw = asyncio.run(run_all(args, sizes, others, None))
+    else:
+        with checkpoint(args.checkpoint, sizes.num_layers) as folder:
+            settings = {
+                "model": str(folder),
+                "max_model_len": MAX_MODEL_LEN,
+                "max_num_seqs": MAX_NUM_SEQS,
+                "max_queued_requests": MAX_QUEUED,
+                "kv_memory_bytes": KV_MEMORY_BYTES,
+                "num_threads": args.num_threads,
+            }
+            with bare_engine(settings) as bare, served("folio", {"engine": settings, "model_name": FOLIO}) as server:
+                server.deploy()
+                figures, raw = asyncio.run(run_all(args, sizes, [(FOLIO, server.url), *others], bare))
+                [report] = server.reports()
+                figures["left_running"] = report.num_running + report.num_waiting
+    harness.finish("serving-soak" if args.soak is not None else "serving", args, figures, raw)
+
+
+if __name__ == "__main__":
+    main()

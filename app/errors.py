@@ -6,7 +6,8 @@ FolioError
 ├── RequestError           the request is at fault (HTTP 400); names the parameter
 │   ├── ContextLengthError   prompt and output do not fit into the context
 │   ├── UnknownModelError    no such model here (HTTP 404)
-│   └── UnknownRequestError  nothing is known of the request to fork (HTTP 404)
+│   ├── UnknownRequestError  nothing is known of the request to fork (HTTP 404)
+│   └── UnknownPinError      no prefix is pinned under that name (HTTP 404)
 ├── OverloadedError        the queue is full (HTTP 429); send the request again later
 ├── DeadlineError          the request's `timeout_s` has passed (HTTP 408)
 └── EngineError            the engine is at fault (HTTP 500); the request may be sent again
@@ -58,6 +59,12 @@ class UnknownRequestError(RequestError):
     """No replica has the request that was named: it ended too long ago, or never was."""
 
     code = "request_not_found"
+
+
+class UnknownPinError(RequestError):
+    """No prefix is pinned under the name."""
+
+    code = "pin_not_found"
 
 
 class OverloadedError(FolioError):

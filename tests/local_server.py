@@ -21,8 +21,10 @@ from app.config import EngineConfig
 from app.engine import AsyncEngine
 from app.engine.model_loader import load_tokenizer
 from app.errors import FolioError
+from app.fleet.overload import Refusals
 from app.openai.http import build_api
 from app.openai.token_texts import TokenTexts
+from app.serving.admission import Admission
 from app.serving.calls import Replicas
 from app.serving.ingress import Ingress
 from app.serving.pace import StreamPace
@@ -45,23 +47,29 @@ class LocalServer:
         ingress._tokenizer = load_tokenizer(config.model)
         ingress._tokens, ingress._model_name = TokenTexts(ingress._tokenizer), "builtin"
         ingress._adapters, ingress._created, ingress._max_model_len = (), 0, None
-        ingress._replicas = Replicas(_Handle(replica))  # type: ignore[arg-type]
+        refusals = Refusals()
+        ingress._replicas = Replicas(_Handle(replica), refusals)  # type: ignore[arg-type]
+        ingress._admission = Admission(refusals)
         self.api: FastAPI = build_api(ingress)
 
     def wait_until_idle(self, deadline_s: float = 60.0) -> None:
-        """Until no request runs or waits and all pages are free; then the books have to add up."""
+        """Until no request runs or waits and all pages are free, those of pinned prefixes too; then the books have to
+        add up."""
+        for pin in self.engine.report().pins:
+            self.engine.unpin(pin.name)
         deadline = time.monotonic() + deadline_s
-        while not self._idle():
-            assert time.monotonic() < deadline, (self.engine.load(most_keys=0), self.engine.report())
+        while left := self._left():
+            assert time.monotonic() < deadline, left
             time.sleep(0.01)
-        self.engine._engine.check_integrity()
+        asyncio.run(self.engine.check_integrity())
 
     def close(self) -> None:
         self.engine.close()
 
-    def _idle(self) -> bool:
-        load = self.engine.load(most_keys=0)
-        return not (load.num_running or load.num_waiting or self.engine._streams or self.engine.report().active_bytes)
+    def _left(self) -> dict[str, int]:
+        load, memory = self.engine.load(most_keys=0), self.engine.report()
+        found = {"running": load.num_running, "waiting": load.num_waiting, "bytes": memory.active_bytes}
+        return {name: number for name, number in found.items() if number}
 
 
 @contextmanager
@@ -90,6 +98,9 @@ class _Handle:
     def options(self, **_: Any) -> _Handle:
         return self
 
+    def broadcast(self, name: str, *args: Any) -> _Broadcast:
+        return _Broadcast(_Response(getattr(self._replica, name)(*args)))
+
     def __getattr__(self, name: str) -> _Method:
         return _Method(getattr(self._replica, name))
 
@@ -100,6 +111,19 @@ class _Method:
 
     def remote(self, *args: Any) -> _Response:
         return _Response(self._method(*args))
+
+
+class _Broadcast:
+    """To all replicas, of which there is one."""
+
+    def __init__(self, response: _Response) -> None:
+        self._response = response
+
+    async def results_async(self) -> list[Any]:
+        return [await self._response]
+
+    async def _fetch_replica_results_async(self) -> list[_Response]:
+        return [self._response]
 
 
 class _Response:
@@ -120,6 +144,9 @@ class _Response:
                 yield item
         except FolioError as error:
             raise _failed(error) from error
+
+    async def get_async(self) -> Any:
+        return await self
 
     def cancel(self) -> None:
         if self._task is None:

@@ -218,7 +218,7 @@ class AsyncEngine:
         """Let a pinned prefix go the way of others.
 
         Raises:
-            RequestError: there is none of that name.
+            UnknownPinError: there is none of that name.
             UnavailableError: the engine has stopped.
         """
         self.check()

@@ -50,6 +50,7 @@ from app.errors import (
     EngineError,
     OverloadedError,
     RequestError,
+    UnknownPinError,
     UnknownRequestError,
 )
 from app.fleet.keys import adapter_of
@@ -360,12 +361,12 @@ class Engine:
         return self._intake.prefix_to_pin(name, prompt_token_ids, self._intake.prefix_keys(options))
 
     def unpin(self, name: str) -> None:
-        """Let a pinned prefix go the way of others. From any thread. Raises `RequestError` if there is none of that
+        """Let a pinned prefix go the way of others. From any thread. Raises `UnknownPinError` if there is none of that
         name."""
         try:
             self.memory.unpin(name)
         except PinError as error:
-            raise RequestError(str(error), "name") from error
+            raise UnknownPinError(str(error), "name") from error
 
     def cancel(self, request_id: str) -> None:
         """Stop a request and free its memory; nothing happens if it is not there any more."""

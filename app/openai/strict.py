@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator
 
 # Objects and arrays in each other. Python's own bound depends on who calls, and is an error of ours when it is met.
 MAX_JSON_DEPTH = 100
 
 
 class StrictBody(BaseModel):
-    """Types are strict, and unknown fields are errors."""
+    """Types are strict, and unknown fields are errors. A field's docstring is its description in the OpenAPI page."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 def check_text(text: str) -> str:
@@ -43,3 +43,20 @@ def _children(node: dict[str, Any] | list[Any]) -> list[Any]:
 
 Text = Annotated[str, AfterValidator(check_text)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(check_json)]
+
+
+def refused(why: str, *harmless: Any) -> BeforeValidator:
+    """For a field of OpenAI's that cannot be honoured here: anything but a null and what is `harmless` is an error that
+    says why."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value not in harmless:
+            raise ValueError(why)
+        return value
+
+    return BeforeValidator(check)
+
+
+def text_or(kind: str) -> Discriminator:
+    """Tells a text from a list, which has the tag `kind`: so what is wrong is said of the one that was meant only."""
+    return Discriminator(lambda value: kind if isinstance(value, list) else "text")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
+from app.openai.lean import LeanReply
 from app.openai.strict import JsonObject, StrictBody, Text
 
 MAX_TOOLS = 128
 
 
 # What OpenAI's API allows; so a name needs no escaping in JSON or in a grammar.
-FunctionName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9_.-]{1,64}\z")]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 class FunctionDefinition(StrictBody):
@@ -53,6 +54,8 @@ class FunctionCall(StrictBody):
 
     name: Text
     arguments: Text
+    parsed_arguments: Annotated[Any, Field(exclude=True)] = None
+    """What the official client has made of `arguments` when it sends an answer back. Nobody looks at it."""
 
 
 class ToolCall(StrictBody):
@@ -63,37 +66,21 @@ class ToolCall(StrictBody):
     function: FunctionCall
 
 
-class EarlierFunctionCall(FunctionCall):
-    """`parsed_arguments` is what the official client has made of the arguments; nobody looks at it here."""
-
-    parsed_arguments: Any = None
-
-
-class EarlierCall(ToolCall):
-    """A call in a request, as an answer brought it, and with what clients add to that."""
-
-    function: EarlierFunctionCall
-
-
-class FunctionCallDelta(BaseModel):
+class FunctionCallDelta(LeanReply):
     """`arguments` continues what chunks before have brought of it."""
+
+    _left_out = frozenset({"name", "arguments"})
 
     name: str | None = None
     arguments: str | None = None
 
-    @model_serializer(mode="wrap")
-    def _omit_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in serialize(self).items() if value is not None}
 
-
-class ToolCallDelta(BaseModel):
+class ToolCallDelta(LeanReply):
     """What a chunk adds to call number `index`: first its id, type and name, then pieces of its arguments."""
+
+    _left_out = frozenset({"id", "type"})
 
     index: int
     id: str | None = None
     type: Literal["function"] | None = None
     function: FunctionCallDelta
-
-    @model_serializer(mode="wrap")
-    def _omit_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in serialize(self).items() if value is not None}

@@ -80,6 +80,26 @@ class Replicas:
         except _FAILURES as error:
             raise unwrap(error) from error
 
+    async def each(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """What every replica answers, or the `FolioError` that came of it: who does not answer in time is
+        unavailable, and the others are heard nevertheless."""
+        response = self._handle.broadcast(method, *args)
+        # Its public methods know one timeout for all replicas together, and then none of the answers.
+        try:
+            async with asyncio.timeout(timeout_s):
+                results = await response._fetch_replica_results_async()
+        except TimeoutError:
+            raise UnavailableError(f"no engine replica could be asked within {timeout_s} s") from None
+        answers = [asyncio.ensure_future(result.get_async()) for result in results]
+        if not answers:
+            return []
+        try:
+            await asyncio.wait(answers, timeout=timeout_s)
+        finally:
+            for answer in answers:
+                answer.cancel()  # those that are there stay as they are
+        return [_answer_of(answer, timeout_s) for answer in answers]
+
     async def _whole(self, call: GenerateRequest) -> list[Piece]:
         attempts = Attempts(call, self._refusals)
         while True:
@@ -116,6 +136,17 @@ def fits_by_value(params: SamplingParams) -> bool:
     if params.max_tokens is None:
         return params.n == 1
     return params.n * params.max_tokens <= _MOST_TOKENS_BY_VALUE
+
+
+def _answer_of(answer: asyncio.Future[Any], timeout_s: float) -> Any:
+    if not answer.done() or answer.cancelled():
+        return UnavailableError(f"the engine replica has not answered within {timeout_s} s")
+    error = answer.exception()
+    if error is None:
+        return answer.result()
+    if isinstance(error, _FAILURES):
+        return unwrap(error)
+    raise error
 
 
 async def _pieces_of(method: Any, call: GenerateRequest | ForkCall) -> AsyncGenerator[Piece, None]:

@@ -22,7 +22,7 @@ from app.errors import ConfigError, OverloadedError, RequestError, UnavailableEr
 from app.fleet.autoscaling import ReplicaLoad
 from app.openai.pieces import Piece, PieceCollector
 from app.serving.ledger import BudgetMember, device_of_this_replica
-from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts, report_as_stats
+from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts, ReplicaStatus, report_as_stats
 from app.serving.metrics import ReadyGauge, RoutingAudit, SpeculationMeter
 from app.serving.pace import StreamPace
 from app.serving.peers import Peers
@@ -112,6 +112,11 @@ class EngineReplica:
     async def check_integrity(self) -> None:
         """Audit the engine's books (`AsyncEngine.check_integrity`)."""
         await self._engine.check_integrity()
+
+    async def status(self) -> ReplicaStatus:
+        """What operators want to know. Raises `UnavailableError` once the engine has stopped."""
+        load = self._engine.load(most_keys=0)
+        return ReplicaStatus.of(self._name, load, self._engine.report(), self._engine.start_times.ready_s)
 
     async def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change how much memory this replica's KV cache may take (`KVMemory.set_budget`).

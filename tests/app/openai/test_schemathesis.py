@@ -35,7 +35,7 @@ CHECKS: list[CheckFunction] = [
     negative_data_rejection,
     unsupported_method,
 ]
-_EXAMPLES = {"default": 10, "nightly": 400}
+_EXAMPLES = {"default": 10, "nightly": 200}
 _FEW_EXAMPLES = {"default": 3, "nightly": 30}  # of operations without a body
 MOST_TOKENS = 8
 

@@ -5,8 +5,6 @@ CI tries about a hundred; `pytest --hypothesis-profile=nightly tests/app/openai/
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -38,14 +36,6 @@ CHECKS: list[CheckFunction] = [
 _EXAMPLES = {"default": 10, "nightly": 200}
 _FEW_EXAMPLES = {"default": 3, "nightly": 30}  # of operations without a body
 MOST_TOKENS = 8
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[LocalServer]:
-    local = LocalServer()
-    yield local
-    local.wait_until_idle()
-    local.close()
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])

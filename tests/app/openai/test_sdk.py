@@ -21,6 +21,8 @@ QUESTION: list[Any] = [{"role": "user", "content": "What is Folio?"}]
 CHAT: dict[str, Any] = {"model": "builtin", "messages": QUESTION, "temperature": 0}
 TIMEOUT_S = 60
 
+pytestmark = pytest.mark.usefixtures("server")
+
 
 class Room(BaseModel):
     """Which room, and whether it is free."""
@@ -40,15 +42,8 @@ class FindKey(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[LocalServer]:
-    local = LocalServer(dtype="float32")
-    yield local
-    local.close()
-
-
-@pytest.fixture(scope="module")
-def url(server: LocalServer) -> Iterator[str]:
-    with listening(server.api) as url:
+def url(local_server: LocalServer) -> Iterator[str]:
+    with listening(local_server.api) as url:
         yield f"{url}/v1"
 
 
@@ -56,12 +51,6 @@ def url(server: LocalServer) -> Iterator[str]:
 def client(url: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
         yield client
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left(server: LocalServer) -> Iterator[None]:
-    yield
-    server.wait_until_idle()
 
 
 def test_structured_answers_are_parsed(client: openai.OpenAI) -> None:

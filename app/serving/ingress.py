@@ -270,6 +270,14 @@ class Ingress:
         """KV memory of every engine replica, by its name."""
         return dict(await self._replicas.all("named_report"))
 
+    async def check_integrity(self) -> None:
+        """Audit the books of every engine replica: memory adds up, and without requests all of it is free.
+
+        Raises:
+            EngineError: they do not; that replica stops, and is replaced.
+        """
+        await self._replicas.all("check_integrity")
+
     async def set_budget(self, budget_bytes: int, revision: int) -> list[BudgetAnswer]:
         """Change how much memory the KV cache of every engine replica may take, while they serve.
 

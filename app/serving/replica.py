@@ -117,6 +117,10 @@ class EngineReplica:
         """The same, and whose it is: the end of the ids of its answers."""
         return self._name, self._engine.report()
 
+    async def check_integrity(self) -> None:
+        """Audit the engine's books (`AsyncEngine.check_integrity`)."""
+        await self._engine.check_integrity()
+
     async def status(self) -> ReplicaStatus:
         """What operators want to know. Raises `UnavailableError` once the engine has stopped."""
         load, report = self._engine.load(most_keys=0), self._engine.report()

@@ -18,6 +18,7 @@ from starlette.routing import Match
 from app.edge.exchange import note_error
 from app.edge.protect import protect
 from app.edge.settings import HttpSettings
+from app.edge.watcher import Watcher
 from app.errors import FolioError, UnknownPinError
 from app.openai import errors, examples
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, PinRequest
@@ -73,8 +74,14 @@ class Service(Protocol):
     async def metrics(self) -> str: ...
 
 
-def build_api(service: Service, settings: HttpSettings | None = None, *, echoes_id: bool = True) -> FastAPI:
-    """The ASGI application, guarded as the settings say; `echoes_id` as in `Guard`.
+def build_api(
+    service: Service,
+    settings: HttpSettings | None = None,
+    *,
+    echoes_id: bool = True,
+    watcher: Watcher | None = None,
+) -> FastAPI:
+    """The ASGI application, guarded as the settings say; `echoes_id` as in `Guard`. `watcher` hears of refusals.
 
     Raises:
         ConfigError: the API keys cannot be read.
@@ -94,7 +101,7 @@ def build_api(service: Service, settings: HttpSettings | None = None, *, echoes_
     _add_operation(api, service)
     _add_error_handlers(api)
     describe(api)
-    return protect(api, settings or HttpSettings(), echoes_id=echoes_id)
+    return protect(api, settings or HttpSettings(), echoes_id=echoes_id, watcher=watcher)
 
 
 def _add_generation(api: FastAPI, service: Service) -> None:

@@ -35,7 +35,7 @@ from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, Tokenize
 from app.serving.admission import Admission
 from app.serving.calls import Replicas
 from app.serving.messages import GenerateRequest
-from app.serving.metrics import MetricsPage, RequestMeter
+from app.serving.metrics import EdgeMeter, MetricsPage, RequestMeter
 from app.serving.reports import load_report, pin_list
 from app.serving.translator import Translator
 from vmem import BudgetAnswer, MemoryReport
@@ -86,7 +86,7 @@ class Ingress:
         self._metrics = MetricsPage(serve.get_replica_context().app_name)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_api(self, self._http, echoes_id=False)  # Serve's proxy does
+        return build_api(self, self._http, echoes_id=False, watcher=EdgeMeter())  # Serve's proxy echoes
 
     async def ready(self) -> None:
         """Returns when an engine replica answers that it is well.

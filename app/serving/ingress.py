@@ -270,6 +270,14 @@ class Ingress:
         """KV memory of every engine replica, by its name."""
         return dict(await self._replicas.all("named_report"))
 
+    async def check_integrity(self) -> None:
+        """Audit the books of every engine replica: memory adds up, and without requests all of it is free.
+
+        Raises:
+            EngineError: they do not; that replica stops, and is replaced.
+        """
+        await self._replicas.all("check_integrity")
+
     async def set_budget(self, budget_bytes: int, revision: int) -> list[BudgetAnswer]:
         """Change how much memory the KV cache of every engine replica may take, while they serve.
 
@@ -325,7 +333,10 @@ class Ingress:
         [call] = calls
         if call.adapter is not None:
             raise RequestError(f"prefixes are pinned for the model {self._model_name!r} only, not for adapters", "pin")
-        await self._replicas.all("pin", request.pin, call.prompt_token_ids, call.cache_salt, call.tenant)
+        try:
+            await self._replicas.all("pin", request.pin, call.prompt_token_ids, call.cache_salt, call.tenant)
+        except RequestError as error:
+            raise type(error)(error.message, "pin") from error
 
     def _tokens_of(self, request: TokenizeRequest, max_model_len: int) -> Tokens:
         if request.model is not None:

@@ -1,4 +1,4 @@
-"""The hotel desk without a cluster: what the register finds, how drafts are compared, and the config files."""
+"""The hotel desk without a cluster: what the register finds, how drafts are compared, and the config file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from app.client import ChatCompletion
 from app.main import AppArgs
-from examples.hotel_desk.app import DeskArgs, TogetherArgs
+from examples.hotel_desk.app import DeskArgs
 from examples.hotel_desk.desk import api, mean_logprob
 from examples.hotel_desk.register import find_notes, read_keys
 
@@ -66,17 +66,12 @@ def test_the_copy_that_replicas_get_has_the_same_body() -> None:
     assert copy.openapi()["paths"]["/ask"]["post"]["requestBody"]["required"] is True
 
 
-def test_the_config_files_are_valid() -> None:
-    schemas = [
-        ServeDeploySchema.model_validate(yaml.safe_load((FOLDER / name).read_text()))
-        for name in ("two_apps.yaml", "one_app.yaml")
-    ]
-    assert {schema.http_options.host for schema in schemas} == {"127.0.0.1"}
-    [folio, desk] = schemas[0].applications
+def test_the_config_file_is_valid() -> None:
+    config = ServeDeploySchema.model_validate(yaml.safe_load((FOLDER / "hotel_desk.yaml").read_text()))
+    assert config.http_options.host == "127.0.0.1"
+    [folio, desk] = config.applications
     assert AppArgs.model_validate(folio.args).engine.model == "builtin"
     assert DeskArgs.model_validate(desk.args).folio == folio.name
-    [hotel] = schemas[1].applications
-    assert TogetherArgs.model_validate(hotel.args).folio.engine.model == "builtin"
-    for application in (folio, desk, hotel):
+    for application in (folio, desk):
         module, _, function = application.import_path.partition(":")
         assert (FOLDER.parents[1] / (module.replace(".", "/") + ".py")).read_text().count(f"def {function}(") == 1

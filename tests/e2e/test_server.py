@@ -88,6 +88,26 @@ def test_models_and_health(server: Server) -> None:
     assert server.client.models.retrieve("builtin").id == "builtin"
 
 
+def test_the_edge_behind_serves_proxy(server: Server) -> None:
+    """What comes through the proxy: headers once, bodies as they arrive, and refusals before they have."""
+    asked = httpx.get(f"{server.url}/v1/models", headers={"X-Request-Id": "mine"})
+    assert asked.headers.get_list("x-request-id") == ["mine"]
+    assert asked.headers["x-content-type-options"] == "nosniff"
+    refused = httpx.get(f"{server.url}/v1/models?{'x' * 9000}")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (414, "url_too_long")
+    with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0), DEADLINE_S) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n")
+        chunk = b"100000\r\n" + b"x" * (1 << 20) + b"\r\n"
+        for _ in range(8):
+            connection.sendall(chunk)
+        connection.sendall(b"1\r\nx\r\n")  # one more than may be, and it has not ended yet
+        answer = b""
+        while received := connection.recv(1 << 16):
+            answer += received
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"body_too_large" in answer
+
+
 def test_chat(server: Server) -> None:
     answer = ask(server, "What is Folio?")
     choice = answer.choices[0]

@@ -279,6 +279,7 @@ def test_chat_chunks_leave_out_what_is_absent(client: TestClient) -> None:
         ({"model": "request", "prompt": "x"}, "prompt", "too long"),
         ([1, 2], None, "valid dictionary"),
         ({"model": "m", "prompt": "x", "store": True}, "store", "not stored"),
+        ({"model": "m", "prompt": "x", "store": 0}, "store", "not stored"),
         ({"model": "m", "prompt": "x", "service_tier": "flex"}, "service_tier", "one tier"),
         ({"model": "m", "prompt": "x", "stream_options": {"include_obfuscation": True}}, "stream_options", "padded"),
         ({"model": "m", "prompt": "x", "metadata": {"a": 1}}, "metadata", "valid string"),
@@ -335,6 +336,7 @@ def test_errors_have_the_right_status(client: TestClient) -> None:
     wrong = client.get("/v1/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
     assert wrong.json()["error"]["code"] == "method_not_allowed"
+    assert client.put("/v1/pins").headers["allow"] == "GET, POST"
     assert client.post("/v1/completions/", json={}).json()["error"]["code"] == "not_found"
     failed = client.post("/v1/completions", json={"model": "engine", "prompt": "x"})
     assert (failed.status_code, failed.json()["error"]["type"]) == (500, "server_error")

@@ -127,8 +127,9 @@ def test_a_request_pins_its_prompt_everywhere_before_it_is_sent() -> None:
                 await ingress.generate(wrong)
             assert caught.value.param == "pin"
         refuses = ingress_with(engines := Fleet(answers(RequestError("another prefix", "name"))))
-        with pytest.raises(RequestError, match="another prefix"):
+        with pytest.raises(RequestError, match="another prefix") as caught:
             await refuses.generate(request)
+        assert caught.value.param == "pin"
         assert engines.calls == []
 
     run(scenario())

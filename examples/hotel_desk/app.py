@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 from ray.serve import Application
 
@@ -21,5 +23,7 @@ class DeskArgs(BaseModel):
 def build_desk(args: DeskArgs) -> Application:
     """The desk and its register. Folio is an application of its own, which others may use as well: Serve allows one
     deployment with `serve.ingress` in each."""
-    application: Application = Desk.bind(KeyRegister.bind(), args.folio, args.model)
+    desk: Any = Desk  # a `Deployment`, although Ray's annotations say that it is still the class
+    register: Any = KeyRegister
+    application: Application = desk.bind(register.bind(), args.folio, args.model)
     return application

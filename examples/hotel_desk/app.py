@@ -1,7 +1,5 @@
 """The application, for Serve's config files."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict

@@ -1,5 +1,6 @@
 """The application, for Serve's config files."""
 
+# Serve looks at the builder's annotation for what `args` are: it must not be a string.
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict

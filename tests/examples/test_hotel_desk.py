@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from app.client import ChatCompletion
 from app.main import AppArgs
-from examples.hotel_desk.app import DeskArgs
+from examples.hotel_desk.app import DeskArgs, build_desk
 from examples.hotel_desk.desk import api, mean_logprob
 from examples.hotel_desk.register import find_notes, read_keys
 
@@ -72,6 +73,7 @@ def test_the_config_file_is_valid() -> None:
     [folio, desk] = config.applications
     assert AppArgs.model_validate(folio.args).engine.model == "builtin"
     assert DeskArgs.model_validate(desk.args).folio == folio.name
+    assert inspect.signature(build_desk).parameters["args"].annotation is DeskArgs  # else Serve passes a dict
     for application in (folio, desk):
         module, _, function = application.import_path.partition(":")
         assert (FOLDER.parents[1] / (module.replace(".", "/") + ".py")).read_text().count(f"def {function}(") == 1

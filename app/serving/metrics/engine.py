@@ -63,7 +63,7 @@ class EngineMeter:
         self._count(self._queried, {"": memory.queried_tokens})
         self._count(self._hit, {"": memory.hit_tokens})
         self._count(self._evicted, {"": memory.evicted_blocks})
-        self._count(self._preemptions, activity.num_preempted, "way")
+        self._count(self._preemptions, {str(way): number for way, number in activity.num_preempted.items()}, "way")
         seconds = {"exposed": memory.exposed_us / 1e6, "hidden": memory.hidden_us / 1e6}
         self._count(self._mapping_s, seconds, "time")
         for step_s in activity.step_s:

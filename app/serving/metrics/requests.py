@@ -29,7 +29,7 @@ class RequestMeter:
         self._requests = metrics.Counter(
             "folio_requests",
             "Requests that have ended, by what became of them.",
-            ("route", "outcome"),  # type: ignore[arg-type]  # any number of them
+            ("route", "outcome"),  # type: ignore[arg-type]  # Ray's annotation says one name, and means several
         )
         self._running = metrics.Gauge("folio_requests_in_flight", "Requests that have not ended.", ("route",))
         self._prompt = metrics.Counter("folio_prompt_tokens", "Tokens of prompts, cached ones included.", ("route",))

@@ -63,12 +63,13 @@ class Exchange:
         self._is_running = True
 
     def end(self) -> None:
-        """It is over, however it ended. What an overloaded or broken engine did not compute is given back."""
+        """It is over, however it ended. A prompt that was refused is given back; not so when time ran out, or the
+        client left: it may have been computed."""
         if self._quota is None or not self._is_running:
             return
         self._quota.end()
-        failed = self.status is None or self.status == 429 or self.status >= 500
-        if failed and not self.output_tokens:
+        refused = self.status is not None and self.status >= 400 and self.status != 408
+        if refused and not self.output_tokens:
             self._quota.owe_tokens(-self.prompt_tokens)
 
     def admit(
@@ -78,6 +79,7 @@ class Exchange:
         model: str,
         tenant: str | None,
         priority: int,
+        pins: bool,
         timeout_s: float | None,
     ) -> Admission:
         """Check what the body asks for against the caller's key.
@@ -85,12 +87,14 @@ class Exchange:
         Args:
             generation_id: what the engine knows the request by.
             tenant: whose the request says to be.
+            pins: whether its prompt is to stay in every replica's cache.
 
         Raises:
             ForbiddenError: the key does not allow it.
             RequestError: it may not take that long.
         """
-        self.generation_id = generation_id
+        if self.generation_id is None:  # a batch goes by its first
+            self.generation_id = generation_id
         key = self.key
         if key is not None:
             if key.models is not None and model not in key.models:
@@ -99,16 +103,24 @@ class Exchange:
                 raise ForbiddenError(
                     f"priority is {priority}; your API key allows {key.best_priority} and above", "priority"
                 )
-            if key.tenant is not None:
-                if tenant not in (None, key.tenant):
-                    raise ForbiddenError("tenant is not that of your API key; leave it out", "tenant")
-                tenant = key.tenant
+            if pins and not key.operator:
+                raise ForbiddenError("pin is for operators; your API key is not one of theirs", "pin")
+            tenant = self.tenant_of(tenant)
         default, most = self._settings.default_timeout_s, self._settings.max_timeout_s
         if timeout_s is None:
             return Admission(tenant, default if default is not None else most)
         if most is not None and timeout_s > most:
             raise RequestError(f"timeout_s is {timeout_s}; it may be at most {most}", "timeout_s")
         return Admission(tenant, timeout_s)
+
+    def tenant_of(self, tenant: str | None) -> str | None:
+        """Whose the request is, if it says to be this tenant's. Raises `ForbiddenError` if its key is another one's:
+        else it could learn from how long an answer takes what that one has cached."""
+        if self.key is None or self.key.tenant is None:
+            return tenant
+        if tenant not in (None, self.key.tenant):
+            raise ForbiddenError("tenant is not that of your API key; leave it out", "tenant")
+        return self.key.tenant
 
     def count_prompt(self, num_tokens: int) -> None:
         """It is going to be computed. Raises `RateLimitError` or `RequestError` when the caller may not have that."""

@@ -105,6 +105,8 @@ class Guard:
         key = None if head.key is None else self._keys.find(head.key)
         if key is not None:
             exchange.key = key.entry
+            if not key.entry.operator and self._is_for_operators(_path_of(scope)):
+                raise Refusal.not_operator()
             return key.quota
         quota = self._quota_at(scope)
         if quota is not None:  # who tries keys may do so as often as somebody may call who needs none
@@ -113,6 +115,9 @@ class Guard:
             except RateLimitError as error:
                 raise Refusal.of(error) from None
         raise Refusal.no_key(presented=head.key is not None)
+
+    def _is_for_operators(self, path: str) -> bool:
+        return any(path == own or path.startswith(own + "/") for own in self._settings.operator_paths)
 
     def _quota_at(self, scope: Scope) -> Quota | None:
         """Of the client's address."""

@@ -149,8 +149,8 @@ def read_keys(path: Path) -> Sequence[KeyEntry]:
 
 
 def key_list(lines: Iterable[str], where: str) -> Sequence[KeyEntry]:
-    """A key on each line; empty ones and those that begin with # are left out. A key's name is the beginning of its
-    SHA-256, so that it stays the same when others come and go.
+    """A key on each line, good for everything; empty lines and those that begin with # are left out. A key's name is
+    the beginning of its SHA-256, so that it stays the same when others come and go.
 
     Raises:
         ConfigError: a line is no key, or none is.
@@ -161,7 +161,8 @@ def key_list(lines: Iterable[str], where: str) -> Sequence[KeyEntry]:
         if not key or key.startswith("#"):
             continue
         try:
-            entries.append(KeyEntry(name=f"key-{hashlib.sha256(key.encode()).hexdigest()[:8]}", key=key))
+            name = f"key-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+            entries.append(KeyEntry(name=name, key=key, operator=True))
         except ValidationError:
             raise ConfigError(
                 f"key {number} in {where} has {len(key)} characters, or others than visible ASCII; keys have 16 to 512 "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from app.errors import FolioError
+from app.errors import FolioError, ForbiddenError
 from app.openai import errors
 from app.openai.replies import ErrorBody
 
@@ -12,6 +12,7 @@ Headers = list[tuple[bytes, bytes]]
 
 # What follows on this connection is the rest of a body that nobody wants.
 _CLOSE: Headers = [(b"connection", b"close")]
+_TOO_LARGE = {413: "body_too_large", 414: "url_too_long", 431: "headers_too_large"}
 
 
 class Refusal(FolioError):
@@ -40,10 +41,14 @@ class Refusal(FolioError):
         return Refusal(401, answer, [(b"www-authenticate", challenge)])
 
     @staticmethod
+    def not_operator() -> Refusal:
+        return Refusal.of(ForbiddenError("this is for operators; your API key is not one of theirs"))
+
+    @staticmethod
     def too_large(status: int, what: str, most: int, unit: str) -> Refusal:
         """413, 414 or 431."""
         message = f"{what} may have at most {most} {unit}"
-        return Refusal(status, errors.body(message, "invalid_request_error", None, "request_too_large"), _CLOSE)
+        return Refusal(status, errors.body(message, "invalid_request_error", None, _TOO_LARGE[status]), _CLOSE)
 
     @staticmethod
     def bad_length() -> Refusal:

@@ -45,6 +45,7 @@ class HttpSettings(_Settings):
     Attributes:
         api_keys: who may call; `None`: everybody who can reach the port.
         open_paths: these need no key and count towards no limit.
+        operator_paths: these, and what is below them, need a key that is an operator's, if `api_keys` is set.
         key_limits: of each key that has none of its own.
         address_limits: of each client address, where there are no keys, and of those that send a wrong one.
         max_addresses: as many are told apart; when more call at once, the further ones share the limits of one.
@@ -62,6 +63,7 @@ class HttpSettings(_Settings):
 
     api_keys: KeySource | None = None
     open_paths: frozenset[str] = frozenset({"/health", "/ready"})
+    operator_paths: frozenset[str] = frozenset({"/metrics", "/v1/load", "/v1/pins"})
     key_limits: RateLimits = RateLimits()
     address_limits: RateLimits = RateLimits()
     max_addresses: PositiveInt = 10_000
@@ -93,6 +95,7 @@ class KeyEntry(_Settings):
         sha256: of the key, in hexadecimal, so that the file need not hold it.
         tenant: whose requests these are; bodies that name another are refused. `None`: bodies may name any.
         models: models and adapters that may be asked for; `None`: all.
+        operator: whether it is good for `operator_paths`, too.
         best_priority: bodies may not ask for a lower `priority`, which would go first.
         limits: instead of `key_limits`.
     """
@@ -102,6 +105,7 @@ class KeyEntry(_Settings):
     sha256: str | None = Field(default=None, pattern=r"^[0-9a-fA-F]{64}$")
     tenant: str | None = Field(default=None, min_length=1, max_length=256)
     models: frozenset[str] | None = None
+    operator: bool = False
     best_priority: int | None = None
     limits: RateLimits | None = None
 

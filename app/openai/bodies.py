@@ -11,10 +11,10 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from app.engine.params import SamplingParams, Structure
 from app.errors import RequestError
 from app.openai.client_fields import ClientFields, Name
-from app.openai.sampling_body import SamplingBody
-from app.openai.strict import StrictBody, refused
+from app.openai.sampling_body import SamplingBody, TokenIds
+from app.openai.strict import StrictBody, Text, refused, text_or
 from app.openai.structures import ResponseFormat, guided_structure, only_structure, structure_of
-from app.openai.tool_bodies import Text, ToolCall, ToolChoice, Tools
+from app.openai.tool_bodies import ToolCall, ToolChoice, Tools
 
 MAX_PROMPTS = 256
 MAX_TOP_LOGPROBS = 20
@@ -29,7 +29,6 @@ def _kind_of(prompt: object) -> str:
     return "text"
 
 
-TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 Prompt = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[TokenIds, Tag("tokens")]
@@ -134,12 +133,15 @@ class TextPart(StrictBody):
     text: str
 
 
+Content = Annotated[Annotated[str, Tag("text")] | Annotated[list[TextPart], Tag("parts")], text_or("parts")]
+
+
 class Message(StrictBody):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """`developer` is `system` by another name."""
-    content: str | list[TextPart] | None = None
+    content: Content | None = None
     """Text, whole or in parts. An assistant's message may have `tool_calls` instead or beside it."""
     name: str | None = None
     """Of who speaks. Chat templates are not shown it."""
@@ -157,6 +159,10 @@ class Message(StrictBody):
     """Null, as in answers of OpenAI's."""
     function_call: Annotated[None, refused("it is deprecated and not known here; use tool_calls")] = None
     """Null, as in answers of OpenAI's."""
+    parsed: Any = None
+    """What the official client has made of an answer. Nobody looks at it."""
+    provider_specific_fields: Any = None
+    """What LiteLLM has made of an answer. Nobody looks at it."""
 
     @property
     def text(self) -> str:
@@ -196,11 +202,13 @@ class ChatCompletionRequest(GenerationBody):
     """Whether a forced answer may call several at once. True by default."""
     response_format: ResponseFormat | None = None
     """What the answer looks like: text, a JSON object, or JSON that follows a schema."""
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]] | None, refused("answers are text here", ["text"])] = None
     """Answers are text."""
-    reasoning_effort: Literal["none"] | None = None
+    reasoning_effort: Annotated[
+        Literal["none"] | None, refused("what a model thinks is part of its text here; leave it out", "none")
+    ] = None
     """What a model thinks is part of its text here: any effort but "none" is refused."""
-    verbosity: Literal["medium"] | None = None
+    verbosity: Annotated[Literal["medium"] | None, refused("say in the prompt how long it may be", "medium")] = None
     """Anything but "medium", which changes nothing, is refused: say it in the prompt."""
     functions: Annotated[None, refused("it is deprecated and not known here; use tools")] = None
     """Refused: use `tools`."""

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from app.openai.strict import StrictBody
-from app.openai.tool_bodies import Text
+from app.openai.strict import StrictBody, Text, refused
 
 MAX_METADATA = 16
-
-
-def _not_stored(store: bool | None) -> bool | None:
-    if store:
-        raise ValueError("answers are not stored here; leave it out or send false")
-    return store
 
 
 Name = Annotated[Text, Field(min_length=1, max_length=256)]
@@ -29,14 +22,22 @@ class ClientFields(StrictBody):
 
     metadata: Metadata | None = None
     """Notes of the client's. Nothing is stored: only `/v1/responses` says them again in its answer."""
-    store: Annotated[bool | None, AfterValidator(_not_stored)] = None
+    store: Annotated[
+        Literal[False] | None, refused("answers are not stored here; leave it out or send false", False)
+    ] = None
     """Answers are never stored: `true` is refused."""
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: Annotated[
+        Literal["auto", "default"] | None,
+        refused("there is one tier, the default; leave it out, or say priority", "auto", "default"),
+    ] = None
     """There is one tier. How urgent a request is, `priority` says."""
     safety_identifier: Annotated[Text | None, Field(max_length=256)] = None
     """Whom the request comes from. Nothing is done with it."""
     prompt_cache_key: Name | None = None
     """Requests with the same one go to the same replica where that costs little, like those with the same
     `X-Session-Id`. Cached prefixes are found without it."""
-    prompt_cache_retention: Literal["in_memory"] | None = None
+    prompt_cache_retention: Annotated[
+        Literal["in_memory"] | None,
+        refused("cached prefixes are kept in memory only; leave it out, or say pin", "in_memory"),
+    ] = None
     """Cached prefixes are kept in memory, for as long as the server's settings say."""

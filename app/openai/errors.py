@@ -25,7 +25,7 @@ from app.openai.replies import ErrorBody, ErrorDetail
 _MOST_COMPLAINTS = 5
 # Fields that are not known here have any name.
 _LONGEST_NAME = 100
-_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 415: "unsupported_media_type"}
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}
 
 
 def error_response(error: BaseException) -> tuple[int, ErrorBody]:
@@ -63,7 +63,9 @@ def validation_error(errors: Sequence[Any]) -> ErrorBody:
     for error in errors:
         place = [str(part)[:_LONGEST_NAME] for part in error["loc"] if part != "body"]
         if error["type"] == "json_invalid":
-            return body(f"the body is not valid JSON: {error['ctx']['error']}", "invalid_request_error", None, None)
+            return body(
+                f"the body is not valid JSON: {error['ctx']['error']}", "invalid_request_error", None, "invalid_json"
+            )
         what = "unknown field" if error["type"] == "extra_forbidden" else error["msg"].removeprefix("Value error, ")
         messages.append(f"{'.'.join(place) or 'body'}: {what}")
     if len(messages) > _MOST_COMPLAINTS:

@@ -12,12 +12,13 @@ from fastapi import Body, FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Match
 
 from app.edge.exchange import note_error
 from app.edge.protect import protect
 from app.edge.settings import HttpSettings
-from app.errors import FolioError
+from app.errors import FolioError, UnknownPinError
 from app.openai import errors, examples
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, PinRequest
 from app.openai.description import CHAT_STREAM, COMPLETION_STREAM, DESCRIPTION, ERRORS, RESPONSE_STREAM, describe
@@ -36,6 +37,9 @@ from app.openai.responses_replies import ErrorEvent, ResponseObject, StreamEvent
 from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
 
 logger = logging.getLogger(__name__)
+
+_PROMETHEUS = "text/plain; version=1.0.0; charset=utf-8"
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 Session = Annotated[
     str | None,
@@ -66,6 +70,7 @@ class Service(Protocol):
     async def pin(self, request: PinRequest) -> None: ...
     async def unpin(self, name: str) -> None: ...
     async def ready(self) -> None: ...
+    async def metrics(self) -> str: ...
 
 
 def build_api(service: Service, settings: HttpSettings | None = None, *, echoes_id: bool = True) -> FastAPI:
@@ -148,17 +153,22 @@ def _add_tokens(api: FastAPI, service: Service) -> None:
 
 
 def _add_operation(api: FastAPI, service: Service) -> None:
-    @api.get("/health", tags=["operation"])
+    @api.get("/health", response_class=Response, tags=["operation"])
     async def health() -> Response:
         """Whether this server process lives. It says nothing of the engine replicas: restarting this would not help
         them."""
         return Response(status_code=200)
 
-    @api.get("/ready", tags=["operation"])
+    @api.get("/ready", response_class=Response, tags=["operation"])
     async def ready() -> Response:
         """Whether requests are welcome: an engine replica answers, and the server is not about to stop."""
         await service.ready()
         return Response(status_code=200)
+
+    @api.get("/metrics", response_class=PlainTextResponse, tags=["operation"])
+    async def metrics() -> Response:
+        """What all replicas tell Prometheus, in its text format; docs/metrics.md says what there is."""
+        return Response(await service.metrics(), media_type=_PROMETHEUS)
 
     @api.get("/v1/load", tags=["operation"])
     async def load() -> LoadReport:
@@ -174,7 +184,10 @@ def _add_operation(api: FastAPI, service: Service) -> None:
     async def pin(request: Annotated[PinRequest, Body(openapi_examples=examples.PIN)]) -> PinCard:
         """Compute a prefix on every engine replica, and keep it in the prefix cache until it is unpinned."""
         await service.pin(request)
-        return next(card for card in (await service.pins()).data if card.id == request.name)
+        cards = {card.id: card for card in (await service.pins()).data}
+        if request.name not in cards:
+            raise UnknownPinError(f"{request.name!r} has been unpinned meanwhile", "name")
+        return cards[request.name]
 
     @api.delete("/v1/pins/{name:path}", tags=["operation"])
     async def unpin(name: str) -> PinDeleted:
@@ -191,7 +204,8 @@ def _add_error_handlers(api: FastAPI) -> None:
     @api.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         answer = errors.http_error(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
-        return _json(answer, error.status_code, error.headers)
+        headers = _allowed(request) if error.status_code == 405 else error.headers
+        return _json(answer, error.status_code, headers)
 
     @api.exception_handler(FolioError)
     @api.exception_handler(Exception)
@@ -203,6 +217,12 @@ def _add_error_handlers(api: FastAPI) -> None:
         return _json(answer, status, errors.error_headers(error))
 
 
+def _allowed(request: Request) -> dict[str, str]:
+    """The methods of all routes of a path: Starlette names those of the first one."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return {"Allow": ", ".join(sorted({method for route in routes for method in route.methods}))}
+
+
 def _json(answer: BaseModel, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(_dumped(answer), status, headers, media_type="application/json")
 
@@ -212,13 +232,21 @@ def _dumped(answer: BaseModel) -> str:
     return json.dumps(answer.model_dump()) if isinstance(answer, ErrorBody) else answer.model_dump_json()
 
 
+def _on_one_line(dumped: str) -> str:
+    """JSON and events may have these characters as they are; but clients that split a stream by Python's idea of a
+    line, such as httpx's and requests' `iter_lines`, would break there."""
+    return dumped if dumped.isascii() else dumped.translate(_LINE_ENDS)
+
+
 async def _stream(chunks: AsyncIterator[BaseModel]) -> Response:
     """Server-sent events as chat completions have them."""
 
     def failed(error: Exception) -> str:
         return f"data: {_dumped(errors.error_response(error)[1])}\n\n"
 
-    return await _sent(chunks, lambda chunk: f"data: {chunk.model_dump_json()}\n\n", failed, "data: [DONE]\n\n")
+    return await _sent(
+        chunks, lambda chunk: f"data: {_on_one_line(chunk.model_dump_json())}\n\n", failed, "data: [DONE]\n\n"
+    )
 
 
 async def _stream_events(events: AsyncIterator[StreamEvent]) -> Response:
@@ -228,7 +256,7 @@ async def _stream_events(events: AsyncIterator[StreamEvent]) -> Response:
     def shown(event: StreamEvent) -> str:
         nonlocal last_number
         last_number = event.sequence_number
-        return f"event: {event.type}\ndata: {event.model_dump_json()}\n\n"
+        return f"event: {event.type}\ndata: {_on_one_line(event.model_dump_json())}\n\n"
 
     def failed(error: Exception) -> str:
         detail = errors.error_response(error)[1].error
@@ -256,7 +284,8 @@ async def _sent(
             status, answer = errors.error_response(error)
             note_error(answer.error.code)
             unexpected = status >= 500
-            logger.log(logging.ERROR if unexpected else logging.INFO, "a stream failed: %s", error, exc_info=unexpected)
+            level = logging.ERROR if unexpected else logging.INFO  # without the message, which may quote the request
+            logger.log(level, "a stream failed: %s", answer.error.code, exc_info=unexpected)
             yield failed(error)
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

@@ -49,7 +49,7 @@ class ReplicaLoad(LoadFigures):
     max_num_seqs: int
     """Sequences that run at once."""
     ready_s: float
-    """Seconds from the start of the replica until it was ready, if they were measured."""
+    """Seconds from the start of its engine until it was ready."""
 
 
 class LoadReport(_Report):

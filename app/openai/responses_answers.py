@@ -62,8 +62,12 @@ class ResponseAnswer:
         if not self._begun:
             self._begun = True
             events += [
-                ResponseEvent(type="response.created", response=self._response("in_progress"), **self._next()),
-                ResponseEvent(type="response.in_progress", response=self._response("in_progress"), **self._next()),
+                ResponseEvent(
+                    type="response.created", response=self._response("in_progress"), sequence_number=self._next()
+                ),
+                ResponseEvent(
+                    type="response.in_progress", response=self._response("in_progress"), sequence_number=self._next()
+                ),
             ]
         if chunk is None:
             return events
@@ -88,7 +92,7 @@ class ResponseAnswer:
             response.error.code = "rate_limit_exceeded"
         elif isinstance(error, RequestError):
             response.error.code = "invalid_prompt"
-        return ResponseEvent(type="response.failed", response=response, **self._next())
+        return ResponseEvent(type="response.failed", response=response, sequence_number=self._next())
 
     def whole(self, pieces: Sequence[Piece]) -> ResponseObject:
         """Args: the output, in one piece or several."""
@@ -96,10 +100,9 @@ class ResponseAnswer:
         assert isinstance(events[-1], ResponseEvent)
         return events[-1].response
 
-    def _next(self) -> dict[str, int]:
-        number = self._sequence_number
+    def _next(self) -> int:
         self._sequence_number += 1
-        return {"sequence_number": number}
+        return self._sequence_number - 1
 
     def _text(self, content: str, logprobs: list[ChatTokenLogprob]) -> list[StreamEvent]:
         events: list[StreamEvent] = []
@@ -110,7 +113,9 @@ class ResponseAnswer:
         part = message.content[0]
         part.text += content
         part.logprobs += logprobs
-        event = TextDeltaEvent(item_id=message.id, output_index=index, delta=content, logprobs=logprobs, **self._next())
+        event = TextDeltaEvent(
+            item_id=message.id, output_index=index, delta=content, logprobs=logprobs, sequence_number=self._next()
+        )
         return [*events, event]
 
     def _begin_message(self) -> list[StreamEvent]:
@@ -126,7 +131,7 @@ class ResponseAnswer:
                 item_id=message.id,
                 output_index=added.output_index,
                 part=part.model_copy(),
-                **self._next(),
+                sequence_number=self._next(),
             ),
         ]
 
@@ -137,12 +142,20 @@ class ResponseAnswer:
         [part] = message.content
         return [
             TextDoneEvent(
-                item_id=message.id, output_index=index, text=part.text, logprobs=part.logprobs, **self._next()
+                item_id=message.id,
+                output_index=index,
+                text=part.text,
+                logprobs=part.logprobs,
+                sequence_number=self._next(),
             ),
             PartEvent(
-                type="response.content_part.done", item_id=message.id, output_index=index, part=part, **self._next()
+                type="response.content_part.done",
+                item_id=message.id,
+                output_index=index,
+                part=part,
+                sequence_number=self._next(),
             ),
-            ItemEvent(type="response.output_item.done", output_index=index, item=message, **self._next()),
+            ItemEvent(type="response.output_item.done", output_index=index, item=message, sequence_number=self._next()),
         ]
 
     def _arguments(self, delta: ToolCallDelta) -> list[StreamEvent]:
@@ -166,7 +179,9 @@ class ResponseAnswer:
         if delta.function.arguments:
             call.arguments += delta.function.arguments
             more = delta.function.arguments
-            events.append(ArgumentsDeltaEvent(item_id=call.id, output_index=index, delta=more, **self._next()))
+            events.append(
+                ArgumentsDeltaEvent(item_id=call.id, output_index=index, delta=more, sequence_number=self._next())
+            )
         return events
 
     def _end_call(self) -> list[StreamEvent]:
@@ -176,9 +191,13 @@ class ResponseAnswer:
         call.status = "completed"
         return [
             ArgumentsDoneEvent(
-                item_id=call.id, output_index=index, name=call.name, arguments=call.arguments, **self._next()
+                item_id=call.id,
+                output_index=index,
+                name=call.name,
+                arguments=call.arguments,
+                sequence_number=self._next(),
             ),
-            ItemEvent(type="response.output_item.done", output_index=index, item=call, **self._next()),
+            ItemEvent(type="response.output_item.done", output_index=index, item=call, sequence_number=self._next()),
         ]
 
     def _added(self, item: OutputItem) -> ItemEvent:
@@ -186,7 +205,7 @@ class ResponseAnswer:
         self._items.append(item)
         # A copy: a caller by handle may look at events later, when the item has grown.
         copy = item.model_copy(deep=True)
-        return ItemEvent(type="response.output_item.added", output_index=index, item=copy, **self._next())
+        return ItemEvent(type="response.output_item.added", output_index=index, item=copy, sequence_number=self._next())
 
     def _end(self, reason: ChoiceEnd) -> list[StreamEvent]:
         events: list[StreamEvent] = []
@@ -198,10 +217,10 @@ class ResponseAnswer:
         if reason == "length":
             response = self._response("incomplete")
             response.incomplete_details = IncompleteDetails()
-            return [*events, ResponseEvent(type="response.incomplete", response=response, **self._next())]
+            return [*events, ResponseEvent(type="response.incomplete", response=response, sequence_number=self._next())]
         response = self._response("completed")
         response.completed_at = int(time.time())
-        return [*events, ResponseEvent(type="response.completed", response=response, **self._next())]
+        return [*events, ResponseEvent(type="response.completed", response=response, sequence_number=self._next())]
 
     def _response(self, status: str) -> ResponseObject:
         asked = self._request

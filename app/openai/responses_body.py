@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from app.errors import RequestError
 from app.openai.bodies import MAX_TOP_LOGPROBS, ChatCompletionRequest, GenerationBody, Message
-from app.openai.strict import StrictBody, refused
+from app.openai.strict import JsonObject, StrictBody, Text, refused, text_or
 from app.openai.structures import JsonObjectFormat, JsonSchema, JsonSchemaFormat, ResponseFormat, TextFormat
 from app.openai.tool_bodies import (
     MAX_TOOLS,
@@ -21,19 +20,10 @@ from app.openai.tool_bodies import (
     FunctionDefinition,
     FunctionName,
     NamedToolChoice,
-    Text,
     Tool,
     ToolCall,
 )
 
-
-def _is_encodable(schema: dict[str, Any]) -> dict[str, Any]:
-    """It is said again in the answer, and JSON can carry halves of surrogate pairs."""
-    json.dumps(schema, ensure_ascii=False).encode()
-    return schema
-
-
-Schema = Annotated[dict[str, Any], AfterValidator(_is_encodable)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -59,7 +49,7 @@ class InputMessage(StrictBody):
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[Part]
+    content: Annotated[Annotated[Text, Tag("text")] | Annotated[list[Part], Tag("parts")], text_or("parts")]
     id: Text | None = None
     status: ItemStatus | None = None
     phase: Literal["commentary", "final_answer"] | None = None
@@ -86,7 +76,7 @@ class FunctionCallOutput(StrictBody):
 
     type: Literal["function_call_output"]
     call_id: Text
-    output: Text | list[InputText]
+    output: Annotated[Annotated[Text, Tag("text")] | Annotated[list[InputText], Tag("parts")], text_or("parts")]
     id: Text | None = None
     status: ItemStatus | None = None
 
@@ -105,7 +95,11 @@ InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[GivenFunctionCall, Tag("function_call")]
     | Annotated[FunctionCallOutput, Tag("function_call_output")],
-    Discriminator(_type_of),
+    Discriminator(
+        _type_of,
+        custom_error_type="unknown_item",
+        custom_error_message="items here are of the type 'message', 'function_call' or 'function_call_output'",
+    ),
 ]
 
 
@@ -115,7 +109,7 @@ class FunctionTool(StrictBody):
     type: Literal["function"]
     name: FunctionName
     description: Text | None = None
-    parameters: Schema | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -129,7 +123,7 @@ class NamedSchemaFormat(StrictBody):
 
     type: Literal["json_schema"]
     name: Text
-    schema_: Annotated[Schema, Field(alias="schema")]
+    schema_: Annotated[JsonObject, Field(alias="schema")]
     description: Text | None = None
     strict: bool | None = None
 
@@ -137,14 +131,18 @@ class NamedSchemaFormat(StrictBody):
 class TextConfig(StrictBody):
     format: Annotated[TextFormat | JsonObjectFormat | NamedSchemaFormat | None, Field(discriminator="type")] = None
     """What the answer looks like: text, a JSON object, or JSON that follows a schema."""
-    verbosity: Literal["medium"] | None = None
+    verbosity: Annotated[Literal["medium"] | None, refused("say in the instructions how long it may be", "medium")] = (
+        None
+    )
     """Anything but "medium", which changes nothing, is refused: say it in the instructions."""
 
 
 class Reasoning(StrictBody):
     """What a model thinks is part of its text here."""
 
-    effort: Literal["none"] | None = None
+    effort: Annotated[
+        Literal["none"] | None, refused("what a model thinks is part of its text here; leave it out", "none")
+    ] = None
     """Any effort but "none" is refused."""
     summary: Annotated[None, refused("what a model thinks is part of its text here; leave it out")] = None
 
@@ -152,13 +150,18 @@ class Reasoning(StrictBody):
 class ResponsesRequest(GenerationBody):
     """`POST /v1/responses`. Nothing is stored, so every request has its whole conversation in `input`."""
 
-    input: Annotated[Text | Annotated[list[InputItem], Field(min_length=1)], Field(examples=["What is Folio?"])]
+    input: Annotated[
+        Annotated[Text, Tag("text")] | Annotated[list[InputItem], Field(min_length=1), Tag("items")],
+        text_or("items"),
+        Field(examples=["What is Folio?"]),
+    ]
     """The user's text, or the conversation so far: messages, calls of functions, and what these have returned."""
     instructions: Text | None = None
     """A system message that goes before the input."""
     max_output_tokens: Annotated[int | None, Field(ge=1)] = None
     """Tokens to generate at most; by default as many as the context has room for."""
     text: TextConfig | None = None
+    """The form of the answer."""
     tools: Annotated[list[FunctionTool] | None, Field(max_length=MAX_TOOLS)] = None
     """Functions that the model may call. There are no tools that run on the server."""
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
@@ -171,13 +174,19 @@ class ResponsesRequest(GenerationBody):
     """`message.output_text.logprobs`: log probabilities of each token. The other one adds nothing: what a model thinks
     is part of its text."""
     reasoning: Reasoning | None = None
-    truncation: Literal["disabled"] | None = None
+    """What a model thinks is part of its text here: nothing that changes something can be set."""
+    truncation: Annotated[
+        Literal["disabled"] | None,
+        refused("nothing is cut off here: send less of the conversation, or 'disabled'", "disabled"),
+    ] = None
     """A conversation that is too long is an error: "auto" is refused."""
     n: Annotated[int | None, Field(ge=1, le=1)] = None
     """A response has one output."""
     prompt_logprobs: Annotated[None, refused("responses have no place for them; use /v1/completions")] = None
     """Refused: a response has no place for them."""
-    background: Literal[False] | None = None
+    background: Annotated[
+        Literal[False] | None, refused("a response lives as long as its connection here; leave it out", False)
+    ] = None
     """Refused when true: a response lives as long as its connection."""
     previous_response_id: Annotated[None, refused("nothing is stored here; send the whole conversation as input")] = (
         None

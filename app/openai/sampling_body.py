@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from app.engine.params import EarlyStopping, SamplingParams, Structure
 from app.errors import RequestError
-from app.openai.strict import StrictBody
-from app.openai.tool_bodies import Text
+from app.openai.strict import JsonObject, StrictBody, Text, refused
 
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 
 
-def _not_obfuscated(include_obfuscation: bool | None) -> bool | None:
-    if include_obfuscation:
-        raise ValueError("chunks are not padded here; leave it out or send false")
-    return include_obfuscation
+TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
 class StreamOptions(StrictBody):
     include_usage: bool | None = None
     """A last chunk has the token counts. The events of `/v1/responses` end with them anyway."""
-    include_obfuscation: Annotated[bool | None, AfterValidator(_not_obfuscated)] = None
+    include_obfuscation: Annotated[
+        Literal[False] | None, refused("chunks are not padded here; leave it out or send false", False)
+    ] = None
     """Chunks are never padded with random characters: `true` is refused."""
 
 
@@ -60,7 +58,7 @@ class SamplingBody(StrictBody):
     """The same seed and the same request give the same tokens, in any company."""
     stop: str | list[str] | None = None
     """Strings that end the output."""
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: TokenIds | None = None
     """Tokens that end the output, also with `ignore_eos`."""
     include_stop_str: bool | None = None
     """The output includes the stop string that ended it."""
@@ -76,7 +74,7 @@ class SamplingBody(StrictBody):
     """Of beams: true: stop when `best_of` have ended; false: when a better one is unlikely; "never": impossible."""
     prompt_logprobs: int | None = None
     """Log probabilities of the prompt's tokens, and so many alternatives for each."""
-    guided_json: str | dict[str, Any] | None = None
+    guided_json: str | JsonObject | None = None
     """A JSON schema that the output follows. At most one of the `guided_…` fields can be set."""
     guided_regex: Text | None = None
     """A regular expression that the whole output matches."""
@@ -87,6 +85,7 @@ class SamplingBody(StrictBody):
     stream: bool | None = None
     """Send the output as server-sent events while it is generated."""
     stream_options: StreamOptions | None = None
+    """With `stream`."""
 
     @property
     def include_usage(self) -> bool:

@@ -6,9 +6,10 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field
 
-from app.openai.bodies import Message, TokenIds
-from app.openai.strict import StrictBody
-from app.openai.tool_bodies import Text, Tools
+from app.openai.bodies import Message
+from app.openai.sampling_body import TokenIds
+from app.openai.strict import StrictBody, Text
+from app.openai.tool_bodies import Tools
 
 
 class TokenizeRequest(StrictBody):
@@ -17,7 +18,9 @@ class TokenizeRequest(StrictBody):
     model: Annotated[Text | None, Field(max_length=256, examples=["builtin"])] = None
     """The served model, or an adapter of it; by default the model."""
     prompt: Annotated[Text | None, Field(examples=["What is Folio?"])] = None
+    """A text."""
     messages: list[Message] | None = None
+    """A conversation."""
     tools: Tools | None = None
     """With messages: functions that the model may call."""
     add_special_tokens: bool | None = None

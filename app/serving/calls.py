@@ -86,7 +86,11 @@ class Replicas:
         unavailable, and the others are heard nevertheless."""
         response = self._handle.broadcast(method, *args)
         # Its public methods know one timeout for all replicas together, and then none of the answers.
-        results = await response._fetch_replica_results_async()
+        try:
+            async with asyncio.timeout(timeout_s):
+                results = await response._fetch_replica_results_async()
+        except TimeoutError:
+            raise UnavailableError(f"no engine replica could be asked within {timeout_s} s") from None
         answers = [asyncio.ensure_future(result.get_async()) for result in results]
         if not answers:
             return []

@@ -23,7 +23,7 @@ from app.logs import configure_logs
 from app.openai.pieces import Piece, PieceCollector
 from app.serving.ledger import BudgetMember, device_of_this_replica
 from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts, ReplicaStatus, report_as_stats
-from app.serving.metrics import ReadyGauge, RoutingAudit, SpeculationMeter
+from app.serving.metrics import EngineMeter, ReadyGauge, RoutingAudit, SpeculationMeter
 from app.serving.pace import StreamPace
 from app.serving.peers import Peers
 from app.serving.ranks import actors_of_this_replica
@@ -60,6 +60,7 @@ class EngineReplica:
             )
         self._audit = RoutingAudit()
         self._guesses = SpeculationMeter()
+        self._meter = EngineMeter()
         self._pace = pace or StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0)
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
@@ -112,6 +113,14 @@ class EngineReplica:
         """Where KV memory is now."""
         return self._engine.report()
 
+    async def named_report(self) -> tuple[str, MemoryReport]:
+        """The same, and whose it is: the end of the ids of its answers."""
+        return self._name, self._engine.report()
+
+    async def check_integrity(self) -> None:
+        """Audit the engine's books (`AsyncEngine.check_integrity`)."""
+        await self._engine.check_integrity()
+
     async def status(self) -> ReplicaStatus:
         """What operators want to know. Raises `UnavailableError` once the engine has stopped."""
         load, report = self._engine.load(most_keys=0), self._engine.report()
@@ -146,7 +155,9 @@ class EngineReplica:
     def record_routing_stats(self) -> dict[str, Any]:
         """Called by Serve, for `FolioRouter`s, every report; so counts are passed on to Prometheus here, too."""
         self._guesses.note(self._engine.speculation)
-        return report_as_stats(self._engine.load())
+        load = self._engine.load()
+        self._meter.note(load, self._engine.report(), self._engine.take_activity())
+        return report_as_stats(load)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve, if the deployment has an `autoscaling_config`: what `KVAwareScaling` needs to know."""

@@ -80,6 +80,18 @@ def test_open_paths_are_within_the_application(keys: Path) -> None:
     assert answer.status == 200
 
 
+def test_operators_have_doors_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"keys: [{{name: user, key: {ALICE}}}, {{name: operator, key: {BOB}, operator: true}}]")
+    app = guarded(keys=path)
+    for where in ("/v1/load", "/v1/pins", "/v1/pins/x", "/metrics"):
+        refused = answer_of(app, path=where, headers=bearer(ALICE))
+        assert (refused.status, refused.error["code"]) == (403, "not_allowed"), where
+        assert answer_of(app, path=where, headers=bearer(BOB)).status == 200
+        assert answer_of(guarded(), path=where).status == 200
+    assert answer_of(app, path="/v1/pinsel", headers=bearer(ALICE)).status == 200
+
+
 # ---- rates ----
 
 
@@ -147,7 +159,7 @@ def test_tokens_are_charged_and_what_failed_is_given_back(keys: Path) -> None:
         exchange = current_exchange()
         assert exchange is not None
         exchange.count_prompt(40)
-        status = 503 if scope["path"] == "/fails" else 200
+        status = {"/fails": 503, "/refused": 400, "/late": 408}.get(scope["path"], 200)
         if status == 200:
             exchange.count_output(30, 8)
         await send({"type": "http.response.start", "status": status, "headers": []})
@@ -162,6 +174,8 @@ def test_tokens_are_charged_and_what_failed_is_given_back(keys: Path) -> None:
         return int(answer_of(app, path="/fails", headers=bearer(ALICE)).headers["x-ratelimit-remaining-tokens"])
 
     assert [left(), left()] == [20, 20]
+    assert answer_of(app, path="/refused", headers=bearer(ALICE)).status == 400
+    assert left() == 20
     assert answer_of(app, path="/ok", headers=bearer(ALICE)).status == 200
     refused = answer_of(app, path="/ok", headers=bearer(ALICE))  # ten are owed
     assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import AsyncIterator, Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import pytest
 from app.edge.settings import HttpSettings
 from app.errors import ConfigError, EngineError, OverloadedError, RequestError
 from app.logs import WithheldMessages
+from app.openai.bodies import CompletionRequest
 from app.openai.http import build_api
+from app.openai.replies import Completion
 from tests.app.edge.asgi import Answer, bearer, call
 from tests.app.openai.test_http import FakeService
 from tests.app.serving.test_ingress import TOKENIZER, Engines, ingress_with
@@ -37,7 +40,8 @@ def api_with(engines: Engines, **settings: Any) -> Any:
 
 def post(app: Any, body: dict[str, Any] | bytes, key: str = FREE, path: str = "/v1/completions") -> Answer:
     if isinstance(body, dict):
-        body = json.dumps({"model": "m", "prompt": "Hello"} | body).encode()
+        defaults = {"model": "m", "prompt": "Hello"} if path == "/v1/completions" else {"model": "m"}
+        body = json.dumps(defaults | body).encode()
     return asyncio.run(call(app, "POST", path, [*bearer(key), ("content-type", "application/json")], body))
 
 
@@ -51,7 +55,7 @@ def test_a_key_says_whose_requests_these_are(keys: Path) -> None:
     ):
         assert post(app, body, key).status == 200
     chat = {"model": "m", "priority": 7, "messages": [{"role": "user", "content": "Hello"}]}
-    assert post(app, json.dumps(chat).encode(), BOUND, "/v1/chat/completions").status == 200
+    assert post(app, chat, BOUND, "/v1/chat/completions").status == 200
     assert [call.tenant for call in engines.calls] == ["other", "acme", "acme", "acme", "acme", "acme"]
 
 
@@ -62,6 +66,7 @@ def test_a_key_says_whose_requests_these_are(keys: Path) -> None:
         ({"tenant": "other", "priority": 5, "stream": True}, "tenant"),
         ({"model": "pirate", "priority": 5}, "model"),
         ({"priority": 4}, "priority"),
+        ({"priority": 5, "pin": "mine"}, "pin"),
     ],
 )
 def test_what_a_key_does_not_allow(keys: Path, body: dict[str, Any], param: str) -> None:
@@ -151,6 +156,18 @@ REQUESTS: list[dict[str, Any] | bytes] = [
     b'{"prompt": "' + MARKER.encode(),
     MARKER.encode() + b"\xff\xfe",
 ]
+RESPONSES: list[dict[str, Any]] = [
+    {"input": MARKER},
+    {"input": MARKER, "instructions": MARKER, "stream": True},
+    {"input": [{"role": MARKER, "content": MARKER}]},
+    {"input": MARKER, "text": {"format": {"type": MARKER}}},
+]
+TOKENS: list[tuple[str, dict[str, Any]]] = [
+    ("/tokenize", {"prompt": MARKER}),
+    ("/tokenize", {"prompt": [MARKER]}),
+    ("/detokenize", {"tokens": [MARKER]}),
+    ("/v1/" + "x", {"prompt": MARKER}),
+]
 CHATS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": MARKER}]},
     {"messages": [{"role": "user", "content": MARKER}], "stream": True},
@@ -181,33 +198,57 @@ FAILURES: list[Exception | None] = [
 ]
 
 
-@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
-def test_no_text_of_requests_gets_into_the_log(failure: Exception | None) -> None:
-    """Whatever a request asks for, and however it fails."""
-    written = StringIO()
-    handler = logging.StreamHandler(written)
+@pytest.fixture
+def written() -> Iterator[StringIO]:
+    """What the processes of replicas would write, with all that ours have to say."""
+    stream = StringIO()
+    handler = logging.StreamHandler(stream)
     handler.addFilter(WithheldMessages())
     root, ours = logging.getLogger(), logging.getLogger("app")
     levels = root.level, ours.level
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     ours.setLevel(logging.DEBUG)
-    try:
-        for text in (None, MARKER):
-            app = api_with(engines := Engines(error=failure, text=text), max_body_bytes=10_000)
-            asked = [("/v1/completions", body) for body in (*REQUESTS, MARKER.encode() * 1000)]
-            asked += [("/v1/chat/completions", json.dumps({"model": "m"} | body).encode()) for body in CHATS]
-            statuses = set()
-            for path, body in asked:
-                statuses.add(post(app, body, path=path).status)
-                engines.calls.clear()  # the first of each fails
-            assert {400, 404, 413} <= statuses
-            assert (200 in statuses) == (failure is None)
-    finally:
-        root.removeHandler(handler)
-        root.setLevel(levels[0])
-        ours.setLevel(levels[1])
+    yield stream
+    root.removeHandler(handler)
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
+def test_no_text_of_requests_gets_into_the_log(written: StringIO, failure: Exception | None) -> None:
+    """Whatever a request asks for, and however it fails."""
+    asked = [("/v1/completions", body) for body in (*REQUESTS, MARKER.encode() * 1000)]
+    asked += [("/v1/chat/completions", body) for body in CHATS]
+    asked += [("/v1/responses", body) for body in RESPONSES]
+    asked += TOKENS
+    for text in (None, MARKER):
+        app = api_with(engines := Engines(error=failure, text=text), max_body_bytes=10_000)
+        statuses = set()
+        for path, body in asked:
+            statuses.add(post(app, body, path=path).status)
+            engines.calls.clear()  # the first of each fails
+        assert {400, 404, 413} <= statuses
+        if failure is None:
+            assert 200 in statuses
     lines = written.getvalue()
     assert lines.count("total_s=") == 2 * len(asked)
     assert ("Traceback" in lines) == (failure is not None and not isinstance(failure, RequestError))
     assert MARKER not in lines
+
+
+@pytest.mark.parametrize("failure", FAILURES[1:], ids=lambda failure: type(failure).__name__)
+def test_nor_when_a_stream_breaks_off(written: StringIO, failure: Exception) -> None:
+    class Breaks(FakeService):
+        async def generate_stream(
+            self, request: CompletionRequest, session: str | None = None
+        ) -> AsyncIterator[Completion]:
+            yield self._completion(MARKER)
+            raise failure
+
+    answer = post(build_api(Breaks()), {"prompt": MARKER, "stream": True})
+    assert answer.status == 200
+    assert b'"error"' in answer.body
+    assert "end=error" in written.getvalue()
+    assert "a stream failed" in written.getvalue()
+    assert MARKER not in written.getvalue()

@@ -33,7 +33,7 @@ def test_an_answer(line: Any, tmp_path: Path) -> None:
     async def generate(scope: Any, receive: Any, send: Any) -> None:
         exchange = current_exchange()
         assert exchange is not None
-        admission = exchange.admit("cmpl-1", model="m", tenant=None, priority=0, timeout_s=None)
+        admission = exchange.admit("cmpl-1", model="m", tenant=None, priority=0, pins=False, timeout_s=None)
         assert admission.tenant == "acme co"
         exchange.count_prompt(5)
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -64,7 +64,7 @@ def test_an_answer(line: Any, tmp_path: Path) -> None:
 
 def test_refusals_and_errors(line: Any) -> None:
     answer_of(guarded(max_body_bytes=1), "POST", body=b"xx")
-    assert {"status": "413", "end": "error", "error": "request_too_large"}.items() <= line().items()
+    assert {"status": "413", "end": "error", "error": "body_too_large"}.items() <= line().items()
 
     async def breaks_off(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})

@@ -32,6 +32,7 @@ from app.serving.admission import Admission
 from app.serving.calls import Replicas, unwrap
 from app.serving.ingress import Ingress
 from app.serving.messages import ForkCall, GenerateRequest
+from app.serving.metrics import RequestMeter
 
 TOKENIZER = load_tokenizer("builtin")
 TOKENS = TokenTexts(TOKENIZER)
@@ -121,6 +122,7 @@ def ingress_with(engines: Engines) -> Any:
     refusals = Refusals()
     ingress._replicas = Replicas(engines, refusals)  # type: ignore[arg-type]
     ingress._admission = Admission(refusals)
+    ingress._meter = RequestMeter()
     return ingress
 
 

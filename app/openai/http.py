@@ -219,7 +219,9 @@ def _add_error_handlers(api: FastAPI) -> None:
     async def failed(request: Request, error: Exception) -> Response:
         status, answer = errors.error_response(error)
         note_error(answer.error.code)
-        if status >= 500:
+        if status == 503:  # expected while replicas are replaced, and of many requests at once
+            logger.warning("%s %s: %s", request.method, request.url.path, answer.error.message)
+        elif status >= 500:
             logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return _json(answer, status, errors.error_headers(error))
 
@@ -290,7 +292,7 @@ async def _sent(
         except Exception as error:  # the status is sent already: the error becomes an event
             status, answer = errors.error_response(error)
             note_error(answer.error.code)
-            unexpected = status >= 500
+            unexpected = status >= 500 and status != 503
             level = logging.ERROR if unexpected else logging.INFO  # without the message, which may quote the request
             logger.log(level, "a stream failed: %s", answer.error.code, exc_info=unexpected)
             yield failed(error)

@@ -35,9 +35,9 @@ from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 logger = logging.getLogger("app.serve")
 
-# Of the processes of a cluster that is started here, unless they are set already. What a proxy gets from an ingress, and
-# sends there, goes by value, at two thirds of the cost; so messages have to have room for the largest bodies. And Ray
-# would run its workers at a lower priority than anything else on the machine.
+# For the processes of a cluster that is started here, unless they are set already. What proxies and ingresses tell each
+# other goes by value, at two thirds of the cost, so messages need room for the largest bodies. And Ray would run its
+# workers at a lower priority than anything else on the machine.
 ENVIRONMENT = {
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),

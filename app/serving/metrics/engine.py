@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from ray.serve import metrics
 
@@ -70,7 +71,7 @@ class EngineMeter:
         for queue_s in activity.queue_s:
             self._queue_s.observe(queue_s)
 
-    def _count(self, counter: metrics.Counter, sums: Mapping[str, float], tag: str | None = None) -> None:
+    def _count(self, counter: metrics.Counter, sums: Mapping[Any, float], tag: str | None = None) -> None:
         """Add what sums since the start have gained; by 0 a counter may not be increased."""
         for value, total in sums.items():
             key = (counter.info["name"], value)

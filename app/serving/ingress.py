@@ -83,10 +83,17 @@ class Ingress:
         self._created = int(time.time())
         self._max_model_len: int | None = None
         self._meter = RequestMeter()
+        self._edge = EdgeMeter()
         self._metrics = MetricsPage(serve.get_replica_context().app_name)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_api(self, self._http, echoes_id=False, watcher=EdgeMeter())  # Serve's proxy echoes
+        return build_api(self, self._http, echoes_id=False, watcher=self._edge)  # Serve's proxy echoes
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Called by Serve every 10 s; there is nothing to route by, but something to be told to Prometheus."""
+        self._meter.repeat()
+        self._edge.repeat()
+        return {}
 
     async def ready(self) -> None:
         """Returns when an engine replica answers that it is well.

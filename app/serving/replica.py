@@ -61,6 +61,7 @@ class EngineReplica:
         self._audit = RoutingAudit()
         self._guesses = SpeculationMeter()
         self._meter = EngineMeter()
+        self._ready = ReadyGauge()
         self._pace = pace or StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0)
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
@@ -73,7 +74,6 @@ class EngineReplica:
         else:
             self._member = BudgetMember(shared_kv_memory_bytes, device_of_this_replica(config.device))
             self._engine = self._start_as(self._member, config, peers)
-        ReadyGauge().note(self._engine.start_times)
 
     async def generate(self, request: GenerateRequest) -> list[Piece]:
         """The outputs, each in one piece."""
@@ -155,6 +155,7 @@ class EngineReplica:
     def record_routing_stats(self) -> dict[str, Any]:
         """Called by Serve, for `FolioRouter`s, every report; so counts are passed on to Prometheus here, too."""
         self._guesses.note(self._engine.speculation)
+        self._ready.note(self._engine.start_times)  # again and again: Ray forgets a gauge 20 s after it was last set
         load = self._engine.load()
         self._meter.note(load, self._engine.report(), self._engine.take_activity())
         return report_as_stats(load)

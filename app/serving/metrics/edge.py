@@ -15,9 +15,15 @@ class EdgeMeter(Watcher):
         self._stale = metrics.Gauge(
             "folio_api_keys_stale", "1 while the file of API keys cannot be used, and the keys are those from before."
         )
+        self._is_stale = False
 
     def refused(self, code: str) -> None:
         self._refused.inc(1, {"code": code})
 
     def keys_read(self, problem: str | None) -> None:
-        self._stale.set(0 if problem is None else 1)
+        self._is_stale = problem is not None
+        self.repeat()
+
+    def repeat(self) -> None:
+        """See `RequestMeter.repeat`."""
+        self._stale.set(int(self._is_stale))

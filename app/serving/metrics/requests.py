@@ -62,6 +62,11 @@ class RequestMeter:
         self._num_running[route] += 1
         self._running.set(self._num_running[route], {"route": route})
 
+    def repeat(self) -> None:
+        """Tell how many are in flight once more: Ray forgets a gauge 20 s after it was last set."""
+        for route, number in self._num_running.items():
+            self._running.set(number, {"route": route})
+
     def ended(self, route: str, outcome: str, measured: Measured) -> None:
         tags = {"route": route}
         self._num_running[route] -= 1

@@ -95,6 +95,18 @@ def test_what_leaves_the_with_is_the_outcome(told: Told, error: BaseException, o
     assert "folio_request_s" not in sums(told)
 
 
+def test_how_many_are_in_flight_is_told_again(told: Told) -> None:
+    """Ray forgets a gauge 20 s after it was last set, and a request may take minutes."""
+    meter = RequestMeter()
+    with meter.measure("chat"):
+        told.clear()
+        meter.repeat()
+        assert told == [("folio_requests_in_flight", 1, {"route": "chat"})]
+    told.clear()
+    meter.repeat()
+    assert told == [("folio_requests_in_flight", 0, {"route": "chat"})]
+
+
 def test_an_answer_may_say_itself_that_it_failed(told: Told) -> None:
     with RequestMeter().measure("responses") as measured:
         measured.fails(EngineError("x"))

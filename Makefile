@@ -8,7 +8,7 @@ URL := http://127.0.0.1:8000
 .PHONY: serve test check bench clean compiler
 
 serve: $(VENV)/.base compiler
-	@echo "==> Starting Folio with serve_config.yaml on $(URL); this takes about half a minute (Ctrl-C stops it)"
+	@echo "==> Starting Folio with serve_config.yaml on $(URL); this takes about half a minute (Ctrl-C stops it when requests under way have ended, a second one at once)"
 	@( for i in $$(seq 300); do sleep 1; \
 	     model=$$($(BIN)/python -c 'import json, urllib.request as r; \
 	       print(json.load(r.urlopen("$(URL)/v1/models", timeout=5))["data"][0]["id"])' 2>/dev/null) && { \
@@ -17,7 +17,7 @@ serve: $(VENV)/.base compiler
 	       break; }; \
 	     kill -0 $$PPID 2>/dev/null || break; \
 	   done ) & \
-	RAY_worker_niceness=0 RAY_USAGE_STATS_ENABLED=0 exec $(BIN)/serve run serve_config.yaml
+	RAY_worker_niceness=0 RAY_USAGE_STATS_ENABLED=0 exec $(BIN)/python -m app.serve serve_config.yaml
 
 test: $(VENV)/.dev compiler
 	@echo "==> Running the tests"

@@ -39,6 +39,7 @@ class EngineConfig:
         pinned_prompts: name → text; these prompts are computed at the start, and stay in the prefix cache.
         pinned_system_prompts: name → system message, pinned as the chat template writes it.
         pin_quota: share of the cache that pinned prefixes may take.
+        isolate_tenants: requests with a `tenant` share cached prefixes only with those of the same one.
         preemption: how requests that give up their blocks get them back: from host memory, by computing them again, or
             whichever is expected to be faster.
         swap_bytes: host memory for that; beyond it requests are computed again.
@@ -63,8 +64,12 @@ class EngineConfig:
         quantization: "int8": weights of linear layers, the output layer among them, are kept as 8-bit integers with a
             scale for each output (CPU with AVX-512, float32 or bfloat16). Embeddings keep their dtype.
         fair_tenants: requests wait in one queue for each tenant, and prompts are computed in turn.
-        max_queued_requests: more are refused with `OverloadedError`; `None`: no bound.
+        max_queued_requests: more are refused with `OverloadedError`; `None`: no bound. "auto": in a server four times
+            `max_num_seqs`, enough to keep it busy; in a script no bound.
         journal: a file that takes down every decision of the scheduler, to be replayed.
+        warm_up: a server's engine runs, before it takes requests, what the first ones would have waited for.
+        restore_prefixes_s: a new replica computes, before it takes requests and for so long at most, what others have
+            pinned and what they are asked for most; 0: nothing of it.
         skip_tokenizer_init: no tokenizer: prompts are token ids and there is no text.
     """
 
@@ -85,6 +90,7 @@ class EngineConfig:
     pinned_prompts: Mapping[str, str] = field(default_factory=dict)
     pinned_system_prompts: Mapping[str, str] = field(default_factory=dict)
     pin_quota: float = 0.25
+    isolate_tenants: bool = True
     preemption: RecoveryPolicy = "auto"
     swap_bytes: int = 1 << 30
     block_tokens: int | None = None
@@ -101,8 +107,10 @@ class EngineConfig:
     max_loaded_adapters: int = 8
     quantization: Quantization = "none"
     fair_tenants: bool = False
-    max_queued_requests: int | None = None
+    max_queued_requests: int | Literal["auto"] | None = "auto"
     journal: str | None = None
+    warm_up: bool = True
+    restore_prefixes_s: float = 10.0
     skip_tokenizer_init: bool = False
 
     def __post_init__(self) -> None:
@@ -132,8 +140,12 @@ class EngineConfig:
             "max_queued_requests",
         ):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if isinstance(value, int) and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if isinstance(self.max_queued_requests, str) and self.max_queued_requests != "auto":
+            raise ConfigError(
+                f"max_queued_requests is {self.max_queued_requests!r}; it must be a number, None or 'auto'"
+            )
         if (self.speculation == "draft") != (self.draft_model is not None):
             raise ConfigError(
                 f"speculation is {self.speculation!r} and draft_model {self.draft_model!r}; 'draft' needs one, and "
@@ -145,6 +157,12 @@ class EngineConfig:
             raise ConfigError(f"pin_quota is {self.pin_quota}; it must be between 0 and 1")
         if both := self.pinned_prompts.keys() & self.pinned_system_prompts.keys():
             raise ConfigError(f"{sorted(both)} name both a pinned prompt and a pinned system prompt")
-        for name in ("kv_memory_floor_bytes", "kv_idle_release_s", "prefix_cache_release_s", "swap_bytes"):
+        for name in (
+            "kv_memory_floor_bytes",
+            "kv_idle_release_s",
+            "prefix_cache_release_s",
+            "swap_bytes",
+            "restore_prefixes_s",
+        ):
             if not getattr(self, name) >= 0:  # NaN is not
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")

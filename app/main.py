@@ -10,14 +10,22 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from app.config import EngineConfig
+from app.edge.settings import HttpSettings
 from app.errors import ConfigError
 from app.fleet.policies import PolicyName
 from app.serving.ingress import Ingress
 from app.serving.pace import StreamPace
 from app.serving.replica import EngineReplica
 
-# Serve's own default is 5, too few for an engine that batches. The engine's queue is where requests wait.
-MAX_ONGOING_REQUESTS = 1000
+# In a server, requests that wait in an engine by default, for each that can run.
+QUEUED_PER_SEQUENCE = 4
+# Serve must never be where requests wait: nobody would count them, or refuse them. So a replica may have so many more
+# than can run and wait: calls that are being refused, or have no part in the queue. And an ingress, or an engine whose
+# queue has no bound, may have as many as can ever come.
+MORE_ONGOING_REQUESTS, UNBOUNDED_ONGOING_REQUESTS = 1000, 100_000
+# In an update a new replica starts before an old one is stopped: a quarter of them at a time, at least one. While there
+# are no resources for it the old ones go on.
+MAX_SURGE_PERCENT = 25
 # A replica that has lost a rank, or hangs, is to be replaced soon: after three failed checks, or when its process ends.
 HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S = 2.0, 10.0
 # A replica that is stopped, by autoscaling or an update, finishes its streams, and is gone as soon as the last one is.
@@ -35,6 +43,8 @@ class RoutingArgs(BaseModel):
             one replica after the other; the same session, or the same beginning, at the same replica.
         report_period_s: how often replicas say what they have cached and how busy they are.
         stale_after_s: routers do not go by reports that are older; at least three times `report_period_s`.
+        wait_for_replica_s: a request that comes when there is no replica waits so long for one, and is then refused;
+            more than one takes to start, when replicas are stopped while nobody asks.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -42,6 +52,7 @@ class RoutingArgs(BaseModel):
     policy: PolicyName = "prefix_aware"
     report_period_s: PositiveFloat = 0.5
     stale_after_s: PositiveFloat = 5.0
+    wait_for_replica_s: PositiveFloat = 10.0
 
 
 class StreamingArgs(BaseModel):
@@ -84,6 +95,7 @@ class AppArgs(BaseModel):
             what others do not need. None: each has `engine.kv_memory_bytes` for itself.
         routing: which replica gets a request.
         streaming: how often streams send what has been generated.
+        http: who may call over HTTP, and how much.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -93,6 +105,7 @@ class AppArgs(BaseModel):
     shared_kv_memory_bytes: int | None = None
     routing: RoutingArgs = RoutingArgs()
     streaming: StreamingArgs = StreamingArgs()
+    http: HttpSettings = HttpSettings()
 
 
 def build(args: AppArgs) -> Application:
@@ -106,20 +119,41 @@ def build(args: AppArgs) -> Application:
         raise ConfigError(f"model_name is {model_name!r}, and so is an adapter's: requests could not tell them apart")
     if args.engine.skip_tokenizer_init:
         raise ConfigError("skip_tokenizer_init is for scripts; a server needs the tokenizer")
+    config = bounded(shared_engine(args))
     engine: Any = serve.deployment(
-        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        max_ongoing_requests=max_ongoing_requests(config),
+        max_surge_percent=MAX_SURGE_PERCENT,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
-        request_router_config=router_config(args.routing),
+        request_router_config=router_config(args.routing, isolate_tenants=args.engine.isolate_tenants),
         **replica_resources(args.engine),
     )(EngineReplica)
     ingress: Any = serve.deployment(
-        max_ongoing_requests=MAX_ONGOING_REQUESTS, graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S
+        max_ongoing_requests=UNBOUNDED_ONGOING_REQUESTS,
+        max_surge_percent=MAX_SURGE_PERCENT,
+        graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
     )(Ingress)
-    replica = engine.bind(shared_engine(args), args.shared_kv_memory_bytes, args.streaming.pace)
-    application: Application = ingress.bind(args.engine.model, model_name, replica, tuple(args.engine.adapters))
+    replica = engine.bind(config, args.shared_kv_memory_bytes, args.streaming.pace)
+    application: Application = ingress.bind(
+        args.engine.model, model_name, replica, tuple(args.engine.adapters), args.http
+    )
     return application
+
+
+def bounded(engine: EngineConfig) -> EngineConfig:
+    """The engine's settings, with the bound of its queue that a server has by default."""
+    if engine.max_queued_requests != "auto":
+        return engine
+    return replace(engine, max_queued_requests=QUEUED_PER_SEQUENCE * engine.max_num_seqs)
+
+
+def max_ongoing_requests(engine: EngineConfig) -> int:
+    """Requests that Serve may send to a replica at once: more than its engine takes."""
+    most = engine.max_queued_requests
+    if not isinstance(most, int):
+        return UNBOUNDED_ONGOING_REQUESTS
+    return engine.max_num_seqs + most + MORE_ONGOING_REQUESTS
 
 
 def shared_engine(args: AppArgs) -> EngineConfig:
@@ -157,8 +191,11 @@ def shared_engine(args: AppArgs) -> EngineConfig:
     return replace(engine, kv_memory_bytes=shared_bytes)
 
 
-def router_config(routing: RoutingArgs) -> RequestRouterConfig:
+def router_config(routing: RoutingArgs, *, isolate_tenants: bool = True) -> RequestRouterConfig:
     """Serve's settings for the handles of the engine replicas.
+
+    Args:
+        isolate_tenants: the engines' setting.
 
     Raises:
         ConfigError: reports would be stale before the next ones are there.
@@ -170,7 +207,12 @@ def router_config(routing: RoutingArgs) -> RequestRouterConfig:
         )
     settings: dict[str, Any] = {
         "request_router_class": "app.serving.router:FolioRouter",
-        "request_router_kwargs": {"policy": routing.policy, "stale_after_s": routing.stale_after_s},
+        "request_router_kwargs": {
+            "policy": routing.policy,
+            "stale_after_s": routing.stale_after_s,
+            "wait_for_replica_s": routing.wait_for_replica_s,
+            "isolate_tenants": isolate_tenants,
+        },
         "request_routing_stats_period_s": routing.report_period_s,
     }
     return RequestRouterConfig(**settings)

@@ -16,6 +16,7 @@ from vmem.errors import (
 )
 from vmem.group import LayerGroup, longest_sequence
 from vmem.host import HostBackend
+from vmem.hot import CachedPrefix
 from vmem.layout import KVLayout, LayerSpec, LayoutKind, StateLayout, plan_groups, plan_layout
 from vmem.memory import KVMemory
 from vmem.mirror import MirroredBackend, mirror
@@ -39,6 +40,7 @@ __all__ = [
     "BudgetError",
     "CacheTensors",
     "CachedKeys",
+    "CachedPrefix",
     "CopyBlocks",
     "CudaBackend",
     "Demand",

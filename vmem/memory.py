@@ -27,10 +27,11 @@ from vmem.contents import BlockContents, LocalContents
 from vmem.copies import BlockCopies
 from vmem.errors import IntegrityError, LayoutError, MapError, OutOfPages, PinError, VmemError
 from vmem.group import GroupMemory, LayerGroup
+from vmem.hot import CachedPrefix
 from vmem.mapper import Mapper
 from vmem.pages import BudgetAnswer, PagePool
 from vmem.pins import Pins
-from vmem.prefix import Hash, PrefixIndex, PrefixMatch, TokenChain, stable_hash
+from vmem.prefix import Hash, PrefixCounts, PrefixIndex, PrefixMatch, TokenChain, stable_hash
 from vmem.report import MemoryReport
 from vmem.reuse import LEAST_PARTIAL_TOKENS, PrefixReuse
 from vmem.sequence import Demand, GroupTable, SequenceMemory, ViewPolicy
@@ -421,6 +422,7 @@ class KVMemory:
                 raise
             self._index.counts.queried_tokens += len(token_ids)
             self._index.counts.hit_tokens += match.num_tokens
+            self._index.note_hit(match)
             return match.num_tokens
 
     def promise(self, sequence: SequenceMemory, num_tokens: int, snapshots: Sequence[int] = ()) -> None:
@@ -460,6 +462,18 @@ class KVMemory:
         with self._lock:
             return self._index.summary.keys(most)
 
+    def hot_prefixes(self, most_tokens: int) -> list[CachedPrefix]:
+        """The cached prefixes that sequences have begun with most often, at most so many tokens of them; from any
+        thread."""
+        with self._lock:
+            return self._index.hot(most_tokens)
+
+    def forget_prefixes(self, keys: tuple[str, ...]) -> None:
+        """Give up what is cached under these keys; nobody may be computing any of it. Look-ups are counted anew."""
+        with self._lock:
+            self._index.clear(keys)
+            self._index.counts = PrefixCounts()
+
     @property
     def unit_tokens(self) -> int:
         """Prefixes are shared in multiples of so many tokens."""
@@ -473,13 +487,16 @@ class KVMemory:
     # ---- pinned prefixes ----
 
     def pin(self, name: str, sequence: SequenceMemory, num_tokens: int) -> None:
-        """Keep the blocks of the sequence's first `num_tokens` tokens, which must be computed, until `unpin`.
+        """Keep the blocks of the sequence's first `num_tokens` tokens, which must be computed, until `unpin`. Nothing
+        changes if the same prefix has that name already.
 
         Raises:
-            PinError: the name is taken; the quota, or what the longest sequence needs, leaves no room for it; or the
-                window, or the state, has moved past it.
+            PinError: the name is another prefix's; the quota, or what the longest sequence needs, leaves no room for
+                it; or the window, or the state, has moved past it.
         """
         with self._locked():
+            if sequence.prefix.chain is not None and self._pins.has(name, sequence.prefix.chain, num_tokens):
+                return
             self._pins.check(name, self._tables.of(sequence), num_tokens)
             try:
                 pinned = self.fork(sequence, num_tokens, "block_table", sequence.prefix.chain)
@@ -489,12 +506,25 @@ class KVMemory:
             self._sequences.remove(pinned)
             self._pins.add(name, pinned)
 
-    def check_pin(self, name: str, num_tokens: int) -> None:
-        """Raise `PinError` if a prefix of so many tokens cannot be pinned under that name in any case."""
+    def check_pin(self, name: str, chain: TokenChain, token_ids: Sequence[int]) -> None:
+        """Raise `PinError` if this prefix cannot be pinned under that name in any case.
+
+        Args:
+            chain: as its sequence will have it. Extends it.
+        """
+        chain.extend(token_ids)
         with self._lock:
-            num_pages = sum(group.layout.num_blocks(num_tokens) * group.layout.num_slices for group in self._specs)
+            if self._pins.has(name, chain, len(token_ids)):
+                return
+            num_blocks = [group.layout.num_blocks(len(token_ids)) for group in self._specs]
+            num_pages = sum(n * group.layout.num_slices for n, group in zip(num_blocks, self._specs, strict=True))
             windowed = any(group.window_tokens is not None for group in self._specs)
             self._pins.check_request(name, 0 if windowed else num_pages)
+
+    def pinned_prefixes(self) -> list[CachedPrefix]:
+        """What is pinned; from any thread."""
+        with self._lock:
+            return self._pins.prefixes()
 
     def unpin(self, name: str) -> None:
         """Let the prefix go the way of others. Raises `PinError` if no prefix of that name is pinned."""

@@ -6,7 +6,9 @@ from collections.abc import Collection, Sequence
 
 from vmem.errors import PinError
 from vmem.group import GroupMemory
+from vmem.hot import CachedPrefix
 from vmem.pages import PagePool
+from vmem.prefix import TokenChain, decode_tokens
 from vmem.report import PinReport
 from vmem.sequence import GroupTable, SequenceMemory
 
@@ -33,6 +35,15 @@ class Pins:
     def sequences(self) -> Collection[SequenceMemory]:
         return self._pins.values()
 
+    def has(self, name: str, chain: TokenChain, num_tokens: int) -> bool:
+        """Whether the first `num_tokens` tokens of the chain, whole units, are pinned under that name."""
+        pinned = self._pins.get(name)
+        if pinned is None or pinned.prefix.chain is None or pinned.num_tokens != num_tokens:
+            return False
+        num_units = num_tokens // chain.unit_tokens
+        own = pinned.prefix.chain
+        return own.keys == chain.keys and own.units[:num_units] == chain.units[:num_units]
+
     def check(self, name: str, tables: Sequence[tuple[GroupMemory, GroupTable]], num_tokens: int) -> None:
         """Raise `PinError` unless a prefix of these tables may be pinned under that name."""
         self.check_request(name, 0)
@@ -47,13 +58,23 @@ class Pins:
     def check_request(self, name: str, num_pages: int) -> None:
         """Raise `PinError` if the name is taken, or so many pages exceed the quota, whatever is pinned already."""
         if name in self._pins:
-            raise PinError(f"a prefix named {name!r} is pinned already; unpin it first")
+            raise PinError(f"another prefix named {name!r} is pinned already; unpin it first")
         if num_pages > self._most:
             raise self._too_large(num_pages, 0)
 
     def add(self, name: str, sequence: SequenceMemory) -> None:
         self._pins[name] = sequence
         self._count()
+
+    def prefixes(self) -> list[CachedPrefix]:
+        """What is pinned, the first first."""
+        return [
+            CachedPrefix(
+                decode_tokens(b"".join(chain.units[: sequence.num_tokens // chain.unit_tokens])), chain.keys, 0, name
+            )
+            for name, sequence in self._pins.items()
+            if (chain := sequence.prefix.chain) is not None
+        ]
 
     def remove(self, name: str) -> SequenceMemory:
         """The caller frees it. Raises `PinError` if there is none of that name."""

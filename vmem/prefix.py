@@ -18,6 +18,7 @@ import numpy as np
 
 from vmem.errors import IntegrityError
 from vmem.group import GroupMemory
+from vmem.hot import CachedPrefix, HotNodes
 from vmem.summary import PrefixSummary, key_of
 
 Digest = bytes
@@ -78,6 +79,11 @@ class TokenChain:
 def encode_tokens(token_ids: Sequence[int]) -> bytes:
     """Four bytes a token, lowest first."""
     return np.asarray(token_ids, dtype="<i4").tobytes()
+
+
+def decode_tokens(content: bytes) -> tuple[int, ...]:
+    """What `encode_tokens` was given."""
+    return tuple(np.frombuffer(content, dtype="<i4").tolist())
 
 
 class PrefixNode:
@@ -170,6 +176,7 @@ class PrefixIndex:
         self.counts = PrefixCounts()
         self.changes = 0
         self.summary = PrefixSummary()
+        self._hot: HotNodes[PrefixNode] = HotNodes()
         # Groups whose blocks a prefix keeps as long as longer ones do: those of windows go before, states are few.
         # Where there are no others, all.
         self._lasting = [
@@ -245,6 +252,23 @@ class PrefixIndex:
             if common > most:
                 best, most = child, common
         return best, most // 4
+
+    def note_hit(self, match: PrefixMatch) -> None:
+        """A sequence has begun with the match."""
+        if match.nodes:
+            self._hot.note(match.nodes[-1])
+
+    def hot(self, most_tokens: int) -> list[CachedPrefix]:
+        """The prefixes that sequences have begun with most often, at most so many tokens together."""
+        best = self._hot.best(most_tokens // self.unit_tokens, _units, self._lasts)
+        prefixes = []
+        for node, hits in best:
+            nodes = list(_units(node))[::-1]
+            root = nodes[0].parent
+            assert root is not None
+            token_ids = decode_tokens(b"".join(unit.tokens for unit in nodes))
+            prefixes.append(CachedPrefix(token_ids, self._root_keys[root], hits))
+        return prefixes
 
     # ---- growing ----
 
@@ -348,11 +372,12 @@ class PrefixIndex:
         self.counts.evicted_blocks += evicted
         return evicted
 
-    def clear(self) -> None:
-        """Forget the content of all blocks."""
+    def clear(self, keys: tuple[str, ...] | None = None) -> None:
+        """Forget the content of all blocks, or of those whose prefixes have these keys."""
         for g, holder in enumerate(self._holder):
             for node in set(holder.values()):
-                self.drop(node, g)
+                if keys is None or self._root_keys[_root(node)] == keys:
+                    self.drop(node, g)
 
     def check_integrity(self, paths: Sequence[PrefixPath]) -> None:
         """Raise `IntegrityError` unless references, holders and kept blocks agree."""
@@ -378,6 +403,8 @@ class PrefixIndex:
             raise IntegrityError("a prefix waits for a sequence that is gone")
         lasting = [node for node in self._nodes.values() if self._lasts(node)]
         self.summary.check_integrity({(key_of(node.digest), node.depth) for node in lasting})
+        if gone := [node for node in self._hot if self._nodes.get(node.digest) is not node]:
+            raise IntegrityError(f"hits are remembered of {len(gone)} prefixes that are gone")
 
     def _lasts(self, node: PrefixNode) -> bool:
         return all(node.blocks[g] is not None for g in self._lasting)
@@ -390,6 +417,7 @@ class PrefixIndex:
                 break
             parent = node.parent
             del self._nodes[node.digest]
+            self._hot.forget(node)
             alike = parent.by_first.get(node.tokens[:4], [])
             if node in alike:
                 alike.remove(node)
@@ -402,6 +430,19 @@ class PrefixIndex:
         """A root without references is gone, too."""
         if node.parent is None and not node.references:
             del self._roots[self._root_keys.pop(node)]
+
+
+def _units(node: PrefixNode) -> Iterator[PrefixNode]:
+    """The node, its parent, and so on; without the root."""
+    while node.parent is not None:
+        yield node
+        node = node.parent
+
+
+def _root(node: PrefixNode) -> PrefixNode:
+    while node.parent is not None:
+        node = node.parent
+    return node
 
 
 class _Availability:

@@ -9,6 +9,7 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Unpack
 
@@ -17,15 +18,16 @@ import torch
 from app.config import EngineConfig
 from app.engine.delta_queue import DeltaQueue
 from app.engine.engine import Engine
-from app.engine.load import MOST_KEYS
+from app.engine.load import MOST_KEYS, Activity
 from app.engine.params import SamplingParams
 from app.engine.request import Delta, RequestOptions
 from app.engine.speculation import SpeculationCounts
+from app.engine.start_times import StartTimes
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.engine.tensor_parallel.spec import Launch
 from app.errors import EngineError, FolioError, OverloadedError, RequestError, UnavailableError, UnknownRequestError
 from app.fleet.report import ReplicaReport
-from vmem import BudgetAnswer, IntegrityError, KVMemory, MemoryReport
+from vmem import BudgetAnswer, CachedPrefix, IntegrityError, KVMemory, MemoryReport
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,11 @@ class _Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class _Audit:
+    outcome: Future[None]
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
 
@@ -68,21 +75,33 @@ class AsyncEngine:
 
     Args:
         launch, admit: see `Engine`.
+        prefixes_of_others: asked, when this engine could serve, for what each of others tells (`hot_prefixes`).
+
+    Raises:
+        ConfigError, ModelError, UnavailableError: see `Engine`.
     """
 
     def __init__(
-        self, config: EngineConfig, launch: Launch = spawn_ranks, admit: Callable[[KVMemory], None] | None = None
+        self,
+        config: EngineConfig,
+        launch: Launch = spawn_ranks,
+        admit: Callable[[KVMemory], None] | None = None,
+        prefixes_of_others: Callable[[], Sequence[Sequence[CachedPrefix]]] | None = None,
     ) -> None:
         self._engine = Engine(config, launch, admit)
-        self._commands: queue.SimpleQueue[_Stream | _Cancel | _Stop] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Stream | _Cancel | _Audit | _Stop] = queue.SimpleQueue()
+        self._prefixes_of_others = prefixes_of_others
         self._streams: dict[str, _Stream] = {}  # only the thread touches it
         self._arriving: dict[str, tuple[int, int]] = {}  # sent, not begun: tokens, and those expected to be cached
         self._names: OrderedDict[str, str] = OrderedDict()  # the callers' ids of the latest requests → the engine's
         self._ids = itertools.count()
         self._sending = threading.Lock()  # between "is it still taking commands?" and handing one over
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="folio-engine", daemon=True)
+        started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="folio-engine", daemon=True)
         self._thread.start()
+        started.result()
+        logger.info("ready after %s", self.start_times)
 
     @property
     def healthy(self) -> bool:
@@ -91,6 +110,17 @@ class AsyncEngine:
     @property
     def max_model_len(self) -> int:
         return self._engine.max_model_len
+
+    @property
+    def start_times(self) -> StartTimes:
+        """What the start has taken."""
+        return self._engine.start_times
+
+    def hot_prefixes(self) -> list[CachedPrefix]:
+        """What an engine that begins beside this one should have (`Engine.hot_prefixes`). Raises `UnavailableError`
+        once the engine has stopped."""
+        self.check()
+        return self._engine.hot_prefixes()
 
     def generate(
         self,
@@ -163,21 +193,24 @@ class AsyncEngine:
             name, begin, (0, 0), lambda: self._engine.check_params(params), compiles=compiles, pace=pace
         )
 
-    async def pin(self, name: str, prompt_token_ids: Sequence[int], *, cache_salt: str | None = None) -> None:
-        """Compute a prefix and keep it in the cache until `unpin`; returns when that is done.
+    async def pin(self, name: str, prompt_token_ids: Sequence[int], **options: Unpack[RequestOptions]) -> None:
+        """Compute a prefix and keep it in the cache until `unpin`; returns when that is done. It may be pinned already.
+
+        Args:
+            options: see `Engine.pin`.
 
         Raises:
-            RequestError: the prompt cannot be pinned, the name is taken, or the quota is used up.
+            RequestError: the prompt cannot be pinned, the name is another prefix's, or the quota is used up.
             EngineError: a step failed.
             UnavailableError: the engine has stopped.
         """
 
         def begin(unique_id: str) -> None:
-            self._engine.pin(unique_id, name, prompt_token_ids, cache_salt=cache_salt)
+            self._engine.pin(unique_id, name, prompt_token_ids, **options)
 
         load = len(prompt_token_ids), 0
         async for _ in self._deltas(
-            f"pin {name}", begin, load, lambda: self._engine.validate_pin(name, prompt_token_ids)
+            f"pin {name}", begin, load, lambda: self._engine.validate_pin(name, prompt_token_ids, **options)
         ):
             pass
 
@@ -185,7 +218,7 @@ class AsyncEngine:
         """Let a pinned prefix go the way of others.
 
         Raises:
-            RequestError: there is none of that name.
+            UnknownPinError: there is none of that name.
             UnavailableError: the engine has stopped.
         """
         self.check()
@@ -249,6 +282,10 @@ class AsyncEngine:
         self.check()
         return self._engine.load(tuple(self._arriving.values()), most_keys=most_keys)
 
+    def take_activity(self) -> Activity:
+        """What the engine has done since this was last asked for."""
+        return self._engine.take_activity()
+
     def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change how much memory the KV cache may take. Requests that no longer fit are computed again later.
 
@@ -258,6 +295,19 @@ class AsyncEngine:
         """
         self.check()
         return self._engine.set_budget(budget_bytes, revision)
+
+    async def check_integrity(self) -> None:
+        """Between two steps: that memory adds up, and without requests that all of it is free.
+
+        Raises:
+            IntegrityError: it does not; the engine stops.
+            UnavailableError: the engine has stopped.
+        """
+        audit = _Audit(Future())
+        with self._sending:
+            self.check()
+            self._commands.put(audit)
+        await asyncio.wrap_future(audit.outcome)
 
     def close(self) -> None:
         """Fail what is in flight, stop the thread and give all memory back."""
@@ -283,9 +333,18 @@ class AsyncEngine:
 
     # ---- the thread ----
 
-    def _run(self) -> None:
+    def _run(self, started: Future[None]) -> None:
         # OpenMP keeps the number of threads per thread; a Ray worker's default is its num_cpus.
         torch.set_num_threads(torch.get_num_threads())
+        try:
+            self._get_ready()
+        except Exception as error:
+            logger.exception("the engine cannot get ready")
+            self._stopped = True
+            self._engine.close()
+            started.set_exception(error)  # whoever makes this engine hears of it
+            return
+        started.set_result(None)
         reason = "the engine has stopped; send the request again"
         try:
             while self._take_commands():
@@ -304,6 +363,17 @@ class AsyncEngine:
                 self._refuse_commands(reason)
             finally:
                 self._engine.close()
+
+    def _get_ready(self) -> None:
+        """Whatever has to be there before the first request."""
+        config = self._engine.config
+        if config.warm_up:
+            self._engine.warm_up()
+        if self._prefixes_of_others is not None and config.prefix_cache and config.restore_prefixes_s:
+            told = self._prefixes_of_others()
+            if any(told):
+                logger.info("%s", self._engine.restore(told, config.restore_prefixes_s))
+            self._engine.note_restored()
 
     def _take_commands(self) -> bool:
         """Do what was asked since the last step, waiting when there is nothing to compute; False to stop."""
@@ -328,8 +398,22 @@ class AsyncEngine:
                 case _Cancel(request_id):
                     self._streams.pop(request_id, None)
                     self._engine.cancel(request_id)
+                case _Audit(outcome):
+                    self._check_integrity(outcome)
                 case _Stop():
                     return False
+
+    def _check_integrity(self, outcome: Future[None]) -> None:
+        if not outcome.set_running_or_notify_cancel():  # who asked does not wait any more
+            return
+        try:
+            self._engine.check_integrity()
+            if self._streams and not self._engine.has_work:
+                raise IntegrityError(f"{len(self._streams)} requests wait for an engine that has none")
+        except IntegrityError as error:
+            outcome.set_exception(error)
+            raise
+        outcome.set_result(None)
 
     def _step(self) -> None:
         try:
@@ -371,6 +455,8 @@ class AsyncEngine:
             command = self._commands.get()
             if isinstance(command, _Stream):
                 self._streams[command.request_id] = command
+            elif isinstance(command, _Audit) and command.outcome.set_running_or_notify_cancel():
+                command.outcome.set_exception(UnavailableError(reason))
         self._fail_all(UnavailableError(reason))
 
 

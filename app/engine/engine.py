@@ -24,7 +24,7 @@ from app.engine.generation import Generation
 from app.engine.intake import Intake, check_fork
 from app.engine.journal import Journal, RecordedCosts, RecordedMemory
 from app.engine.kv_plan import build_memory
-from app.engine.load import MOST_KEYS, LoadMeter, make_report, retry_after_s
+from app.engine.load import MOST_KEYS, Activity, LoadMeter, free_tokens, make_report, retry_after_s
 from app.engine.lora_queue import AdapterQueue
 from app.engine.lora_store import AdapterReport, AdapterStore
 from app.engine.lora_weights import check_sources
@@ -33,24 +33,30 @@ from app.engine.params import SamplingParams
 from app.engine.pinned import encode_pinned
 from app.engine.recovery import RecoveryModel
 from app.engine.request import Delta, Request, RequestOptions, SequenceGroup
+from app.engine.restoring import MOST_TOLD_PREFIXES, MOST_TOLD_TOKENS, Restored, worth_restoring
 from app.engine.scheduler import Scheduled, Scheduler
 from app.engine.self_test import self_test
 from app.engine.speculation import Speculation, SpeculationCounts
+from app.engine.start_times import StartClock, StartTimes
 from app.engine.tensor_parallel.adapters import AdapterPeers
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.engine.tensor_parallel.spec import Launch
 from app.engine.vocabulary import Vocabulary
+from app.engine.warm_up import KEYS as WARM_UP_KEYS
+from app.engine.warm_up import warm_up, warm_up_rounds
 from app.errors import (
     ConfigError,
     DeadlineError,
     EngineError,
     OverloadedError,
     RequestError,
+    UnknownPinError,
     UnknownRequestError,
 )
+from app.fleet.keys import adapter_of
 from app.fleet.report import ReplicaReport
 from kernels import KernelError
-from vmem import BudgetAnswer, BudgetError, KVMemory, MemoryReport, PinError, VmemError
+from vmem import BudgetAnswer, BudgetError, CachedPrefix, KVMemory, MemoryReport, PinError, VmemError
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +83,13 @@ class Engine:
     ) -> None:
         self.config = config
         check_sources(config.adapters)
+        self._clock = StartClock()
         with ExitStack() as undo, _config_errors():
             self._executor = Executor(config, launch)
             undo.callback(self._executor.close)
             self.model = self._executor.model
+            self._clock.lap("model_s")
+            self._clock.move(self.model.reading_s, "model_s", "weights_s")
             self._speculation = Speculation.load(config, self.model, self._executor.layers)
             share = 1.0
             if self._speculation is not None:
@@ -91,12 +100,15 @@ class Engine:
             except VmemError as error:
                 raise ConfigError(f"these settings do not work here: {error}") from error
             undo.callback(self.memory.close)
+            self._clock.lap("memory_s")
             if admit is not None:
                 admit(self.memory)
+                self._clock.lap("budget_s")
             self.max_model_len = _max_model_len(config, self.model, self.memory)
             self_test(self._executor, self.memory.groups, config.kv_view)
             self._executor.open(self.memory)
             self._executor.started()
+            self._clock.lap("self_test_s")
             self._recovery = RecoveryModel(config.max_num_batched_tokens)
             if self._speculation is not None:
                 self._speculation.open(self.max_model_len, lambda: self._recovery.step_times)
@@ -124,7 +136,14 @@ class Engine:
             self._meter = LoadMeter()
             self._generations: dict[str, Generation] = {}
             self._vocabulary = Vocabulary(self.model)
-            self._intake = Intake(self.model, self.memory, self._vocabulary, self._scheduler, self.max_model_len)
+            self._intake = Intake(
+                self.model,
+                self.memory,
+                self._vocabulary,
+                self._scheduler,
+                self.max_model_len,
+                isolate_tenants=config.isolate_tenants,
+            )
             self._decoding = Decoding(
                 self.memory, self._scheduler, self._vocabulary, self._generations, self._meter, self._speculation
             )
@@ -132,6 +151,7 @@ class Engine:
             undo.callback(self._cancel_all)
             self._recovery.try_swaps(self.memory, config.kv_view, self.model.module.device)
             self._pin_configured()
+            self._clock.lap("pins_s")
             self._undo = undo.pop_all()
 
     @property
@@ -142,6 +162,79 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self._generations)
+
+    @property
+    def start_times(self) -> StartTimes:
+        """What the engine's start has taken so far."""
+        return self._clock.times
+
+    def warm_up(self) -> None:
+        """Run what the first requests would otherwise wait for (`app.engine.warm_up`), in the thread that will call
+        `step`. Nothing is left of it but step times, with which reports then begin.
+
+        Raises:
+            ConfigError: a kernel that was asked for cannot do what is asked of it.
+        """
+        rounds = warm_up_rounds(
+            vocab_size=self.model.vocab_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self._scheduler.max_num_seqs,
+            step_tokens=self.config.max_num_batched_tokens,
+            has_tokenizer=self.model.tokenizer is not None,
+            fits=self._has_room,
+        )
+        with _config_errors():
+            warm_up(self._run_warm_up, rounds, self._recovery.forget_steps)
+        self.memory.forget_prefixes(WARM_UP_KEYS)
+        self._begin_counting()
+        self._clock.lap("warm_up_s")
+
+    def hot_prefixes(self) -> list[CachedPrefix]:
+        """What an engine that begins beside this one should have: what was pinned since the start, and what is asked
+        for most. From any thread."""
+        configured = self.config.pinned_prompts.keys() | self.config.pinned_system_prompts.keys()
+        pinned = [prefix for prefix in self.memory.pinned_prefixes() if prefix.pin_name not in configured]
+        return pinned + self.memory.hot_prefixes(MOST_TOLD_TOKENS)[:MOST_TOLD_PREFIXES]
+
+    def restore(self, told: Sequence[Sequence[CachedPrefix]], limit_s: float) -> Restored:
+        """Compute the prefixes that other engines tell of (`hot_prefixes`), and pin those that are pinned there. No
+        other request may be there.
+
+        Args:
+            limit_s: whatever is not computed by then is left out.
+        """
+        deadline = time.monotonic() + limit_s
+        capacity = self.load(most_keys=0).total_tokens
+        ids: dict[str, str | None] = {}
+        failed = 0
+        for i, prefix in enumerate(worth_restoring(told, capacity // 2)):
+            request_id = f"restore {i}"
+            try:
+                self._submit_restored(request_id, prefix)
+            except RequestError as error:  # adapter, context or quota are others here
+                failed += 1
+                logger.warning("a prefix of %d tokens is not restored: %s", len(prefix.token_ids), error)
+            else:
+                ids[request_id] = prefix.pin_name
+        done: list[str | None] = []
+        while self.has_work and time.monotonic() < deadline:
+            for delta in self.step():
+                if delta.error is not None:
+                    failed += 1
+                    logger.warning("a prefix is not restored: %s", delta.error)
+                elif delta.ends_request:
+                    done.append(ids[delta.request_id])
+        late = [ids[request_id] for request_id in self._generations]
+        self._cancel_all()
+        if names := [name for name in late if name is not None]:
+            logger.warning("there was no time to restore %s; pin them again", ", ".join(map(repr, names)))
+        self._begin_counting()
+        num_hot = done.count(None)
+        return Restored(len(done) - num_hot, num_hot, failed, len(late))
+
+    def note_restored(self) -> None:
+        """The prefixes of other engines are there, as far as they will be."""
+        self._clock.lap("prefixes_s")
 
     def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
         """Check a request against the model; returns its `max_tokens`. Safe to call from any thread.
@@ -180,19 +273,29 @@ class Engine:
             arriving: as in `load`.
         """
         most = self.config.max_queued_requests
-        if most is None or self._scheduler.num_queued + len(self._adapters.held) + len(arriving) < most:
+        held = self._adapters.held
+        if most is None or most == "auto" or self._scheduler.num_queued + len(held) + len(arriving) < most:
             return
+        queued = [
+            *self._scheduler.queued_tokens,
+            *(len(request.token_ids) for request in held),
+            *(tokens for tokens, _ in arriving),
+        ]
         seconds = retry_after_s(
-            [*self._scheduler.queued_tokens, *(tokens for tokens, _ in arriving)],
+            queued,
             self._recovery.step_times,
             self._meter,
             step_tokens=self.config.max_num_batched_tokens,
+            free_tokens=free_tokens(self.memory.report(), self.memory),
             now=time.monotonic(),
         )
-        raise OverloadedError(
-            f"{most} requests wait, which is as many as may (max_queued_requests); try again in {seconds:.0f} s",
+        error = OverloadedError(
+            f"{most} requests wait, which is as many as may (max_queued_requests); try again in "
+            f"{max(seconds, 1):.0f} s",
             seconds,
         )
+        error.num_queued = len(queued)
+        raise error
 
     def check_adapter(self, name: str | None) -> None:
         """Raise `UnknownModelError` unless there is such an adapter, or none is wanted. From any thread."""
@@ -233,34 +336,40 @@ class Engine:
             )
 
     def pin(
-        self, request_id: str, name: str, prompt_token_ids: Sequence[int], *, cache_salt: str | None = None
+        self, request_id: str, name: str, prompt_token_ids: Sequence[int], **options: Unpack[RequestOptions]
     ) -> None:
-        """Compute a prefix, unless it is cached, and keep it until `unpin`.
+        """Compute a prefix, unless it is cached, and keep it until `unpin`. To pin the same under the same name once
+        more changes nothing.
 
         The only delta of the request says when it is pinned, or why not.
+
+        Args:
+            options: whom it is for: `cache_salt` and `tenant` as theirs who will use it.
 
         Raises:
             RequestError: as `validate_pin` does, and for an id that is in use.
         """
-        prefix = self.validate_pin(name, prompt_token_ids)
-        request = self._add(request_id, prefix, SamplingParams(max_tokens=1), {"cache_salt": cache_salt})
-        request.pin_name = name
+        prefix = self.validate_pin(name, prompt_token_ids, **options)
+        self._add(request_id, prefix, SamplingParams(max_tokens=1), options).pin_name = name
 
-    def validate_pin(self, name: str, prompt_token_ids: Sequence[int]) -> Sequence[int]:
+    def validate_pin(
+        self, name: str, prompt_token_ids: Sequence[int], **options: Unpack[RequestOptions]
+    ) -> Sequence[int]:
         """What of a prompt would be pinned: whole blocks. Safe to call from any thread.
 
         Raises:
-            RequestError: the prompt is invalid or shorter than a block, the name is taken, or prefixes are not cached.
+            RequestError: the prompt is invalid or shorter than a block, the name is another prefix's, or prefixes are
+                not cached.
         """
-        return self._intake.prefix_to_pin(name, prompt_token_ids)
+        return self._intake.prefix_to_pin(name, prompt_token_ids, self._intake.prefix_keys(options))
 
     def unpin(self, name: str) -> None:
-        """Let a pinned prefix go the way of others. From any thread. Raises `RequestError` if there is none of that
+        """Let a pinned prefix go the way of others. From any thread. Raises `UnknownPinError` if there is none of that
         name."""
         try:
             self.memory.unpin(name)
         except PinError as error:
-            raise RequestError(str(error), "name") from error
+            raise UnknownPinError(str(error), "name") from error
 
     def cancel(self, request_id: str) -> None:
         """Stop a request and free its memory; nothing happens if it is not there any more."""
@@ -293,9 +402,11 @@ class Engine:
         except BaseException:
             self._scheduler.abort()
             raise
+        queue_s: list[float] = []
         for s in scheduled:
             if s.request.num_computed == s.request.num_cached_tokens and not s.request.furthest:  # its first chunk
                 self._meter.note_begun(s.request)
+                queue_s.append(start - s.request.submitted_at)
         if self._scheduler.done():
             self._stalled_since = None
         deltas = self._decoding.apply(choice)
@@ -307,6 +418,7 @@ class Engine:
                 deltas.append(self._pin(request))
         seconds = time.perf_counter() - start
         self._recovery.observe_step(num_tokens, attended, seconds)
+        self._meter.note_times(seconds, queue_s)
         if num_tokens > sum(s.samples for s in scheduled):  # not only decodes
             self._meter.note_step(seconds, time.monotonic())
         return deltas
@@ -344,6 +456,33 @@ class Engine:
         for pin in self.report().pins:
             logger.info("pinned %r: %d tokens, %.1f MiB", pin.name, pin.num_tokens, pin.num_bytes / 2**20)
 
+    def _has_room(self, lengths: Sequence[int]) -> bool:
+        return sum(map(self.memory.pages_for, lengths)) <= self.memory.num_free_pages
+
+    def _run_warm_up(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> None:
+        for i, (token_ids, params) in enumerate(prompts):
+            self._add(f"warm-up {i}", token_ids, params, {}, keys=WARM_UP_KEYS)
+        while self.has_work:
+            for delta in self.step():
+                if delta.error is not None:  # random tokens may be too much for a model, and requests fine
+                    logger.warning("%s: %s", delta.request_id, delta.error)
+
+    def _submit_restored(self, request_id: str, prefix: CachedPrefix) -> None:
+        if prefix.pin_name is None:
+            options: RequestOptions = {"adapter": adapter_of(prefix.keys)}
+            self._add(request_id, prefix.token_ids, SamplingParams(max_tokens=1), options, keys=prefix.keys)
+        else:
+            token_ids = self._intake.prefix_to_pin(prefix.pin_name, prefix.token_ids, prefix.keys)
+            request = self._add(request_id, token_ids, SamplingParams(max_tokens=1), {}, keys=prefix.keys)
+            request.pin_name = prefix.pin_name
+
+    def _begin_counting(self) -> None:
+        """What has run so far were no requests: nobody may fork them, and load reports do not speak of them."""
+        self._decoding.ended.clear()
+        self._meter.begin()
+        if self._speculation is not None:
+            self._speculation.begin()
+
     def _pin(self, request: Request) -> Delta:
         """Keep what a request has computed, which ends with that."""
         assert request.memory is not None
@@ -377,6 +516,7 @@ class Engine:
         generation = self._intake.take(request_id, prompt_token_ids, params, options, keys)
         self._generations[request_id] = generation
         [request] = generation.sequences
+        request.submitted_at = time.perf_counter()
         self._adapters.add(request.group)
         if timeout_s is None:
             self._deadlines.discard(request_id)
@@ -464,6 +604,10 @@ class Engine:
             made_at=time.time(),
             most_keys=most_keys,
         )
+
+    def take_activity(self) -> Activity:
+        """What this engine has done since this was last asked for. From any one thread."""
+        return self._meter.take_activity(self._scheduler.num_preempted)
 
     @property
     def speculation(self) -> SpeculationCounts | None:

@@ -82,6 +82,10 @@ class EndedOutputs:
         while self._num_tokens > _ENDED_TOKENS or len(self._outputs) > _ENDED_OUTPUTS:
             self._remove(next(iter(self._outputs)))
 
+    def clear(self) -> None:
+        self._outputs.clear()
+        self._num_tokens = 0
+
     def get(self, request_id: str, index: int) -> EndedOutput | None:
         return self._outputs.get((request_id, index))
 

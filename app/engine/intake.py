@@ -23,6 +23,7 @@ class Intake:
 
     Args:
         max_model_len: longest prompt plus output, in tokens.
+        isolate_tenants: whether tenants share no cached prefixes.
     """
 
     def __init__(
@@ -32,12 +33,15 @@ class Intake:
         vocabulary: Vocabulary,
         scheduler: Scheduler,
         max_model_len: int,
+        *,
+        isolate_tenants: bool,
     ) -> None:
         self._vocab_size = model.vocab_size
         self._memory = memory
         self._vocabulary = vocabulary
         self._scheduler = scheduler
         self._max_model_len = max_model_len
+        self._isolate_tenants = isolate_tenants
         self._num_arrivals = 0
 
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
@@ -63,7 +67,12 @@ class Intake:
             self._check_together(len(prompt_token_ids), max_tokens, params)
         return max_tokens
 
-    def prefix_to_pin(self, name: str, prompt_token_ids: Sequence[int]) -> Sequence[int]:
+    def prefix_keys(self, options: RequestOptions) -> tuple[str, ...]:
+        """What requests with these options must have in common to share cached prefixes."""
+        tenant = options.get("tenant") if self._isolate_tenants else None
+        return extra_keys(options.get("cache_salt"), options.get("adapter"), tenant)
+
+    def prefix_to_pin(self, name: str, prompt_token_ids: Sequence[int], keys: tuple[str, ...]) -> Sequence[int]:
         """As `Engine.validate_pin`."""
         if not self._memory.prefix_cache:
             raise RequestError("nothing can be pinned: prefix_cache is off", "name")
@@ -76,7 +85,7 @@ class Intake:
             )
         self.check(prefix, SamplingParams(max_tokens=1))
         try:
-            self._memory.check_pin(name, len(prefix))
+            self._memory.check_pin(name, self._memory.chain(keys), prefix)
         except PinError as error:
             raise RequestError(str(error), "name") from error
         return prefix
@@ -114,7 +123,7 @@ class Intake:
             self._num_arrivals,
             adapter=adapter,
             lockstep=params.use_beam_search,
-            tenant=options.get("tenant"),
+            tenant=options.get("tenant") or options.get("user"),
         )
         self._num_arrivals += 1
         prompt = list(prompt_token_ids)
@@ -124,7 +133,7 @@ class Intake:
             own,
             max_tokens,
             None if params.use_beam_search else self._vocabulary.text(prompt, params),
-            self._memory.chain(extra_keys(options.get("cache_salt"), adapter) if keys is None else keys),
+            self._memory.chain(self.prefix_keys(options) if keys is None else keys),
             group,
             prompt.copy(),
             num_forks=params.num_sequences - 1,

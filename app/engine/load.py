@@ -3,20 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from app.engine.recovery import RecoveryModel
+from app.engine.recovery import Recovery, RecoveryModel
 from app.engine.request import Request
 from app.engine.scheduler import Scheduler
 from app.fleet.report import ReplicaReport, StepTimes, num_attended
-from vmem import KVMemory
+from vmem import KVMemory, MemoryReport
 
 # What happened this long ago counts for a third.
 _MEMORY_S = 10.0
 # Keys of cached prefixes in a report: 96 KiB with 6 bytes each. Serve's controller passes them on to all routers.
 MOST_KEYS = 16_384
-# Nobody is told to come back later than this, or sooner: what waits now says little about more than a minute.
-_LEAST_RETRY_S, _MOST_RETRY_S = 1.0, 60.0
+# Nobody is told to come back later than this: what waits now says little about more than a minute. Nor sooner: a step
+# takes about as long.
+_LEAST_RETRY_S, _MOST_RETRY_S = 0.05, 60.0
+# Times are kept until somebody takes them, the last ones.
+_MOST_TIMES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What an engine has done.
+
+    Attributes:
+        num_preempted: requests that gave way since the start, by what became of their blocks.
+        step_s: seconds of each step since this was last asked for, at most `_MOST_TIMES`.
+        queue_s: the same of each request that has begun: from when the engine got it to the step that computed its
+            first tokens.
+    """
+
+    num_preempted: Mapping[Recovery, int]
+    step_s: list[float]
+    queue_s: list[float]
 
 
 class DecayingRate:
@@ -42,9 +63,15 @@ class LoadMeter:
     """
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing has been done yet."""
         self._busy = DecayingRate()
         self._freed = DecayingRate()
         self._ended = DecayingRate()
+        self._step_s: deque[float] = deque(maxlen=_MOST_TIMES)
+        self._queue_s: deque[float] = deque(maxlen=_MOST_TIMES)
         self.expected_cached_tokens = 0
         self.cached_tokens = 0
         self.missed_tokens = 0
@@ -67,6 +94,15 @@ class LoadMeter:
             self.cached_tokens += cached
             self.missed_tokens += abs(expected - cached)
 
+    def note_times(self, step_s: float, queue_s: Sequence[float]) -> None:
+        """A step took so long, and began with requests that had waited so long."""
+        self._step_s.append(step_s)
+        self._queue_s.extend(queue_s)
+
+    def take_activity(self, num_preempted: Mapping[Recovery, int]) -> Activity:
+        """The times are told once. From any one thread."""
+        return Activity(dict(num_preempted), _taken(self._step_s), _taken(self._queue_s))
+
     def busy_share(self, now: float) -> float:
         return min(self._busy.at(now), 1.0)
 
@@ -77,24 +113,47 @@ class LoadMeter:
         return self._ended.at(now)
 
 
-def retry_after_s(queued: Sequence[int], step: StepTimes, meter: LoadMeter, *, step_tokens: int, now: float) -> float:
+def _taken(times: deque[float]) -> list[float]:
+    """What is there now; the engine's thread may go on adding."""
+    return [times.popleft() for _ in range(len(times))]
+
+
+def retry_after_s(
+    queued: Sequence[int], step: StepTimes, meter: LoadMeter, *, step_tokens: int, free_tokens: int, now: float
+) -> float:
     """When about half of the requests that wait will have begun: then there is room for others, and still work to do.
 
-    By the measured times of steps that compute their prompts, or by how many requests have ended lately, whichever
-    takes longer: they wait for the one or for the other.
+    They wait for steps that compute their prompts, for the end of requests that run, and for room in the KV cache:
+    whichever takes longest, by the measured times of steps, and by how many requests have ended and how much room they
+    have made lately.
 
     Args:
-        queued: tokens of their prompts.
+        queued: tokens of the prompts of all that wait, for whatever.
         step_tokens: tokens of a step at most.
+        free_tokens: that the KV cache has room for.
         now: on the meter's clock.
     """
     num_steps = -(-sum(queued) // step_tokens)
-    seconds = num_steps * step.fixed_s + sum(
+    compute_s = num_steps * step.fixed_s + sum(
         tokens * step.token_s + num_attended(tokens, 0) * step.attended_s for tokens in queued
     )
+    seconds = compute_s / 2
     if rate := meter.ended_per_s(now):
-        seconds = max(seconds, len(queued) / rate)
-    return min(max(seconds / 2, _LEAST_RETRY_S), _MOST_RETRY_S)
+        seconds = max(seconds, len(queued) / 2 / rate)
+    missing_tokens = sum(queued) / 2 - free_tokens
+    if missing_tokens > 0:
+        rate = meter.freed_tokens_per_s(now)
+        seconds = max(seconds, missing_tokens / rate if rate else _MOST_RETRY_S)
+    return min(max(seconds, _LEAST_RETRY_S), _MOST_RETRY_S)
+
+
+def free_tokens(report: MemoryReport, memory: KVMemory) -> int:
+    """Tokens that the KV cache has room for, cached ones given up."""
+    return int((report.budget_bytes - report.active_bytes) * _tokens_per_byte(memory))
+
+
+def _tokens_per_byte(memory: KVMemory) -> float:
+    return memory.max_tokens / (memory.pages_for(memory.max_tokens) * memory.groups[0].layout.page_bytes)
 
 
 def make_report(
@@ -135,7 +194,6 @@ def make_report(
     queued = sum(tokens - cached for tokens, cached in queued_parts)
     attended = sum(num_attended(tokens - cached, cached) for tokens, cached in queued_parts)
     memory_report = memory.report()
-    tokens_per_byte = memory.max_tokens / (memory.pages_for(memory.max_tokens) * memory.groups[0].layout.page_bytes)
     cached_keys = memory.cached_keys(most_keys)
     num_steps = -(-queued // step_tokens)
     return ReplicaReport(
@@ -153,8 +211,8 @@ def make_report(
         queued_s=num_steps * step.fixed_s + queued * step.token_s + attended * step.attended_s,
         num_decodes=num_decodes,
         decode_s=num_decodes * step.token_s + context * step.attended_s,
-        free_tokens=int((memory_report.budget_bytes - memory_report.active_bytes) * tokens_per_byte),
-        total_tokens=int(memory_report.budget_bytes * tokens_per_byte),
+        free_tokens=free_tokens(memory_report, memory),
+        total_tokens=int(memory_report.budget_bytes * _tokens_per_byte(memory)),
         freed_tokens_per_s=meter.freed_tokens_per_s(now),
         busy_share=meter.busy_share(now),
         budget_bytes=memory_report.budget_bytes,

@@ -25,6 +25,7 @@ from app.engine.fuse import fuse_modules
 from app.engine.fused_attention import fuse_attention
 from app.engine.linear import choose_product, pack_linears
 from app.engine.lora import LoRALayers
+from app.engine.page_cache import read_once, weight_files
 from app.engine.tensor_parallel.communicator import Communicator
 from app.engine.tensor_parallel.sharding import install_collectives, load_share
 from app.errors import ConfigError, ModelError
@@ -57,6 +58,7 @@ class LoadedModel:
         max_positions: longest context it was made for, in tokens.
         eos_token_ids: tokens that end an output.
         adapters: the layers that LoRA adapters can change; `None` when there are to be no adapters.
+        reading_s: how long its files were read, or waited for, before they were loaded.
     """
 
     module: PreTrainedModel
@@ -69,6 +71,7 @@ class LoadedModel:
     max_positions: int
     eos_token_ids: frozenset[int]
     adapters: LoRALayers | None = None
+    reading_s: float = 0.0
 
 
 def resolve(model: str) -> str:
@@ -135,6 +138,13 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
     dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     folder, settings = resolve(config.model), {"dtype": dtype, "attn_implementation": attention.IMPLEMENTATION}
     plan = None
+    read = read_once(weight_files(folder))
+    logger.info(
+        "weights: %.1f MiB, %.1f of them read from disk in %.2f s",
+        read.num_bytes / 2**20,
+        read.read_bytes / 2**20,
+        read.seconds,
+    )
     try:
         with _loading:
             if comm is None:
@@ -178,6 +188,7 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
         max_positions=context_length(hf_config),
         eos_token_ids=_eos_token_ids(module.generation_config),
         adapters=LoRALayers(module, plan) if config.adapters else None,
+        reading_s=read.seconds,
     )
     if config.max_model_len is not None and config.max_model_len > loaded.max_positions:
         raise ConfigError(

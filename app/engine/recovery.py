@@ -21,6 +21,8 @@ _HALF_LIFE = 200
 _TRIED_BLOCKS, _TRIALS, _MOST_TRIED_BYTES = (1, 8, 64), 5, 64 << 20
 # Keeps the equations solvable before there are as many different steps as unknowns; far below any real step.
 _RIDGE = 1e-9
+# A step has one overhead, hundreds of tokens, and a hundred thousand cached tokens that they see.
+_STEP_SCALES = 1.0, 1e2, 1e5
 
 
 class LinearCost:
@@ -95,12 +97,16 @@ class RecoveryModel:
 
     def __init__(self, step_tokens: int) -> None:
         self._step_tokens = step_tokens
-        self._step = LinearCost((1.0, 1e2, 1e5))
+        self._step = LinearCost(_STEP_SCALES)
         self._swap = LinearCost((1.0, 1e6))
 
     def observe_step(self, num_tokens: int, num_attended: int, seconds: float) -> None:
         """A step of so many tokens, which attended to so many cached ones in all, took that long."""
         self._step.observe((1.0, num_tokens, num_attended), seconds)
+
+    def forget_steps(self) -> None:
+        """The steps so far were unlike those to come."""
+        self._step = LinearCost(_STEP_SCALES)
 
     def observe_swap(self, num_bytes: int, seconds: float) -> None:
         """Blocks of so many bytes were copied out and in and mapped again."""

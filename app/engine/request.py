@@ -21,7 +21,9 @@ class RequestOptions(TypedDict, total=False):
     priority: the lower goes first, and is preempted last; 0 by default.
     cache_salt: only requests with the same one share cached prefixes.
     adapter: name of the LoRA adapter to run with.
-    tenant: whose request it is: with `fair_tenants` all tenants get the same share.
+    tenant: whose request it is: with `fair_tenants` all tenants get the same share, and with `isolate_tenants` cached
+        prefixes are shared within one only.
+    user: whose it is without a tenant; for fair shares alone.
     timeout_s: it ends with `DeadlineError` when it has not finished after so long.
     expected_cached_tokens: how much of the prompt the sender thinks is cached here; it changes nothing but the load
         report.
@@ -31,6 +33,7 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str | None
     adapter: str | None
     tenant: str | None
+    user: str | None
     timeout_s: float | None
     expected_cached_tokens: int | None
 
@@ -143,6 +146,7 @@ class Request:
         text: the incremental detokeniser, `None` without a tokenizer.
         sampling: what choosing its next token depends on.
         prompt_logprobs: of the prompt's tokens from the second on, as far as they are computed, if asked for.
+        submitted_at: when the engine got it, by `time.perf_counter`.
     """
 
     request_id: str
@@ -164,6 +168,7 @@ class Request:
     pin_name: str | None = None
     sampling: SamplingState = None  # type: ignore[assignment]  # made from `params` unless it is given
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    submitted_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.group.members.append(self)

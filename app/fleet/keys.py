@@ -6,17 +6,38 @@ from collections.abc import Sequence
 
 from vmem import TokenChain, key_of
 
+_ADAPTER = "adapter:"
 
-def extra_keys(cache_salt: str | None, adapter: str | None = None) -> tuple[str, ...]:
-    """What must be equal beside the tokens, for two prompts to share what is cached of them."""
-    salt = () if cache_salt is None else (f"salt:{cache_salt}",)
-    return salt if adapter is None else (*salt, f"adapter:{adapter}")
+
+def extra_keys(cache_salt: str | None, adapter: str | None = None, tenant: str | None = None) -> tuple[str, ...]:
+    """What must be equal beside the tokens, for two prompts to share what is cached of them.
+
+    Each is a key of its own, and a `TokenChain` hashes keys with their lengths: so no salt can be mistaken for another
+    tenant's, whatever either is called.
+
+    Args:
+        tenant: who shares cached prefixes with nobody else; `None`: those who need not be kept apart.
+    """
+    keys = [] if tenant is None else [f"tenant:{tenant}"]
+    if cache_salt is not None:
+        keys.append(f"salt:{cache_salt}")
+    return tuple(keys) if adapter is None else (*keys, _ADAPTER + adapter)
+
+
+def adapter_of(keys: Sequence[str]) -> str | None:
+    """The adapter that `extra_keys` was given."""
+    last = keys[-1] if keys else ""
+    return last.removeprefix(_ADAPTER) if last.startswith(_ADAPTER) else None
 
 
 def prompt_keys(
-    prompt_token_ids: Sequence[int], unit_tokens: int, cache_salt: str | None, adapter: str | None = None
+    prompt_token_ids: Sequence[int],
+    unit_tokens: int,
+    cache_salt: str | None,
+    adapter: str | None = None,
+    tenant: str | None = None,
 ) -> list[bytes]:
     """Of each whole unit the key of the prefix that ends with it, as replicas report them."""
-    chain = TokenChain(unit_tokens, extra_keys(cache_salt, adapter))
+    chain = TokenChain(unit_tokens, extra_keys(cache_salt, adapter, tenant))
     chain.extend(prompt_token_ids)
     return [key_of(digest) for digest in chain.digests]

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from app.engine.params import SamplingParams, Structure
 from app.errors import RequestError
-from app.openai.sampling_body import SamplingBody
-from app.openai.strict import StrictBody
+from app.openai.client_fields import ClientFields, Name
+from app.openai.sampling_body import SamplingBody, TokenIds
+from app.openai.strict import StrictBody, Text, refused, text_or
 from app.openai.structures import ResponseFormat, guided_structure, only_structure, structure_of
-from app.openai.tool_bodies import Text, ToolCall, ToolChoice, Tools
+from app.openai.tool_bodies import ToolCall, ToolChoice, Tools
 
 MAX_PROMPTS = 256
 MAX_TOP_LOGPROBS = 20
-
-
-def _no_suffix(suffix: str | None) -> str | None:
-    if suffix is not None:
-        raise ValueError("models here only continue a prompt; leave it out")
-    return suffix
 
 
 def _kind_of(prompt: object) -> str:
@@ -34,8 +29,6 @@ def _kind_of(prompt: object) -> str:
     return "text"
 
 
-Name = Annotated[Text, Field(min_length=1, max_length=256)]
-TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 Prompt = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[TokenIds, Tag("tokens")]
@@ -45,39 +38,40 @@ Prompt = Annotated[
 ]
 
 
-class GenerationBody(SamplingBody):
-    """What completions and chat completions share. `model` may be the name of an adapter.
+class GenerationBody(SamplingBody, ClientFields):
+    """What completions, chat completions and responses share."""
 
-    Extensions: `priority`, the lower goes first and is preempted last; `cache_salt`, only requests with the same one
-    share cached prefixes; `tenant`, whose request it is (`EngineConfig.fair_tenants`), by default `user`; `timeout_s`,
-    the request fails when it has not finished after so long.
-    """
-
-    priority: int = 0
+    priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
+    """The lower goes first, and is preempted last. 0 by default."""
     cache_salt: Name | None = None
+    """Only requests with the same one share cached prefixes."""
+    pin: Name | None = None
+    """Keep the prompt, as far as it fills whole blocks, in the prefix cache of every replica under this name, until it
+    is unpinned. It is computed there before the answer begins. The same prompt may be pinned again; another one under
+    that name is an error."""
     tenant: Name | None = None
-    timeout_s: Annotated[float | None, Field(gt=0)] = None
+    """Whose request it is: tenants share no cached prefixes (`isolate_tenants`), and get equal shares
+    (`fair_tenants`)."""
+    timeout_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
+    """The request ends with an error when it has not finished after so many seconds."""
     user: Text | None = None
-
-    @property
-    def whose(self) -> str | None:
-        """The tenant."""
-        return self.tenant if self.tenant is not None else self.user or None
+    """Whom the request comes from: what `tenant` is for `fair_tenants` where there is none."""
 
 
 class CompletionRequest(GenerationBody):
-    """`POST /v1/completions`: a prompt as text or token ids, or several of one kind; the answer then has all outputs of
-    the first prompt, then those of the second, and so on.
+    """`POST /v1/completions`."""
 
-    `logprobs`: of each token, and so many alternatives. `echo`: outputs begin with their prompt; with `logprobs` the
-    prompt's tokens have theirs, too, and `max_tokens` may be 0.
-    """
-
-    prompt: Prompt
+    prompt: Annotated[Prompt, Field(examples=["The key of room 417 is 93. The key of room 417 is"])]
+    """Text or token ids, or several of one kind; the answer then has all outputs of the first prompt, then those of the
+    second, and so on."""
     max_tokens: int | None = 16
+    """Tokens to generate at most; null: as many as the context has room for. 0 with `echo`: only the prompt."""
     echo: bool | None = None
+    """Outputs begin with their prompt; with `logprobs` the prompt's tokens have theirs, too."""
     logprobs: int | None = None
-    suffix: Annotated[str | None, AfterValidator(_no_suffix)] = None
+    """Log probabilities of each token, and so many alternatives."""
+    suffix: Annotated[None, refused("models here only continue a prompt; leave it out")] = None
+    """Refused: models here only continue a prompt."""
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -111,13 +105,17 @@ class CompletionRequest(GenerationBody):
 
 
 class ForkRequest(SamplingBody):
-    """`n` more outputs of a request that runs, or has just ended, from where its output `index` is now. `request_id` is
-    the `id` of its answer, or of the chunks that have come so far; `model` the one that it runs with."""
+    """`n` more outputs of a request that runs, or has just ended, from where its output `index` is now; `model` is the
+    one that it runs with."""
 
     request_id: str
+    """The `id` of its answer, or of the chunks that have come so far."""
     index: Annotated[int, Field(ge=0)] = 0
+    """Of the output."""
     max_tokens: int | None = 16
+    """Tokens to generate at most, more than there are already."""
     logprobs: int | None = None
+    """Log probabilities of each token, and so many alternatives."""
 
     def sampling_params(self) -> SamplingParams:
         """Raises `RequestError` when a value is out of bounds."""
@@ -135,15 +133,36 @@ class TextPart(StrictBody):
     text: str
 
 
+Content = Annotated[Annotated[str, Tag("text")] | Annotated[list[TextPart], Tag("parts")], text_or("parts")]
+
+
 class Message(StrictBody):
-    """One message of a conversation; `content` is text, whole or in parts. An assistant's may have `tool_calls` instead
-    or beside it; a tool's answers the call `tool_call_id`."""
+    """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    """`developer` is `system` by another name."""
+    content: Content | None = None
+    """Text, whole or in parts. An assistant's message may have `tool_calls` instead or beside it."""
     name: str | None = None
+    """Of who speaks. Chat templates are not shown it."""
     tool_calls: Annotated[list[ToolCall] | None, Field(min_length=1)] = None
+    """The calls that the assistant has made."""
     tool_call_id: Text | None = None
+    """The call that a tool's message answers."""
+    refusal: Annotated[None, refused("models here do not refuse in a field of its own; put the text into content")] = (
+        None
+    )
+    """Null, as in answers of OpenAI's."""
+    annotations: Annotated[list[Any] | None, Field(max_length=0)] = None
+    """Empty, as in answers of OpenAI's."""
+    audio: Annotated[None, refused("messages are text here; leave it out")] = None
+    """Null, as in answers of OpenAI's."""
+    function_call: Annotated[None, refused("it is deprecated and not known here; use tool_calls")] = None
+    """Null, as in answers of OpenAI's."""
+    parsed: Any = None
+    """What the official client has made of an answer. Nobody looks at it."""
+    provider_specific_fields: Any = None
+    """What LiteLLM has made of an answer. Nobody looks at it."""
 
     @property
     def text(self) -> str:
@@ -163,18 +182,46 @@ class Message(StrictBody):
 
 
 class ChatCompletionRequest(GenerationBody):
-    """`POST /v1/chat/completions`. `max_tokens` is the older name of `max_completion_tokens`; without
-    either the answer may fill the context. `best_of` and `prompt_logprobs` are extensions here."""
+    """`POST /v1/chat/completions`."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], Field(examples=[[{"role": "user", "content": "What is Folio?"}]])]
+    """The conversation so far."""
     max_tokens: int | None = None
+    """The older name of `max_completion_tokens`."""
     max_completion_tokens: int | None = None
+    """Tokens to generate at most; by default as many as the context has room for."""
     logprobs: bool | None = None
+    """Log probabilities of each token."""
     top_logprobs: int | None = None
+    """And so many alternatives of each, between 0 and 20."""
     tools: Tools | None = None
+    """Functions that the model may call."""
     tool_choice: ToolChoice | None = None
+    """"none": tools are not shown; "auto", the default: the model decides; "required", or one by its name: it calls."""
     parallel_tool_calls: bool | None = None
+    """Whether a forced answer may call several at once. True by default."""
     response_format: ResponseFormat | None = None
+    """What the answer looks like: text, a JSON object, or JSON that follows a schema."""
+    modalities: Annotated[list[Literal["text"]] | None, refused("answers are text here", ["text"])] = None
+    """Answers are text."""
+    reasoning_effort: Annotated[
+        Literal["none"] | None, refused("what a model thinks is part of its text here; leave it out", "none")
+    ] = None
+    """What a model thinks is part of its text here: any effort but "none" is refused."""
+    verbosity: Annotated[Literal["medium"] | None, refused("say in the prompt how long it may be", "medium")] = None
+    """Anything but "medium", which changes nothing, is refused: say it in the prompt."""
+    functions: Annotated[None, refused("it is deprecated and not known here; use tools")] = None
+    """Refused: use `tools`."""
+    function_call: Annotated[None, refused("it is deprecated and not known here; use tool_choice")] = None
+    """Refused: use `tool_choice`."""
+    audio: Annotated[None, refused("answers are text here; leave it out")] = None
+    """Refused: answers are text."""
+    prediction: Annotated[
+        None, refused("tokens are guessed by the server's settings (speculation) here; leave it out")
+    ] = None
+    """Refused: the server's settings say how tokens are guessed."""
+    web_search_options: Annotated[None, refused("this server has no web search; leave it out")] = None
+    """Refused: there is no web search."""
 
     def sampling_params(self, forced: Structure | None = None, kept_token_ids: Collection[int] = ()) -> SamplingParams:
         """What is asked for, with tools as `ToolUse` describes them.
@@ -209,10 +256,15 @@ class ChatCompletionRequest(GenerationBody):
 
 
 class PinRequest(StrictBody):
-    """A prefix to keep in the cache under a name: a prompt as text or token ids, or messages that conversations begin
-    with."""
+    """A prefix to keep in the cache under a name: either a prompt, or messages that conversations begin with."""
 
-    name: Name
-    prompt: str | list[int] | None = None
+    name: Annotated[Name, Field(examples=["rules"])]
+    """The same prefix may be pinned again; another one under that name is an error."""
+    prompt: str | TokenIds | None = None
+    """Text or token ids that prompts begin with. At least one block of tokens."""
     messages: list[Message] | None = None
+    """What conversations begin with."""
     cache_salt: Name | None = None
+    """Only requests with the same one share it."""
+    tenant: Name | None = None
+    """Only requests of the same one share it, unless `isolate_tenants` is off."""

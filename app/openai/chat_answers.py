@@ -72,6 +72,16 @@ class ChatAnswer:
         self._prompt_entries: tuple[TokenLogprobs, ...] = ()
         self._is_named = False
 
+    @property
+    def id(self) -> str:
+        """What clients know the request by, once there has been a piece of it."""
+        return self._id
+
+    @property
+    def usage(self) -> Usage:
+        """Up to now."""
+        return self._tally.usage()
+
     def chunk(self, piece: Piece) -> ChatCompletionChunk | None:
         """What a piece adds; `None` while it cannot be told whether it is part of a call."""
         content, calls = self._take(piece)

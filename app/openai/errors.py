@@ -9,24 +9,34 @@ from typing import Any
 from app.errors import (
     DeadlineError,
     EngineError,
+    ForbiddenError,
     ModelError,
     OverloadedError,
+    RateLimitError,
     RequestError,
     UnavailableError,
     UnknownModelError,
+    UnknownPinError,
     UnknownRequestError,
 )
 from app.openai.replies import ErrorBody, ErrorDetail
 
 # A prompt may have as many faults as tokens.
 _MOST_COMPLAINTS = 5
+# Fields that are not known here have any name.
+_LONGEST_NAME = 100
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}
 
 
 def error_response(error: BaseException) -> tuple[int, ErrorBody]:
     """(HTTP status, body). What the client did not cause is not explained to it; the log has the traceback."""
     if isinstance(error, RequestError):
-        status = 404 if isinstance(error, UnknownModelError | UnknownRequestError) else 400
+        status = 404 if isinstance(error, UnknownModelError | UnknownRequestError | UnknownPinError) else 400
         return status, body(error.message, "invalid_request_error", error.param, error.code)
+    if isinstance(error, ForbiddenError):
+        return 403, body(error.message, "invalid_request_error", error.param, "not_allowed")
+    if isinstance(error, RateLimitError):
+        return 429, body(str(error), "rate_limit_error", None, "rate_limit_exceeded")
     if isinstance(error, OverloadedError):
         return 429, body(str(error), "rate_limit_error", None, "overloaded")
     if isinstance(error, DeadlineError):
@@ -42,7 +52,7 @@ def error_response(error: BaseException) -> tuple[int, ErrorBody]:
 
 def error_headers(error: BaseException) -> dict[str, str]:
     """`Retry-After` in whole seconds, when the error knows when to try again."""
-    if isinstance(error, OverloadedError) and error.retry_after_s is not None:
+    if isinstance(error, OverloadedError | UnavailableError) and error.retry_after_s is not None:
         return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
     return {}
 
@@ -51,15 +61,23 @@ def validation_error(errors: Sequence[Any]) -> ErrorBody:
     """pydantic's complaints in one message; `param` is the first field's name."""
     messages = []
     for error in errors:
-        place = [str(part) for part in error["loc"] if part != "body"]
+        place = [str(part)[:_LONGEST_NAME] for part in error["loc"] if part != "body"]
         if error["type"] == "json_invalid":
-            return body(f"the body is not valid JSON: {error['ctx']['error']}", "invalid_request_error", None, None)
-        what = "unknown field" if error["type"] == "extra_forbidden" else error["msg"]
+            return body(
+                f"the body is not valid JSON: {error['ctx']['error']}", "invalid_request_error", None, "invalid_json"
+            )
+        what = "unknown field" if error["type"] == "extra_forbidden" else error["msg"].removeprefix("Value error, ")
         messages.append(f"{'.'.join(place) or 'body'}: {what}")
     if len(messages) > _MOST_COMPLAINTS:
         messages[_MOST_COMPLAINTS:] = [f"and {len(messages) - _MOST_COMPLAINTS} more"]
-    field = next((str(part) for part in errors[0]["loc"] if part != "body"), None)
+    field = next((str(part)[:_LONGEST_NAME] for part in errors[0]["loc"] if part != "body"), None)
     return body("; ".join(messages), "invalid_request_error", field, "invalid_value")
+
+
+def http_error(status: int, message: str) -> ErrorBody:
+    """Of what is refused before it comes to a route."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return body(message, kind, None, _HTTP_CODES.get(status))
 
 
 def body(message: str, kind: str, param: str | None, code: str | None) -> ErrorBody:

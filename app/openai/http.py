@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import AsyncIterator, Mapping
-from typing import Annotated, Protocol
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing
+from typing import Annotated, Any, Protocol, cast
 
-from fastapi import FastAPI, Header, Request
+from fastapi import Body, FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Match
 
-from app.errors import FolioError
-from app.openai import errors
-from app.openai.bodies import ChatCompletionRequest, CompletionRequest
+from app.edge.exchange import note_error
+from app.edge.protect import protect
+from app.edge.settings import HttpSettings
+from app.errors import FolioError, UnknownPinError
+from app.openai import errors, examples
+from app.openai.bodies import ChatCompletionRequest, CompletionRequest, PinRequest
+from app.openai.description import CHAT_STREAM, COMPLETION_STREAM, DESCRIPTION, ERRORS, RESPONSE_STREAM, describe
+from app.openai.json_route import JsonRoute
+from app.openai.operator_replies import LoadReport, PinCard, PinDeleted, PinList
 from app.openai.replies import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -23,11 +32,22 @@ from app.openai.replies import (
     ModelCard,
     ModelList,
 )
+from app.openai.responses_body import ResponsesRequest
+from app.openai.responses_replies import ErrorEvent, ResponseObject, StreamEvent
+from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
 
 logger = logging.getLogger(__name__)
 
-# A hint: requests with the same header go to the same replica where that costs little.
-Session = Annotated[str | None, Header(max_length=256)]
+_PROMETHEUS = "text/plain; version=1.0.0; charset=utf-8"
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+
+Session = Annotated[
+    str | None,
+    Header(
+        max_length=256,
+        description="A hint: requests with the same one go to the same replica where that costs little.",
+    ),
+]
 
 
 class Service(Protocol):
@@ -41,78 +61,231 @@ class Service(Protocol):
     def chat_stream(
         self, request: ChatCompletionRequest, session: str | None = None
     ) -> AsyncIterator[ChatCompletionChunk]: ...
+    async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject: ...
+    def responses_stream(self, request: ResponsesRequest, session: str | None = None) -> AsyncIterator[StreamEvent]: ...
+    async def tokenize(self, request: TokenizeRequest) -> Tokens: ...
+    async def detokenize(self, request: DetokenizeRequest) -> DetokenizedText: ...
+    async def load(self) -> LoadReport: ...
+    async def pins(self) -> PinList: ...
+    async def pin(self, request: PinRequest) -> None: ...
+    async def unpin(self, name: str) -> None: ...
     async def ready(self) -> None: ...
+    async def metrics(self) -> str: ...
 
 
-def build_api(service: Service) -> FastAPI:
-    """The ASGI application."""
-    api = FastAPI(title="Folio", summary="OpenAI-compatible LLM server", version="0.1.0")
-    error_answers: dict[int | str, dict[str, object]] = {
-        status: {"model": ErrorBody} for status in (400, 404, 408, 429, 500, 503)
-    }
+def build_api(service: Service, settings: HttpSettings | None = None, *, echoes_id: bool = True) -> FastAPI:
+    """The ASGI application, guarded as the settings say; `echoes_id` as in `Guard`.
 
-    @api.get("/health", responses=error_answers)
-    async def health() -> Response:
-        await service.ready()
-        return Response(status_code=200)
+    Raises:
+        ConfigError: the API keys cannot be read.
+    """
+    api = FastAPI(
+        title="Folio",
+        summary="OpenAI-compatible LLM server",
+        description=DESCRIPTION,
+        version="0.1.0",
+        redirect_slashes=False,
+        responses=ERRORS,
+    )
+    api.router.route_class = JsonRoute
+    _add_generation(api, service)
+    _add_models(api, service)
+    _add_tokens(api, service)
+    _add_operation(api, service)
+    _add_error_handlers(api)
+    describe(api)
+    return protect(api, settings or HttpSettings(), echoes_id=echoes_id)
 
-    @api.get("/v1/models")
-    async def list_models() -> ModelList:
-        return await service.models()
 
-    @api.get("/v1/models/{name:path}", responses=error_answers)
-    async def get_model(name: str) -> ModelCard:
-        return await service.model(name)
-
-    @api.post("/v1/completions", response_model=Completion, responses=error_answers)
-    async def completions(request: CompletionRequest, x_session_id: Session = None) -> Response:
-        if request.stream:
-            return await _stream(service.generate_stream(request, x_session_id))
-        return _json(await service.generate(request, x_session_id))
-
-    @api.post("/v1/chat/completions", response_model=ChatCompletion, responses=error_answers)
-    async def chat_completions(request: ChatCompletionRequest, x_session_id: Session = None) -> Response:
+def _add_generation(api: FastAPI, service: Service) -> None:
+    @api.post("/v1/chat/completions", response_model=ChatCompletion, responses=CHAT_STREAM, tags=["generation"])
+    async def chat_completions(
+        request: Annotated[ChatCompletionRequest, Body(openapi_examples=examples.CHAT)], x_session_id: Session = None
+    ) -> Response:
+        """Answer a conversation, whole or, with `stream`, as server-sent events."""
         if request.stream:
             return await _stream(service.chat_stream(request, x_session_id))
         return _json(await service.chat(request, x_session_id))
 
+    @api.post("/v1/completions", response_model=Completion, responses=COMPLETION_STREAM, tags=["generation"])
+    async def completions(
+        request: Annotated[CompletionRequest, Body(openapi_examples=examples.COMPLETION)], x_session_id: Session = None
+    ) -> Response:
+        """Continue a prompt, or several, whole or, with `stream`, as server-sent events."""
+        if request.stream:
+            return await _stream(service.generate_stream(request, x_session_id))
+        return _json(await service.generate(request, x_session_id))
+
+    @api.post("/v1/responses", response_model=ResponseObject, responses=RESPONSE_STREAM, tags=["generation"])
+    async def responses(
+        request: Annotated[ResponsesRequest, Body(openapi_examples=examples.RESPONSE)], x_session_id: Session = None
+    ) -> Response:
+        """Answer an input, whole or, with `stream`, as server-sent events. Nothing is stored."""
+        if request.stream:
+            return await _stream_events(service.responses_stream(request, x_session_id))
+        return _json(await service.responses(request, x_session_id))
+
+
+def _add_models(api: FastAPI, service: Service) -> None:
+    @api.get("/v1/models", tags=["models"])
+    async def list_models() -> ModelList:
+        """The served model, and its adapters."""
+        return await service.models()
+
+    @api.get("/v1/models/{name:path}", tags=["models"])
+    async def get_model(name: str) -> ModelCard:
+        """One of them."""
+        return await service.model(name)
+
+
+def _add_tokens(api: FastAPI, service: Service) -> None:
+    @api.post("/tokenize", response_model=Tokens, response_model_exclude_none=True, tags=["tokens"])
+    async def tokenize(
+        request: Annotated[TokenizeRequest, Body(openapi_examples=examples.TOKENIZE)],
+    ) -> Tokens:
+        """The tokens of a text or a conversation, and how many they are."""
+        return await service.tokenize(request)
+
+    @api.post("/detokenize", tags=["tokens"])
+    async def detokenize(request: DetokenizeRequest) -> DetokenizedText:
+        """The text of tokens."""
+        return await service.detokenize(request)
+
+
+def _add_operation(api: FastAPI, service: Service) -> None:
+    @api.get("/health", response_class=Response, tags=["operation"])
+    async def health() -> Response:
+        """Whether this server process lives. It says nothing of the engine replicas: restarting this would not help
+        them."""
+        return Response(status_code=200)
+
+    @api.get("/ready", response_class=Response, tags=["operation"])
+    async def ready() -> Response:
+        """Whether requests are welcome: an engine replica answers, and the server is not about to stop."""
+        await service.ready()
+        return Response(status_code=200)
+
+    @api.get("/metrics", response_class=PlainTextResponse, tags=["operation"])
+    async def metrics() -> Response:
+        """What all replicas tell Prometheus, in its text format; docs/metrics.md says what there is."""
+        return Response(await service.metrics(), media_type=_PROMETHEUS)
+
+    @api.get("/v1/load", tags=["operation"])
+    async def load() -> LoadReport:
+        """How busy every engine replica is, and what its memory holds."""
+        return await service.load()
+
+    @api.get("/v1/pins", tags=["operation"])
+    async def pins() -> PinList:
+        """The pinned prefixes."""
+        return await service.pins()
+
+    @api.post("/v1/pins", tags=["operation"])
+    async def pin(request: Annotated[PinRequest, Body(openapi_examples=examples.PIN)]) -> PinCard:
+        """Compute a prefix on every engine replica, and keep it in the prefix cache until it is unpinned."""
+        await service.pin(request)
+        cards = {card.id: card for card in (await service.pins()).data}
+        if request.name not in cards:
+            raise UnknownPinError(f"{request.name!r} has been unpinned meanwhile", "name")
+        return cards[request.name]
+
+    @api.delete("/v1/pins/{name:path}", tags=["operation"])
+    async def unpin(name: str) -> PinDeleted:
+        """Let a pinned prefix go."""
+        await service.unpin(name)
+        return PinDeleted(id=name)
+
+
+def _add_error_handlers(api: FastAPI) -> None:
     @api.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         return _json(errors.validation_error(error.errors()), 400)
 
     @api.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-        message = f"{error.detail}: {request.method} {request.url.path}"
-        return _json(errors.body(message, kind, None, None), error.status_code)
+        answer = errors.http_error(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
+        headers = _allowed(request) if error.status_code == 405 else error.headers
+        return _json(answer, error.status_code, headers)
 
     @api.exception_handler(FolioError)
     @api.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
         status, answer = errors.error_response(error)
+        note_error(answer.error.code)
         if status >= 500:
             logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return _json(answer, status, errors.error_headers(error))
 
-    return api
+
+def _allowed(request: Request) -> dict[str, str]:
+    """The methods of all routes of a path: Starlette names those of the first one."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return {"Allow": ", ".join(sorted({method for route in routes for method in route.methods}))}
 
 
 def _json(answer: BaseModel, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return JSONResponse(answer.model_dump(mode="json"), status, headers)
+    return Response(_dumped(answer), status, headers, media_type="application/json")
+
+
+def _dumped(answer: BaseModel) -> str:
+    """Errors may quote anything that a client has sent, halves of surrogate pairs too, which are not UTF-8."""
+    return json.dumps(answer.model_dump()) if isinstance(answer, ErrorBody) else answer.model_dump_json()
+
+
+def _on_one_line(dumped: str) -> str:
+    """JSON and events may have these characters as they are; but clients that split a stream by Python's idea of a
+    line, such as httpx's and requests' `iter_lines`, would break there."""
+    return dumped if dumped.isascii() else dumped.translate(_LINE_ENDS)
 
 
 async def _stream(chunks: AsyncIterator[BaseModel]) -> Response:
-    """Server-sent events. The first chunk is awaited here, so that a request refused at once gets its status."""
-    first = await anext(chunks)
+    """Server-sent events as chat completions have them."""
+
+    def failed(error: Exception) -> str:
+        return f"data: {_dumped(errors.error_response(error)[1])}\n\n"
+
+    return await _sent(
+        chunks, lambda chunk: f"data: {_on_one_line(chunk.model_dump_json())}\n\n", failed, "data: [DONE]\n\n"
+    )
+
+
+async def _stream_events(events: AsyncIterator[StreamEvent]) -> Response:
+    """Server-sent events as responses have them: with names, and without an end mark."""
+    last_number = 0
+
+    def shown(event: StreamEvent) -> str:
+        nonlocal last_number
+        last_number = event.sequence_number
+        return f"event: {event.type}\ndata: {_on_one_line(event.model_dump_json())}\n\n"
+
+    def failed(error: Exception) -> str:
+        detail = errors.error_response(error)[1].error
+        return shown(
+            ErrorEvent(sequence_number=last_number + 1, code=detail.code, message=detail.message, param=detail.param)
+        )
+
+    return await _sent(events, shown, failed, "")
+
+
+async def _sent(
+    items: AsyncIterator[Any], shown: Callable[[Any], str], failed: Callable[[Exception], str], end: str
+) -> Response:
+    """The first item is awaited here, so that a request refused at once gets its status."""
+    first = await anext(items)
 
     async def events() -> AsyncIterator[str]:
         try:
-            yield f"data: {first.model_dump_json()}\n\n"
-            async for chunk in chunks:
-                yield f"data: {chunk.model_dump_json()}\n\n"
-            yield "data: [DONE]\n\n"
+            async with aclosing(cast(Any, items)):
+                yield shown(first)
+                async for item in items:
+                    yield shown(item)
+            yield end
         except Exception as error:  # the status is sent already: the error becomes an event
-            logger.exception("a stream failed")
-            yield f"data: {errors.error_response(error)[1].model_dump_json()}\n\n"
+            status, answer = errors.error_response(error)
+            note_error(answer.error.code)
+            unexpected = status >= 500
+            level = logging.ERROR if unexpected else logging.INFO  # without the message, which may quote the request
+            logger.log(level, "a stream failed: %s", answer.error.code, exc_info=unexpected)
+            yield failed(error)
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

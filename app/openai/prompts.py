@@ -12,7 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from app.engine.pinned import conversation_prefix, text_prefix
 from app.errors import RequestError
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, Message, PinRequest
-from app.openai.tool_bodies import ToolCall
+from app.openai.strict import check_json
+from app.openai.token_bodies import TokenizeRequest
+from app.openai.tool_bodies import Tool, ToolCall
 from app.openai.tool_formats import tool_template
 
 
@@ -42,22 +44,59 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, request: ChatCompletionReque
     Raises:
         RequestError: there are no messages, no template, or the template refuses them or knows no tools.
     """
-    if not request.messages:
+    tools = request.tools if request.tool_choice != "none" else None
+    return _encode_conversation(tokenizer, request.messages, tools)
+
+
+def encode_tokenize(tokenizer: PreTrainedTokenizerBase, request: TokenizeRequest) -> list[int]:
+    """A text, or a conversation as `encode_chat` makes it.
+
+    Raises:
+        RequestError: it has not just one of both, or as `encode_chat`.
+    """
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("give either prompt or messages", "prompt")
+    if request.prompt is not None:
+        for name in ("tools", "add_generation_prompt"):
+            if getattr(request, name) is not None:
+                raise RequestError(f"{name} belongs to messages, and this is a prompt; leave it out", name)
+        return list(tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False))
+    assert request.messages is not None
+    if request.add_special_tokens:
+        raise RequestError("the chat template writes special tokens itself; leave it out", "add_special_tokens")
+    prompts = request.add_generation_prompt is not False
+    return _encode_conversation(tokenizer, request.messages, request.tools, add_generation_prompt=prompts)
+
+
+def decode_tokens(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """Their text, special tokens included. Raises `RequestError` for one that the tokenizer does not have."""
+    unknown = next((token_id for token_id in token_ids if token_id >= len(tokenizer)), None)
+    if unknown is not None:
+        raise RequestError(f"tokens has {unknown}; this model's are below {len(tokenizer)}", "tokens")
+    text = tokenizer.decode(list(token_ids), skip_special_tokens=False)
+    assert isinstance(text, str)
+    return text
+
+
+def _encode_conversation(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] | None,
+    *,
+    add_generation_prompt: bool = True,
+) -> list[int]:
+    if not messages:
         raise RequestError("messages is empty; it needs at least one message", "messages")
     if tokenizer.chat_template is None:
         raise RequestError("this model has no chat template; use /v1/completions", "messages")
-    messages = _template_messages(request.messages)
-    tools: list[Any] | None = None
-    if request.tools is not None and request.tool_choice != "none":
-        tool_template(tokenizer)
-        tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
-    elif any(message.role == "tool" or message.tool_calls for message in request.messages):
+    shown = _template_messages(messages)
+    if tools is not None or any(message.role == "tool" or message.tool_calls for message in messages):
         tool_template(tokenizer)
     try:
         token_ids: Any = tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            add_generation_prompt=True,
+            shown,
+            tools=None if tools is None else [tool.model_dump(exclude_none=True) for tool in tools],
+            add_generation_prompt=add_generation_prompt,
             return_dict=False,
         )
     except TemplateError as error:
@@ -108,7 +147,10 @@ def _arguments(call: ToolCall) -> dict[str, Any]:
         raise RequestError(f"arguments of the tool call {call.id!r} are not JSON: {error}", "messages") from error
     if not isinstance(arguments, dict):
         raise RequestError(f"arguments of the tool call {call.id!r} are not a JSON object", "messages")
-    return arguments
+    try:
+        return check_json(arguments)
+    except ValueError as error:
+        raise RequestError(f"arguments of the tool call {call.id!r} cannot be shown: {error}", "messages") from error
 
 
 def _check_text(text: str, param: str) -> None:

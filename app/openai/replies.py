@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
-from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel
 
+from app.openai.lean import LeanReply
 from app.openai.tool_bodies import ToolCall, ToolCallDelta
 
 ChoiceEnd = Literal["stop", "length", "tool_calls"]
-
-
-class _Reply(BaseModel):
-    """Fields named in `_left_out` are not in the JSON when they are `None`; of all others OpenAI sends a null."""
-
-    _left_out: ClassVar[frozenset[str]] = frozenset()
-
-    @model_serializer(mode="wrap")
-    def _leave_out(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields = serialize(self)
-        return {name: value for name, value in fields.items() if value is not None or name not in self._left_out}
 
 
 class PromptTokensDetails(BaseModel):
@@ -62,7 +52,7 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class CompletionChoice(_Reply):
+class CompletionChoice(LeanReply):
     """Extensions, left out when there is nothing to say: `stop_reason`, the stop string or token id that ended the
     output; `score`, of a beam; `prompt_logprobs`."""
 
@@ -106,7 +96,7 @@ class ChatLogprobs(BaseModel):
     content: list[ChatTokenLogprob]
 
 
-class AssistantMessage(_Reply):
+class AssistantMessage(LeanReply):
     """`content` is null when there is nothing but tool calls."""
 
     _left_out = frozenset({"tool_calls"})
@@ -116,7 +106,7 @@ class AssistantMessage(_Reply):
     tool_calls: list[ToolCall] | None = None
 
 
-class ChatChoice(_Reply):
+class ChatChoice(LeanReply):
     """Extensions as in `CompletionChoice`."""
 
     _left_out = frozenset({"stop_reason", "score"})
@@ -129,7 +119,7 @@ class ChatChoice(_Reply):
     score: float | None = None
 
 
-class ChatCompletion(_Reply):
+class ChatCompletion(LeanReply):
     """The answer of `/v1/chat/completions`; `prompt_logprobs` is an extension."""
 
     _left_out = frozenset({"prompt_logprobs"})
@@ -143,7 +133,7 @@ class ChatCompletion(_Reply):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class ChatDelta(_Reply):
+class ChatDelta(LeanReply):
     """What a chunk adds to the message; absent fields are left out of the JSON."""
 
     _left_out = frozenset({"role", "content", "tool_calls"})
@@ -153,7 +143,7 @@ class ChatDelta(_Reply):
     tool_calls: list[ToolCallDelta] | None = None
 
 
-class ChatChunkChoice(_Reply):
+class ChatChunkChoice(LeanReply):
     _left_out = frozenset({"stop_reason", "score"})
 
     index: int = 0
@@ -164,7 +154,7 @@ class ChatChunkChoice(_Reply):
     score: float | None = None
 
 
-class ChatCompletionChunk(_Reply):
+class ChatCompletionChunk(LeanReply):
     """One chunk of a streamed chat completion. `prompt_logprobs`, an extension, come with the first."""
 
     _left_out = frozenset({"prompt_logprobs"})

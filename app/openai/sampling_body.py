@@ -3,69 +3,93 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from app.engine.params import EarlyStopping, SamplingParams, Structure
 from app.errors import RequestError
-from app.openai.strict import StrictBody
-from app.openai.tool_bodies import Text
+from app.openai.strict import JsonObject, StrictBody, Text, refused
 
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 
 
-class StreamOptions(StrictBody):
-    """`include_usage` adds a last chunk with the token counts."""
+TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 
-    include_usage: bool = False
+
+class StreamOptions(StrictBody):
+    include_usage: bool | None = None
+    """A last chunk has the token counts. The events of `/v1/responses` end with them anyway."""
+    include_obfuscation: Annotated[
+        Literal[False] | None, refused("chunks are not padded here; leave it out or send false", False)
+    ] = None
+    """Chunks are never padded with random characters: `true` is refused."""
 
 
 class SamplingBody(StrictBody):
-    """How to choose tokens, and when to stop. `None` is the default of each.
+    """How to choose tokens, and when to stop. A null is the default of each field. Bounds are those of
+    `app.engine.params.SamplingParams`."""
 
-    OpenAI's are `n`, `temperature`, `top_p`, `frequency_penalty`, `presence_penalty`, `logit_bias` (token id, as a
-    string → what is added), `seed`, `stop`, `stream` and `stream_options`. The others are extensions, and mean what
-    they mean in `app.engine.params.SamplingParams`:
-
-    - which tokens: `top_k`, `min_p`, `repetition_penalty`, `bad_words`, `min_tokens`;
-    - when to stop: `ignore_eos`, `stop_token_ids`, `include_stop_str`;
-    - of several outputs the best: `best_of`, `use_beam_search`, `length_penalty`, `early_stopping`;
-    - `prompt_logprobs`: log probabilities of the prompt's tokens, and so many alternatives for each;
-    - what the output looks like, at most one of: `guided_json` (a JSON schema), `guided_regex`, `guided_choice`,
-      `guided_grammar` (Lark).
-    """
-
-    model: str
+    model: Annotated[Text, Field(max_length=256, examples=["builtin"])]
+    """The served model, or an adapter of it."""
     n: int | None = None
+    """Outputs; their prompt is computed once."""
     best_of: int | None = None
+    """So many outputs are generated, and the `n` whose tokens have the highest mean log probability returned."""
     temperature: float | None = None
+    """0 is greedy; above, logits are divided by it. 1 by default."""
     top_p: float | None = None
+    """Sample among the fewest tokens whose probability reaches p."""
     top_k: int | None = None
+    """Sample among the k likeliest tokens; 0: all."""
     min_p: float | None = None
+    """Sample among tokens at least so many times as likely as the likeliest; 0: all."""
     frequency_penalty: float | None = None
+    """Taken from a token's logit, times how often it is in the output."""
     presence_penalty: float | None = None
+    """Taken from the logits of tokens in the output."""
     repetition_penalty: float | None = None
+    """Logits of tokens in prompt or output are divided by it if positive, else multiplied. 1 changes nothing."""
     logit_bias: dict[str, float] | None = None
+    """Token id, as a string → what is added to its logit, between -100 and 100."""
     bad_words: list[Text] | None = None
+    """Strings that are not to be in the output."""
     seed: int | None = None
+    """The same seed and the same request give the same tokens, in any company."""
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str: bool = False
-    ignore_eos: bool = False
+    """Strings that end the output."""
+    stop_token_ids: TokenIds | None = None
+    """Tokens that end the output, also with `ignore_eos`."""
+    include_stop_str: bool | None = None
+    """The output includes the stop string that ended it."""
+    ignore_eos: bool | None = None
+    """Go on after the end-of-sequence token."""
     min_tokens: int | None = None
-    use_beam_search: bool = False
+    """Before so many tokens nothing that would end the output is chosen, but for `stop` strings."""
+    use_beam_search: bool | None = None
+    """The `n` likeliest of `best_of` beams instead of samples. Nothing else may then be said about sampling."""
     length_penalty: float | None = None
+    """Of beams: a score is the sum of log probabilities over the length to this power. 1 by default."""
     early_stopping: EarlyStopping | None = None
+    """Of beams: true: stop when `best_of` have ended; false: when a better one is unlikely; "never": impossible."""
     prompt_logprobs: int | None = None
-    guided_json: str | dict[str, Any] | None = None
+    """Log probabilities of the prompt's tokens, and so many alternatives for each."""
+    guided_json: str | JsonObject | None = None
+    """A JSON schema that the output follows. At most one of the `guided_…` fields can be set."""
     guided_regex: Text | None = None
+    """A regular expression that the whole output matches."""
     guided_choice: list[Text] | None = None
+    """The output is one of these."""
     guided_grammar: Text | None = None
+    """A Lark grammar that the output follows."""
     stream: bool | None = None
+    """Send the output as server-sent events while it is generated."""
     stream_options: StreamOptions | None = None
+    """With `stream`."""
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def num_outputs(self) -> int:
@@ -101,9 +125,9 @@ class SamplingBody(StrictBody):
             max_tokens=max_tokens,
             logit_bias=_by_token_id(self.logit_bias or {}),
             seed=self.seed,
-            include_stop_str=self.include_stop_str,
-            ignore_eos=self.ignore_eos,
-            use_beam_search=self.use_beam_search,
+            include_stop_str=bool(self.include_stop_str),
+            ignore_eos=bool(self.ignore_eos),
+            use_beam_search=bool(self.use_beam_search),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             structure=structure,

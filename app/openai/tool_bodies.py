@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
-from app.openai.strict import StrictBody
+from app.openai.lean import LeanReply
+from app.openai.strict import JsonObject, StrictBody, Text
 
 MAX_TOOLS = 128
 
 
-def _is_text(text: str) -> str:
-    """JSON can carry half of a surrogate pair, which is no character and has no tokens."""
-    text.encode()  # UnicodeEncodeError is a ValueError
-    return text
-
-
-Text = Annotated[str, AfterValidator(_is_text)]
 # What OpenAI's API allows; so a name needs no escaping in JSON or in a grammar.
-FunctionName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9_.-]{1,64}\z")]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 class FunctionDefinition(StrictBody):
@@ -28,7 +22,7 @@ class FunctionDefinition(StrictBody):
 
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -60,6 +54,8 @@ class FunctionCall(StrictBody):
 
     name: Text
     arguments: Text
+    parsed_arguments: Annotated[Any, Field(exclude=True)] = None
+    """What the official client has made of `arguments` when it sends an answer back. Nobody looks at it."""
 
 
 class ToolCall(StrictBody):
@@ -70,25 +66,21 @@ class ToolCall(StrictBody):
     function: FunctionCall
 
 
-class FunctionCallDelta(BaseModel):
+class FunctionCallDelta(LeanReply):
     """`arguments` continues what chunks before have brought of it."""
+
+    _left_out = frozenset({"name", "arguments"})
 
     name: str | None = None
     arguments: str | None = None
 
-    @model_serializer(mode="wrap")
-    def _omit_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in serialize(self).items() if value is not None}
 
-
-class ToolCallDelta(BaseModel):
+class ToolCallDelta(LeanReply):
     """What a chunk adds to call number `index`: first its id, type and name, then pieces of its arguments."""
+
+    _left_out = frozenset({"id", "type"})
 
     index: int
     id: str | None = None
     type: Literal["function"] | None = None
     function: FunctionCallDelta
-
-    @model_serializer(mode="wrap")
-    def _omit_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in serialize(self).items() if value is not None}

@@ -1,47 +1,68 @@
-"""The engine replicas as the ingress calls them: whole, streamed, cancelled, and what calls fail with."""
+"""The engine replicas as the ingress calls them: whole, streamed, cancelled, tried again; and what calls fail with."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any, cast
 
+import grpc
 from ray.exceptions import RayActorError, RayTaskError
+from ray.serve import metrics
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from app.errors import EngineError, FolioError, UnavailableError
+from app.engine.params import SamplingParams
+from app.errors import EngineError, FolioError, OverloadedError, UnavailableError
+from app.fleet.overload import Refusals
 from app.openai.pieces import Piece
+from app.serving.attempts import Attempts
 from app.serving.interleave import interleave
 from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts
 
 # What awaiting a call of a replica raises when the call failed, the replica is gone, or none can be had.
-_FAILURES = (RayTaskError, RayActorError, DeploymentUnavailableError)
+_FAILURES = (RayTaskError, RayActorError, DeploymentUnavailableError, grpc.aio.AioRpcError)
+# gRPC says so when a replica's process is gone, or is about to end and takes no more calls.
+_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+# A message may have 4 MiB. An output token takes up to 16 bytes, id and text: so all outputs of a call with so many
+# tokens fit into half of that, even if its reader was so slow that they come in one.
+_MOST_TOKENS_BY_VALUE = 131_072
+_BROKEN_OFF = "the engine replica has broken off; send the request again"
 
 
 class Replicas:
-    """All engine replicas of the application, behind their handle. Every method raises `FolioError`s."""
+    """All engine replicas of the application, behind their handle. Every method raises `FolioError`s.
 
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+    Args:
+        refusals: by replicas whose queue was full.
+    """
+
+    def __init__(self, handle: DeploymentHandle[Any], refusals: Refusals) -> None:
         self._handle = handle
+        self._refusals = refusals
+        self._sent_again = metrics.Counter(
+            "folio_repeated_calls",
+            "Calls of a replica that were sent to another one: it was gone, or its queue was full.",
+            tag_keys=("reason",),
+        )
 
     async def generate(self, calls: Sequence[GenerateRequest]) -> list[list[Piece]]:
         """The outputs of each call, each output in one piece. When one call fails, the others are cancelled."""
-        return await _results_of([self._handle.generate.remote(call) for call in calls])
+        return await _all_of([self._whole(call) for call in calls])
 
     def generate_stream(self, calls: Sequence[GenerateRequest]) -> AsyncGenerator[tuple[int, Piece], None]:
         """Pieces of all calls as they come, each with the number of its call. Close it to cancel them."""
-        method = self._handle.options(stream=True).generate_stream
-        return interleave([_pieces_of(method, call) for call in calls])
+        return interleave([self._stream(call) for call in calls])
 
     async def fork(self, call: ForkCall) -> list[Piece]:
-        """The forks, each in one piece."""
+        """The forks, each in one piece. They are not tried again: what they go on from is gone with its replica."""
         return cast(list[Piece], await _result_of(self._handle.fork.remote(call)))
 
     async def fork_stream(self, call: ForkCall) -> AsyncGenerator[Piece, None]:
         """The forks piece by piece. Close it to cancel them."""
-        async with aclosing(_pieces_of(self._handle.options(stream=True).fork_stream, call)) as pieces:
+        method = self._streaming(call.params).fork_stream
+        async with aclosing(_pieces_of(method, call)) as pieces:
             async for piece in pieces:
                 yield piece
 
@@ -55,7 +76,85 @@ class Replicas:
 
     async def all(self, method: str, *args: Any) -> list[Any]:
         """What every replica answers."""
-        return cast(list[Any], await _result_of(self._handle.broadcast(method, *args).results_async()))
+        try:
+            return await self._handle.broadcast(method, *args).results_async()
+        except _FAILURES as error:
+            raise unwrap(error) from error
+
+    async def each(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """What every replica answers, or the `FolioError` that came of it: who does not answer in time is
+        unavailable, and the others are heard nevertheless."""
+        response = self._handle.broadcast(method, *args)
+        # Its public methods know one timeout for all replicas together, and then none of the answers.
+        try:
+            async with asyncio.timeout(timeout_s):
+                results = await response._fetch_replica_results_async()
+        except TimeoutError:
+            raise UnavailableError(f"no engine replica could be asked within {timeout_s} s") from None
+        answers = [asyncio.ensure_future(result.get_async()) for result in results]
+        if not answers:
+            return []
+        try:
+            await asyncio.wait(answers, timeout=timeout_s)
+        finally:
+            for answer in answers:
+                answer.cancel()  # those that are there stay as they are
+        return [_answer_of(answer, timeout_s) for answer in answers]
+
+    async def _whole(self, call: GenerateRequest) -> list[Piece]:
+        attempts = Attempts(call, self._refusals)
+        while True:
+            try:
+                return await self._at_once(attempts.next_call())
+            except (UnavailableError, OverloadedError) as error:
+                self._sent_again.inc(tags={"reason": attempts.failed(error)})
+
+    async def _at_once(self, call: GenerateRequest) -> list[Piece]:
+        """As a stream of one item, where that can go by value: a replica does not hear that the caller of anything else
+        has died, and would go on to the end."""
+        if not fits_by_value(call.params):
+            return cast(list[Piece], await _result_of(self._handle.generate.remote(call)))
+        return await _only_item_of(self._streaming(call.params).generate_at_once.remote(call))
+
+    async def _stream(self, call: GenerateRequest) -> AsyncGenerator[Piece, None]:
+        """Tried again as long as nothing has come of it: afterwards the caller would see a beginning twice."""
+        attempts, begun = Attempts(call, self._refusals), False
+        method = self._streaming(call.params).generate_stream
+        while True:
+            try:
+                async with aclosing(_pieces_of(method, attempts.next_call())) as pieces:
+                    async for piece in pieces:
+                        begun = True
+                        yield piece
+                return
+            except (UnavailableError, OverloadedError) as error:
+                if begun:
+                    raise
+                self._sent_again.inc(tags={"reason": attempts.failed(error)})
+
+    def _streaming(self, params: SamplingParams) -> DeploymentHandle[Any]:
+        """By value an item costs half as much, and the replica hears when this process dies; but it may not be long."""
+        return self._handle.options(stream=True, _by_reference=not fits_by_value(params))
+
+
+def fits_by_value(params: SamplingParams) -> bool:
+    """Whether no item of a stream with these parameters can be too long for a message."""
+    if params.logprobs is not None or params.prompt_logprobs is not None:
+        return False
+    if params.max_tokens is None:
+        return params.n == 1
+    return params.n * params.max_tokens <= _MOST_TOKENS_BY_VALUE
+
+
+def _answer_of(answer: asyncio.Future[Any], timeout_s: float) -> Any:
+    if not answer.done() or answer.cancelled():
+        return UnavailableError(f"the engine replica has not answered within {timeout_s} s")
+    error = answer.exception()
+    if error is None:
+        return answer.result()
+    if isinstance(error, _FAILURES):
+        return unwrap(error)
+    raise error
 
 
 async def _pieces_of(method: Any, call: GenerateRequest | ForkCall) -> AsyncGenerator[Piece, None]:
@@ -64,38 +163,76 @@ async def _pieces_of(method: Any, call: GenerateRequest | ForkCall) -> AsyncGene
     response = method.remote(call)
     finished = False
     try:
-        async for pieces in response:
-            finished = pieces[-1].ends_request
-            for piece in pieces:
-                yield piece
-    except _FAILURES as error:
-        raise unwrap(error) from error
+        with _translated():
+            async for pieces in response:
+                finished = pieces[-1].ends_request
+                for piece in pieces:
+                    yield piece
+            if not finished:
+                raise UnavailableError(_BROKEN_OFF)
     finally:
         if not finished:  # dropping the generator would not stop the replica
             response.cancel()
 
 
-async def _results_of(responses: Sequence[Any]) -> list[Any]:
-    """Await calls of replicas; when one fails, the others are cancelled."""
+async def _only_item_of(response: Any) -> list[Piece]:
+    """Of a replica's stream; it is cancelled when this task is."""
+    pieces: list[Piece] | None = None
     try:
-        return await asyncio.gather(*map(_result_of, responses))
-    except BaseException:
-        for response in responses:
+        with _translated():
+            async for item in response:
+                pieces = item
+            if pieces is None:
+                raise UnavailableError(_BROKEN_OFF)
+            return pieces
+    finally:
+        if pieces is None:
             response.cancel()
-        raise
+
+
+async def _all_of(calls: Sequence[Coroutine[Any, Any, list[Piece]]]) -> list[list[Piece]]:
+    """Await all; when one fails, or this is cancelled, the others are cancelled."""
+    if len(calls) == 1:  # the common case needs no tasks
+        return [await calls[0]]
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _result_of(response: Any) -> Any:
-    """Await a call of a replica, or of all. When this task is cancelled Serve cancels the call."""
+    """Await a call of a replica; it is cancelled when this task is."""
     try:
-        return await response
+        with _translated():
+            return await response
+    except asyncio.CancelledError:
+        response.cancel()
+        raise
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """What a call fails with becomes the `FolioError` that it means."""
+    try:
+        yield
     except _FAILURES as error:
         raise unwrap(error) from error
+    except asyncio.CancelledError:
+        # Serve has a call end as if this task had been cancelled when a replica that is stopped breaks it off.
+        task = asyncio.current_task()
+        if task is not None and not task.cancelling():
+            raise UnavailableError(_BROKEN_OFF) from None
+        raise
 
 
 def unwrap(error: Exception) -> FolioError:
     """What really happened at the replica."""
-    if isinstance(error, RayActorError | DeploymentUnavailableError):
+    if isinstance(error, RayActorError | DeploymentUnavailableError) or (
+        isinstance(error, grpc.aio.AioRpcError) and error.code() in _GONE
+    ):
         return UnavailableError("the engine replica cannot be reached; send the request again")
     cause = error.cause if isinstance(error, RayTaskError) else None
-    return cause if isinstance(cause, FolioError) else EngineError(f"the engine replica failed: {error}")
+    return cause if isinstance(cause, FolioError) else EngineError("the engine replica failed; its log says more")

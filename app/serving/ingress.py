@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -13,23 +14,55 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from app.edge.exchange import current_exchange, note_error
+from app.edge.settings import HttpSettings
 from app.engine.model_loader import load_tokenizer
 from app.engine.params import SamplingParams
-from app.errors import EngineError, UnknownModelError, UnknownRequestError
+from app.errors import (
+    FolioError,
+    RequestError,
+    UnavailableError,
+    UnknownModelError,
+    UnknownPinError,
+    UnknownRequestError,
+)
+from app.fleet.overload import Refusals
+from app.logs import configure_logs
 from app.openai.answers import CompletionAnswer
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, GenerationBody, PinRequest
 from app.openai.chat_answers import ChatAnswer
+from app.openai.errors import error_response
 from app.openai.http import build_api
+from app.openai.operator_replies import LoadReport, PinList
 from app.openai.pieces import split_public_id
-from app.openai.prompts import encode_chat, encode_completion, encode_pin, prompt_texts
+from app.openai.prompts import (
+    decode_tokens,
+    encode_chat,
+    encode_completion,
+    encode_pin,
+    encode_tokenize,
+    prompt_texts,
+)
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, ModelCard, ModelList
+from app.openai.responses_answers import ResponseAnswer
+from app.openai.responses_body import ResponsesRequest, in_terms_of_responses
+from app.openai.responses_replies import ResponseObject, StreamEvent
+from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
 from app.openai.token_texts import TokenTexts
 from app.openai.tools import tool_use
+from app.serving.admission import Admission
 from app.serving.calls import Replicas
 from app.serving.messages import ForkCall, GenerateRequest
+from app.serving.metrics import MetricsPage, RequestMeter
+from app.serving.reports import load_report, pin_list
 from vmem import BudgetAnswer, MemoryReport
 
 READY_TIMEOUT_S = 10
+# Reports are wanted soon or not at all.
+STATUS_TIMEOUT_S = 2.0
+UNPIN_TIMEOUT_S = 10.0
+
+logger = logging.getLogger(__name__)
 
 
 @serve.ingress()
@@ -37,38 +70,60 @@ class Ingress:
     """Serves one model under one name, and adapters of it under theirs.
 
     Over HTTP it speaks the OpenAI API; another Ray application calls the same methods through its
-    `DeploymentHandle`, with the same bodies: `generate`, `chat`, `generate_stream`, `chat_stream`; and `fork`,
-    `fork_stream`, `report`, `set_budget`, `pin`, `unpin`. Requests of one `session` go to the same replica where that
-    costs little.
+    `DeploymentHandle`, with the same bodies: `generate`, `chat`, `responses`, and these with `_stream`; `fork`,
+    `fork_stream`; `tokenize`, `detokenize`; and `report`, `load`, `set_budget`, `pin`, `pins`, `unpin`. Requests of one
+    `session` go to the same replica where that costs little.
 
     Args:
         model: whose tokenizer to load.
         model_name: what clients call it.
         engine: handle of the engine replicas.
         adapters: names of the LoRA adapters that the engine has.
+        http: how the HTTP interface is protected.
     """
 
     def __init__(
-        self, model: str, model_name: str, engine: DeploymentHandle[Any], adapters: Sequence[str] = ()
+        self,
+        model: str,
+        model_name: str,
+        engine: DeploymentHandle[Any],
+        adapters: Sequence[str] = (),
+        http: HttpSettings | None = None,
     ) -> None:
+        configure_logs()
+        self._http = http
         self._tokenizer = load_tokenizer(model)
         self._tokens = TokenTexts(self._tokenizer)
         self._model_name = model_name
         self._adapters = tuple(adapters)
-        self._replicas = Replicas(engine)
+        refusals = Refusals()
+        self._replicas = Replicas(engine, refusals)
+        self._admission = Admission(refusals)
         self._created = int(time.time())
         self._max_model_len: int | None = None
+        self._meter = RequestMeter()
+        self._metrics = MetricsPage(serve.get_replica_context().app_name)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_api(self)
+        return build_api(self, self._http, echoes_id=False)  # Serve's proxy does
 
     async def ready(self) -> None:
-        """Returns when an engine replica answers that it is well."""
+        """Returns when an engine replica answers that it is well.
+
+        Raises:
+            UnavailableError: none does, or the server is about to stop.
+        """
+        self._admission.check_open()
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 await self._replicas.facts()
         except TimeoutError:
-            raise EngineError(f"no engine replica answered within {READY_TIMEOUT_S} s") from None
+            raise UnavailableError(f"no engine replica answered within {READY_TIMEOUT_S} s") from None
+
+    async def drain(self) -> int:
+        """Take nothing new from now on; returns how many requests are under way."""
+        self._admission.drain()
+        return self._admission.num_inside
 
     async def models(self) -> ModelList:
         return ModelList(data=[await self.model(name) for name in (self._model_name, *self._adapters)])
@@ -80,38 +135,100 @@ class Ingress:
 
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion, whole."""
-        calls, answer = await asyncio.to_thread(self._completion, request, session)
-        return answer.whole(await self._replicas.generate(calls))
+        with self._meter.measure("completions") as measured, self._admission.enter():
+            calls, answer = await asyncio.to_thread(self._completion, request, session)
+            await self._pin_prompt(request, calls)
+            measured.sends(calls)
+            outputs = await self._replicas.generate(calls)
+            measured.receives(outputs)
+            return answer.whole(outputs)
 
     async def generate_stream(
         self, request: CompletionRequest, session: str | None = None
     ) -> AsyncIterator[Completion]:
         """A completion, piece by piece: outputs take turns as they are generated."""
-        calls, answer = await asyncio.to_thread(self._completion, request, session)
-        async with aclosing(self._replicas.generate_stream(calls)) as pieces:
-            async for prompt, piece in pieces:
-                yield answer.chunk(piece, prompt)
-        if request.include_usage:
-            yield answer.last_chunk()
+        with self._meter.measure("completions") as measured, self._admission.enter():
+            calls, answer = await asyncio.to_thread(self._completion, request, session)
+            await self._pin_prompt(request, calls)
+            measured.sends(calls)
+            async with aclosing(self._replicas.generate_stream(calls)) as pieces:
+                async for prompt, piece in pieces:
+                    measured.streams(piece, prompt)
+                    yield answer.chunk(piece, prompt)
+            if request.include_usage:
+                yield answer.last_chunk()
 
     async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
         """A chat completion, whole."""
-        call, answer = await asyncio.to_thread(self._chat, request, session)
-        [outputs] = await self._replicas.generate([call])
-        return answer.whole(outputs)
+        with self._meter.measure("chat") as measured, self._admission.enter():
+            call, answer = await asyncio.to_thread(self._chat, request, session)
+            await self._pin_prompt(request, [call])
+            measured.sends([call])
+            [outputs] = await self._replicas.generate([call])
+            measured.receives([outputs])
+            return answer.whole(outputs)
 
     async def chat_stream(
         self, request: ChatCompletionRequest, session: str | None = None
     ) -> AsyncIterator[ChatCompletionChunk]:
         """A chat completion, piece by piece; the first chunk of each output carries the role."""
-        call, answer = await asyncio.to_thread(self._chat, request, session)
-        async with aclosing(self._replicas.generate_stream([call])) as pieces:
-            async for _, piece in pieces:
-                chunk = answer.chunk(piece)
-                if chunk is not None:
-                    yield chunk
-        if request.include_usage:
-            yield answer.last_chunk()
+        with self._meter.measure("chat") as measured, self._admission.enter():
+            call, answer = await asyncio.to_thread(self._chat, request, session)
+            await self._pin_prompt(request, [call])
+            measured.sends([call])
+            async with aclosing(self._replicas.generate_stream([call])) as pieces:
+                async for _, piece in pieces:
+                    measured.streams(piece)
+                    chunk = answer.chunk(piece)
+                    if chunk is not None:
+                        yield chunk
+            if request.include_usage:
+                yield answer.last_chunk()
+
+    async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject:
+        """A response, whole."""
+        with self._meter.measure("responses") as measured, self._admission.enter():
+            call, answer = await asyncio.to_thread(self._response, request, session)
+            await self._pin_prompt(request, [call])
+            measured.sends([call])
+            [outputs] = await self._replicas.generate([call])
+            measured.receives([outputs])
+            return answer.whole(outputs)
+
+    async def responses_stream(
+        self, request: ResponsesRequest, session: str | None = None
+    ) -> AsyncIterator[StreamEvent]:
+        """A response, event by event. Once it has begun, what goes wrong is its last event instead of an error."""
+        with self._meter.measure("responses") as measured, self._admission.enter():
+            call, answer = await asyncio.to_thread(self._response, request, session)
+            await self._pin_prompt(request, [call])
+            measured.sends([call])
+            begun = False
+            try:
+                async with aclosing(self._replicas.generate_stream([call])) as pieces:
+                    async for _, piece in pieces:
+                        measured.streams(piece)
+                        for event in answer.events(piece):
+                            begun = True
+                            yield event
+            except FolioError as error:
+                if not begun:
+                    raise
+                logger.exception("a response failed")
+                note_error(error_response(error)[1].error.code)
+                measured.fails(error)
+                yield answer.failed(error)
+
+    async def tokenize(self, request: TokenizeRequest) -> Tokens:
+        """The tokens of a text or a conversation."""
+        max_model_len = await self._facts()
+        return await asyncio.to_thread(self._tokens_of, request, max_model_len)
+
+    async def detokenize(self, request: DetokenizeRequest) -> DetokenizedText:
+        """The text of tokens."""
+        if request.model is not None:
+            self._adapter_of(request.model)
+        return DetokenizedText(prompt=await asyncio.to_thread(decode_tokens, self._tokenizer, request.tokens))
 
     async def fork(self, request: ForkRequest) -> Completion:
         """More outputs of a request from where one of its outputs is, whole. Its prompt is not in the usage.
@@ -119,22 +236,47 @@ class Ingress:
         Raises:
             UnknownRequestError: no replica has the request, or not any more.
         """
-        call, answer = self._fork(request)
-        return answer.whole([await self._replicas.fork(call)])
+        with self._meter.measure("fork") as measured, self._admission.enter():
+            call, answer = self._fork(request)
+            outputs = await self._replicas.fork(call)
+            measured.receives([outputs])
+            return answer.whole([outputs])
 
     async def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]:
         """The same, piece by piece."""
-        call, answer = self._fork(request)
-        async with aclosing(self._replicas.fork_stream(call)) as pieces:
-            async for piece in pieces:
-                yield answer.chunk(piece)
-        if request.include_usage:
-            yield answer.last_chunk()
+        with self._meter.measure("fork") as measured, self._admission.enter():
+            call, answer = self._fork(request)
+            async with aclosing(self._replicas.fork_stream(call)) as pieces:
+                async for piece in pieces:
+                    measured.streams(piece)
+                    yield answer.chunk(piece)
+            if request.include_usage:
+                yield answer.last_chunk()
+
+    async def metrics(self) -> str:
+        """Everything that all replicas of this application have told Prometheus.
+
+        Raises:
+            UnavailableError: some of it cannot be had now.
+        """
+        return await self._metrics.text()
 
     async def report(self) -> MemoryReport:
         """KV memory of one engine replica."""
         report: MemoryReport = await self._replicas.one("report")
         return report
+
+    async def reports(self) -> dict[str, MemoryReport]:
+        """KV memory of every engine replica, by its name."""
+        return dict(await self._replicas.all("named_report"))
+
+    async def check_integrity(self) -> None:
+        """Audit the books of every engine replica: memory adds up, and without requests all of it is free.
+
+        Raises:
+            EngineError: they do not; that replica stops, and is replaced.
+        """
+        await self._replicas.all("check_integrity")
 
     async def set_budget(self, budget_bytes: int, revision: int) -> list[BudgetAnswer]:
         """Change how much memory the KV cache of every engine replica may take, while they serve.
@@ -147,20 +289,61 @@ class Ingress:
         """
         return await self._replicas.all("set_budget", budget_bytes, revision)
 
+    async def load(self) -> LoadReport:
+        """How busy every engine replica is. Those that do not answer soon are counted only."""
+        return load_report(await self._replicas.each("status", timeout_s=STATUS_TIMEOUT_S))
+
+    async def pins(self) -> PinList:
+        """The pinned prefixes of all engine replicas that answer soon."""
+        return pin_list(await self._replicas.each("status", timeout_s=STATUS_TIMEOUT_S))
+
     async def pin(self, request: PinRequest) -> None:
         """Compute a prefix on every engine replica and keep it in the prefix cache; returns when all have.
 
         Raises:
-            RequestError: the prompt is too short to be shared, or the name is taken; a replica may have it all the
-                same, and keeps it until `unpin`.
+            RequestError: the prompt is too short to be shared, or the name is another prefix's; a replica may have it
+                all the same, and keeps it until `unpin`.
             EngineError: a replica has no room for it within its quota.
+            ForbiddenError: the caller's API key is another tenant's.
         """
+        exchange = current_exchange()
+        tenant = request.tenant if exchange is None else exchange.tenant_of(request.tenant)
         prefix = await asyncio.to_thread(encode_pin, self._tokenizer, request)
-        await self._replicas.all("pin", request.name, prefix, request.cache_salt)
+        await self._replicas.all("pin", request.name, prefix, request.cache_salt, tenant)
 
     async def unpin(self, name: str) -> None:
-        """Let a pinned prefix go. Raises `RequestError` if none of that name is pinned."""
-        await self._replicas.all("unpin", name)
+        """Let a pinned prefix go on every engine replica: those that have started later may not have it.
+
+        Raises:
+            UnknownPinError: none has one of that name.
+            EngineError: a replica has not answered, and may have it still.
+        """
+        answers = await self._replicas.each("unpin", name, timeout_s=UNPIN_TIMEOUT_S)
+        errors = [answer for answer in answers if isinstance(answer, FolioError)]
+        for error in errors:
+            if len(errors) == len(answers) or not isinstance(error, UnknownPinError):
+                raise error
+
+    async def _pin_prompt(self, request: GenerationBody, calls: Sequence[GenerateRequest]) -> None:
+        """What the body's `pin` asks for."""
+        if request.pin is None:
+            return
+        if len(calls) != 1:
+            raise RequestError(f"pin is for one prompt, and there are {len(calls)}: send them one by one", "pin")
+        [call] = calls
+        if call.adapter is not None:
+            raise RequestError(f"prefixes are pinned for the model {self._model_name!r} only, not for adapters", "pin")
+        try:
+            await self._replicas.all("pin", request.pin, call.prompt_token_ids, call.cache_salt, call.tenant)
+        except RequestError as error:
+            raise type(error)(error.message, "pin") from error
+
+    def _tokens_of(self, request: TokenizeRequest, max_model_len: int) -> Tokens:
+        if request.model is not None:
+            self._adapter_of(request.model)
+        tokens = encode_tokenize(self._tokenizer, request)
+        texts = [self._tokens.chat_token(token_id) for token_id in tokens] if request.return_token_strs else None
+        return Tokens(count=len(tokens), max_model_len=max_model_len, tokens=tokens, token_strs=texts)
 
     def _completion(
         self, request: CompletionRequest, session: str | None
@@ -186,7 +369,14 @@ class Ingress:
         )
         return calls, answer
 
-    def _chat(self, request: ChatCompletionRequest, session: str | None) -> tuple[GenerateRequest, ChatAnswer]:
+    def _response(self, request: ResponsesRequest, session: str | None) -> tuple[GenerateRequest, ResponseAnswer]:
+        with in_terms_of_responses():
+            call, chat = self._chat(request.as_chat(), session, "resp")
+        return call, ResponseAnswer(request, chat)
+
+    def _chat(
+        self, request: ChatCompletionRequest, session: str | None, kind: str = "chatcmpl"
+    ) -> tuple[GenerateRequest, ChatAnswer]:
         adapter = self._adapter_of(request.model)
         tools = tool_use(self._tokenizer, request.tools, request.tool_choice, request.parallel_tool_calls)
         prompt = encode_chat(self._tokenizer, request)
@@ -194,7 +384,7 @@ class Ingress:
             params = request.sampling_params()
         else:
             params = request.sampling_params(tools.structure, tools.kept_token_ids)
-        call = _call_of(_new_id("chatcmpl"), prompt, params, request, adapter, session)
+        call = _call_of(_new_id(kind), prompt, params, request, adapter, session)
         answer = ChatAnswer(
             call.request_id,
             request.model,
@@ -252,14 +442,26 @@ def _call_of(
     adapter: str | None,
     session: str | None,
 ) -> GenerateRequest:
+    tenant, timeout_s = request.tenant, request.timeout_s
+    exchange = current_exchange()
+    if exchange is not None:
+        tenant, timeout_s = exchange.admit(
+            request_id,
+            model=request.model,
+            tenant=tenant,
+            priority=request.priority or 0,
+            pins=request.pin is not None,
+            timeout_s=timeout_s,
+        )
     return GenerateRequest(
         request_id=request_id,
         prompt_token_ids=prompt,
         params=params,
-        priority=request.priority,
+        priority=request.priority or 0,
         cache_salt=request.cache_salt,
         adapter=adapter,
-        tenant=request.whose,
-        timeout_s=request.timeout_s,
-        session=session,
+        tenant=tenant,
+        user=request.user or None,
+        timeout_s=timeout_s,
+        session=session or request.prompt_cache_key,
     )

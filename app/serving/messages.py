@@ -8,6 +8,7 @@ from typing import Any
 
 from app.engine.params import SamplingParams
 from app.fleet.report import ReplicaReport, StepTimes
+from vmem import MemoryReport, PinReport
 
 _REPORT_FIELDS = {field.name for field in fields(ReplicaReport)}
 _STEP_FIELDS = {field.name for field in fields(StepTimes)}
@@ -17,8 +18,13 @@ _STEP_FIELDS = {field.name for field in fields(StepTimes)}
 class GenerateRequest:
     """A tokenised prompt and how to continue it.
 
-    `priority`, `cache_salt`, `adapter`, `tenant`, `timeout_s`: see `RequestOptions`; `session`: what belongs together,
-    a hint for the router; `expected`: the router's word for what a replica has cached of the prompt.
+    `priority`, `cache_salt`, `adapter`, `tenant`, `user`, `timeout_s`: see `RequestOptions`; `session`: what belongs
+    together, a hint for the router; `expected`: the router's word for what a replica has cached of the prompt.
+
+    Attributes:
+        crowded: replicas whose queues were full a moment ago: to be asked last.
+        refused_by: those that have refused this request: not to be asked.
+        stopped: replicas whose engines have stopped: not to be asked.
     """
 
     request_id: str
@@ -28,9 +34,13 @@ class GenerateRequest:
     cache_salt: str | None = None
     adapter: str | None = None
     tenant: str | None = None
+    user: str | None = None
     timeout_s: float | None = None
     session: str | None = None
     expected: Expected | None = None
+    crowded: tuple[str, ...] = ()
+    refused_by: tuple[str, ...] = ()
+    stopped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +67,61 @@ class ReplicaFacts:
     """What the ingress tells clients about the model."""
 
     max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """What an engine replica tells operators about itself: fields of `ReplicaReport` and `MemoryReport`.
+
+    Attributes:
+        name: of the replica.
+        prompt_tokens, cached_tokens: `queried_tokens` and `hit_tokens` of the memory.
+        ready_s: seconds from its start until it was ready.
+    """
+
+    name: str
+    num_running: int
+    num_waiting: int
+    max_num_seqs: int
+    queued_tokens: int
+    queued_s: float
+    busy_share: float
+    free_tokens: int
+    total_tokens: int
+    budget_bytes: int
+    physical_bytes: int
+    active_bytes: int
+    cached_bytes: int
+    pinned_bytes: int
+    swapped_bytes: int
+    prompt_tokens: int
+    cached_tokens: int
+    pins: tuple[PinReport, ...]
+    ready_s: float
+
+    @staticmethod
+    def of(name: str, load: ReplicaReport, memory: MemoryReport, ready_s: float) -> ReplicaStatus:
+        return ReplicaStatus(
+            name=name,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            max_num_seqs=load.max_num_seqs,
+            queued_tokens=load.queued_tokens,
+            queued_s=load.queued_s,
+            busy_share=load.busy_share,
+            free_tokens=load.free_tokens,
+            total_tokens=load.total_tokens,
+            budget_bytes=memory.budget_bytes,
+            physical_bytes=memory.physical_bytes,
+            active_bytes=memory.active_bytes,
+            cached_bytes=memory.cached_bytes,
+            pinned_bytes=memory.pinned_bytes,
+            swapped_bytes=memory.swapped_bytes,
+            prompt_tokens=memory.queried_tokens,
+            cached_tokens=memory.hit_tokens,
+            pins=memory.pins,
+            ready_s=ready_s,
+        )
 
 
 def report_as_stats(report: ReplicaReport) -> dict[str, Any]:

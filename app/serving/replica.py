@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import math
 import os
 import threading
@@ -17,15 +17,17 @@ from ray import serve
 from app.config import EngineConfig
 from app.engine import AsyncEngine, Delta
 from app.engine.async_engine import Pace
-from app.errors import ConfigError, RequestError, UnavailableError, UnknownRequestError
+from app.errors import ConfigError, OverloadedError, RequestError, UnavailableError, UnknownRequestError
 from app.fleet.autoscaling import ReplicaLoad
+from app.logs import configure_logs
 from app.openai.pieces import Piece, PieceCollector
 from app.serving.ledger import BudgetMember, device_of_this_replica
-from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts, report_as_stats
-from app.serving.metrics import RoutingAudit, SpeculationMeter
+from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts, ReplicaStatus, report_as_stats
+from app.serving.metrics import EngineMeter, ReadyGauge, RoutingAudit, SpeculationMeter
 from app.serving.pace import StreamPace
+from app.serving.peers import Peers
 from app.serving.ranks import actors_of_this_replica
-from vmem import BudgetAnswer, MemoryReport
+from vmem import BudgetAnswer, CachedPrefix, MemoryReport
 
 # How long a replica without an engine stays, so that what it has answered gets out.
 _LAST_WORDS_S = 1.0
@@ -50,8 +52,7 @@ class EngineReplica:
     def __init__(
         self, config: EngineConfig, shared_kv_memory_bytes: int | None = None, pace: StreamPace | None = None
     ) -> None:
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        logging.getLogger("app").setLevel(logging.INFO)
+        configure_logs()
         if config.device == "cuda" and len(ray.get_gpu_ids()) != 1:
             raise ConfigError(
                 f"Ray gave this replica the GPUs {ray.get_gpu_ids()}, it needs one: ray_actor_options in the YAML must "
@@ -59,20 +60,28 @@ class EngineReplica:
             )
         self._audit = RoutingAudit()
         self._guesses = SpeculationMeter()
+        self._meter = EngineMeter()
         self._pace = pace or StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0)
-        self._name = serve.get_replica_context().replica_id.unique_id
+        context = serve.get_replica_context()
+        self._name = context.replica_id.unique_id
+        peers = Peers(context.deployment, context.app_name)
         self._leaving: threading.Timer | None = None
         self._closing = False
         self._member: BudgetMember | None = None
         if shared_kv_memory_bytes is None:
-            self._engine = AsyncEngine(config, actors_of_this_replica())
+            self._engine = AsyncEngine(config, actors_of_this_replica(), prefixes_of_others=peers.prefixes)
         else:
             self._member = BudgetMember(shared_kv_memory_bytes, device_of_this_replica(config.device))
-            self._engine = self._start_as(self._member, config)
+            self._engine = self._start_as(self._member, config, peers)
+        ReadyGauge().note(self._engine.start_times)
 
     async def generate(self, request: GenerateRequest) -> list[Piece]:
         """The outputs, each in one piece."""
         return await self._whole(self._deltas(request, _only_at_the_end))
+
+    async def generate_at_once(self, request: GenerateRequest) -> AsyncIterator[list[Piece]]:
+        """The same as a stream of one item."""
+        yield await self.generate(request)
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[list[Piece]]:
         """The outputs as they are generated: a piece of each that has grown, as often as `StreamPace`
@@ -104,6 +113,19 @@ class EngineReplica:
         """Where KV memory is now."""
         return self._engine.report()
 
+    async def named_report(self) -> tuple[str, MemoryReport]:
+        """The same, and whose it is: the end of the ids of its answers."""
+        return self._name, self._engine.report()
+
+    async def check_integrity(self) -> None:
+        """Audit the engine's books (`AsyncEngine.check_integrity`)."""
+        await self._engine.check_integrity()
+
+    async def status(self) -> ReplicaStatus:
+        """What operators want to know. Raises `UnavailableError` once the engine has stopped."""
+        load, report = self._engine.load(most_keys=0), self._engine.report()
+        return ReplicaStatus.of(self._name, load, report, self._engine.start_times.ready_s)
+
     async def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change how much memory this replica's KV cache may take (`KVMemory.set_budget`).
 
@@ -116,9 +138,15 @@ class EngineReplica:
             )
         return self._engine.set_budget(budget_bytes, revision)
 
-    async def pin(self, name: str, prompt_token_ids: list[int], cache_salt: str | None) -> None:
+    async def pin(
+        self, name: str, prompt_token_ids: list[int], cache_salt: str | None, tenant: str | None = None
+    ) -> None:
         """Compute a prefix and keep it (`Engine.pin`)."""
-        await self._engine.pin(name, prompt_token_ids, cache_salt=cache_salt)
+        await self._engine.pin(name, prompt_token_ids, cache_salt=cache_salt, tenant=tenant)
+
+    async def hot_prefixes(self) -> list[CachedPrefix]:
+        """What a new replica should have cached before it takes requests (`Engine.hot_prefixes`)."""
+        return await asyncio.to_thread(self._engine.hot_prefixes)
 
     async def unpin(self, name: str) -> None:
         """Let a pinned prefix go."""
@@ -127,7 +155,9 @@ class EngineReplica:
     def record_routing_stats(self) -> dict[str, Any]:
         """Called by Serve, for `FolioRouter`s, every report; so counts are passed on to Prometheus here, too."""
         self._guesses.note(self._engine.speculation)
-        return report_as_stats(self._engine.load())
+        load = self._engine.load()
+        self._meter.note(load, self._engine.report(), self._engine.take_activity())
+        return report_as_stats(load)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve, if the deployment has an `autoscaling_config`: what `KVAwareScaling` needs to know."""
@@ -155,16 +185,21 @@ class EngineReplica:
             cache_salt=request.cache_salt,
             adapter=request.adapter,
             tenant=request.tenant,
+            user=request.user,
             timeout_s=request.timeout_s,
             expected_cached_tokens=expected.cached_tokens if expected is not None else None,
             pace=pace,
         )
-        async with aclosing(deltas):
-            async for some in deltas:
-                if expected is not None:
-                    self._audit.note(expected.cached_tokens, some[0].num_cached_tokens)
-                    expected = None
-                yield some
+        try:
+            async with aclosing(deltas):
+                async for some in deltas:
+                    if expected is not None:
+                        self._audit.note(expected.cached_tokens, some[0].num_cached_tokens)
+                        expected = None
+                    yield some
+        except (OverloadedError, UnavailableError) as error:
+            error.replica = self._name  # the request may be sent to another one
+            raise
 
     async def _forked(self, call: ForkCall, pace: Pace) -> AsyncGenerator[list[Delta], None]:
         if call.replica != self._name:  # that one is gone
@@ -192,11 +227,11 @@ class EngineReplica:
                         yield pieces
 
     @staticmethod
-    def _start_as(member: BudgetMember, config: EngineConfig) -> AsyncEngine:
+    def _start_as(member: BudgetMember, config: EngineConfig, peers: Peers) -> AsyncEngine:
         """Make the engine when there is memory for it; all is closed again if it cannot start."""
         try:
             member.wait_for_budget()
-            engine = AsyncEngine(config, actors_of_this_replica(), member.attach)
+            engine = AsyncEngine(config, actors_of_this_replica(), member.attach, peers.prefixes)
             member.follow(partial(engine.load, most_keys=0))
         except BaseException:
             member.close()

@@ -4,13 +4,15 @@ One of these lives in every process with a handle to the replicas, so several kn
 what replicas report. Serve's controller asks each replica for its report (`record_routing_stats`) and passes it on.
 
 Serve tries the replicas in the order that `choose_replicas` gives, and passes those by whose queue is full; when all
-are, it waits a little longer each time and asks again.
+are, it waits a little longer each time and asks again. That happens only to calls that have no queue of the engine's:
+its bound is far above what engines take.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections import defaultdict, deque
@@ -20,12 +22,16 @@ from dataclasses import dataclass, replace
 from ray.serve import metrics
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from app.errors import DeadlineError, OverloadedError, UnavailableError
 from app.fleet.fleet import Fleet, RoutedRequest, Sent
 from app.fleet.keys import prompt_keys
 from app.fleet.policies import make_policy
 from app.serving.messages import Expected, ForkCall, GenerateRequest, report_from_stats
 
 logger = logging.getLogger(__name__)
+
+# Requests that wait for a replica while there is none at all; more are refused at once.
+_MOST_WAITING = 1000
 
 _DECISION_US: list[float] = [50, 100, 200, 500, 1000, 2000, 5000, 10_000]
 
@@ -52,18 +58,28 @@ class FolioRouter(FIFOMixin, RequestRouter):
     others get their replica in the order in which they came.
     """
 
-    def initialize_state(self, policy: str = "prefix_aware", stale_after_s: float = 5.0) -> None:  # type: ignore[override]
+    def initialize_state(  # type: ignore[override]
+        self,
+        policy: str = "prefix_aware",
+        stale_after_s: float = 5.0,
+        wait_for_replica_s: float = 10.0,
+        isolate_tenants: bool = True,
+    ) -> None:
         """`request_router_kwargs` of the YAML.
 
         Args:
             policy: see `app.fleet.policies`.
             stale_after_s: a report this old is none.
+            wait_for_replica_s: that a request waits for a replica at most.
+            isolate_tenants: the engines' setting; otherwise cached prefixes would not be found.
 
         Raises:
             ConfigError: there is no such policy.
         """
         self._fleet = Fleet(stale_after_s=stale_after_s)
+        self._isolate_tenants = isolate_tenants
         self._policy = make_policy(policy, self._fleet, seed=random.getrandbits(64))
+        self._wait_for_replica_s = wait_for_replica_s
         self._by_name: dict[str, RunningReplica] = {}
         self._waiting: dict[asyncio.Future[RunningReplica], _Waiting] = {}
         # (replica, internal request id) → entries in the books, one for each attempt, the oldest first
@@ -144,6 +160,38 @@ class FolioRouter(FIFOMixin, RequestRouter):
 
     # ---- inside ----
 
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        """Serve's own waits for ever.
+
+        Raises:
+            UnavailableError: there is no replica, or none that it may go to.
+            OverloadedError: all replicas have refused it.
+            DeadlineError: the request's own time has passed.
+        """
+        if not self._by_name and self.num_pending_requests >= _MOST_WAITING:
+            raise UnavailableError(
+                f"there is no engine replica, and {_MOST_WAITING} requests wait for one; send the request again",
+                self._wait_for_replica_s,
+            )
+        call = pending_request.args[0] if pending_request.args else None
+        timeout_s = call.timeout_s if isinstance(call, GenerateRequest) else None
+        if isinstance(call, GenerateRequest) and call.refused_by:
+            others = self._by_name.keys() - {*call.refused_by, *call.stopped}
+            if self._by_name and not others:
+                raise OverloadedError("all engine replicas have as many requests waiting as may; try again later")
+        try:
+            async with asyncio.timeout(min(timeout_s or math.inf, self._wait_for_replica_s)):
+                return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        except TimeoutError:
+            if timeout_s is not None and timeout_s <= self._wait_for_replica_s:
+                raise DeadlineError(f"no engine replica within the request's timeout_s of {timeout_s:g}") from None
+            raise UnavailableError(
+                f"no engine replica within {self._wait_for_replica_s:g} s; send the request again",
+                self._wait_for_replica_s,
+            ) from None
+
     def _know(self, replicas: Sequence[RunningReplica]) -> None:
         self._by_name = {replica.replica_id.unique_id: replica for replica in replicas}
         self._fleet.update(self._by_name)
@@ -172,10 +220,14 @@ class FolioRouter(FIFOMixin, RequestRouter):
             waiting.sent = None
         request = waiting.request
         call = pending.args[0] if pending.args else None
+        if isinstance(call, GenerateRequest):
+            names = [name for name in names if name not in call.stopped and name not in call.refused_by]
         if isinstance(call, ForkCall) and call.replica in names:
             ranked = [call.replica]  # no other could do it; without this one any may say so
         else:
             ranked = self._policy.rank(request, names, now)
+            if isinstance(call, GenerateRequest) and call.crowded:
+                ranked.sort(key=call.crowded.__contains__)
         if not ranked:
             return []
         cached = int(self._fleet.cached_tokens(request, ranked[:1])[0])
@@ -192,7 +244,8 @@ class FolioRouter(FIFOMixin, RequestRouter):
             return RoutedRequest(request_id, 0)
         keys: list[bytes] = []
         if self._fleet.unit_tokens is not None:
-            keys = prompt_keys(call.prompt_token_ids, self._fleet.unit_tokens, call.cache_salt, call.adapter)
+            tenant = call.tenant if self._isolate_tenants else None
+            keys = prompt_keys(call.prompt_token_ids, self._fleet.unit_tokens, call.cache_salt, call.adapter, tenant)
         session = call.session or pending.metadata.session_id or None
         return RoutedRequest(request_id, len(call.prompt_token_ids), keys, session)
 

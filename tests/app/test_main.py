@@ -8,7 +8,7 @@ import pytest
 
 from app.config import EngineConfig
 from app.errors import ConfigError
-from app.main import AppArgs, build, shared_engine
+from app.main import AppArgs, bounded, build, max_ongoing_requests, shared_engine
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,21 @@ def test_what_is_shared_is_the_ceiling_of_each() -> None:
     args = AppArgs(engine=EngineConfig(model="builtin", speculation="ngram"), shared_kv_memory_bytes=1 << 20)
     assert shared_engine(args).kv_memory_bytes == 1 << 20
     assert shared_engine(AppArgs(engine=EngineConfig(model="builtin"))).kv_memory_bytes is None
+
+
+def test_the_engines_queue_is_the_bound_and_never_serve() -> None:
+    """A request that Serve held back would be counted by nobody, and never be refused."""
+    default, small, none = (
+        bounded(EngineConfig(model="builtin", max_num_seqs=8, **more))
+        for more in ({}, {"max_queued_requests": 3}, {"max_queued_requests": None})
+    )
+    assert [config.max_queued_requests for config in (default, small, none)] == [32, 3, None]
+    assert max_ongoing_requests(default) > 8 + 32 + 500
+    assert max_ongoing_requests(none) > 10_000
+
+
+def test_a_bound_of_the_queue_is_a_positive_number() -> None:
+    with pytest.raises(ConfigError, match="max_queued_requests is 0"):
+        EngineConfig(model="builtin", max_queued_requests=0)
+    with pytest.raises(ConfigError, match="max_queued_requests is 'many'"):
+        EngineConfig(model="builtin", max_queued_requests="many")  # type: ignore[arg-type]

@@ -273,7 +273,7 @@ def test_pins_survive_pressure_up_to_a_quota() -> None:
     sequence = run(memory, prompt(64))
     memory.pin("system", sequence, 64)
     with pytest.raises(PinError, match="pinned already"):
-        memory.pin("system", sequence, 64)
+        memory.pin("system", sequence, 48)
     memory.free(sequence)
     [pin] = memory.report().pins
     assert (pin.name, pin.num_tokens, pin.num_bytes) == ("system", 64, 4 * PAGE_BYTES)

@@ -36,6 +36,7 @@ class Speculation:
         self._draft = draft
         self._proposer: Proposer | None = None
         self._lengths: LengthControl
+        self._step_times: Callable[[], StepTimes]
         self.counts = SpeculationCounts(config.speculation)
 
     @classmethod
@@ -83,8 +84,15 @@ class Speculation:
                 max_num_seqs=self._config.max_num_seqs,
                 view=self._config.kv_view,
             )
+        self._step_times = step_times
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing has been guessed yet that would say how good guesses are; no request runs."""
+        assert self._proposer is not None
         proposer = self._proposer
-        self._lengths = LengthControl(self._config.max_draft_tokens, step_times, lambda: proposer.step_times)
+        self._lengths = LengthControl(self._config.max_draft_tokens, self._step_times, lambda: proposer.step_times)
+        self.counts = SpeculationCounts(self._config.speculation)
 
     def propose(self, requests: Sequence[Request], budget: int) -> list[list[int]]:
         """Guesses of what follows all tokens of each request, at most `budget` together; for many there are none.

@@ -111,6 +111,62 @@ def test_another_salt_shares_nothing(counted: Counted) -> None:
     assert [counted.cached[str(i)] for i in range(4)] == [0, 0, 0, 63]
 
 
+def test_tenants_share_nothing_and_users_do(counted: Counted) -> None:
+    """Regardless of how their names and salts are put together."""
+    whose: list[tuple[dict[str, str], int]] = [
+        ({}, 0),
+        ({"tenant": "a"}, 0),
+        ({"tenant": "a", "user": "u"}, 63),
+        ({"user": "u"}, 63),
+        ({"user": "a"}, 63),
+        ({"tenant": "b"}, 0),
+        ({"tenant": "a", "cache_salt": "b"}, 0),
+        ({"tenant": "ab", "cache_salt": ""}, 0),
+        ({"cache_salt": "a"}, 0),
+        ({"tenant": "a", "cache_salt": "b"}, 63),
+    ]
+    for i, (options, cached) in enumerate(whose):
+        counted.engine.submit(str(i), tokens(64), GREEDY, **options)  # type: ignore[arg-type]
+        counted.run()
+        assert counted.cached[str(i)] == cached, options
+
+
+def test_tenants_need_not_be_isolated(make_checkpoint: MakeCheckpoint) -> None:
+    counted = Counted(make_checkpoint, isolate_tenants=False)
+    for i, tenant in enumerate(("a", "b")):
+        counted.engine.submit(str(i), tokens(64), GREEDY, tenant=tenant)
+        counted.run()
+    assert counted.cached["1"] == 63
+    counted.engine.close()
+
+
+def test_what_is_pinned_for_a_tenant_is_its_own(counted: Counted) -> None:
+    """Nor do tenants see what the operator has pinned for everybody else."""
+    counted.engine.pin("pin", "rules", tokens(48), tenant="a")
+    counted.engine.pin("pin for all", "all", tokens(48, 1))
+    counted.run()
+    for i, (options, seed, cached) in enumerate(
+        [({"tenant": "a"}, 0, 48), ({"tenant": "b"}, 0, 0), ({}, 0, 0), ({"tenant": "b"}, 1, 0), ({}, 1, 48)]
+    ):
+        counted.engine.submit(str(i), [*tokens(48, seed), i], GREEDY, **options)  # type: ignore[arg-type]
+        counted.run()
+        assert counted.cached[str(i)] == cached
+    counted.engine.unpin("rules")
+    counted.engine.unpin("all")
+
+
+def test_forks_stay_with_their_tenant(counted: Counted) -> None:
+    """Of a request that has ended too: what it has computed is found by its fork, and by nobody else."""
+    counted.engine.submit("0", tokens(64), GREEDY, tenant="a", cache_salt="s")
+    counted.run()
+    counted.engine.fork("0", "fork", GREEDY)
+    counted.run()
+    counted.engine.submit("1", tokens(64), GREEDY, tenant="b", cache_salt="s")
+    counted.run()
+    assert counted.cached["fork"] >= 63
+    assert counted.cached["1"] == 0
+
+
 def test_a_cancelled_prefill_leaves_what_it_has_computed(make_checkpoint: MakeCheckpoint) -> None:
     counted = Counted(make_checkpoint, max_num_batched_tokens=64)
     counted.engine.submit("0", tokens(256), GREEDY)

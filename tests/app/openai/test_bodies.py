@@ -160,13 +160,6 @@ def test_special_tokens_of_calls_are_kept() -> None:
     assert chat().sampling_params().kept_token_ids == ()
 
 
-def test_whose_it_is() -> None:
-    assert completion().whose is None
-    assert completion(user="").whose is None
-    assert completion(user="u").whose == "u"
-    assert completion(user="u", tenant="t").whose == "t"
-
-
 @pytest.mark.parametrize(
     "message",
     [

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+from openai.types import chat, completion_create_params, responses
 from starlette.testclient import TestClient
 
 from app.errors import (
@@ -13,11 +17,15 @@ from app.errors import (
     EngineError,
     OverloadedError,
     RequestError,
+    UnavailableError,
     UnknownModelError,
+    UnknownPinError,
     UnknownRequestError,
 )
-from app.openai.bodies import ChatCompletionRequest, CompletionRequest
+from app.openai import examples
+from app.openai.bodies import ChatCompletionRequest, CompletionRequest, PinRequest
 from app.openai.http import build_api
+from app.openai.operator_replies import LoadFigures, LoadReport, PinCard, PinList
 from app.openai.replies import (
     AssistantMessage,
     ChatChoice,
@@ -32,6 +40,9 @@ from app.openai.replies import (
     PromptTokensDetails,
     Usage,
 )
+from app.openai.responses_body import ResponsesRequest
+from app.openai.responses_replies import ArgumentsDeltaEvent, ResponseObject, StreamEvent
+from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
 
 USAGE = Usage(
     prompt_tokens=1,
@@ -45,6 +56,9 @@ CARD = ModelCard(id="m", created=0, max_model_len=8)
 class FakeService:
     """Echoes the prompt; the model's name chooses how it fails."""
 
+    def __init__(self) -> None:
+        self.pinned: list[str] = []
+
     async def models(self) -> ModelList:
         return ModelList(data=[CARD])
 
@@ -54,7 +68,10 @@ class FakeService:
         return CARD
 
     async def ready(self) -> None:
-        pass
+        raise UnavailableError("nobody answers")
+
+    async def metrics(self) -> str:
+        return "# HELP x X.\n"
 
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         request.sampling_params()
@@ -81,6 +98,36 @@ class FakeService:
         choice = ChatChunkChoice(delta=ChatDelta(role="assistant", content="hi"))
         yield ChatCompletionChunk(id="c", created=0, model="m", choices=[choice])
 
+    async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject:
+        raise NotImplementedError  # see tests/app/serving/test_responses.py
+
+    async def responses_stream(
+        self, request: ResponsesRequest, session: str | None = None
+    ) -> AsyncIterator[StreamEvent]:
+        yield ArgumentsDeltaEvent(item_id="i", output_index=0, delta="{", sequence_number=4)
+        raise ZeroDivisionError("secret detail")
+
+    async def tokenize(self, request: TokenizeRequest) -> Tokens:
+        return Tokens(count=1, max_model_len=8, tokens=[5])
+
+    async def detokenize(self, request: DetokenizeRequest) -> DetokenizedText:
+        return DetokenizedText(prompt="x" * len(request.tokens))
+
+    async def load(self) -> LoadReport:
+        figures = dict.fromkeys(LoadFigures.model_fields, 0)
+        return LoadReport(num_replicas=1, num_silent=1, total=LoadFigures(**figures), least_queued_s=None, replicas=[])
+
+    async def pins(self) -> PinList:
+        return PinList(data=[PinCard(id=name, num_tokens=16, num_bytes=1, num_replicas=1) for name in self.pinned])
+
+    async def pin(self, request: PinRequest) -> None:
+        self.pinned.append(request.name)
+
+    async def unpin(self, name: str) -> None:
+        if name not in self.pinned:
+            raise UnknownPinError(f"no prefix {name}", "name")
+        self.pinned.remove(name)
+
     def _completion(self, text: str) -> Completion:
         return Completion(id="c", created=0, model="m", choices=[CompletionChoice(text=text)], usage=USAGE)
 
@@ -101,13 +148,12 @@ class FakeService:
             raise errors[model]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client() -> TestClient:
     return TestClient(build_api(FakeService()), raise_server_exceptions=False)
 
 
 def test_good_requests(client: TestClient) -> None:
-    assert client.get("/health").status_code == 200
     assert client.get("/v1/models").json()["data"][0]["id"] == "m"
     assert client.get("/v1/models/m").json()["max_model_len"] == 8
     answer = client.post("/v1/completions", json={"model": "m", "prompt": [1, 2], "n": 1, "logit_bias": {}})
@@ -126,9 +172,77 @@ def test_the_session_header_is_passed_on(client: TestClient) -> None:
     assert refused.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_whether_it_lives_and_whether_it_is_ready(client: TestClient) -> None:
+    assert client.get("/health").status_code == 200
+    answer = client.get("/ready")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+
+
+def test_operation(client: TestClient) -> None:
+    assert client.get("/v1/load").json()["num_silent"] == 1
+    assert client.post("/tokenize", json={"prompt": "x"}).json() == {"count": 1, "max_model_len": 8, "tokens": [5]}
+    assert client.post("/detokenize", json={"tokens": [1, 2]}).json() == {"prompt": "xx"}
+    card = client.post("/v1/pins", json={"name": "a/b", "prompt": "x"}).json()
+    assert client.get("/v1/pins").json()["data"] == [card]
+    assert client.delete("/v1/pins/a/b").json() == {"id": "a/b", "object": "pin", "deleted": True}
+    gone = client.delete("/v1/pins/a/b")
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "pin_not_found")
+
+
+def test_metrics_are_text_or_an_error(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prometheus takes an empty page for the truth, but not a 503."""
+    page = client.get("/metrics")
+    assert page.headers["content-type"] == "text/plain; version=1.0.0; charset=utf-8"
+    assert page.text == "# HELP x X.\n"
+
+    async def gone(self: FakeService) -> str:
+        raise UnavailableError("an agent does not answer")
+
+    monkeypatch.setattr(FakeService, "metrics", gone)
+    refused = client.get("/metrics")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+
+
 def test_the_api_describes_itself(client: TestClient) -> None:
-    fields = client.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]["properties"]
+    page = client.get("/openapi.json").json()
+    schemas = page["components"]["schemas"]
+    fields = schemas["CompletionRequest"]["properties"]
     assert {"guided_regex", "logit_bias", "tenant"} < fields.keys()
+    assert all("description" in field for field in fields.values())
+    assert {"delta", "finish_reason"} < schemas["ChatChunkChoice"]["properties"].keys()
+    referred = set(re.findall("#/components/schemas/([A-Za-z]+)", json.dumps(page)))
+    assert referred <= schemas.keys()
+    for path, operations in page["paths"].items():
+        for operation in operations.values():
+            assert operation["description"], path
+            assert {"400", "500", "503"} < operation["responses"].keys()
+            assert "422" not in operation["responses"]
+
+
+def test_the_examples_are_bodies() -> None:
+    for body, named in [
+        (ChatCompletionRequest, examples.CHAT),
+        (CompletionRequest, examples.COMPLETION),
+        (ResponsesRequest, examples.RESPONSE),
+        (TokenizeRequest, examples.TOKENIZE),
+        (PinRequest, examples.PIN),
+    ]:
+        for example in named.values():
+            body.model_validate(example["value"])
+
+
+def test_every_field_beyond_openais_is_documented() -> None:
+    """What clients may send is said in one place: here is what OpenAI's own client does not know."""
+    text = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
+    known = [
+        (ChatCompletionRequest, chat.completion_create_params.CompletionCreateParamsStreaming),
+        (CompletionRequest, completion_create_params.CompletionCreateParamsStreaming),
+        (ResponsesRequest, responses.response_create_params.ResponseCreateParamsStreaming),
+    ]
+    for body, params in known:
+        beyond = body.model_fields.keys() - get_type_hints(params).keys()
+        assert len(beyond) > 20
+        assert [field for field in sorted(beyond) if f"`{field}`" not in text] == []
 
 
 def test_stream(client: TestClient) -> None:
@@ -164,6 +278,11 @@ def test_chat_chunks_leave_out_what_is_absent(client: TestClient) -> None:
         ({"model": "m", "prompt": "x", "top_p": 2}, "top_p", "between 0 and 1"),
         ({"model": "request", "prompt": "x"}, "prompt", "too long"),
         ([1, 2], None, "valid dictionary"),
+        ({"model": "m", "prompt": "x", "store": True}, "store", "not stored"),
+        ({"model": "m", "prompt": "x", "store": 0}, "store", "not stored"),
+        ({"model": "m", "prompt": "x", "service_tier": "flex"}, "service_tier", "one tier"),
+        ({"model": "m", "prompt": "x", "stream_options": {"include_obfuscation": True}}, "stream_options", "padded"),
+        ({"model": "m", "prompt": "x", "metadata": {"a": 1}}, "metadata", "valid string"),
     ],
 )
 def test_bad_bodies_are_400_and_name_the_field(client: TestClient, body: object, param: str, message: str) -> None:
@@ -175,16 +294,50 @@ def test_bad_bodies_are_400_and_name_the_field(client: TestClient, body: object,
     assert message in error["message"]
 
 
-def test_bad_json(client: TestClient) -> None:
-    answer = client.post("/v1/completions", content='{"model": ', headers={"content-type": "application/json"})
-    assert answer.status_code == 400
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"model": ',
+        b'{"model": "m", "prompt": NaN}',
+        b'{"model": "m", "prompt": "\xff"}',
+        b'{"model": "m", "prompt": "\\ud800"}',
+        b'{"model": "m", "prompt": ' + b"[" * 100_000,
+        b'{"model": "m", "seed": ' + b"1" * 5000 + b"}",
+        b"model=m&prompt=x",
+    ],
+)
+def test_what_is_no_json(client: TestClient, content: bytes) -> None:
+    answer = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
     assert "not valid JSON" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application", "json"])
+def test_what_is_not_said_to_be_json(client: TestClient, kind: str | None) -> None:
+    """A web page of another origin could send it without being asked."""
+    headers = {} if kind is None else {"content-type": kind}
+    answer = client.post("/v1/completions", content=b'{"model": "m", "prompt": "x"}', headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+    headers = {"content-type": "application/vnd.x+json; charset=utf-8"}
+    assert client.post("/v1/completions", content=b'{"model": "m", "prompt": "x"}', headers=headers).status_code == 200
+
+
+def test_numbers_and_names_without_bounds(client: TestClient) -> None:
+    for value in ("1e999", "1" * 400):
+        body = f'{{"model": "m", "prompt": "x", "timeout_s": {value}, "{"k" * 10_000}": 1}}'
+        answer = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "timeout_s")
+        assert len(answer.text) < 1000
 
 
 def test_errors_have_the_right_status(client: TestClient) -> None:
     assert client.get("/v1/models/other").status_code == 404
     assert client.get("/v1/nothing").json()["error"]["message"] == "Not Found: GET /v1/nothing"
-    assert client.get("/v1/completions").status_code == 405
+    wrong = client.get("/v1/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert wrong.json()["error"]["code"] == "method_not_allowed"
+    assert client.put("/v1/pins").headers["allow"] == "GET, POST"
+    assert client.post("/v1/completions/", json={}).json()["error"]["code"] == "not_found"
     failed = client.post("/v1/completions", json={"model": "engine", "prompt": "x"})
     assert (failed.status_code, failed.json()["error"]["type"]) == (500, "server_error")
     unknown = client.post("/v1/completions", json={"model": "unknown", "prompt": "x"})
@@ -216,3 +369,12 @@ def test_a_stream_that_fails_later_ends_with_an_error_event(client: TestClient) 
     events = [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n") if line]
     assert answer.status_code == 200
     assert events[-1]["error"]["message"] == "a step failed"
+
+
+def test_a_streamed_response_that_breaks_ends_with_an_error_event(client: TestClient) -> None:
+    answer = client.post("/v1/responses", json={"model": "m", "input": "x", "stream": True})
+    *_, last = answer.text.strip().split("\n\n")
+    name, data = last.split("\n")
+    assert name == "event: error"
+    event = json.loads(data.removeprefix("data: "))
+    assert (event["sequence_number"], event["code"], "secret" in event["message"]) == (5, "internal_error", False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,12 +24,15 @@ from app.errors import (
     UnknownModelError,
     UnknownRequestError,
 )
+from app.fleet.overload import Refusals
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest
 from app.openai.pieces import Piece
 from app.openai.token_texts import TokenTexts
+from app.serving.admission import Admission
 from app.serving.calls import Replicas, unwrap
 from app.serving.ingress import Ingress
 from app.serving.messages import ForkCall, GenerateRequest
+from app.serving.metrics import RequestMeter
 
 TOKENIZER = load_tokenizer("builtin")
 TOKENS = TokenTexts(TOKENIZER)
@@ -37,15 +41,19 @@ TOKENS = TokenTexts(TOKENIZER)
 class Response:
     """What a handle returns: to be awaited, iterated over, or cancelled."""
 
-    def __init__(self, pieces: Callable[[], list[Piece]], hangs: bool = False) -> None:
+    def __init__(self, pieces: Callable[[], list[Piece]], hangs: bool = False, at_once: bool = False) -> None:
         self.cancelled = False
         self._pieces = pieces
         self._hangs = hangs
+        self._at_once = at_once
 
     def __await__(self) -> Any:
         return self._whole().__await__()
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
+        if self._at_once:
+            yield await self._whole()
+            return
         for piece in self._pieces():
             yield [piece]
             if self._hangs:
@@ -72,12 +80,13 @@ class Engines:
         self.responses: list[Response] = []
         self._error, self._fails_at, self._hangs = error, fails_at, hangs
         self.generate = self.generate_stream = self.fork = self.fork_stream = SimpleNamespace(remote=self._remote)
+        self.generate_at_once = SimpleNamespace(remote=partial(self._remote, at_once=True))
         self.facts = SimpleNamespace(remote=self._facts)
 
     def options(self, **_: Any) -> Engines:
         return self
 
-    def _remote(self, call: GenerateRequest | ForkCall) -> Response:
+    def _remote(self, call: GenerateRequest | ForkCall, at_once: bool = False) -> Response:
         number = len(self.calls)
         self.calls.append(call)
 
@@ -99,7 +108,7 @@ class Engines:
             ]
 
         fails = self._error is not None and number == self._fails_at
-        self.responses.append(Response(pieces, self._hangs and not fails))
+        self.responses.append(Response(pieces, self._hangs and not fails, at_once))
         return self.responses[-1]
 
     async def _facts(self) -> Any:
@@ -110,7 +119,10 @@ def ingress_with(engines: Engines) -> Any:
     ingress: Any = object.__new__(Ingress.__bases__[0])  # what Serve makes of it needs a cluster to end well
     ingress._tokenizer, ingress._tokens, ingress._model_name = TOKENIZER, TOKENS, "m"
     ingress._adapters, ingress._created, ingress._max_model_len = ("pirate",), 0, None
-    ingress._replicas = Replicas(engines)  # type: ignore[arg-type]
+    refusals = Refusals()
+    ingress._replicas = Replicas(engines, refusals)  # type: ignore[arg-type]
+    ingress._admission = Admission(refusals)
+    ingress._meter = RequestMeter()
     return ingress
 
 
@@ -125,13 +137,14 @@ async def collect(chunks: AsyncIterator[Any]) -> list[Any]:
 def test_a_batch_is_a_call_for_each_prompt() -> None:
     async def run() -> None:
         ingress = ingress_with(engines := Engines())
-        request = completion(prompt=["a b", "c"], n=2, tenant="t", timeout_s=1.0, priority=3, cache_salt="s")
+        request = completion(prompt=["a b", "c"], n=2, tenant="t", user="", timeout_s=1.0, priority=3, cache_salt="s")
         whole = await ingress.generate(request, "session")
         assert [choice.text for choice in whole.choices] == ["00", "01", "10", "11"]
         assert [call.prompt_token_ids for call in engines.calls] == [TOKENIZER.encode("a b"), TOKENIZER.encode("c")]
         assert len({call.request_id for call in engines.calls}) == 2
         for call in engines.calls:
-            assert (call.tenant, call.timeout_s, call.priority, call.cache_salt) == ("t", 1.0, 3, "s")
+            assert (call.tenant, call.user, call.timeout_s, call.priority) == ("t", None, 1.0, 3)
+            assert call.cache_salt == "s"
             assert (call.session, call.adapter, call.params.n) == ("session", None, 2)
         assert whole.usage.prompt_tokens == sum(len(call.prompt_token_ids) for call in engines.calls)
         assert (whole.usage.completion_tokens, whole.usage.prompt_tokens_details.cached_tokens) == (4, 2)
@@ -176,7 +189,7 @@ def test_adapters_are_models() -> None:
             )
         )
         assert answer.model == "pirate"
-        assert (engines.calls[0].adapter, engines.calls[0].tenant) == ("pirate", "u")
+        assert (engines.calls[0].adapter, engines.calls[0].tenant, engines.calls[0].user) == ("pirate", None, "u")
         with pytest.raises(UnknownModelError, match="'m', 'pirate'"):
             await ingress.generate(completion(model="poet"))
 

@@ -12,10 +12,11 @@ import pytest
 
 from app.engine import Delta, SamplingParams
 from app.engine.async_engine import Pace
-from app.errors import DeadlineError, UnavailableError, UnknownRequestError
+from app.errors import DeadlineError, OverloadedError, UnavailableError, UnknownRequestError
 from app.serving.messages import Expected, ForkCall, GenerateRequest
 from app.serving.pace import StreamPace
 from app.serving.replica import EngineReplica
+from vmem import CachedPrefix
 
 DELTAS = [
     Delta("r", (1,), "a", index=0, num_cached_tokens=3),
@@ -86,6 +87,7 @@ REQUEST = GenerateRequest(
     cache_salt="s",
     adapter="a",
     tenant="t",
+    user="u",
     timeout_s=2.0,
     expected=Expected("here", 4),
 )
@@ -115,7 +117,7 @@ def test_the_engine_gets_every_option() -> None:
     async def run() -> None:
         replica = replica_with(engine := Engine(DELTAS))
         await replica.generate(REQUEST)
-        options = {"priority": 1, "cache_salt": "s", "adapter": "a", "tenant": "t", "timeout_s": 2.0}
+        options = {"priority": 1, "cache_salt": "s", "adapter": "a", "tenant": "t", "user": "u", "timeout_s": 2.0}
         assert engine.asked == [([1, 2], REQUEST.params, "r", {**options, "expected_cached_tokens": 4})]
 
     asyncio.run(run())
@@ -143,6 +145,17 @@ def test_errors_come_through() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("error", [OverloadedError("full", 2.0), UnavailableError("stopped")])
+def test_who_refuses_says_who_it_is(error: OverloadedError | UnavailableError) -> None:
+    async def run() -> None:
+        replica = replica_with(Engine([], error))
+        with pytest.raises(type(error)) as refused:
+            await replica.generate(REQUEST)
+        assert refused.value.replica == "here"
+
+    asyncio.run(run())
+
+
 def test_forks() -> None:
     async def run() -> None:
         replica = replica_with(engine := Engine(DELTAS))
@@ -164,6 +177,15 @@ def test_a_fork_of_what_another_replica_had() -> None:
         with pytest.raises(UnknownRequestError, match="is gone"):
             _ = [piece async for piece in replica.fork_stream(call)]
         assert not engine.asked
+
+    asyncio.run(run())
+
+
+def test_what_a_replica_tells_a_new_one() -> None:
+    async def run() -> None:
+        replica = replica_with(engine := Engine(DELTAS))
+        engine.hot_prefixes = lambda: [CachedPrefix((1,), (), 2)]  # type: ignore[attr-defined]
+        assert await replica.hot_prefixes() == [CachedPrefix((1,), (), 2)]
 
     asyncio.run(run())
 

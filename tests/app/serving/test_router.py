@@ -12,6 +12,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve.request_router import PendingRequest
 
 from app.engine import SamplingParams
+from app.errors import DeadlineError, OverloadedError, UnavailableError
 from app.fleet.keys import prompt_keys
 from app.serving.messages import Expected, ForkCall, GenerateRequest, report_as_stats, report_from_stats
 from app.serving.router import FolioRouter
@@ -115,6 +116,24 @@ def test_an_adapter_separates(replicas: list[Replica]) -> None:
             request.args[0] = replace(request.args[0], adapter=adapter, cache_salt=salt)
             await choose(router, request)
             assert request.args[0].expected.cached_tokens == expected
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_a_tenant_is_expected_to_find_what_it_will_find(replicas: list[Replica], isolate: bool) -> None:
+    """By the same keys as the engine, or the audit would say that routers know nothing."""
+
+    async def run() -> None:
+        keys = prompt_keys(PROMPT, UNIT, "b", None, "a" if isolate else None)
+        for replica in replicas:
+            replica.routing_stats = now_with(keys if replica is replicas[1] else [])
+        router = router_for(replicas, isolate_tenants=isolate)
+        for tenant, salt, found in (("a", "b", True), ("ab", "", False), (None, "b", not isolate)):
+            request = pending()
+            request.args[0] = replace(request.args[0], tenant=tenant, cache_salt=salt, user="u")
+            await choose(router, request)
+            assert request.args[0].expected.cached_tokens == (10 * UNIT if found else 0)
 
     asyncio.run(run())
 
@@ -354,3 +373,66 @@ def test_a_failing_policy_does_not_hold_requests(replicas: list[Replica], caplog
 
     asyncio.run(run())
     assert "the routing policy failed" in caplog.text
+
+
+def test_who_is_crowded_comes_last_and_who_refused_or_has_stopped_not_at_all(replicas: list[Replica]) -> None:
+    async def run() -> None:
+        for replica in replicas:
+            replica.routing_stats = now_with(prompt_keys(PROMPT, UNIT, None) if replica is replicas[1] else [])
+        router = router_for(replicas)
+
+        async def chosen(**changes: tuple[str, ...]) -> str:
+            request = pending(len(router._placed))
+            request.args[0] = replace(request.args[0], **changes)
+            return await choose(router, request)
+
+        assert await chosen(crowded=("b",), stopped=("a",)) == "c"
+        assert await chosen(refused_by=("b", "c")) == "a"
+        assert await chosen(crowded=("a", "b", "c")) == "b"  # where its prompt is, as if none were
+        assert await chosen(crowded=("a", "c"), refused_by=("b", "c")) == "a"
+        with pytest.raises(OverloadedError, match="all engine replicas"):
+            await chosen(refused_by=("a", "b"), stopped=("c",))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("all_have_stopped", [True, False])
+def test_nobody_waits_for_ever_for_a_replica(replicas: list[Replica], all_have_stopped: bool) -> None:
+    """Regression: without any replica requests hung until one came."""
+
+    async def run() -> None:
+        router = router_for(replicas if all_have_stopped else [], wait_for_replica_s=0.05)
+        request = pending()
+        request.args[0] = replace(request.args[0], stopped=("a", "b", "c"))
+        with pytest.raises(UnavailableError, match="no engine replica") as error:
+            await choose(router, request)
+        assert error.value.retry_after_s == 0.05
+        await asyncio.sleep(0)  # what is done with a future is told to its callbacks a moment later
+        assert not router._waiting
+        request = pending(1)
+        request.args[0] = replace(request.args[0], stopped=("a", "b", "c"), timeout_s=0.01)
+        with pytest.raises(DeadlineError, match="timeout_s"):
+            await choose(router, request)
+        request = pending(2)
+        router._wait_for_replica_s = DEADLINE_S
+        task = asyncio.create_task(choose(router, request))
+        await asyncio.sleep(0)
+        router.update_replicas(replicas)  # type: ignore[arg-type]
+        assert await task in "abc"
+
+    asyncio.run(run())
+
+
+def test_few_wait_while_there_is_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        monkeypatch.setattr("app.serving.router._MOST_WAITING", 2)
+        router = router_for([])
+        waiting = [asyncio.create_task(choose(router, pending(i))) for i in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(UnavailableError, match="2 requests wait"):
+            await choose(router, pending(2))
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(run())

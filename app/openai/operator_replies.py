@@ -1,0 +1,87 @@
+"""What operators and load balancers are told: the load of replicas, and pinned prefixes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Report(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class LoadFigures(_Report):
+    """Of one engine replica, or the sum of all. Bytes are of the KV cache."""
+
+    num_running: int
+    """Sequences that have memory."""
+    num_waiting: int
+    """Sequences that have none yet, or have been preempted."""
+    queued_tokens: int
+    """Of prompts, not computed yet."""
+    free_tokens: int
+    """The KV cache has room for so many more, cached ones given up."""
+    total_tokens: int
+    """Tokens that it holds within the budget."""
+    budget_bytes: int
+    physical_bytes: int
+    """Taken from the device."""
+    active_bytes: int
+    """Owned by requests and pinned prefixes."""
+    cached_bytes: int
+    """Kept for requests that begin alike, and given up when there is need."""
+    pinned_bytes: int
+    swapped_bytes: int
+    """Host memory of preempted requests."""
+    prompt_tokens: int
+    """Of all requests since the start."""
+    cached_tokens: int
+    """How many of these the prefix cache had."""
+
+
+class ReplicaLoad(LoadFigures):
+    name: str
+    queued_s: float
+    """Expected time to compute what is queued."""
+    busy_share: float
+    """Of the last seconds, in steps that compute prompts."""
+    max_num_seqs: int
+    """Sequences that run at once."""
+    ready_s: float
+    """Seconds from the start of its engine until it was ready."""
+
+
+class LoadReport(_Report):
+    """Every engine replica that has answered, in order of their names; `num_silent` have not."""
+
+    object: Literal["load"] = "load"
+    num_replicas: int
+    num_silent: int
+    total: LoadFigures
+    least_queued_s: float | None
+    """Of the replica that is free first; null when none has answered."""
+    replicas: list[ReplicaLoad]
+
+
+class PinCard(_Report):
+    """A pinned prefix. Replicas that have started since it was pinned by a request may not have it."""
+
+    id: str
+    object: Literal["pin"] = "pin"
+    num_tokens: int
+    num_bytes: int
+    """On one replica, with blocks that it shares with other pins."""
+    num_replicas: int
+    """That have it."""
+
+
+class PinList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[PinCard]
+
+
+class PinDeleted(BaseModel):
+    id: str
+    object: Literal["pin"] = "pin"
+    deleted: Literal[True] = True

@@ -1,0 +1,91 @@
+"""How often, and where, one call of an engine replica is tried."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import Literal
+
+from app.errors import DeadlineError, OverloadedError, UnavailableError
+from app.fleet.overload import Refusals
+from app.serving.messages import GenerateRequest
+
+logger = logging.getLogger(__name__)
+
+# A request that makes engines fail must not take down one after the other.
+_MOST_REPEATS = 2
+# Replicas that are asked for one request before it is refused. Once they have refused, others skip them for a while, so
+# that only the first requests after it has become crowded ask so many.
+_MOST_OFFERS = 8
+# Serve replaces a replica in about this time, if its model is small.
+_REPLACED_AFTER_S = 5.0
+
+Reason = Literal["unavailable", "overloaded"]
+
+
+class Attempts:
+    """What has become of one call so far, of which the caller has got nothing yet.
+
+    It is sent again when its replica is gone, because nothing of it can be lost then; and offered to another one when
+    the queue was full. It is not sent again after a failed step, in which it may have been the cause, and not past its
+    deadline. The engine adds a number to its id: so the same replica may get it twice.
+
+    Args:
+        refusals: of all calls of this ingress.
+    """
+
+    def __init__(self, call: GenerateRequest, refusals: Refusals) -> None:
+        self._call = call
+        self._refusals = refusals
+        self._began = time.monotonic()
+        self._refused_by: tuple[str, ...] = ()
+        self._stopped: tuple[str, ...] = ()
+        self._num_repeats = self._num_offers = 0
+
+    def next_call(self) -> GenerateRequest:
+        """The call to send now, with the time that is left to it.
+
+        Raises:
+            DeadlineError: none is.
+        """
+        now, timeout_s = time.monotonic(), self._call.timeout_s
+        if timeout_s is not None and self._num_repeats + self._num_offers:
+            timeout_s -= now - self._began
+            if timeout_s <= 0:
+                raise DeadlineError(f"the request has not finished within its timeout_s of {self._call.timeout_s}")
+        return replace(
+            self._call,
+            timeout_s=timeout_s,
+            crowded=self._refusals.lately(now),
+            refused_by=self._refused_by,
+            stopped=self._stopped,
+        )
+
+    def failed(self, error: UnavailableError | OverloadedError) -> Reason:
+        """The call has failed without any output; returns why it may be sent again.
+
+        Raises:
+            UnavailableError, OverloadedError: it may not.
+        """
+        if isinstance(error, OverloadedError):
+            return self._refused(error)
+        if self._num_repeats >= _MOST_REPEATS:
+            raise UnavailableError(error.message, error.retry_after_s or _REPLACED_AFTER_S) from error
+        self._num_repeats += 1
+        if error.replica:
+            self._stopped = (*self._stopped, error.replica)
+        logger.warning("%s is sent again, repeat %d: %s", self._call.request_id, self._num_repeats, error)
+        return "unavailable"
+
+    def _refused(self, error: OverloadedError) -> Reason:
+        now = time.monotonic()
+        if not error.replica:  # the router knows of none that has not refused
+            raise OverloadedError(error.message, self._refusals.all_refused(now)) from error
+        if error.retry_after_s is not None:
+            self._refusals.note(error.replica, error.retry_after_s, error.num_queued, now)
+        self._num_offers += 1
+        if self._num_offers >= _MOST_OFFERS:
+            raise error
+        self._refused_by = (*self._refused_by, error.replica)
+        return "overloaded"

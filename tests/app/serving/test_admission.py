@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from app.errors import OverloadedError, UnavailableError
+from app.fleet.overload import Refusals
+from app.serving.admission import Admission
+
+
+def test_who_is_inside_is_counted_until_the_end() -> None:
+    admission = Admission(Refusals())
+
+    def fail() -> None:
+        with admission.enter(), admission.enter():
+            assert admission.num_inside == 2
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert admission.num_inside == 0
+
+
+def test_nothing_comes_in_while_all_refuse() -> None:
+    refusals = Refusals()
+    admission = Admission(refusals)
+    now = time.monotonic()
+    refusals.note("a", 40.0, 8, now)
+    refusals.all_refused(now)
+    with pytest.raises(OverloadedError) as refused, admission.enter():
+        pass
+    assert 30 < refused.value.retry_after_s <= 40  # type: ignore[operator]
+    assert admission.num_inside == 0
+    admission.check_open()  # full is not closed
+
+
+def test_who_drains_lets_nothing_in_and_all_out() -> None:
+    admission = Admission(Refusals())
+    with admission.enter():
+        admission.drain()
+        assert admission.num_inside == 1
+        with pytest.raises(UnavailableError, match="draining") as refused, admission.enter():
+            pass
+        assert refused.value.retry_after_s
+        with pytest.raises(UnavailableError, match="draining"):
+            admission.check_open()
+    assert admission.num_inside == 0

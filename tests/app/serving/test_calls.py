@@ -1,0 +1,327 @@
+"""Calls of replicas that die, refuse, hang and break off: a handle whose answers are scripted, without a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+from ray.exceptions import ActorUnavailableError, RayTaskError
+
+from app.engine import SamplingParams
+from app.errors import DeadlineError, EngineError, FolioError, OverloadedError, UnavailableError
+from app.fleet.overload import Refusals
+from app.openai.pieces import Piece
+from app.serving.calls import Replicas, fits_by_value, unwrap
+from app.serving.messages import ForkCall, GenerateRequest
+
+CALL = GenerateRequest("r", [1, 2], SamplingParams())
+BEGUN, END = Piece("a", (1,)), Piece("b", (2,), 0, "stop")
+GONE = ActorUnavailableError("gone", None)
+Script = Callable[[Any], list[Any]]
+
+
+class Response:
+    """What a handle returns. `items`: pieces, an exception to raise, or `None` to hang; a stream has them one by one,
+    or all at once."""
+
+    def __init__(self, items: list[Any], at_once: bool) -> None:
+        self.items = items
+        self.at_once = at_once
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def __await__(self) -> Any:
+        return self._whole().__await__()
+
+    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
+        if self.at_once:
+            yield await self._whole()
+            return
+        for item in self.items:
+            yield [await self._real(item)]
+
+    async def _whole(self) -> list[Piece]:
+        return [await self._real(item) for item in self.items]
+
+    @staticmethod
+    async def _real(item: Any) -> Piece:
+        await asyncio.sleep(0)
+        if item is None:
+            await asyncio.Event().wait()
+        if isinstance(item, BaseException):
+            raise item
+        assert isinstance(item, Piece)
+        return item
+
+
+class Handle:
+    """Answers each call as the script says, and takes down what was asked."""
+
+    def __init__(self, script: Script) -> None:
+        self.calls: list[Any] = []
+        self.responses: list[Response] = []
+        self.by_reference: list[bool] = []
+        self._script = script
+        self.generate = self.generate_stream = self.fork = self.fork_stream = SimpleNamespace(remote=self._remote)
+        self.generate_at_once = SimpleNamespace(remote=partial(self._remote, at_once=True))
+
+    def options(self, *, stream: bool, _by_reference: bool) -> Handle:
+        self.by_reference.append(_by_reference)
+        return self
+
+    def _remote(self, call: GenerateRequest | ForkCall, at_once: bool = False) -> Response:
+        self.calls.append(call)
+        items = self._script(call)
+        if items == ["cannot be sent"]:
+            raise RuntimeError("cannot be sent")
+        self.responses.append(Response(items, at_once))
+        return self.responses[-1]
+
+
+def replicas_with(*answers: list[Any], script: Script | None = None) -> tuple[Any, Handle]:
+    """The answers in this order, or as the script says."""
+    left = list(answers)
+    handle = Handle(script or (lambda call: left.pop(0)))
+    return Replicas(handle, Refusals()), handle  # type: ignore[arg-type]
+
+
+def full(replica: str, retry_after_s: float = 20.0) -> RayTaskError:
+    error = OverloadedError("full", retry_after_s)
+    error.replica = replica
+    return RayTaskError("generate", "traceback", error)
+
+
+def stopped(replica: str) -> RayTaskError:
+    error = UnavailableError("stopped")
+    error.replica = replica
+    return RayTaskError("generate", "traceback", error)
+
+
+async def ask(replicas: Replicas, stream: bool, call: GenerateRequest = CALL) -> list[str]:
+    """The texts of its pieces."""
+    if stream:
+        return [piece.text async for _, piece in replicas.generate_stream([call])]
+    [pieces] = await replicas.generate([call])
+    return [piece.text for piece in pieces]
+
+
+STREAM = pytest.mark.parametrize("stream", [True, False])
+
+
+@STREAM
+@pytest.mark.parametrize("error", [GONE, stopped("a"), asyncio.CancelledError()])
+def test_a_call_whose_replica_is_gone_goes_to_another_one(stream: bool, error: BaseException) -> None:
+    async def run() -> None:
+        replicas, handle = replicas_with([error], [END])
+        assert await ask(replicas, stream) == ["b"]
+        [first, second] = handle.calls
+        assert (first.stopped, second.stopped) == ((), ("a",) if isinstance(error, RayTaskError) else ())
+        assert second.request_id == first.request_id
+
+    asyncio.run(run())
+
+
+@STREAM
+def test_it_is_repeated_twice_at_most(stream: bool) -> None:
+    """Regression: a request at which engines fail would take down one after the other."""
+
+    async def run() -> None:
+        replicas, handle = replicas_with(script=lambda call: [stopped(f"e{len(call.stopped)}")])
+        with pytest.raises(UnavailableError) as error:
+            await ask(replicas, stream)
+        assert [call.stopped for call in handle.calls] == [(), ("e0",), ("e0", "e1")]
+        assert error.value.retry_after_s
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_has_begun_is_not_repeated() -> None:
+    async def run() -> None:
+        replicas, handle = replicas_with([BEGUN, GONE])
+        pieces = replicas.generate_stream([CALL])
+        assert (await anext(pieces))[1].text == "a"
+        with pytest.raises(UnavailableError):
+            await anext(pieces)
+        assert len(handle.calls) == 1
+        assert handle.responses[0].cancelled
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_ends_too_early_is_an_error() -> None:
+    async def run() -> None:
+        replicas, _ = replicas_with([BEGUN])
+        with pytest.raises(UnavailableError, match="broken off"):
+            await ask(replicas, True)
+        replicas, _ = replicas_with([], [END])
+        assert await ask(replicas, True) == ["b"]
+
+    asyncio.run(run())
+
+
+@STREAM
+@pytest.mark.parametrize("error", [EngineError("a step failed"), DeadlineError("late")])
+def test_a_failed_step_and_a_deadline_are_final(stream: bool, error: FolioError) -> None:
+    async def run() -> None:
+        replicas, handle = replicas_with([RayTaskError("generate", "traceback", error)])
+        with pytest.raises(type(error)):
+            await ask(replicas, stream)
+        assert len(handle.calls) == 1
+
+    asyncio.run(run())
+
+
+@STREAM
+def test_a_full_replicas_call_is_offered_to_another_one(stream: bool) -> None:
+    async def run() -> None:
+        replicas, handle = replicas_with([full("a")], [END], [END])
+        assert await ask(replicas, stream) == ["b"]
+        assert [call.refused_by for call in handle.calls] == [(), ("a",)]
+        await ask(replicas, stream)
+        assert (handle.calls[2].refused_by, handle.calls[2].crowded) == ((), ("a",))  # the next asks `a` last
+
+    asyncio.run(run())
+
+
+@STREAM
+def test_when_all_are_full_the_soonest_is_named(stream: bool) -> None:
+    """As the router says when none is left. From now on the ingress refuses by itself."""
+
+    async def run() -> None:
+        nobody_left = OverloadedError("all engine replicas have as many requests waiting as may")
+        replicas, handle = replicas_with([full("a", 40.0)], [full("b", 10.0)], [nobody_left])
+        with pytest.raises(OverloadedError, match="all engine replicas") as error:
+            await ask(replicas, stream)
+        assert error.value.retry_after_s == pytest.approx(10.0, abs=1.0)
+        assert handle.calls[2].refused_by == ("a", "b")
+        assert replicas._refusals.refuse(time.monotonic()) is not None
+
+    asyncio.run(run())
+
+
+def test_many_full_replicas_are_not_all_asked_by_one_request() -> None:
+    async def run() -> None:
+        replicas, handle = replicas_with(script=lambda call: [full(f"r{len(call.refused_by)}")])
+        with pytest.raises(OverloadedError):
+            await ask(replicas, False)
+        assert len(handle.calls) == 8
+
+    asyncio.run(run())
+
+
+def test_a_repeated_call_has_the_time_that_is_left() -> None:
+    async def run() -> None:
+        call = GenerateRequest("r", [1], SamplingParams(), timeout_s=5.0)
+        replicas, handle = replicas_with([GONE], [END])
+        await ask(replicas, False, call)
+        assert handle.calls[0].timeout_s == 5.0
+        assert 0 < handle.calls[1].timeout_s < 5.0
+        call = GenerateRequest("r", [1], SamplingParams(), timeout_s=1e-9)
+        replicas, handle = replicas_with([GONE], [END])
+        with pytest.raises(DeadlineError):
+            await ask(replicas, False, call)
+        assert len(handle.calls) == 1
+
+    asyncio.run(run())
+
+
+def test_one_call_of_several_is_repeated_alone() -> None:
+    async def run() -> None:
+        tries: dict[str, int] = {}
+
+        def script(call: Any) -> list[Any]:
+            tries[call.request_id] = tries.get(call.request_id, 0) + 1
+            return [GONE] if call.request_id == "1" and tries["1"] == 1 else [BEGUN, END]
+
+        calls = [GenerateRequest(str(i), [1], SamplingParams()) for i in range(3)]
+        replicas, _ = replicas_with(script=script)
+        pieces = [entry async for entry in replicas.generate_stream(calls)]
+        assert sorted(number for number, _ in pieces) == [0, 0, 1, 1, 2, 2]
+        assert tries == {"0": 1, "1": 2, "2": 1}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("failure", [RayTaskError("generate", "traceback", EngineError("x")), "cannot be sent"])
+def test_when_one_call_fails_the_others_are_cancelled(failure: Any) -> None:
+    """Regression: calls before one that could not even be sent ran on."""
+
+    async def run() -> None:
+        replicas, handle = replicas_with(script=lambda call: [failure] if call.request_id == "2" else [None])
+        calls = [GenerateRequest(str(i), [1], SamplingParams()) for i in range(3)]
+        with pytest.raises((EngineError, RuntimeError)):
+            await replicas.generate(calls)
+        assert [response.cancelled for response in handle.responses[:2]] == [True, True]
+
+    asyncio.run(run())
+
+
+def test_a_caller_who_gives_up_cancels_the_call_and_it_is_not_repeated() -> None:
+    async def run() -> None:
+        replicas, handle = replicas_with(script=lambda call: [None])
+        task = asyncio.create_task(replicas.generate([CALL]))
+        while not handle.responses:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [response.cancelled for response in handle.responses] == [True]
+
+    asyncio.run(run())
+
+
+def test_forks_are_not_repeated() -> None:
+    async def run() -> None:
+        replicas, handle = replicas_with([GONE], [GONE])
+        call = ForkCall("f", "r", 0, "a", SamplingParams())
+        with pytest.raises(UnavailableError):
+            await replicas.fork(call)
+        with pytest.raises(UnavailableError):
+            _ = [piece async for piece in replicas.fork_stream(call)]
+        assert len(handle.calls) == 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("params", "by_value"),
+    [
+        ({}, True),
+        ({"max_tokens": None}, True),
+        ({"max_tokens": None, "n": 2}, False),
+        ({"max_tokens": 8192, "n": 16}, True),
+        ({"max_tokens": 8192, "n": 17}, False),
+        ({"logprobs": 0}, False),
+        ({"prompt_logprobs": 1}, False),
+    ],
+)
+def test_what_may_be_too_long_for_a_message_goes_by_reference(params: dict[str, Any], by_value: bool) -> None:
+    sampling = SamplingParams(**params)
+    assert fits_by_value(sampling) == by_value
+
+    async def run() -> None:
+        replicas, handle = replicas_with([END], [END])
+        await ask(replicas, True, GenerateRequest("r", [1], sampling))
+        assert handle.by_reference == [not by_value]
+        await ask(replicas, False, GenerateRequest("r", [1], sampling))
+        assert handle.responses[1].at_once == by_value
+
+    asyncio.run(run())
+
+
+def test_what_grpc_fails_with() -> None:
+    def error(code: grpc.StatusCode) -> Exception:
+        return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "details")
+
+    assert type(unwrap(error(grpc.StatusCode.UNAVAILABLE))) is UnavailableError
+    assert type(unwrap(error(grpc.StatusCode.CANCELLED))) is UnavailableError
+    assert type(unwrap(error(grpc.StatusCode.RESOURCE_EXHAUSTED))) is EngineError

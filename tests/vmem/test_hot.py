@@ -1,0 +1,131 @@
+"""Which cached prefixes are told to be wanted most, and what is forgotten on purpose."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vmem.small_memory import make_memory
+from tests.vmem.test_prefix import prompt, run
+from vmem import KVMemory, PinError, TokenChain
+
+UNIT = 16
+
+
+def ask(memory: KVMemory, ids: list[int], times: int = 1, keys: tuple[str, ...] = ()) -> None:
+    for _ in range(times):
+        memory.free(run(memory, ids, keys=keys))
+
+
+def hot(memory: KVMemory, most_tokens: int = 10_000) -> list[tuple[int, tuple[str, ...], int]]:
+    """(tokens, keys, hits) of each."""
+    memory.check_integrity()
+    return [(len(p.token_ids), p.keys, p.hits) for p in memory.hot_prefixes(most_tokens)]
+
+
+def test_the_most_wanted_come_first_and_among_equals_the_latest() -> None:
+    memory, _ = make_memory()
+    for seed, times in ((1, 2), (2, 4), (3, 2), (4, 1)):  # the first time nothing is found
+        ask(memory, prompt(33, seed), times)
+    assert [(p.token_ids[0], p.hits) for p in memory.hot_prefixes(10_000)] == [(2000, 3), (3000, 1), (1000, 1)]
+    assert memory.hot_prefixes(10_000)[0].token_ids == tuple(prompt(32, 2))
+
+
+def test_keys_go_with_a_prefix() -> None:
+    memory, _ = make_memory()
+    ask(memory, prompt(20), 2, ("tenant:a", "salt:b"))
+    ask(memory, prompt(20), 3, ("tenant:ab",))
+    assert hot(memory) == [(16, ("tenant:ab",), 2), (16, ("tenant:a", "salt:b"), 1)]
+
+
+def test_what_prefixes_have_in_common_counts_once() -> None:
+    """Two go on from the same 32 tokens, which were asked for most: both need them."""
+    memory, _ = make_memory()
+    common = prompt(32)
+    ask(memory, [*common, 7], 5)
+    for seed in (1, 2):
+        ask(memory, common + prompt(33, seed), 2)
+    assert hot(memory) == [(64, (), 1), (64, (), 1)]
+    assert hot(memory, 64) == [(64, (), 1)]
+    assert hot(memory, 63) == [(32, (), 6)]
+    assert hot(memory, 31) == []
+
+
+def test_what_is_not_cached_any_more_is_not_hot() -> None:
+    memory, _ = make_memory()
+    ask(memory, prompt(20), 3)
+    memory._index.clear()
+    assert hot(memory) == []
+    assert not list(memory._index._hot)
+
+
+def test_only_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vmem.hot._REMEMBERED", 2)
+    memory, _ = make_memory()
+    for seed in (1, 2, 3):
+        ask(memory, prompt(20, seed), 2)
+    assert [p.token_ids[0] for p in memory.hot_prefixes(10_000)] == [3000, 2000]
+
+
+def test_prefixes_of_some_keys_are_forgotten() -> None:
+    memory, _ = make_memory()
+    ask(memory, prompt(40), 2)
+    ask(memory, prompt(40), 2, ("warm-up",))
+    memory.forget_prefixes(("warm-up",))
+    assert hot(memory) == [(32, (), 1)]
+    assert memory.report().queried_tokens == memory.report().hit_tokens == 0
+    memory.free(run(memory, prompt(40), 0, ("warm-up",)))
+    memory.free(run(memory, prompt(40), 32))
+
+
+def pin(memory: KVMemory, name: str, ids: list[int], keys: tuple[str, ...] = ()) -> None:
+    memory.check_pin(name, memory.chain(keys), ids)
+    sequence = run(memory, [*ids, 7], keys=keys)
+    try:
+        memory.pin(name, sequence, len(ids))
+    finally:
+        memory.free(sequence)
+        memory.check_integrity()
+
+
+def test_pinning_the_same_again_changes_nothing() -> None:
+    memory, _ = make_memory(num_pages=64)
+    pin(memory, "p", prompt(32), ("tenant:a",))
+    before = memory.report()
+    pin(memory, "p", prompt(32), ("tenant:a",))
+    assert memory.report().pins == before.pins
+    assert memory.report().pinned_bytes == before.pinned_bytes
+    memory.unpin("p")
+    memory.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("ids", "keys"),
+    [(prompt(48), ("tenant:a",)), (prompt(16), ("tenant:a",)), (prompt(32), ()), (prompt(32, 1), ("tenant:a",))],
+)
+def test_a_name_is_one_prefix(ids: list[int], keys: tuple[str, ...]) -> None:
+    memory, _ = make_memory(num_pages=64)
+    pin(memory, "p", prompt(32), ("tenant:a",))
+    with pytest.raises(PinError, match="another prefix named 'p'"):
+        memory.check_pin("p", memory.chain(keys), ids)
+    sequence = run(memory, [*ids, 7], keys=keys)
+    with pytest.raises(PinError, match="another prefix named 'p'"):
+        memory.pin("p", sequence, len(ids))
+    memory.free(sequence)
+
+
+def test_pinned_prefixes_are_told_as_they_are() -> None:
+    memory, _ = make_memory(num_pages=64)
+    pin(memory, "first", prompt(32), ("salt:s",))
+    pin(memory, "second", prompt(16, 1))
+    found = [(p.pin_name, p.token_ids, p.keys) for p in memory.pinned_prefixes()]
+    assert found == [("first", tuple(prompt(32)), ("salt:s",)), ("second", tuple(prompt(16, 1)), ())]
+
+
+def test_a_chain_tells_tokens_apart_from_their_keys() -> None:
+    """The digests that reports are made of differ, too."""
+    digests = set()
+    for keys in ((), ("tenant:a",), ("tenant:a", "salt:b"), ("tenant:ab", "salt:"), ("tenant:asalt:b",), ("salt:a",)):
+        chain = TokenChain(UNIT, keys)
+        chain.extend(prompt(UNIT))
+        digests.add(chain.digests[0])
+    assert len(digests) == 6

@@ -1,0 +1,75 @@
+"""Which cached prefixes are wanted most: what another memory that begins empty should have first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+# Prefixes that were found so many other ones ago are not hot.
+_REMEMBERED = 4096
+
+Node = TypeVar("Node")
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """Tokens that are cached, whole units.
+
+    Attributes:
+        keys: what else must be equal (`TokenChain`).
+        hits: sequences that began with exactly these units.
+        pin_name: the name it is pinned under, if it is.
+    """
+
+    token_ids: tuple[int, ...]
+    keys: tuple[str, ...]
+    hits: int
+    pin_name: str | None = None
+
+
+class HotNodes(Generic[Node]):
+    """Counts hits of nodes, those of the latest ones. Every call takes the same time but `best`."""
+
+    def __init__(self) -> None:
+        self._hits: OrderedDict[Node, int] = OrderedDict()  # the latest hit last
+
+    def note(self, node: Node) -> None:
+        """A sequence has begun with what ends here."""
+        self._hits[node] = self._hits.get(node, 0) + 1
+        self._hits.move_to_end(node)
+        if len(self._hits) > _REMEMBERED:
+            self._hits.popitem(last=False)
+
+    def forget(self, node: Node) -> None:
+        self._hits.pop(node, None)
+
+    def best(
+        self, most_units: int, units_of: Callable[[Node], Iterable[Node]], usable: Callable[[Node], bool]
+    ) -> list[tuple[Node, int]]:
+        """Nodes with their hits, those with most first, among equals the latest; as many as have no more than
+        `most_units` units together. What they have in common counts once, and one that another one begins with is left
+        out.
+
+        Args:
+            units_of: a node, its parent, and so on to the beginning.
+            usable: whether what ends at a node can be found now.
+        """
+        latest_first = [(node, hits) for node, hits in reversed(self._hits.items()) if usable(node)]
+        taken: set[Node] = set()
+        best: list[tuple[Node, int]] = []
+        for node, hits in sorted(latest_first, key=lambda entry: -entry[1]):
+            more = []
+            for unit in units_of(node):
+                if unit in taken:
+                    break
+                more.append(unit)
+            if more and len(taken) + len(more) <= most_units:
+                taken.update(more)
+                best.append((node, hits))
+        begun = {unit for node, _ in best for unit in list(units_of(node))[1:]}
+        return [(node, hits) for node, hits in best if node not in begun]
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._hits)

@@ -11,6 +11,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from app.config import EngineConfig
+from app.engine import AsyncEngine, SamplingParams
 from benchmarks.load import Ask, Clock, Record, closed_loop, open_loop
 
 START_S, STOP_S = 300.0, 30.0
@@ -73,9 +75,6 @@ def bare_engine(settings: dict[str, Any]) -> Iterator[BareEngine]:
 
 
 def _serve(connection: Connection, settings: dict[str, Any]) -> None:
-    from app.config import EngineConfig  # only this process needs them, and it has none of the parent's modules
-    from app.engine import AsyncEngine
-
     engine = AsyncEngine(EngineConfig(**settings))
     send = partial(_send, engine)
     runs: dict[str, Callable[..., Coroutine[Any, Any, list[Record]]]] = {
@@ -95,10 +94,8 @@ def _serve(connection: Connection, settings: dict[str, Any]) -> None:
         engine.close()
 
 
-async def _send(engine: Any, ask: Ask, record: Record, clock: Clock) -> None:
+async def _send(engine: AsyncEngine, ask: Ask, record: Record, clock: Clock) -> None:
     """A `load.Send`, once the engine is given."""
-    from app.engine.params import SamplingParams
-
     record.sent_s = clock.now()
     params = SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, ignore_eos=True)
     async for deltas in engine.generate(ask.prompt, params):

@@ -34,7 +34,7 @@ from benchmarks.latency import Summary, Targets
 from benchmarks.load import Ask, HttpTarget, Record, closed_loop, connect, open_loop
 from benchmarks.served import served
 from benchmarks.throughput import VOCAB_SIZE, checkpoint
-from benchmarks.usage import Usage, Watch
+from benchmarks.usage import Meter, Usage
 
 FOLIO, ENGINE = "folio", "EngineReplica"
 # Requests of the closed loop: as in `benchmarks.throughput`.
@@ -129,14 +129,15 @@ async def added_ttft(target: HttpTarget, bare: BareEngine, pairs: int) -> dict[s
 async def kept_throughput(target: HttpTarget, bare: BareEngine, sizes: Sizes) -> dict[str, Any]:
     """Tokens a second of both in turn, the same requests; and where the processor time of HTTP went."""
     rates: dict[str, list[float]] = {"http": [], "bare": []}
+    meter = Meter(skip=bare.pid)
     cpu_s: dict[str, float] = {}
     generator_share, num_tokens = [], 0
     for repeat in range(sizes.repeats + 1):
         asks = mixed(sizes.requests, sizes.new_tokens, seed=100 + repeat)
-        before, generator_s, start = Usage.now(bare.pid), time.thread_time(), time.perf_counter()
+        before, generator_s, start = meter.read(), time.thread_time(), time.perf_counter()
         records = await closed_loop(target, asks, AT_ONCE)
         wall_s = time.perf_counter() - start
-        generator_s, used_s = time.thread_time() - generator_s, Usage.now(bare.pid).cpu_since(before)
+        generator_s, used_s = time.thread_time() - generator_s, meter.read().cpu_since(before)
         http = rate_of(records)
         alone = rate_of(await asyncio.to_thread(bare.closed_loop, asks, AT_ONCE))
         name = f"run {repeat}/{sizes.repeats}" if repeat else "warming up"
@@ -200,15 +201,16 @@ async def overload(target: HttpTarget, before: float, sizes: Sizes, skip: int) -
     Args:
         before: the capacity, just measured.
     """
+    meter = Meter(skip)
     await asyncio.sleep(1.0)
-    idle = Usage.now(skip)
+    idle = meter.read()
     at_s = arrivals.poisson(OVERLOAD * before / CHAT_OUTPUT, sizes.overload_s, seed=601)
     asks = arrivals.asks(chat(len(at_s), seed=602), VOCAB_SIZE, 603, at_s)
     generator_s = time.thread_time()
     records = await open_loop(target, asks)
     generator_s = time.thread_time() - generator_s
     await asyncio.sleep(1.0)
-    later = Usage.now(skip)
+    later = meter.read()
     after = await capacity(target, sizes, seed=604)
     refused = [record for record in records if record.refused]
     return {
@@ -233,13 +235,13 @@ async def soak(target: HttpTarget, minutes: float, tokens_per_s: float, skip: in
     duration_s = 60 * minutes
     at_s = arrivals.poisson(SOAK_LOAD * tokens_per_s / CHAT_OUTPUT, duration_s, seed=700)
     asks = arrivals.asks(chat(len(at_s), seed=701), VOCAB_SIZE, 702, at_s)
-    watch = Watch(WATCH_PERIOD_S, skip)
-    watching = asyncio.create_task(watch.run())
+    seen: list[Usage] = []
+    watching = asyncio.create_task(Meter(skip).watch(WATCH_PERIOD_S, seen))
     try:
         records = await open_loop(target, asks)
     finally:
         watching.cancel()
-    settled = watch.seen[len(watch.seen) // 3 :]
+    settled = seen[len(seen) // 3 :]
     kinds = settled[-1].private_mib.keys()
     series = {kind: [(u.at_s - settled[0].at_s, u.private_mib.get(kind, 0.0)) for u in settled] for kind in kinds}
     return {

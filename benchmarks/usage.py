@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import psutil
 
 _MIB = 1 << 20
-# Beginnings of titles that Ray gives its workers, and what we call them.
-_TITLES = {
-    "ray::ServeReplica:": "",  # by the deployment's name, which is the title's last part
-    "ray::ProxyActor": "proxy",
-    "ray::ServeController": "controller",
-}
+_REPLICA = re.compile(r"ray::ServeReplica:[^:]*:(\w+)")
+_ACTORS = {"ray::ProxyActor": "proxy", "ray::ServeController": "controller"}
+OTHERS = "ray"
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of all processes below this one, by kind: "EngineReplica", "Ingress", "proxy", "controller", or "ray" for others.
+    """By kind of process: "EngineReplica", "Ingress", "proxy", "controller", or "ray" for others.
 
     Attributes:
         cpu_s: processor time so far.
@@ -32,16 +30,30 @@ class Usage:
     cpu_s: dict[str, float]
     private_mib: dict[str, float]
 
-    @staticmethod
-    def now(skip: int | None = None) -> Usage:
-        """Args: skip: a process that is no part of the server, with its children."""
+    def cpu_since(self, earlier: Usage) -> dict[str, float]:
+        """Seconds of processor time since then."""
+        return {kind: cpu_s - earlier.cpu_s.get(kind, 0.0) for kind, cpu_s in self.cpu_s.items()}
+
+
+class Meter:
+    """Looks at all processes below this one.
+
+    Args:
+        skip: one that is no part of the server.
+    """
+
+    def __init__(self, skip: int | None) -> None:
+        self._skip = skip
+        self._kinds: dict[int, str] = {}  # Ray changes titles while a method runs: once known, a kind stays
+
+    def read(self) -> Usage:
         cpu_s: dict[str, float] = defaultdict(float)
         private_mib: dict[str, float] = defaultdict(float)
         for process in psutil.Process(os.getpid()).children(recursive=True):
+            if process.pid == self._skip:
+                continue
             try:
-                if process.pid == skip or (skip is not None and skip in (p.pid for p in process.parents())):
-                    continue
-                kind = _kind((process.cmdline() or [""])[0])
+                kind = self._kind_of(process)
                 times, memory = process.cpu_times(), process.memory_info()
             except psutil.NoSuchProcess:  # it has ended meanwhile
                 continue
@@ -49,28 +61,23 @@ class Usage:
             private_mib[kind] += (memory.rss - memory.shared) / _MIB
         return Usage(time.perf_counter(), dict(cpu_s), dict(private_mib))
 
-    def cpu_since(self, earlier: Usage) -> dict[str, float]:
-        """Seconds of processor time since then."""
-        return {kind: cpu_s - earlier.cpu_s.get(kind, 0.0) for kind, cpu_s in self.cpu_s.items()}
-
-
-@dataclass(slots=True)
-class Watch:
-    """Notes the usage again and again while something else runs."""
-
-    period_s: float
-    skip: int | None = None
-    seen: list[Usage] = field(default_factory=list)
-
-    async def run(self) -> None:
-        """Until it is cancelled."""
+    async def watch(self, period_s: float, seen: list[Usage]) -> None:
+        """Note the usage again and again, until this is cancelled."""
         while True:
-            self.seen.append(await asyncio.to_thread(Usage.now, self.skip))
-            await asyncio.sleep(self.period_s)
+            seen.append(await asyncio.to_thread(self.read))
+            await asyncio.sleep(period_s)
+
+    def _kind_of(self, process: psutil.Process) -> str:
+        if process.pid not in self._kinds:
+            kind = kind_of(" ".join(process.cmdline()))
+            if kind == OTHERS:  # or it will be something else soon
+                return kind
+            self._kinds[process.pid] = kind
+        return self._kinds[process.pid]
 
 
-def _kind(title: str) -> str:
-    for beginning, kind in _TITLES.items():
-        if title.startswith(beginning):
-            return kind or title.split(":")[-1].split("#")[0].strip()
-    return "ray"
+def kind_of(title: str) -> str:
+    """Of a process with this title."""
+    if match := _REPLICA.match(title):
+        return match[1]
+    return next((kind for beginning, kind in _ACTORS.items() if title.startswith(beginning)), OTHERS)

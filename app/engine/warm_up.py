@@ -34,8 +34,8 @@ SAMPLED = SamplingParams(
     logprobs=1,
     ignore_eos=True,
 )
-# Needs a tokenizer.
-STRUCTURED = SamplingParams(structure=Structure("regex", "[a-z ]{1,20}"), stop=["\n\n"], seed=0)
+# Needs a tokenizer; any will do: there may be no token of lower-case letters alone.
+STRUCTURED = SamplingParams(structure=Structure("regex", r"[\s\S]{1,20}"), stop=["\n\n"], seed=0)
 
 Prompt = tuple[list[int], SamplingParams]
 

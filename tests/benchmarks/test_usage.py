@@ -1,0 +1,42 @@
+"""Whose processor time and memory `benchmarks.serving` reports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.usage import OTHERS, Meter, kind_of
+
+
+@pytest.mark.parametrize(
+    ("title", "kind"),
+    [
+        ("ray::ServeReplica:folio:EngineReplica", "EngineReplica"),
+        ("ray::ServeReplica:folio:Ingress.handle_request", "Ingress"),  # while a method runs; it was lost then
+        ("ray::ProxyActor", "proxy"),
+        ("ray::ServeController.listen_for_change", "controller"),
+        ("ray::IDLE", OTHERS),
+        ("/usr/bin/gcs_server --log_dir=x", OTHERS),
+        ("", OTHERS),
+    ],
+)
+def test_titles(title: str, kind: str) -> None:
+    assert kind_of(title) == kind
+
+
+def test_children_are_counted_but_for_the_one_to_skip() -> None:
+    busy = subprocess.Popen([sys.executable, "-c", "x = bytearray(b'1') * (64 << 20)\nwhile True: pass"])
+    try:
+        meter = Meter(skip=None)
+        before = meter.read()
+        deadline = time.monotonic() + 30
+        while (now := meter.read()).private_mib[OTHERS] < 64 or now.cpu_since(before)[OTHERS] < 0.05:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert Meter(skip=busy.pid).read().private_mib.get(OTHERS, 0.0) < 64
+    finally:
+        busy.kill()
+        busy.wait()

@@ -19,7 +19,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240  # of the start, too, on a machine that does much else
-NUM_TOKENS = 3000
+NUM_TOKENS = 1000
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def command(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "app.serve", str(tmp_path / "config.yaml")],
+        [sys.executable, "-m", "app.serve", str(tmp_path / "config.yaml"), "--grace-s", str(DEADLINE_S)],
         cwd=ROOT,
         env=environment,
         start_new_session=True,

@@ -169,7 +169,7 @@ def test_a_stream_refused_at_once_has_a_status() -> None:
     client = client_of(Engines(OverloadedError("too many", 30.0)))
     with pytest.raises(openai.RateLimitError) as caught:
         client.responses.create(model="m", input="x", stream=True)
-    assert 1 < int(caught.value.response.headers["retry-after"]) <= 30
+    assert int(caught.value.response.headers["retry-after"]) >= 1
 
 
 @pytest.mark.parametrize(

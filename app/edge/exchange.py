@@ -105,16 +105,22 @@ class Exchange:
                 )
             if pins and not key.operator:
                 raise ForbiddenError("pin is for operators; your API key is not one of theirs", "pin")
-            if key.tenant is not None:
-                if tenant not in (None, key.tenant):
-                    raise ForbiddenError("tenant is not that of your API key; leave it out", "tenant")
-                tenant = key.tenant
+            tenant = self.tenant_of(tenant)
         default, most = self._settings.default_timeout_s, self._settings.max_timeout_s
         if timeout_s is None:
             return Admission(tenant, default if default is not None else most)
         if most is not None and timeout_s > most:
             raise RequestError(f"timeout_s is {timeout_s}; it may be at most {most}", "timeout_s")
         return Admission(tenant, timeout_s)
+
+    def tenant_of(self, tenant: str | None) -> str | None:
+        """Whose the request is, if it says to be this tenant's. Raises `ForbiddenError` if its key is another one's:
+        else it could learn from how long an answer takes what that one has cached."""
+        if self.key is None or self.key.tenant is None:
+            return tenant
+        if tenant not in (None, self.key.tenant):
+            raise ForbiddenError("tenant is not that of your API key; leave it out", "tenant")
+        return self.key.tenant
 
     def count_prompt(self, num_tokens: int) -> None:
         """It is going to be computed. Raises `RateLimitError` or `RequestError` when the caller may not have that."""

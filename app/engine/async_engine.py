@@ -58,6 +58,11 @@ class _Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class _Audit:
+    outcome: Future[None]
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
 
@@ -84,8 +89,8 @@ class AsyncEngine:
         prefixes_of_others: Callable[[], Sequence[Sequence[CachedPrefix]]] | None = None,
     ) -> None:
         self._engine = Engine(config, launch, admit)
+        self._commands: queue.SimpleQueue[_Stream | _Cancel | _Audit | _Stop] = queue.SimpleQueue()
         self._prefixes_of_others = prefixes_of_others
-        self._commands: queue.SimpleQueue[_Stream | _Cancel | _Stop] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}  # only the thread touches it
         self._arriving: dict[str, tuple[int, int]] = {}  # sent, not begun: tokens, and those expected to be cached
         self._names: OrderedDict[str, str] = OrderedDict()  # the callers' ids of the latest requests → the engine's
@@ -291,6 +296,19 @@ class AsyncEngine:
         self.check()
         return self._engine.set_budget(budget_bytes, revision)
 
+    async def check_integrity(self) -> None:
+        """Between two steps: that memory adds up, and without requests that all of it is free.
+
+        Raises:
+            IntegrityError: it does not; the engine stops.
+            UnavailableError: the engine has stopped.
+        """
+        audit = _Audit(Future())
+        with self._sending:
+            self.check()
+            self._commands.put(audit)
+        await asyncio.wrap_future(audit.outcome)
+
     def close(self) -> None:
         """Fail what is in flight, stop the thread and give all memory back."""
         self._commands.put(_Stop())
@@ -380,8 +398,22 @@ class AsyncEngine:
                 case _Cancel(request_id):
                     self._streams.pop(request_id, None)
                     self._engine.cancel(request_id)
+                case _Audit(outcome):
+                    self._check_integrity(outcome)
                 case _Stop():
                     return False
+
+    def _check_integrity(self, outcome: Future[None]) -> None:
+        if not outcome.set_running_or_notify_cancel():  # who asked does not wait any more
+            return
+        try:
+            self._engine.check_integrity()
+            if self._streams and not self._engine.has_work:
+                raise IntegrityError(f"{len(self._streams)} requests wait for an engine that has none")
+        except IntegrityError as error:
+            outcome.set_exception(error)
+            raise
+        outcome.set_result(None)
 
     def _step(self) -> None:
         try:
@@ -423,6 +455,8 @@ class AsyncEngine:
             command = self._commands.get()
             if isinstance(command, _Stream):
                 self._streams[command.request_id] = command
+            elif isinstance(command, _Audit) and command.outcome.set_running_or_notify_cancel():
+                command.outcome.set_exception(UnavailableError(reason))
         self._fail_all(UnavailableError(reason))
 
 

@@ -12,9 +12,9 @@ from app.engine.params import SamplingParams, Structure
 from app.errors import RequestError
 from app.openai.client_fields import ClientFields, Name
 from app.openai.sampling_body import SamplingBody, TokenIds
-from app.openai.strict import StrictBody, refused, text_or
+from app.openai.strict import StrictBody, Text, refused, text_or
 from app.openai.structures import ResponseFormat, guided_structure, only_structure, structure_of
-from app.openai.tool_bodies import Text, ToolCall, ToolChoice, Tools
+from app.openai.tool_bodies import ToolCall, ToolChoice, Tools
 
 MAX_PROMPTS = 256
 MAX_TOP_LOGPROBS = 20
@@ -159,6 +159,10 @@ class Message(StrictBody):
     """Null, as in answers of OpenAI's."""
     function_call: Annotated[None, refused("it is deprecated and not known here; use tool_calls")] = None
     """Null, as in answers of OpenAI's."""
+    parsed: Any = None
+    """What the official client has made of an answer. Nobody looks at it."""
+    provider_specific_fields: Any = None
+    """What LiteLLM has made of an answer. Nobody looks at it."""
 
     @property
     def text(self) -> str:

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from app.openai.strict import StrictBody, refused
-from app.openai.tool_bodies import Text
+from app.openai.strict import StrictBody, Text, refused
 
 MAX_METADATA = 16
 

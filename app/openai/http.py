@@ -39,6 +39,8 @@ from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, Tokenize
 logger = logging.getLogger(__name__)
 
 _PROMETHEUS = "text/plain; version=1.0.0; charset=utf-8"
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+
 Session = Annotated[
     str | None,
     Header(
@@ -229,13 +231,21 @@ def _dumped(answer: BaseModel) -> str:
     return json.dumps(answer.model_dump()) if isinstance(answer, ErrorBody) else answer.model_dump_json()
 
 
+def _on_one_line(dumped: str) -> str:
+    """JSON and events may have these characters as they are; but clients that split a stream by Python's idea of a
+    line, such as httpx's and requests' `iter_lines`, would break there."""
+    return dumped if dumped.isascii() else dumped.translate(_LINE_ENDS)
+
+
 async def _stream(chunks: AsyncIterator[BaseModel]) -> Response:
     """Server-sent events as chat completions have them."""
 
     def failed(error: Exception) -> str:
         return f"data: {_dumped(errors.error_response(error)[1])}\n\n"
 
-    return await _sent(chunks, lambda chunk: f"data: {chunk.model_dump_json()}\n\n", failed, "data: [DONE]\n\n")
+    return await _sent(
+        chunks, lambda chunk: f"data: {_on_one_line(chunk.model_dump_json())}\n\n", failed, "data: [DONE]\n\n"
+    )
 
 
 async def _stream_events(events: AsyncIterator[StreamEvent]) -> Response:
@@ -245,7 +255,7 @@ async def _stream_events(events: AsyncIterator[StreamEvent]) -> Response:
     def shown(event: StreamEvent) -> str:
         nonlocal last_number
         last_number = event.sequence_number
-        return f"event: {event.type}\ndata: {event.model_dump_json()}\n\n"
+        return f"event: {event.type}\ndata: {_on_one_line(event.model_dump_json())}\n\n"
 
     def failed(error: Exception) -> str:
         detail = errors.error_response(error)[1].error

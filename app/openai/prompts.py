@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from app.engine.pinned import conversation_prefix, text_prefix
 from app.errors import RequestError
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, Message, PinRequest
+from app.openai.strict import check_json
 from app.openai.token_bodies import TokenizeRequest
 from app.openai.tool_bodies import Tool, ToolCall
 from app.openai.tool_formats import tool_template
@@ -146,7 +147,10 @@ def _arguments(call: ToolCall) -> dict[str, Any]:
         raise RequestError(f"arguments of the tool call {call.id!r} are not JSON: {error}", "messages") from error
     if not isinstance(arguments, dict):
         raise RequestError(f"arguments of the tool call {call.id!r} are not a JSON object", "messages")
-    return arguments
+    try:
+        return check_json(arguments)
+    except ValueError as error:
+        raise RequestError(f"arguments of the tool call {call.id!r} cannot be shown: {error}", "messages") from error
 
 
 def _check_text(text: str, param: str) -> None:

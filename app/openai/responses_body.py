@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from app.errors import RequestError
 from app.openai.bodies import MAX_TOP_LOGPROBS, ChatCompletionRequest, GenerationBody, Message
-from app.openai.strict import StrictBody, refused, text_or
+from app.openai.strict import JsonObject, StrictBody, Text, refused, text_or
 from app.openai.structures import JsonObjectFormat, JsonSchema, JsonSchemaFormat, ResponseFormat, TextFormat
 from app.openai.tool_bodies import (
     MAX_TOOLS,
@@ -21,19 +20,10 @@ from app.openai.tool_bodies import (
     FunctionDefinition,
     FunctionName,
     NamedToolChoice,
-    Text,
     Tool,
     ToolCall,
 )
 
-
-def _is_encodable(schema: dict[str, Any]) -> dict[str, Any]:
-    """It is said again in the answer, and JSON can carry halves of surrogate pairs."""
-    json.dumps(schema, ensure_ascii=False).encode()
-    return schema
-
-
-Schema = Annotated[dict[str, Any], AfterValidator(_is_encodable)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -119,7 +109,7 @@ class FunctionTool(StrictBody):
     type: Literal["function"]
     name: FunctionName
     description: Text | None = None
-    parameters: Schema | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -133,7 +123,7 @@ class NamedSchemaFormat(StrictBody):
 
     type: Literal["json_schema"]
     name: Text
-    schema_: Annotated[Schema, Field(alias="schema")]
+    schema_: Annotated[JsonObject, Field(alias="schema")]
     description: Text | None = None
     strict: bool | None = None
 

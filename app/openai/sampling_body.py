@@ -9,8 +9,7 @@ from pydantic import Field
 
 from app.engine.params import EarlyStopping, SamplingParams, Structure
 from app.errors import RequestError
-from app.openai.strict import StrictBody, refused
-from app.openai.tool_bodies import Text
+from app.openai.strict import JsonObject, StrictBody, Text, refused
 
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 
@@ -75,7 +74,7 @@ class SamplingBody(StrictBody):
     """Of beams: true: stop when `best_of` have ended; false: when a better one is unlikely; "never": impossible."""
     prompt_logprobs: int | None = None
     """Log probabilities of the prompt's tokens, and so many alternatives for each."""
-    guided_json: str | dict[str, Any] | None = None
+    guided_json: str | JsonObject | None = None
     """A JSON schema that the output follows. At most one of the `guided_…` fields can be set."""
     guided_regex: Text | None = None
     """A regular expression that the whole output matches."""

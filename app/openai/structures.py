@@ -9,7 +9,7 @@ from pydantic import Field
 
 from app.engine.params import Structure
 from app.errors import RequestError
-from app.openai.strict import StrictBody
+from app.openai.strict import JsonObject, StrictBody
 
 
 class TextFormat(StrictBody):
@@ -27,7 +27,7 @@ class JsonSchema(StrictBody):
 
     name: str
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: JsonObject | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 

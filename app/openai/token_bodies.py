@@ -9,8 +9,8 @@ from pydantic import BaseModel, Field
 from app.openai.bodies import Message
 from app.openai.lean import LeanReply
 from app.openai.sampling_body import TokenIds
-from app.openai.strict import StrictBody
-from app.openai.tool_bodies import Text, Tools
+from app.openai.strict import StrictBody, Text
+from app.openai.tool_bodies import Tools
 
 
 class TokenizeRequest(StrictBody):

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from app.openai.lean import LeanReply
-from app.openai.strict import StrictBody
+from app.openai.strict import JsonObject, StrictBody, Text
 
 MAX_TOOLS = 128
 
 
-def _is_text(text: str) -> str:
-    """JSON can carry half of a surrogate pair, which is no character and has no tokens."""
-    text.encode()  # UnicodeEncodeError is a ValueError
-    return text
-
-
-Text = Annotated[str, AfterValidator(_is_text)]
 # What OpenAI's API allows; so a name needs no escaping in JSON or in a grammar.
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
@@ -29,7 +22,7 @@ class FunctionDefinition(StrictBody):
 
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -61,6 +54,8 @@ class FunctionCall(StrictBody):
 
     name: Text
     arguments: Text
+    parsed_arguments: Annotated[Any, Field(exclude=True)] = None
+    """What the official client has made of `arguments` when it sends an answer back. Nobody looks at it."""
 
 
 class ToolCall(StrictBody):

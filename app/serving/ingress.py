@@ -270,6 +270,14 @@ class Ingress:
         """KV memory of every engine replica, by its name."""
         return dict(await self._replicas.all("named_report"))
 
+    async def check_integrity(self) -> None:
+        """Audit the books of every engine replica: memory adds up, and without requests all of it is free.
+
+        Raises:
+            EngineError: they do not; that replica stops, and is replaced.
+        """
+        await self._replicas.all("check_integrity")
+
     async def set_budget(self, budget_bytes: int, revision: int) -> list[BudgetAnswer]:
         """Change how much memory the KV cache of every engine replica may take, while they serve.
 
@@ -296,9 +304,12 @@ class Ingress:
             RequestError: the prompt is too short to be shared, or the name is another prefix's; a replica may have it
                 all the same, and keeps it until `unpin`.
             EngineError: a replica has no room for it within its quota.
+            ForbiddenError: the caller's API key is another tenant's.
         """
+        exchange = current_exchange()
+        tenant = request.tenant if exchange is None else exchange.tenant_of(request.tenant)
         prefix = await asyncio.to_thread(encode_pin, self._tokenizer, request)
-        await self._replicas.all("pin", request.name, prefix, request.cache_salt, request.tenant)
+        await self._replicas.all("pin", request.name, prefix, request.cache_salt, tenant)
 
     async def unpin(self, name: str) -> None:
         """Let a pinned prefix go on every engine replica: those that have started later may not have it.

@@ -79,6 +79,10 @@ class EngineReplica:
         """The outputs, each in one piece."""
         return await self._whole(self._deltas(request, _only_at_the_end))
 
+    async def generate_at_once(self, request: GenerateRequest) -> AsyncIterator[list[Piece]]:
+        """The same as a stream of one item."""
+        yield await self.generate(request)
+
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[list[Piece]]:
         """The outputs as they are generated: a piece of each that has grown, as often as `StreamPace`
         allows."""
@@ -112,6 +116,10 @@ class EngineReplica:
     async def named_report(self) -> tuple[str, MemoryReport]:
         """The same, and whose it is: the end of the ids of its answers."""
         return self._name, self._engine.report()
+
+    async def check_integrity(self) -> None:
+        """Audit the engine's books (`AsyncEngine.check_integrity`)."""
+        await self._engine.check_integrity()
 
     async def status(self) -> ReplicaStatus:
         """What operators want to know. Raises `UnavailableError` once the engine has stopped."""

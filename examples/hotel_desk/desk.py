@@ -1,7 +1,7 @@
 """The desk: answers guests. It asks the register for notes, and Folio for words."""
 
-# Annotations are no strings here (`from __future__ import annotations`): Serve sends replicas a copy of the FastAPI
-# application, and FastAPI could not look them up there.
+# `serve.ingress` copies class and FastAPI application as they are then, for replicas. So what they use stands above the
+# class, and annotations are no strings (`from __future__ import annotations`), which FastAPI could not look up there.
 import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
@@ -55,6 +55,13 @@ class Question(BaseModel):
     drafts: Annotated[int, Field(ge=1, le=8)] = 3
 
 
+def mean_logprob(drafts: ChatCompletion, index: int) -> float:
+    """How likely the model finds the tokens of a draft."""
+    [choice] = [choice for choice in drafts.choices if choice.index == index]
+    tokens = choice.logprobs.content if choice.logprobs is not None else []
+    return fmean(token.logprob for token in tokens) if tokens else -math.inf
+
+
 @serve.deployment(max_ongoing_requests=100, ray_actor_options={"num_cpus": 0.1})
 @serve.ingress(api)
 class Desk:
@@ -106,10 +113,3 @@ class Desk:
         async with aclosing(self._folio.fork_stream(fork)) as chunks:  # a guest who leaves ends it
             async for chunk in chunks:
                 yield chunk.choices[0].text
-
-
-def mean_logprob(drafts: ChatCompletion, index: int) -> float:
-    """How likely the model finds the tokens of a draft."""
-    [choice] = [choice for choice in drafts.choices if choice.index == index]
-    tokens = choice.logprobs.content if choice.logprobs is not None else []
-    return fmean(token.logprob for token in tokens) if tokens else -math.inf

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,15 +41,19 @@ TOKENS = TokenTexts(TOKENIZER)
 class Response:
     """What a handle returns: to be awaited, iterated over, or cancelled."""
 
-    def __init__(self, pieces: Callable[[], list[Piece]], hangs: bool = False) -> None:
+    def __init__(self, pieces: Callable[[], list[Piece]], hangs: bool = False, at_once: bool = False) -> None:
         self.cancelled = False
         self._pieces = pieces
         self._hangs = hangs
+        self._at_once = at_once
 
     def __await__(self) -> Any:
         return self._whole().__await__()
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
+        if self._at_once:
+            yield await self._whole()
+            return
         for piece in self._pieces():
             yield [piece]
             if self._hangs:
@@ -75,12 +80,13 @@ class Engines:
         self.responses: list[Response] = []
         self._error, self._fails_at, self._hangs = error, fails_at, hangs
         self.generate = self.generate_stream = self.fork = self.fork_stream = SimpleNamespace(remote=self._remote)
+        self.generate_at_once = SimpleNamespace(remote=partial(self._remote, at_once=True))
         self.facts = SimpleNamespace(remote=self._facts)
 
     def options(self, **_: Any) -> Engines:
         return self
 
-    def _remote(self, call: GenerateRequest | ForkCall) -> Response:
+    def _remote(self, call: GenerateRequest | ForkCall, at_once: bool = False) -> Response:
         number = len(self.calls)
         self.calls.append(call)
 
@@ -102,7 +108,7 @@ class Engines:
             ]
 
         fails = self._error is not None and number == self._fails_at
-        self.responses.append(Response(pieces, self._hangs and not fails))
+        self.responses.append(Response(pieces, self._hangs and not fails, at_once))
         return self.responses[-1]
 
     async def _facts(self) -> Any:

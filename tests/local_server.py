@@ -27,8 +27,16 @@ from app.openai.token_texts import TokenTexts
 from app.serving.admission import Admission
 from app.serving.calls import Replicas
 from app.serving.ingress import Ingress
+from app.serving.metrics import RequestMeter
 from app.serving.pace import StreamPace
 from app.serving.replica import EngineReplica
+
+
+class _NoMetrics:
+    """What Ray collects for Prometheus, where there is no Ray."""
+
+    async def text(self) -> str:
+        return ""
 
 
 class LocalServer:
@@ -49,7 +57,8 @@ class LocalServer:
         ingress._adapters, ingress._created, ingress._max_model_len = (), 0, None
         refusals = Refusals()
         ingress._replicas = Replicas(_Handle(replica), refusals)  # type: ignore[arg-type]
-        ingress._admission = Admission(refusals)
+        ingress._admission, ingress._meter = Admission(refusals), RequestMeter()
+        ingress._metrics = _NoMetrics()
         self.api: FastAPI = build_api(ingress)
 
     def wait_until_idle(self, deadline_s: float = 60.0) -> None:

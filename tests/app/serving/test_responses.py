@@ -29,8 +29,8 @@ class Pieces(Engines):
         super().__init__()
         self._texts, self._finish_reason, self._late_error = texts, finish_reason, error
 
-    def _remote(self, call: Any) -> Any:
-        response = super()._remote(call)
+    def _remote(self, call: Any, **how: Any) -> Any:
+        response = super()._remote(call, **how)
         last = len(self._texts) - 1
 
         def pieces() -> Iterator[Piece]:

@@ -35,11 +35,14 @@ _RESPONSE_EVENTS: list[type[BaseModel]] = [
     ErrorEvent,
 ]
 
+_ERROR_SCHEMA = {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}
+
 Responses = dict[int | str, dict[str, Any]]
 
 
 def _error(description: str) -> dict[str, Any]:
-    return {"model": ErrorBody, "description": description}
+    """With its content: FastAPI would say of a model that it has the media type of the route's good answers."""
+    return {"description": description, "content": {"application/json": {"schema": _ERROR_SCHEMA}}}
 
 
 ERRORS: Responses = {
@@ -103,7 +106,7 @@ def describe(api: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         if api.openapi_schema is None:
             page = made()
-            models: list[type[BaseModel]] = [ChatCompletionChunk, *_RESPONSE_EVENTS]
+            models: list[type[BaseModel]] = [ErrorBody, ChatCompletionChunk, *_RESPONSE_EVENTS]
             _, streamed = models_json_schema(
                 [(model, "serialization") for model in models],
                 ref_template="#/components/schemas/{model}",

@@ -146,17 +146,16 @@ def _add_models(api: FastAPI, service: Service) -> None:
 
 
 def _add_tokens(api: FastAPI, service: Service) -> None:
-    @api.post("/tokenize", response_model=Tokens, response_model_exclude_none=True, tags=["tokens"])
-    async def tokenize(
-        request: Annotated[TokenizeRequest, Body(openapi_examples=examples.TOKENIZE)],
-    ) -> Tokens:
+    # Answers may be long: they are made here, since FastAPI would look at every token once more.
+    @api.post("/tokenize", response_model=Tokens, tags=["tokens"])
+    async def tokenize(request: Annotated[TokenizeRequest, Body(openapi_examples=examples.TOKENIZE)]) -> Response:
         """The tokens of a text or a conversation, and how many they are."""
-        return await service.tokenize(request)
+        return _json(await service.tokenize(request))
 
-    @api.post("/detokenize", tags=["tokens"])
-    async def detokenize(request: DetokenizeRequest) -> DetokenizedText:
+    @api.post("/detokenize", response_model=DetokenizedText, tags=["tokens"])
+    async def detokenize(request: DetokenizeRequest) -> Response:
         """The text of tokens."""
-        return await service.detokenize(request)
+        return _json(await service.detokenize(request))
 
 
 def _add_operation(api: FastAPI, service: Service) -> None:

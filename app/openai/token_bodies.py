@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field
 
 from app.openai.bodies import Message
+from app.openai.lean import LeanReply
 from app.openai.sampling_body import TokenIds
 from app.openai.strict import StrictBody, Text
 from app.openai.tool_bodies import Tools
@@ -32,8 +33,10 @@ class TokenizeRequest(StrictBody):
     """Add each token's text."""
 
 
-class Tokens(BaseModel):
+class Tokens(LeanReply):
     """`count` tokens; `token_strs` if they were asked for: what is no whole character is written `\\xe2\\x82`."""
+
+    _left_out = frozenset({"token_strs"})
 
     count: int
     max_model_len: int

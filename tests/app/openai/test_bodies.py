@@ -188,3 +188,59 @@ def test_messages_of_tools() -> None:
 def test_fields_that_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         completion(**fields)
+
+
+# What ChatOpenAI of LangChain, LiteLLM and the OpenAI client send unasked, or when messages are sent back as they came.
+USUAL: dict[str, Any] = {
+    "stream": False,
+    "n": 1,
+    "store": False,
+    "metadata": {"run": "1"},
+    "service_tier": "auto",
+    "safety_identifier": "s",
+    "prompt_cache_key": "k",
+    "modalities": ["text"],
+    "reasoning_effort": "none",
+    "verbosity": "medium",
+    "stream_options": {"include_usage": None, "include_obfuscation": False},
+}
+SENT_BACK: dict[str, Any] = {
+    "role": "assistant",
+    "content": "y",
+    "refusal": None,
+    "annotations": [],
+    "audio": None,
+    "function_call": None,
+    "tool_calls": None,
+}
+
+
+def test_what_clients_send_changes_nothing() -> None:
+    assert chat(**USUAL, messages=[USER, SENT_BACK, USER]).sampling_params() == chat(n=1).sampling_params()
+    nulls = dict.fromkeys(ChatCompletionRequest.model_fields.keys() - {"model", "messages"})
+    assert chat(**nulls).sampling_params() == chat().sampling_params()
+    nulls = dict.fromkeys(CompletionRequest.model_fields.keys() - {"model", "prompt", "max_tokens"})
+    assert completion(**nulls).sampling_params() == completion().sampling_params()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("functions", [], "use tools"),
+        ("function_call", "auto", "use tool_choice"),
+        ("audio", {}, "answers are text"),
+        ("modalities", ["text", "audio"], "answers are text"),
+        ("prediction", {"type": "content", "content": "x"}, "speculation"),
+        ("web_search_options", {}, "no web search"),
+        ("reasoning_effort", "low", "part of its text"),
+        ("verbosity", "high", "in the prompt"),
+        ("messages", [SENT_BACK | {"refusal": "no"}], "put the text into content"),
+        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "'text'"),
+        ("priority", 2**31, "less than"),
+        ("metadata", {"k" * 65: "v"}, "at most 64"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(field: str, value: object, message: str) -> None:
+    with pytest.raises(ValidationError, match=message) as caught:
+        chat(**{field: value})
+    assert caught.value.errors()[0]["loc"][0] == field

@@ -8,7 +8,9 @@ FolioError
 │   ├── UnknownModelError    no such model here (HTTP 404)
 │   ├── UnknownRequestError  nothing is known of the request to fork (HTTP 404)
 │   └── UnknownPinError      no prefix is pinned under that name (HTTP 404)
+├── ForbiddenError         the caller may not ask for that (HTTP 403)
 ├── OverloadedError        the queue is full (HTTP 429); send the request again later
+│   └── RateLimitError       the caller has asked for as much as it may (HTTP 429)
 ├── DeadlineError          the request's `timeout_s` has passed (HTTP 408)
 └── EngineError            the engine is at fault (HTTP 500); the request may be sent again
     └── UnavailableError     the engine is gone, and another one is coming (HTTP 503); send the request again
@@ -67,11 +69,24 @@ class UnknownPinError(RequestError):
     code = "pin_not_found"
 
 
+class ForbiddenError(FolioError):
+    """The caller's API key does not allow what the request asks for. `param` is the field that does."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param)
+        self.message = message
+        self.param = param
+
+    def __str__(self) -> str:
+        return self.message
+
+
 class OverloadedError(FolioError):
     """As many requests wait as may.
 
     Attributes:
         retry_after_s: when there may be room again; `None` if that is not known.
+        num_queued: requests that wait where it was refused, of which about half will have begun by then.
         replica: the one that refused; empty when it was not one of them.
     """
 
@@ -79,10 +94,15 @@ class OverloadedError(FolioError):
         super().__init__(message, retry_after_s)  # both, or it could not be pickled
         self.message = message
         self.retry_after_s = retry_after_s
+        self.num_queued = 0
         self.replica = ""
 
     def __str__(self) -> str:
         return self.message
+
+
+class RateLimitError(OverloadedError):
+    """One caller has asked for as much as it may; others are served. `retry_after_s`: when it may ask again."""
 
 
 class DeadlineError(FolioError):

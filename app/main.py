@@ -10,6 +10,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from app.config import EngineConfig
+from app.edge.settings import HttpSettings
 from app.errors import ConfigError
 from app.fleet.policies import PolicyName
 from app.serving.ingress import Ingress
@@ -94,6 +95,7 @@ class AppArgs(BaseModel):
             what others do not need. None: each has `engine.kv_memory_bytes` for itself.
         routing: which replica gets a request.
         streaming: how often streams send what has been generated.
+        http: who may call over HTTP, and how much.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -103,6 +105,7 @@ class AppArgs(BaseModel):
     shared_kv_memory_bytes: int | None = None
     routing: RoutingArgs = RoutingArgs()
     streaming: StreamingArgs = StreamingArgs()
+    http: HttpSettings = HttpSettings()
 
 
 def build(args: AppArgs) -> Application:
@@ -132,7 +135,9 @@ def build(args: AppArgs) -> Application:
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
     )(Ingress)
     replica = engine.bind(config, args.shared_kv_memory_bytes, args.streaming.pace)
-    application: Application = ingress.bind(args.engine.model, model_name, replica, tuple(args.engine.adapters))
+    application: Application = ingress.bind(
+        args.engine.model, model_name, replica, tuple(args.engine.adapters), args.http
+    )
     return application
 
 

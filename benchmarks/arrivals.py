@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import itertools
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -28,12 +27,6 @@ def asks(lengths: Lengths, vocabulary: int, seed: int, at_s: Sequence[float] | N
         Ask(rng.integers(vocabulary, size=prompt).tolist(), output, at)
         for (prompt, output), at in zip(lengths, times, strict=True)
     ]
-
-
-def endless(lengths: Lengths, vocabulary: int, seed: int) -> Iterator[Ask]:
-    """Requests of these lengths again and again, with other prompts each time."""
-    for seed_of_round in itertools.count(seed * 1_000_003):
-        yield from asks(lengths, vocabulary, seed_of_round)
 
 
 def poisson(rate: float, duration_s: float, seed: int) -> list[float]:

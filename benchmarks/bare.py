@@ -30,8 +30,8 @@ class BareEngine:
     def open_loop(self, asks: Sequence[Ask]) -> list[Record]:
         return self._call(("open", (asks,)))
 
-    def closed_loop(self, asks: Sequence[Ask], at_once: int, duration_s: float | None = None) -> list[Record]:
-        return self._call(("closed", (asks, at_once, duration_s)))
+    def closed_loop(self, asks: Sequence[Ask], at_once: int) -> list[Record]:
+        return self._call(("closed", (asks, at_once)))
 
     def wait_until_ready(self) -> None:
         if not self._connection.poll(START_S):

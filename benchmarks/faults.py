@@ -6,13 +6,13 @@ moments a rank, the replica's own process or its peer's, gets SIGKILL or SIGSTOP
 answer, or with an error that says that it may be sent again; a new replica must answer; nothing of the old one may be
 left.
 
+--replicas, --ingresses: see `benchmarks.chaos`.
 --quick: 4 faults instead of 50, each kind once.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import signal
@@ -20,109 +20,25 @@ import socket
 import statistics
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import ray
 from ray import serve
 
 from app.config import EngineConfig
 from app.main import HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S, AppArgs, build
-from benchmarks import harness
+from benchmarks import chaos, harness
+from benchmarks.asking import OUTCOMES, Client, Outcomes
 
 NUM_CLIENTS = 6
 STEP_TIMEOUT_S = 5.0
-REQUEST_TIMEOUT_S = 120.0
 BETWEEN_FAULTS_S = (0.5, 2.0)
 BACK_TIMEOUT_S = 120.0
-WAIT_BEFORE_RETRY_S = 0.2
 RANKS, SIGNALS = ("replica", "peer"), (signal.SIGKILL, signal.SIGSTOP)
 NAME = "folio-faults"
 PROCESS_TITLES = {"replica": f"ray::ServeReplica:{NAME}:EngineReplica", "peer": "ray::RankActor"}
-
-
-@dataclass
-class Outcomes:
-    """What became of the requests. `answered_at`: when right answers came whose request was sent after a fault."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    strange: list[str] = field(default_factory=list)
-    last_answered: tuple[float, float] = (0.0, 0.0)  # (sent, answered)
-
-
-class Client(threading.Thread):
-    """Asks again and again; every third request is a stream."""
-
-    def __init__(self, url: str, seed: int, outcomes: Outcomes, stop: threading.Event) -> None:
-        super().__init__(daemon=True)
-        self._url = url
-        self._random = random.Random(seed)
-        self._outcomes = outcomes
-        self._stop_asking = stop
-
-    def run(self) -> None:
-        with httpx.Client(timeout=REQUEST_TIMEOUT_S) as client:
-            for i in itertools.count():
-                if self._stop_asking.is_set():
-                    return
-                sent = time.monotonic()
-                try:
-                    outcome = self._stream(client) if i % 3 == 0 else self._look_up(client)
-                except httpx.HTTPError as error:
-                    outcome = "lost"
-                    self._outcomes.strange.append(f"{type(error).__name__}: {error}")
-                self._outcomes.counts[outcome] += 1
-                if outcome != "answered":
-                    time.sleep(WAIT_BEFORE_RETRY_S)
-                else:
-                    self._outcomes.last_answered = max(self._outcomes.last_answered, (sent, time.monotonic()))
-
-    def _look_up(self, client: httpx.Client) -> str:
-        """Which key some room has."""
-        keys = {room: self._random.randrange(10, 99) for room in self._random.sample(range(100, 999), 8)}
-        room = self._random.choice(list(keys))
-        question = " ".join(f"The key of room {r} is {key}." for r, key in keys.items())
-        content = f"{question} What is the key of room {room}?"
-        body = {"model": "builtin", "temperature": 0, "messages": [{"role": "user", "content": content}]}
-        response = client.post(f"{self._url}/v1/chat/completions", json=body)
-        if response.status_code != 200:
-            return self._judge(response.status_code, response.text)
-        answer = response.json()["choices"][0]["message"]["content"]
-        if answer == f"The key of room {room} is {keys[room]}.":
-            return "answered"
-        self._outcomes.strange.append(f"{content} → {answer}")
-        return "wrong"
-
-    def _stream(self, client: httpx.Client) -> str:
-        """300 tokens, whatever they are."""
-        body = {"model": "builtin", "prompt": "What is Folio?", "max_tokens": 300, "ignore_eos": True, "stream": True}
-        with client.stream("POST", f"{self._url}/v1/completions", json=body) as response:
-            if response.status_code != 200:
-                return self._judge(response.status_code, response.read().decode())
-            last = ""
-            for line in response.iter_lines():
-                last = line.removeprefix("data: ") or last
-                if '"error"' in line:
-                    return self._judge(503, last)
-        if last == "[DONE]":
-            return "answered"
-        self._outcomes.strange.append(f"a stream ended with {last!r}")
-        return "lost"
-
-    def _judge(self, status: int, text: str) -> str:
-        """Of an answer that is none: whether it says so properly."""
-        try:
-            code = json.loads(text)["error"]["code"]
-        except (ValueError, KeyError, TypeError):
-            code = None
-        if status == 503 and code == "unavailable":
-            return "to be sent again"
-        self._outcomes.strange.append(f"{status}: {text[:300]}")
-        return "other error"
 
 
 def processes() -> dict[str, list[int]]:
@@ -181,7 +97,13 @@ def strike(rank: str, number: signal.Signals, outcomes: Outcomes) -> tuple[float
 
 
 def main() -> None:
-    args = harness.arguments(__doc__).parse_args()
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--replicas", action="store_true", help="kill, stop and replace whole replicas, one of two")
+    parser.add_argument("--ingresses", action="store_true", help="the same with two ingresses, one of which is killed")
+    args = parser.parse_args()
+    if args.replicas or args.ingresses:
+        chaos.run(args)
+        return
     count = 4 if args.quick else 50
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -218,7 +140,7 @@ def main() -> None:
     limit_s = 3 * (HEALTH_CHECK_PERIOD_S + HEALTH_CHECK_TIMEOUT_S)
     times = [row[2] for row in rows]
     print(f"\n{count} faults, {sum(outcomes.counts.values())} requests of {NUM_CLIENTS} clients at once")
-    for what in ("answered", "to be sent again", "other error", "wrong", "lost"):
+    for what in OUTCOMES:
         print(f"  {what:18} {outcomes.counts[what]}")
     for text in outcomes.strange[:10]:
         print(f"  {text}")
@@ -231,6 +153,7 @@ def main() -> None:
             "faults": count,
             "answered": outcomes.counts["answered"],
             "to_be_sent_again": outcomes.counts["to be sent again"],
+            "broken_off": outcomes.counts["broken off"],
             "other_errors": outcomes.counts["other error"],
             "wrong": outcomes.counts["wrong"],
             "lost": outcomes.counts["lost"],

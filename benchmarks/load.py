@@ -144,20 +144,14 @@ async def open_loop(send: Send, asks: Sequence[Ask]) -> list[Record]:
     return records
 
 
-async def closed_loop(send: Send, asks: Iterable[Ask], at_once: int, duration_s: float | None = None) -> list[Record]:
-    """So many requests at once, the next one when one has ended, until there are no more.
-
-    Args:
-        duration_s: none is begun after that.
-    """
+async def closed_loop(send: Send, asks: Iterable[Ask], at_once: int) -> list[Record]:
+    """So many requests at once, the next one when one has ended; records are in the order of sending."""
     clock = Clock()
     records: list[Record] = []
     waiting = iter(asks)
 
     async def work() -> None:
         for ask in waiting:
-            if duration_s is not None and clock.now() >= duration_s:
-                return
             record = Record(clock.now(), ask.max_tokens)
             records.append(record)
             await send(ask, record, clock)

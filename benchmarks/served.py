@@ -35,7 +35,7 @@ class Served:
     url: str
     args: Mapping[str, Any]
 
-    def deploy(self, timeout_s: float = 120.0, **engine_replica: Any) -> None:
+    def deploy(self, timeout_s: float = 120.0, num_ingresses: int = 1, **engine_replica: Any) -> None:
         """Deploy, or change, the application; returns when it runs.
 
         Args:
@@ -47,7 +47,7 @@ class Served:
             "import_path": "app.main:build",
             "args": dict(self.args),
             "deployments": [
-                {"name": "Ingress", "ray_actor_options": {"num_cpus": 0.1}},
+                {"name": "Ingress", "num_replicas": num_ingresses, "ray_actor_options": {"num_cpus": 0.1}},
                 {"name": "EngineReplica"} | engine_replica,
             ],
         }
@@ -70,8 +70,11 @@ class Served:
     @property
     def num_running(self) -> int:
         """Engine replicas that run."""
-        deployments = serve.status().applications[self.name].deployments
-        states: Any = deployments["EngineReplica"].replica_states
+        return self.running("EngineReplica")
+
+    def running(self, deployment: str) -> int:
+        """Replicas of a deployment that run."""
+        states: Any = serve.status().applications[self.name].deployments[deployment].replica_states
         return int(states.get("RUNNING", 0))
 
     def reports(self) -> list[ReplicaReport]:

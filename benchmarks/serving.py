@@ -41,7 +41,7 @@ FOLIO, ENGINE = "folio", "EngineReplica"
 AT_ONCE, SHORTEST, LONGEST = 16, 32, 512
 SINGLE_PROMPT, SINGLE_NEW = 32, 4
 # More at once than the engine runs, so that it never waits for a client.
-MAX_NUM_SEQS, MAX_QUEUED, SATURATING = 32, 64, 36
+MAX_NUM_SEQS, MAX_QUEUED, SATURATING = 16, 24, 20
 MAX_MODEL_LEN, LONGEST_OF_TRACE = 2048, 768
 KV_MEMORY_BYTES = 1 << 30
 # Outputs are a fifth as long as ShareGPT's, so that enough requests end in a run.
@@ -57,8 +57,9 @@ TRACE = workloads.AZURE_TRACE
 class Sizes:
     """How much there is to do.
 
-    `pairs`: single requests; `repeats`: runs at full load of either, after one to warm up; `loads`: Poisson rates as
-    shares of the capacity.
+    `pairs`: single requests; `repeats`: runs at full load of either, after one to warm up; `capacity_rounds`: times the
+    requests at once that measure the capacity; `loads`: Poisson rates as shares of it; `trace_probe`: requests of the
+    trace that its rate is chosen by.
     """
 
     num_layers: int = 24
@@ -66,9 +67,10 @@ class Sizes:
     repeats: int = 3
     requests: int = 32
     new_tokens: int = 64
-    capacity_s: float = 40.0
+    capacity_rounds: int = 3
     loads: tuple[float, ...] = (0.3, 0.6, 0.8, 0.95)
-    load_s: float = 40.0
+    load_s: float = 30.0
+    trace_probe: int = 24
     trace_s: float = 40.0
     overload_s: float = 120.0
 
@@ -79,9 +81,10 @@ QUICK = Sizes(
     repeats=1,
     requests=16,
     new_tokens=32,
-    capacity_s=3.0,
+    capacity_rounds=2,
     loads=(0.5, 0.9),
     load_s=3.0,
+    trace_probe=20,
     trace_s=3.0,
     overload_s=15.0,
 )
@@ -152,12 +155,13 @@ async def kept_throughput(target: HttpTarget, bare: BareEngine, sizes: Sizes) ->
 
 
 async def capacity(target: HttpTarget, sizes: Sizes, seed: int) -> float:
-    """Output tokens a second when there are always more requests than the engine runs at once."""
-    asks = arrivals.endless(CHAT, VOCAB_SIZE, seed)
-    records = await closed_loop(target, asks, SATURATING, sizes.capacity_s)
-    if bad := [record for record in records if not record.completed]:
-        raise RuntimeError(f"{len(bad)} of {len(records)} requests were not answered whole: {bad[0]}")
-    return latency.tokens_per_s(records, RAMP_SHARE * sizes.capacity_s, sizes.capacity_s)
+    """Output tokens a second while there are more requests than the engine runs at once: from when the first ones have
+    all begun to answer, to when the last one is sent."""
+    asks = arrivals.asks(chat(sizes.capacity_rounds * SATURATING, seed), VOCAB_SIZE, seed)
+    records = await closed_loop(target, asks, SATURATING)
+    rate_of(records)
+    begin_s = max(record.events[0][0] for record in records[:SATURATING])
+    return latency.tokens_per_s(records, begin_s, records[-1].due_s)
 
 
 async def sweep(
@@ -179,9 +183,9 @@ async def replayed(
     targets: Sequence[HttpTarget], path: Path | None, sizes: Sizes, goal: Targets
 ) -> tuple[dict[str, list[Summary]], str]:
     """A trace at a share of the first server's capacity for requests like its."""
-    like, _ = arrivals.replay(path, 10.0, 10.0, LONGEST_OF_TRACE, seed=500)
+    like, _ = arrivals.replay(path, sizes.trace_probe, 1.0, LONGEST_OF_TRACE, seed=500)
     lengths = [(prompt, output) for _, prompt, output in like]
-    probe = await closed_loop(targets[0], arrivals.endless(lengths, VOCAB_SIZE, 501), SATURATING, sizes.capacity_s / 3)
+    probe = await closed_loop(targets[0], arrivals.asks(lengths, VOCAB_SIZE, 501), SATURATING)
     rate = TRACE_LOAD * len(probe) / max(r.ended_s or 0.0 for r in probe)
     rows, source = arrivals.replay(path, rate, sizes.trace_s, LONGEST_OF_TRACE, seed=502)
     asks = arrivals.asks([row[1:] for row in rows], VOCAB_SIZE, 503, [row[0] for row in rows])
@@ -190,9 +194,12 @@ async def replayed(
     return runs, source
 
 
-async def overload(target: HttpTarget, sizes: Sizes, skip: int | None) -> dict[str, Any]:
-    """Many more requests than there is capacity for, between two measurements of the capacity."""
-    before = await capacity(target, sizes, seed=600)
+async def overload(target: HttpTarget, before: float, sizes: Sizes, skip: int) -> dict[str, Any]:
+    """Many more requests than there is capacity for; that is measured again afterwards, since machines drift.
+
+    Args:
+        before: the capacity, just measured.
+    """
     await asyncio.sleep(1.0)
     idle = Usage.now(skip)
     at_s = arrivals.poisson(OVERLOAD * before / CHAT_OUTPUT, sizes.overload_s, seed=601)
@@ -262,6 +269,9 @@ async def run_all(
         if args.soak is not None:
             raw["soak"] = await soak(targets[0], args.soak, tokens_per_s, bare.pid if bare is not None else None)
             return figures | soak_figures(raw["soak"]), raw
+        if bare is not None:
+            raw["overload"] = await overload(targets[0], tokens_per_s, sizes, bare.pid)
+            figures |= overload_figures(raw["overload"])
         summaries = await sweep(targets, tokens_per_s, sizes, goal)
         of_trace, source = await replayed(targets, args.trace, sizes, goal)
         raw["loads"] = {name: [s.as_dict() for s in runs] for name, runs in summaries.items()}
@@ -271,9 +281,6 @@ async def run_all(
         print(source)
         latency.print_table(of_trace)
         latency.draw(summaries, goal, harness.results_folder(args) / f"serving{'-quick' if args.quick else ''}.png")
-        if bare is not None:
-            raw["overload"] = await overload(targets[0], sizes, bare.pid)
-            figures |= overload_figures(raw["overload"])
         ours = [*summaries[targets[0].name], *of_trace[targets[0].name]]
         figures["lost"] = figures.get("lost", 0) + sum(s.lost + s.failed for s in ours)
         figures["goodput_share_at_highest_load"] = ours[-2].good_share

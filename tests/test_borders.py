@@ -15,6 +15,7 @@ FORBIDDEN = {
     "kernels": {"app", "vmem", "ray", "transformers"},
     "app/engine": {"ray", "fastapi", "starlette", "pydantic", "app.serving", "app.openai"},
     "app/fleet": {"ray", "fastapi", "starlette", "pydantic", "transformers", "app.engine", "app.serving", "app.openai"},
+    "app/edge": {"ray", "app.engine", "app.serving", "vmem", "kernels"},
     "app/openai": {"ray", "app.serving", "vmem", "kernels"},
     "app/builtin": {"ray", "vmem", "kernels", "app.engine", "app.serving"},
 }

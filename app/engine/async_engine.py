@@ -18,7 +18,7 @@ import torch
 from app.config import EngineConfig
 from app.engine.delta_queue import DeltaQueue
 from app.engine.engine import Engine
-from app.engine.load import MOST_KEYS
+from app.engine.load import MOST_KEYS, Activity
 from app.engine.params import SamplingParams
 from app.engine.request import Delta, RequestOptions
 from app.engine.speculation import SpeculationCounts
@@ -281,6 +281,10 @@ class AsyncEngine:
         once it has stopped."""
         self.check()
         return self._engine.load(tuple(self._arriving.values()), most_keys=most_keys)
+
+    def take_activity(self) -> Activity:
+        """What the engine has done since this was last asked for."""
+        return self._engine.take_activity()
 
     def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change how much memory the KV cache may take. Requests that no longer fit are computed again later.

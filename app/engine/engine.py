@@ -24,7 +24,7 @@ from app.engine.generation import Generation
 from app.engine.intake import Intake, check_fork
 from app.engine.journal import Journal, RecordedCosts, RecordedMemory
 from app.engine.kv_plan import build_memory
-from app.engine.load import MOST_KEYS, LoadMeter, free_tokens, make_report, retry_after_s
+from app.engine.load import MOST_KEYS, Activity, LoadMeter, free_tokens, make_report, retry_after_s
 from app.engine.lora_queue import AdapterQueue
 from app.engine.lora_store import AdapterReport, AdapterStore
 from app.engine.lora_weights import check_sources
@@ -276,23 +276,26 @@ class Engine:
         held = self._adapters.held
         if most is None or most == "auto" or self._scheduler.num_queued + len(held) + len(arriving) < most:
             return
+        queued = [
+            *self._scheduler.queued_tokens,
+            *(len(request.token_ids) for request in held),
+            *(tokens for tokens, _ in arriving),
+        ]
         seconds = retry_after_s(
-            [
-                *self._scheduler.queued_tokens,
-                *(len(request.token_ids) for request in held),
-                *(tokens for tokens, _ in arriving),
-            ],
+            queued,
             self._recovery.step_times,
             self._meter,
             step_tokens=self.config.max_num_batched_tokens,
             free_tokens=free_tokens(self.memory.report(), self.memory),
             now=time.monotonic(),
         )
-        raise OverloadedError(
+        error = OverloadedError(
             f"{most} requests wait, which is as many as may (max_queued_requests); try again in "
             f"{max(seconds, 1):.0f} s",
             seconds,
         )
+        error.num_queued = len(queued)
+        raise error
 
     def check_adapter(self, name: str | None) -> None:
         """Raise `UnknownModelError` unless there is such an adapter, or none is wanted. From any thread."""
@@ -399,9 +402,11 @@ class Engine:
         except BaseException:
             self._scheduler.abort()
             raise
+        queue_s: list[float] = []
         for s in scheduled:
             if s.request.num_computed == s.request.num_cached_tokens and not s.request.furthest:  # its first chunk
                 self._meter.note_begun(s.request)
+                queue_s.append(start - s.request.submitted_at)
         if self._scheduler.done():
             self._stalled_since = None
         deltas = self._decoding.apply(choice)
@@ -413,6 +418,7 @@ class Engine:
                 deltas.append(self._pin(request))
         seconds = time.perf_counter() - start
         self._recovery.observe_step(num_tokens, attended, seconds)
+        self._meter.note_times(seconds, queue_s)
         if num_tokens > sum(s.samples for s in scheduled):  # not only decodes
             self._meter.note_step(seconds, time.monotonic())
         return deltas
@@ -510,6 +516,7 @@ class Engine:
         generation = self._intake.take(request_id, prompt_token_ids, params, options, keys)
         self._generations[request_id] = generation
         [request] = generation.sequences
+        request.submitted_at = time.perf_counter()
         self._adapters.add(request.group)
         if timeout_s is None:
             self._deadlines.discard(request_id)
@@ -597,6 +604,10 @@ class Engine:
             made_at=time.time(),
             most_keys=most_keys,
         )
+
+    def take_activity(self) -> Activity:
+        """What this engine has done since this was last asked for. From any one thread."""
+        return self._meter.take_activity(self._scheduler.num_preempted)
 
     @property
     def speculation(self) -> SpeculationCounts | None:

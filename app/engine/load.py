@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from app.engine.recovery import RecoveryModel
+from app.engine.recovery import Recovery, RecoveryModel
 from app.engine.request import Request
 from app.engine.scheduler import Scheduler
 from app.fleet.report import ReplicaReport, StepTimes, num_attended
@@ -18,6 +20,24 @@ MOST_KEYS = 16_384
 # Nobody is told to come back later than this: what waits now says little about more than a minute. Nor sooner: a step
 # takes about as long.
 _LEAST_RETRY_S, _MOST_RETRY_S = 0.05, 60.0
+# Times are kept until somebody takes them, the last ones.
+_MOST_TIMES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What an engine has done.
+
+    Attributes:
+        num_preempted: requests that gave way since the start, by what became of their blocks.
+        step_s: seconds of each step since this was last asked for, at most `_MOST_TIMES`.
+        queue_s: the same of each request that has begun: from when the engine got it to the step that computed its
+            first tokens.
+    """
+
+    num_preempted: Mapping[Recovery, int]
+    step_s: list[float]
+    queue_s: list[float]
 
 
 class DecayingRate:
@@ -50,6 +70,8 @@ class LoadMeter:
         self._busy = DecayingRate()
         self._freed = DecayingRate()
         self._ended = DecayingRate()
+        self._step_s: deque[float] = deque(maxlen=_MOST_TIMES)
+        self._queue_s: deque[float] = deque(maxlen=_MOST_TIMES)
         self.expected_cached_tokens = 0
         self.cached_tokens = 0
         self.missed_tokens = 0
@@ -72,6 +94,15 @@ class LoadMeter:
             self.cached_tokens += cached
             self.missed_tokens += abs(expected - cached)
 
+    def note_times(self, step_s: float, queue_s: Sequence[float]) -> None:
+        """A step took so long, and began with requests that had waited so long."""
+        self._step_s.append(step_s)
+        self._queue_s.extend(queue_s)
+
+    def take_activity(self, num_preempted: Mapping[Recovery, int]) -> Activity:
+        """The times are told once. From any one thread."""
+        return Activity(dict(num_preempted), _taken(self._step_s), _taken(self._queue_s))
+
     def busy_share(self, now: float) -> float:
         return min(self._busy.at(now), 1.0)
 
@@ -80,6 +111,11 @@ class LoadMeter:
 
     def ended_per_s(self, now: float) -> float:
         return self._ended.at(now)
+
+
+def _taken(times: deque[float]) -> list[float]:
+    """What is there now; the engine's thread may go on adding."""
+    return [times.popleft() for _ in range(len(times))]
 
 
 def retry_after_s(

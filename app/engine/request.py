@@ -146,6 +146,7 @@ class Request:
         text: the incremental detokeniser, `None` without a tokenizer.
         sampling: what choosing its next token depends on.
         prompt_logprobs: of the prompt's tokens from the second on, as far as they are computed, if asked for.
+        submitted_at: when the engine got it, by `time.perf_counter`.
     """
 
     request_id: str
@@ -167,6 +168,7 @@ class Request:
     pin_name: str | None = None
     sampling: SamplingState = None  # type: ignore[assignment]  # made from `params` unless it is given
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    submitted_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.group.members.append(self)

@@ -146,7 +146,7 @@ class StructureMatcher:
     def _note_error(self) -> None:
         if self.error is None and self._parser.is_error():
             reason = _brief(self._parser)
-            logger.warning("a structure's parser gave up: %s", reason)
+            logger.warning("a structure's parser gave up")  # why is for its owner: it quotes the structure
             self.error = RequestError(f"the structure is too complex: {reason}; simplify it", "structure")
 
 

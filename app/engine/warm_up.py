@@ -20,7 +20,7 @@ from app.engine.params import SamplingParams, Structure
 KEYS = ("warm-up",)
 # Everything is run a second time, so that step times are known without what only the first one costs; not longer.
 _MEASURING_S = 5.0
-_PROMPT_TOKENS, _NEW_TOKENS = 8, 3
+_PROMPT_TOKENS, _NEW_TOKENS = 8, 2
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 SAMPLED = SamplingParams(
@@ -67,7 +67,7 @@ def warm_up_rounds(
     has_tokenizer: bool,
     fits: Callable[[Sequence[int]], bool],
 ) -> list[list[Prompt]]:
-    """What to run, one round after the other: a whole step of prompts, then 1, 2, 4, … sequences.
+    """What to run, one round after the other: a whole step of prompts, then 1, 4, 16, … sequences.
 
     Args:
         max_model_len: prompt and output at most, in tokens.
@@ -81,7 +81,7 @@ def warm_up_rounds(
     whole_step = [longest] * (step_tokens // longest) + [n for n in [step_tokens % longest] if n]
     rounds = [[(n, GREEDY) for n in whole_step[:max_num_seqs]]]
     rounds += [[(short, params)] for params in (SAMPLED, *((STRUCTURED,) if has_tokenizer else ()))]
-    counts = [1 << i for i in range((max_num_seqs - 1).bit_length())] + [max_num_seqs]
+    counts = [4**i for i in range(max_num_seqs.bit_length()) if 4**i < max_num_seqs] + [max_num_seqs]
     rounds += [[(short, (GREEDY, SAMPLED)[i % 2]) for i in range(count)] for count in counts]
     generator = torch.Generator().manual_seed(0)
     prompts: list[list[Prompt]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from app.edge.exchange import current_exchange
 from app.engine.request import TokenLogprobs
 from app.openai.logprobs import Offsets, completion_logprobs, prompt_logprobs
 from app.openai.pieces import Piece, public_id
@@ -20,16 +21,26 @@ from app.openai.token_texts import TokenTexts
 
 
 class Tally:
-    """What a request has used: each prompt once, and the tokens of all outputs."""
+    """What a request has used: each prompt once, and the tokens of all outputs. Its caller is charged for that.
+
+    Raises:
+        RateLimitError: the caller may not have so many tokens now.
+        RequestError: the caller may never have so many.
+    """
 
     def __init__(self, num_prompt_tokens: Sequence[int]) -> None:
         self._num_prompt_tokens = sum(num_prompt_tokens)
         self._num_cached = [0] * len(num_prompt_tokens)
         self._num_output_tokens = 0
+        self._exchange = current_exchange()
+        if self._exchange is not None:
+            self._exchange.count_prompt(self._num_prompt_tokens)
 
     def add(self, piece: Piece, prompt: int = 0) -> None:
         self._num_cached[prompt] = max(self._num_cached[prompt], piece.num_cached_tokens)
         self._num_output_tokens += len(piece.token_ids)
+        if self._exchange is not None:
+            self._exchange.count_output(len(piece.token_ids), sum(self._num_cached))
 
     def usage(self) -> Usage:
         return Usage(

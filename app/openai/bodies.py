@@ -50,12 +50,12 @@ class GenerationBody(SamplingBody, ClientFields):
     is unpinned. It is computed there before the answer begins. The same prompt may be pinned again; another one under
     that name is an error."""
     tenant: Name | None = None
-    """Whose request it is: tenants share no cached prefixes (`isolate_tenants` in the server's settings), and get equal
-    shares (`fair_tenants`)."""
+    """Whose request it is: tenants share no cached prefixes (`isolate_tenants`), and get equal shares
+    (`fair_tenants`)."""
     timeout_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
     """The request ends with an error when it has not finished after so many seconds."""
     user: Text | None = None
-    """Whom the request comes from: counts as the tenant where shares are equal, and there is no `tenant`."""
+    """Whom the request comes from: what `tenant` is for `fair_tenants` where there is none."""
 
 
 class CompletionRequest(GenerationBody):
@@ -267,4 +267,4 @@ class PinRequest(StrictBody):
     cache_salt: Name | None = None
     """Only requests with the same one share it."""
     tenant: Name | None = None
-    """Only requests of the same one share it, with `isolate_tenants` in the server's settings."""
+    """Only requests of the same one share it, unless `isolate_tenants` is off."""

@@ -9,8 +9,10 @@ from typing import Any
 from app.errors import (
     DeadlineError,
     EngineError,
+    ForbiddenError,
     ModelError,
     OverloadedError,
+    RateLimitError,
     RequestError,
     UnavailableError,
     UnknownModelError,
@@ -23,7 +25,7 @@ from app.openai.replies import ErrorBody, ErrorDetail
 _MOST_COMPLAINTS = 5
 # Fields that are not known here have any name.
 _LONGEST_NAME = 100
-_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 415: "unsupported_media_type"}
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}
 
 
 def error_response(error: BaseException) -> tuple[int, ErrorBody]:
@@ -31,6 +33,10 @@ def error_response(error: BaseException) -> tuple[int, ErrorBody]:
     if isinstance(error, RequestError):
         status = 404 if isinstance(error, UnknownModelError | UnknownRequestError | UnknownPinError) else 400
         return status, body(error.message, "invalid_request_error", error.param, error.code)
+    if isinstance(error, ForbiddenError):
+        return 403, body(error.message, "invalid_request_error", error.param, "not_allowed")
+    if isinstance(error, RateLimitError):
+        return 429, body(str(error), "rate_limit_error", None, "rate_limit_exceeded")
     if isinstance(error, OverloadedError):
         return 429, body(str(error), "rate_limit_error", None, "overloaded")
     if isinstance(error, DeadlineError):

@@ -12,9 +12,13 @@ from fastapi import Body, FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Match
 
-from app.errors import FolioError
+from app.edge.exchange import note_error
+from app.edge.protect import protect
+from app.edge.settings import HttpSettings
+from app.errors import FolioError, UnknownPinError
 from app.openai import errors, examples
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, PinRequest
 from app.openai.description import CHAT_STREAM, COMPLETION_STREAM, DESCRIPTION, ERRORS, RESPONSE_STREAM, describe
@@ -34,6 +38,7 @@ from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, Tokenize
 
 logger = logging.getLogger(__name__)
 
+_PROMETHEUS = "text/plain; version=1.0.0; charset=utf-8"
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 Session = Annotated[
@@ -65,10 +70,15 @@ class Service(Protocol):
     async def pin(self, request: PinRequest) -> None: ...
     async def unpin(self, name: str) -> None: ...
     async def ready(self) -> None: ...
+    async def metrics(self) -> str: ...
 
 
-def build_api(service: Service) -> FastAPI:
-    """The ASGI application."""
+def build_api(service: Service, settings: HttpSettings | None = None, *, echoes_id: bool = True) -> FastAPI:
+    """The ASGI application, guarded as the settings say; `echoes_id` as in `Guard`.
+
+    Raises:
+        ConfigError: the API keys cannot be read.
+    """
     api = FastAPI(
         title="Folio",
         summary="OpenAI-compatible LLM server",
@@ -84,7 +94,7 @@ def build_api(service: Service) -> FastAPI:
     _add_operation(api, service)
     _add_error_handlers(api)
     describe(api)
-    return api
+    return protect(api, settings or HttpSettings(), echoes_id=echoes_id)
 
 
 def _add_generation(api: FastAPI, service: Service) -> None:
@@ -155,6 +165,11 @@ def _add_operation(api: FastAPI, service: Service) -> None:
         await service.ready()
         return Response(status_code=200)
 
+    @api.get("/metrics", response_class=PlainTextResponse, tags=["operation"])
+    async def metrics() -> Response:
+        """What all replicas tell Prometheus, in its text format; docs/metrics.md says what there is."""
+        return Response(await service.metrics(), media_type=_PROMETHEUS)
+
     @api.get("/v1/load", tags=["operation"])
     async def load() -> LoadReport:
         """How busy every engine replica is, and what its memory holds."""
@@ -169,7 +184,10 @@ def _add_operation(api: FastAPI, service: Service) -> None:
     async def pin(request: Annotated[PinRequest, Body(openapi_examples=examples.PIN)]) -> PinCard:
         """Compute a prefix on every engine replica, and keep it in the prefix cache until it is unpinned."""
         await service.pin(request)
-        return next(card for card in (await service.pins()).data if card.id == request.name)
+        cards = {card.id: card for card in (await service.pins()).data}
+        if request.name not in cards:
+            raise UnknownPinError(f"{request.name!r} has been unpinned meanwhile", "name")
+        return cards[request.name]
 
     @api.delete("/v1/pins/{name:path}", tags=["operation"])
     async def unpin(name: str) -> PinDeleted:
@@ -186,15 +204,23 @@ def _add_error_handlers(api: FastAPI) -> None:
     @api.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         answer = errors.http_error(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
-        return _json(answer, error.status_code, error.headers)
+        headers = _allowed(request) if error.status_code == 405 else error.headers
+        return _json(answer, error.status_code, headers)
 
     @api.exception_handler(FolioError)
     @api.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
         status, answer = errors.error_response(error)
+        note_error(answer.error.code)
         if status >= 500:
             logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return _json(answer, status, errors.error_headers(error))
+
+
+def _allowed(request: Request) -> dict[str, str]:
+    """The methods of all routes of a path: Starlette names those of the first one."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return {"Allow": ", ".join(sorted({method for route in routes for method in route.methods}))}
 
 
 def _json(answer: BaseModel, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -255,8 +281,11 @@ async def _sent(
                     yield shown(item)
             yield end
         except Exception as error:  # the status is sent already: the error becomes an event
-            unexpected = errors.error_response(error)[0] >= 500
-            logger.log(logging.ERROR if unexpected else logging.INFO, "a stream failed: %s", error, exc_info=unexpected)
+            status, answer = errors.error_response(error)
+            note_error(answer.error.code)
+            unexpected = status >= 500
+            level = logging.ERROR if unexpected else logging.INFO  # without the message, which may quote the request
+            logger.log(level, "a stream failed: %s", answer.error.code, exc_info=unexpected)
             yield failed(error)
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

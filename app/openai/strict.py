@@ -50,7 +50,7 @@ def refused(why: str, *harmless: Any) -> BeforeValidator:
     says why."""
 
     def check(value: Any) -> Any:
-        if value is not None and value not in harmless:
+        if value is not None and not any(type(value) is type(one) and value == one for one in harmless):
             raise ValueError(why)
         return value
 

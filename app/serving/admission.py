@@ -14,7 +14,7 @@ _DRAINED_AFTER_S = 5.0
 
 
 class Admission:
-    """Refuses at once what would be refused anyhow: while all replicas are full, and when the server is about to stop.
+    """Refuses at once what would be refused anyhow: while replicas are full, and when the server is about to stop.
 
     Args:
         refusals: of the replicas.
@@ -36,10 +36,10 @@ class Admission:
 
         Raises:
             UnavailableError: the server is about to stop.
-            OverloadedError: all replicas refused a moment ago.
+            OverloadedError: all replicas are full, and as many as they can take have been let in.
         """
         self.check_open()
-        retry_after_s = self._refusals.retry_after_s(time.monotonic())
+        retry_after_s = self._refusals.refuse(time.monotonic())
         if retry_after_s is not None:
             raise OverloadedError(
                 f"all engine replicas have as many requests waiting as may; try again in {max(retry_after_s, 1):.0f} s",

@@ -54,8 +54,13 @@ class Attempts:
             timeout_s -= now - self._began
             if timeout_s <= 0:
                 raise DeadlineError(f"the request has not finished within its timeout_s of {self._call.timeout_s}")
-        self._refused_by = tuple(dict.fromkeys((*self._refused_by, *self._refusals.lately(now))))
-        return replace(self._call, timeout_s=timeout_s, refused_by=self._refused_by, stopped=self._stopped)
+        return replace(
+            self._call,
+            timeout_s=timeout_s,
+            crowded=self._refusals.lately(now),
+            refused_by=self._refused_by,
+            stopped=self._stopped,
+        )
 
     def failed(self, error: UnavailableError | OverloadedError) -> Reason:
         """The call has failed without any output; returns why it may be sent again.
@@ -75,11 +80,10 @@ class Attempts:
 
     def _refused(self, error: OverloadedError) -> Reason:
         now = time.monotonic()
-        if not error.replica or error.retry_after_s is None:
-            raise error
-        self._refusals.note(error.replica, error.retry_after_s, now)
-        if error.replica in self._refused_by:  # it is asked last: so all others had refused before it
-            raise OverloadedError(error.message, self._refusals.close(now)) from error
+        if not error.replica:  # the router knows of none that has not refused
+            raise OverloadedError(error.message, self._refusals.all_refused(now)) from error
+        if error.retry_after_s is not None:
+            self._refusals.note(error.replica, error.retry_after_s, error.num_queued, now)
         self._num_offers += 1
         if self._num_offers >= _MOST_OFFERS:
             raise error

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any, cast
 
 import grpc
@@ -28,6 +28,7 @@ _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 # A message may have 4 MiB. An output token takes up to 16 bytes, id and text: so all outputs of a call with so many
 # tokens fit into half of that, even if its reader was so slow that they come in one.
 _MOST_TOKENS_BY_VALUE = 131_072
+_BROKEN_OFF = "the engine replica has broken off; send the request again"
 
 
 class Replicas:
@@ -104,9 +105,16 @@ class Replicas:
         attempts = Attempts(call, self._refusals)
         while True:
             try:
-                return cast(list[Piece], await _result_of(self._handle.generate.remote(attempts.next_call())))
+                return await self._at_once(attempts.next_call())
             except (UnavailableError, OverloadedError) as error:
                 self._sent_again.inc(tags={"reason": attempts.failed(error)})
+
+    async def _at_once(self, call: GenerateRequest) -> list[Piece]:
+        """As a stream of one item, where that can go by value: a replica does not hear that the caller of anything else
+        has died, and would go on to the end."""
+        if not fits_by_value(call.params):
+            return cast(list[Piece], await _result_of(self._handle.generate.remote(call)))
+        return await _only_item_of(self._streaming(call.params).generate_at_once.remote(call))
 
     async def _stream(self, call: GenerateRequest) -> AsyncGenerator[Piece, None]:
         """Tried again as long as nothing has come of it: afterwards the caller would see a beginning twice."""
@@ -155,19 +163,30 @@ async def _pieces_of(method: Any, call: GenerateRequest | ForkCall) -> AsyncGene
     response = method.remote(call)
     finished = False
     try:
-        async for pieces in response:
-            finished = pieces[-1].ends_request
-            for piece in pieces:
-                yield piece
-        if not finished:
-            raise UnavailableError("the engine replica has ended in the middle of a stream; send the request again")
-    except _FAILURES as error:
-        raise unwrap(error) from error
-    except asyncio.CancelledError:
-        _raise_if_the_replica_cancelled()
-        raise
+        with _translated():
+            async for pieces in response:
+                finished = pieces[-1].ends_request
+                for piece in pieces:
+                    yield piece
+            if not finished:
+                raise UnavailableError(_BROKEN_OFF)
     finally:
         if not finished:  # dropping the generator would not stop the replica
+            response.cancel()
+
+
+async def _only_item_of(response: Any) -> list[Piece]:
+    """Of a replica's stream; it is cancelled when this task is."""
+    pieces: list[Piece] | None = None
+    try:
+        with _translated():
+            async for item in response:
+                pieces = item
+            if pieces is None:
+                raise UnavailableError(_BROKEN_OFF)
+            return pieces
+    finally:
+        if pieces is None:
             response.cancel()
 
 
@@ -187,20 +206,26 @@ async def _all_of(calls: Sequence[Coroutine[Any, Any, list[Piece]]]) -> list[lis
 async def _result_of(response: Any) -> Any:
     """Await a call of a replica; it is cancelled when this task is."""
     try:
-        return await response
-    except _FAILURES as error:
-        raise unwrap(error) from error
+        with _translated():
+            return await response
     except asyncio.CancelledError:
         response.cancel()
-        _raise_if_the_replica_cancelled()
         raise
 
 
-def _raise_if_the_replica_cancelled() -> None:
-    """Serve has a call end as if this task had been cancelled when a replica that is stopped breaks it off."""
-    task = asyncio.current_task()
-    if task is not None and not task.cancelling():
-        raise UnavailableError("the engine replica was stopped; send the request again")
+@contextmanager
+def _translated() -> Iterator[None]:
+    """What a call fails with becomes the `FolioError` that it means."""
+    try:
+        yield
+    except _FAILURES as error:
+        raise unwrap(error) from error
+    except asyncio.CancelledError:
+        # Serve has a call end as if this task had been cancelled when a replica that is stopped breaks it off.
+        task = asyncio.current_task()
+        if task is not None and not task.cancelling():
+            raise UnavailableError(_BROKEN_OFF) from None
+        raise
 
 
 def unwrap(error: Exception) -> FolioError:
@@ -210,4 +235,4 @@ def unwrap(error: Exception) -> FolioError:
     ):
         return UnavailableError("the engine replica cannot be reached; send the request again")
     cause = error.cause if isinstance(error, RayTaskError) else None
-    return cause if isinstance(cause, FolioError) else EngineError(f"the engine replica failed: {error}")
+    return cause if isinstance(cause, FolioError) else EngineError("the engine replica failed; its log says more")

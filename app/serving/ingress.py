@@ -14,6 +14,8 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from app.edge.exchange import current_exchange, note_error
+from app.edge.settings import HttpSettings
 from app.engine.model_loader import load_tokenizer
 from app.engine.params import SamplingParams
 from app.errors import (
@@ -25,9 +27,11 @@ from app.errors import (
     UnknownRequestError,
 )
 from app.fleet.overload import Refusals
+from app.logs import configure_logs
 from app.openai.answers import CompletionAnswer
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, GenerationBody, PinRequest
 from app.openai.chat_answers import ChatAnswer
+from app.openai.errors import error_response
 from app.openai.http import build_api
 from app.openai.operator_replies import LoadReport, PinList
 from app.openai.pieces import split_public_id
@@ -49,6 +53,7 @@ from app.openai.tools import tool_use
 from app.serving.admission import Admission
 from app.serving.calls import Replicas
 from app.serving.messages import ForkCall, GenerateRequest
+from app.serving.metrics import MetricsPage, RequestMeter
 from app.serving.reports import load_report, pin_list
 from vmem import BudgetAnswer, MemoryReport
 
@@ -74,11 +79,19 @@ class Ingress:
         model_name: what clients call it.
         engine: handle of the engine replicas.
         adapters: names of the LoRA adapters that the engine has.
+        http: how the HTTP interface is protected.
     """
 
     def __init__(
-        self, model: str, model_name: str, engine: DeploymentHandle[Any], adapters: Sequence[str] = ()
+        self,
+        model: str,
+        model_name: str,
+        engine: DeploymentHandle[Any],
+        adapters: Sequence[str] = (),
+        http: HttpSettings | None = None,
     ) -> None:
+        configure_logs()
+        self._http = http
         self._tokenizer = load_tokenizer(model)
         self._tokens = TokenTexts(self._tokenizer)
         self._model_name = model_name
@@ -88,9 +101,11 @@ class Ingress:
         self._admission = Admission(refusals)
         self._created = int(time.time())
         self._max_model_len: int | None = None
+        self._meter = RequestMeter()
+        self._metrics = MetricsPage(serve.get_replica_context().app_name)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_api(self)
+        return build_api(self, self._http, echoes_id=False)  # Serve's proxy does
 
     async def ready(self) -> None:
         """Returns when an engine replica answers that it is well.
@@ -120,41 +135,50 @@ class Ingress:
 
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion, whole."""
-        with self._admission.enter():
+        with self._meter.measure("completions") as measured, self._admission.enter():
             calls, answer = await asyncio.to_thread(self._completion, request, session)
             await self._pin_prompt(request, calls)
-            return answer.whole(await self._replicas.generate(calls))
+            measured.sends(calls)
+            outputs = await self._replicas.generate(calls)
+            measured.receives(outputs)
+            return answer.whole(outputs)
 
     async def generate_stream(
         self, request: CompletionRequest, session: str | None = None
     ) -> AsyncIterator[Completion]:
         """A completion, piece by piece: outputs take turns as they are generated."""
-        with self._admission.enter():
+        with self._meter.measure("completions") as measured, self._admission.enter():
             calls, answer = await asyncio.to_thread(self._completion, request, session)
             await self._pin_prompt(request, calls)
+            measured.sends(calls)
             async with aclosing(self._replicas.generate_stream(calls)) as pieces:
                 async for prompt, piece in pieces:
+                    measured.streams(piece, prompt)
                     yield answer.chunk(piece, prompt)
             if request.include_usage:
                 yield answer.last_chunk()
 
     async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
         """A chat completion, whole."""
-        with self._admission.enter():
+        with self._meter.measure("chat") as measured, self._admission.enter():
             call, answer = await asyncio.to_thread(self._chat, request, session)
             await self._pin_prompt(request, [call])
+            measured.sends([call])
             [outputs] = await self._replicas.generate([call])
+            measured.receives([outputs])
             return answer.whole(outputs)
 
     async def chat_stream(
         self, request: ChatCompletionRequest, session: str | None = None
     ) -> AsyncIterator[ChatCompletionChunk]:
         """A chat completion, piece by piece; the first chunk of each output carries the role."""
-        with self._admission.enter():
+        with self._meter.measure("chat") as measured, self._admission.enter():
             call, answer = await asyncio.to_thread(self._chat, request, session)
             await self._pin_prompt(request, [call])
+            measured.sends([call])
             async with aclosing(self._replicas.generate_stream([call])) as pieces:
                 async for _, piece in pieces:
+                    measured.streams(piece)
                     chunk = answer.chunk(piece)
                     if chunk is not None:
                         yield chunk
@@ -163,23 +187,27 @@ class Ingress:
 
     async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject:
         """A response, whole."""
-        with self._admission.enter():
+        with self._meter.measure("responses") as measured, self._admission.enter():
             call, answer = await asyncio.to_thread(self._response, request, session)
             await self._pin_prompt(request, [call])
+            measured.sends([call])
             [outputs] = await self._replicas.generate([call])
+            measured.receives([outputs])
             return answer.whole(outputs)
 
     async def responses_stream(
         self, request: ResponsesRequest, session: str | None = None
     ) -> AsyncIterator[StreamEvent]:
         """A response, event by event. Once it has begun, what goes wrong is its last event instead of an error."""
-        with self._admission.enter():
+        with self._meter.measure("responses") as measured, self._admission.enter():
             call, answer = await asyncio.to_thread(self._response, request, session)
             await self._pin_prompt(request, [call])
+            measured.sends([call])
             begun = False
             try:
                 async with aclosing(self._replicas.generate_stream([call])) as pieces:
                     async for _, piece in pieces:
+                        measured.streams(piece)
                         for event in answer.events(piece):
                             begun = True
                             yield event
@@ -187,6 +215,8 @@ class Ingress:
                 if not begun:
                     raise
                 logger.exception("a response failed")
+                note_error(error_response(error)[1].error.code)
+                measured.fails(error)
                 yield answer.failed(error)
 
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
@@ -206,24 +236,39 @@ class Ingress:
         Raises:
             UnknownRequestError: no replica has the request, or not any more.
         """
-        with self._admission.enter():
+        with self._meter.measure("fork") as measured, self._admission.enter():
             call, answer = self._fork(request)
-            return answer.whole([await self._replicas.fork(call)])
+            outputs = await self._replicas.fork(call)
+            measured.receives([outputs])
+            return answer.whole([outputs])
 
     async def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]:
         """The same, piece by piece."""
-        with self._admission.enter():
+        with self._meter.measure("fork") as measured, self._admission.enter():
             call, answer = self._fork(request)
             async with aclosing(self._replicas.fork_stream(call)) as pieces:
                 async for piece in pieces:
+                    measured.streams(piece)
                     yield answer.chunk(piece)
             if request.include_usage:
                 yield answer.last_chunk()
+
+    async def metrics(self) -> str:
+        """Everything that all replicas of this application have told Prometheus.
+
+        Raises:
+            UnavailableError: some of it cannot be had now.
+        """
+        return await self._metrics.text()
 
     async def report(self) -> MemoryReport:
         """KV memory of one engine replica."""
         report: MemoryReport = await self._replicas.one("report")
         return report
+
+    async def reports(self) -> dict[str, MemoryReport]:
+        """KV memory of every engine replica, by its name."""
+        return dict(await self._replicas.all("named_report"))
 
     async def check_integrity(self) -> None:
         """Audit the books of every engine replica: memory adds up, and without requests all of it is free.
@@ -259,9 +304,12 @@ class Ingress:
             RequestError: the prompt is too short to be shared, or the name is another prefix's; a replica may have it
                 all the same, and keeps it until `unpin`.
             EngineError: a replica has no room for it within its quota.
+            ForbiddenError: the caller's API key is another tenant's.
         """
+        exchange = current_exchange()
+        tenant = request.tenant if exchange is None else exchange.tenant_of(request.tenant)
         prefix = await asyncio.to_thread(encode_pin, self._tokenizer, request)
-        await self._replicas.all("pin", request.name, prefix, request.cache_salt, request.tenant)
+        await self._replicas.all("pin", request.name, prefix, request.cache_salt, tenant)
 
     async def unpin(self, name: str) -> None:
         """Let a pinned prefix go on every engine replica: those that have started later may not have it.
@@ -285,7 +333,10 @@ class Ingress:
         [call] = calls
         if call.adapter is not None:
             raise RequestError(f"prefixes are pinned for the model {self._model_name!r} only, not for adapters", "pin")
-        await self._replicas.all("pin", request.pin, call.prompt_token_ids, call.cache_salt, call.tenant)
+        try:
+            await self._replicas.all("pin", request.pin, call.prompt_token_ids, call.cache_salt, call.tenant)
+        except RequestError as error:
+            raise type(error)(error.message, "pin") from error
 
     def _tokens_of(self, request: TokenizeRequest, max_model_len: int) -> Tokens:
         if request.model is not None:
@@ -391,6 +442,17 @@ def _call_of(
     adapter: str | None,
     session: str | None,
 ) -> GenerateRequest:
+    tenant, timeout_s = request.tenant, request.timeout_s
+    exchange = current_exchange()
+    if exchange is not None:
+        tenant, timeout_s = exchange.admit(
+            request_id,
+            model=request.model,
+            tenant=tenant,
+            priority=request.priority or 0,
+            pins=request.pin is not None,
+            timeout_s=timeout_s,
+        )
     return GenerateRequest(
         request_id=request_id,
         prompt_token_ids=prompt,
@@ -398,8 +460,8 @@ def _call_of(
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         adapter=adapter,
-        tenant=request.tenant,
+        tenant=tenant,
         user=request.user or None,
-        timeout_s=request.timeout_s,
+        timeout_s=timeout_s,
         session=session or request.prompt_cache_key,
     )

@@ -22,7 +22,8 @@ class GenerateRequest:
     together, a hint for the router; `expected`: the router's word for what a replica has cached of the prompt.
 
     Attributes:
-        refused_by: replicas whose queues were full a moment ago: to be asked last.
+        crowded: replicas whose queues were full a moment ago: to be asked last.
+        refused_by: those that have refused this request: not to be asked.
         stopped: replicas whose engines have stopped: not to be asked.
     """
 
@@ -37,6 +38,7 @@ class GenerateRequest:
     timeout_s: float | None = None
     session: str | None = None
     expected: Expected | None = None
+    crowded: tuple[str, ...] = ()
     refused_by: tuple[str, ...] = ()
     stopped: tuple[str, ...] = ()
 
@@ -74,7 +76,7 @@ class ReplicaStatus:
     Attributes:
         name: of the replica.
         prompt_tokens, cached_tokens: `queried_tokens` and `hit_tokens` of the memory.
-        ready_s: seconds from the engine's start until it was ready.
+        ready_s: seconds from its start until it was ready.
     """
 
     name: str

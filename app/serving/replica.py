@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import os
 import threading
@@ -20,10 +19,11 @@ from app.engine import AsyncEngine, Delta
 from app.engine.async_engine import Pace
 from app.errors import ConfigError, OverloadedError, RequestError, UnavailableError, UnknownRequestError
 from app.fleet.autoscaling import ReplicaLoad
+from app.logs import configure_logs
 from app.openai.pieces import Piece, PieceCollector
 from app.serving.ledger import BudgetMember, device_of_this_replica
 from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts, ReplicaStatus, report_as_stats
-from app.serving.metrics import ReadyGauge, RoutingAudit, SpeculationMeter
+from app.serving.metrics import EngineMeter, ReadyGauge, RoutingAudit, SpeculationMeter
 from app.serving.pace import StreamPace
 from app.serving.peers import Peers
 from app.serving.ranks import actors_of_this_replica
@@ -52,8 +52,7 @@ class EngineReplica:
     def __init__(
         self, config: EngineConfig, shared_kv_memory_bytes: int | None = None, pace: StreamPace | None = None
     ) -> None:
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        logging.getLogger("app").setLevel(logging.INFO)
+        configure_logs()
         if config.device == "cuda" and len(ray.get_gpu_ids()) != 1:
             raise ConfigError(
                 f"Ray gave this replica the GPUs {ray.get_gpu_ids()}, it needs one: ray_actor_options in the YAML must "
@@ -61,6 +60,7 @@ class EngineReplica:
             )
         self._audit = RoutingAudit()
         self._guesses = SpeculationMeter()
+        self._meter = EngineMeter()
         self._pace = pace or StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0)
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
@@ -78,6 +78,10 @@ class EngineReplica:
     async def generate(self, request: GenerateRequest) -> list[Piece]:
         """The outputs, each in one piece."""
         return await self._whole(self._deltas(request, _only_at_the_end))
+
+    async def generate_at_once(self, request: GenerateRequest) -> AsyncIterator[list[Piece]]:
+        """The same as a stream of one item."""
+        yield await self.generate(request)
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[list[Piece]]:
         """The outputs as they are generated: a piece of each that has grown, as often as `StreamPace`
@@ -109,14 +113,18 @@ class EngineReplica:
         """Where KV memory is now."""
         return self._engine.report()
 
+    async def named_report(self) -> tuple[str, MemoryReport]:
+        """The same, and whose it is: the end of the ids of its answers."""
+        return self._name, self._engine.report()
+
     async def check_integrity(self) -> None:
         """Audit the engine's books (`AsyncEngine.check_integrity`)."""
         await self._engine.check_integrity()
 
     async def status(self) -> ReplicaStatus:
         """What operators want to know. Raises `UnavailableError` once the engine has stopped."""
-        load = self._engine.load(most_keys=0)
-        return ReplicaStatus.of(self._name, load, self._engine.report(), self._engine.start_times.ready_s)
+        load, report = self._engine.load(most_keys=0), self._engine.report()
+        return ReplicaStatus.of(self._name, load, report, self._engine.start_times.ready_s)
 
     async def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change how much memory this replica's KV cache may take (`KVMemory.set_budget`).
@@ -147,7 +155,9 @@ class EngineReplica:
     def record_routing_stats(self) -> dict[str, Any]:
         """Called by Serve, for `FolioRouter`s, every report; so counts are passed on to Prometheus here, too."""
         self._guesses.note(self._engine.speculation)
-        return report_as_stats(self._engine.load())
+        load = self._engine.load()
+        self._meter.note(load, self._engine.report(), self._engine.take_activity())
+        return report_as_stats(load)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve, if the deployment has an `autoscaling_config`: what `KVAwareScaling` needs to know."""

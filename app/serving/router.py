@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from ray.serve import metrics
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from app.errors import DeadlineError, UnavailableError
+from app.errors import DeadlineError, OverloadedError, UnavailableError
 from app.fleet.fleet import Fleet, RoutedRequest, Sent
 from app.fleet.keys import prompt_keys
 from app.fleet.policies import make_policy
@@ -167,6 +167,7 @@ class FolioRouter(FIFOMixin, RequestRouter):
 
         Raises:
             UnavailableError: there is no replica, or none that it may go to.
+            OverloadedError: all replicas have refused it.
             DeadlineError: the request's own time has passed.
         """
         if not self._by_name and self.num_pending_requests >= _MOST_WAITING:
@@ -176,6 +177,10 @@ class FolioRouter(FIFOMixin, RequestRouter):
             )
         call = pending_request.args[0] if pending_request.args else None
         timeout_s = call.timeout_s if isinstance(call, GenerateRequest) else None
+        if isinstance(call, GenerateRequest) and call.refused_by:
+            others = self._by_name.keys() - {*call.refused_by, *call.stopped}
+            if self._by_name and not others:
+                raise OverloadedError("all engine replicas have as many requests waiting as may; try again later")
         try:
             async with asyncio.timeout(min(timeout_s or math.inf, self._wait_for_replica_s)):
                 return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
@@ -215,14 +220,14 @@ class FolioRouter(FIFOMixin, RequestRouter):
             waiting.sent = None
         request = waiting.request
         call = pending.args[0] if pending.args else None
-        if isinstance(call, GenerateRequest) and call.stopped:
-            names = [name for name in names if name not in call.stopped]
+        if isinstance(call, GenerateRequest):
+            names = [name for name in names if name not in call.stopped and name not in call.refused_by]
         if isinstance(call, ForkCall) and call.replica in names:
             ranked = [call.replica]  # no other could do it; without this one any may say so
         else:
             ranked = self._policy.rank(request, names, now)
-            if isinstance(call, GenerateRequest) and call.refused_by:
-                ranked.sort(key=call.refused_by.__contains__)
+            if isinstance(call, GenerateRequest) and call.crowded:
+                ranked.sort(key=call.crowded.__contains__)
         if not ranked:
             return []
         cached = int(self._fleet.cached_tokens(request, ranked[:1])[0])

@@ -21,10 +21,10 @@ def test_a_poisson_process_has_its_rate_and_exponential_gaps() -> None:
     assert times[-1] < 2000.0
 
 
-def test_endless_requests_never_repeat_a_prompt() -> None:
-    some = list(itertools.islice(arrivals.endless([(8, 3), (16, 4)], 1000, seed=1), 6))
-    assert [(len(ask.prompt), ask.max_tokens) for ask in some] == [(8, 3), (16, 4)] * 3
-    assert len({tuple(ask.prompt) for ask in some}) == 6
+def test_requests_have_prompts_of_their_own() -> None:
+    some = arrivals.asks([(8, 3), (16, 4)] * 2, 1000, seed=1, at_s=[0.0, 0.5, 1.0, 1.5])
+    assert [(len(ask.prompt), ask.max_tokens, ask.at_s) for ask in some[1:3]] == [(16, 4, 0.5), (8, 3, 1.0)]
+    assert len({tuple(ask.prompt) for ask in some}) == 4
 
 
 @pytest.fixture

@@ -162,11 +162,3 @@ def test_a_closed_loop_keeps_so_many_under_way() -> None:
 
     records = asyncio.run(closed_loop(send, [Ask([1], 1)] * 10, 3))
     assert (len(records), most) == (10, 3)
-
-
-def test_a_closed_loop_begins_none_after_its_time() -> None:
-    async def send(ask: Ask, record: Record, clock: Clock) -> None:
-        while clock.now() < 0.05:
-            await asyncio.sleep(0.01)
-
-    assert len(asyncio.run(closed_loop(send, [Ask([1], 1)] * 10, 3, duration_s=0.05))) == 3

@@ -15,7 +15,7 @@ import pytest
 from app.engine import SamplingParams
 from app.errors import UnknownRequestError
 from app.fleet.keys import prompt_keys
-from app.openai.bodies import CompletionRequest, ForkRequest
+from app.openai.bodies import CompletionRequest, ForkRequest, PinRequest
 from app.serving.messages import GenerateRequest
 from benchmarks.served import Served, served
 
@@ -104,7 +104,11 @@ def test_forks_find_their_replica(server: Served) -> None:
 
 
 def test_a_replica_is_killed_under_load(server: Served) -> None:
-    """Every request ends, with an answer or with the word that it may be sent again; then three replicas serve."""
+    """Every request ends, with an answer or with the word that it may be sent again; then three replicas serve, and the
+    new one has what was pinned on the others."""
+    pin = PinRequest(name="story", prompt=STORY * 4, tenant="a")
+    for _ in range(2):  # the second time it is there already
+        server.ingress.pin.remote(pin).result()
     body = {"model": "builtin", "prompt": "What is Folio?", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 
     def complete(i: int) -> httpx.Response:
@@ -126,3 +130,5 @@ def test_a_replica_is_killed_under_load(server: Served) -> None:
     while len(server.reports()) < 3 or any(report.num_running for report in server.reports()):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+    pinned = [[pin.name for pin in report.pins] for report in server.engines.broadcast("report").results()]
+    assert pinned == [["story"]] * 3

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,19 @@ import openai
 import pytest
 import ray
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
 from app.builtin import corpus
+from app.client import Folio
 from app.config import EngineConfig
-from app.errors import RequestError, UnknownModelError, UnknownRequestError
+from app.errors import RequestError, UnavailableError, UnknownModelError, UnknownRequestError
 from app.main import AppArgs, build
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, Message, PinRequest
+from examples.hotel_desk.app import DeskArgs, build_desk
+from examples.hotel_desk.desk import PIN
+from examples.hotel_desk.register import read_keys
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60
@@ -75,9 +82,30 @@ def ask(server: Server, question: str, **params: Any) -> Any:
 
 def test_models_and_health(server: Server) -> None:
     assert httpx.get(f"{server.url}/health").status_code == 200
+    assert httpx.get(f"{server.url}/ready").status_code == 200
     models = server.client.models.list().data
     assert [m.id for m in models] == ["builtin"]
     assert server.client.models.retrieve("builtin").id == "builtin"
+
+
+def test_the_edge_behind_serves_proxy(server: Server) -> None:
+    """What comes through the proxy: headers once, bodies as they arrive, and refusals before they have."""
+    asked = httpx.get(f"{server.url}/v1/models", headers={"X-Request-Id": "mine"})
+    assert asked.headers.get_list("x-request-id") == ["mine"]
+    assert asked.headers["x-content-type-options"] == "nosniff"
+    refused = httpx.get(f"{server.url}/v1/models?{'x' * 9000}")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (414, "url_too_long")
+    with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0), DEADLINE_S) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n")
+        chunk = b"100000\r\n" + b"x" * (1 << 20) + b"\r\n"
+        for _ in range(8):
+            connection.sendall(chunk)
+        connection.sendall(b"1\r\nx\r\n")  # one more than may be, and it has not ended yet
+        answer = b""
+        while received := connection.recv(1 << 16):
+            answer += received
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"body_too_large" in answer
 
 
 def test_chat(server: Server) -> None:
@@ -430,6 +458,106 @@ def test_a_pinned_conversation_stays(server: Server) -> None:
         server.handle.unpin.remote("rules").result()
 
 
+def test_the_client_of_other_applications(server: Server) -> None:
+    """Whole and streamed, forked, given up on the way, and with the application's own errors."""
+    chat = ChatCompletionRequest(
+        model="builtin", messages=[Message(role="user", content="What is vAttention?")], temperature=0
+    )
+    endless = CompletionRequest(model="builtin", prompt="a", max_tokens=4000, ignore_eos=True)
+
+    async def run() -> None:
+        folio = Folio("folio")
+        await folio.ready()
+        whole = await folio.chat(chat, session="s")
+        assert whole.choices[0].message.content == ask(server, "What is vAttention?").choices[0].message.content
+        chunks = [chunk async for chunk in folio.chat_stream(chat)]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert text == whole.choices[0].message.content
+        reports = await folio.report()
+        assert [whole.id.endswith(name) for name in reports] == [True]
+        async with aclosing(folio.generate_stream(endless)) as pieces:
+            first = await anext(pieces)
+            fork = ForkRequest(model="builtin", request_id=first.id, max_tokens=2, n=2, ignore_eos=True)
+            assert len((await folio.fork(fork)).choices) == 2
+            forks = [chunk async for chunk in folio.fork_stream(fork)]
+            assert {chunk.choices[0].index for chunk in forks} == {0, 1}
+        task = asyncio.create_task(folio.generate(endless))
+        while not (await folio.report())[next(iter(reports))].active_bytes:
+            await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(UnknownModelError) as caught:
+            await folio.generate(CompletionRequest(model="other", prompt="x"))
+        assert type(caught.value) is UnknownModelError
+        with pytest.raises(UnavailableError, match="no application 'other'"):
+            await Folio("other").report()
+
+    asyncio.run(run())
+
+
+def test_metrics_of_all_processes_are_on_one_page(server: Server) -> None:
+    """What the ingress counts, the engine, the router, and Serve itself, of this application only."""
+
+    def read() -> dict[tuple[str, ...], float]:
+        answer = httpx.get(f"{server.url}/metrics", timeout=DEADLINE_S)
+        if answer.status_code == 503:  # nothing has been told yet
+            return {}
+        assert answer.headers["content-type"].startswith("text/plain; version=")
+        samples = [s for family in text_string_to_metric_families(answer.text) for s in family.samples]
+        assert {sample.labels["application"] for sample in samples} == {"folio"}
+        return {
+            (s.name, *(s.labels[tag] for tag in ("route", "outcome", "kind") if s.labels.get(tag))): s.value
+            for s in samples
+        }
+
+    def wait_for(name: tuple[str, ...], least: float) -> dict[tuple[str, ...], float]:
+        deadline = time.monotonic() + DEADLINE_S
+        while (metrics := read()).get(name, 0) < least:
+            assert time.monotonic() < deadline, (name, metrics)
+            time.sleep(0.2)
+        return metrics
+
+    usage = ask(server, "What is a page?").usage
+    list(ask(server, "What is a page?", stream=True))
+    late = {"model": "builtin", "input": "x", "timeout_s": 1e-4}
+    assert httpx.post(f"{server.url}/v1/responses", json=late, timeout=DEADLINE_S).status_code == 408
+    # A process tells all that it counts at once: what came before is there, too.
+    metrics = wait_for(("ray_folio_requests_total", "responses", "timeout"), 1)
+    assert metrics["ray_folio_requests_total", "chat", "ok"] >= 2
+    assert metrics["ray_folio_requests_in_flight", "chat"] == 0
+    assert metrics["ray_folio_prompt_tokens_total", "chat"] >= 2 * usage.prompt_tokens
+    assert metrics["ray_folio_output_tokens_total", "chat"] >= 2 * usage.completion_tokens
+    assert metrics[("ray_folio_first_token_s_count", "chat")] >= 1
+    assert any(name.startswith("ray_folio_routed_requests") for name, *_ in metrics)
+    assert any(name.startswith("ray_serve_") for name, *_ in metrics)
+    metrics = wait_for(("ray_folio_queue_s_count",), 1)
+    assert metrics[("ray_folio_step_s_count",)] >= usage.completion_tokens
+    assert metrics["ray_folio_kv_bytes", "budget"] == server.handle.report.remote().result().budget_bytes
+
+
+def test_the_hotel_desk_composes_folio(server: Server) -> None:
+    """The example: its answers are right, its rules are pinned, and a guest who leaves frees what she had."""
+    desk = f"{server.url}/desk/ask"
+    serve.run(build_desk(DeskArgs()), name="desk", route_prefix="/desk")
+    try:
+        [pin] = server.handle.report.remote().result().pins
+        assert pin.name == PIN
+        for room, key in random.Random(1).sample(sorted(read_keys().items()), 3):
+            question = {"question": f"I have lost my key. What is the key of room {room}?"}
+            with httpx.stream("POST", desk, json=question, timeout=DEADLINE_S) as answer:
+                assert answer.status_code == 200
+                pieces = list(answer.iter_text())
+            assert "".join(pieces) == f"The key of room {room} is {key}."
+            assert len(pieces) > 1
+        too_long = httpx.post(desk, json={"question": "room 101 " * 5000}, timeout=DEADLINE_S)
+        assert too_long.status_code == 502
+        assert "tokens" in too_long.json()["detail"]
+    finally:
+        serve.delete("desk")
+        server.handle.unpin.remote(PIN).result()
+
+
 def test_idle_memory_goes_back(server: Server) -> None:
     ask(server, "What is a page?")
     deadline = time.monotonic() + DEADLINE_S
@@ -445,3 +573,60 @@ def test_the_yaml_is_valid() -> None:
     assert AppArgs.model_validate(application.args).engine.model == "builtin"
     names = {deployment.name for deployment in application.deployments}
     assert names == {"Ingress", "EngineReplica"}
+
+
+def test_responses(server: Server) -> None:
+    """Whole, streamed, and one that goes on from an answer before; then one that is forked by its id."""
+    create: Any = server.client.responses.create
+    keys = "The key of room 417 is 93. The key of room 256 is 12."
+    question = {"role": "user", "content": f"{keys} What is the key of room 417?"}
+    more: dict[str, Any] = {"model": "builtin", "temperature": 0}
+    first = create(input=[question], **more)
+    assert (first.output_text, first.status) == ("The key of room 417 is 93.", "completed")
+    events = list(create(input=[question], stream=True, **more))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == events[-1].response.output_text == first.output_text
+    assert events[-1].response.usage.input_tokens_details.cached_tokens > 0
+    second = create(input=[question, *first.output, {"role": "user", "content": "And of room 256?"}], **more)
+    assert second.usage.input_tokens > first.usage.input_tokens
+    cut = create(input="What is Folio?", max_output_tokens=2, **more)
+    assert (cut.status, cut.usage.output_tokens) == ("incomplete", 2)
+    fork = ForkRequest(request_id=cut.id, max_tokens=3, **more)
+    assert server.handle.fork.remote(fork).result().usage.completion_tokens == 3
+
+
+def test_pins_over_http(server: Server) -> None:
+    """The same prefix may be pinned again, by a request too; another one under that name is refused."""
+    text = "The rules of this house are long and have to be read by everybody who comes in. " * 3
+    pinned = httpx.post(f"{server.url}/v1/pins", json={"name": "rules", "prompt": text}, timeout=DEADLINE_S)
+    card = pinned.json()
+    assert (pinned.status_code, card["id"], card["num_replicas"], card["num_tokens"] >= 16) == (200, "rules", 1, True)
+    again = httpx.post(f"{server.url}/v1/pins", json={"name": "rules", "prompt": text}, timeout=DEADLINE_S)
+    assert again.json() == card
+    with pytest.raises(openai.BadRequestError, match="rules"):
+        ask(server, text + "What is a page?", extra_body={"pin": "rules"})
+    for _ in range(2):
+        answer = ask(server, text + "What is a page?", max_tokens=1, extra_body={"pin": "question"})
+        assert answer.usage.prompt_tokens_details.cached_tokens >= card["num_tokens"]
+    pins = httpx.get(f"{server.url}/v1/pins").json()["data"]
+    assert [pin["id"] for pin in pins] == ["question", "rules"]
+    assert httpx.get(f"{server.url}/v1/load").json()["total"]["pinned_bytes"] > 0
+    for name in ("rules", "question"):
+        assert httpx.delete(f"{server.url}/v1/pins/{name}").json()["deleted"] is True
+    assert httpx.delete(f"{server.url}/v1/pins/rules").status_code == 404
+    assert httpx.get(f"{server.url}/v1/pins").json()["data"] == []
+
+
+def test_tokens_and_load(server: Server) -> None:
+    question = {"messages": [{"role": "user", "content": "What is Folio?"}]}
+    tokens = httpx.post(f"{server.url}/tokenize", json=question).json()
+    assert tokens["count"] == ask(server, "What is Folio?", max_tokens=1).usage.prompt_tokens
+    text = httpx.post(f"{server.url}/detokenize", json={"tokens": tokens["tokens"]}).json()["prompt"]
+    assert "What is Folio?" in text
+    before = httpx.get(f"{server.url}/v1/load").json()
+    [replica] = before["replicas"]
+    assert (before["num_replicas"], before["num_silent"], replica["ready_s"] > 0) == (1, 0, True)
+    assert 0 < replica["free_tokens"] <= replica["total_tokens"]
+    ask(server, "What is a block?", max_tokens=1)
+    after = httpx.get(f"{server.url}/v1/load").json()
+    assert after["total"]["prompt_tokens"] > before["total"]["prompt_tokens"]

@@ -70,6 +70,9 @@ class FakeService:
     async def ready(self) -> None:
         raise UnavailableError("nobody answers")
 
+    async def metrics(self) -> str:
+        return "# HELP x X.\n"
+
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         request.sampling_params()
         self._fail(request.model)
@@ -186,6 +189,20 @@ def test_operation(client: TestClient) -> None:
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "pin_not_found")
 
 
+def test_metrics_are_text_or_an_error(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prometheus takes an empty page for the truth, but not a 503."""
+    page = client.get("/metrics")
+    assert page.headers["content-type"] == "text/plain; version=1.0.0; charset=utf-8"
+    assert page.text == "# HELP x X.\n"
+
+    async def gone(self: FakeService) -> str:
+        raise UnavailableError("an agent does not answer")
+
+    monkeypatch.setattr(FakeService, "metrics", gone)
+    refused = client.get("/metrics")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+
+
 def test_the_api_describes_itself(client: TestClient) -> None:
     page = client.get("/openapi.json").json()
     schemas = page["components"]["schemas"]
@@ -262,6 +279,7 @@ def test_chat_chunks_leave_out_what_is_absent(client: TestClient) -> None:
         ({"model": "request", "prompt": "x"}, "prompt", "too long"),
         ([1, 2], None, "valid dictionary"),
         ({"model": "m", "prompt": "x", "store": True}, "store", "not stored"),
+        ({"model": "m", "prompt": "x", "store": 0}, "store", "not stored"),
         ({"model": "m", "prompt": "x", "service_tier": "flex"}, "service_tier", "one tier"),
         ({"model": "m", "prompt": "x", "stream_options": {"include_obfuscation": True}}, "stream_options", "padded"),
         ({"model": "m", "prompt": "x", "metadata": {"a": 1}}, "metadata", "valid string"),
@@ -318,6 +336,7 @@ def test_errors_have_the_right_status(client: TestClient) -> None:
     wrong = client.get("/v1/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
     assert wrong.json()["error"]["code"] == "method_not_allowed"
+    assert client.put("/v1/pins").headers["allow"] == "GET, POST"
     assert client.post("/v1/completions/", json={}).json()["error"]["code"] == "not_found"
     failed = client.post("/v1/completions", json={"model": "engine", "prompt": "x"})
     assert (failed.status_code, failed.json()["error"]["type"]) == (500, "server_error")

@@ -23,11 +23,11 @@ def test_who_is_inside_is_counted_until_the_end() -> None:
 
 
 def test_nothing_comes_in_while_all_refuse() -> None:
-    refusals = Refusals(most_pause_s=60.0)
+    refusals = Refusals()
     admission = Admission(refusals)
     now = time.monotonic()
-    refusals.note("a", 40.0, now)
-    refusals.close(now)
+    refusals.note("a", 40.0, 8, now)
+    refusals.all_refused(now)
     with pytest.raises(OverloadedError) as refused, admission.enter():
         pass
     assert 30 < refused.value.retry_after_s <= 40  # type: ignore[operator]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,10 +27,12 @@ Script = Callable[[Any], list[Any]]
 
 
 class Response:
-    """What a handle returns. `items`: pieces, an exception to raise, or `None` to hang."""
+    """What a handle returns. `items`: pieces, an exception to raise, or `None` to hang; a stream has them one by one,
+    or all at once."""
 
-    def __init__(self, items: list[Any]) -> None:
+    def __init__(self, items: list[Any], at_once: bool) -> None:
         self.items = items
+        self.at_once = at_once
         self.cancelled = False
 
     def cancel(self) -> None:
@@ -38,6 +42,9 @@ class Response:
         return self._whole().__await__()
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
+        if self.at_once:
+            yield await self._whole()
+            return
         for item in self.items:
             yield [await self._real(item)]
 
@@ -64,17 +71,18 @@ class Handle:
         self.by_reference: list[bool] = []
         self._script = script
         self.generate = self.generate_stream = self.fork = self.fork_stream = SimpleNamespace(remote=self._remote)
+        self.generate_at_once = SimpleNamespace(remote=partial(self._remote, at_once=True))
 
     def options(self, *, stream: bool, _by_reference: bool) -> Handle:
         self.by_reference.append(_by_reference)
         return self
 
-    def _remote(self, call: GenerateRequest | ForkCall) -> Response:
+    def _remote(self, call: GenerateRequest | ForkCall, at_once: bool = False) -> Response:
         self.calls.append(call)
         items = self._script(call)
         if items == ["cannot be sent"]:
             raise RuntimeError("cannot be sent")
-        self.responses.append(Response(items))
+        self.responses.append(Response(items, at_once))
         return self.responses[-1]
 
 
@@ -82,7 +90,7 @@ def replicas_with(*answers: list[Any], script: Script | None = None) -> tuple[An
     """The answers in this order, or as the script says."""
     left = list(answers)
     handle = Handle(script or (lambda call: left.pop(0)))
-    return Replicas(handle, Refusals(most_pause_s=60.0)), handle  # type: ignore[arg-type]
+    return Replicas(handle, Refusals()), handle  # type: ignore[arg-type]
 
 
 def full(replica: str, retry_after_s: float = 20.0) -> RayTaskError:
@@ -151,7 +159,7 @@ def test_a_stream_that_has_begun_is_not_repeated() -> None:
 def test_a_stream_that_ends_too_early_is_an_error() -> None:
     async def run() -> None:
         replicas, _ = replicas_with([BEGUN])
-        with pytest.raises(UnavailableError, match="in the middle"):
+        with pytest.raises(UnavailableError, match="broken off"):
             await ask(replicas, True)
         replicas, _ = replicas_with([], [END])
         assert await ask(replicas, True) == ["b"]
@@ -178,22 +186,23 @@ def test_a_full_replicas_call_is_offered_to_another_one(stream: bool) -> None:
         assert await ask(replicas, stream) == ["b"]
         assert [call.refused_by for call in handle.calls] == [(), ("a",)]
         await ask(replicas, stream)
-        assert handle.calls[2].refused_by == ("a",)  # the next one goes elsewhere at once
+        assert (handle.calls[2].refused_by, handle.calls[2].crowded) == ((), ("a",))  # the next asks `a` last
 
     asyncio.run(run())
 
 
 @STREAM
 def test_when_all_are_full_the_soonest_is_named(stream: bool) -> None:
-    """The replica that is asked last refuses: then all have. From now on the ingress refuses by itself."""
+    """As the router says when none is left. From now on the ingress refuses by itself."""
 
     async def run() -> None:
-        replicas, handle = replicas_with([full("a", 40.0)], [full("b", 10.0)], [full("a", 40.0)])
-        with pytest.raises(OverloadedError) as error:
+        nobody_left = OverloadedError("all engine replicas have as many requests waiting as may")
+        replicas, handle = replicas_with([full("a", 40.0)], [full("b", 10.0)], [nobody_left])
+        with pytest.raises(OverloadedError, match="all engine replicas") as error:
             await ask(replicas, stream)
         assert error.value.retry_after_s == pytest.approx(10.0, abs=1.0)
-        assert len(handle.calls) == 3
-        assert replicas._refusals.retry_after_s(asyncio.get_running_loop().time()) is not None
+        assert handle.calls[2].refused_by == ("a", "b")
+        assert replicas._refusals.refuse(time.monotonic()) is not None
 
     asyncio.run(run())
 
@@ -300,9 +309,11 @@ def test_what_may_be_too_long_for_a_message_goes_by_reference(params: dict[str, 
     assert fits_by_value(sampling) == by_value
 
     async def run() -> None:
-        replicas, handle = replicas_with([END])
+        replicas, handle = replicas_with([END], [END])
         await ask(replicas, True, GenerateRequest("r", [1], sampling))
         assert handle.by_reference == [not by_value]
+        await ask(replicas, False, GenerateRequest("r", [1], sampling))
+        assert handle.responses[1].at_once == by_value
 
     asyncio.run(run())
 

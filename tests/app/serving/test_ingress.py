@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,7 @@ from app.serving.admission import Admission
 from app.serving.calls import Replicas, unwrap
 from app.serving.ingress import Ingress
 from app.serving.messages import ForkCall, GenerateRequest
+from app.serving.metrics import RequestMeter
 
 TOKENIZER = load_tokenizer("builtin")
 TOKENS = TokenTexts(TOKENIZER)
@@ -39,15 +41,19 @@ TOKENS = TokenTexts(TOKENIZER)
 class Response:
     """What a handle returns: to be awaited, iterated over, or cancelled."""
 
-    def __init__(self, pieces: Callable[[], list[Piece]], hangs: bool = False) -> None:
+    def __init__(self, pieces: Callable[[], list[Piece]], hangs: bool = False, at_once: bool = False) -> None:
         self.cancelled = False
         self._pieces = pieces
         self._hangs = hangs
+        self._at_once = at_once
 
     def __await__(self) -> Any:
         return self._whole().__await__()
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
+        if self._at_once:
+            yield await self._whole()
+            return
         for piece in self._pieces():
             yield [piece]
             if self._hangs:
@@ -74,12 +80,13 @@ class Engines:
         self.responses: list[Response] = []
         self._error, self._fails_at, self._hangs = error, fails_at, hangs
         self.generate = self.generate_stream = self.fork = self.fork_stream = SimpleNamespace(remote=self._remote)
+        self.generate_at_once = SimpleNamespace(remote=partial(self._remote, at_once=True))
         self.facts = SimpleNamespace(remote=self._facts)
 
     def options(self, **_: Any) -> Engines:
         return self
 
-    def _remote(self, call: GenerateRequest | ForkCall) -> Response:
+    def _remote(self, call: GenerateRequest | ForkCall, at_once: bool = False) -> Response:
         number = len(self.calls)
         self.calls.append(call)
 
@@ -101,7 +108,7 @@ class Engines:
             ]
 
         fails = self._error is not None and number == self._fails_at
-        self.responses.append(Response(pieces, self._hangs and not fails))
+        self.responses.append(Response(pieces, self._hangs and not fails, at_once))
         return self.responses[-1]
 
     async def _facts(self) -> Any:
@@ -115,6 +122,7 @@ def ingress_with(engines: Engines) -> Any:
     refusals = Refusals()
     ingress._replicas = Replicas(engines, refusals)  # type: ignore[arg-type]
     ingress._admission = Admission(refusals)
+    ingress._meter = RequestMeter()
     return ingress
 
 

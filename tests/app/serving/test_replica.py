@@ -16,6 +16,7 @@ from app.errors import DeadlineError, OverloadedError, UnavailableError, Unknown
 from app.serving.messages import Expected, ForkCall, GenerateRequest
 from app.serving.pace import StreamPace
 from app.serving.replica import EngineReplica
+from vmem import CachedPrefix
 
 DELTAS = [
     Delta("r", (1,), "a", index=0, num_cached_tokens=3),
@@ -176,6 +177,15 @@ def test_a_fork_of_what_another_replica_had() -> None:
         with pytest.raises(UnknownRequestError, match="is gone"):
             _ = [piece async for piece in replica.fork_stream(call)]
         assert not engine.asked
+
+    asyncio.run(run())
+
+
+def test_what_a_replica_tells_a_new_one() -> None:
+    async def run() -> None:
+        replica = replica_with(engine := Engine(DELTAS))
+        engine.hot_prefixes = lambda: [CachedPrefix((1,), (), 2)]  # type: ignore[attr-defined]
+        assert await replica.hot_prefixes() == [CachedPrefix((1,), (), 2)]
 
     asyncio.run(run())
 

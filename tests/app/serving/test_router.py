@@ -12,7 +12,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve.request_router import PendingRequest
 
 from app.engine import SamplingParams
-from app.errors import DeadlineError, UnavailableError
+from app.errors import DeadlineError, OverloadedError, UnavailableError
 from app.fleet.keys import prompt_keys
 from app.serving.messages import Expected, ForkCall, GenerateRequest, report_as_stats, report_from_stats
 from app.serving.router import FolioRouter
@@ -375,17 +375,23 @@ def test_a_failing_policy_does_not_hold_requests(replicas: list[Replica], caplog
     assert "the routing policy failed" in caplog.text
 
 
-def test_who_refused_comes_last_and_who_has_stopped_not_at_all(replicas: list[Replica]) -> None:
+def test_who_is_crowded_comes_last_and_who_refused_or_has_stopped_not_at_all(replicas: list[Replica]) -> None:
     async def run() -> None:
         for replica in replicas:
             replica.routing_stats = now_with(prompt_keys(PROMPT, UNIT, None) if replica is replicas[1] else [])
         router = router_for(replicas)
-        request = pending()
-        request.args[0] = replace(request.args[0], refused_by=("b",), stopped=("a",))
-        assert await choose(router, request) == "c"
-        request = pending(1)
-        request.args[0] = replace(request.args[0], refused_by=("a", "b", "c"))
-        assert await choose(router, request) == "b"  # where its prompt is, as if none had refused
+
+        async def chosen(**changes: tuple[str, ...]) -> str:
+            request = pending(len(router._placed))
+            request.args[0] = replace(request.args[0], **changes)
+            return await choose(router, request)
+
+        assert await chosen(crowded=("b",), stopped=("a",)) == "c"
+        assert await chosen(refused_by=("b", "c")) == "a"
+        assert await chosen(crowded=("a", "b", "c")) == "b"  # where its prompt is, as if none were
+        assert await chosen(crowded=("a", "c"), refused_by=("b", "c")) == "a"
+        with pytest.raises(OverloadedError, match="all engine replicas"):
+            await chosen(refused_by=("a", "b"), stopped=("c",))
 
     asyncio.run(run())
 

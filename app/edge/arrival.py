@@ -1,0 +1,106 @@
+"""How a request arrives: its headers and its body, within limits."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from dataclasses import dataclass
+
+from starlette.types import Message, Receive, Scope
+
+from app.edge.refusal import Refusal
+from app.edge.settings import HttpSettings
+
+# Of clients' own ids: whatever is none of these could forge lines of a log.
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+_LENGTH = re.compile(rb"[0-9]{1,18}")
+_WANTED = {b"x-request-id", b"authorization", b"x-api-key", b"content-length", b"transfer-encoding"}
+_NO_BODY = {"GET", "HEAD", "OPTIONS"}
+
+
+class ClientGone(Exception):
+    """The client has left before it had sent everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What the guard wants of the headers. `key`: the one presented. `has_body`: or may have one."""
+
+    request_id: str
+    key: str | None
+    content_length: bytes | None
+    has_body: bool
+
+
+def read_head(scope: Scope) -> Head:
+    """Of the first header of each name. It never fails, so that every answer has a request id."""
+    found: dict[bytes, bytes] = {}
+    for name, value in scope["headers"]:
+        if name in _WANTED:
+            found.setdefault(name, value)
+    given = found.get(b"x-request-id", b"")
+    scheme, _, key = found.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() != b"bearer":
+        key = found.get(b"x-api-key", b"")
+    length = found.get(b"content-length")
+    return Head(
+        request_id=given.decode() if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex,
+        key=key.strip().decode("latin-1") or None,
+        content_length=length,
+        has_body=scope["method"] not in _NO_BODY or length is not None or b"transfer-encoding" in found,
+    )
+
+
+def check_size(scope: Scope, head: Head, settings: HttpSettings) -> None:
+    """Raises `Refusal` when there is too much in it, or will be."""
+    if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > settings.max_url_bytes:
+        raise Refusal.too_large(414, "path and query", settings.max_url_bytes, "bytes")
+    headers = scope["headers"]
+    if len(headers) > settings.max_headers:
+        raise Refusal.too_large(431, "a request", settings.max_headers, "headers")
+    if sum(len(name) + len(value) for name, value in headers) > settings.max_header_bytes:
+        raise Refusal.too_large(431, "the headers of a request", settings.max_header_bytes, "bytes")
+    if head.content_length is not None:
+        if not _LENGTH.fullmatch(head.content_length):
+            raise Refusal.bad_length()
+        if int(head.content_length) > settings.max_body_bytes:
+            raise Refusal.too_large(413, "a body", settings.max_body_bytes, "bytes")
+
+
+async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> Receive:
+    """Wait for the whole body; the application gets it in one message, and then what comes after it. Its routes want
+    it whole anyway, and so it is refused before they see anything of it.
+
+    Raises:
+        Refusal: it is too long, or takes too long.
+        ClientGone: the client has left.
+    """
+    chunks: list[bytes] = []
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                chunk = message.get("body", b"")
+                num_bytes += len(chunk)
+                if num_bytes > max_bytes:
+                    raise Refusal.too_large(413, "a body", max_bytes, "bytes")
+                if chunk:
+                    chunks.append(chunk)
+                if not message.get("more_body", False):
+                    break
+    except TimeoutError:
+        raise Refusal.too_slow(timeout_s) from None
+    body: Message | None = {"type": "http.request", "body": b"".join(chunks), "more_body": False}
+
+    async def receive_whole() -> Message:
+        nonlocal body
+        if body is None:
+            return await receive()
+        message, body = body, None  # which the application may keep alone
+        return message
+
+    return receive_whole

@@ -1,0 +1,51 @@
+"""The log of requests: one line each, with nothing of what was asked or answered."""
+
+from __future__ import annotations
+
+import logging
+import time
+from urllib.parse import quote
+
+from starlette.types import Scope
+
+from app.edge.exchange import Exchange
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_PATH = 200
+
+
+def log_request(scope: Scope, exchange: Exchange, is_complete: bool) -> None:
+    """Write the line. `is_complete`: the whole answer was sent."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    now = time.monotonic()
+    fields: dict[str, str | int | float] = {
+        "request_id": exchange.request_id,
+        "method": scope["method"] if scope["method"].isalpha() else "?",
+        "path": quote(scope["path"])[:_LONGEST_PATH],  # escaped: line breaks would forge lines
+        "status": exchange.status if exchange.status is not None else 0,
+        "end": _end_of(exchange, is_complete),
+        "total_s": round(now - exchange.begun_at, 4),
+    }
+    if exchange.first_byte_at is not None:
+        fields["ttft_s"] = round(exchange.first_byte_at - exchange.begun_at, 4)
+    if exchange.generation_id is not None:
+        fields["generation"] = exchange.generation_id
+        fields["prompt_tokens"] = exchange.prompt_tokens
+        fields["cached_tokens"] = exchange.cached_tokens
+        fields["output_tokens"] = exchange.output_tokens
+    if exchange.key is not None:
+        fields["key"] = exchange.key.name
+        if exchange.key.tenant is not None:
+            fields["tenant"] = quote(exchange.key.tenant)
+    if exchange.error_code is not None:
+        fields["error"] = exchange.error_code
+    logger.info("%s", " ".join(f"{name}={value}" for name, value in fields.items()), extra={"request": fields})
+
+
+def _end_of(exchange: Exchange, is_complete: bool) -> str:
+    if not is_complete:
+        return "disconnected"
+    failed = exchange.error_code is not None or exchange.status is None or exchange.status >= 400
+    return "error" if failed else "finished"

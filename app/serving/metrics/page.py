@@ -1,0 +1,125 @@
+"""`/metrics`: everything that this application has told Prometheus, from all of its replicas on all nodes.
+
+`ray.serve.metrics` sends what a process counts to the agent of its node, every 10 s (`metrics_report_interval_ms` of
+Ray), and each agent serves what it has of all processes. So every ingress replica has the same page, with everything in
+it once, and as Prometheus has it when it reads the agents themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import aiohttp
+import ray
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from app.errors import UnavailableError
+
+# Ours, and what Serve itself counts of the application.
+_PREFIXES = ("ray_folio_", "ray_serve_")
+# The same for all processes of a session.
+_NOISE = {"Component", "SessionName", "Version", "otel_scope_name", "otel_scope_schema_url", "otel_scope_version"}
+# An agent that counts for hundreds of processes takes a second or so.
+_TIMEOUT_S = 10.0
+# Agents have news every few seconds only, and making their pages costs them: whoever asks sooner gets the last one.
+_FRESH_S = 1.0
+
+
+class MetricsPage:
+    """
+    Args:
+        application: only what has its name is shown.
+        agents: returns the addresses of the nodes' agents; it may block.
+    """
+
+    def __init__(self, application: str, agents: Callable[[], Sequence[str]] | None = None) -> None:
+        self._application = application
+        self._agents = agents or agents_of_this_cluster
+        self._asking = asyncio.Lock()
+        self._page = ""
+        self._made_at = -_FRESH_S
+
+    async def text(self) -> str:
+        """In Prometheus' text format, at most `_FRESH_S` old.
+
+        Raises:
+            UnavailableError: a node's agent does not answer, so that something would be missing; or none of them has
+                heard of this application yet.
+        """
+        async with self._asking:
+            if time.monotonic() - self._made_at >= _FRESH_S:
+                pages = await self._fetch(await asyncio.to_thread(self._agents))
+                self._page = await asyncio.to_thread(merge, pages, self._application)
+                self._made_at = time.monotonic()
+            return self._page
+
+    async def _fetch(self, urls: Sequence[str]) -> list[str]:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as session:
+            return await asyncio.gather(*(_get(session, url) for url in urls))
+
+
+async def _get(session: aiohttp.ClientSession, url: str) -> str:
+    try:
+        async with session.get(url, raise_for_status=True) as answer:
+            return await answer.text()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise UnavailableError(
+            f"Ray's metrics agent at {url} does not answer ({type(error).__name__}: {error}); without it metrics would "
+            "be missing: try again later"
+        ) from error
+
+
+def agents_of_this_cluster() -> list[str]:
+    """Where the agents of all living nodes serve metrics."""
+    return [
+        f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def merge(pages: Iterable[str], application: str) -> str:
+    """What pages of agents have of an application, each metric in one place.
+
+    Raises:
+        UnavailableError: nothing.
+    """
+    merged: dict[str, Metric] = {}
+    for page in pages:
+        for family in text_string_to_metric_families("".join(_relevant(page))):
+            of_application = [
+                Sample(sample.name, {k: v for k, v in sample.labels.items() if k not in _NOISE}, sample.value)
+                for sample in family.samples
+                if sample.labels.get("application") == application
+            ]
+            if of_application:
+                metric = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                metric.samples += of_application
+    if not merged:
+        raise UnavailableError(
+            f"there are no metrics of {application!r} yet; they are told a few seconds after the start: try again later"
+        )
+    return generate_latest(_Collected([merged[name] for name in sorted(merged)])).decode()
+
+
+def _relevant(page: str) -> Iterator[str]:
+    """Lines that may matter: an agent has thousands of others, and parsing takes time."""
+    for line in page.splitlines(keepends=True):
+        name = line.split(" ", 3)[2] if line.startswith("# ") else line
+        if name.startswith(_PREFIXES):
+            yield line
+
+
+class _Collected:
+    """Metrics, as `generate_latest` wants them."""
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics

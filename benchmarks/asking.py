@@ -1,0 +1,114 @@
+"""Clients that ask over HTTP while things break, and check what they get."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import httpx
+
+REQUEST_TIMEOUT_S = 120.0
+WAIT_BEFORE_RETRY_S = 0.2
+NUM_TOKENS = 300
+OUTCOMES = ("answered", "to be sent again", "broken off", "other error", "wrong", "lost")
+
+
+@dataclass
+class Outcomes:
+    """What became of the requests.
+
+    answered; refused with an error that says that it may be sent again; a stream that has ended with such an error;
+    other errors; wrong answers; and lost: without a proper end.
+
+    Attributes:
+        said: messages of errors that say so, without numbers.
+        last_answered: when the last right answer was asked for, and when it came.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    strange: list[str] = field(default_factory=list)
+    said: Counter[str] = field(default_factory=Counter)
+    last_answered: tuple[float, float] = (0.0, 0.0)  # (sent, answered)
+
+
+class Client(threading.Thread):
+    """Asks again and again; every third request is a stream."""
+
+    def __init__(self, url: str, seed: int, outcomes: Outcomes, stop: threading.Event) -> None:
+        super().__init__(daemon=True)
+        self._url = url
+        self._random = random.Random(seed)
+        self._outcomes = outcomes
+        self._stop_asking = stop
+
+    def run(self) -> None:
+        with httpx.Client(timeout=REQUEST_TIMEOUT_S) as client:
+            for i in itertools.count():
+                if self._stop_asking.is_set():
+                    return
+                sent = time.monotonic()
+                try:
+                    outcome = self._stream(client) if i % 3 == 0 else self._look_up(client)
+                except httpx.HTTPError as error:
+                    outcome = "lost"
+                    self._outcomes.strange.append(f"{type(error).__name__}: {error}")
+                self._outcomes.counts[outcome] += 1
+                if outcome != "answered":
+                    time.sleep(WAIT_BEFORE_RETRY_S)
+                else:
+                    self._outcomes.last_answered = max(self._outcomes.last_answered, (sent, time.monotonic()))
+
+    def _look_up(self, client: httpx.Client) -> str:
+        """Which key some room has."""
+        keys = {room: self._random.randrange(10, 99) for room in self._random.sample(range(100, 999), 8)}
+        room = self._random.choice(list(keys))
+        question = " ".join(f"The key of room {r} is {key}." for r, key in keys.items())
+        content = f"{question} What is the key of room {room}?"
+        body = {"model": "builtin", "temperature": 0, "messages": [{"role": "user", "content": content}]}
+        response = client.post(f"{self._url}/v1/chat/completions", json=body)
+        if response.status_code != 200:
+            return self._judge(response.status_code, response.text)
+        answer = response.json()["choices"][0]["message"]["content"]
+        if answer == f"The key of room {room} is {keys[room]}.":
+            return "answered"
+        self._outcomes.strange.append(f"{content} → {answer}")
+        return "wrong"
+
+    def _stream(self, client: httpx.Client) -> str:
+        """So many tokens, whatever they are."""
+        options = {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+        body = {"model": "builtin", "prompt": "What is Folio?", "max_tokens": NUM_TOKENS} | options
+        num_tokens = 0
+        with client.stream("POST", f"{self._url}/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                return self._judge(response.status_code, response.read().decode())
+            last = ""
+            for line in response.iter_lines():
+                last = line.removeprefix("data: ") or last
+                if '"error"' in line:
+                    outcome = self._judge(503, last)
+                    return "broken off" if outcome == "to be sent again" else outcome
+                if '"usage":{' in line:
+                    num_tokens = json.loads(last)["usage"]["completion_tokens"]
+        if last == "[DONE]" and num_tokens == NUM_TOKENS:
+            return "answered"
+        self._outcomes.strange.append(f"a stream ended with {last!r} after {num_tokens} tokens")
+        return "lost" if last != "[DONE]" else "wrong"
+
+    def _judge(self, status: int, text: str) -> str:
+        """Of an answer that is none: whether it says so properly."""
+        code, message = None, ""
+        with suppress(ValueError, KeyError, TypeError):
+            code, message = (json.loads(text)["error"][key] for key in ("code", "message"))
+        if (status, code) in ((503, "unavailable"), (429, "overloaded")):
+            self._outcomes.said[re.sub(r"[0-9.]+", "…", message)] += 1
+            return "to be sent again"
+        self._outcomes.strange.append(f"{status}: {text[:300]}")
+        return "other error"

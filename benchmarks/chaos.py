@@ -1,0 +1,126 @@
+"""Whole replicas go while clients ask: they are killed, their number is lowered, they are replaced by others.
+
+`python -m benchmarks.faults --replicas`. A real Ray Serve application with the built-in model on two replicas. Every
+request must end with a right answer or with an error that says that it may be sent again, and when replicas are stopped
+in an orderly way every one must be answered.
+
+--ingresses: there are two, and one of them is killed, too. Requests that it had are lost: nobody is left to answer
+them.
+--quick: 5 kills instead of 30.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import httpx
+import ray
+
+from benchmarks import harness
+from benchmarks.asking import OUTCOMES, Client, Outcomes
+from benchmarks.served import Served, processes_called, served
+
+NAME = "folio-chaos"
+NUM_CLIENTS = 8
+BETWEEN_KILLS_S = (2.0, 6.0)
+BACK_TIMEOUT_S = 300.0
+SETTLED_S = 3.0  # clients ask before and after each change
+METRICS_PERIOD_S = 10.0  # Ray's
+
+
+def run(args: argparse.Namespace) -> None:
+    """Args: of `benchmarks.faults`."""
+    engine = {"model": "builtin", "dtype": "float32", "kv_memory_bytes": 128 << 20}
+    phases: dict[str, Outcomes] = {}
+    num_ingresses = 2 if args.ingresses else 1
+    with served(NAME, {"engine": engine}) as app:
+        app.deploy(timeout_s=BACK_TIMEOUT_S, num_ingresses=num_ingresses, num_replicas=2)
+        with _asked(app, phases, "two replicas, one is stopped"):
+            app.deploy(timeout_s=BACK_TIMEOUT_S, num_ingresses=num_ingresses, num_replicas=1)
+            app.wait_until(lambda: len(app.processes()) == 1, BACK_TIMEOUT_S)
+        changed = replace(app, args={"engine": engine | {"max_num_seqs": 48}})
+        with _asked(app, phases, "one replica, replaced by another version"):
+            changed.deploy(timeout_s=BACK_TIMEOUT_S, num_ingresses=num_ingresses, num_replicas=1)
+            app.wait_until(lambda: len(app.processes()) == 1, BACK_TIMEOUT_S)
+        changed.deploy(timeout_s=BACK_TIMEOUT_S, num_ingresses=num_ingresses, num_replicas=2)
+        with _asked(app, phases, "two replicas, killed one after the other"):
+            _kill(app, 5 if args.quick else 30, "EngineReplica")
+        if args.ingresses:
+            with _asked(app, phases, "two ingresses, killed one after the other"):
+                _kill(app, 3, "Ingress")
+        sent_again = _repeated_calls()
+    _print(phases, sent_again)
+    keys = [what.replace(" ", "_") for what in OUTCOMES]
+    counts = {key: sum(o.counts[what] for o in phases.values()) for key, what in zip(keys, OUTCOMES, strict=True)}
+    harness.finish(
+        "chaos",
+        args,
+        counts | {"calls_sent_again": sent_again},
+        {
+            "phases": {name: dict(o.counts) for name, o in phases.items()},
+            "strange": {name: o.strange for name, o in phases.items()},
+        },
+    )
+
+
+@contextmanager
+def _asked(app: Served, phases: dict[str, Outcomes], name: str) -> Iterator[None]:
+    """Clients ask meanwhile, and a while before and after."""
+    outcomes, stop = phases.setdefault(name, Outcomes()), threading.Event()
+    clients = [Client(app.url, seed, outcomes, stop) for seed in range(NUM_CLIENTS)]
+    for client in clients:
+        client.start()
+    time.sleep(SETTLED_S)
+    yield
+    time.sleep(SETTLED_S)
+    stop.set()
+    for client in clients:
+        client.join()
+    print(f"{name}: {dict(outcomes.counts)}", flush=True)
+    for message, count in outcomes.said.most_common():
+        print(f"  {count:5} {message}", flush=True)
+    for text in outcomes.strange[:5]:
+        print(f"  {text}", flush=True)
+
+
+def _kill(app: Served, count: int, deployment: str) -> None:
+    """Kill a process of the deployment whenever two run."""
+    rng = random.Random(0)
+    title = f"ray::ServeReplica:{NAME}:{deployment}"
+    for number in range(count):
+        app.wait_until(lambda: app.running(deployment) == 2, BACK_TIMEOUT_S)
+        time.sleep(rng.uniform(*BETWEEN_KILLS_S))
+        pid = rng.choice(processes_called(title))
+        os.kill(pid, signal.SIGKILL)
+        print(f"{number + 1}/{count}: killed {deployment} {pid}", flush=True)
+        app.wait_until(partial(_has_ended, pid, title), BACK_TIMEOUT_S)
+    app.wait_until(lambda: app.running(deployment) == 2, BACK_TIMEOUT_S)
+
+
+def _has_ended(pid: int, title: str) -> bool:
+    return pid not in processes_called(title)
+
+
+def _repeated_calls() -> int:
+    """As Prometheus would read it from Ray: calls of replicas that ingresses have sent again, of those that live."""
+    time.sleep(2 * METRICS_PERIOD_S)
+    [node] = ray.nodes()
+    text = httpx.get(f"http://127.0.0.1:{node['MetricsExportPort']}/metrics").text
+    return int(sum(float(value) for value in re.findall(r"^ray_folio_repeated_calls\S* (\S+)$", text, re.M)))
+
+
+def _print(phases: dict[str, Outcomes], sent_again: int) -> None:
+    print(f"\n{'':44}" + "".join(f"{what:>18}" for what in OUTCOMES))
+    for name, outcomes in phases.items():
+        print(f"{name:44}" + "".join(f"{outcomes.counts[what]:18}" for what in OUTCOMES))
+    print(f"calls of replicas that were sent again: {sent_again}")

@@ -1,0 +1,115 @@
+"""The desk: answers guests. It asks the register for notes, and Folio for words."""
+
+# `serve.ingress` copies class and FastAPI application as they are then, for replicas. So what they use stands above the
+# class, and annotations are no strings (`from __future__ import annotations`), which FastAPI could not look up there.
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from statistics import fmean
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, Field
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from app.client import (
+    ChatCompletion,
+    ChatCompletionRequest,
+    Folio,
+    FolioError,
+    ForkRequest,
+    Message,
+    OverloadedError,
+    PinRequest,
+)
+
+RULES = Message(
+    role="system",
+    content=(
+        "You are the desk of a hotel. You look up keys of rooms, and say what is asked. Guests are in a hurry: you say "
+        "which key it is, and nothing else. What you do not find in your notes you do not know."
+    ),
+)
+PIN = "hotel desk"
+# Long enough to tell good drafts from bad ones, short enough that a guest does not wait for them.
+DRAFT_TOKENS, ANSWER_TOKENS = 6, 64
+
+api = FastAPI(title="Hotel desk")
+
+
+@api.exception_handler(FolioError)
+async def failed(request: Request, error: FolioError) -> Response:
+    """Folio says what is wrong, and when to come back."""
+    if isinstance(error, OverloadedError):
+        seconds = math.ceil(error.retry_after_s or 1)
+        return JSONResponse({"detail": str(error)}, 503, {"Retry-After": str(seconds)})
+    return JSONResponse({"detail": str(error)}, 502)
+
+
+class Question(BaseModel):
+    """`drafts`: how many beginnings of an answer to choose from."""
+
+    question: str
+    drafts: Annotated[int, Field(ge=1, le=8)] = 3
+
+
+def mean_logprob(drafts: ChatCompletion, index: int) -> float:
+    """How likely the model finds the tokens of a draft."""
+    [choice] = [choice for choice in drafts.choices if choice.index == index]
+    tokens = choice.logprobs.content if choice.logprobs is not None else []
+    return fmean(token.logprob for token in tokens) if tokens else -math.inf
+
+
+@serve.deployment(max_ongoing_requests=100, ray_actor_options={"num_cpus": 0.1})
+@serve.ingress(api)
+class Desk:
+    """
+    Args:
+        register: the deployment `KeyRegister`.
+        folio: name of the Folio application; or its handle, if it is part of this one.
+        model: what Folio calls the model.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it, and sends nothing here before
+        self, register: DeploymentHandle[Any], folio: str | DeploymentHandle[Any], model: str
+    ) -> None:
+        self._register = register
+        self._folio = Folio(folio)
+        self._model = model
+        await self._folio.ready()
+        # What all prompts begin with stays in Folio's cache. When another replica of the desk has seen to that already
+        # nothing happens.
+        await self._folio.pin(PinRequest(name=PIN, messages=[RULES]))
+
+    @api.post("/ask")
+    async def ask(self, question: Question) -> Response:
+        """The answer as plain text, as it is written."""
+        notes: Sequence[str] = await self._register.find.remote(question.question)
+        messages = [RULES, Message(role="user", content=" ".join([*notes, question.question]))]
+        drafts = await self._folio.chat(
+            ChatCompletionRequest(
+                model=self._model,
+                messages=messages,
+                n=question.drafts,
+                temperature=0.7,
+                logprobs=True,
+                max_completion_tokens=DRAFT_TOKENS,
+            )
+        )
+        # From here on errors can only cut the answer off: the status is on its way.
+        return StreamingResponse(self._go_on(drafts), media_type="text/plain")
+
+    async def _go_on(self, drafts: ChatCompletion) -> AsyncIterator[str]:
+        """The likeliest draft, and what Folio makes of it: a fork shares all that is computed."""
+        best = max(drafts.choices, key=lambda choice: mean_logprob(drafts, choice.index))
+        yield best.message.content or ""
+        if best.finish_reason != "length":
+            return
+        fork = ForkRequest(
+            model=self._model, request_id=drafts.id, index=best.index, temperature=0.0, max_tokens=ANSWER_TOKENS
+        )
+        async with aclosing(self._folio.fork_stream(fork)) as chunks:  # a guest who leaves ends it
+            async for chunk in chunks:
+                yield chunk.choices[0].text

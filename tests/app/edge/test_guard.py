@@ -1,0 +1,333 @@
+"""The guard around an application that does as the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.edge.exchange import current_exchange
+from app.edge.guard import Guard
+from app.edge.keys import KeyRing
+from app.edge.settings import HttpSettings, KeySource, RateLimits
+from tests.app.edge.asgi import Answer, bearer, call, scope_of
+
+ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789ab"
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with the body, which it gets whole."""
+    message = await receive()
+    assert not message["more_body"]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": message["body"]})
+
+
+def guarded(app: Any = echo, keys: Path | None = None, **settings: Any) -> Guard:
+    values = HttpSettings.model_validate(settings)
+    return Guard(app, values, keys and KeyRing(KeySource(file=keys), values.key_limits))
+
+
+def answer_of(app: Any, *args: Any, **kwargs: Any) -> Answer:
+    return asyncio.run(call(app, *args, **kwargs))
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text(f"{ALICE}\n{BOB}\n")
+    return path
+
+
+# ---- keys ----
+
+
+def test_only_who_has_a_key_gets_in(keys: Path) -> None:
+    app = guarded(keys=keys)
+    missing, wrong = answer_of(app), answer_of(app, headers=bearer("sk-alice-0123456780"))
+    for refused in (missing, wrong):
+        assert (refused.status, refused.error["code"]) == (401, "invalid_api_key")
+        assert refused.headers["www-authenticate"].startswith("Bearer")
+    assert missing.error["message"] != wrong.error["message"]
+    for headers in (bearer(ALICE), [("authorization", f"bEaReR {BOB}")], [("X-API-Key", ALICE)]):
+        assert answer_of(app, headers=headers).status == 200
+    for headers in ([("Authorization", ALICE)], [("Authorization", f"Basic {ALICE}")], bearer("")):
+        assert answer_of(app, headers=headers).status == 401
+
+
+def test_open_paths_need_none(keys: Path) -> None:
+    app = guarded(keys=keys)
+    assert [answer_of(app, path=path).status for path in ("/health", "/ready", "/metrics")] == [200, 200, 401]
+    assert answer_of(guarded(keys=keys, open_paths=["/metrics"]), path="/metrics").status == 200
+    for path in ("/health/", "//health", "/v1/../health", "/HEALTH"):
+        assert answer_of(app, path=path).status == 401, path
+
+
+def test_open_paths_are_within_the_application(keys: Path) -> None:
+    scope = scope_of("GET", "/mounted/health") | {"root_path": "/mounted"}
+    answer = Answer()
+
+    async def send(message: dict[str, Any]) -> None:
+        answer.messages.append(message)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    asyncio.run(guarded(keys=keys)(scope, receive, send))
+    assert answer.status == 200
+
+
+def test_operators_have_doors_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"keys: [{{name: user, key: {ALICE}}}, {{name: operator, key: {BOB}, operator: true}}]")
+    app = guarded(keys=path)
+    for where in ("/v1/load", "/v1/pins", "/v1/pins/x", "/metrics"):
+        refused = answer_of(app, path=where, headers=bearer(ALICE))
+        assert (refused.status, refused.error["code"]) == (403, "not_allowed"), where
+        assert answer_of(app, path=where, headers=bearer(BOB)).status == 200
+        assert answer_of(guarded(), path=where).status == 200
+    assert answer_of(app, path="/v1/pinsel", headers=bearer(ALICE)).status == 200
+
+
+# ---- rates ----
+
+
+def test_each_key_has_limits_of_its_own(keys: Path) -> None:
+    app = guarded(keys=keys, key_limits={"requests_per_minute": 1})
+    first = answer_of(app, headers=bearer(ALICE))
+    assert first.headers["x-ratelimit-limit-requests"] == "1"
+    assert first.headers["x-ratelimit-remaining-requests"] == "0"
+    assert 59 <= float(first.headers["x-ratelimit-reset-requests"].removesuffix("s")) <= 60
+    refused = answer_of(app, headers=bearer(ALICE))
+    assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    assert answer_of(app, headers=bearer(BOB)).status == 200
+    assert answer_of(app, path="/health").status == 200
+
+
+def test_addresses_have_limits_where_there_are_no_keys() -> None:
+    app = guarded(address_limits={"requests_per_minute": 1})
+    assert [answer_of(app, client=host).status for host in ("a", "a", "b")] == [200, 429, 200]
+
+
+def test_trying_keys_is_limited_by_address(keys: Path) -> None:
+    app = guarded(keys=keys, address_limits={"requests_per_minute": 2})
+    wrong = bearer("sk-alice-0123456780")
+    assert [answer_of(app, headers=wrong).status for _ in range(3)] == [401, 401, 429]
+    assert answer_of(app, headers=bearer(ALICE)).status == 200
+
+
+def test_requests_at_once_by_key_and_altogether(keys: Path) -> None:
+    """Slots come back however a request ends: answered, refused, failed or cancelled."""
+
+    async def run() -> None:
+        gate = asyncio.Event()
+
+        async def slow(scope: Any, receive: Any, send: Any) -> None:
+            await gate.wait()
+            if scope["path"] == "/fails":
+                raise ZeroDivisionError
+            await echo(scope, receive, send)
+
+        app = guarded(slow, keys, key_limits={"concurrent_requests": 1}, max_concurrent_requests=2)
+        first = asyncio.create_task(call(app, path="/fails", headers=bearer(ALICE)))
+        await asyncio.sleep(0)
+        refused = await call(app, headers=bearer(ALICE))
+        assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+        second = asyncio.create_task(call(app, headers=bearer(BOB)))
+        await asyncio.sleep(0)
+        busy = await call(app, headers=bearer(BOB))
+        assert (busy.status, busy.error["code"]) == (503, "overloaded")
+        assert int(busy.headers["retry-after"]) >= 1
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        gate.set()
+        assert (await first).status == 500
+        for key in (ALICE, BOB, ALICE):
+            assert (await call(app, headers=bearer(key))).status == 200
+
+    asyncio.run(run())
+
+
+def test_tokens_are_charged_and_what_failed_is_given_back(keys: Path) -> None:
+    async def generate(scope: Any, receive: Any, send: Any) -> None:
+        exchange = current_exchange()
+        assert exchange is not None
+        exchange.count_prompt(40)
+        status = {"/fails": 503, "/refused": 400, "/late": 408}.get(scope["path"], 200)
+        if status == 200:
+            exchange.count_output(30, 8)
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    app = guarded(generate, keys, key_limits={"tokens_per_minute": 60})
+
+    def left() -> int:
+        """Tokens, as an answer that costs none says."""
+        refused = answer_of(app, path="/x" * 5000, headers=bearer(ALICE))  # is not told: it is too long
+        assert "x-ratelimit-remaining-tokens" not in refused.headers
+        return int(answer_of(app, path="/fails", headers=bearer(ALICE)).headers["x-ratelimit-remaining-tokens"])
+
+    assert [left(), left()] == [20, 20]
+    assert answer_of(app, path="/refused", headers=bearer(ALICE)).status == 400
+    assert left() == 20
+    assert answer_of(app, path="/ok", headers=bearer(ALICE)).status == 200
+    refused = answer_of(app, path="/ok", headers=bearer(ALICE))  # ten are owed
+    assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+    assert 10 <= int(refused.headers["retry-after"]) <= 11
+    assert current_exchange() is None
+
+
+# ---- sizes ----
+
+
+@pytest.mark.parametrize(
+    ("status", "arguments"),
+    [
+        (414, {"path": "/" + "x" * 100}),
+        (414, {"path": "/?" + "x" * 100}),
+        (431, {"headers": [("a", "b")] * 9}),
+        (431, {"headers": [("a", "b" * 300)]}),
+        (413, {"method": "POST", "body": b"x" * 51}),
+        (413, {"method": "GET", "body": b"x" * 51}),
+        (413, {"method": "POST", "body": [b"x" * 50, b"x"]}),
+        (413, {"method": "POST", "headers": [("content-length", "9" * 18)]}),
+        (400, {"method": "POST", "headers": [("content-length", "9" * 19)]}),
+        (400, {"method": "POST", "headers": [("content-length", "-1")]}),
+        (200, {"method": "POST", "body": b"x" * 50, "path": "/" + "x" * 79 + "?" + "x" * 20}),
+        (200, {"method": "POST", "body": [b"x" * 25, b"", b"x" * 25], "headers": [("a", "b" * 100)] * 2}),
+    ],
+)
+def test_what_is_too_large_is_refused(status: int, arguments: dict[str, Any]) -> None:
+    app = guarded(max_url_bytes=100, max_headers=8, max_header_bytes=250, max_body_bytes=50)
+    answer = answer_of(app, **arguments)
+    assert answer.status == status
+    if status == 200:
+        assert answer.body == b"x" * 50
+    else:
+        assert answer.error["type"] == "invalid_request_error"
+        assert answer.headers["connection"] == "close"
+        assert answer.headers["x-request-id"]
+
+
+def test_a_long_body_is_not_read_to_its_end() -> None:
+    num_read = 0
+
+    async def endless() -> dict[str, Any]:
+        nonlocal num_read
+        num_read += 1
+        return {"type": "http.request", "body": b"x" * 10, "more_body": True}
+
+    assert answer_of(guarded(max_body_bytes=100), "POST", receive=endless).status == 413
+    assert num_read == 11
+
+
+def test_a_body_that_does_not_come() -> None:
+    async def never() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    refused = answer_of(guarded(body_timeout_s=0.01), "POST", receive=never)
+    assert (refused.status, refused.error["code"]) == (408, "timeout")
+
+
+def test_a_body_that_trickles() -> None:
+    """The time is for the whole body, not for each part."""
+
+    async def trickle() -> dict[str, Any]:
+        await asyncio.sleep(0.001)
+        return {"type": "http.request", "body": b"x", "more_body": True}
+
+    assert answer_of(guarded(body_timeout_s=0.05), "POST", receive=trickle).status == 408
+
+
+def test_who_leaves_while_sending_gets_no_answer() -> None:
+    async def gone() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    assert answer_of(guarded(), "POST", receive=gone).messages == []
+
+
+# ---- answers ----
+
+
+def test_streams_pass_as_they_come_and_disconnects_get_through() -> None:
+    """After the body, the application hears what the server says: here, that the client has gone."""
+
+    async def run() -> None:
+        sent: asyncio.Queue[bytes] = asyncio.Queue()
+        more, gone = asyncio.Event(), asyncio.Event()
+
+        async def stream(scope: Any, receive: Any, send: Any) -> None:
+            assert (await receive())["body"] == b"ab"
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"1", "more_body": True})
+            await more.wait()
+            await send({"type": "http.response.body", "body": b"2", "more_body": True})
+            assert (await receive())["type"] == "http.disconnect"
+            gone.set()
+
+        parts = [b"a", b"b"]
+
+        async def receive() -> dict[str, Any]:
+            if parts:
+                return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.put_nowait(message.get("body", b"start"))
+
+        task = asyncio.create_task(guarded(stream)(scope_of("POST", "/"), receive, send))
+        assert [await sent.get(), await sent.get()] == [b"start", b"1"]
+        assert sent.empty()
+        more.set()
+        assert await sent.get() == b"2"
+        await task
+        assert gone.is_set()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_bug_is_an_answer_without_its_details() -> None:
+    async def fails(scope: Any, receive: Any, send: Any) -> None:
+        raise ZeroDivisionError("secret detail")
+
+    answer = answer_of(guarded(fails), headers=[("x-request-id", "r1")])
+    assert (answer.status, answer.error["code"]) == (500, "internal_error")
+    assert "secret" not in answer.body.decode()
+    assert answer.headers["x-request-id"] == "r1"
+
+
+def test_a_bug_in_the_middle_of_an_answer_does_not_end_it_well() -> None:
+    async def fails(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        answer_of(guarded(fails))
+
+
+def test_every_answer_has_an_id_and_security_headers() -> None:
+    app = guarded()
+    assert answer_of(app, headers=[("X-Request-ID", "from-client.1")]).headers["x-request-id"] == "from-client.1"
+    for bad in ("", "a b", "x" * 129, "a\nb"):
+        made = answer_of(app, headers=[("x-request-id", bad)]).headers["x-request-id"]
+        assert len(made) == 32
+    assert answer_of(app).headers["x-content-type-options"] == "nosniff"
+    assert "x-request-id" not in answer_of(Guard(echo, HttpSettings(), echoes_id=False)).headers
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="must not be longer"):
+        HttpSettings(default_timeout_s=2, max_timeout_s=1)
+    with pytest.raises(ValueError, match="max_body_bytes"):
+        HttpSettings(max_body_bytes=0)
+    with pytest.raises(ValueError, match="Extra inputs"):
+        HttpSettings.model_validate({"api_key": "x"})
+    assert HttpSettings(key_limits=RateLimits(requests_per_minute=1)).model_dump(mode="json")["cors_origins"] == []
+    json.dumps(HttpSettings().model_dump(mode="json"))

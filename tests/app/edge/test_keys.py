@@ -1,0 +1,191 @@
+"""Files of API keys: what is in them, what is wrong with them, and when they change."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from app.edge import keys
+from app.edge.keys import KeyRing, read_keys
+from app.edge.settings import KeySource, RateLimits
+from app.errors import ConfigError
+
+ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789ab"
+LIMITS = RateLimits(requests_per_minute=5)
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "CHECK_PERIOD_S", 0.0)
+
+
+def write(path: Path, text: str) -> Path:
+    """As editors do: another file takes its place."""
+    new = path.with_name("new")
+    new.write_text(text)
+    os.replace(new, path)
+    return path
+
+
+def ring_of(path: Path) -> KeyRing:
+    return KeyRing(KeySource(file=path), LIMITS)
+
+
+def test_lines(tmp_path: Path) -> None:
+    ring = ring_of(write(tmp_path / "keys", f"# team\n{ALICE}\n\n  {BOB}  \n"))
+    assert len(ring) == 2
+    found = ring.find(ALICE)
+    assert found is not None
+    assert found.entry.name == "key-" + hashlib.sha256(ALICE.encode()).hexdigest()[:8]
+    assert found.quota.limits == LIMITS
+    for wrong in ("", ALICE[:-1], ALICE + "x", "# team", "ä" * 20, "\udcff"):
+        assert ring.find(wrong) is None
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".json"])
+def test_entries(tmp_path: Path, suffix: str) -> None:
+    entries = [
+        {"name": "alice", "sha256": hashlib.sha256(ALICE.encode()).hexdigest(), "tenant": "a", "models": ["m"]},
+        {"name": "bob", "key": BOB, "limits": {"tokens_per_minute": 7}},
+    ]
+    ring = ring_of(write(tmp_path / f"keys{suffix}", json.dumps({"keys": entries})))  # JSON is YAML
+    alice, bob = ring.find(ALICE), ring.find(BOB)
+    assert alice is not None
+    assert bob is not None
+    assert (alice.entry.name, alice.entry.tenant, alice.entry.models) == ("alice", "a", {"m"})
+    assert bob.quota.limits == RateLimits(tokens_per_minute=7)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("keys", "", "no API key"),
+        ("keys", "# nothing\n", "no API key"),
+        ("keys", "SECRET short", "key 1"),
+        ("keys", f"{ALICE}\n{ALICE}\n", "twice"),
+        ("keys.yaml", "keys: [", "near line 1"),
+        ("keys.yaml", "keys:\n- name: a\n  key: 'SECRET\n", "near line"),
+        ("keys.yaml", "keys: \x01SECRET", "near line 1"),
+        ("keys.json", '{"keys": SECRET}', "near line 1"),
+        ("keys.yaml", "SECRET", "KeyFile"),
+        ("keys.yaml", "keys: []", "at least 1"),
+        ("keys.yaml", "keys: [{name: a, key: SECRET}]", r"keys\.0\.key"),
+        ("keys.yaml", "keys: [{name: a, key: SECRET-0123456789, sha256: abc}]", r"keys\.0\.sha256"),
+        ("keys.yaml", "keys: [{name: a}]", "either key or sha256"),
+        ("keys.yaml", "keys: [{name: a, key: SECRET-0123456789, quota: 1}]", r"keys\.0\.quota"),
+        ("keys.yaml", "keys: [{name: a, key: SECRET-0123456789}, {name: a, key: SECRET-9876543210}]", "two keys named"),
+    ],
+)
+def test_errors_say_where_and_no_key(tmp_path: Path, name: str, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        read_keys(write(tmp_path / name, text))
+    assert "SECRET" not in str(refused.value)
+    assert ALICE not in str(refused.value)
+
+
+def test_a_file_that_is_missing_or_binary(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        ring_of(tmp_path / "keys")
+    (tmp_path / "keys").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        ring_of(tmp_path / "keys")
+
+
+def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = KeySource(env="FOLIO_TEST_KEYS")
+    with pytest.raises(ConfigError, match="FOLIO_TEST_KEYS"):
+        KeyRing(source, LIMITS)
+    monkeypatch.setenv("FOLIO_TEST_KEYS", f"{ALICE},{BOB}")
+    ring = KeyRing(source, LIMITS)
+    assert ring.find(ALICE) is not None
+    assert ring.find(BOB) is not None
+
+
+def test_one_source_is_needed() -> None:
+    for fields in ({}, {"file": "a", "env": "b"}):
+        with pytest.raises(ValidationError, match="either file"):
+            KeySource.model_validate(fields)
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    async def run() -> None:
+        ring = ring_of(path := write(tmp_path / "keys", ALICE))
+        alice = ring.find(ALICE)
+        assert alice is not None
+        write(path, f"{ALICE}\n{BOB}")
+        await ring.refresh()
+        again = ring.find(ALICE)
+        assert again is not None
+        assert again.quota is alice.quota  # what it has used is not forgotten
+        assert ring.find(BOB) is not None
+        write(path, BOB)
+        await ring.refresh()
+        assert ring.find(ALICE) is None
+
+    asyncio.run(run())
+
+
+def test_new_limits_are_for_what_runs_too(tmp_path: Path) -> None:
+    async def run() -> None:
+        entry = f"keys: [{{name: a, key: {ALICE}, limits: {{concurrent_requests: "
+        ring = ring_of(path := write(tmp_path / "keys.yaml", entry + "2}}]"))
+        found = ring.find(ALICE)
+        assert found is not None
+        found.quota.begin()
+        write(path, entry + "1}}]")
+        await ring.refresh()
+        changed = ring.find(ALICE)
+        assert changed is not None
+        assert changed.quota.limits.concurrent_requests == 1
+        changed.quota.end()  # the one that began before
+
+    asyncio.run(run())
+
+
+def test_a_broken_change_leaves_the_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        ring = ring_of(path := write(tmp_path / "keys.yaml", f"keys: [{{name: a, key: {ALICE}}}]"))
+        write(path, "keys: [")
+        await ring.refresh()
+        await ring.refresh()
+        assert ring.find(ALICE) is not None
+        assert ring.problem is not None
+        assert [record.levelname for record in caplog.records].count("ERROR") == 1  # once for each change
+        path.unlink()
+        await ring.refresh()
+        assert ring.find(ALICE) is not None
+        assert "No such file" in ring.problem
+        write(path, f"keys: [{{name: b, key: {BOB}}}]")
+        await ring.refresh()
+        assert ring.problem is None
+        assert ring.find(ALICE) is None
+
+    asyncio.run(run())
+
+
+def test_it_is_not_looked_at_more_than_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "CHECK_PERIOD_S", 3600.0)
+
+    async def run() -> None:
+        ring = ring_of(path := write(tmp_path / "keys", ALICE))
+        write(path, BOB)
+        await ring.refresh()
+        assert ring.find(ALICE) is not None
+
+    asyncio.run(run())
+
+
+def test_every_key_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An early exit would tell by the time how far a key is from the beginning."""
+    compared = []
+    whole = keys.hmac.compare_digest
+    monkeypatch.setattr(keys.hmac, "compare_digest", lambda a, b: compared.append(a) or whole(a, b))
+    ring = ring_of(write(tmp_path / "keys", f"{ALICE}\n{BOB}"))
+    assert ring.find(ALICE) is not None
+    assert len(compared) == 2

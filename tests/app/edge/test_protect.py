@@ -1,0 +1,254 @@
+"""The guard around the API and the real ingress, whose engines answer at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.edge.settings import HttpSettings
+from app.errors import ConfigError, EngineError, OverloadedError, RequestError
+from app.logs import WithheldMessages
+from app.openai.bodies import CompletionRequest
+from app.openai.http import build_api
+from app.openai.replies import Completion
+from tests.app.edge.asgi import Answer, bearer, call
+from tests.app.openai.test_http import FakeService
+from tests.app.serving.test_ingress import TOKENIZER, Engines, ingress_with
+
+FREE, BOUND = "sk-free-0123456789", "sk-bound-0123456789"
+MARKER = "xyzzy-plugh"
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.yaml"
+    bound = {"name": "bound", "key": BOUND, "tenant": "acme", "models": ["m"], "best_priority": 5}
+    path.write_text(json.dumps({"keys": [{"name": "free", "key": FREE}, bound]}))
+    return path
+
+
+def api_with(engines: Engines, **settings: Any) -> Any:
+    return build_api(ingress_with(engines), HttpSettings.model_validate(settings))
+
+
+def post(app: Any, body: dict[str, Any] | bytes, key: str = FREE, path: str = "/v1/completions") -> Answer:
+    if isinstance(body, dict):
+        defaults = {"model": "m", "prompt": "Hello"} if path == "/v1/completions" else {"model": "m"}
+        body = json.dumps(defaults | body).encode()
+    return asyncio.run(call(app, "POST", path, [*bearer(key), ("content-type", "application/json")], body))
+
+
+def test_a_key_says_whose_requests_these_are(keys: Path) -> None:
+    app = api_with(engines := Engines(), api_keys={"file": str(keys)})
+    for body, key in (
+        ({"tenant": "other"}, FREE),
+        ({"priority": 5}, BOUND),
+        ({"priority": 6, "tenant": "acme", "user": "u"}, BOUND),
+        ({"priority": 6, "user": "u", "stream": True, "prompt": ["a", "b"]}, BOUND),
+    ):
+        assert post(app, body, key).status == 200
+    chat = {"model": "m", "priority": 7, "messages": [{"role": "user", "content": "Hello"}]}
+    assert post(app, chat, BOUND, "/v1/chat/completions").status == 200
+    assert [call.tenant for call in engines.calls] == ["other", "acme", "acme", "acme", "acme", "acme"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tenant": "other", "priority": 5}, "tenant"),
+        ({"tenant": "other", "priority": 5, "stream": True}, "tenant"),
+        ({"model": "pirate", "priority": 5}, "model"),
+        ({"priority": 4}, "priority"),
+        ({"priority": 5, "pin": "mine"}, "pin"),
+    ],
+)
+def test_what_a_key_does_not_allow(keys: Path, body: dict[str, Any], param: str) -> None:
+    app = api_with(engines := Engines(), api_keys={"file": str(keys)})
+    refused = post(app, body, BOUND)
+    assert (refused.status, refused.error["param"], refused.error["code"]) == (403, param, "not_allowed")
+    assert not engines.calls
+
+
+def test_deadlines_have_a_default_and_a_bound() -> None:
+    app = api_with(engines := Engines(), default_timeout_s=5, max_timeout_s=60)
+    assert [post(app, body).status for body in ({}, {"timeout_s": 60.0}, {"timeout_s": 61.0})] == [200, 200, 400]
+    assert [call.timeout_s for call in engines.calls] == [5, 60]
+    app = api_with(engines := Engines(), max_timeout_s=60)
+    assert post(app, {}).status == 200
+    assert engines.calls[0].timeout_s == 60
+
+
+def test_tokens_are_those_that_engines_see() -> None:
+    prompt = "Hello there, how do you do"
+    num_tokens = len(TOKENIZER.encode(prompt))
+    app = api_with(Engines(), address_limits={"tokens_per_minute": num_tokens + 2})
+
+    def left(answer: Answer) -> int:
+        return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+    assert left(post(app, {"prompt": prompt, "n": 2})) == 0  # each output has one
+    refused = post(app, {"prompt": prompt})
+    assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+    wait_s = int(refused.headers["retry-after"])
+    assert 60 / (num_tokens + 2) <= wait_s <= 60
+    app = api_with(Engines(), address_limits={"tokens_per_minute": num_tokens - 1})
+    assert post(app, {"prompt": prompt}).status == 400
+    full = Engines(error=OverloadedError("full"))
+    app = api_with(full, address_limits={"tokens_per_minute": num_tokens})
+    for _ in range(3):  # nothing is charged for it
+        assert post(app, {"prompt": prompt}).error["code"] == "overloaded"
+        full.calls.clear()
+
+
+def test_streams_are_charged_as_they_come() -> None:
+    app = api_with(Engines(), address_limits={"tokens_per_minute": 1000})
+    assert post(app, {"stream": True, "n": 3}).status == 200
+    prompt = len(TOKENIZER.encode("Hello"))
+    after = int(post(app, {}).headers["x-ratelimit-remaining-tokens"])
+    assert after == 1000 - 2 * prompt - 3 - 1
+
+
+def test_browsers_may_call_from_named_origins(keys: Path) -> None:
+    settings = {"cors_origins": ["https://app.example"], "api_keys": {"file": str(keys)}}
+    app = build_api(FakeService(), HttpSettings.model_validate(settings))
+
+    def ask(method: str, origin: str, *headers: tuple[str, str]) -> Answer:
+        return asyncio.run(call(app, method, "/v1/models", [("Origin", origin), *headers]))
+
+    asks = ("Access-Control-Request-Method", "POST"), ("Access-Control-Request-Headers", "authorization")
+    preflight = ask("OPTIONS", "https://app.example", *asks)
+    assert preflight.status == 200
+    assert "authorization" in preflight.headers["access-control-allow-headers"]
+    refused = ask("GET", "https://app.example")
+    assert refused.status == 401
+    assert refused.headers["access-control-allow-origin"] == "https://app.example"
+    assert "access-control-allow-origin" not in ask("GET", "https://evil.example", *bearer(FREE)).headers
+
+
+def test_keys_that_are_missing_stop_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        api_with(Engines(), api_keys={"file": str(tmp_path / "none")})
+
+
+REQUESTS: list[dict[str, Any] | bytes] = [
+    {"prompt": MARKER},
+    {"prompt": MARKER, "stream": True},
+    {"prompt": [MARKER, MARKER], "echo": True, "logprobs": 1},
+    {"prompt": MARKER, "suffix": MARKER},
+    {"prompt": MARKER * 200},  # longer than the context
+    {"prompt": MARKER, "stop": [MARKER, ""]},
+    {"prompt": MARKER, "stop": MARKER, "user": MARKER, "cache_salt": MARKER, "tenant": MARKER},
+    {"prompt": {MARKER: MARKER}},
+    {"prompt": MARKER, MARKER: MARKER},
+    {"prompt": MARKER, "temperature": MARKER},
+    {"prompt": MARKER, "logit_bias": {MARKER: 1}},
+    {"prompt": MARKER, "guided_json": {"type": MARKER}},
+    {"prompt": MARKER, "guided_grammar": MARKER},
+    {"prompt": MARKER, "guided_regex": "(" + MARKER},
+    {"prompt": MARKER, "model": MARKER},
+    b'{"prompt": "' + MARKER.encode(),
+    MARKER.encode() + b"\xff\xfe",
+]
+RESPONSES: list[dict[str, Any]] = [
+    {"input": MARKER},
+    {"input": MARKER, "instructions": MARKER, "stream": True},
+    {"input": [{"role": MARKER, "content": MARKER}]},
+    {"input": MARKER, "text": {"format": {"type": MARKER}}},
+]
+TOKENS: list[tuple[str, dict[str, Any]]] = [
+    ("/tokenize", {"prompt": MARKER}),
+    ("/tokenize", {"prompt": [MARKER]}),
+    ("/detokenize", {"tokens": [MARKER]}),
+    ("/v1/" + "x", {"prompt": MARKER}),
+]
+CHATS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": MARKER}]},
+    {"messages": [{"role": "user", "content": MARKER}], "stream": True},
+    {"messages": [{"role": MARKER, "content": MARKER}]},
+    {"messages": [{"role": "tool", "content": MARKER}]},
+    {"messages": [{"role": "assistant", "content": MARKER}] * 2},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": MARKER}]}]},
+    {
+        "messages": [{"role": "user", "content": MARKER}],
+        "tools": [{"type": "function", "function": {"name": MARKER, "description": MARKER, "parameters": {}}}],
+    },
+    {
+        "messages": [{"role": "user", "content": MARKER}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": MARKER}}}],
+        "tool_choice": "required",
+    },
+    {
+        "messages": [{"role": "user", "content": MARKER}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": MARKER, "schema": {"type": MARKER}}},
+    },
+]
+FAILURES: list[Exception | None] = [
+    None,
+    EngineError(f"a step failed: {MARKER}"),
+    RequestError(f"the structure is too complex: {MARKER}"),
+    KeyError(MARKER),
+    ExceptionGroup(MARKER, [ValueError(MARKER)]),
+]
+
+
+@pytest.fixture
+def written() -> Iterator[StringIO]:
+    """What the processes of replicas would write, with all that ours have to say."""
+    stream = StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.addFilter(WithheldMessages())
+    root, ours = logging.getLogger(), logging.getLogger("app")
+    levels = root.level, ours.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    ours.setLevel(logging.DEBUG)
+    yield stream
+    root.removeHandler(handler)
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
+def test_no_text_of_requests_gets_into_the_log(written: StringIO, failure: Exception | None) -> None:
+    """Whatever a request asks for, and however it fails."""
+    asked = [("/v1/completions", body) for body in (*REQUESTS, MARKER.encode() * 1000)]
+    asked += [("/v1/chat/completions", body) for body in CHATS]
+    asked += [("/v1/responses", body) for body in RESPONSES]
+    asked += TOKENS
+    for text in (None, MARKER):
+        app = api_with(engines := Engines(error=failure, text=text), max_body_bytes=10_000)
+        statuses = set()
+        for path, body in asked:
+            statuses.add(post(app, body, path=path).status)
+            engines.calls.clear()  # the first of each fails
+        assert {400, 404, 413} <= statuses
+        if failure is None:
+            assert 200 in statuses
+    lines = written.getvalue()
+    assert lines.count("total_s=") == 2 * len(asked)
+    assert ("Traceback" in lines) == (failure is not None and not isinstance(failure, RequestError))
+    assert MARKER not in lines
+
+
+@pytest.mark.parametrize("failure", FAILURES[1:], ids=lambda failure: type(failure).__name__)
+def test_nor_when_a_stream_breaks_off(written: StringIO, failure: Exception) -> None:
+    class Breaks(FakeService):
+        async def generate_stream(
+            self, request: CompletionRequest, session: str | None = None
+        ) -> AsyncIterator[Completion]:
+            yield self._completion(MARKER)
+            raise failure
+
+    answer = post(build_api(Breaks()), {"prompt": MARKER, "stream": True})
+    assert answer.status == 200
+    assert b'"error"' in answer.body
+    assert "end=error" in written.getvalue()
+    assert "a stream failed" in written.getvalue()
+    assert MARKER not in written.getvalue()

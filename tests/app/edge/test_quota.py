@@ -1,0 +1,158 @@
+"""Token buckets and quotas, with a clock of their own."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from app.edge.quota import AddressQuotas, Quota, TokenBucket
+from app.edge.settings import RateLimits
+from app.errors import RateLimitError, RequestError
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_bucket_says_how_long_to_wait_and_is_right() -> None:
+    clock = Clock()
+    bucket = TokenBucket(60, clock)
+    assert bucket.take(60) == 0
+    wait_s = bucket.take(2)
+    assert wait_s == pytest.approx(2)
+    clock.now += wait_s - 0.01
+    assert bucket.take(2) > 0
+    clock.now += 0.02
+    assert bucket.take(2) == 0
+
+
+def test_a_bucket_never_holds_more_than_a_minute() -> None:
+    clock = Clock()
+    bucket = TokenBucket(60, clock)
+    clock.now += 1e6
+    assert bucket.level == 60
+    bucket.owe(-5)
+    assert bucket.level == 60
+
+
+def test_what_is_owed_is_paid_back_first() -> None:
+    clock = Clock()
+    bucket = TokenBucket(60, clock)
+    bucket.owe(90)
+    assert bucket.level == -30
+    assert bucket.take(1) == pytest.approx(31)
+    clock.now += 31
+    assert bucket.take(1) == 0
+
+
+def test_a_resized_bucket_keeps_its_share() -> None:
+    clock = Clock()
+    bucket = TokenBucket(60, clock)
+    bucket.take(45)
+    bucket.resize(120)
+    assert bucket.level == pytest.approx(30)
+
+
+def test_threads_lose_nothing() -> None:
+    bucket = TokenBucket(1_000_000, Clock())
+
+    def take() -> None:
+        for _ in range(2000):
+            bucket.take(1)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert bucket.level == 1_000_000 - 8000
+
+
+def test_requests_a_minute() -> None:
+    clock = Clock()
+    quota = Quota(RateLimits(requests_per_minute=2), clock)
+    for _ in range(2):
+        quota.begin()
+        quota.end()
+    with pytest.raises(RateLimitError, match="2 requests a minute") as refused:
+        quota.begin()
+    assert refused.value.retry_after_s == pytest.approx(30)
+    clock.now += 30
+    quota.begin()
+
+
+def test_requests_at_once() -> None:
+    quota = Quota(RateLimits(concurrent_requests=1, requests_per_minute=10), Clock())
+    quota.begin()
+    with pytest.raises(RateLimitError, match="1 of your requests"):
+        quota.begin()
+    quota.end()
+    quota.begin()
+    assert dict(quota.headers())[b"x-ratelimit-remaining-requests"] == b"8"  # who was refused has not paid
+
+
+def test_prompts_and_outputs_are_tokens() -> None:
+    clock = Clock()
+    quota = Quota(RateLimits(tokens_per_minute=60), clock)
+    quota.begin()
+    quota.take_prompt(50)
+    with pytest.raises(RateLimitError, match="fewer are left than the 20") as refused:
+        quota.take_prompt(20)
+    assert refused.value.retry_after_s == pytest.approx(10)
+    quota.owe_tokens(30)
+    with pytest.raises(RateLimitError, match="have used them") as refused:
+        quota.begin()
+    clock.now += refused.value.retry_after_s or 0.0
+    quota.begin()
+    with pytest.raises(RequestError, match="61 tokens, and you may use 60"):
+        quota.take_prompt(61)
+    headers = dict(quota.headers())
+    assert headers == {
+        b"x-ratelimit-limit-tokens": b"60",
+        b"x-ratelimit-remaining-tokens": b"1",
+        b"x-ratelimit-reset-tokens": b"59.000s",
+    }
+
+
+def test_ending_what_never_began_is_a_defect() -> None:
+    with pytest.raises(AssertionError):
+        Quota(RateLimits()).end()
+
+
+def test_the_number_of_addresses_is_bounded() -> None:
+    clock = Clock()
+    quotas = AddressQuotas(RateLimits(requests_per_minute=60), 2, clock)
+    first, second = quotas.of("a"), quotas.of("b")
+    first.begin()
+    second.begin()
+    shared = quotas.of("c")
+    assert shared is quotas.of("d")
+    assert quotas.of("a") is first
+    first.end()
+    second.end()
+    clock.now += 60  # "b" has called longest ago, and may be forgotten now
+    assert quotas.of("c") is not shared
+    assert quotas.of("a") is first
+    assert len(quotas) == 2
+
+
+def test_a_running_request_keeps_its_address() -> None:
+    """Forgetting it would let the address run as many again."""
+    quotas = AddressQuotas(RateLimits(concurrent_requests=1), 1, Clock())
+    quotas.of("a").begin()
+    assert quotas.of("b") is not quotas.of("a")
+    assert len(quotas) == 1
+
+
+def test_ipv6_clients_count_by_network() -> None:
+    quotas = AddressQuotas(RateLimits(requests_per_minute=1), 100, Clock())
+    assert quotas.of("2001:db8::1") is quotas.of("2001:db8::ffff:2")
+    assert quotas.of("2001:db8:0:1::1") is not quotas.of("2001:db8::1")
+    assert quotas.of("::ffff:10.0.0.1") is quotas.of("10.0.0.1")
+    assert quotas.of("fe80::1%eth0") is quotas.of("fe80::1")
+    assert quotas.of("10.0.0.1:80") is not quotas.of("10.0.0.1:81")

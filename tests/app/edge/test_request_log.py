@@ -1,0 +1,127 @@
+"""One line for each request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.edge.exchange import current_exchange, note_error
+from tests.app.edge.asgi import bearer, call, scope_of
+from tests.app.edge.test_guard import ALICE, answer_of, echo, guarded
+
+
+@pytest.fixture
+def line(caplog: pytest.LogCaptureFixture) -> Any:
+    """What was written since it was last asked, as a dict."""
+    caplog.set_level(logging.INFO, "app.edge.request_log")
+
+    def last() -> dict[str, str]:
+        [record] = [record for record in caplog.records if record.name == "app.edge.request_log"]
+        caplog.clear()
+        fields = dict(part.split("=", 1) for part in record.getMessage().split(" "))
+        assert fields == {name: str(value) for name, value in record.__dict__["request"].items()}
+        return fields
+
+    return last
+
+
+def test_an_answer(line: Any, tmp_path: Path) -> None:
+    async def generate(scope: Any, receive: Any, send: Any) -> None:
+        exchange = current_exchange()
+        assert exchange is not None
+        admission = exchange.admit("cmpl-1", model="m", tenant=None, priority=0, pins=False, timeout_s=None)
+        assert admission.tenant == "acme co"
+        exchange.count_prompt(5)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        exchange.count_output(2, 3)
+        await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        exchange.count_output(2, 3)
+        await send({"type": "http.response.body", "body": b""})
+
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"keys: [{{name: alice, key: {ALICE}, tenant: acme co}}]")
+    answer_of(guarded(generate, path), "POST", headers=[*bearer(ALICE), ("x-request-id", "r1")])
+    fields = line()
+    assert 0 <= float(fields.pop("ttft_s")) <= float(fields.pop("total_s"))
+    assert fields == {
+        "request_id": "r1",
+        "method": "POST",
+        "path": "/v1/models",
+        "status": "200",
+        "end": "finished",
+        "generation": "cmpl-1",
+        "prompt_tokens": "5",
+        "cached_tokens": "3",
+        "output_tokens": "4",
+        "key": "alice",
+        "tenant": "acme%20co",
+    }
+
+
+def test_refusals_and_errors(line: Any) -> None:
+    answer_of(guarded(max_body_bytes=1), "POST", body=b"xx")
+    assert {"status": "413", "end": "error", "error": "body_too_large"}.items() <= line().items()
+
+    async def breaks_off(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        note_error("engine_error")
+        await send({"type": "http.response.body", "body": b"data: error"})
+
+    answer_of(guarded(breaks_off))
+    assert {"status": "200", "end": "error", "error": "engine_error"}.items() <= line().items()
+
+
+def test_clients_that_leave(line: Any) -> None:
+    async def hangs(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        if scope["path"] == "/cancelled":
+            await asyncio.Event().wait()
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(call(guarded(hangs), path="/cancelled"))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(cancelled())
+    assert line()["end"] == "disconnected"
+    answer_of(guarded(hangs))
+    assert line()["end"] == "disconnected"
+
+    async def gone() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    answer_of(guarded(), "POST", receive=gone)
+    assert {"end": "disconnected", "status": "0"}.items() <= line().items()
+
+
+def test_a_connection_that_breaks_is_no_error_of_ours(line: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async def broken(message: dict[str, Any]) -> None:
+        raise OSError("connection lost")
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    asyncio.run(guarded()(scope_of("GET", "/"), receive, broken))
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert line()["end"] == "disconnected"
+
+
+def test_nobody_forges_lines(line: Any) -> None:
+    answer_of(guarded(), path="/v1/x\n2026 INFO all is well%0a" + "y" * 500, headers=[("x-request-id", "a\tb")])
+    fields = line()
+    assert fields["path"].startswith("/v1/x%0A2026%20INFO")
+    assert len(fields["path"]) == 200
+    assert len(fields["request_id"]) == 32
+
+
+def test_it_can_be_turned_off(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "app.edge.request_log")
+    answer_of(guarded(echo, log_requests=False))
+    assert not caplog.records

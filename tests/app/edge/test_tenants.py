@@ -1,0 +1,52 @@
+"""A key that is one tenant's reaches no other tenant's cache, whichever way it asks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.edge.settings import HttpSettings
+from app.openai.http import build_api
+from app.openai.operator_replies import PinCard, PinList
+from tests.app.edge.asgi import bearer, call
+from tests.app.serving.test_ingress import TOKENIZER, Engines, ingress_with
+
+FREE, BOUND = "sk-free-0123456789", "sk-bound-0123456789"
+
+
+@pytest.mark.parametrize(
+    ("key", "tenant", "pinned_for"),
+    [(FREE, None, [None]), (FREE, "b", ["b"]), (BOUND, None, ["a"]), (BOUND, "a", ["a"]), (BOUND, "b", [])],
+)
+def test_prefixes_are_pinned_for_ones_own_tenant(
+    key: str, tenant: str | None, pinned_for: list[str | None], tmp_path: Path
+) -> None:
+    """What another tenant has cached is pinned in no time: that would tell."""
+    path = tmp_path / "keys.yaml"
+    keys = [{"name": "f", "key": FREE}, {"name": "b", "key": BOUND, "tenant": "a"}]
+    path.write_text(json.dumps({"keys": [key | {"operator": True} for key in keys]}))
+    asked: list[tuple[Any, ...]] = []
+
+    async def ask_all(method: str, *args: Any) -> list[None]:
+        asked.append((method, *args))
+        return [None]
+
+    async def pins() -> PinList:
+        return PinList(data=[PinCard(id="rules", num_tokens=16, num_bytes=1, num_replicas=1)])
+
+    ingress = ingress_with(Engines())
+    ingress._replicas = SimpleNamespace(all=ask_all)
+    ingress.pins = pins
+    api = build_api(ingress, HttpSettings.model_validate({"api_keys": {"file": str(path)}}))
+    body = json.dumps({"name": "rules", "prompt": "Be brief. " * 9} | ({} if tenant is None else {"tenant": tenant}))
+    headers = [*bearer(key), ("content-type", "application/json")]
+    answer = asyncio.run(call(api, "POST", "/v1/pins", headers, body.encode()))
+    assert answer.status == (200 if pinned_for else 403)
+    assert [(call[:2], call[4]) for call in asked] == [(("pin", "rules"), whose) for whose in pinned_for]
+    if asked:
+        assert asked[0][2] == TOKENIZER.encode("Be brief. " * 9)[: len(asked[0][2])]

@@ -1,0 +1,230 @@
+"""No request ever reads what another one, or nobody, has written: everything else is not a number.
+
+Before each step all memory of the KV cache is poisoned but what has been written for those who may read it: the
+computed tokens of each sequence, and what the prefix cache knows. One read of anything else would change outputs or end
+requests.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from app.config import EngineConfig
+from app.engine import SamplingParams, kv_plan
+from app.engine.batch import StepPlan
+from app.engine.engine import Engine
+from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
+from tests.vmem.fake_driver import FakeDriver
+from vmem import CudaBackend, KVMemory
+from vmem.dlpack import CPU
+
+Outputs = dict[tuple[str, int], list[int]]
+
+# (model, view, backend)
+CASES = [
+    ("llama", "region", "host"),
+    ("llama", "block_table", "host"),
+    ("gemma2", "auto", "host"),
+    ("gpt_oss", "block_table", "host"),
+    ("bamba", "auto", "host"),
+    ("llama", "auto", "cuda"),
+    ("gemma2", "region", "cuda"),
+]
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCAB_SIZE - 1, (length,), generator=generator).tolist()
+
+
+def written_rows(engine: Engine, g: int) -> dict[int, int]:
+    """Block → how many of its rows hold what somebody may read, of a layer group."""
+    memory = engine.memory
+    group = memory.groups[g]
+    block_tokens = 1 if group.is_state else group.layout.block_tokens
+    holder, rows = memory._index._holder[g], defaultdict[int, int](int)
+    for block_id, node in holder.items():
+        rows[block_id] = 0 if node.pending else block_tokens
+    # What the coming step writes is there for others of the same step, but not yet.
+    starts = {
+        block_id: pending.end - pending.num_tokens
+        for pending in memory._reuse._pending
+        for node, held in pending.held
+        if held == g
+        for block_id in node.blocks[g] or ()
+    }
+    owners = [(r.memory, r.num_computed) for r in engine._scheduler.unfinished() if r.memory is not None]
+    owners += [(pinned, pinned.num_tokens) for pinned in memory._pins.sequences]
+    for sequence, num_computed in owners:
+        table = sequence.groups[g]
+        for i, block_id in enumerate(table.block_ids[table.first :], table.first):
+            computed = min(num_computed, starts.get(block_id, num_computed))
+            rows[block_id] = max(rows[block_id], min(computed - i * block_tokens, block_tokens))
+    return rows
+
+
+def poison(engine: Engine) -> int:
+    """Fill what nobody may read; returns how many places that were."""
+    memory, count = engine.memory, 0
+    with memory._lock, memory._quiet():
+        for g, group in enumerate(memory.groups):
+            pool = memory._groups[g].pool
+            without_pages = {*pool._cold, *pool._moving}
+            rows = written_rows(engine, g)
+            for block_id in set(range(pool.num_blocks)) - without_pages:
+                start = rows.get(block_id, 0)
+                if group.is_state:
+                    if start <= 0:
+                        memory.tensors.state_view()[block_id] = 0xFF  # not a number in any format
+                        count += 1
+                    continue
+                for layer in group.layers:
+                    for side in memory.tensors.home_view(layer):
+                        side[block_id, max(start, 0) :] = float("nan")
+                        count += side.shape[1] - max(start, 0)
+    return count
+
+
+class Poisoned:
+    """An engine whose memory is poisoned before each step, if `on`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.on = False
+        self.num_places = 0
+        run = engine._executor.run
+
+        def poison_and_run(plan: StepPlan, memory: KVMemory) -> torch.Tensor:
+            if self.on:
+                self.num_places += poison(engine)
+            return run(plan, memory)
+
+        engine._executor.run = poison_and_run  # type: ignore[method-assign]
+
+
+def work(engine: Engine, way: str) -> Outputs:
+    """Every kind of decoding, several at once, in chunks, with others' prefixes, preempted every few steps."""
+    engine.memory._index.clear()
+    repeating = tokens(9, 3) * 6
+
+    def ask(name: str, prompt: list[int], **params: Any) -> None:
+        engine.submit(name, prompt, SamplingParams(**({"max_tokens": 8, "seed": 4, "ignore_eos": True} | params)))
+
+    ask("first", tokens(100), temperature=0)
+    ask("same step", tokens(100)[:64] + tokens(9, 1), temperature=0)
+    ask("samples", tokens(37, 2), n=3, temperature=2.0)
+    outputs: Outputs = defaultdict(list)
+    for number in range(400):
+        if number == 4:
+            ask("partly filled", tokens(100)[:41] + tokens(30, 5), temperature=0)
+            ask("beams", tokens(30, 6), n=2, best_of=3, use_beam_search=True)
+            ask("guessed", repeating, temperature=0, max_tokens=20)
+        if number == 9:
+            engine.cancel("guessed")
+            ask("after it", repeating + tokens(3, 7), temperature=0)
+        if number == 12:
+            ask("long", tokens(150, 8), temperature=0)
+            ask("best", tokens(37, 2), n=1, best_of=2)
+        if number % 7 == 6 and engine._scheduler._running:
+            engine._scheduler._preempt(engine._scheduler._running[-1], way)  # type: ignore[arg-type]
+        if number > 12 and not engine.has_work:
+            break
+        for delta in engine.step():
+            assert delta.error is None, delta.error
+            outputs[delta.request_id, delta.index] += delta.token_ids
+        engine.check_integrity()
+    assert not engine.has_work
+    return dict(outputs)
+
+
+def make_engine(model: str, view: str, make_checkpoint: MakeCheckpoint, step_tokens: int = 48) -> Engine:
+    folder = make_checkpoint(model, **(HYBRIDS[model] if model in HYBRIDS else ARCHITECTURES[model][1]))
+    return Engine(
+        EngineConfig(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            kv_memory_bytes=4 << 20,
+            kv_idle_release_s=1e9,
+            prefix_cache_release_s=1e9,
+            kv_view=view,  # type: ignore[arg-type]
+            max_model_len=200,
+            max_num_batched_tokens=step_tokens,
+            max_num_seqs=16,
+            speculation="off" if model in HYBRIDS else "ngram",
+        )
+    )
+
+
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver(16 << 20)
+    monkeypatch.setattr(kv_plan, "select_backend", lambda *_, **__: CudaBackend(driver=driver, tensor_device=CPU))
+
+
+@pytest.mark.parametrize(("model", "view", "backend"), CASES)
+def test_only_what_was_written_is_read(
+    model: str, view: str, backend: str, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "cuda":
+        fake_device(monkeypatch)
+    poisoned = Poisoned(make_engine(model, view, make_checkpoint))
+    for way in ("swap", "recompute"):
+        poisoned.on = False
+        expected = work(poisoned.engine, way)
+        assert {name for name, _ in expected} >= {"first", "samples", "beams", "long", "best"}
+        poisoned.on, poisoned.num_places = True, 0
+        assert work(poisoned.engine, way) == expected
+        assert poisoned.num_places > 10_000
+    poisoned.engine.memory._index.clear()
+    poisoned.engine.close()
+
+
+@pytest.mark.parametrize("model", ["llama", "bamba"])
+def test_the_poison_is_noticed(model: str, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one sequence has written counts as not written: then the test above must fail."""
+    poisoned = Poisoned(make_engine(model, "auto", make_checkpoint))
+    poisoned.on = True
+
+    def nothing(*_: object) -> dict[int, int]:
+        return {}
+
+    monkeypatch.setattr(f"{__name__}.written_rows", nothing)
+    with pytest.raises(AssertionError):
+        work(poisoned.engine, "swap")
+    poisoned.engine.close()
+
+
+def collected(engine: Engine, names: Sequence[str]) -> dict[str, int]:
+    """Run everything; of each request, how much of its prompt was cached."""
+    cached: dict[str, int] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.error is None
+            cached[delta.request_id] = delta.num_cached_tokens
+    assert cached.keys() == set(names)
+    return cached
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma2", "bamba"])
+def test_tenants_of_one_step_share_nothing(model: str, make_checkpoint: MakeCheckpoint) -> None:
+    """Neither what is computed at the same time, nor a unit that is partly alike, nor a state."""
+    engine = make_engine(model, "auto", make_checkpoint, step_tokens=1024)
+    greedy = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    whose: dict[str, dict[str, Any]] = {
+        "a": {"tenant": "a"},
+        "b": {"tenant": "b"},
+        "a, salted": {"tenant": "a", "cache_salt": "x"},
+        "nobody": {"user": "a"},
+    }
+    for turn in range(3):
+        for name, options in whose.items():
+            engine.submit(name, tokens(100)[: 100 - 7 * turn] + tokens(5, turn), greedy, **options)
+        cached = collected(engine, list(whose))
+        assert len(set(cached.values())) == 1
+        assert bool(cached["a"]) == (turn > (model == "bamba"))  # a state is kept where a second prompt branches
+    engine.close()

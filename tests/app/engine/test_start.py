@@ -1,0 +1,272 @@
+"""What an engine does before its first request: warm up, take over prefixes; and what is left of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from app.config import EngineConfig
+from app.engine import AsyncEngine, SamplingParams
+from app.engine.engine import Engine
+from app.engine.restoring import worth_restoring
+from app.engine.start_times import StartClock, StartTimes, process_age_s
+from app.engine.warm_up import SAMPLED, STRUCTURED, warm_up_rounds
+from app.errors import ConfigError, EngineError
+from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
+from vmem import CachedPrefix
+
+GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+
+
+def config(make_checkpoint: MakeCheckpoint, model: str = "llama", **settings: Any) -> EngineConfig:
+    architecture = HYBRIDS[model] if model in HYBRIDS else ARCHITECTURES[model][1]
+    defaults = {"kv_memory_bytes": 16 << 20, "skip_tokenizer_init": True, "block_tokens": 16, "max_num_seqs": 8}
+    return EngineConfig(
+        model=str(make_checkpoint(model, **architecture)), **(defaults | {"max_num_batched_tokens": 96} | settings)
+    )
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB_SIZE - 1, (length,), generator=generator).tolist()
+
+
+def run(engine: Engine, prompt: Sequence[int], **options: Any) -> int:
+    """Compute a prompt; returns how much of it was cached."""
+    engine.submit("r", prompt, GREEDY, **options)
+    cached = 0
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.error is None
+            cached = delta.num_cached_tokens
+    engine.check_integrity()
+    return cached
+
+
+# ---- times ----
+
+
+def test_phases_add_up() -> None:
+    clock = StartClock()
+    clock.lap("model_s")
+    clock.lap("memory_s")
+    clock.move(5.0, "model_s", "weights_s")
+    times = clock.times
+    assert times.weights_s == 5.0
+    assert times.model_s < -4
+    assert times.ready_s == pytest.approx(times.model_s + times.memory_s + 5.0)
+    assert 0 < times.process_s <= process_age_s()
+    assert times.process_s not in (0.0, times.ready_s)
+    assert str(StartTimes(weights_s=1.0, self_test_s=2.0, process_s=9.0)) == (
+        "3.00 s (weights 1.00, self test 2.00, process 9.00)"
+    )
+    assert list(times.phases())[:2] == ["weights", "model"]
+
+
+# ---- warm-up ----
+
+
+def fits(most: int) -> Callable[[Sequence[int]], bool]:
+    return lambda lengths: sum(lengths) <= most
+
+
+def test_rounds_fill_a_step_and_grow() -> None:
+    rounds = warm_up_rounds(
+        vocab_size=100, max_model_len=50, max_num_seqs=6, step_tokens=100, has_tokenizer=True, fits=fits(1000)
+    )
+    assert [[len(prompt) for prompt, _ in prompts] for prompts in rounds] == [
+        [48, 48, 4],
+        [8],
+        [8],
+        [8],
+        [8] * 4,
+        [8] * 6,
+    ]
+    kinds = {params.structure is not None for prompts in rounds for _, params in prompts}
+    assert kinds == {True, False}
+    assert {params.temperature for _, params in rounds[-1]} == {0, SAMPLED.temperature}
+    assert all(len(prompt) + (params.max_tokens or 0) <= 50 for prompts in rounds for prompt, params in prompts)
+
+
+@pytest.mark.parametrize(("longest", "num_seqs", "room"), [(2, 1, 2), (9, 64, 20), (4, 3, 1)])
+def test_rounds_fit_wherever_one_sequence_does(longest: int, num_seqs: int, room: int) -> None:
+    rounds = warm_up_rounds(
+        vocab_size=9,
+        max_model_len=longest,
+        max_num_seqs=num_seqs,
+        step_tokens=64,
+        has_tokenizer=False,
+        fits=fits(room),
+    )
+    for prompts in rounds:
+        lengths = [len(prompt) + (params.max_tokens or 0) for prompt, params in prompts]
+        assert 1 <= len(lengths) <= num_seqs
+        assert max(lengths) <= longest
+        assert len(lengths) == 1 or sum(lengths) <= room
+    assert not any(params.structure == STRUCTURED.structure for prompts in rounds for _, params in prompts)
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma2", "bamba"])
+def test_a_warm_engine_is_as_good_as_new(model: str, make_checkpoint: MakeCheckpoint) -> None:
+    """But for its step times: nothing is cached, counted, or to be forked; and its outputs are the same."""
+    cold, warm = (Engine(config(make_checkpoint, model)) for _ in range(2))
+    fresh = warm.report()
+    warm.warm_up()
+    warm.check_integrity()
+    report = warm.report()
+    for name in ("queried_tokens", "hit_tokens", "evicted_blocks", "cached_prefixes", "active_bytes", "cached_bytes"):
+        assert getattr(report, name) == getattr(fresh, name) == 0, name
+    assert not warm.hot_prefixes()
+    load = warm.load()
+    assert (load.keys, load.busy_share, load.freed_tokens_per_s, load.num_running) == (b"", 0, 0, 0)
+    assert load.step.token_s > 0 or load.step.fixed_s > 0
+    assert cold.load().step == type(load.step)()
+    assert warm._decoding.ended.get("warm-up 0", 0) is None
+    assert warm.start_times.warm_up_s > 0
+    outputs = []
+    for engine in (cold, warm):
+        engine.submit("r", tokens(150), GREEDY)
+        outputs.append([delta.token_ids for _ in range(40) if engine.has_work for delta in engine.step()])
+        engine.close()
+    assert outputs[0] == outputs[1] != []
+
+
+def test_guesses_of_the_warm_up_do_not_count(make_checkpoint: MakeCheckpoint) -> None:
+    engine = Engine(config(make_checkpoint, speculation="ngram"))
+    lengths = engine._speculation._lengths  # type: ignore[union-attr]
+    engine.warm_up()
+    assert engine.speculation is not None
+    assert engine.speculation.draft_tokens == 0
+    assert engine._speculation._lengths is not lengths  # type: ignore[union-attr]
+    run(engine, tokens(20) * 3)
+    engine.close()
+
+
+def test_a_server_that_cannot_get_ready_says_why(
+    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And leaves nothing behind, instead of hanging where somebody waits for it."""
+    closed = []
+    close = Engine.close
+    monkeypatch.setattr(Engine, "close", lambda engine: (closed.append(engine), close(engine)))
+
+    def fail(*_: object) -> None:
+        raise EngineError("injected")
+
+    monkeypatch.setattr(Engine, "step", fail)
+    with pytest.raises(EngineError, match="injected"):
+        AsyncEngine(config(make_checkpoint))
+    assert len(closed) == 1
+
+
+# ---- prefixes of other engines ----
+
+
+def prefix(length: int, hits: int, seed: int = 0, name: str | None = None, keys: tuple[str, ...] = ()) -> CachedPrefix:
+    return CachedPrefix(tuple(tokens(length, seed)), keys, hits, name)
+
+
+def test_what_several_engines_tell_is_one_list() -> None:
+    told = [
+        [prefix(32, 0, 9, "rules"), prefix(64, 3), prefix(16, 4, 1)],
+        [prefix(64, 2), prefix(64, 4, keys=("tenant:a",)), prefix(32, 0, 8, "rules"), prefix(32, 0, 7, "more")],
+    ]
+    chosen = worth_restoring(told, 130)
+    assert [(p.pin_name, len(p.token_ids), p.keys, p.hits) for p in chosen] == [
+        ("rules", 32, (), 0),
+        ("more", 32, (), 0),
+        (None, 64, (), 5),
+        (None, 16, (), 4),
+    ]
+    assert chosen[0].token_ids == tuple(tokens(32, 9))
+    assert [p.hits for p in worth_restoring(told, 1000)] == [0, 0, 5, 4, 4]
+
+
+def test_a_new_engine_has_what_others_are_asked_for(make_checkpoint: MakeCheckpoint) -> None:
+    old, new = (Engine(config(make_checkpoint)) for _ in range(2))
+    old.pin("pin", "rules", tokens(48, 5), tenant="a")
+    while old.has_work:
+        old.step()
+    for _ in range(2):
+        run(old, tokens(65))
+        run(old, tokens(65, 1), tenant="a", cache_salt="s")
+    restored = new.restore([old.hot_prefixes()], 60)
+    assert (restored.pinned, restored.hot, restored.failed, restored.late) == (1, 2, 0, 0)
+    new.check_integrity()
+    assert [(pin.name, pin.num_tokens) for pin in new.report().pins] == [("rules", 48)]
+    assert sorted(new.load().keys) == sorted(old.load().keys)  # what routers are told first
+    assert new._decoding.ended.get("restore 1", 0) is None
+    for engine in (old, new):
+        assert run(engine, tokens(65)) == 64
+        assert run(engine, tokens(65, 1), tenant="a", cache_salt="s") == 64
+        assert run(engine, tokens(65, 1)) == 0
+        assert run(engine, [*tokens(48, 5), 7], tenant="a") == 48
+        engine.unpin("rules")
+        engine.close()
+
+
+def test_a_restored_prefix_may_be_refused_and_others_are_not(make_checkpoint: MakeCheckpoint) -> None:
+    """Another adapter, a longer context, and a pin beyond the quota, of a replica with other settings."""
+    engine = Engine(config(make_checkpoint, pin_quota=0.0))
+    told = [
+        prefix(32, 9, 1, keys=("adapter:pirate",)),
+        prefix(2000, 8, 2),
+        prefix(32, 0, 3, "rules"),
+        prefix(32, 1, 4),
+    ]
+    restored = engine.restore([told], 60)
+    assert (restored.pinned, restored.hot, restored.failed, restored.late) == (0, 1, 3, 0)
+    assert run(engine, [*tokens(32, 4), 7]) == 32
+    engine.close()
+
+
+def test_what_the_settings_pin_is_not_told() -> None:
+    """Replicas of newer settings pin something else under that name, or nothing."""
+    engine = Engine(EngineConfig(model="builtin", kv_memory_bytes=16 << 20, pinned_prompts={"rules": "x y z " * 40}))
+    assert [pin.name for pin in engine.report().pins] == ["rules"]
+    assert engine.hot_prefixes() == []
+    engine.close()
+
+
+def test_restoring_ends_in_time(make_checkpoint: MakeCheckpoint, caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(config(make_checkpoint))
+    restored = engine.restore([[prefix(64, 1), prefix(48, 0, 1, "rules")]], 0.0)
+    assert (restored.pinned, restored.hot, restored.late) == (0, 0, 2)
+    assert "no time to restore 'rules'" in caplog.text
+    assert not engine.has_work
+    engine.check_integrity()
+    assert run(engine, tokens(65)) == 0
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"), [({}, 1), ({"restore_prefixes_s": 0.0}, 0), ({"prefix_cache": False}, 0)]
+)
+def test_a_server_asks_before_it_is_ready(
+    settings: dict[str, Any], asked: int, make_checkpoint: MakeCheckpoint
+) -> None:
+    calls: list[int] = []
+
+    def others() -> list[list[CachedPrefix]]:
+        calls.append(1)
+        return [[], [prefix(64, 2)]]
+
+    engine = AsyncEngine(config(make_checkpoint, warm_up=False, **settings), prefixes_of_others=others)
+    assert len(calls) == asked
+    assert (engine.start_times.prefixes_s > 0) == bool(asked)
+    assert engine.start_times.warm_up_s == 0
+
+    async def first() -> int:
+        return [d async for deltas in engine.generate([*tokens(64), 7], GREEDY) for d in deltas][-1].num_cached_tokens
+
+    assert asyncio.run(first()) == 64 * asked
+    engine.close()
+
+
+def test_a_negative_limit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="restore_prefixes_s is -1"):
+        EngineConfig(model="builtin", restore_prefixes_s=-1)

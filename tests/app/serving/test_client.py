@@ -1,0 +1,172 @@
+"""The client of other applications, with a handle that answers at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+from ray.serve.exceptions import BackPressureError, RayServeException
+
+import app.client
+from app.client import (
+    CompletionRequest,
+    EngineError,
+    Folio,
+    OverloadedError,
+    PinRequest,
+    RequestError,
+    UnavailableError,
+)
+from app.serving import client
+
+REQUEST = CompletionRequest(model="m", prompt="x")
+
+
+class Response:
+    def __init__(self, answer: Any, hangs: bool = False) -> None:
+        self.cancelled = False
+        self._answer, self._hangs = answer, hangs
+
+    def __await__(self) -> Any:
+        return self._whole().__await__()
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        yield 1
+        yield await self._whole()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    async def _whole(self) -> Any:
+        if self._hangs:
+            await asyncio.Event().wait()
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+
+class Handle:
+    """Of an application that gives these answers, one after the other."""
+
+    app_name = "folio"
+
+    def __init__(self, *answers: Any, hangs: bool = False) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.responses: list[Response] = []
+        self._answers, self._hangs, self._method, self._stream = list(answers), hangs, "", False
+
+    def options(self, stream: bool) -> Handle:
+        self._stream = stream
+        return self
+
+    def __getattr__(self, name: str) -> Handle:
+        self._method = name
+        return self
+
+    def remote(self, *args: Any) -> Response:
+        self.calls.append((self._method, self._stream, *args))
+        self._stream = False
+        self.responses.append(Response(self._answers.pop(0), self._hangs))
+        return self.responses[-1]
+
+
+def folio_with(handle: Handle) -> Folio:
+    folio = Folio("folio")
+    folio._handle = handle  # type: ignore[assignment]
+    return folio
+
+
+def test_each_method_calls_that_of_the_ingress() -> None:
+    async def run() -> None:
+        folio = folio_with(handle := Handle("whole", "last", {"r": 1}, None))
+        answer: Any = await folio.generate(REQUEST, "session")
+        chunks: list[Any] = [chunk async for chunk in folio.chat_stream(REQUEST)]  # type: ignore[arg-type]
+        report: Any = await folio.report()
+        await folio.pin(pin := PinRequest(name="p", prompt="x"))
+        assert (answer, chunks, report) == ("whole", [1, "last"], {"r": 1})
+        assert handle.calls == [
+            ("generate", False, REQUEST, "session"),
+            ("chat_stream", True, REQUEST, None),
+            ("reports", False),
+            ("pin", False, pin),
+        ]
+        assert not any(response.cancelled for response in handle.responses)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "message"),
+    [
+        (RayTaskError("f", "traceback", RequestError("too long", "prompt")), RequestError, "too long"),
+        (RayTaskError("f", "traceback", OverloadedError("full", 2.5)).as_instanceof_cause(), OverloadedError, "full"),
+        (RayTaskError("f", "traceback", ValueError("x")), EngineError, "'folio' failed"),
+        (BackPressureError(num_queued_requests=3, max_queued_requests=2), OverloadedError, "2"),
+        (ActorDiedError(), UnavailableError, "send the request again"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_are_those_of_the_application(raised: Exception, kind: type, message: str, stream: bool) -> None:
+    async def run() -> None:
+        folio = folio_with(Handle(raised))
+        with pytest.raises(kind, match=message) as caught:
+            await (all_of(folio) if stream else folio.generate(REQUEST))
+        assert type(caught.value) is kind  # and nothing of Ray's
+
+    asyncio.run(run())
+
+
+def test_what_is_given_up_is_cancelled() -> None:
+    """A stream that is closed, or whose task is cancelled; and a whole answer that nobody waits for any more."""
+
+    async def run() -> None:
+        folio = folio_with(handle := Handle("next", "next", "next", hangs=True))
+        async with aclosing(folio.generate_stream(REQUEST)) as chunks:
+            async for _ in chunks:
+                break
+        assert handle.responses[0].cancelled
+        for number, call in enumerate((all_of(folio), folio.generate(REQUEST)), start=1):
+            task = asyncio.create_task(call)
+            while len(handle.responses) <= number:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)  # now it waits for the answer
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert handle.responses[number].cancelled
+
+    asyncio.run(run())
+
+
+async def all_of(folio: Folio) -> None:
+    async for _ in folio.generate_stream(REQUEST):
+        pass
+
+
+def test_ready_waits_for_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may start after the one that calls it, and its replicas later still."""
+    handle = Handle(RayTaskError("ready", "traceback", EngineError("not yet")), None)
+    found: list[Any] = [RayServeException("there is none"), handle]
+
+    def find(name: str) -> Any:
+        assert name == "folio"
+        if isinstance(answer := found.pop(0), Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(client.serve, "get_app_handle", find)
+    monkeypatch.setattr(client, "_READY_POLL_S", 0.0)
+    asyncio.run(Folio("folio").ready())
+    assert [call[0] for call in handle.calls] == ["ready", "ready"]
+    found.append(RayServeException("there is none"))
+    with pytest.raises(UnavailableError, match="not ready after 0 s"):
+        asyncio.run(Folio("folio").ready(timeout_s=0))
+
+
+def test_the_names_that_users_import_are_there() -> None:
+    for name in app.client.__all__:
+        assert hasattr(app.client, name)

@@ -1,0 +1,170 @@
+"""Loads and pins of several replicas, some of which do not answer; and tokens. Without a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from app.errors import FolioError, RequestError, UnavailableError, UnknownPinError
+from app.openai.bodies import PinRequest
+from app.openai.token_bodies import DetokenizeRequest, TokenizeRequest
+from app.serving import ingress as ingress_module
+from app.serving.messages import ReplicaStatus
+from tests.app.serving.test_ingress import TOKENIZER, Engines, completion, ingress_with
+from vmem import PinReport
+
+FIELDS = [name for name in ReplicaStatus.__dataclass_fields__ if name not in ("name", "pins")]
+Act = Callable[[str, tuple[Any, ...]], Awaitable[Any]]
+
+
+def status(name: str, factor: int, *pins: PinReport) -> ReplicaStatus:
+    return ReplicaStatus(name=name, pins=pins, **{field: factor * (i + 1) for i, field in enumerate(FIELDS)})
+
+
+class Fleet(Engines):
+    """Replicas that do as these functions."""
+
+    def __init__(self, *replicas: Act) -> None:
+        super().__init__()
+        self.broadcasts: list[tuple[str, tuple[Any, ...]]] = []
+        self._replicas = replicas
+
+    def broadcast(self, method: str, *args: Any) -> Any:
+        self.broadcasts.append((method, args))
+
+        async def results() -> list[Any]:
+            return [SimpleNamespace(get_async=lambda act=act: act(method, args)) for act in self._replicas]
+
+        async def results_async() -> list[Any]:
+            return [await act(method, args) for act in self._replicas]
+
+        return SimpleNamespace(_fetch_replica_results_async=results, results_async=results_async)
+
+
+def answers(value: Any) -> Act:
+    async def act(method: str, args: tuple[Any, ...]) -> Any:
+        if isinstance(value, FolioError):
+            raise RayTaskError(method, "traceback", value)
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    return act
+
+
+async def hangs(method: str, args: tuple[Any, ...]) -> Any:
+    await asyncio.Event().wait()
+
+
+def run(coroutine: Any) -> Any:
+    return asyncio.run(coroutine)
+
+
+def test_the_load_of_those_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is gone, one that hangs, and one whose engine has stopped are counted only."""
+    monkeypatch.setattr(ingress_module, "STATUS_TIMEOUT_S", 0.2)
+    others = (answers(ActorDiedError()), hangs, answers(UnavailableError("stopped")))
+    fleet = Fleet(answers(status("b", 2)), *others, answers(status("a", 1)))
+    report = run(ingress_with(fleet).load())
+    assert (report.num_replicas, report.num_silent) == (5, 3)
+    assert [replica.name for replica in report.replicas] == ["a", "b"]
+    for field, value in report.total:
+        assert value == sum(getattr(replica, field) for replica in report.replicas), field
+    assert report.least_queued_s == report.replicas[0].queued_s
+    assert len({value for _, value in report.total}) == len(list(report.total))
+    nobody = run(ingress_with(Fleet(hangs)).load())
+    assert (nobody.num_silent, nobody.least_queued_s, nobody.total.free_tokens) == (1, None, 0)
+    assert run(ingress_with(Fleet()).load()).num_replicas == 0
+
+
+def test_errors_that_are_bugs_are_not_hidden() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run(ingress_with(Fleet(answers(ZeroDivisionError()))).load())
+
+
+def test_the_pins_of_all_replicas() -> None:
+    a, b = PinReport("a", 16, 100), PinReport("b", 32, 200)
+    fleet = Fleet(answers(status("x", 1, b, a)), answers(status("y", 1, b)), answers(UnavailableError("stopped")))
+    cards = run(ingress_with(fleet).pins()).data
+    assert [(card.id, card.num_tokens, card.num_bytes, card.num_replicas) for card in cards] == [
+        ("a", 16, 100, 1),
+        ("b", 32, 200, 2),
+    ]
+    with pytest.raises(UnavailableError):
+        run(ingress_with(Fleet(answers(UnavailableError("stopped")))).pins())
+
+
+def test_unpinning_where_it_is_pinned() -> None:
+    """Replicas that have started later never had it."""
+    unknown = answers(UnknownPinError("no prefix", "name"))
+    run(ingress_with(Fleet(unknown, answers(None))).unpin("a"))
+    with pytest.raises(UnknownPinError):
+        run(ingress_with(Fleet(unknown, unknown)).unpin("a"))
+    with pytest.raises(UnavailableError):
+        run(ingress_with(Fleet(unknown, answers(None), answers(ActorDiedError()))).unpin("a"))
+
+
+def test_a_request_pins_its_prompt_everywhere_before_it_is_sent() -> None:
+    async def scenario() -> None:
+        fleet = Fleet(answers(None), answers(None))
+        ingress = ingress_with(fleet)
+        request = completion(prompt="Hello you", pin="rules", cache_salt="s", tenant="t")
+        await ingress.generate(request)
+        async for _ in ingress.generate_stream(request):
+            pass
+        expected = ("pin", ("rules", TOKENIZER.encode("Hello you"), "s", "t"))
+        assert fleet.broadcasts == [expected] * 2
+        assert len(fleet.calls) == 2
+        await ingress.pin(PinRequest(name="rules", prompt=[1, 2], cache_salt="s", tenant="t"))
+        assert fleet.broadcasts[2] == ("pin", ("rules", [1, 2], "s", "t"))
+        for wrong in (completion(prompt=["a", "b"], pin="x"), completion(model="pirate", pin="x")):
+            with pytest.raises(RequestError) as caught:
+                await ingress.generate(wrong)
+            assert caught.value.param == "pin"
+        refuses = ingress_with(engines := Fleet(answers(RequestError("another prefix", "name"))))
+        with pytest.raises(RequestError, match="another prefix") as caught:
+            await refuses.generate(request)
+        assert caught.value.param == "pin"
+        assert engines.calls == []
+
+    run(scenario())
+
+
+def test_tokens_there_and_back() -> None:
+    async def scenario() -> None:
+        ingress = ingress_with(Engines())
+        whole = await ingress.tokenize(TokenizeRequest(prompt="Hello you", return_token_strs=True))
+        assert whole.tokens == TOKENIZER.encode("Hello you")
+        assert (whole.count, whole.max_model_len, "".join(whole.token_strs)) == (len(whole.tokens), 64, "Hello you")
+        assert (await ingress.detokenize(DetokenizeRequest(tokens=whole.tokens))).prompt == "Hello you"
+        user = {"role": "user", "content": "Hi"}
+        chat = await ingress.tokenize(TokenizeRequest.model_validate({"messages": [user], "model": "pirate"}))
+        assert TOKENIZER.decode(chat.tokens) == "<|user|>Hi<|end|><|assistant|>"
+        open_ended = TokenizeRequest.model_validate({"messages": [user], "add_generation_prompt": False})
+        assert (await ingress.tokenize(open_ended)).tokens == chat.tokens[:-1]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "x", "messages": []}, "prompt"),
+        ({"messages": []}, "messages"),
+        ({"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": [{"role": "user", "content": "x"}], "add_special_tokens": True}, "add_special_tokens"),
+        ({"prompt": "x", "model": "poet"}, "model"),
+    ],
+)
+def test_what_cannot_be_tokenised(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        run(ingress_with(Engines()).tokenize(TokenizeRequest.model_validate(fields)))
+    assert caught.value.param == param
+    with pytest.raises(RequestError, match=f"below {len(TOKENIZER)}"):
+        run(ingress_with(Engines()).detokenize(DetokenizeRequest(tokens=[len(TOKENIZER)])))

@@ -1,0 +1,84 @@
+"""The command as a terminal runs it: Ctrl-C sends SIGINT to all processes of its group."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 240  # of the start, too, on a machine that does much else
+NUM_TOKENS = 3000
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """The process, the leader of its group, and where it serves."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    engine = {"model": "builtin", "kv_memory_bytes": 64 << 20}
+    application: dict[str, Any] = {"name": "folio", "import_path": "app.main:build", "args": {"engine": engine}}
+    application["deployments"] = [{"name": "Ingress", "ray_actor_options": {"num_cpus": 0.1}}]
+    config = {"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app.serve", str(tmp_path / "config.yaml")],
+        cwd=ROOT,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        assert process.poll() is None, "it has ended"
+        assert time.monotonic() < deadline
+        try:
+            if httpx.get(f"{url}/health", timeout=DEADLINE_S).status_code == 200:
+                return
+        except httpx.TransportError:  # nobody listens yet
+            pass
+        time.sleep(0.2)
+
+
+def test_ctrl_c_finishes_streams_and_refuses_what_is_new(command: tuple[subprocess.Popen[bytes], str]) -> None:
+    """Regression: `serve run` broke streams off, since Serve takes its proxies away first."""
+    process, url = command
+    wait_until_healthy(process, url)
+    body = {"model": "builtin", "prompt": "a", "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    stream = body | {"stream": True, "stream_options": {"include_usage": True}}
+    with httpx.stream("POST", f"{url}/v1/completions", json=stream, timeout=DEADLINE_S) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        next(lines)
+        os.killpg(process.pid, signal.SIGINT)
+        refused, deadline = httpx.Response(200), time.monotonic() + DEADLINE_S
+        while refused.status_code == 200:
+            assert time.monotonic() < deadline
+            refused = httpx.post(f"{url}/v1/completions", json=body | {"max_tokens": 1}, timeout=DEADLINE_S)
+        assert (refused.status_code, "draining" in refused.json()["error"]["message"]) == (503, True)
+        assert int(refused.headers["retry-after"]) > 0
+        assert httpx.get(f"{url}/health", timeout=DEADLINE_S).status_code == 503
+        *_, usage, done = lines
+    assert done == "data: [DONE]"
+    assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == NUM_TOKENS
+    assert process.wait(DEADLINE_S) == 0

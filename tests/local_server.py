@@ -27,6 +27,8 @@ from app.openai.token_texts import TokenTexts
 from app.serving.admission import Admission
 from app.serving.calls import Replicas
 from app.serving.ingress import Ingress
+from app.serving.metrics.page import MetricsPage
+from app.serving.metrics.requests import RequestMeter
 from app.serving.pace import StreamPace
 from app.serving.replica import EngineReplica
 
@@ -50,6 +52,7 @@ class LocalServer:
         refusals = Refusals()
         ingress._replicas = Replicas(_Handle(replica), refusals)  # type: ignore[arg-type]
         ingress._admission = Admission(refusals)
+        ingress._meter, ingress._metrics = RequestMeter(), MetricsPage("local", list)
         self.api: FastAPI = build_api(ingress)
 
     def wait_until_idle(self, deadline_s: float = 60.0) -> None:

@@ -17,7 +17,7 @@ serve: $(VENV)/.base compiler
 	       break; }; \
 	     kill -0 $$PPID 2>/dev/null || break; \
 	   done ) & \
-	RAY_worker_niceness=0 RAY_USAGE_STATS_ENABLED=0 exec $(BIN)/python -m app.serve serve_config.yaml
+	RAY_USAGE_STATS_ENABLED=0 exec $(BIN)/python -m app.serve serve_config.yaml
 
 test: $(VENV)/.dev compiler
 	@echo "==> Running the tests"

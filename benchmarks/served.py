@@ -18,6 +18,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
 from app.fleet.report import ReplicaReport
+from app.serve import set_environment
 from app.serving.messages import report_from_stats
 
 _POLL_S = 0.1
@@ -118,6 +119,7 @@ def served(name: str, args: Mapping[str, Any], *, num_cpus: int = 8) -> Iterator
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    set_environment()
     ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})

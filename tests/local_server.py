@@ -23,14 +23,13 @@ from app.engine.model_loader import load_tokenizer
 from app.errors import FolioError
 from app.fleet.overload import Refusals
 from app.openai.http import build_api
-from app.openai.token_texts import TokenTexts
 from app.serving.admission import Admission
 from app.serving.calls import Replicas
 from app.serving.ingress import Ingress
-from app.serving.metrics.page import MetricsPage
-from app.serving.metrics.requests import RequestMeter
+from app.serving.metrics import RequestMeter
 from app.serving.pace import StreamPace
 from app.serving.replica import EngineReplica
+from app.serving.translator import Translator
 
 
 class LocalServer:
@@ -46,13 +45,11 @@ class LocalServer:
         replica._engine, replica._name = self.engine, "local"
         replica._pace = StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0)
         ingress: Any = object.__new__(Ingress.__bases__[0])  # what Serve makes of it needs a cluster
-        ingress._tokenizer = load_tokenizer(config.model)
-        ingress._tokens, ingress._model_name = TokenTexts(ingress._tokenizer), "builtin"
-        ingress._adapters, ingress._created, ingress._max_model_len = (), 0, None
+        ingress._translator = Translator(load_tokenizer(config.model), "builtin", ())
+        ingress._model_names, ingress._created, ingress._max_model_len = ("builtin",), 0, None
         refusals = Refusals()
         ingress._replicas = Replicas(_Handle(replica), refusals)  # type: ignore[arg-type]
-        ingress._admission = Admission(refusals)
-        ingress._meter, ingress._metrics = RequestMeter(), MetricsPage("local", list)
+        ingress._admission, ingress._meter, ingress._metrics = Admission(refusals), RequestMeter(), _Metrics()
         self.api: FastAPI = build_api(ingress)
 
     def wait_until_idle(self, deadline_s: float = 60.0) -> None:
@@ -90,6 +87,13 @@ def listening(api: FastAPI) -> Iterator[str]:
     yield f"http://{host}:{port}"
     server.should_exit = True
     thread.join()
+
+
+class _Metrics:
+    """Ray's agents are left out, too."""
+
+    async def text(self) -> str:
+        return "# nothing is counted\n"
 
 
 class _Handle:

@@ -469,9 +469,13 @@ class KVMemory:
             return self._index.hot(most_tokens)
 
     def forget_prefixes(self, keys: tuple[str, ...]) -> None:
-        """Give up what is cached under these keys; nobody may be computing any of it. Look-ups are counted anew."""
+        """Give up what is cached under these keys; nobody may be computing any of it."""
         with self._lock:
             self._index.clear(keys)
+
+    def begin_counting(self) -> None:
+        """From now on look-ups and evictions count for reports: what has been looked up so far were no requests'."""
+        with self._lock:
             self._index.counts = PrefixCounts()
 
     @property

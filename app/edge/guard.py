@@ -16,6 +16,7 @@ from app.edge.quota import AddressQuotas, Quota
 from app.edge.refusal import Headers, Refusal
 from app.edge.request_log import log_request
 from app.edge.settings import HttpSettings, RateLimits
+from app.edge.watcher import Watcher
 from app.errors import RateLimitError
 from app.openai.errors import error_response
 
@@ -35,12 +36,19 @@ class Guard:
     """
 
     def __init__(
-        self, app: ASGIApp, settings: HttpSettings, keys: KeyRing | None = None, *, echoes_id: bool = True
+        self,
+        app: ASGIApp,
+        settings: HttpSettings,
+        keys: KeyRing | None = None,
+        *,
+        echoes_id: bool = True,
+        watcher: Watcher | None = None,
     ) -> None:
         self._app = app
         self._settings = settings
         self._keys = keys
         self._echoes_id = echoes_id
+        self._watcher = watcher or Watcher()
         self._addresses = None
         if settings.address_limits != RateLimits():
             self._addresses = AddressQuotas(settings.address_limits, settings.max_addresses)
@@ -69,6 +77,7 @@ class Guard:
         except (ClientGone, ClientDisconnect):
             pass  # there is nobody to tell
         except Refusal as refusal:
+            self._watcher.refused(refusal.answer.error.code or "")
             await reply.refuse(refusal)
         except Exception as error:
             if reply.is_gone:

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from app.edge.quota import Quota
 from app.edge.settings import KeyEntry, KeyFile, KeySource, RateLimits
+from app.edge.watcher import Watcher
 from app.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -47,14 +48,15 @@ class KeyRing:
         ConfigError: it cannot be read, or has an error, at the start.
     """
 
-    def __init__(self, source: KeySource, default_limits: RateLimits) -> None:
+    def __init__(self, source: KeySource, default_limits: RateLimits, watcher: Watcher | None = None) -> None:
         self._source = source
         self._default_limits = default_limits
+        self._watcher = watcher or Watcher()
         self._seen = self._signature()
         self._checked_at = time.monotonic()
         self._keys: tuple[ApiKey, ...] = ()
         self._adopt(self._read())
-        self.problem: str | None = None
+        self._note(None)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -76,17 +78,22 @@ class KeyRing:
         self._checked_at = now
         signature = self._signature()
         if signature == self._seen:
+            self._watcher.keys_read(self.problem)  # again: gauges that nobody sets are forgotten
             return
         self._seen = signature
         try:
             entries = await asyncio.to_thread(self._read)
         except ConfigError as error:
-            self.problem = str(error)
+            self._note(str(error))
             logger.error("the API keys stay as they were: %s", error)
             return
         self._adopt(entries)
-        self.problem = None
+        self._note(None)
         logger.info("%d API keys from %s", len(self._keys), self._source.file)
+
+    def _note(self, problem: str | None) -> None:
+        self.problem = problem
+        self._watcher.keys_read(problem)
 
     def _adopt(self, entries: Sequence[KeyEntry]) -> None:
         """Keys that keep their name keep what they have used."""

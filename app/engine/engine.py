@@ -480,6 +480,7 @@ class Engine:
         """What has run so far were no requests: nobody may fork them, and load reports do not speak of them."""
         self._decoding.ended.clear()
         self._meter.begin()
+        self.memory.begin_counting()
         if self._speculation is not None:
             self._speculation.begin()
 

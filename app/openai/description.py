@@ -103,7 +103,7 @@ def describe(api: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         if api.openapi_schema is None:
             page = made()
-            models = [ChatCompletionChunk, *_RESPONSE_EVENTS]
+            models: list[type[BaseModel]] = [ChatCompletionChunk, *_RESPONSE_EVENTS]
             _, streamed = models_json_schema(
                 [(model, "serialization") for model in models],
                 ref_template="#/components/schemas/{model}",

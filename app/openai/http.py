@@ -18,6 +18,7 @@ from starlette.routing import Match
 from app.edge.exchange import note_error
 from app.edge.protect import protect
 from app.edge.settings import HttpSettings
+from app.edge.watcher import Watcher
 from app.errors import FolioError, UnknownPinError
 from app.openai import errors, examples
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, PinRequest
@@ -73,8 +74,14 @@ class Service(Protocol):
     async def metrics(self) -> str: ...
 
 
-def build_api(service: Service, settings: HttpSettings | None = None, *, echoes_id: bool = True) -> FastAPI:
-    """The ASGI application, guarded as the settings say; `echoes_id` as in `Guard`.
+def build_api(
+    service: Service,
+    settings: HttpSettings | None = None,
+    *,
+    echoes_id: bool = True,
+    watcher: Watcher | None = None,
+) -> FastAPI:
+    """The ASGI application, guarded as the settings say; `echoes_id` as in `Guard`. `watcher` hears of refusals.
 
     Raises:
         ConfigError: the API keys cannot be read.
@@ -94,7 +101,7 @@ def build_api(service: Service, settings: HttpSettings | None = None, *, echoes_
     _add_operation(api, service)
     _add_error_handlers(api)
     describe(api)
-    return protect(api, settings or HttpSettings(), echoes_id=echoes_id)
+    return protect(api, settings or HttpSettings(), echoes_id=echoes_id, watcher=watcher)
 
 
 def _add_generation(api: FastAPI, service: Service) -> None:
@@ -212,7 +219,9 @@ def _add_error_handlers(api: FastAPI) -> None:
     async def failed(request: Request, error: Exception) -> Response:
         status, answer = errors.error_response(error)
         note_error(answer.error.code)
-        if status >= 500:
+        if status == 503:  # expected while replicas are replaced, and of many requests at once
+            logger.warning("%s %s: %s", request.method, request.url.path, answer.error.message)
+        elif status >= 500:
             logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return _json(answer, status, errors.error_headers(error))
 
@@ -283,7 +292,7 @@ async def _sent(
         except Exception as error:  # the status is sent already: the error becomes an event
             status, answer = errors.error_response(error)
             note_error(answer.error.code)
-            unexpected = status >= 500
+            unexpected = status >= 500 and status != 503
             level = logging.ERROR if unexpected else logging.INFO  # without the message, which may quote the request
             logger.log(level, "a stream failed: %s", answer.error.code, exc_info=unexpected)
             yield failed(error)

@@ -33,7 +33,7 @@ class Folio:
 
     Args:
         application: its name, which is looked up at the first call, so that both applications may start in any order;
-            or the handle that a deployment gets for `build(…)` among the arguments of its `bind`.
+            or a handle of it.
     """
 
     def __init__(self, application: str | DeploymentHandle[Any] = "folio") -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -17,44 +16,28 @@ from ray.serve.handle import DeploymentHandle
 from app.edge.exchange import current_exchange, note_error
 from app.edge.settings import HttpSettings
 from app.engine.model_loader import load_tokenizer
-from app.engine.params import SamplingParams
 from app.errors import (
     FolioError,
     RequestError,
     UnavailableError,
-    UnknownModelError,
     UnknownPinError,
-    UnknownRequestError,
 )
 from app.fleet.overload import Refusals
 from app.logs import configure_logs
-from app.openai.answers import CompletionAnswer
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, GenerationBody, PinRequest
-from app.openai.chat_answers import ChatAnswer
 from app.openai.errors import error_response
 from app.openai.http import build_api
 from app.openai.operator_replies import LoadReport, PinList
-from app.openai.pieces import split_public_id
-from app.openai.prompts import (
-    decode_tokens,
-    encode_chat,
-    encode_completion,
-    encode_pin,
-    encode_tokenize,
-    prompt_texts,
-)
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, ModelCard, ModelList
-from app.openai.responses_answers import ResponseAnswer
-from app.openai.responses_body import ResponsesRequest, in_terms_of_responses
+from app.openai.responses_body import ResponsesRequest
 from app.openai.responses_replies import ResponseObject, StreamEvent
 from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
-from app.openai.token_texts import TokenTexts
-from app.openai.tools import tool_use
 from app.serving.admission import Admission
 from app.serving.calls import Replicas
-from app.serving.messages import ForkCall, GenerateRequest
-from app.serving.metrics import MetricsPage, RequestMeter
+from app.serving.messages import GenerateRequest
+from app.serving.metrics import EdgeMeter, MetricsPage, RequestMeter
 from app.serving.reports import load_report, pin_list
+from app.serving.translator import Translator
 from vmem import BudgetAnswer, MemoryReport
 
 READY_TIMEOUT_S = 10
@@ -92,10 +75,8 @@ class Ingress:
     ) -> None:
         configure_logs()
         self._http = http
-        self._tokenizer = load_tokenizer(model)
-        self._tokens = TokenTexts(self._tokenizer)
-        self._model_name = model_name
-        self._adapters = tuple(adapters)
+        self._model_names = (model_name, *adapters)
+        self._translator = Translator(load_tokenizer(model), model_name, adapters)
         refusals = Refusals()
         self._replicas = Replicas(engine, refusals)
         self._admission = Admission(refusals)
@@ -105,7 +86,7 @@ class Ingress:
         self._metrics = MetricsPage(serve.get_replica_context().app_name)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_api(self, self._http, echoes_id=False)  # Serve's proxy does
+        return build_api(self, self._http, echoes_id=False, watcher=EdgeMeter())  # Serve's proxy echoes
 
     async def ready(self) -> None:
         """Returns when an engine replica answers that it is well.
@@ -126,17 +107,17 @@ class Ingress:
         return self._admission.num_inside
 
     async def models(self) -> ModelList:
-        return ModelList(data=[await self.model(name) for name in (self._model_name, *self._adapters)])
+        return ModelList(data=[await self.model(name) for name in self._model_names])
 
     async def model(self, name: str) -> ModelCard:
-        adapter = self._adapter_of(name)
-        parent = self._model_name if adapter is not None else None
+        adapter = self._translator.adapter_of(name)
+        parent = self._model_names[0] if adapter is not None else None
         return ModelCard(id=name, created=self._created, max_model_len=await self._facts(), parent=parent)
 
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion, whole."""
         with self._meter.measure("completions") as measured, self._admission.enter():
-            calls, answer = await asyncio.to_thread(self._completion, request, session)
+            calls, answer = await asyncio.to_thread(self._translator.completion, request, session)
             await self._pin_prompt(request, calls)
             measured.sends(calls)
             outputs = await self._replicas.generate(calls)
@@ -148,7 +129,7 @@ class Ingress:
     ) -> AsyncIterator[Completion]:
         """A completion, piece by piece: outputs take turns as they are generated."""
         with self._meter.measure("completions") as measured, self._admission.enter():
-            calls, answer = await asyncio.to_thread(self._completion, request, session)
+            calls, answer = await asyncio.to_thread(self._translator.completion, request, session)
             await self._pin_prompt(request, calls)
             measured.sends(calls)
             async with aclosing(self._replicas.generate_stream(calls)) as pieces:
@@ -161,7 +142,7 @@ class Ingress:
     async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
         """A chat completion, whole."""
         with self._meter.measure("chat") as measured, self._admission.enter():
-            call, answer = await asyncio.to_thread(self._chat, request, session)
+            call, answer = await asyncio.to_thread(self._translator.chat, request, session)
             await self._pin_prompt(request, [call])
             measured.sends([call])
             [outputs] = await self._replicas.generate([call])
@@ -173,7 +154,7 @@ class Ingress:
     ) -> AsyncIterator[ChatCompletionChunk]:
         """A chat completion, piece by piece; the first chunk of each output carries the role."""
         with self._meter.measure("chat") as measured, self._admission.enter():
-            call, answer = await asyncio.to_thread(self._chat, request, session)
+            call, answer = await asyncio.to_thread(self._translator.chat, request, session)
             await self._pin_prompt(request, [call])
             measured.sends([call])
             async with aclosing(self._replicas.generate_stream([call])) as pieces:
@@ -188,7 +169,7 @@ class Ingress:
     async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject:
         """A response, whole."""
         with self._meter.measure("responses") as measured, self._admission.enter():
-            call, answer = await asyncio.to_thread(self._response, request, session)
+            call, answer = await asyncio.to_thread(self._translator.response, request, session)
             await self._pin_prompt(request, [call])
             measured.sends([call])
             [outputs] = await self._replicas.generate([call])
@@ -200,7 +181,7 @@ class Ingress:
     ) -> AsyncIterator[StreamEvent]:
         """A response, event by event. Once it has begun, what goes wrong is its last event instead of an error."""
         with self._meter.measure("responses") as measured, self._admission.enter():
-            call, answer = await asyncio.to_thread(self._response, request, session)
+            call, answer = await asyncio.to_thread(self._translator.response, request, session)
             await self._pin_prompt(request, [call])
             measured.sends([call])
             begun = False
@@ -222,13 +203,11 @@ class Ingress:
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
         """The tokens of a text or a conversation."""
         max_model_len = await self._facts()
-        return await asyncio.to_thread(self._tokens_of, request, max_model_len)
+        return await asyncio.to_thread(self._translator.tokens, request, max_model_len)
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizedText:
         """The text of tokens."""
-        if request.model is not None:
-            self._adapter_of(request.model)
-        return DetokenizedText(prompt=await asyncio.to_thread(decode_tokens, self._tokenizer, request.tokens))
+        return await asyncio.to_thread(self._translator.text, request)
 
     async def fork(self, request: ForkRequest) -> Completion:
         """More outputs of a request from where one of its outputs is, whole. Its prompt is not in the usage.
@@ -237,7 +216,7 @@ class Ingress:
             UnknownRequestError: no replica has the request, or not any more.
         """
         with self._meter.measure("fork") as measured, self._admission.enter():
-            call, answer = self._fork(request)
+            call, answer = self._translator.fork(request)
             outputs = await self._replicas.fork(call)
             measured.receives([outputs])
             return answer.whole([outputs])
@@ -245,7 +224,7 @@ class Ingress:
     async def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]:
         """The same, piece by piece."""
         with self._meter.measure("fork") as measured, self._admission.enter():
-            call, answer = self._fork(request)
+            call, answer = self._translator.fork(request)
             async with aclosing(self._replicas.fork_stream(call)) as pieces:
                 async for piece in pieces:
                     measured.streams(piece)
@@ -308,7 +287,7 @@ class Ingress:
         """
         exchange = current_exchange()
         tenant = request.tenant if exchange is None else exchange.tenant_of(request.tenant)
-        prefix = await asyncio.to_thread(encode_pin, self._tokenizer, request)
+        prefix = await asyncio.to_thread(self._translator.prefix, request)
         await self._replicas.all("pin", request.name, prefix, request.cache_salt, tenant)
 
     async def unpin(self, name: str) -> None:
@@ -332,136 +311,15 @@ class Ingress:
             raise RequestError(f"pin is for one prompt, and there are {len(calls)}: send them one by one", "pin")
         [call] = calls
         if call.adapter is not None:
-            raise RequestError(f"prefixes are pinned for the model {self._model_name!r} only, not for adapters", "pin")
+            raise RequestError(
+                f"prefixes are pinned for the model {self._model_names[0]!r} only, not for adapters", "pin"
+            )
         try:
             await self._replicas.all("pin", request.pin, call.prompt_token_ids, call.cache_salt, call.tenant)
         except RequestError as error:
             raise type(error)(error.message, "pin") from error
 
-    def _tokens_of(self, request: TokenizeRequest, max_model_len: int) -> Tokens:
-        if request.model is not None:
-            self._adapter_of(request.model)
-        tokens = encode_tokenize(self._tokenizer, request)
-        texts = [self._tokens.chat_token(token_id) for token_id in tokens] if request.return_token_strs else None
-        return Tokens(count=len(tokens), max_model_len=max_model_len, tokens=tokens, token_strs=texts)
-
-    def _completion(
-        self, request: CompletionRequest, session: str | None
-    ) -> tuple[list[GenerateRequest], CompletionAnswer]:
-        """A call for each prompt, and what their pieces come to."""
-        adapter = self._adapter_of(request.model)
-        prompts, params = encode_completion(self._tokenizer, request), request.sampling_params()
-        request_id = _new_id("cmpl")
-        calls = [
-            _call_of(f"{request_id}-{i}" if i else request_id, prompt, params, request, adapter, session)
-            for i, prompt in enumerate(prompts)
-        ]
-        answer = CompletionAnswer(
-            request_id,
-            request.model,
-            self._tokens,
-            prompts,
-            num_outputs=request.num_outputs,
-            num_top=request.logprobs,
-            num_prompt_top=request.prompt_logprobs,
-            echo=prompt_texts(self._tokenizer, request) if request.echo else None,
-            only_echoes=request.only_echoes,
-        )
-        return calls, answer
-
-    def _response(self, request: ResponsesRequest, session: str | None) -> tuple[GenerateRequest, ResponseAnswer]:
-        with in_terms_of_responses():
-            call, chat = self._chat(request.as_chat(), session, "resp")
-        return call, ResponseAnswer(request, chat)
-
-    def _chat(
-        self, request: ChatCompletionRequest, session: str | None, kind: str = "chatcmpl"
-    ) -> tuple[GenerateRequest, ChatAnswer]:
-        adapter = self._adapter_of(request.model)
-        tools = tool_use(self._tokenizer, request.tools, request.tool_choice, request.parallel_tool_calls)
-        prompt = encode_chat(self._tokenizer, request)
-        if tools is None:
-            params = request.sampling_params()
-        else:
-            params = request.sampling_params(tools.structure, tools.kept_token_ids)
-        call = _call_of(_new_id(kind), prompt, params, request, adapter, session)
-        answer = ChatAnswer(
-            call.request_id,
-            request.model,
-            self._tokens,
-            prompt,
-            num_top=params.logprobs,
-            num_prompt_top=params.prompt_logprobs,
-            parser=None if tools is None else tools.parser,
-        )
-        return call, answer
-
-    def _fork(self, request: ForkRequest) -> tuple[ForkCall, CompletionAnswer]:
-        self._adapter_of(request.model)
-        fork_of, replica = split_public_id(request.request_id)
-        if not replica:
-            raise UnknownRequestError(
-                f"{request.request_id!r} is not the id of an answer to one prompt, and only such can be forked",
-                "request_id",
-            )
-        call = ForkCall(_new_id("cmpl"), fork_of, request.index, replica, request.sampling_params())
-        answer = CompletionAnswer(
-            call.request_id,
-            request.model,
-            self._tokens,
-            [[]],
-            num_outputs=request.num_outputs,
-            num_top=request.logprobs,
-        )
-        return call, answer
-
-    def _adapter_of(self, model: str) -> str | None:
-        """Of the model that a request names; `None`: the model itself."""
-        if model == self._model_name:
-            return None
-        if model not in self._adapters:
-            served = ", ".join(map(repr, (self._model_name, *self._adapters)))
-            raise UnknownModelError(f"the model {model!r} does not exist; this server has {served}", "model")
-        return model
-
     async def _facts(self) -> int:
         if self._max_model_len is None:
             self._max_model_len = (await self._replicas.facts()).max_model_len
         return self._max_model_len
-
-
-def _new_id(kind: str) -> str:
-    return f"{kind}-{uuid.uuid4().hex}"
-
-
-def _call_of(
-    request_id: str,
-    prompt: list[int],
-    params: SamplingParams,
-    request: GenerationBody,
-    adapter: str | None,
-    session: str | None,
-) -> GenerateRequest:
-    tenant, timeout_s = request.tenant, request.timeout_s
-    exchange = current_exchange()
-    if exchange is not None:
-        tenant, timeout_s = exchange.admit(
-            request_id,
-            model=request.model,
-            tenant=tenant,
-            priority=request.priority or 0,
-            pins=request.pin is not None,
-            timeout_s=timeout_s,
-        )
-    return GenerateRequest(
-        request_id=request_id,
-        prompt_token_ids=prompt,
-        params=params,
-        priority=request.priority or 0,
-        cache_salt=request.cache_salt,
-        adapter=adapter,
-        tenant=tenant,
-        user=request.user or None,
-        timeout_s=timeout_s,
-        session=session or request.prompt_cache_key,
-    )

@@ -1,11 +1,11 @@
-"""Both ways to put it together, for Serve's config files."""
+"""The application, for Serve's config files."""
 
-from __future__ import annotations
+# Serve looks at the builder's annotation for what `args` are: it must not be a string.
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 from ray.serve import Application
 
-from app.main import AppArgs, build
 from examples.hotel_desk.desk import Desk
 from examples.hotel_desk.register import KeyRegister
 
@@ -19,22 +19,10 @@ class DeskArgs(BaseModel):
     model: str = "builtin"
 
 
-class TogetherArgs(BaseModel):
-    """Args: those of Folio."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    folio: AppArgs
-    model: str = "builtin"
-
-
 def build_desk(args: DeskArgs) -> Application:
-    """The desk and its register; Folio is an application of its own, which others may use as well."""
-    application: Application = Desk.bind(KeyRegister.bind(), args.folio, args.model)
-    return application
-
-
-def build_together(args: TogetherArgs) -> Application:
-    """One application of all deployments. Only the desk is reached over HTTP."""
-    application: Application = Desk.bind(KeyRegister.bind(), build(args.folio), args.model)
+    """The desk and its register. Folio is an application of its own, which others may use as well: Serve allows one
+    deployment with `serve.ingress` in each."""
+    desk: Any = Desk  # a `Deployment`, although Ray's annotations say that it is still the class
+    register: Any = KeyRegister
+    application: Application = desk.bind(register.bind(), args.folio, args.model)
     return application

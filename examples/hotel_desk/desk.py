@@ -68,12 +68,12 @@ class Desk:
     """
     Args:
         register: the deployment `KeyRegister`.
-        folio: name of the Folio application; or its handle, if it is part of this one.
+        folio: name of the Folio application.
         model: what Folio calls the model.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it, and sends nothing here before
-        self, register: DeploymentHandle[Any], folio: str | DeploymentHandle[Any], model: str
+        self, register: DeploymentHandle[Any], folio: str, model: str
     ) -> None:
         self._register = register
         self._folio = Folio(folio)

@@ -48,13 +48,13 @@ def command(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
             process.wait()
 
 
-def wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:
+def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while True:
         assert process.poll() is None, "it has ended"
         assert time.monotonic() < deadline
         try:
-            if httpx.get(f"{url}/health", timeout=DEADLINE_S).status_code == 200:
+            if httpx.get(f"{url}/ready", timeout=DEADLINE_S).status_code == 200:
                 return
         except httpx.TransportError:  # nobody listens yet
             pass
@@ -64,7 +64,7 @@ def wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:
 def test_ctrl_c_finishes_streams_and_refuses_what_is_new(command: tuple[subprocess.Popen[bytes], str]) -> None:
     """Regression: `serve run` broke streams off, since Serve takes its proxies away first."""
     process, url = command
-    wait_until_healthy(process, url)
+    wait_until_ready(process, url)
     body = {"model": "builtin", "prompt": "a", "max_tokens": NUM_TOKENS, "ignore_eos": True}
     stream = body | {"stream": True, "stream_options": {"include_usage": True}}
     with httpx.stream("POST", f"{url}/v1/completions", json=stream, timeout=DEADLINE_S) as answer:
@@ -77,7 +77,7 @@ def test_ctrl_c_finishes_streams_and_refuses_what_is_new(command: tuple[subproce
             refused = httpx.post(f"{url}/v1/completions", json=body | {"max_tokens": 1}, timeout=DEADLINE_S)
         assert (refused.status_code, "draining" in refused.json()["error"]["message"]) == (503, True)
         assert int(refused.headers["retry-after"]) > 0
-        assert httpx.get(f"{url}/health", timeout=DEADLINE_S).status_code == 503
+        assert httpx.get(f"{url}/ready", timeout=DEADLINE_S).status_code == 503
         *_, usage, done = lines
     assert done == "data: [DONE]"
     assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == NUM_TOKENS

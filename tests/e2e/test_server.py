@@ -28,6 +28,7 @@ from app.client import Folio
 from app.config import EngineConfig
 from app.errors import RequestError, UnavailableError, UnknownModelError, UnknownRequestError
 from app.main import AppArgs, build
+from app.serve import set_environment
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, Message, PinRequest
 from benchmarks import disconnects
 from examples.hotel_desk.app import DeskArgs, build_desk
@@ -56,6 +57,7 @@ def server() -> Iterator[Server]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    set_environment()
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     engine = EngineConfig(

@@ -72,6 +72,7 @@ def test_prefixes_of_some_keys_are_forgotten() -> None:
     ask(memory, prompt(40), 2, ("warm-up",))
     memory.forget_prefixes(("warm-up",))
     assert hot(memory) == [(32, (), 1)]
+    memory.begin_counting()
     assert memory.report().queried_tokens == memory.report().hit_tokens == 0
     memory.free(run(memory, prompt(40), 0, ("warm-up",)))
     memory.free(run(memory, prompt(40), 32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from ray.serve import metrics
 
@@ -62,7 +63,7 @@ class EngineMeter:
         self._count(self._queried, {"": memory.queried_tokens})
         self._count(self._hit, {"": memory.hit_tokens})
         self._count(self._evicted, {"": memory.evicted_blocks})
-        self._count(self._preemptions, activity.num_preempted, "way")
+        self._count(self._preemptions, {str(way): number for way, number in activity.num_preempted.items()}, "way")
         seconds = {"exposed": memory.exposed_us / 1e6, "hidden": memory.hidden_us / 1e6}
         self._count(self._mapping_s, seconds, "time")
         for step_s in activity.step_s:
@@ -70,7 +71,7 @@ class EngineMeter:
         for queue_s in activity.queue_s:
             self._queue_s.observe(queue_s)
 
-    def _count(self, counter: metrics.Counter, sums: Mapping[str, float], tag: str | None = None) -> None:
+    def _count(self, counter: metrics.Counter, sums: Mapping[Any, float], tag: str | None = None) -> None:
         """Add what sums since the start have gained; by 0 a counter may not be increased."""
         for value, total in sums.items():
             key = (counter.info["name"], value)

@@ -27,7 +27,9 @@ class RequestMeter:
 
     def __init__(self) -> None:
         self._requests = metrics.Counter(
-            "folio_requests", "Requests that have ended, by what became of them.", ("route", "outcome")
+            "folio_requests",
+            "Requests that have ended, by what became of them.",
+            ("route", "outcome"),  # type: ignore[arg-type]  # Ray's annotation says one name, and means several
         )
         self._running = metrics.Gauge("folio_requests_in_flight", "Requests that have not ended.", ("route",))
         self._prompt = metrics.Counter("folio_prompt_tokens", "Tokens of prompts, cached ones included.", ("route",))

@@ -13,6 +13,7 @@ from app.edge.exchange import current_exchange
 from app.edge.guard import Guard
 from app.edge.keys import KeyRing
 from app.edge.settings import HttpSettings, KeySource, RateLimits
+from app.edge.watcher import Watcher
 from tests.app.edge.asgi import Answer, bearer, call, scope_of
 
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789ab"
@@ -107,6 +108,19 @@ def test_each_key_has_limits_of_its_own(keys: Path) -> None:
     assert refused.headers["x-ratelimit-remaining-requests"] == "0"
     assert answer_of(app, headers=bearer(BOB)).status == 200
     assert answer_of(app, path="/health").status == 200
+
+
+def test_refusals_are_told() -> None:
+    told: list[str] = []
+
+    class Listens(Watcher):
+        def refused(self, code: str) -> None:
+            told.append(code)
+
+    settings = HttpSettings(address_limits=RateLimits(requests_per_minute=1), max_url_bytes=100)
+    app = Guard(echo, settings, watcher=Listens())
+    assert [answer_of(app, path=path).status for path in ("/", "/", "/" + "x" * 100)] == [200, 429, 414]
+    assert told == ["rate_limit_exceeded", "url_too_long"]
 
 
 def test_addresses_have_limits_where_there_are_no_keys() -> None:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from app.edge import keys
 from app.edge.keys import KeyRing, read_keys
 from app.edge.settings import KeySource, RateLimits
+from app.edge.watcher import Watcher
 from app.errors import ConfigError
 
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789ab"
@@ -150,7 +151,11 @@ def test_new_limits_are_for_what_runs_too(tmp_path: Path) -> None:
 
 def test_a_broken_change_leaves_the_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
-        ring = ring_of(path := write(tmp_path / "keys.yaml", f"keys: [{{name: a, key: {ALICE}}}]"))
+        told: list[str | None] = []
+        watcher = Watcher()
+        watcher.keys_read = told.append  # type: ignore[method-assign]
+        path = write(tmp_path / "keys.yaml", f"keys: [{{name: a, key: {ALICE}}}]")
+        ring = KeyRing(KeySource(file=path), LIMITS, watcher)
         write(path, "keys: [")
         await ring.refresh()
         await ring.refresh()
@@ -165,6 +170,7 @@ def test_a_broken_change_leaves_the_keys(tmp_path: Path, caplog: pytest.LogCaptu
         await ring.refresh()
         assert ring.problem is None
         assert ring.find(ALICE) is None
+        assert [problem is None for problem in told] == [True, False, False, False, True]
 
     asyncio.run(run())
 

@@ -200,6 +200,7 @@ def test_a_new_engine_has_what_others_are_asked_for(make_checkpoint: MakeCheckpo
     assert [(pin.name, pin.num_tokens) for pin in new.report().pins] == [("rules", 48)]
     assert sorted(new.load().keys) == sorted(old.load().keys)  # what routers are told first
     assert new._decoding.ended.get("restore 1", 0) is None
+    assert new.report().queried_tokens == 0
     for engine in (old, new):
         assert run(engine, tokens(65)) == 64
         assert run(engine, tokens(65, 1), tenant="a", cache_salt="s") == 64

@@ -27,15 +27,14 @@ from app.errors import (
 from app.fleet.overload import Refusals
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest
 from app.openai.pieces import Piece
-from app.openai.token_texts import TokenTexts
 from app.serving.admission import Admission
 from app.serving.calls import Replicas, unwrap
 from app.serving.ingress import Ingress
 from app.serving.messages import ForkCall, GenerateRequest
 from app.serving.metrics import RequestMeter
+from app.serving.translator import Translator
 
 TOKENIZER = load_tokenizer("builtin")
-TOKENS = TokenTexts(TOKENIZER)
 
 
 class Response:
@@ -117,8 +116,8 @@ class Engines:
 
 def ingress_with(engines: Engines) -> Any:
     ingress: Any = object.__new__(Ingress.__bases__[0])  # what Serve makes of it needs a cluster to end well
-    ingress._tokenizer, ingress._tokens, ingress._model_name = TOKENIZER, TOKENS, "m"
-    ingress._adapters, ingress._created, ingress._max_model_len = ("pirate",), 0, None
+    ingress._translator, ingress._model_names = Translator(TOKENIZER, "m", ("pirate",)), ("m", "pirate")
+    ingress._created, ingress._max_model_len = 0, None
     refusals = Refusals()
     ingress._replicas = Replicas(engines, refusals)  # type: ignore[arg-type]
     ingress._admission = Admission(refusals)

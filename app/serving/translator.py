@@ -1,0 +1,175 @@
+"""From bodies to calls of engine replicas, and to what will make answers of their pieces."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from app.edge.exchange import current_exchange
+from app.engine.params import SamplingParams
+from app.errors import UnknownModelError, UnknownRequestError
+from app.openai.answers import CompletionAnswer
+from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, GenerationBody, PinRequest
+from app.openai.chat_answers import ChatAnswer
+from app.openai.pieces import split_public_id
+from app.openai.prompts import decode_tokens, encode_chat, encode_completion, encode_pin, encode_tokenize, prompt_texts
+from app.openai.responses_answers import ResponseAnswer
+from app.openai.responses_body import ResponsesRequest, in_terms_of_responses
+from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
+from app.openai.token_texts import TokenTexts
+from app.openai.tools import tool_use
+from app.serving.messages import ForkCall, GenerateRequest
+
+
+class Translator:
+    """Everything that needs the tokenizer. It may take long: call it in a thread. Every method raises `RequestError`s.
+
+    Args:
+        model_name: what clients call the model.
+        adapters: names of its LoRA adapters, which clients ask for as for models.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model_name: str, adapters: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = TokenTexts(tokenizer)
+        self._model_name = model_name
+        self._adapters = tuple(adapters)
+
+    def completion(
+        self, request: CompletionRequest, session: str | None
+    ) -> tuple[list[GenerateRequest], CompletionAnswer]:
+        """A call for each prompt, and what their pieces come to."""
+        adapter = self.adapter_of(request.model)
+        prompts, params = encode_completion(self._tokenizer, request), request.sampling_params()
+        request_id = _new_id("cmpl")
+        calls = [
+            _call_of(f"{request_id}-{i}" if i else request_id, prompt, params, request, adapter, session)
+            for i, prompt in enumerate(prompts)
+        ]
+        answer = CompletionAnswer(
+            request_id,
+            request.model,
+            self._tokens,
+            prompts,
+            num_outputs=request.num_outputs,
+            num_top=request.logprobs,
+            num_prompt_top=request.prompt_logprobs,
+            echo=prompt_texts(self._tokenizer, request) if request.echo else None,
+            only_echoes=request.only_echoes,
+        )
+        return calls, answer
+
+    def response(self, request: ResponsesRequest, session: str | None) -> tuple[GenerateRequest, ResponseAnswer]:
+        """The same for a response."""
+        with in_terms_of_responses():
+            call, chat = self.chat(request.as_chat(), session, "resp")
+        return call, ResponseAnswer(request, chat)
+
+    def chat(
+        self, request: ChatCompletionRequest, session: str | None, kind: str = "chatcmpl"
+    ) -> tuple[GenerateRequest, ChatAnswer]:
+        """The call, and what its pieces come to. `kind`: how the id begins."""
+        adapter = self.adapter_of(request.model)
+        tools = tool_use(self._tokenizer, request.tools, request.tool_choice, request.parallel_tool_calls)
+        prompt = encode_chat(self._tokenizer, request)
+        if tools is None:
+            params = request.sampling_params()
+        else:
+            params = request.sampling_params(tools.structure, tools.kept_token_ids)
+        call = _call_of(_new_id(kind), prompt, params, request, adapter, session)
+        answer = ChatAnswer(
+            call.request_id,
+            request.model,
+            self._tokens,
+            prompt,
+            num_top=params.logprobs,
+            num_prompt_top=params.prompt_logprobs,
+            parser=None if tools is None else tools.parser,
+        )
+        return call, answer
+
+    def fork(self, request: ForkRequest) -> tuple[ForkCall, CompletionAnswer]:
+        """The same for a fork. Raises `UnknownRequestError` if the id is not one that could be forked."""
+        self.adapter_of(request.model)
+        fork_of, replica = split_public_id(request.request_id)
+        if not replica:
+            raise UnknownRequestError(
+                f"{request.request_id!r} is not the id of an answer to one prompt, and only such can be forked",
+                "request_id",
+            )
+        call = ForkCall(_new_id("cmpl"), fork_of, request.index, replica, request.sampling_params())
+        answer = CompletionAnswer(
+            call.request_id,
+            request.model,
+            self._tokens,
+            [[]],
+            num_outputs=request.num_outputs,
+            num_top=request.logprobs,
+        )
+        return call, answer
+
+    def tokens(self, request: TokenizeRequest, max_model_len: int) -> Tokens:
+        """The tokens of a text or a conversation."""
+        if request.model is not None:
+            self.adapter_of(request.model)
+        tokens = encode_tokenize(self._tokenizer, request)
+        texts = [self._tokens.chat_token(token_id) for token_id in tokens] if request.return_token_strs else None
+        return Tokens(count=len(tokens), max_model_len=max_model_len, tokens=tokens, token_strs=texts)
+
+    def text(self, request: DetokenizeRequest) -> DetokenizedText:
+        """The text of tokens."""
+        if request.model is not None:
+            self.adapter_of(request.model)
+        return DetokenizedText(prompt=decode_tokens(self._tokenizer, request.tokens))
+
+    def prefix(self, request: PinRequest) -> list[int]:
+        """What prompts that begin so have in common."""
+        return encode_pin(self._tokenizer, request)
+
+    def adapter_of(self, model: str) -> str | None:
+        """Of the model that a request names; `None`: the model itself. Raises `UnknownModelError`."""
+        if model == self._model_name:
+            return None
+        if model not in self._adapters:
+            served = ", ".join(map(repr, (self._model_name, *self._adapters)))
+            raise UnknownModelError(f"the model {model!r} does not exist; this server has {served}", "model")
+        return model
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+def _call_of(
+    request_id: str,
+    prompt: list[int],
+    params: SamplingParams,
+    request: GenerationBody,
+    adapter: str | None,
+    session: str | None,
+) -> GenerateRequest:
+    tenant, timeout_s = request.tenant, request.timeout_s
+    exchange = current_exchange()
+    if exchange is not None:
+        tenant, timeout_s = exchange.admit(
+            request_id,
+            model=request.model,
+            tenant=tenant,
+            priority=request.priority or 0,
+            pins=request.pin is not None,
+            timeout_s=timeout_s,
+        )
+    return GenerateRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        params=params,
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt,
+        adapter=adapter,
+        tenant=tenant,
+        user=request.user or None,
+        timeout_s=timeout_s,
+        session=session or request.prompt_cache_key,
+    )

@@ -28,8 +28,8 @@ from app.client import Folio
 from app.config import EngineConfig
 from app.errors import RequestError, UnavailableError, UnknownModelError, UnknownRequestError
 from app.main import AppArgs, build
-from app.serve import set_environment
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, Message, PinRequest
+from app.serve import set_environment
 from benchmarks import disconnects
 from examples.hotel_desk.app import DeskArgs, build_desk
 from examples.hotel_desk.desk import PIN

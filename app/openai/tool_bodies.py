@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from app.openai.lean import LeanReply
 from app.openai.strict import JsonObject, StrictBody, Text
@@ -54,8 +54,14 @@ class FunctionCall(StrictBody):
 
     name: Text
     arguments: Text
-    parsed_arguments: Annotated[Any, Field(exclude=True)] = None
-    """What the official client has made of `arguments` when it sends an answer back. Nobody looks at it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_parsed_arguments(cls, fields: Any) -> Any:
+        """The official client adds them to calls of answers, and sends them back."""
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if name != "parsed_arguments"}
 
 
 class ToolCall(StrictBody):

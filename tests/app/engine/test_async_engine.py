@@ -13,7 +13,7 @@ from app.config import EngineConfig
 from app.engine import AsyncEngine, SamplingParams
 from app.errors import EngineError, RequestError
 from tests.conftest import ARCHITECTURES, MakeCheckpoint
-from vmem import MapError
+from vmem import IntegrityError, MapError
 
 T = TypeVar("T")
 GREEDY = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
@@ -114,8 +114,6 @@ def test_a_refusing_device_fails_its_requests_and_no_others(
 
 
 def test_broken_books_stop_the_engine(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vmem import IntegrityError
-
     async def main() -> None:
         def broken() -> None:
             raise IntegrityError("injected")
@@ -131,6 +129,35 @@ def test_broken_books_stop_the_engine(engine: AsyncEngine, monkeypatch: pytest.M
             engine.report()
 
     run(main())
+
+
+def test_books_are_audited_while_requests_run(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps. When they do not add up the engine stops."""
+
+    def broken() -> None:
+        raise IntegrityError("injected")
+
+    async def stopped() -> bool:
+        return not engine.healthy
+
+    async def main() -> None:
+        task = asyncio.create_task(collect(engine, [1, 2], LONG))
+        await asyncio.sleep(0)
+        for _ in range(3):
+            await engine.check_integrity()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: all_free(engine))
+        await engine.check_integrity()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._engine, "check_integrity", broken)
+            with pytest.raises(IntegrityError, match="injected"):
+                await engine.check_integrity()
+            await until(stopped)
+        with pytest.raises(EngineError, match="has stopped"):
+            await engine.check_integrity()
+
+    asyncio.run(main())
 
 
 def test_close_fails_what_is_in_flight(engine: AsyncEngine) -> None:

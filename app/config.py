@@ -64,8 +64,8 @@ class EngineConfig:
         quantization: "int8": weights of linear layers, the output layer among them, are kept as 8-bit integers with a
             scale for each output (CPU with AVX-512, float32 or bfloat16). Embeddings keep their dtype.
         fair_tenants: requests wait in one queue for each tenant, and prompts are computed in turn.
-        max_queued_requests: more are refused with `OverloadedError`; `None`: no bound. "auto": in a server four times
-            `max_num_seqs`, enough to keep it busy; in a script no bound.
+        max_queued_requests: more, beyond those that may begin with the next step, are refused with `OverloadedError`;
+            `None`: no bound. "auto": in a server four times `max_num_seqs`, enough to keep it busy; in a script none.
         journal: a file that takes down every decision of the scheduler, to be replayed.
         warm_up: a server's engine runs, before it takes requests, what the first ones would have waited for.
         restore_prefixes_s: a new replica computes, before it takes requests and for so long at most, what others have

@@ -274,7 +274,11 @@ class Engine:
         """
         most = self.config.max_queued_requests
         held = self._adapters.held
-        if most is None or most == "auto" or self._scheduler.num_queued + len(held) + len(arriving) < most:
+        if most is None or most == "auto":
+            return
+        # Until the next step even those wait for whom there is a place among the running.
+        begin_at_once = max(self._scheduler.max_num_seqs - self._scheduler.num_running, 0)
+        if self._scheduler.num_queued + len(held) + len(arriving) < most + begin_at_once:
             return
         queued = [
             *self._scheduler.queued_tokens,

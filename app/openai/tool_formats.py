@@ -62,7 +62,7 @@ class ToolFormat:
         rules = [f"function: {' | '.join(f'function_{number}' for number in range(len(tools)))}"]
         for number, tool in enumerate(tools):
             begin = f'{json.dumps(tool.function.name)}, "{self.arguments}": '
-            schema = json.dumps(arguments_schema(tool) | {"x-guidance": _AS_TEMPLATES_WRITE})
+            schema = json.dumps(closed(arguments_schema(tool)) | {"x-guidance": _AS_TEMPLATES_WRITE})
             rules.append(f"function_{number}: {json.dumps(begin)} %json {schema}")
         rules.append('call: "{\\"name\\": " function "}"')
         more = MAX_PARALLEL_CALLS - 1
@@ -92,6 +92,23 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
             f"the parameters of {tool.function.name} have the type {schema['type']!r}; arguments are an object", "tools"
         )
     return schema
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with no properties but those it names, where it does not say otherwise.
+
+    JSON schema allows any others, and a model that has to go on may invent some for ever, which nobody who declares a
+    function means. Objects put together of several schemas stay as they are: none of these has all properties.
+    """
+    if schema.keys() & {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties", "unevaluatedProperties"}:
+        return schema
+    result = dict(schema)
+    if isinstance(properties := schema.get("properties"), dict):
+        result["properties"] = {name: closed(v) if isinstance(v, dict) else v for name, v in properties.items()}
+        result.setdefault("additionalProperties", False)
+    if isinstance(items := schema.get("items"), dict):
+        result["items"] = closed(items)
+    return result
 
 
 def tool_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat | None:

@@ -16,7 +16,7 @@ from app.errors import RequestError
 from app.openai.bodies import ChatCompletionRequest
 from app.openai.prompts import encode_chat
 from app.openai.tool_bodies import FunctionCallDelta, ToolCallDelta, ToolChoice, Tools
-from app.openai.tool_formats import tool_format
+from app.openai.tool_formats import closed, tool_format
 from app.openai.tools import tool_use
 from tests.app.small_tokenizers import byte_level
 
@@ -210,3 +210,21 @@ def test_messages_that_answer_nothing_or_call_wrongly_are_refused(messages: list
 def test_calls_are_not_shown_to_a_model_that_knows_no_tools() -> None:
     with pytest.raises(RequestError, match="knows no tools"):
         prompt(model("{{ messages }}"))
+
+
+def test_forced_arguments_have_no_others_than_the_declared() -> None:
+    """A forced call that may go on with properties of its own never has to end."""
+    inner = {"type": "object", "properties": {"b": {"type": "string"}}}
+    either = {"anyOf": [{"type": "object", "properties": {"c": {}}}]}
+    open_ = {"type": "object", "properties": {}, "additionalProperties": True}
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": inner}, "d": either, "e": open_}}
+    assert closed(schema) == {
+        "type": "object",
+        "properties": {
+            "a": {"type": "array", "items": inner | {"additionalProperties": False}},
+            "d": either,
+            "e": open_,
+        },
+        "additionalProperties": False,
+    }
+    assert closed({"type": "object"}) == {"type": "object"}

@@ -296,7 +296,8 @@ def test_servers_hear_of_it(llama: Path, three: dict[str, Path], expected: Any) 
     )
 
     async def generate(name: str) -> list[int]:
-        return [token async for delta in engine.generate(prompt, GREEDY, adapter=name) for token in delta.token_ids]
+        lists = engine.generate(prompt, GREEDY, adapter=name)
+        return [token async for deltas in lists for delta in deltas for token in delta.token_ids]
 
     async def ask_all() -> list[list[int] | BaseException]:
         return await asyncio.gather(*map(generate, "abd"), return_exceptions=True)

@@ -17,7 +17,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +30,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve._private.api import serve_start
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ApplicationStatus, ServeDeploySchema
+from ray.serve.schema import ApplicationStatus, ReplicaState, ServeDeploySchema
 
 logger = logging.getLogger("app.serve")
 
@@ -44,7 +43,7 @@ ENVIRONMENT = {
     "RAY_worker_niceness": "0",
 }
 
-_POLL_S = 0.5
+_POLL_S, _LOOK_S = 0.5, 0.1
 # The last answers are on their way through Serve's proxies when no ingress has any left.
 _LAST_BYTES_S = 1.0
 _SHUTDOWN_TIMEOUT_S = 60.0
@@ -55,23 +54,26 @@ class Signals:
     its own handlers."""
 
     def __init__(self) -> None:
-        self._came = threading.Event()
+        self._came = False  # no Event: its lock is the main thread's, which a handler interrupts
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
     @property
     def came(self) -> bool:
-        return self._came.is_set()
+        return self._came
 
     def wait(self, timeout_s: float) -> bool:
         """Returns whether one has come."""
-        return self._came.wait(timeout_s)
+        ends_at = time.monotonic() + timeout_s
+        while not self._came and (left_s := ends_at - time.monotonic()) > 0:
+            time.sleep(min(_LOOK_S, left_s))
+        return self._came
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._came.is_set():
+        if self._came:
             # Ray's processes end with this one, if it has started them.
             os._exit(128 + number)
-        self._came.set()
+        self._came = True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -145,7 +147,7 @@ def drain(grace_s: float) -> None:
     logger.info("draining: new requests are refused, those under way have %g s; another signal ends them", grace_s)
     ends_at = time.monotonic() + grace_s
     # Again and again: an ingress that starts meanwhile has to be told, too.
-    while num_under_way := sum(map(_drain_ingress, serve.status().applications)):
+    while num_under_way := sum(map(_drain_ingress, folio_applications())):
         if time.monotonic() >= ends_at:
             logger.warning("%d requests are broken off", num_under_way)
             return
@@ -153,10 +155,22 @@ def drain(grace_s: float) -> None:
     time.sleep(_LAST_BYTES_S)
 
 
+def folio_applications() -> list[str]:
+    """Names of the applications with ingresses of ours that run: others know nothing of draining."""
+    return [
+        name
+        for name, application in serve.status().applications.items()
+        if "EngineReplica" in application.deployments
+        and (ingress := application.deployments.get("Ingress")) is not None
+        and ingress.replica_states.get(ReplicaState.RUNNING)
+    ]
+
+
 def _drain_ingress(name: str) -> int:
     """Requests under way at all ingresses of an application."""
     try:
-        return sum(serve.get_app_handle(name).broadcast("drain").results(timeout_s=10.0))
+        handle = serve.get_deployment_handle("Ingress", name)
+        return sum(handle.broadcast("drain").results(timeout_s=10.0))
     except (RayError, RayServeException, TimeoutError) as error:
         logger.warning("an ingress of %s does not answer: %s", name, error)
         return 1  # it is asked again, until the grace period ends

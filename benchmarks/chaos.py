@@ -80,12 +80,14 @@ def _asked(app: Served, phases: dict[str, Outcomes], name: str) -> Iterator[None
     clients = [Client(app.url, seed, outcomes, stop) for seed in range(NUM_CLIENTS)]
     for client in clients:
         client.start()
-    time.sleep(SETTLED_S)
-    yield
-    time.sleep(SETTLED_S)
-    stop.set()
-    for client in clients:
-        client.join()
+    try:
+        time.sleep(SETTLED_S)
+        yield
+        time.sleep(SETTLED_S)
+    finally:
+        stop.set()
+        for client in clients:
+            client.join()
     print(f"{name}: {dict(outcomes.counts)}", flush=True)
     for message, count in outcomes.said.most_common():
         print(f"  {count:5} {message}", flush=True)

@@ -31,6 +31,7 @@ from ray import serve
 from app.builtin import corpus
 from app.config import EngineConfig
 from app.main import AppArgs, build
+from app.serve import set_environment
 from benchmarks import harness
 
 NAME = "folio-disconnects"
@@ -227,6 +228,7 @@ def main() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    set_environment()
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     # Room for few: requests wait, and are preempted.

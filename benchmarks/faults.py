@@ -29,6 +29,7 @@ from ray import serve
 
 from app.config import EngineConfig
 from app.main import HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S, AppArgs, build
+from app.serve import set_environment
 from benchmarks import chaos, harness
 from benchmarks.asking import OUTCOMES, Client, Outcomes
 
@@ -108,6 +109,7 @@ def main() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    set_environment()
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     engine = EngineConfig(

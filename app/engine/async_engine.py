@@ -389,9 +389,9 @@ class AsyncEngine:
                         command.begin(request_id)
                     except (RequestError, OverloadedError) as error:
                         self._deliver([Delta(request_id, (), "", error=error)])
-                    except Exception as error:  # this request's fault, not the others'
+                    except Exception:  # this request's fault, not the others'
                         logger.exception("cannot begin %s", request_id)
-                        failure = EngineError(f"the request cannot begin: {error}")
+                        failure = EngineError("the request cannot begin; the server's log says why")
                         self._deliver([Delta(request_id, (), "", error=failure)])
                     finally:  # only now: meanwhile it counts twice, but never not at all
                         del self._arriving[request_id]
@@ -420,10 +420,11 @@ class AsyncEngine:
             deltas = self._engine.step()
         except (IntegrityError, UnavailableError):
             raise
-        except Exception as error:  # whatever went wrong, no request may wait for ever
+        except Exception:  # whatever went wrong, no request may wait for ever
             logger.exception("a step failed")
             failed = list(self._streams)
-            self._fail_all(EngineError(f"a step failed: {error}"))
+            # Not what it says: that may quote a request, and goes to all.
+            self._fail_all(EngineError("a step failed; the server's log says why"))
             for request_id in failed:
                 self._engine.cancel(request_id)
             self._engine.check_integrity()

@@ -27,13 +27,24 @@ class Signals:
         return self._left < 0
 
 
+def deployments(application: str) -> dict[str, Any]:
+    """Those of a Folio application, except of "desk", and of "new", whose ingress does not run yet."""
+    if application == "desk":
+        return {"Desk": SimpleNamespace(replica_states={"RUNNING": 1})}
+    states = {"STARTING": 1} if application == "new" else {"RUNNING": 1}
+    return {name: SimpleNamespace(replica_states=states) for name in ("Ingress", "EngineReplica")}
+
+
 def statuses(monkeypatch: pytest.MonkeyPatch, *rounds: dict[str, ApplicationStatus]) -> None:
     """What Serve says of the applications, the last for ever."""
     left = list(rounds)
 
     def status() -> Any:
         now = left.pop(0) if len(left) > 1 else left[0]
-        applications = {name: SimpleNamespace(status=status, message="no memory") for name, status in now.items()}
+        applications = {
+            name: SimpleNamespace(status=status, message="no memory", deployments=deployments(name))
+            for name, status in now.items()
+        }
         return SimpleNamespace(applications=applications)
 
     monkeypatch.setattr(ray_serve, "status", status)
@@ -85,12 +96,13 @@ def test_an_application_that_cannot_be_deployed(
 
 
 def test_it_asks_until_nothing_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An ingress that does not answer may have requests."""
+    """An ingress that does not answer may have requests; other applications are not asked."""
     monkeypatch.setattr(serve, "_POLL_S", 0.0)
     monkeypatch.setattr(serve, "_LAST_BYTES_S", 0.0)
-    statuses(monkeypatch, {"a": ApplicationStatus.RUNNING})
+    runs = ApplicationStatus.RUNNING
+    statuses(monkeypatch, {"a": runs, "desk": runs, "new": ApplicationStatus.DEPLOYING})
     answers = iter([[2, 1], RayServeException("restarting"), [0, 1], [0, 0]])
-    monkeypatch.setattr(ray_serve, "get_app_handle", lambda name: Ingress(answers))
+    monkeypatch.setattr(ray_serve, "get_deployment_handle", lambda deployment, name: Ingress(answers))
     serve.drain(60.0)
     assert next(answers, None) is None
 
@@ -99,7 +111,7 @@ def test_it_waits_no_longer_than_the_grace_period(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     statuses(monkeypatch, {"a": ApplicationStatus.RUNNING})
-    monkeypatch.setattr(ray_serve, "get_app_handle", lambda name: Ingress(iter([[3, 4]])))
+    monkeypatch.setattr(ray_serve, "get_deployment_handle", lambda deployment, name: Ingress(iter([[3, 4]])))
     with caplog.at_level(logging.WARNING):
         serve.drain(0.0)
     assert "7 requests are broken off" in caplog.text

@@ -87,7 +87,9 @@ class Quota:
         """
         most = self.limits.concurrent_requests
         if most is not None and self._num_running >= most:
-            raise RateLimitError(f"{most} of your requests are being answered, as many as may be; wait for one to end")
+            raise RateLimitError(
+                f"{most} of your requests are being answered, as many as may be; wait for one to end", 1.0
+            )
         if self._tokens is not None and (level := self._tokens.level) <= 0:
             raise RateLimitError(
                 f"you may use {self._tokens.per_minute} tokens a minute, and have used them; wait, or ask for less",

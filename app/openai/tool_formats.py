@@ -105,7 +105,9 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
     result = dict(schema)
     if isinstance(properties := schema.get("properties"), dict):
         result["properties"] = {name: closed(v) if isinstance(v, dict) else v for name, v in properties.items()}
-        result.setdefault("additionalProperties", False)
+        required = schema.get("required")
+        if not isinstance(required, list) or all(name in properties for name in required):
+            result.setdefault("additionalProperties", False)
     if isinstance(items := schema.get("items"), dict):
         result["items"] = closed(items)
     return result

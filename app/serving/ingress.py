@@ -305,7 +305,10 @@ class Ingress:
             EngineError: a replica has not answered, and may have it still.
         """
         answers = await self._replicas.each("unpin", name, timeout_s=UNPIN_TIMEOUT_S)
+        if not answers:
+            raise UnavailableError("there is no engine replica now; send the request again")
         errors = [answer for answer in answers if isinstance(answer, FolioError)]
+        errors.sort(key=lambda error: isinstance(error, UnknownPinError))  # who has not answered may have it
         for error in errors:
             if len(errors) == len(answers) or not isinstance(error, UnknownPinError):
                 raise error

@@ -23,6 +23,7 @@ from app.client import (
     Message,
     OverloadedError,
     PinRequest,
+    UnavailableError,
 )
 
 RULES = Message(
@@ -42,7 +43,7 @@ api = FastAPI(title="Hotel desk")
 @api.exception_handler(FolioError)
 async def failed(request: Request, error: FolioError) -> Response:
     """Folio says what is wrong, and when to come back."""
-    if isinstance(error, OverloadedError):
+    if isinstance(error, OverloadedError | UnavailableError):
         seconds = math.ceil(error.retry_after_s or 1)
         return JSONResponse({"detail": str(error)}, 503, {"Retry-After": str(seconds)})
     return JSONResponse({"detail": str(error)}, 502)
@@ -51,7 +52,7 @@ async def failed(request: Request, error: FolioError) -> Response:
 class Question(BaseModel):
     """`drafts`: how many beginnings of an answer to choose from."""
 
-    question: str
+    question: Annotated[str, Field(max_length=100_000)]
     drafts: Annotated[int, Field(ge=1, le=8)] = 3
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from ray import serve
 
 KEYS = Path(__file__).with_name("keys.csv")
-_ROOM = re.compile(r"\d+")
+_ROOM = re.compile(r"(?<!\d)\d{1,6}(?!\d)")
 
 
 def read_keys(path: Path = KEYS) -> dict[int, int]:

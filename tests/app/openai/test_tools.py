@@ -227,4 +227,5 @@ def test_forced_arguments_have_no_others_than_the_declared() -> None:
         },
         "additionalProperties": False,
     }
-    assert closed({"type": "object"}) == {"type": "object"}
+    for unchanged in ({"type": "object"}, {"type": "object", "properties": {}, "required": ["undeclared"]}):
+        assert closed(unchanged) == unchanged

@@ -30,7 +30,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve._private.api import serve_start
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ApplicationStatus, ReplicaState, ServeDeploySchema
+from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 logger = logging.getLogger("app.serve")
 
@@ -157,13 +157,12 @@ def drain(grace_s: float) -> None:
 
 def folio_applications() -> list[str]:
     """Names of the applications with ingresses of ours that run: others know nothing of draining."""
-    return [
-        name
-        for name, application in serve.status().applications.items()
-        if "EngineReplica" in application.deployments
-        and (ingress := application.deployments.get("Ingress")) is not None
-        and ingress.replica_states.get(ReplicaState.RUNNING)
-    ]
+    names = []
+    for name, application in serve.status().applications.items():
+        deployments: Any = application.deployments
+        if {"Ingress", "EngineReplica"} <= deployments.keys() and deployments["Ingress"].replica_states.get("RUNNING"):
+            names.append(name)
+    return names
 
 
 def _drain_ingress(name: str) -> int:

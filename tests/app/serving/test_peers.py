@@ -30,6 +30,7 @@ class Serve:
         self._states = states
         self.answers = list(answers)
         self.asked: list[tuple[str, str, str]] = []
+        self.open_handles = 0
 
     def status(self) -> Any:
         if self._states is None:
@@ -37,12 +38,18 @@ class Serve:
         deployment = SimpleNamespace(replica_states=self._states)
         return SimpleNamespace(applications={"app": SimpleNamespace(deployments={"EngineReplica": deployment})})
 
-    def get_deployment_handle(self, deployment: str, app_name: str) -> Any:
+    def handle(self, deployment: str, app_name: str) -> Any:
+        """`DeploymentHandle`, which whoever makes it has to shut down."""
+
         def broadcast(method: str) -> Any:
             self.asked.append((deployment, app_name, method))
             return SimpleNamespace(results=self._results)
 
-        return SimpleNamespace(broadcast=broadcast)
+        def shutdown() -> None:
+            self.open_handles -= 1
+
+        self.open_handles += 1
+        return SimpleNamespace(broadcast=broadcast, shutdown=shutdown)
 
     def _results(self, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
         assert return_exceptions  # one that fails must not hide the others
@@ -55,8 +62,11 @@ class Serve:
 
 def ask(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> list[Any]:
     monkeypatch.setattr(peers, "serve", serve)
+    monkeypatch.setattr(peers, "DeploymentHandle", serve.handle)
     monkeypatch.setattr(peers, "_ASK_AGAIN_S", 0.0)
-    return Peers("EngineReplica", "app").prefixes()
+    told = Peers("EngineReplica", "app").prefixes()
+    assert not serve.open_handles  # its router would read all replicas' reports for ever
+    return told
 
 
 @pytest.mark.parametrize("states", [None, {}, {"STARTING": 2}, {"STOPPING": 1}])
@@ -86,12 +96,12 @@ def test_one_that_fails_does_not_hide_the_others(
     assert caplog.text.count("does not tell its prefixes") == 2
 
 
-@pytest.mark.parametrize("error", [TimeoutError("slow"), RayActorError()])
+@pytest.mark.parametrize("error", [TimeoutError("slow"), RayActorError(), KeyError("gone")])
 def test_without_answers_a_replica_starts_all_the_same(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert ask(monkeypatch, Serve({"RUNNING": 1}, error)) == []
-    assert "cannot be asked" in caplog.text
+    assert f"cannot be asked for their prefixes: {type(error).__name__}" in caplog.text
 
 
 def test_replicas_that_have_all_gone_are_not_waited_for_long(

@@ -50,13 +50,23 @@ from app.errors import (
     EngineError,
     OverloadedError,
     RequestError,
+    UnavailableError,
     UnknownPinError,
     UnknownRequestError,
 )
 from app.fleet.keys import adapter_of
 from app.fleet.report import ReplicaReport
 from kernels import KernelError
-from vmem import BudgetAnswer, BudgetError, CachedPrefix, KVMemory, MemoryReport, PinError, VmemError
+from vmem import (
+    BudgetAnswer,
+    BudgetError,
+    CachedPrefix,
+    IntegrityError,
+    KVMemory,
+    MemoryReport,
+    PinError,
+    VmemError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -198,10 +208,14 @@ class Engine:
 
     def restore(self, told: Sequence[Sequence[CachedPrefix]], limit_s: float) -> Restored:
         """Compute the prefixes that other engines tell of (`hot_prefixes`), and pin those that are pinned there. No
-        other request may be there.
+        other request may be there. A failed step ends it early.
 
         Args:
             limit_s: whatever is not computed by then is left out.
+
+        Raises:
+            UnavailableError: a rank is lost.
+            IntegrityError: after a failed step memory does not add up.
         """
         deadline = time.monotonic() + limit_s
         capacity = self.load(most_keys=0).total_tokens
@@ -217,13 +231,21 @@ class Engine:
             else:
                 ids[request_id] = prefix.pin_name
         done: list[str | None] = []
-        while self.has_work and time.monotonic() < deadline:
-            for delta in self.step():
-                if delta.error is not None:
-                    failed += 1
-                    logger.warning("a prefix is not restored: %s", delta.error)
-                elif delta.ends_request:
-                    done.append(ids[delta.request_id])
+        try:
+            while self.has_work and time.monotonic() < deadline:
+                for delta in self.step():
+                    if delta.error is not None:
+                        failed += 1
+                        logger.warning("a prefix is not restored: %s", delta.error)
+                    elif delta.ends_request:
+                        done.append(ids[delta.request_id])
+        except (IntegrityError, UnavailableError):
+            raise
+        except Exception:  # what others have cached is no reason not to start
+            logger.exception("a step failed; the prefixes that are left are not restored")
+            failed += len(self._generations)
+            self._cancel_all()
+            self.check_integrity()
         late = [ids[request_id] for request_id in self._generations]
         self._cancel_all()
         if names := [name for name in late if name is not None]:

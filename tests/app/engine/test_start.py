@@ -15,9 +15,9 @@ from app.engine.engine import Engine
 from app.engine.restoring import worth_restoring
 from app.engine.start_times import StartClock, StartTimes, process_age_s
 from app.engine.warm_up import SAMPLED, STRUCTURED, warm_up_rounds
-from app.errors import ConfigError, EngineError
+from app.errors import ConfigError, EngineError, UnavailableError
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
-from vmem import CachedPrefix
+from vmem import CachedPrefix, IntegrityError
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 
@@ -241,6 +241,43 @@ def test_restoring_ends_in_time(make_checkpoint: MakeCheckpoint, caplog: pytest.
     assert not engine.has_work
     engine.check_integrity()
     assert run(engine, tokens(65)) == 0
+    engine.close()
+
+
+def test_a_step_that_fails_while_restoring_is_no_reason_not_to_start(
+    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: one prefix of another replica could keep all new ones from starting."""
+    engine = Engine(config(make_checkpoint))
+    compute, calls = engine._compute, []
+
+    def fail_at_second(scheduled: list[Any]) -> Any:
+        calls.append(scheduled)
+        if len(calls) == 2:
+            raise RuntimeError("injected")
+        return compute(scheduled)
+
+    monkeypatch.setattr(engine, "_compute", fail_at_second)
+    restored = engine.restore([[prefix(64, 2, 1), prefix(160, 1)]], 60)
+    assert (restored.pinned, restored.hot, restored.failed, restored.late) == (0, 1, 1, 0)
+    assert "injected" in caplog.text
+    engine.check_integrity()
+    assert run(engine, tokens(65, 1)) == 64
+    engine.close()
+
+
+@pytest.mark.parametrize("error", [IntegrityError("injected"), UnavailableError("injected")])
+def test_a_broken_engine_does_not_go_on_restoring(
+    error: Exception, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(config(make_checkpoint))
+
+    def fail() -> list[Any]:
+        raise error
+
+    monkeypatch.setattr(engine, "step", fail)
+    with pytest.raises(type(error), match="injected"):
+        engine.restore([[prefix(64, 2)]], 60)
     engine.close()
 
 

@@ -11,6 +11,7 @@ from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from app.serving.messages import ToldPrefixes
 from vmem import CachedPrefix
 
 logger = logging.getLogger(__name__)
@@ -30,8 +31,8 @@ class Peers:
         self._deployment = deployment
         self._app_name = app_name
 
-    def prefixes(self) -> list[Sequence[CachedPrefix]]:
-        """What each of them tells of its prefix cache (`EngineReplica.hot_prefixes`)."""
+    def prefixes(self, fingerprint: str) -> list[Sequence[CachedPrefix]]:
+        """What each of them that has this fingerprint tells of its prefix cache (`EngineReplica.hot_prefixes`)."""
         try:
             if not self._num_running():
                 return []
@@ -41,11 +42,16 @@ class Peers:
             logger.warning("other replicas cannot be asked for their prefixes: %s: %s", name, error, exc_info=True)
             return []
         told: list[Sequence[CachedPrefix]] = []
+        num_others = 0
         for answer in answers:
             if isinstance(answer, Exception):  # it has ended, hangs, or is of a version that tells nothing
                 logger.warning("a replica does not tell its prefixes: %s", answer)
-            else:
-                told.append(answer)
+            elif isinstance(answer, ToldPrefixes) and answer.fingerprint == fingerprint:
+                told.append(answer.prefixes)
+            else:  # its token ids are other words here
+                num_others += 1
+        if num_others:
+            logger.info("%d replicas have another model or version; their prefixes are not restored", num_others)
         return told
 
     def _num_running(self) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ import torch
 from app.config import EngineConfig
 from app.engine import AsyncEngine, SamplingParams
 from app.engine.engine import Engine
-from app.engine.restoring import worth_restoring
+from app.engine.model_loader import load_model
+from app.engine.restoring import prefix_fingerprint, worth_restoring
 from app.engine.start_times import StartClock, StartTimes, process_age_s
 from app.engine.warm_up import SAMPLED, STRUCTURED, warm_up_rounds
 from app.errors import ConfigError, EngineError, UnavailableError
@@ -225,6 +228,31 @@ def test_a_restored_prefix_may_be_refused_and_others_are_not(make_checkpoint: Ma
     engine.close()
 
 
+def test_engines_whose_token_ids_mean_the_same() -> None:
+    """And whose keys do."""
+
+    def fingerprint(template: str | None = None, vocabulary: dict[str, int] | None = None, **settings: Any) -> str:
+        tokenizer = copy.copy(model.tokenizer)
+        assert tokenizer is not None
+        if template is not None:
+            tokenizer.chat_template = template
+        if vocabulary is not None:
+            tokenizer.get_vocab = lambda: vocabulary  # type: ignore[method-assign]
+        return prefix_fingerprint(replace(engine_config, **settings), replace(model, tokenizer=tokenizer))
+
+    engine_config = EngineConfig(model="builtin", kv_memory_bytes=16 << 20)
+    model = load_model(engine_config)
+    own = fingerprint()
+    assert own == fingerprint() == fingerprint(kv_memory_bytes=32 << 20, max_num_seqs=3)
+    others = [
+        fingerprint("{{ messages }}"),
+        fingerprint(vocabulary={"a": 1}),
+        fingerprint(isolate_tenants=False),
+        fingerprint(model="another"),
+    ]
+    assert len({own, *others}) == 5
+
+
 def test_what_the_settings_pin_is_not_told() -> None:
     """Replicas of newer settings pin something else under that name, or nothing."""
     engine = Engine(EngineConfig(model="builtin", kv_memory_bytes=16 << 20, pinned_prompts={"rules": "x y z " * 40}))
@@ -289,7 +317,8 @@ def test_a_server_asks_before_it_is_ready(
 ) -> None:
     calls: list[int] = []
 
-    def others() -> list[list[CachedPrefix]]:
+    def others(fingerprint: str) -> list[list[CachedPrefix]]:
+        assert fingerprint
         calls.append(1)
         return [[], [prefix(64, 2)]]
 

@@ -11,10 +11,12 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from app.serving import peers
+from app.serving.messages import ToldPrefixes
 from app.serving.peers import Peers
 from vmem import CachedPrefix
 
 TOLD = [CachedPrefix((1, 2), ("tenant:a",), 3)]
+TELLS = ToldPrefixes("same", TOLD)
 UNAVAILABLE = DeploymentUnavailableError(DeploymentID("EngineReplica", "app"))
 
 
@@ -64,7 +66,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> list[Any]:
     monkeypatch.setattr(peers, "serve", serve)
     monkeypatch.setattr(peers, "DeploymentHandle", serve.handle)
     monkeypatch.setattr(peers, "_ASK_AGAIN_S", 0.0)
-    told = Peers("EngineReplica", "app").prefixes()
+    told = Peers("EngineReplica", "app").prefixes("same")
     assert not serve.open_handles  # its router would read all replicas' reports for ever
     return told
 
@@ -77,13 +79,13 @@ def test_a_first_replica_asks_nobody(states: dict[str, int] | None, monkeypatch:
 
 
 def test_those_that_run_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    serve = Serve({"RUNNING": 2, "STARTING": 1}, [TOLD, []])
+    serve = Serve({"RUNNING": 2, "STARTING": 1}, [TELLS, ToldPrefixes("same", [])])
     assert ask(monkeypatch, serve) == [TOLD, []]
     assert serve.asked == [("EngineReplica", "app", "hot_prefixes")]
 
 
 def test_a_new_handle_hears_of_replicas_a_little_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    serve = Serve({"RUNNING": 1}, UNAVAILABLE, UNAVAILABLE, [TOLD])
+    serve = Serve({"RUNNING": 1}, UNAVAILABLE, UNAVAILABLE, [TELLS])
     assert ask(monkeypatch, serve) == [TOLD]
     assert len(serve.asked) == 3
 
@@ -91,9 +93,21 @@ def test_a_new_handle_hears_of_replicas_a_little_later(monkeypatch: pytest.Monke
 def test_one_that_fails_does_not_hide_the_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    serve = Serve({"RUNNING": 3}, [AttributeError("hot_prefixes"), TOLD, TimeoutError()])
+    serve = Serve({"RUNNING": 3}, [AttributeError("hot_prefixes"), TELLS, TimeoutError()])
     assert ask(monkeypatch, serve) == [TOLD]
     assert caplog.text.count("does not tell its prefixes") == 2
+
+
+def test_other_models_and_versions_have_other_words(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: token ids of another tokenizer were computed, and pinned, as if they were this one's."""
+    caplog.set_level("INFO")
+    other = ToldPrefixes("other", TOLD)
+    assert ask(monkeypatch, Serve({"RUNNING": 4}, [other, TELLS, TOLD, other])) == [TOLD]
+    assert [r.getMessage() for r in caplog.records if "another model" in r.getMessage()] == [
+        "3 replicas have another model or version; their prefixes are not restored"
+    ]
 
 
 @pytest.mark.parametrize("error", [TimeoutError("slow"), RayActorError(), KeyError("gone")])

@@ -347,8 +347,10 @@ class AsyncEngine:
         except Exception as error:
             logger.exception("the engine cannot get ready")
             self._stopped = True
-            self._engine.close()
-            started.set_exception(error)  # whoever makes this engine hears of it
+            try:
+                self._engine.close()
+            finally:
+                started.set_exception(error)  # whoever makes this engine hears of it, and does not wait for ever
             return
         started.set_result(None)
         reason = "the engine has stopped; send the request again"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -164,6 +165,37 @@ def test_a_server_that_cannot_get_ready_says_why(
     with pytest.raises(EngineError, match="injected"):
         AsyncEngine(config(make_checkpoint))
     assert len(closed) == 1
+
+
+def test_a_server_that_can_not_even_be_closed_says_why_it_is_not_ready(
+    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the thread ended in `close`, and whoever made the engine waited for ever."""
+    close, ended = Engine.close, threading.Event()
+
+    def close_and_fail(engine: Engine) -> None:
+        close(engine)
+        raise RuntimeError("cannot be closed")
+
+    def fail(*_: object) -> None:
+        raise EngineError("injected")
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: ended.set())
+    monkeypatch.setattr(Engine, "close", close_and_fail)
+    monkeypatch.setattr(Engine, "step", fail)
+    errors: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            AsyncEngine(config(make_checkpoint))
+        except EngineError as error:
+            errors.append(error)
+
+    starter = threading.Thread(target=start, daemon=True)
+    starter.start()
+    starter.join(60)
+    assert [str(error) for error in errors] == ["injected"]
+    assert ended.wait(10)
 
 
 # ---- prefixes of other engines ----

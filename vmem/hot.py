@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, TypeVar
 
 # Prefixes that were found so many other ones ago are not hot.
@@ -60,15 +61,20 @@ class HotNodes(Generic[Node]):
         taken: set[Node] = set()
         best: list[tuple[Node, int]] = []
         for node, hits in sorted(latest_first, key=lambda entry: -entry[1]):
-            more = []
+            more: list[Node] = []
             for unit in units_of(node):
-                if unit in taken:
+                if unit in taken or len(taken) + len(more) > most_units:  # chains may be long, and many
                     break
                 more.append(unit)
             if more and len(taken) + len(more) <= most_units:
                 taken.update(more)
                 best.append((node, hits))
-        begun = {unit for node, _ in best for unit in list(units_of(node))[1:]}
+        begun: set[Node] = set()
+        for node, _ in best:
+            for unit in islice(units_of(node), 1, None):
+                if unit in begun:  # and so are all before it
+                    break
+                begun.add(unit)
         return [(node, hits) for node, hits in best if node not in begun]
 
     def __iter__(self) -> Iterator[Node]:

@@ -75,7 +75,8 @@ class AsyncEngine:
 
     Args:
         launch, admit: see `Engine`.
-        prefixes_of_others: asked, when this engine could serve, for what each of others tells (`hot_prefixes`).
+        prefixes_of_others: asked, when this engine could serve, for what each of others tells (`hot_prefixes`) that
+            has this `prefix_fingerprint`.
 
     Raises:
         ConfigError, ModelError, UnavailableError: see `Engine`.
@@ -86,7 +87,7 @@ class AsyncEngine:
         config: EngineConfig,
         launch: Launch = spawn_ranks,
         admit: Callable[[KVMemory], None] | None = None,
-        prefixes_of_others: Callable[[], Sequence[Sequence[CachedPrefix]]] | None = None,
+        prefixes_of_others: Callable[[str], Sequence[Sequence[CachedPrefix]]] | None = None,
     ) -> None:
         self._engine = Engine(config, launch, admit)
         self._commands: queue.SimpleQueue[_Stream | _Cancel | _Audit | _Stop] = queue.SimpleQueue()
@@ -115,6 +116,11 @@ class AsyncEngine:
     def start_times(self) -> StartTimes:
         """What the start has taken."""
         return self._engine.start_times
+
+    @property
+    def prefix_fingerprint(self) -> str:
+        """See `Engine.prefix_fingerprint`."""
+        return self._engine.prefix_fingerprint
 
     def hot_prefixes(self) -> list[CachedPrefix]:
         """What an engine that begins beside this one should have (`Engine.hot_prefixes`). Raises `UnavailableError`
@@ -341,8 +347,10 @@ class AsyncEngine:
         except Exception as error:
             logger.exception("the engine cannot get ready")
             self._stopped = True
-            self._engine.close()
-            started.set_exception(error)  # whoever makes this engine hears of it
+            try:
+                self._engine.close()
+            finally:
+                started.set_exception(error)  # whoever makes this engine hears of it, and does not wait for ever
             return
         started.set_result(None)
         reason = "the engine has stopped; send the request again"
@@ -370,7 +378,7 @@ class AsyncEngine:
         if config.warm_up:
             self._engine.warm_up()
         if self._prefixes_of_others is not None and config.prefix_cache and config.restore_prefixes_s:
-            told = self._prefixes_of_others()
+            told = self._prefixes_of_others(self._engine.prefix_fingerprint)
             if any(told):
                 logger.info("%s", self._engine.restore(told, config.restore_prefixes_s))
             self._engine.note_restored()

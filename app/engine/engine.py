@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from typing import Unpack
 
 import torch
@@ -33,7 +34,13 @@ from app.engine.params import SamplingParams
 from app.engine.pinned import encode_pinned
 from app.engine.recovery import RecoveryModel
 from app.engine.request import Delta, Request, RequestOptions, SequenceGroup
-from app.engine.restoring import MOST_TOLD_PREFIXES, MOST_TOLD_TOKENS, Restored, worth_restoring
+from app.engine.restoring import (
+    MOST_TOLD_PREFIXES,
+    MOST_TOLD_TOKENS,
+    Restored,
+    prefix_fingerprint,
+    worth_restoring,
+)
 from app.engine.scheduler import Scheduled, Scheduler
 from app.engine.self_test import self_test
 from app.engine.speculation import Speculation, SpeculationCounts
@@ -50,13 +57,23 @@ from app.errors import (
     EngineError,
     OverloadedError,
     RequestError,
+    UnavailableError,
     UnknownPinError,
     UnknownRequestError,
 )
 from app.fleet.keys import adapter_of
 from app.fleet.report import ReplicaReport
 from kernels import KernelError
-from vmem import BudgetAnswer, BudgetError, CachedPrefix, KVMemory, MemoryReport, PinError, VmemError
+from vmem import (
+    BudgetAnswer,
+    BudgetError,
+    CachedPrefix,
+    IntegrityError,
+    KVMemory,
+    MemoryReport,
+    PinError,
+    VmemError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -189,6 +206,11 @@ class Engine:
         self._begin_counting()
         self._clock.lap("warm_up_s")
 
+    @cached_property
+    def prefix_fingerprint(self) -> str:
+        """Only prefixes of engines that have the same are worth `restore`."""
+        return prefix_fingerprint(self.config, self.model)
+
     def hot_prefixes(self) -> list[CachedPrefix]:
         """What an engine that begins beside this one should have: what was pinned since the start, and what is asked
         for most. From any thread."""
@@ -197,11 +219,15 @@ class Engine:
         return pinned + self.memory.hot_prefixes(MOST_TOLD_TOKENS)[:MOST_TOLD_PREFIXES]
 
     def restore(self, told: Sequence[Sequence[CachedPrefix]], limit_s: float) -> Restored:
-        """Compute the prefixes that other engines tell of (`hot_prefixes`), and pin those that are pinned there. No
-        other request may be there.
+        """Compute the prefixes that other engines tell of (`hot_prefixes`), and pin those that are pinned there. They
+        must have the same `prefix_fingerprint`. No other request may be there. A failed step ends it early.
 
         Args:
             limit_s: whatever is not computed by then is left out.
+
+        Raises:
+            UnavailableError: a rank is lost.
+            IntegrityError: after a failed step memory does not add up.
         """
         deadline = time.monotonic() + limit_s
         capacity = self.load(most_keys=0).total_tokens
@@ -217,13 +243,21 @@ class Engine:
             else:
                 ids[request_id] = prefix.pin_name
         done: list[str | None] = []
-        while self.has_work and time.monotonic() < deadline:
-            for delta in self.step():
-                if delta.error is not None:
-                    failed += 1
-                    logger.warning("a prefix is not restored: %s", delta.error)
-                elif delta.ends_request:
-                    done.append(ids[delta.request_id])
+        try:
+            while self.has_work and time.monotonic() < deadline:
+                for delta in self.step():
+                    if delta.error is not None:
+                        failed += 1
+                        logger.warning("a prefix is not restored: %s", delta.error)
+                    elif delta.ends_request:
+                        done.append(ids[delta.request_id])
+        except (IntegrityError, UnavailableError):
+            raise
+        except Exception:  # what others have cached is no reason not to start
+            logger.exception("a step failed; the prefixes that are left are not restored")
+            failed += len(self._generations)
+            self._cancel_all()
+            self.check_integrity()
         late = [ids[request_id] for request_id in self._generations]
         self._cancel_all()
         if names := [name for name in late if name is not None]:

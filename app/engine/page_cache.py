@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import json
 import logging
 import mmap
 import os
@@ -55,7 +56,23 @@ def weight_files(model: str) -> list[Path]:
         if not isinstance(config, str):
             return []
         folder = Path(config).parent
+    # Other files may lie beside them (consolidated.safetensors, variants, adapters): these are the ones, in the order,
+    # that transformers looks for.
+    if (whole := folder / "model.safetensors").is_file():
+        return [whole]
+    indexed = [folder / name for name in _indexed(folder / "model.safetensors.index.json")]
+    if files := [file for file in indexed if file.is_file()]:
+        return files
     return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+
+
+def _indexed(index: Path) -> list[str]:
+    """The names of files that an index says weights are in; none if it cannot be read."""
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return sorted(name for name in names if isinstance(name, str))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # not there, or not an index
+        return []
 
 
 def read_once(files: Sequence[Path]) -> FilesRead:

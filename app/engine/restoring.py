@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from app.config import EngineConfig
+from app.engine.model_loader import LoadedModel
 from vmem import CachedPrefix
 
 # An engine tells of its hot prefixes so many at most, and of so many tokens: a megabyte.
@@ -25,6 +29,20 @@ class Restored:
             f"{self.pinned} pinned and {self.hot} hot prefixes restored, {self.failed} could not be, for {self.late} "
             "there was no time"
         )
+
+
+def prefix_fingerprint(config: EngineConfig, model: LoadedModel) -> str:
+    """What engines must have in common for token ids and keys of one's prefixes to mean the same in another. Weights
+    may differ: prefixes are computed anew."""
+    tokenizer = model.tokenizer
+    common = [
+        config.model,
+        model.module.config.model_type,
+        model.vocab_size,
+        config.isolate_tenants,
+        None if tokenizer is None else [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template],
+    ]
+    return hashlib.blake2b(json.dumps(common).encode(), digest_size=16).hexdigest()
 
 
 def worth_restoring(told: Sequence[Sequence[CachedPrefix]], most_tokens: int) -> list[CachedPrefix]:

@@ -8,10 +8,19 @@ from typing import Any
 
 from app.engine.params import SamplingParams
 from app.fleet.report import ReplicaReport, StepTimes
-from vmem import MemoryReport, PinReport
+from vmem import CachedPrefix, MemoryReport, PinReport
 
 _REPORT_FIELDS = {field.name for field in fields(ReplicaReport)}
 _STEP_FIELDS = {field.name for field in fields(StepTimes)}
+
+
+@dataclass(frozen=True, slots=True)
+class ToldPrefixes:
+    """What a replica tells one that starts of its prefix cache, for those with the same fingerprint
+    (`Engine.prefix_fingerprint`)."""
+
+    fingerprint: str
+    prefixes: list[CachedPrefix]
 
 
 @dataclass(frozen=True, slots=True)

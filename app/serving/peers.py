@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
 
+from app.serving.messages import ToldPrefixes
 from vmem import CachedPrefix
 
 logger = logging.getLogger(__name__)
@@ -30,21 +31,27 @@ class Peers:
         self._deployment = deployment
         self._app_name = app_name
 
-    def prefixes(self) -> list[Sequence[CachedPrefix]]:
-        """What each of them tells of its prefix cache (`EngineReplica.hot_prefixes`)."""
+    def prefixes(self, fingerprint: str) -> list[Sequence[CachedPrefix]]:
+        """What each of them that has this fingerprint tells of its prefix cache (`EngineReplica.hot_prefixes`)."""
         try:
             if not self._num_running():
                 return []
             answers = self._ask("hot_prefixes")
-        except (RayError, RayServeException, TimeoutError) as error:
-            logger.warning("other replicas cannot be asked for their prefixes: %s", error)
+        except Exception as error:  # whatever it is (the deployment may just have gone), a replica starts without them
+            name = type(error).__name__
+            logger.warning("other replicas cannot be asked for their prefixes: %s: %s", name, error, exc_info=True)
             return []
         told: list[Sequence[CachedPrefix]] = []
+        num_others = 0
         for answer in answers:
             if isinstance(answer, Exception):  # it has ended, hangs, or is of a version that tells nothing
                 logger.warning("a replica does not tell its prefixes: %s", answer)
-            else:
-                told.append(answer)
+            elif isinstance(answer, ToldPrefixes) and answer.fingerprint == fingerprint:
+                told.append(answer.prefixes)
+            else:  # its token ids are other words here
+                num_others += 1
+        if num_others:
+            logger.info("%d replicas have another model or version; their prefixes are not restored", num_others)
         return told
 
     def _num_running(self) -> int:
@@ -57,14 +64,18 @@ class Peers:
 
     def _ask(self, method: str) -> list[Any]:
         """The answers of all, or the exceptions that they were."""
-        handle = serve.get_deployment_handle(self._deployment, self._app_name)
+        # Serve would keep a handle of its own making, and with it a router that reads all reports for ever.
+        handle: DeploymentHandle[Any] = DeploymentHandle(self._deployment, self._app_name)
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
-        while True:
-            try:
-                left_s = max(deadline - time.monotonic(), 0.0)
-                answers: list[Any] = handle.broadcast(method).results(timeout_s=left_s, return_exceptions=True)
-                return answers
-            except DeploymentUnavailableError:  # a new handle has not heard of any replica yet
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(_ASK_AGAIN_S)
+        try:
+            while True:
+                try:
+                    left_s = max(deadline - time.monotonic(), 0.0)
+                    answers: list[Any] = handle.broadcast(method).results(timeout_s=left_s, return_exceptions=True)
+                    return answers
+                except DeploymentUnavailableError:  # a new handle has not heard of any replica yet
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(_ASK_AGAIN_S)
+        finally:
+            handle.shutdown()

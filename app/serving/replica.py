@@ -22,12 +22,12 @@ from app.fleet.autoscaling import ReplicaLoad
 from app.logs import configure_logs
 from app.openai.pieces import Piece, PieceCollector
 from app.serving.ledger import BudgetMember, device_of_this_replica
-from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts, ReplicaStatus, report_as_stats
+from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts, ReplicaStatus, ToldPrefixes, report_as_stats
 from app.serving.metrics import EngineMeter, ReadyGauge, RoutingAudit, SpeculationMeter
 from app.serving.pace import StreamPace
 from app.serving.peers import Peers
 from app.serving.ranks import actors_of_this_replica
-from vmem import BudgetAnswer, CachedPrefix, MemoryReport
+from vmem import BudgetAnswer, MemoryReport
 
 # How long a replica without an engine stays, so that what it has answered gets out.
 _LAST_WORDS_S = 1.0
@@ -144,9 +144,10 @@ class EngineReplica:
         """Compute a prefix and keep it (`Engine.pin`)."""
         await self._engine.pin(name, prompt_token_ids, cache_salt=cache_salt, tenant=tenant)
 
-    async def hot_prefixes(self) -> list[CachedPrefix]:
+    async def hot_prefixes(self) -> ToldPrefixes:
         """What a new replica should have cached before it takes requests (`Engine.hot_prefixes`)."""
-        return await asyncio.to_thread(self._engine.hot_prefixes)
+        prefixes = await asyncio.to_thread(self._engine.hot_prefixes)
+        return ToldPrefixes(await asyncio.to_thread(lambda: self._engine.prefix_fingerprint), prefixes)
 
     async def unpin(self, name: str) -> None:
         """Let a pinned prefix go."""

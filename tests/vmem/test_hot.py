@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.vmem.small_memory import make_memory
 from tests.vmem.test_prefix import prompt, run
 from vmem import KVMemory, PinError, TokenChain
+from vmem.hot import HotNodes
 
 UNIT = 16
 
@@ -64,6 +67,27 @@ def test_only_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None
     for seed in (1, 2, 3):
         ask(memory, prompt(20, seed), 2)
     assert [p.token_ids[0] for p in memory.hot_prefixes(10_000)] == [3000, 2000]
+
+
+def test_long_chains_that_do_not_fit_are_not_walked_to_their_ends() -> None:
+    """Regression: whoever asked held up all who needed the memory's books meanwhile."""
+    nodes: HotNodes[tuple[int, int]] = HotNodes()  # (chain, units down to here)
+    visited = 0
+
+    def units_of(node: tuple[int, int]) -> Iterator[tuple[int, int]]:
+        nonlocal visited
+        for depth in range(node[1], 0, -1):
+            visited += 1
+            yield node[0], depth
+
+    for chain in range(20):
+        for depth in range(1000, 1100):
+            nodes.note((chain, depth))
+    nodes.note((0, 100))
+    nodes.note((0, 100))
+    assert nodes.best(120, units_of, lambda _: True) == [((0, 100), 2)]
+    assert visited < 2000 * 22 + 300
+    assert nodes.best(1100, units_of, lambda _: True) == [((0, 100), 2), ((19, 1000), 1)]
 
 
 def test_prefixes_of_some_keys_are_forgotten() -> None:

@@ -142,3 +142,23 @@ def test_which_files_are_weights(tmp_path: Path) -> None:
     assert [path.name for path in weight_files(str(tmp_path))] == ["model.safetensors"]
     assert missing_runs(tmp_path / "model.safetensors") == []
     assert weight_files("nobody/nothing-that-was-downloaded") == []
+
+
+def test_files_beside_the_weights_are_not_read(tmp_path: Path) -> None:
+    """Regression: Mistral's checkpoints have everything twice, and others have variants and adapters beside them."""
+
+    def weights() -> list[str]:
+        return [path.name for path in weight_files(str(tmp_path))]
+
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for name in (*shards, "consolidated.safetensors", "adapter_model.safetensors"):
+        (tmp_path / name).write_text("")
+    assert len(weights()) == 4
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"b": shards[1], "a": shards[0], "c": shards[1], "d": "missing"}}))
+    assert weights() == shards
+    for broken in ("{", "[]", '{"weight_map": []}', '{"weight_map": {"a": [1], "b": 2}}', '{"weight_map": {"b": 2}}'):
+        index.write_text(broken)
+        assert len(weights()) == 4
+    (tmp_path / "model.safetensors").write_text("")
+    assert weights() == ["model.safetensors"]

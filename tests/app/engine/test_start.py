@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +15,13 @@ import torch
 from app.config import EngineConfig
 from app.engine import AsyncEngine, SamplingParams
 from app.engine.engine import Engine
-from app.engine.restoring import worth_restoring
+from app.engine.model_loader import load_model
+from app.engine.restoring import prefix_fingerprint, worth_restoring
 from app.engine.start_times import StartClock, StartTimes, process_age_s
 from app.engine.warm_up import SAMPLED, STRUCTURED, warm_up_rounds
-from app.errors import ConfigError, EngineError
+from app.errors import ConfigError, EngineError, UnavailableError
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
-from vmem import CachedPrefix
+from vmem import CachedPrefix, IntegrityError
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 
@@ -163,6 +167,37 @@ def test_a_server_that_cannot_get_ready_says_why(
     assert len(closed) == 1
 
 
+def test_a_server_that_can_not_even_be_closed_says_why_it_is_not_ready(
+    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the thread ended in `close`, and whoever made the engine waited for ever."""
+    close, ended = Engine.close, threading.Event()
+
+    def close_and_fail(engine: Engine) -> None:
+        close(engine)
+        raise RuntimeError("cannot be closed")
+
+    def fail(*_: object) -> None:
+        raise EngineError("injected")
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: ended.set())
+    monkeypatch.setattr(Engine, "close", close_and_fail)
+    monkeypatch.setattr(Engine, "step", fail)
+    errors: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            AsyncEngine(config(make_checkpoint))
+        except EngineError as error:
+            errors.append(error)
+
+    starter = threading.Thread(target=start, daemon=True)
+    starter.start()
+    starter.join(60)
+    assert [str(error) for error in errors] == ["injected"]
+    assert ended.wait(10)
+
+
 # ---- prefixes of other engines ----
 
 
@@ -225,6 +260,31 @@ def test_a_restored_prefix_may_be_refused_and_others_are_not(make_checkpoint: Ma
     engine.close()
 
 
+def test_engines_whose_token_ids_mean_the_same() -> None:
+    """And whose keys do."""
+
+    def fingerprint(template: str | None = None, vocabulary: dict[str, int] | None = None, **settings: Any) -> str:
+        tokenizer = copy.copy(model.tokenizer)
+        assert tokenizer is not None
+        if template is not None:
+            tokenizer.chat_template = template
+        if vocabulary is not None:
+            tokenizer.get_vocab = lambda: vocabulary  # type: ignore[method-assign]
+        return prefix_fingerprint(replace(engine_config, **settings), replace(model, tokenizer=tokenizer))
+
+    engine_config = EngineConfig(model="builtin", kv_memory_bytes=16 << 20)
+    model = load_model(engine_config)
+    own = fingerprint()
+    assert own == fingerprint() == fingerprint(kv_memory_bytes=32 << 20, max_num_seqs=3)
+    others = [
+        fingerprint("{{ messages }}"),
+        fingerprint(vocabulary={"a": 1}),
+        fingerprint(isolate_tenants=False),
+        fingerprint(model="another"),
+    ]
+    assert len({own, *others}) == 5
+
+
 def test_what_the_settings_pin_is_not_told() -> None:
     """Replicas of newer settings pin something else under that name, or nothing."""
     engine = Engine(EngineConfig(model="builtin", kv_memory_bytes=16 << 20, pinned_prompts={"rules": "x y z " * 40}))
@@ -244,6 +304,43 @@ def test_restoring_ends_in_time(make_checkpoint: MakeCheckpoint, caplog: pytest.
     engine.close()
 
 
+def test_a_step_that_fails_while_restoring_is_no_reason_not_to_start(
+    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: one prefix of another replica could keep all new ones from starting."""
+    engine = Engine(config(make_checkpoint))
+    compute, calls = engine._compute, []
+
+    def fail_at_second(scheduled: list[Any]) -> Any:
+        calls.append(scheduled)
+        if len(calls) == 2:
+            raise RuntimeError("injected")
+        return compute(scheduled)
+
+    monkeypatch.setattr(engine, "_compute", fail_at_second)
+    restored = engine.restore([[prefix(64, 2, 1), prefix(160, 1)]], 60)
+    assert (restored.pinned, restored.hot, restored.failed, restored.late) == (0, 1, 1, 0)
+    assert "injected" in caplog.text
+    engine.check_integrity()
+    assert run(engine, tokens(65, 1)) == 64
+    engine.close()
+
+
+@pytest.mark.parametrize("error", [IntegrityError("injected"), UnavailableError("injected")])
+def test_a_broken_engine_does_not_go_on_restoring(
+    error: Exception, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(config(make_checkpoint))
+
+    def fail() -> list[Any]:
+        raise error
+
+    monkeypatch.setattr(engine, "step", fail)
+    with pytest.raises(type(error), match="injected"):
+        engine.restore([[prefix(64, 2)]], 60)
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("settings", "asked"), [({}, 1), ({"restore_prefixes_s": 0.0}, 0), ({"prefix_cache": False}, 0)]
 )
@@ -252,7 +349,8 @@ def test_a_server_asks_before_it_is_ready(
 ) -> None:
     calls: list[int] = []
 
-    def others() -> list[list[CachedPrefix]]:
+    def others(fingerprint: str) -> list[list[CachedPrefix]]:
+        assert fingerprint
         calls.append(1)
         return [[], [prefix(64, 2)]]
 

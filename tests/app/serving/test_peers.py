@@ -11,10 +11,12 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from app.serving import peers
+from app.serving.messages import ToldPrefixes
 from app.serving.peers import Peers
 from vmem import CachedPrefix
 
 TOLD = [CachedPrefix((1, 2), ("tenant:a",), 3)]
+TELLS = ToldPrefixes("same", TOLD)
 UNAVAILABLE = DeploymentUnavailableError(DeploymentID("EngineReplica", "app"))
 
 
@@ -30,6 +32,7 @@ class Serve:
         self._states = states
         self.answers = list(answers)
         self.asked: list[tuple[str, str, str]] = []
+        self.open_handles = 0
 
     def status(self) -> Any:
         if self._states is None:
@@ -37,12 +40,18 @@ class Serve:
         deployment = SimpleNamespace(replica_states=self._states)
         return SimpleNamespace(applications={"app": SimpleNamespace(deployments={"EngineReplica": deployment})})
 
-    def get_deployment_handle(self, deployment: str, app_name: str) -> Any:
+    def handle(self, deployment: str, app_name: str) -> Any:
+        """`DeploymentHandle`, which whoever makes it has to shut down."""
+
         def broadcast(method: str) -> Any:
             self.asked.append((deployment, app_name, method))
             return SimpleNamespace(results=self._results)
 
-        return SimpleNamespace(broadcast=broadcast)
+        def shutdown() -> None:
+            self.open_handles -= 1
+
+        self.open_handles += 1
+        return SimpleNamespace(broadcast=broadcast, shutdown=shutdown)
 
     def _results(self, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
         assert return_exceptions  # one that fails must not hide the others
@@ -55,8 +64,11 @@ class Serve:
 
 def ask(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> list[Any]:
     monkeypatch.setattr(peers, "serve", serve)
+    monkeypatch.setattr(peers, "DeploymentHandle", serve.handle)
     monkeypatch.setattr(peers, "_ASK_AGAIN_S", 0.0)
-    return Peers("EngineReplica", "app").prefixes()
+    told = Peers("EngineReplica", "app").prefixes("same")
+    assert not serve.open_handles  # its router would read all replicas' reports for ever
+    return told
 
 
 @pytest.mark.parametrize("states", [None, {}, {"STARTING": 2}, {"STOPPING": 1}])
@@ -67,13 +79,13 @@ def test_a_first_replica_asks_nobody(states: dict[str, int] | None, monkeypatch:
 
 
 def test_those_that_run_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    serve = Serve({"RUNNING": 2, "STARTING": 1}, [TOLD, []])
+    serve = Serve({"RUNNING": 2, "STARTING": 1}, [TELLS, ToldPrefixes("same", [])])
     assert ask(monkeypatch, serve) == [TOLD, []]
     assert serve.asked == [("EngineReplica", "app", "hot_prefixes")]
 
 
 def test_a_new_handle_hears_of_replicas_a_little_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    serve = Serve({"RUNNING": 1}, UNAVAILABLE, UNAVAILABLE, [TOLD])
+    serve = Serve({"RUNNING": 1}, UNAVAILABLE, UNAVAILABLE, [TELLS])
     assert ask(monkeypatch, serve) == [TOLD]
     assert len(serve.asked) == 3
 
@@ -81,17 +93,29 @@ def test_a_new_handle_hears_of_replicas_a_little_later(monkeypatch: pytest.Monke
 def test_one_that_fails_does_not_hide_the_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    serve = Serve({"RUNNING": 3}, [AttributeError("hot_prefixes"), TOLD, TimeoutError()])
+    serve = Serve({"RUNNING": 3}, [AttributeError("hot_prefixes"), TELLS, TimeoutError()])
     assert ask(monkeypatch, serve) == [TOLD]
     assert caplog.text.count("does not tell its prefixes") == 2
 
 
-@pytest.mark.parametrize("error", [TimeoutError("slow"), RayActorError()])
+def test_other_models_and_versions_have_other_words(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: token ids of another tokenizer were computed, and pinned, as if they were this one's."""
+    caplog.set_level("INFO")
+    other = ToldPrefixes("other", TOLD)
+    assert ask(monkeypatch, Serve({"RUNNING": 4}, [other, TELLS, TOLD, other])) == [TOLD]
+    assert [r.getMessage() for r in caplog.records if "another model" in r.getMessage()] == [
+        "3 replicas have another model or version; their prefixes are not restored"
+    ]
+
+
+@pytest.mark.parametrize("error", [TimeoutError("slow"), RayActorError(), KeyError("gone")])
 def test_without_answers_a_replica_starts_all_the_same(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert ask(monkeypatch, Serve({"RUNNING": 1}, error)) == []
-    assert "cannot be asked" in caplog.text
+    assert f"cannot be asked for their prefixes: {type(error).__name__}" in caplog.text
 
 
 def test_replicas_that_have_all_gone_are_not_waited_for_long(

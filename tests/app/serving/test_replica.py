@@ -13,7 +13,7 @@ import pytest
 from app.engine import Delta, SamplingParams
 from app.engine.async_engine import Pace
 from app.errors import DeadlineError, OverloadedError, UnavailableError, UnknownRequestError
-from app.serving.messages import Expected, ForkCall, GenerateRequest
+from app.serving.messages import Expected, ForkCall, GenerateRequest, ToldPrefixes
 from app.serving.pace import StreamPace
 from app.serving.replica import EngineReplica
 from vmem import CachedPrefix
@@ -185,7 +185,8 @@ def test_what_a_replica_tells_a_new_one() -> None:
     async def run() -> None:
         replica = replica_with(engine := Engine(DELTAS))
         engine.hot_prefixes = lambda: [CachedPrefix((1,), (), 2)]  # type: ignore[attr-defined]
-        assert await replica.hot_prefixes() == [CachedPrefix((1,), (), 2)]
+        engine.prefix_fingerprint = "f"  # type: ignore[attr-defined]
+        assert await replica.hot_prefixes() == ToldPrefixes("f", [CachedPrefix((1,), (), 2)])
 
     asyncio.run(run())
 

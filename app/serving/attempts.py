@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from typing import Literal
 
-from app.errors import DeadlineError, OverloadedError, UnavailableError
+from app.errors import DeadlineError, NoReplicaError, OverloadedError, UnavailableError
 from app.fleet.overload import Refusals
 from app.serving.messages import GenerateRequest
 
@@ -70,6 +70,8 @@ class Attempts:
         """
         if isinstance(error, OverloadedError):
             return self._refused(error)
+        if isinstance(error, NoReplicaError):  # the router has waited for one already
+            raise error
         if self._num_repeats >= _MOST_REPEATS:
             raise UnavailableError(error.message, error.retry_after_s or _REPLACED_AFTER_S) from error
         self._num_repeats += 1

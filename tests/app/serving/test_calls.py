@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -14,7 +15,7 @@ import pytest
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from app.engine import SamplingParams
-from app.errors import DeadlineError, EngineError, FolioError, OverloadedError, UnavailableError
+from app.errors import DeadlineError, EngineError, FolioError, NoReplicaError, OverloadedError, UnavailableError
 from app.fleet.overload import Refusals
 from app.openai.pieces import Piece
 from app.serving.calls import Replicas, fits_by_value, unwrap
@@ -139,6 +140,22 @@ def test_it_is_repeated_twice_at_most(stream: bool) -> None:
             await ask(replicas, stream)
         assert [call.stopped for call in handle.calls] == [(), ("e0",), ("e0", "e1")]
         assert error.value.retry_after_s
+
+    asyncio.run(run())
+
+
+@STREAM
+def test_without_any_replica_it_is_not_repeated(stream: bool) -> None:
+    """Regression: it waited for one three times."""
+
+    async def run() -> None:
+        error = NoReplicaError("no engine replica within 10 s", 10.0)
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+        replicas, handle = replicas_with(script=lambda call: [error])
+        with pytest.raises(NoReplicaError) as caught:
+            await ask(replicas, stream)
+        assert caught.value.retry_after_s == 10.0
+        assert len(handle.calls) == 1
 
     asyncio.run(run())
 

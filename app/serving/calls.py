@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, nullcontext
 from typing import Any, cast
 
 import grpc
@@ -18,6 +18,7 @@ from app.errors import EngineError, FolioError, OverloadedError, UnavailableErro
 from app.fleet.overload import Refusals
 from app.openai.pieces import Piece
 from app.serving.attempts import Attempts
+from app.serving.batch import Batch
 from app.serving.interleave import interleave
 from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts
 
@@ -36,10 +37,12 @@ class Replicas:
 
     Args:
         refusals: by replicas whose queue was full.
+        batch_window: of the calls of one request, so many are sent at once.
     """
 
-    def __init__(self, handle: DeploymentHandle[Any], refusals: Refusals) -> None:
+    def __init__(self, handle: DeploymentHandle[Any], refusals: Refusals, batch_window: int = 32) -> None:
         self._handle = handle
+        self._batch_window = batch_window
         self._refusals = refusals
         self._sent_again = metrics.Counter(
             "folio_repeated_calls",
@@ -49,11 +52,13 @@ class Replicas:
 
     async def generate(self, calls: Sequence[GenerateRequest]) -> list[list[Piece]]:
         """The outputs of each call, each output in one piece. When one call fails, the others are cancelled."""
-        return await _all_of([self._whole(call) for call in calls])
+        batch = self._batch_of(calls)
+        return await _all_of([self._whole(call, batch) for call in calls])
 
     def generate_stream(self, calls: Sequence[GenerateRequest]) -> AsyncGenerator[tuple[int, Piece], None]:
         """Pieces of all calls as they come, each with the number of its call. Close it to cancel them."""
-        return interleave([self._stream(call) for call in calls])
+        batch = self._batch_of(calls)
+        return interleave([self._stream(call, batch) for call in calls])
 
     async def fork(self, call: ForkCall) -> list[Piece]:
         """The forks, each in one piece. They are not tried again: what they go on from is gone with its replica."""
@@ -101,13 +106,18 @@ class Replicas:
                 answer.cancel()  # those that are there stay as they are
         return [_answer_of(answer, timeout_s) for answer in answers]
 
-    async def _whole(self, call: GenerateRequest) -> list[Piece]:
-        attempts = Attempts(call, self._refusals)
-        while True:
-            try:
-                return await self._at_once(attempts.next_call())
-            except (UnavailableError, OverloadedError) as error:
-                self._sent_again.inc(tags={"reason": attempts.failed(error)})
+    def _batch_of(self, calls: Sequence[GenerateRequest]) -> Batch | None:
+        return Batch(self._batch_window) if len(calls) > 1 else None
+
+    async def _whole(self, call: GenerateRequest, batch: Batch | None) -> list[Piece]:
+        async with batch.turn() if batch else nullcontext():
+            attempts = Attempts(call, self._refusals, batch)
+            while True:
+                try:
+                    return await self._at_once(attempts.next_call())
+                except (UnavailableError, OverloadedError) as error:
+                    self._sent_again.inc(tags={"reason": attempts.failed(error)})
+                await attempts.pause()
 
     async def _at_once(self, call: GenerateRequest) -> list[Piece]:
         """As a stream of one item, where that can go by value: a replica does not hear that the caller of anything else
@@ -116,21 +126,23 @@ class Replicas:
             return cast(list[Piece], await _result_of(self._handle.generate.remote(call)))
         return await _only_item_of(self._streaming(call.params).generate_at_once.remote(call))
 
-    async def _stream(self, call: GenerateRequest) -> AsyncGenerator[Piece, None]:
+    async def _stream(self, call: GenerateRequest, batch: Batch | None) -> AsyncGenerator[Piece, None]:
         """Tried again as long as nothing has come of it: afterwards the caller would see a beginning twice."""
-        attempts, begun = Attempts(call, self._refusals), False
-        method = self._streaming(call.params).generate_stream
-        while True:
-            try:
-                async with aclosing(_pieces_of(method, attempts.next_call())) as pieces:
-                    async for piece in pieces:
-                        begun = True
-                        yield piece
-                return
-            except (UnavailableError, OverloadedError) as error:
-                if begun:
-                    raise
-                self._sent_again.inc(tags={"reason": attempts.failed(error)})
+        async with batch.turn() if batch else nullcontext():
+            attempts, begun = Attempts(call, self._refusals, batch), False
+            method = self._streaming(call.params).generate_stream
+            while True:
+                try:
+                    async with aclosing(_pieces_of(method, attempts.next_call())) as pieces:
+                        async for piece in pieces:
+                            begun = True
+                            yield piece
+                    return
+                except (UnavailableError, OverloadedError) as error:
+                    if begun:
+                        raise
+                    self._sent_again.inc(tags={"reason": attempts.failed(error)})
+                await attempts.pause()
 
     def _streaming(self, params: SamplingParams) -> DeploymentHandle[Any]:
         """By value an item costs half as much, and the replica hears when this process dies; but it may not be long."""

@@ -63,6 +63,7 @@ class Ingress:
         engine: handle of the engine replicas.
         adapters: names of the LoRA adapters that the engine has.
         http: how the HTTP interface is protected.
+        batch_window: of the prompts of one request, so many are sent at once.
     """
 
     def __init__(
@@ -72,13 +73,14 @@ class Ingress:
         engine: DeploymentHandle[Any],
         adapters: Sequence[str] = (),
         http: HttpSettings | None = None,
+        batch_window: int = 32,
     ) -> None:
         configure_logs()
         self._http = http
         self._model_names = (model_name, *adapters)
         self._translator = Translator(load_tokenizer(model), model_name, adapters)
         refusals = Refusals()
-        self._replicas = Replicas(engine, refusals)
+        self._replicas = Replicas(engine, refusals, batch_window)
         self._admission = Admission(refusals)
         self._created = int(time.time())
         self._max_model_len: int | None = None

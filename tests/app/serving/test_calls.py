@@ -34,7 +34,7 @@ class Response:
     def __init__(self, items: list[Any], at_once: bool) -> None:
         self.items = items
         self.at_once = at_once
-        self.cancelled = False
+        self.cancelled = self.ended = False
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -46,11 +46,17 @@ class Response:
         if self.at_once:
             yield await self._whole()
             return
-        for item in self.items:
-            yield [await self._real(item)]
+        try:
+            for item in self.items:
+                yield [await self._real(item)]
+        finally:
+            self.ended = True
 
     async def _whole(self) -> list[Piece]:
-        return [await self._real(item) for item in self.items]
+        try:
+            return [await self._real(item) for item in self.items]
+        finally:
+            self.ended = True
 
     @staticmethod
     async def _real(item: Any) -> Piece:
@@ -263,6 +269,60 @@ def test_one_call_of_several_is_repeated_alone() -> None:
         pieces = [entry async for entry in replicas.generate_stream(calls)]
         assert sorted(number for number, _ in pieces) == [0, 0, 1, 1, 2, 2]
         assert tries == {"0": 1, "1": 2, "2": 1}
+
+    asyncio.run(run())
+
+
+class Queue:
+    """A replica that takes so many calls at once."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.most_offered, self.num_refused = room, 0, 0
+        self._handle: Any = None
+
+    def replicas(self, window: int) -> Any:
+        self._handle = Handle(self._items)
+        return Replicas(self._handle, Refusals(), window)  # type: ignore[arg-type]
+
+    def _items(self, call: Any) -> list[Any]:
+        running = sum(not response.ended for response in self._handle.responses)
+        self.most_offered = max(self.most_offered, running + 1)
+        if running >= self.room:
+            self.num_refused += 1
+            return [full("a", 0.0) if not call.refused_by else OverloadedError("all are full")]
+        return [BEGUN, BEGUN, END]
+
+
+@STREAM
+def test_a_batch_that_is_longer_than_the_queue(stream: bool) -> None:
+    """Regression: one prompt too many was refused, and with it all, however often it was sent."""
+
+    async def run(room: int, window: int) -> Queue:
+        replicas = (queue := Queue(room)).replicas(window)
+        calls = [GenerateRequest(str(i), [1], SamplingParams()) for i in range(20)]
+        if stream:
+            entries = [entry async for entry in replicas.generate_stream(calls)]
+            assert sorted(number for number, _ in entries) == sorted([*range(20)] * 3)
+        else:
+            assert [len(pieces) for pieces in await replicas.generate(calls)] == [3] * 20
+        assert replicas._refusals.refuse(time.monotonic()) is None  # others may come in
+        return queue
+
+    windowed = asyncio.run(run(8, 4))
+    assert (windowed.most_offered, windowed.num_refused) == (4, 0)
+    assert asyncio.run(run(3, 8)).num_refused > 0
+
+
+@STREAM
+def test_a_batch_of_which_nothing_is_taken_is_refused(stream: bool) -> None:
+    async def run() -> None:
+        nobody_left = OverloadedError("all engine replicas have as many requests waiting as may")
+        replicas, _ = replicas_with(script=lambda call: [nobody_left] if call.refused_by else [full("a")])
+        calls = [GenerateRequest(str(i), [1], SamplingParams()) for i in range(5)]
+        answers = anext(replicas.generate_stream(calls)) if stream else replicas.generate(calls)
+        with pytest.raises(OverloadedError, match="all engine replicas"):
+            await answers
+        assert replicas._refusals.refuse(time.monotonic()) is not None
 
     asyncio.run(run())
 

@@ -88,19 +88,25 @@ class Replicas:
 
     async def each(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """What every replica answers, or the `FolioError` that came of it: who does not answer in time is
-        unavailable, and the others are heard nevertheless."""
+        unavailable, and the others are heard nevertheless. Nobody answers when there is no replica."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
         response = self._handle.broadcast(method, *args)
         # Its public methods know one timeout for all replicas together, and then none of the answers.
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout_at(deadline):
                 results = await response._fetch_replica_results_async()
+        except DeploymentUnavailableError:
+            return []
+        except _FAILURES as error:
+            raise unwrap(error) from error
         except TimeoutError:
             raise UnavailableError(f"no engine replica could be asked within {timeout_s} s") from None
         answers = [asyncio.ensure_future(result.get_async()) for result in results]
         if not answers:
             return []
         try:
-            await asyncio.wait(answers, timeout=timeout_s)
+            await asyncio.wait(answers, timeout=deadline - loop.time())
         finally:
             for answer in answers:
                 answer.cancel()  # those that are there stay as they are

@@ -18,6 +18,7 @@ from app.edge.settings import HttpSettings
 from app.engine.model_loader import load_tokenizer
 from app.errors import (
     FolioError,
+    NoReplicaError,
     RequestError,
     UnavailableError,
     UnknownPinError,
@@ -307,6 +308,8 @@ class Ingress:
             EngineError: a replica has not answered, and may have it still.
         """
         answers = await self._replicas.each("unpin", name, timeout_s=UNPIN_TIMEOUT_S)
+        if not answers:
+            raise NoReplicaError("there is no engine replica; send the request again")
         errors = [answer for answer in answers if isinstance(answer, FolioError)]
         for error in errors:
             if len(errors) == len(answers) or not isinstance(error, UnknownPinError):

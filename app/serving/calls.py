@@ -1,35 +1,29 @@
-"""The engine replicas as the ingress calls them: whole, streamed, cancelled, tried again; and what calls fail with."""
+"""The engine replicas as the ingress calls them: whole, streamed, cancelled, tried again."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
-from contextlib import aclosing, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing, nullcontext
 from typing import Any, cast
 
-import grpc
-from ray.exceptions import RayActorError, RayTaskError
 from ray.serve import metrics
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from app.engine.params import SamplingParams
-from app.errors import EngineError, FolioError, OverloadedError, UnavailableError
+from app.errors import OverloadedError, UnavailableError
 from app.fleet.overload import Refusals
 from app.openai.pieces import Piece
 from app.serving.attempts import Attempts
 from app.serving.batch import Batch
+from app.serving.failures import FAILURES, broken_off, translated, unwrap
 from app.serving.interleave import interleave
 from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts
 
-# What awaiting a call of a replica raises when the call failed, the replica is gone, or none can be had.
-_FAILURES = (RayTaskError, RayActorError, DeploymentUnavailableError, grpc.aio.AioRpcError)
-# gRPC says so when a replica's process is gone, or is about to end and takes no more calls.
-_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 # A message may have 4 MiB. An output token takes up to 16 bytes, id and text: so all outputs of a call with so many
 # tokens fit into half of that, even if its reader was so slow that they come in one.
 _MOST_TOKENS_BY_VALUE = 131_072
-_BROKEN_OFF = "the engine replica has broken off; send the request again"
 
 
 class Replicas:
@@ -83,7 +77,7 @@ class Replicas:
         """What every replica answers."""
         try:
             return await self._handle.broadcast(method, *args).results_async()
-        except _FAILURES as error:
+        except FAILURES as error:
             raise unwrap(error) from error
 
     async def each(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
@@ -98,7 +92,7 @@ class Replicas:
                 results = await response._fetch_replica_results_async()
         except DeploymentUnavailableError:
             return []
-        except _FAILURES as error:
+        except FAILURES as error:
             raise unwrap(error) from error
         except TimeoutError:
             raise UnavailableError(f"no engine replica could be asked within {timeout_s} s") from None
@@ -170,7 +164,7 @@ def _answer_of(answer: asyncio.Future[Any], timeout_s: float) -> Any:
     error = answer.exception()
     if error is None:
         return answer.result()
-    if isinstance(error, _FAILURES):
+    if isinstance(error, FAILURES):
         return unwrap(error)
     raise error
 
@@ -181,13 +175,13 @@ async def _pieces_of(method: Any, call: GenerateRequest | ForkCall) -> AsyncGene
     response = method.remote(call)
     finished = False
     try:
-        with _translated():
+        with translated():
             async for pieces in response:
                 finished = pieces[-1].ends_request
                 for piece in pieces:
                     yield piece
             if not finished:
-                raise UnavailableError(_BROKEN_OFF)
+                raise broken_off()
     finally:
         if not finished:  # dropping the generator would not stop the replica
             response.cancel()
@@ -197,11 +191,11 @@ async def _only_item_of(response: Any) -> list[Piece]:
     """Of a replica's stream; it is cancelled when this task is."""
     pieces: list[Piece] | None = None
     try:
-        with _translated():
+        with translated():
             async for item in response:
                 pieces = item
             if pieces is None:
-                raise UnavailableError(_BROKEN_OFF)
+                raise broken_off()
             return pieces
     finally:
         if pieces is None:
@@ -224,33 +218,8 @@ async def _all_of(calls: Sequence[Coroutine[Any, Any, list[Piece]]]) -> list[lis
 async def _result_of(response: Any) -> Any:
     """Await a call of a replica; it is cancelled when this task is."""
     try:
-        with _translated():
+        with translated():
             return await response
     except asyncio.CancelledError:
         response.cancel()
         raise
-
-
-@contextmanager
-def _translated() -> Iterator[None]:
-    """What a call fails with becomes the `FolioError` that it means."""
-    try:
-        yield
-    except _FAILURES as error:
-        raise unwrap(error) from error
-    except asyncio.CancelledError:
-        # Serve has a call end as if this task had been cancelled when a replica that is stopped breaks it off.
-        task = asyncio.current_task()
-        if task is not None and not task.cancelling():
-            raise UnavailableError(_BROKEN_OFF) from None
-        raise
-
-
-def unwrap(error: Exception) -> FolioError:
-    """What really happened at the replica."""
-    if isinstance(error, RayActorError | DeploymentUnavailableError) or (
-        isinstance(error, grpc.aio.AioRpcError) and error.code() in _GONE
-    ):
-        return UnavailableError("the engine replica cannot be reached; send the request again")
-    cause = error.cause if isinstance(error, RayTaskError) else None
-    return cause if isinstance(cause, FolioError) else EngineError("the engine replica failed; its log says more")

@@ -12,18 +12,27 @@ from typing import Any
 
 import grpc
 import pytest
-from ray.exceptions import ActorUnavailableError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    NodeDiedError,
+    RaySystemError,
+    RayTaskError,
+    TaskCancelledError,
+    WorkerCrashedError,
+)
 
 from app.engine import SamplingParams
 from app.errors import DeadlineError, EngineError, FolioError, NoReplicaError, OverloadedError, UnavailableError
 from app.fleet.overload import Refusals
 from app.openai.pieces import Piece
-from app.serving.calls import Replicas, fits_by_value, unwrap
+from app.serving.calls import Replicas, fits_by_value
+from app.serving.failures import unwrap
 from app.serving.messages import ForkCall, GenerateRequest
 
 CALL = GenerateRequest("r", [1, 2], SamplingParams())
 BEGUN, END = Piece("a", (1,)), Piece("b", (2,), 0, "stop")
 GONE = ActorUnavailableError("gone", None)
+LOST = [WorkerCrashedError(), TaskCancelledError(), NodeDiedError("lost"), RaySystemError("lost")]
 Script = Callable[[Any], list[Any]]
 
 
@@ -124,7 +133,7 @@ STREAM = pytest.mark.parametrize("stream", [True, False])
 
 
 @STREAM
-@pytest.mark.parametrize("error", [GONE, stopped("a"), asyncio.CancelledError()])
+@pytest.mark.parametrize("error", [GONE, stopped("a"), asyncio.CancelledError(), *LOST])
 def test_a_call_whose_replica_is_gone_goes_to_another_one(stream: bool, error: BaseException) -> None:
     async def run() -> None:
         replicas, handle = replicas_with([error], [END])

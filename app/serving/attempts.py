@@ -107,6 +107,7 @@ class Attempts:
         self._num_offers += 1
         self._refused_by = (*self._refused_by, error.replica)
         if len(self._refused_by) >= _MOST_OFFERS and not self._may_wait():
+            self._refusals.all_refused(now)  # so many are as good as all
             raise error
         return "overloaded"
 

@@ -245,6 +245,7 @@ def test_many_full_replicas_are_not_all_asked_by_one_request() -> None:
         with pytest.raises(OverloadedError):
             await ask(replicas, False)
         assert len(handle.calls) == 8
+        assert replicas._refusals.refuse(time.monotonic()) is not None  # they are as good as all
 
     asyncio.run(run())
 

@@ -24,6 +24,8 @@ from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts
 # A message may have 4 MiB. An output token takes up to 16 bytes, id and text: so all outputs of a call with so many
 # tokens fit into half of that, even if its reader was so slow that they come in one.
 _MOST_TOKENS_BY_VALUE = 131_072
+# For what all replicas have to do, such as computing a prefix. One that hangs shall not hold the caller for ever.
+ANSWER_TIMEOUT_S = 120.0
 
 
 class Replicas:
@@ -74,11 +76,13 @@ class Replicas:
         return await _result_of(getattr(self._handle, method).remote(*args))
 
     async def all(self, method: str, *args: Any) -> list[Any]:
-        """What every replica answers."""
+        """What every replica answers. One that does not in time is unavailable."""
         try:
-            return await self._handle.broadcast(method, *args).results_async()
-        except FAILURES as error:
-            raise unwrap(error) from error
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                with translated():
+                    return await self._handle.broadcast(method, *args).results_async()
+        except TimeoutError:
+            raise UnavailableError(f"not all engine replicas have answered within {ANSWER_TIMEOUT_S:g} s") from None
 
     async def each(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """What every replica answers, or the `FolioError` that came of it: who does not answer in time is

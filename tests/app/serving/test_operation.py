@@ -12,9 +12,10 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from app.errors import FolioError, RequestError, UnavailableError, UnknownPinError
+from app.errors import DeadlineError, FolioError, RequestError, UnavailableError, UnknownPinError
 from app.openai.bodies import PinRequest
 from app.openai.token_bodies import DetokenizeRequest, TokenizeRequest
+from app.serving import calls as calls_module
 from app.serving import ingress as ingress_module
 from app.serving.messages import ReplicaStatus
 from tests.app.serving.test_ingress import TOKENIZER, Engines, completion, ingress_with
@@ -148,6 +149,19 @@ def test_a_request_pins_its_prompt_everywhere_before_it_is_sent() -> None:
         assert engines.calls == []
 
     run(scenario())
+
+
+def test_a_replica_that_hangs_does_not_hold_a_pin_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    ingress = ingress_with(fleet := Fleet(answers(None), hangs))
+    with pytest.raises(DeadlineError, match="not pinned within"):
+        run(ingress.generate(completion(prompt="Hello you", pin="rules", timeout_s=0.05)))
+    assert fleet.calls == []
+    monkeypatch.setattr(calls_module, "ANSWER_TIMEOUT_S", 0.05)
+    with pytest.raises(UnavailableError, match="not all engine replicas"):
+        run(ingress.pin(PinRequest(name="rules", prompt=[1, 2])))
+    run(ingress.drain())
+    with pytest.raises(UnavailableError, match="draining"):
+        run(ingress.pin(PinRequest(name="rules", prompt=[1, 2])))
 
 
 def test_tokens_there_and_back() -> None:

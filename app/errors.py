@@ -14,6 +14,7 @@ FolioError
 ├── DeadlineError          the request's `timeout_s` has passed (HTTP 408)
 └── EngineError            the engine is at fault (HTTP 500); the request may be sent again
     └── UnavailableError     the engine is gone, and another one is coming (HTTP 503); send the request again
+        └── NoReplicaError   the request has waited for one in vain
 """
 
 from __future__ import annotations
@@ -130,3 +131,7 @@ class UnavailableError(EngineError):
 
     def __str__(self) -> str:
         return self.message
+
+
+class NoReplicaError(UnavailableError):
+    """There is no replica for the request, and it has waited for one as long as may be, or too many others do."""

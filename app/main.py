@@ -136,7 +136,7 @@ def build(args: AppArgs) -> Application:
     )(Ingress)
     replica = engine.bind(config, args.shared_kv_memory_bytes, args.streaming.pace)
     application: Application = ingress.bind(
-        args.engine.model, model_name, replica, tuple(args.engine.adapters), args.http
+        args.engine.model, model_name, replica, tuple(args.engine.adapters), args.http, config.max_num_seqs
     )
     return application
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import replace
 from typing import Literal
 
-from app.errors import DeadlineError, OverloadedError, UnavailableError
+from app.errors import DeadlineError, NoReplicaError, OverloadedError, UnavailableError
 from app.fleet.overload import Refusals
+from app.serving.batch import Batch
 from app.serving.messages import GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -28,16 +30,22 @@ class Attempts:
     """What has become of one call so far, of which the caller has got nothing yet.
 
     It is sent again when its replica is gone, because nothing of it can be lost then; and offered to another one when
-    the queue was full. It is not sent again after a failed step, in which it may have been the cause, and not past its
-    deadline. The engine adds a number to its id: so the same replica may get it twice.
+    the queue was full, to all again after a while if others of its batch are taken. It is not sent again after a failed
+    step, in which it may have been the cause, and not past its deadline. The engine adds a number to its id: so the
+    same replica may get it twice.
 
     Args:
         refusals: of all calls of this ingress.
+        batch: calls of the same request; `None`: it is the only one.
     """
 
-    def __init__(self, call: GenerateRequest, refusals: Refusals) -> None:
+    def __init__(self, call: GenerateRequest, refusals: Refusals, batch: Batch | None = None) -> None:
         self._call = call
         self._refusals = refusals
+        self._batch = batch
+        self._num_ended = 0 if batch is None else batch.num_ended  # before it has been offered
+        self._retry_after_s = math.inf  # as the replica says that may have room first
+        self._pause_s: float | None = None
         self._began = time.monotonic()
         self._refused_by: tuple[str, ...] = ()
         self._stopped: tuple[str, ...] = ()
@@ -62,6 +70,13 @@ class Attempts:
             stopped=self._stopped,
         )
 
+    async def pause(self) -> None:
+        """Before the next call, after one has failed."""
+        if self._batch is not None and self._pause_s is not None:
+            num_ended = self._batch.num_ended
+            await self._batch.pause(self._pause_s)
+            self._pause_s, self._num_ended = None, num_ended
+
     def failed(self, error: UnavailableError | OverloadedError) -> Reason:
         """The call has failed without any output; returns why it may be sent again.
 
@@ -70,6 +85,8 @@ class Attempts:
         """
         if isinstance(error, OverloadedError):
             return self._refused(error)
+        if isinstance(error, NoReplicaError):  # the router has waited for one already
+            raise error
         if self._num_repeats >= _MOST_REPEATS:
             raise UnavailableError(error.message, error.retry_after_s or _REPLACED_AFTER_S) from error
         self._num_repeats += 1
@@ -81,11 +98,22 @@ class Attempts:
     def _refused(self, error: OverloadedError) -> Reason:
         now = time.monotonic()
         if not error.replica:  # the router knows of none that has not refused
+            if self._may_wait():
+                return "overloaded"
             raise OverloadedError(error.message, self._refusals.all_refused(now)) from error
         if error.retry_after_s is not None:
             self._refusals.note(error.replica, error.retry_after_s, error.num_queued, now)
+            self._retry_after_s = min(self._retry_after_s, error.retry_after_s)
         self._num_offers += 1
-        if self._num_offers >= _MOST_OFFERS:
-            raise error
         self._refused_by = (*self._refused_by, error.replica)
+        if len(self._refused_by) >= _MOST_OFFERS and not self._may_wait():
+            self._refusals.all_refused(now)  # so many are as good as all
+            raise error
         return "overloaded"
+
+    def _may_wait(self) -> bool:
+        """Whether it may be offered to all of them again, after a pause."""
+        if self._batch is None or not self._batch.may_offer_again(self._num_ended):
+            return False
+        self._pause_s, self._retry_after_s, self._refused_by = self._retry_after_s, math.inf, ()
+        return True

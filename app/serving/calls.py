@@ -1,34 +1,31 @@
-"""The engine replicas as the ingress calls them: whole, streamed, cancelled, tried again; and what calls fail with."""
+"""The engine replicas as the ingress calls them: whole, streamed, cancelled, tried again."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing, nullcontext
 from typing import Any, cast
 
-import grpc
-from ray.exceptions import RayActorError, RayTaskError
 from ray.serve import metrics
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from app.engine.params import SamplingParams
-from app.errors import EngineError, FolioError, OverloadedError, UnavailableError
+from app.errors import OverloadedError, UnavailableError
 from app.fleet.overload import Refusals
 from app.openai.pieces import Piece
 from app.serving.attempts import Attempts
+from app.serving.batch import Batch
+from app.serving.failures import FAILURES, broken_off, translated, unwrap
 from app.serving.interleave import interleave
 from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts
 
-# What awaiting a call of a replica raises when the call failed, the replica is gone, or none can be had.
-_FAILURES = (RayTaskError, RayActorError, DeploymentUnavailableError, grpc.aio.AioRpcError)
-# gRPC says so when a replica's process is gone, or is about to end and takes no more calls.
-_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 # A message may have 4 MiB. An output token takes up to 16 bytes, id and text: so all outputs of a call with so many
 # tokens fit into half of that, even if its reader was so slow that they come in one.
 _MOST_TOKENS_BY_VALUE = 131_072
-_BROKEN_OFF = "the engine replica has broken off; send the request again"
+# For what all replicas have to do, such as computing a prefix. One that hangs shall not hold the caller for ever.
+ANSWER_TIMEOUT_S = 120.0
 
 
 class Replicas:
@@ -36,10 +33,12 @@ class Replicas:
 
     Args:
         refusals: by replicas whose queue was full.
+        batch_window: of the calls of one request, so many are sent at once.
     """
 
-    def __init__(self, handle: DeploymentHandle[Any], refusals: Refusals) -> None:
+    def __init__(self, handle: DeploymentHandle[Any], refusals: Refusals, batch_window: int = 32) -> None:
         self._handle = handle
+        self._batch_window = batch_window
         self._refusals = refusals
         self._sent_again = metrics.Counter(
             "folio_repeated_calls",
@@ -49,11 +48,13 @@ class Replicas:
 
     async def generate(self, calls: Sequence[GenerateRequest]) -> list[list[Piece]]:
         """The outputs of each call, each output in one piece. When one call fails, the others are cancelled."""
-        return await _all_of([self._whole(call) for call in calls])
+        batch = self._batch_of(calls)
+        return await _all_of([self._whole(call, batch) for call in calls])
 
     def generate_stream(self, calls: Sequence[GenerateRequest]) -> AsyncGenerator[tuple[int, Piece], None]:
         """Pieces of all calls as they come, each with the number of its call. Close it to cancel them."""
-        return interleave([self._stream(call) for call in calls])
+        batch = self._batch_of(calls)
+        return interleave([self._stream(call, batch) for call in calls])
 
     async def fork(self, call: ForkCall) -> list[Piece]:
         """The forks, each in one piece. They are not tried again: what they go on from is gone with its replica."""
@@ -75,39 +76,52 @@ class Replicas:
         return await _result_of(getattr(self._handle, method).remote(*args))
 
     async def all(self, method: str, *args: Any) -> list[Any]:
-        """What every replica answers."""
+        """What every replica answers. One that does not in time is unavailable."""
         try:
-            return await self._handle.broadcast(method, *args).results_async()
-        except _FAILURES as error:
-            raise unwrap(error) from error
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                with translated():
+                    return await self._handle.broadcast(method, *args).results_async()
+        except TimeoutError:
+            raise UnavailableError(f"not all engine replicas have answered within {ANSWER_TIMEOUT_S:g} s") from None
 
     async def each(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """What every replica answers, or the `FolioError` that came of it: who does not answer in time is
-        unavailable, and the others are heard nevertheless."""
+        unavailable, and the others are heard nevertheless. Nobody answers when there is no replica."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
         response = self._handle.broadcast(method, *args)
         # Its public methods know one timeout for all replicas together, and then none of the answers.
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout_at(deadline):
                 results = await response._fetch_replica_results_async()
+        except DeploymentUnavailableError:
+            return []
+        except FAILURES as error:
+            raise unwrap(error) from error
         except TimeoutError:
             raise UnavailableError(f"no engine replica could be asked within {timeout_s} s") from None
         answers = [asyncio.ensure_future(result.get_async()) for result in results]
         if not answers:
             return []
         try:
-            await asyncio.wait(answers, timeout=timeout_s)
+            await asyncio.wait(answers, timeout=deadline - loop.time())
         finally:
             for answer in answers:
                 answer.cancel()  # those that are there stay as they are
         return [_answer_of(answer, timeout_s) for answer in answers]
 
-    async def _whole(self, call: GenerateRequest) -> list[Piece]:
-        attempts = Attempts(call, self._refusals)
-        while True:
-            try:
-                return await self._at_once(attempts.next_call())
-            except (UnavailableError, OverloadedError) as error:
-                self._sent_again.inc(tags={"reason": attempts.failed(error)})
+    def _batch_of(self, calls: Sequence[GenerateRequest]) -> Batch | None:
+        return Batch(self._batch_window) if len(calls) > 1 else None
+
+    async def _whole(self, call: GenerateRequest, batch: Batch | None) -> list[Piece]:
+        async with batch.turn() if batch else nullcontext():
+            attempts = Attempts(call, self._refusals, batch)
+            while True:
+                try:
+                    return await self._at_once(attempts.next_call())
+                except (UnavailableError, OverloadedError) as error:
+                    self._sent_again.inc(tags={"reason": attempts.failed(error)})
+                await attempts.pause()
 
     async def _at_once(self, call: GenerateRequest) -> list[Piece]:
         """As a stream of one item, where that can go by value: a replica does not hear that the caller of anything else
@@ -116,21 +130,23 @@ class Replicas:
             return cast(list[Piece], await _result_of(self._handle.generate.remote(call)))
         return await _only_item_of(self._streaming(call.params).generate_at_once.remote(call))
 
-    async def _stream(self, call: GenerateRequest) -> AsyncGenerator[Piece, None]:
+    async def _stream(self, call: GenerateRequest, batch: Batch | None) -> AsyncGenerator[Piece, None]:
         """Tried again as long as nothing has come of it: afterwards the caller would see a beginning twice."""
-        attempts, begun = Attempts(call, self._refusals), False
-        method = self._streaming(call.params).generate_stream
-        while True:
-            try:
-                async with aclosing(_pieces_of(method, attempts.next_call())) as pieces:
-                    async for piece in pieces:
-                        begun = True
-                        yield piece
-                return
-            except (UnavailableError, OverloadedError) as error:
-                if begun:
-                    raise
-                self._sent_again.inc(tags={"reason": attempts.failed(error)})
+        async with batch.turn() if batch else nullcontext():
+            attempts, begun = Attempts(call, self._refusals, batch), False
+            method = self._streaming(call.params).generate_stream
+            while True:
+                try:
+                    async with aclosing(_pieces_of(method, attempts.next_call())) as pieces:
+                        async for piece in pieces:
+                            begun = True
+                            yield piece
+                    return
+                except (UnavailableError, OverloadedError) as error:
+                    if begun:
+                        raise
+                    self._sent_again.inc(tags={"reason": attempts.failed(error)})
+                await attempts.pause()
 
     def _streaming(self, params: SamplingParams) -> DeploymentHandle[Any]:
         """By value an item costs half as much, and the replica hears when this process dies; but it may not be long."""
@@ -152,7 +168,7 @@ def _answer_of(answer: asyncio.Future[Any], timeout_s: float) -> Any:
     error = answer.exception()
     if error is None:
         return answer.result()
-    if isinstance(error, _FAILURES):
+    if isinstance(error, FAILURES):
         return unwrap(error)
     raise error
 
@@ -163,13 +179,13 @@ async def _pieces_of(method: Any, call: GenerateRequest | ForkCall) -> AsyncGene
     response = method.remote(call)
     finished = False
     try:
-        with _translated():
+        with translated():
             async for pieces in response:
                 finished = pieces[-1].ends_request
                 for piece in pieces:
                     yield piece
             if not finished:
-                raise UnavailableError(_BROKEN_OFF)
+                raise broken_off()
     finally:
         if not finished:  # dropping the generator would not stop the replica
             response.cancel()
@@ -179,11 +195,11 @@ async def _only_item_of(response: Any) -> list[Piece]:
     """Of a replica's stream; it is cancelled when this task is."""
     pieces: list[Piece] | None = None
     try:
-        with _translated():
+        with translated():
             async for item in response:
                 pieces = item
             if pieces is None:
-                raise UnavailableError(_BROKEN_OFF)
+                raise broken_off()
             return pieces
     finally:
         if pieces is None:
@@ -206,33 +222,8 @@ async def _all_of(calls: Sequence[Coroutine[Any, Any, list[Piece]]]) -> list[lis
 async def _result_of(response: Any) -> Any:
     """Await a call of a replica; it is cancelled when this task is."""
     try:
-        with _translated():
+        with translated():
             return await response
     except asyncio.CancelledError:
         response.cancel()
         raise
-
-
-@contextmanager
-def _translated() -> Iterator[None]:
-    """What a call fails with becomes the `FolioError` that it means."""
-    try:
-        yield
-    except _FAILURES as error:
-        raise unwrap(error) from error
-    except asyncio.CancelledError:
-        # Serve has a call end as if this task had been cancelled when a replica that is stopped breaks it off.
-        task = asyncio.current_task()
-        if task is not None and not task.cancelling():
-            raise UnavailableError(_BROKEN_OFF) from None
-        raise
-
-
-def unwrap(error: Exception) -> FolioError:
-    """What really happened at the replica."""
-    if isinstance(error, RayActorError | DeploymentUnavailableError) or (
-        isinstance(error, grpc.aio.AioRpcError) and error.code() in _GONE
-    ):
-        return UnavailableError("the engine replica cannot be reached; send the request again")
-    cause = error.cause if isinstance(error, RayTaskError) else None
-    return cause if isinstance(cause, FolioError) else EngineError("the engine replica failed; its log says more")

@@ -7,20 +7,18 @@ from collections.abc import AsyncGenerator
 from typing import Any, cast
 
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from app.errors import EngineError, FolioError, OverloadedError, UnavailableError
+from app.errors import EngineError, UnavailableError
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, PinRequest
 from app.openai.operator_replies import LoadReport
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
 from app.openai.responses_body import ResponsesRequest
 from app.openai.responses_replies import ResponseObject, StreamEvent
+from app.serving.failures import translated
 from vmem import BudgetAnswer, MemoryReport
 
-# What a call raises when it failed at the other side, cannot be delivered, or is refused by Serve itself.
-_FAILURES = (RayTaskError, RayActorError, DeploymentUnavailableError, BackPressureError)
 _READY_POLL_S = 0.5
 
 
@@ -38,6 +36,7 @@ class Folio:
 
     def __init__(self, application: str | DeploymentHandle[Any] = "folio") -> None:
         self._name = application if isinstance(application, str) else application.app_name
+        self._callee = f"the application {self._name!r}"
         self._handle = None if isinstance(application, str) else application
 
     async def ready(self, timeout_s: float = 120.0) -> None:
@@ -137,9 +136,8 @@ class Folio:
         handle = await self._connected()
         response = getattr(handle, method).remote(*args)
         try:
-            return await response
-        except _FAILURES as error:
-            raise cause_of(error, self._name) from error
+            with translated(self._callee):
+                return await response
         except asyncio.CancelledError:
             response.cancel()  # outside of a deployment Serve does not, and the request would go on
             raise
@@ -149,11 +147,10 @@ class Folio:
         response = getattr(handle.options(stream=True), method).remote(*args)
         finished = False
         try:
-            async for chunk in response:
-                yield chunk
+            with translated(self._callee):
+                async for chunk in response:
+                    yield chunk
             finished = True
-        except _FAILURES as error:
-            raise cause_of(error, self._name) from error
         finally:
             if not finished:  # dropping the generator would not stop the request
                 response.cancel()
@@ -170,13 +167,3 @@ def _find(name: str) -> DeploymentHandle[Any]:
         return serve.get_app_handle(name)
     except RayServeException as error:
         raise UnavailableError(f"there is no application {name!r} in this Ray cluster: {error}") from error
-
-
-def cause_of(error: Exception, application: str) -> FolioError:
-    """What really happened."""
-    if isinstance(error, BackPressureError):
-        return OverloadedError(str(error), error.retry_after_s)
-    if isinstance(error, RayTaskError):
-        cause = error.cause
-        return cause if isinstance(cause, FolioError) else EngineError(f"{application!r} failed: {error}")
-    return UnavailableError(f"the application {application!r} cannot be reached; send the request again")

@@ -17,7 +17,9 @@ from app.edge.exchange import current_exchange, note_error
 from app.edge.settings import HttpSettings
 from app.engine.model_loader import load_tokenizer
 from app.errors import (
+    DeadlineError,
     FolioError,
+    NoReplicaError,
     RequestError,
     UnavailableError,
     UnknownPinError,
@@ -63,6 +65,7 @@ class Ingress:
         engine: handle of the engine replicas.
         adapters: names of the LoRA adapters that the engine has.
         http: how the HTTP interface is protected.
+        batch_window: of the prompts of one request, so many are sent at once.
     """
 
     def __init__(
@@ -72,13 +75,14 @@ class Ingress:
         engine: DeploymentHandle[Any],
         adapters: Sequence[str] = (),
         http: HttpSettings | None = None,
+        batch_window: int = 32,
     ) -> None:
         configure_logs()
         self._http = http
         self._model_names = (model_name, *adapters)
         self._translator = Translator(load_tokenizer(model), model_name, adapters)
         refusals = Refusals()
-        self._replicas = Replicas(engine, refusals)
+        self._replicas = Replicas(engine, refusals, batch_window)
         self._admission = Admission(refusals)
         self._created = int(time.time())
         self._max_model_len: int | None = None
@@ -123,9 +127,10 @@ class Ingress:
 
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion, whole."""
+        arrived = time.monotonic()
         with self._meter.measure("completions") as measured, self._admission.enter():
             calls, answer = await asyncio.to_thread(self._translator.completion, request, session)
-            await self._pin_prompt(request, calls)
+            await self._pin_prompt(request, calls, arrived)
             measured.sends(calls)
             outputs = await self._replicas.generate(calls)
             measured.receives(outputs)
@@ -135,9 +140,10 @@ class Ingress:
         self, request: CompletionRequest, session: str | None = None
     ) -> AsyncIterator[Completion]:
         """A completion, piece by piece: outputs take turns as they are generated."""
+        arrived = time.monotonic()
         with self._meter.measure("completions") as measured, self._admission.enter():
             calls, answer = await asyncio.to_thread(self._translator.completion, request, session)
-            await self._pin_prompt(request, calls)
+            await self._pin_prompt(request, calls, arrived)
             measured.sends(calls)
             async with aclosing(self._replicas.generate_stream(calls)) as pieces:
                 async for prompt, piece in pieces:
@@ -148,9 +154,10 @@ class Ingress:
 
     async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
         """A chat completion, whole."""
+        arrived = time.monotonic()
         with self._meter.measure("chat") as measured, self._admission.enter():
             call, answer = await asyncio.to_thread(self._translator.chat, request, session)
-            await self._pin_prompt(request, [call])
+            await self._pin_prompt(request, [call], arrived)
             measured.sends([call])
             [outputs] = await self._replicas.generate([call])
             measured.receives([outputs])
@@ -160,9 +167,10 @@ class Ingress:
         self, request: ChatCompletionRequest, session: str | None = None
     ) -> AsyncIterator[ChatCompletionChunk]:
         """A chat completion, piece by piece; the first chunk of each output carries the role."""
+        arrived = time.monotonic()
         with self._meter.measure("chat") as measured, self._admission.enter():
             call, answer = await asyncio.to_thread(self._translator.chat, request, session)
-            await self._pin_prompt(request, [call])
+            await self._pin_prompt(request, [call], arrived)
             measured.sends([call])
             async with aclosing(self._replicas.generate_stream([call])) as pieces:
                 async for _, piece in pieces:
@@ -175,9 +183,10 @@ class Ingress:
 
     async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject:
         """A response, whole."""
+        arrived = time.monotonic()
         with self._meter.measure("responses") as measured, self._admission.enter():
             call, answer = await asyncio.to_thread(self._translator.response, request, session)
-            await self._pin_prompt(request, [call])
+            await self._pin_prompt(request, [call], arrived)
             measured.sends([call])
             [outputs] = await self._replicas.generate([call])
             measured.receives([outputs])
@@ -187,9 +196,10 @@ class Ingress:
         self, request: ResponsesRequest, session: str | None = None
     ) -> AsyncIterator[StreamEvent]:
         """A response, event by event. Once it has begun, what goes wrong is its last event instead of an error."""
+        arrived = time.monotonic()
         with self._meter.measure("responses") as measured, self._admission.enter():
             call, answer = await asyncio.to_thread(self._translator.response, request, session)
-            await self._pin_prompt(request, [call])
+            await self._pin_prompt(request, [call], arrived)
             measured.sends([call])
             begun = False
             try:
@@ -291,11 +301,14 @@ class Ingress:
                 all the same, and keeps it until `unpin`.
             EngineError: a replica has no room for it within its quota.
             ForbiddenError: the caller's API key is another tenant's.
+            OverloadedError: there is no room for requests now.
+            UnavailableError: a replica has not answered in time, or the server is about to stop.
         """
-        exchange = current_exchange()
-        tenant = request.tenant if exchange is None else exchange.tenant_of(request.tenant)
-        prefix = await asyncio.to_thread(self._translator.prefix, request)
-        await self._replicas.all("pin", request.name, prefix, request.cache_salt, tenant)
+        with self._admission.enter():
+            exchange = current_exchange()
+            tenant = request.tenant if exchange is None else exchange.tenant_of(request.tenant)
+            prefix = await asyncio.to_thread(self._translator.prefix, request)
+            await self._replicas.all("pin", request.name, prefix, request.cache_salt, tenant)
 
     async def unpin(self, name: str) -> None:
         """Let a pinned prefix go on every engine replica: those that have started later may not have it.
@@ -306,14 +319,14 @@ class Ingress:
         """
         answers = await self._replicas.each("unpin", name, timeout_s=UNPIN_TIMEOUT_S)
         if not answers:
-            raise UnavailableError("there is no engine replica now; send the request again")
+            raise NoReplicaError("there is no engine replica; send the request again")
         errors = [answer for answer in answers if isinstance(answer, FolioError)]
         errors.sort(key=lambda error: isinstance(error, UnknownPinError))  # who has not answered may have it
         for error in errors:
             if len(errors) == len(answers) or not isinstance(error, UnknownPinError):
                 raise error
 
-    async def _pin_prompt(self, request: GenerationBody, calls: Sequence[GenerateRequest]) -> None:
+    async def _pin_prompt(self, request: GenerationBody, calls: Sequence[GenerateRequest], arrived: float) -> None:
         """What the body's `pin` asks for."""
         if request.pin is None:
             return
@@ -324,8 +337,12 @@ class Ingress:
             raise RequestError(
                 f"prefixes are pinned for the model {self._model_names[0]!r} only, not for adapters", "pin"
             )
+        timeout_s = call.timeout_s
         try:
-            await self._replicas.all("pin", request.pin, call.prompt_token_ids, call.cache_salt, call.tenant)
+            async with asyncio.timeout(None if timeout_s is None else arrived + timeout_s - time.monotonic()):
+                await self._replicas.all("pin", request.pin, call.prompt_token_ids, call.cache_salt, call.tenant)
+        except TimeoutError:
+            raise DeadlineError(f"the prompt was not pinned within the request's timeout_s of {timeout_s}") from None
         except RequestError as error:
             raise type(error)(error.message, "pin") from error
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from ray.serve import metrics
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from app.errors import DeadlineError, OverloadedError, UnavailableError
+from app.errors import DeadlineError, NoReplicaError, OverloadedError
 from app.fleet.fleet import Fleet, RoutedRequest, Sent
 from app.fleet.keys import prompt_keys
 from app.fleet.policies import make_policy
@@ -166,12 +166,12 @@ class FolioRouter(FIFOMixin, RequestRouter):
         """Serve's own waits for ever.
 
         Raises:
-            UnavailableError: there is no replica, or none that it may go to.
+            NoReplicaError: there is none, or none that it may go to.
             OverloadedError: all replicas have refused it.
             DeadlineError: the request's own time has passed.
         """
         if not self._by_name and self.num_pending_requests >= _MOST_WAITING:
-            raise UnavailableError(
+            raise NoReplicaError(
                 f"there is no engine replica, and {_MOST_WAITING} requests wait for one; send the request again",
                 self._wait_for_replica_s,
             )
@@ -187,7 +187,7 @@ class FolioRouter(FIFOMixin, RequestRouter):
         except TimeoutError:
             if timeout_s is not None and timeout_s <= self._wait_for_replica_s:
                 raise DeadlineError(f"no engine replica within the request's timeout_s of {timeout_s:g}") from None
-            raise UnavailableError(
+            raise NoReplicaError(
                 f"no engine replica within {self._wait_for_replica_s:g} s; send the request again",
                 self._wait_for_replica_s,
             ) from None

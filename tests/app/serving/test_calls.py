@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -11,18 +12,27 @@ from typing import Any
 
 import grpc
 import pytest
-from ray.exceptions import ActorUnavailableError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    NodeDiedError,
+    RaySystemError,
+    RayTaskError,
+    TaskCancelledError,
+    WorkerCrashedError,
+)
 
 from app.engine import SamplingParams
-from app.errors import DeadlineError, EngineError, FolioError, OverloadedError, UnavailableError
+from app.errors import DeadlineError, EngineError, FolioError, NoReplicaError, OverloadedError, UnavailableError
 from app.fleet.overload import Refusals
 from app.openai.pieces import Piece
-from app.serving.calls import Replicas, fits_by_value, unwrap
+from app.serving.calls import Replicas, fits_by_value
+from app.serving.failures import unwrap
 from app.serving.messages import ForkCall, GenerateRequest
 
 CALL = GenerateRequest("r", [1, 2], SamplingParams())
 BEGUN, END = Piece("a", (1,)), Piece("b", (2,), 0, "stop")
 GONE = ActorUnavailableError("gone", None)
+LOST = [WorkerCrashedError(), TaskCancelledError(), NodeDiedError("lost"), RaySystemError("lost")]
 Script = Callable[[Any], list[Any]]
 
 
@@ -33,7 +43,7 @@ class Response:
     def __init__(self, items: list[Any], at_once: bool) -> None:
         self.items = items
         self.at_once = at_once
-        self.cancelled = False
+        self.cancelled = self.ended = False
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -45,11 +55,17 @@ class Response:
         if self.at_once:
             yield await self._whole()
             return
-        for item in self.items:
-            yield [await self._real(item)]
+        try:
+            for item in self.items:
+                yield [await self._real(item)]
+        finally:
+            self.ended = True
 
     async def _whole(self) -> list[Piece]:
-        return [await self._real(item) for item in self.items]
+        try:
+            return [await self._real(item) for item in self.items]
+        finally:
+            self.ended = True
 
     @staticmethod
     async def _real(item: Any) -> Piece:
@@ -117,7 +133,7 @@ STREAM = pytest.mark.parametrize("stream", [True, False])
 
 
 @STREAM
-@pytest.mark.parametrize("error", [GONE, stopped("a"), asyncio.CancelledError()])
+@pytest.mark.parametrize("error", [GONE, stopped("a"), asyncio.CancelledError(), *LOST])
 def test_a_call_whose_replica_is_gone_goes_to_another_one(stream: bool, error: BaseException) -> None:
     async def run() -> None:
         replicas, handle = replicas_with([error], [END])
@@ -139,6 +155,22 @@ def test_it_is_repeated_twice_at_most(stream: bool) -> None:
             await ask(replicas, stream)
         assert [call.stopped for call in handle.calls] == [(), ("e0",), ("e0", "e1")]
         assert error.value.retry_after_s
+
+    asyncio.run(run())
+
+
+@STREAM
+def test_without_any_replica_it_is_not_repeated(stream: bool) -> None:
+    """Regression: it waited for one three times."""
+
+    async def run() -> None:
+        error = NoReplicaError("no engine replica within 10 s", 10.0)
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+        replicas, handle = replicas_with(script=lambda call: [error])
+        with pytest.raises(NoReplicaError) as caught:
+            await ask(replicas, stream)
+        assert caught.value.retry_after_s == 10.0
+        assert len(handle.calls) == 1
 
     asyncio.run(run())
 
@@ -213,6 +245,7 @@ def test_many_full_replicas_are_not_all_asked_by_one_request() -> None:
         with pytest.raises(OverloadedError):
             await ask(replicas, False)
         assert len(handle.calls) == 8
+        assert replicas._refusals.refuse(time.monotonic()) is not None  # they are as good as all
 
     asyncio.run(run())
 
@@ -246,6 +279,60 @@ def test_one_call_of_several_is_repeated_alone() -> None:
         pieces = [entry async for entry in replicas.generate_stream(calls)]
         assert sorted(number for number, _ in pieces) == [0, 0, 1, 1, 2, 2]
         assert tries == {"0": 1, "1": 2, "2": 1}
+
+    asyncio.run(run())
+
+
+class Queue:
+    """A replica that takes so many calls at once."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.most_offered, self.num_refused = room, 0, 0
+        self._handle: Any = None
+
+    def replicas(self, window: int) -> Any:
+        self._handle = Handle(self._items)
+        return Replicas(self._handle, Refusals(), window)  # type: ignore[arg-type]
+
+    def _items(self, call: Any) -> list[Any]:
+        running = sum(not response.ended for response in self._handle.responses)
+        self.most_offered = max(self.most_offered, running + 1)
+        if running >= self.room:
+            self.num_refused += 1
+            return [full("a", 0.0) if not call.refused_by else OverloadedError("all are full")]
+        return [BEGUN, BEGUN, END]
+
+
+@STREAM
+def test_a_batch_that_is_longer_than_the_queue(stream: bool) -> None:
+    """Regression: one prompt too many was refused, and with it all, however often it was sent."""
+
+    async def run(room: int, window: int) -> Queue:
+        replicas = (queue := Queue(room)).replicas(window)
+        calls = [GenerateRequest(str(i), [1], SamplingParams()) for i in range(20)]
+        if stream:
+            entries = [entry async for entry in replicas.generate_stream(calls)]
+            assert sorted(number for number, _ in entries) == sorted([*range(20)] * 3)
+        else:
+            assert [len(pieces) for pieces in await replicas.generate(calls)] == [3] * 20
+        assert replicas._refusals.refuse(time.monotonic()) is None  # others may come in
+        return queue
+
+    windowed = asyncio.run(run(8, 4))
+    assert (windowed.most_offered, windowed.num_refused) == (4, 0)
+    assert asyncio.run(run(3, 8)).num_refused > 0
+
+
+@STREAM
+def test_a_batch_of_which_nothing_is_taken_is_refused(stream: bool) -> None:
+    async def run() -> None:
+        nobody_left = OverloadedError("all engine replicas have as many requests waiting as may")
+        replicas, _ = replicas_with(script=lambda call: [nobody_left] if call.refused_by else [full("a")])
+        calls = [GenerateRequest(str(i), [1], SamplingParams()) for i in range(5)]
+        answers = anext(replicas.generate_stream(calls)) if stream else replicas.generate(calls)
+        with pytest.raises(OverloadedError, match="all engine replicas"):
+            await answers
+        assert replicas._refusals.refuse(time.monotonic()) is not None
 
     asyncio.run(run())
 

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, RayTaskError, WorkerCrashedError
 from ray.serve.exceptions import BackPressureError, RayServeException
 
 import app.client
@@ -44,7 +44,7 @@ class Response:
     async def _whole(self) -> Any:
         if self._hangs:
             await asyncio.Event().wait()
-        if isinstance(self._answer, Exception):
+        if isinstance(self._answer, BaseException):
             raise self._answer
         return self._answer
 
@@ -107,10 +107,12 @@ def test_each_method_calls_that_of_the_ingress() -> None:
         (RayTaskError("f", "traceback", ValueError("x")), EngineError, "'folio' failed"),
         (BackPressureError(num_queued_requests=3, max_queued_requests=2), OverloadedError, "2"),
         (ActorDiedError(), UnavailableError, "send the request again"),
+        (WorkerCrashedError(), UnavailableError, "send the request again"),
+        (asyncio.CancelledError(), UnavailableError, "broken off"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_errors_are_those_of_the_application(raised: Exception, kind: type, message: str, stream: bool) -> None:
+def test_errors_are_those_of_the_application(raised: BaseException, kind: type, message: str, stream: bool) -> None:
     async def run() -> None:
         folio = folio_with(Handle(raised))
         with pytest.raises(kind, match=message) as caught:

@@ -28,7 +28,8 @@ from app.fleet.overload import Refusals
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest
 from app.openai.pieces import Piece
 from app.serving.admission import Admission
-from app.serving.calls import Replicas, unwrap
+from app.serving.calls import Replicas
+from app.serving.failures import unwrap
 from app.serving.ingress import Ingress
 from app.serving.messages import ForkCall, GenerateRequest
 from app.serving.metrics import RequestMeter

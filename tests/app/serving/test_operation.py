@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 
-from app.errors import FolioError, RequestError, UnavailableError, UnknownPinError
+from app.errors import DeadlineError, FolioError, RequestError, UnavailableError, UnknownPinError
 from app.openai.bodies import PinRequest
 from app.openai.token_bodies import DetokenizeRequest, TokenizeRequest
+from app.serving import calls as calls_module
 from app.serving import ingress as ingress_module
 from app.serving.messages import ReplicaStatus
 from tests.app.serving.test_ingress import TOKENIZER, Engines, completion, ingress_with
@@ -38,10 +41,12 @@ class Fleet(Engines):
         self.broadcasts.append((method, args))
 
         async def results() -> list[Any]:
+            if not self._replicas:
+                raise DeploymentUnavailableError(DeploymentID("engine"))
             return [SimpleNamespace(get_async=lambda act=act: act(method, args)) for act in self._replicas]
 
         async def results_async() -> list[Any]:
-            return [await act(method, args) for act in self._replicas]
+            return [await result.get_async() for result in await results()]
 
         return SimpleNamespace(_fetch_replica_results_async=results, results_async=results_async)
 
@@ -80,6 +85,17 @@ def test_the_load_of_those_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     nobody = run(ingress_with(Fleet(hangs)).load())
     assert (nobody.num_silent, nobody.least_queued_s, nobody.total.free_tokens) == (1, None, 0)
     assert run(ingress_with(Fleet()).load()).num_replicas == 0
+
+
+def test_without_any_replica() -> None:
+    """Regression: Serve raises then, and the report was an internal error."""
+    ingress = ingress_with(Fleet())
+    assert run(ingress.load()).replicas == []
+    assert run(ingress.pins()).data == []
+    with pytest.raises(UnavailableError):
+        run(ingress.unpin("a"))
+    with pytest.raises(UnavailableError):
+        run(ingress.pin(PinRequest(name="rules", prompt=[1, 2])))
 
 
 def test_errors_that_are_bugs_are_not_hidden() -> None:
@@ -133,6 +149,19 @@ def test_a_request_pins_its_prompt_everywhere_before_it_is_sent() -> None:
         assert engines.calls == []
 
     run(scenario())
+
+
+def test_a_replica_that_hangs_does_not_hold_a_pin_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    ingress = ingress_with(fleet := Fleet(answers(None), hangs))
+    with pytest.raises(DeadlineError, match="not pinned within"):
+        run(ingress.generate(completion(prompt="Hello you", pin="rules", timeout_s=0.05)))
+    assert fleet.calls == []
+    monkeypatch.setattr(calls_module, "ANSWER_TIMEOUT_S", 0.05)
+    with pytest.raises(UnavailableError, match="not all engine replicas"):
+        run(ingress.pin(PinRequest(name="rules", prompt=[1, 2])))
+    run(ingress.drain())
+    with pytest.raises(UnavailableError, match="draining"):
+        run(ingress.pin(PinRequest(name="rules", prompt=[1, 2])))
 
 
 def test_tokens_there_and_back() -> None:

@@ -12,7 +12,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve.request_router import PendingRequest
 
 from app.engine import SamplingParams
-from app.errors import DeadlineError, OverloadedError, UnavailableError
+from app.errors import DeadlineError, NoReplicaError, OverloadedError
 from app.fleet.keys import prompt_keys
 from app.serving.messages import Expected, ForkCall, GenerateRequest, report_as_stats, report_from_stats
 from app.serving.router import FolioRouter
@@ -404,7 +404,7 @@ def test_nobody_waits_for_ever_for_a_replica(replicas: list[Replica], all_have_s
         router = router_for(replicas if all_have_stopped else [], wait_for_replica_s=0.05)
         request = pending()
         request.args[0] = replace(request.args[0], stopped=("a", "b", "c"))
-        with pytest.raises(UnavailableError, match="no engine replica") as error:
+        with pytest.raises(NoReplicaError, match="no engine replica") as error:
             await choose(router, request)
         assert error.value.retry_after_s == 0.05
         await asyncio.sleep(0)  # what is done with a future is told to its callbacks a moment later
@@ -429,7 +429,7 @@ def test_few_wait_while_there_is_no_replica(monkeypatch: pytest.MonkeyPatch) -> 
         router = router_for([])
         waiting = [asyncio.create_task(choose(router, pending(i))) for i in range(2)]
         await asyncio.sleep(0)
-        with pytest.raises(UnavailableError, match="2 requests wait"):
+        with pytest.raises(NoReplicaError, match="2 requests wait"):
             await choose(router, pending(2))
         for task in waiting:
             task.cancel()

@@ -60,13 +60,24 @@ class HotNodes(Generic[Node]):
         latest_first = [(node, hits) for node, hits in reversed(self._hits.items()) if usable(node)]
         taken: set[Node] = set()
         best: list[tuple[Node, int]] = []
+        # How many units would have been left with a node that did not fit, below 0 for itself. It never grows: whatever
+        # else is taken fills the room by as much as it may spare the node. So long chains are not walked again.
+        spare_with: dict[Node, int] = {}
         for node, hits in sorted(latest_first, key=lambda entry: -entry[1]):
             more: list[Node] = []
+            known = None
             for unit in units_of(node):
-                if unit in taken or len(taken) + len(more) > most_units:  # chains may be long, and many
+                if unit in taken:
                     break
+                known = spare_with.get(unit)
+                if known is not None and known < len(more):
+                    break
+                known = None
                 more.append(unit)
-            if more and len(taken) + len(more) <= most_units:
+            spare = (most_units - len(taken) if known is None else known) - len(more)
+            if spare < 0:
+                spare_with.update((unit, spare + i) for i, unit in enumerate(more))
+            elif more:
                 taken.update(more)
                 best.append((node, hits))
         begun: set[Node] = set()

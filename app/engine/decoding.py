@@ -291,6 +291,7 @@ class Decoding:
             stops_at=parent.stops_at if memory is not None else (),
             sampling=state,
             prompt_logprobs=parent.prompt_logprobs if parent.group.lockstep else [],
+            submitted_at=time.perf_counter(),  # for one that shares nothing: it waits until it is computed again
         )
 
     def fail(self, generation: Generation, error: FolioError) -> Iterator[Delta]:

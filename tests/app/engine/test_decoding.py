@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from app.engine import Delta, SamplingParams, Structure, generation
 from app.engine.engine import Engine
 from app.errors import EngineError, RequestError
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
+from vmem import VmemError
 
 NEW_TOKENS = 12
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
@@ -263,6 +265,23 @@ def test_forks_of_running_and_of_ended_requests(folder: Path) -> None:
     assert deltas[-1].num_cached_tokens >= (50 + NEW_TOKENS - 1) // 16 * 16  # all but a block that was not full
     with pytest.raises(RequestError, match="is not here"):
         engine.fork("nobody", "nothing", rest)
+    engine.close()
+
+
+def test_forks_that_share_nothing_wait_from_when_they_were_made(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: they counted as waiting since the machine was started."""
+    engine = make_engine(llama)
+
+    def no_region(*_: object) -> None:
+        raise VmemError("injected")
+
+    monkeypatch.setattr(engine.memory, "fork", no_region)
+    start = time.perf_counter()
+    engine.submit("n", prompt(10), SamplingParams(n=2, max_tokens=4, seed=5, ignore_eos=True))
+    assert len(run(engine)) == 2
+    queue_s = engine.take_activity().queue_s
+    assert len(queue_s) == 2
+    assert all(0 <= waited < time.perf_counter() - start for waited in queue_s)
     engine.close()
 
 

@@ -132,7 +132,7 @@ class Ingress:
             calls, answer = await asyncio.to_thread(self._translator.completion, request, session)
             await self._pin_prompt(request, calls, arrived)
             measured.sends(calls)
-            outputs = await self._replicas.generate(calls)
+            outputs = await self._replicas.generate(calls, arrived)
             measured.receives(outputs)
             return answer.whole(outputs)
 
@@ -145,7 +145,7 @@ class Ingress:
             calls, answer = await asyncio.to_thread(self._translator.completion, request, session)
             await self._pin_prompt(request, calls, arrived)
             measured.sends(calls)
-            async with aclosing(self._replicas.generate_stream(calls)) as pieces:
+            async with aclosing(self._replicas.generate_stream(calls, arrived)) as pieces:
                 async for prompt, piece in pieces:
                     measured.streams(piece, prompt)
                     yield answer.chunk(piece, prompt)
@@ -159,7 +159,7 @@ class Ingress:
             call, answer = await asyncio.to_thread(self._translator.chat, request, session)
             await self._pin_prompt(request, [call], arrived)
             measured.sends([call])
-            [outputs] = await self._replicas.generate([call])
+            [outputs] = await self._replicas.generate([call], arrived)
             measured.receives([outputs])
             return answer.whole(outputs)
 
@@ -172,7 +172,7 @@ class Ingress:
             call, answer = await asyncio.to_thread(self._translator.chat, request, session)
             await self._pin_prompt(request, [call], arrived)
             measured.sends([call])
-            async with aclosing(self._replicas.generate_stream([call])) as pieces:
+            async with aclosing(self._replicas.generate_stream([call], arrived)) as pieces:
                 async for _, piece in pieces:
                     measured.streams(piece)
                     chunk = answer.chunk(piece)
@@ -188,7 +188,7 @@ class Ingress:
             call, answer = await asyncio.to_thread(self._translator.response, request, session)
             await self._pin_prompt(request, [call], arrived)
             measured.sends([call])
-            [outputs] = await self._replicas.generate([call])
+            [outputs] = await self._replicas.generate([call], arrived)
             measured.receives([outputs])
             return answer.whole(outputs)
 
@@ -203,7 +203,7 @@ class Ingress:
             measured.sends([call])
             begun = False
             try:
-                async with aclosing(self._replicas.generate_stream([call])) as pieces:
+                async with aclosing(self._replicas.generate_stream([call], arrived)) as pieces:
                     async for _, piece in pieces:
                         measured.streams(piece)
                         for event in answer.events(piece):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
@@ -13,7 +12,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from app.edge.exchange import current_exchange, note_error
+from app.edge.exchange import current_exchange
 from app.edge.settings import HttpSettings
 from app.engine.model_loader import load_tokenizer
 from app.errors import (
@@ -27,8 +26,7 @@ from app.errors import (
 from app.fleet.overload import Refusals
 from app.logs import configure_logs
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, GenerationBody, PinRequest
-from app.openai.errors import error_response
-from app.openai.http import build_api
+from app.openai.http import build_api, note_broken_stream
 from app.openai.operator_replies import LoadReport, PinList
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, ModelCard, ModelList
 from app.openai.responses_body import ResponsesRequest
@@ -46,8 +44,6 @@ READY_TIMEOUT_S = 10
 # Reports are wanted soon or not at all.
 STATUS_TIMEOUT_S = 2.0
 UNPIN_TIMEOUT_S = 10.0
-
-logger = logging.getLogger(__name__)
 
 
 @serve.ingress()
@@ -212,8 +208,7 @@ class Ingress:
             except FolioError as error:
                 if not begun:
                     raise
-                logger.exception("a response failed")
-                note_error(error_response(error)[1].error.code)
+                note_broken_stream(error)
                 measured.fails(error)
                 yield answer.failed(error)
 

@@ -275,6 +275,15 @@ async def _stream_events(events: AsyncIterator[StreamEvent]) -> Response:
     return await _sent(events, shown, failed, "")
 
 
+def note_broken_stream(error: Exception) -> None:
+    """Tell the logs of an error after the status has been sent: with a traceback only if nobody could expect it."""
+    status, answer = errors.error_response(error)
+    note_error(answer.error.code)
+    unexpected = status >= 500 and status != 503
+    level = logging.ERROR if unexpected else logging.INFO  # without the message, which may quote the request
+    logger.log(level, "a stream failed: %s", answer.error.code, exc_info=error if unexpected else None)
+
+
 async def _sent(
     items: AsyncIterator[Any], shown: Callable[[Any], str], failed: Callable[[Exception], str], end: str
 ) -> Response:
@@ -288,12 +297,8 @@ async def _sent(
                 async for item in items:
                     yield shown(item)
             yield end
-        except Exception as error:  # the status is sent already: the error becomes an event
-            status, answer = errors.error_response(error)
-            note_error(answer.error.code)
-            unexpected = status >= 500 and status != 503
-            level = logging.ERROR if unexpected else logging.INFO  # without the message, which may quote the request
-            logger.log(level, "a stream failed: %s", answer.error.code, exc_info=unexpected)
+        except Exception as error:  # noqa: BLE001  # the status is sent already: the error becomes an event
+            note_broken_stream(error)
             yield failed(error)
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

@@ -36,17 +36,20 @@ class Attempts:
 
     Args:
         refusals: of all calls of this ingress.
+        arrived: when the request came (`time.monotonic`); `None`: when the call is first sent.
         batch: calls of the same request; `None`: it is the only one.
     """
 
-    def __init__(self, call: GenerateRequest, refusals: Refusals, batch: Batch | None = None) -> None:
+    def __init__(
+        self, call: GenerateRequest, refusals: Refusals, arrived: float | None = None, batch: Batch | None = None
+    ) -> None:
         self._call = call
         self._refusals = refusals
         self._batch = batch
         self._num_ended = 0 if batch is None else batch.num_ended  # before it has been offered
         self._retry_after_s = math.inf  # as the replica says that may have room first
         self._pause_s: float | None = None
-        self._began = time.monotonic()
+        self._arrived = arrived
         self._refused_by: tuple[str, ...] = ()
         self._stopped: tuple[str, ...] = ()
         self._num_repeats = self._num_offers = 0
@@ -58,8 +61,10 @@ class Attempts:
             DeadlineError: none is.
         """
         now, timeout_s = time.monotonic(), self._call.timeout_s
-        if timeout_s is not None and self._num_repeats + self._num_offers:
-            timeout_s -= now - self._began
+        if self._arrived is None:
+            self._arrived = now
+        if timeout_s is not None:
+            timeout_s -= now - self._arrived
             if timeout_s <= 0:
                 raise DeadlineError(f"the request has not finished within its timeout_s of {self._call.timeout_s}")
         return replace(

@@ -46,15 +46,21 @@ class Replicas:
             tag_keys=("reason",),
         )
 
-    async def generate(self, calls: Sequence[GenerateRequest]) -> list[list[Piece]]:
-        """The outputs of each call, each output in one piece. When one call fails, the others are cancelled."""
-        batch = self._batch_of(calls)
-        return await _all_of([self._whole(call, batch) for call in calls])
+    async def generate(self, calls: Sequence[GenerateRequest], arrived: float | None = None) -> list[list[Piece]]:
+        """The outputs of each call, each output in one piece. When one call fails, the others are cancelled.
 
-    def generate_stream(self, calls: Sequence[GenerateRequest]) -> AsyncGenerator[tuple[int, Piece], None]:
+        Args:
+            arrived: when their request came (`time.monotonic`): the calls' `timeout_s` count from there.
+        """
+        batch = self._batch_of(calls)
+        return await _all_of([self._whole(call, arrived, batch) for call in calls])
+
+    def generate_stream(
+        self, calls: Sequence[GenerateRequest], arrived: float | None = None
+    ) -> AsyncGenerator[tuple[int, Piece], None]:
         """Pieces of all calls as they come, each with the number of its call. Close it to cancel them."""
         batch = self._batch_of(calls)
-        return interleave([self._stream(call, batch) for call in calls])
+        return interleave([self._stream(call, arrived, batch) for call in calls])
 
     async def fork(self, call: ForkCall) -> list[Piece]:
         """The forks, each in one piece. They are not tried again: what they go on from is gone with its replica."""
@@ -113,9 +119,9 @@ class Replicas:
     def _batch_of(self, calls: Sequence[GenerateRequest]) -> Batch | None:
         return Batch(self._batch_window) if len(calls) > 1 else None
 
-    async def _whole(self, call: GenerateRequest, batch: Batch | None) -> list[Piece]:
+    async def _whole(self, call: GenerateRequest, arrived: float | None, batch: Batch | None) -> list[Piece]:
         async with batch.turn() if batch else nullcontext():
-            attempts = Attempts(call, self._refusals, batch)
+            attempts = Attempts(call, self._refusals, arrived, batch)
             while True:
                 try:
                     return await self._at_once(attempts.next_call())
@@ -130,10 +136,12 @@ class Replicas:
             return cast(list[Piece], await _result_of(self._handle.generate.remote(call)))
         return await _only_item_of(self._streaming(call.params).generate_at_once.remote(call))
 
-    async def _stream(self, call: GenerateRequest, batch: Batch | None) -> AsyncGenerator[Piece, None]:
+    async def _stream(
+        self, call: GenerateRequest, arrived: float | None, batch: Batch | None
+    ) -> AsyncGenerator[Piece, None]:
         """Tried again as long as nothing has come of it: afterwards the caller would see a beginning twice."""
         async with batch.turn() if batch else nullcontext():
-            attempts, begun = Attempts(call, self._refusals, batch), False
+            attempts, begun = Attempts(call, self._refusals, arrived, batch), False
             method = self._streaming(call.params).generate_stream
             while True:
                 try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
@@ -13,7 +12,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from app.edge.exchange import current_exchange, note_error
+from app.edge.exchange import current_exchange
 from app.edge.settings import HttpSettings
 from app.engine.model_loader import load_tokenizer
 from app.errors import (
@@ -27,8 +26,7 @@ from app.errors import (
 from app.fleet.overload import Refusals
 from app.logs import configure_logs
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, GenerationBody, PinRequest
-from app.openai.errors import error_response
-from app.openai.http import build_api
+from app.openai.http import build_api, note_broken_stream
 from app.openai.operator_replies import LoadReport, PinList
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, ModelCard, ModelList
 from app.openai.responses_body import ResponsesRequest
@@ -46,8 +44,6 @@ READY_TIMEOUT_S = 10
 # Reports are wanted soon or not at all.
 STATUS_TIMEOUT_S = 2.0
 UNPIN_TIMEOUT_S = 10.0
-
-logger = logging.getLogger(__name__)
 
 
 @serve.ingress()
@@ -132,7 +128,7 @@ class Ingress:
             calls, answer = await asyncio.to_thread(self._translator.completion, request, session)
             await self._pin_prompt(request, calls, arrived)
             measured.sends(calls)
-            outputs = await self._replicas.generate(calls)
+            outputs = await self._replicas.generate(calls, arrived)
             measured.receives(outputs)
             return answer.whole(outputs)
 
@@ -145,7 +141,7 @@ class Ingress:
             calls, answer = await asyncio.to_thread(self._translator.completion, request, session)
             await self._pin_prompt(request, calls, arrived)
             measured.sends(calls)
-            async with aclosing(self._replicas.generate_stream(calls)) as pieces:
+            async with aclosing(self._replicas.generate_stream(calls, arrived)) as pieces:
                 async for prompt, piece in pieces:
                     measured.streams(piece, prompt)
                     yield answer.chunk(piece, prompt)
@@ -159,7 +155,7 @@ class Ingress:
             call, answer = await asyncio.to_thread(self._translator.chat, request, session)
             await self._pin_prompt(request, [call], arrived)
             measured.sends([call])
-            [outputs] = await self._replicas.generate([call])
+            [outputs] = await self._replicas.generate([call], arrived)
             measured.receives([outputs])
             return answer.whole(outputs)
 
@@ -172,7 +168,7 @@ class Ingress:
             call, answer = await asyncio.to_thread(self._translator.chat, request, session)
             await self._pin_prompt(request, [call], arrived)
             measured.sends([call])
-            async with aclosing(self._replicas.generate_stream([call])) as pieces:
+            async with aclosing(self._replicas.generate_stream([call], arrived)) as pieces:
                 async for _, piece in pieces:
                     measured.streams(piece)
                     chunk = answer.chunk(piece)
@@ -188,7 +184,7 @@ class Ingress:
             call, answer = await asyncio.to_thread(self._translator.response, request, session)
             await self._pin_prompt(request, [call], arrived)
             measured.sends([call])
-            [outputs] = await self._replicas.generate([call])
+            [outputs] = await self._replicas.generate([call], arrived)
             measured.receives([outputs])
             return answer.whole(outputs)
 
@@ -203,7 +199,7 @@ class Ingress:
             measured.sends([call])
             begun = False
             try:
-                async with aclosing(self._replicas.generate_stream([call])) as pieces:
+                async with aclosing(self._replicas.generate_stream([call], arrived)) as pieces:
                     async for _, piece in pieces:
                         measured.streams(piece)
                         for event in answer.events(piece):
@@ -212,8 +208,7 @@ class Ingress:
             except FolioError as error:
                 if not begun:
                     raise
-                logger.exception("a response failed")
-                note_error(error_response(error)[1].error.code)
+                note_broken_stream(error)
                 measured.fails(error)
                 yield answer.failed(error)
 

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 # Requests that wait for a replica while there is none at all; more are refused at once.
 _MOST_WAITING = 1000
+_LEAST_LEFT_S = 0.001
 
 _DECISION_US: list[float] = [50, 100, 200, 500, 1000, 2000, 5000, 10_000]
 
@@ -41,14 +42,20 @@ class _Waiting:
     """A request that Serve has not placed yet.
 
     Attributes:
+        timeout_s: what the request had left when it came here.
         first_choice: the replica that it counts as sent to meanwhile, with the entry in the books.
         ended: it was over before its placing has been noted.
     """
 
     request: RoutedRequest
+    timeout_s: float | None = None
     first_choice: str | None = None
     sent: Sent | None = None
     ended: bool = False
+
+    def left_s(self, waited_s: float) -> float | None:
+        """What the request has left now. A little in any case: when it has nothing, waiting for a replica ends."""
+        return None if self.timeout_s is None else max(self.timeout_s - max(waited_s, 0.0), _LEAST_LEFT_S)
 
 
 class FolioRouter(FIFOMixin, RequestRouter):
@@ -186,7 +193,9 @@ class FolioRouter(FIFOMixin, RequestRouter):
                 return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
         except TimeoutError:
             if timeout_s is not None and timeout_s <= self._wait_for_replica_s:
-                raise DeadlineError(f"no engine replica within the request's timeout_s of {timeout_s:g}") from None
+                raise DeadlineError(
+                    f"no engine replica within the {timeout_s:.3g} s that were left of the request's timeout_s"
+                ) from None
             raise NoReplicaError(
                 f"no engine replica within {self._wait_for_replica_s:g} s; send the request again",
                 self._wait_for_replica_s,
@@ -213,7 +222,9 @@ class FolioRouter(FIFOMixin, RequestRouter):
         now = time.time()
         waiting = self._waiting.get(pending.future)
         if waiting is None:
-            waiting = self._waiting[pending.future] = _Waiting(self._as_routed(pending))
+            call = pending.args[0] if pending.args else None
+            timeout_s = call.timeout_s if isinstance(call, GenerateRequest) else None
+            waiting = self._waiting[pending.future] = _Waiting(self._as_routed(pending), timeout_s)
             pending.future.add_done_callback(self._note_placed)
         elif waiting.sent is not None:  # Serve asks once more: all were full
             self._fleet.withdraw(waiting.sent, now)
@@ -234,7 +245,8 @@ class FolioRouter(FIFOMixin, RequestRouter):
         waiting.first_choice, waiting.sent = ranked[0], self._fleet.sent(request, ranked[0], cached, now)
         if isinstance(call, GenerateRequest):
             # For the replica to compare with what it finds, see `ReplicaReport.missed_tokens`.
-            pending.args[0] = replace(call, expected=Expected(ranked[0], cached))
+            expected = Expected(ranked[0], cached)
+            pending.args[0] = replace(call, expected=expected, timeout_s=waiting.left_s(now - pending.created_at))
         return ranked
 
     def _as_routed(self, pending: PendingRequest) -> RoutedRequest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from types import SimpleNamespace
@@ -134,6 +135,31 @@ async def collect(chunks: AsyncIterator[Any]) -> list[Any]:
     return [chunk async for chunk in chunks]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_deadline_counts_from_the_arrival(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: what tokenising took came on top."""
+
+    def slowly(prepare: Callable[..., Any], *args: Any) -> Any:
+        time.sleep(0.1)
+        return prepare(*args)
+
+    async def run() -> None:
+        ingress = ingress_with(engines := Engines())
+        monkeypatch.setattr(ingress._translator, "completion", partial(slowly, ingress._translator.completion))
+        for timeout_s in (60.0, 0.05):
+            request = completion(timeout_s=timeout_s)
+            answer = collect(ingress.generate_stream(request)) if stream else ingress.generate(request)
+            if timeout_s > 1:
+                await answer
+                assert 50.0 < engines.calls[0].timeout_s <= 59.9
+            else:
+                with pytest.raises(DeadlineError):
+                    await answer
+        assert len(engines.calls) == 1
+
+    asyncio.run(run())
+
+
 def test_a_batch_is_a_call_for_each_prompt() -> None:
     async def run() -> None:
         ingress = ingress_with(engines := Engines())
@@ -143,7 +169,8 @@ def test_a_batch_is_a_call_for_each_prompt() -> None:
         assert [call.prompt_token_ids for call in engines.calls] == [TOKENIZER.encode("a b"), TOKENIZER.encode("c")]
         assert len({call.request_id for call in engines.calls}) == 2
         for call in engines.calls:
-            assert (call.tenant, call.user, call.timeout_s, call.priority) == ("t", None, 1.0, 3)
+            assert (call.tenant, call.user, call.priority) == ("t", None, 3)
+            assert 0.5 < call.timeout_s < 1.0  # what is left of it
             assert call.cache_salt == "s"
             assert (call.session, call.adapter, call.params.n) == ("session", None, 2)
         assert whole.usage.prompt_tokens == sum(len(call.prompt_token_ids) for call in engines.calls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -155,7 +156,10 @@ def test_calls_of_functions_and_what_they_return() -> None:
         (ContextLengthError("too long", "prompt"), "invalid_prompt"),
     ],
 )
-def test_a_stream_that_fails_later_ends_with_a_failed_response(error: Exception, code: str) -> None:
+def test_a_stream_that_fails_later_ends_with_a_failed_response(
+    error: Exception, code: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     client = client_of(Pieces("Hel", error=error))
     *_, last = client.responses.create(model="m", input="x", stream=True)
     assert last.type == "response.failed"
@@ -163,6 +167,9 @@ def test_a_stream_that_fails_later_ends_with_a_failed_response(error: Exception,
     assert (last.response.error.code, last.response.error.message) == (code, str(error))
     assert (last.response.status, last.response.output_text) == ("failed", "Hel")
     assert last.response.output[0].status == "incomplete"  # type: ignore[union-attr]
+    [record] = [record for record in caplog.records if "failed" in record.getMessage()]
+    unexpected = code == "server_error"
+    assert (record.levelno, record.exc_info is not None) == (logging.ERROR if unexpected else logging.INFO, unexpected)
 
 
 def test_a_stream_refused_at_once_has_a_status() -> None:

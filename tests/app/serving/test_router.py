@@ -419,6 +419,12 @@ def test_nobody_waits_for_ever_for_a_replica(replicas: list[Replica], all_have_s
         await asyncio.sleep(0)
         router.update_replicas(replicas)  # type: ignore[arg-type]
         assert await task in "abc"
+        assert request.args[0].timeout_s is None
+        request = pending(3)
+        request.args[0] = replace(request.args[0], timeout_s=60.0)
+        request.created_at -= 10.0  # it has waited
+        await choose(router, request)
+        assert 40.0 < request.args[0].timeout_s <= 50.0
 
     asyncio.run(run())
 

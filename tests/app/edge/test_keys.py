@@ -6,6 +6,8 @@ import asyncio
 import hashlib
 import json
 import os
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from pydantic import ValidationError
 
 from app.edge import keys
 from app.edge.keys import KeyRing, read_keys
-from app.edge.settings import KeySource, RateLimits
+from app.edge.settings import KeyEntry, KeySource, RateLimits
 from app.edge.watcher import Watcher
 from app.errors import ConfigError
 
@@ -128,6 +130,43 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
         write(path, BOB)
         await ring.refresh()
         assert ring.find(ALICE) is None
+
+    asyncio.run(run())
+
+
+def test_a_change_is_read_though_the_request_that_saw_it_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a key that was revoked would stay valid."""
+    has_begun, may_end = threading.Event(), threading.Event()
+    num_readings = 0
+
+    async def run() -> None:
+        ring = ring_of(path := write(tmp_path / "keys", ALICE))
+        read = ring._read
+
+        def read_slowly() -> Sequence[KeyEntry]:
+            nonlocal num_readings
+            num_readings += 1
+            has_begun.set()
+            assert may_end.wait(60)
+            return read()
+
+        monkeypatch.setattr(ring, "_read", read_slowly)
+        write(path, BOB)
+        request = asyncio.create_task(ring.refresh())
+        assert await asyncio.to_thread(has_begun.wait, 60)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        await ring.refresh()  # neither waits, nor reads it once more
+        assert ring.find(ALICE) is not None
+        may_end.set()
+        async with asyncio.timeout(60):
+            while ring.find(ALICE) is not None:
+                await asyncio.sleep(0.001)
+        assert ring.find(BOB) is not None
+        assert num_readings == 1
 
     asyncio.run(run())
 

@@ -91,9 +91,11 @@ class KeyRing:
         """What has `signature` counts as seen only when it is clear what has become of it."""
         try:
             self._adopt(await asyncio.to_thread(self._read))
-        except ConfigError as error:
-            self._note(str(error))
-            logger.error("the API keys stay as they were: %s", error)
+        except Exception as error:  # noqa: BLE001 - requests are answered whatever it is, and somebody is told
+            # Others than our own may quote a key.
+            problem = str(error) if isinstance(error, ConfigError) else f"reading them failed ({type(error).__name__})"
+            self._note(problem)
+            logger.error("the API keys stay as they were: %s", problem)
         else:
             self._note(None)
             logger.info("%d API keys from %s", len(self._keys), self._source.file)
@@ -199,6 +201,11 @@ def _parsed(text: str, path: Path) -> Any:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
     except yaml.YAMLError:  # a character that YAML does not allow
         line = 1
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:  # PyYAML lets them through
+        raise ConfigError(
+            f"the API keys in {path} cannot be parsed ({type(error).__name__}): a value is not what it looks like, "
+            "such as a date that does not exist, which quotes make a text; or it nests too deep"
+        ) from None
     raise ConfigError(f"the API keys in {path} cannot be parsed; the error is near line {line}")
 
 

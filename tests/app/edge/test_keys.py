@@ -76,6 +76,11 @@ def test_entries(tmp_path: Path, suffix: str) -> None:
         ("keys.yaml", "keys:\n- name: a\n  key: 'SECRET\n", "near line"),
         ("keys.yaml", "keys: \x01SECRET", "near line 1"),
         ("keys.json", '{"keys": SECRET}', "near line 1"),
+        ("keys.yaml", "keys: [{name: a, tenant: 2024-13-45, key: SECRET-0123456789}]", "ValueError.*date"),
+        ("keys.yaml", "keys: [{name: a, key: !!bool SECRET-0123456789}]", "KeyError"),
+        ("keys.yaml", "[" * 10_000, "RecursionError.*too deep"),
+        ("keys.json", "[" * 100_000, "RecursionError.*too deep"),
+        ("keys.json", '{"keys": ' + "1" * 5000 + "}", "ValueError"),
         ("keys.yaml", "SECRET", "KeyFile"),
         ("keys.yaml", "keys: []", "at least 1"),
         ("keys.yaml", "keys: [{name: a, key: SECRET}]", r"keys\.0\.key"),
@@ -210,6 +215,27 @@ def test_a_broken_change_leaves_the_keys(tmp_path: Path, caplog: pytest.LogCaptu
         assert ring.problem is None
         assert ring.find(ALICE) is None
         assert [problem is None for problem in told] == [True, False, False, False, True]
+
+    asyncio.run(run())
+
+
+def test_whatever_goes_wrong_is_a_problem(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> Sequence[KeyEntry]:
+        raise ZeroDivisionError("SECRET")
+
+    async def run() -> None:
+        ring = ring_of(path := write(tmp_path / "keys", ALICE))
+        monkeypatch.setattr(ring, "_read", fail)
+        write(path, BOB)
+        await ring.refresh()
+        await ring.refresh()
+        assert ring.find(ALICE) is not None
+        assert ring.problem is not None
+        assert "ZeroDivisionError" in ring.problem
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
+        assert "SECRET" not in caplog.text
 
     asyncio.run(run())
 

@@ -124,7 +124,9 @@ class Ingress:
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion, whole."""
         with self._meter.measure("completions") as measured, self._admission.enter():
-            calls, answer = await asyncio.to_thread(self._translator.completion, request, session)
+            calls, answer = await self._translator.in_thread(
+                self._translator.completion, request, session, await self._facts()
+            )
             await self._pin_prompt(request, calls)
             measured.sends(calls)
             outputs = await self._replicas.generate(calls)
@@ -136,7 +138,9 @@ class Ingress:
     ) -> AsyncIterator[Completion]:
         """A completion, piece by piece: outputs take turns as they are generated."""
         with self._meter.measure("completions") as measured, self._admission.enter():
-            calls, answer = await asyncio.to_thread(self._translator.completion, request, session)
+            calls, answer = await self._translator.in_thread(
+                self._translator.completion, request, session, await self._facts()
+            )
             await self._pin_prompt(request, calls)
             measured.sends(calls)
             async with aclosing(self._replicas.generate_stream(calls)) as pieces:
@@ -149,7 +153,9 @@ class Ingress:
     async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
         """A chat completion, whole."""
         with self._meter.measure("chat") as measured, self._admission.enter():
-            call, answer = await asyncio.to_thread(self._translator.chat, request, session)
+            call, answer = await self._translator.in_thread(
+                self._translator.chat, request, session, await self._facts()
+            )
             await self._pin_prompt(request, [call])
             measured.sends([call])
             [outputs] = await self._replicas.generate([call])
@@ -161,7 +167,9 @@ class Ingress:
     ) -> AsyncIterator[ChatCompletionChunk]:
         """A chat completion, piece by piece; the first chunk of each output carries the role."""
         with self._meter.measure("chat") as measured, self._admission.enter():
-            call, answer = await asyncio.to_thread(self._translator.chat, request, session)
+            call, answer = await self._translator.in_thread(
+                self._translator.chat, request, session, await self._facts()
+            )
             await self._pin_prompt(request, [call])
             measured.sends([call])
             async with aclosing(self._replicas.generate_stream([call])) as pieces:
@@ -176,7 +184,9 @@ class Ingress:
     async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject:
         """A response, whole."""
         with self._meter.measure("responses") as measured, self._admission.enter():
-            call, answer = await asyncio.to_thread(self._translator.response, request, session)
+            call, answer = await self._translator.in_thread(
+                self._translator.response, request, session, await self._facts()
+            )
             await self._pin_prompt(request, [call])
             measured.sends([call])
             [outputs] = await self._replicas.generate([call])
@@ -188,7 +198,9 @@ class Ingress:
     ) -> AsyncIterator[StreamEvent]:
         """A response, event by event. Once it has begun, what goes wrong is its last event instead of an error."""
         with self._meter.measure("responses") as measured, self._admission.enter():
-            call, answer = await asyncio.to_thread(self._translator.response, request, session)
+            call, answer = await self._translator.in_thread(
+                self._translator.response, request, session, await self._facts()
+            )
             await self._pin_prompt(request, [call])
             measured.sends([call])
             begun = False
@@ -210,11 +222,11 @@ class Ingress:
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
         """The tokens of a text or a conversation."""
         max_model_len = await self._facts()
-        return await asyncio.to_thread(self._translator.tokens, request, max_model_len)
+        return await self._translator.in_thread(self._translator.tokens, request, max_model_len)
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizedText:
         """The text of tokens."""
-        return await asyncio.to_thread(self._translator.text, request)
+        return await self._translator.in_thread(self._translator.text, request)
 
     async def fork(self, request: ForkRequest) -> Completion:
         """More outputs of a request from where one of its outputs is, whole. Its prompt is not in the usage.
@@ -294,7 +306,7 @@ class Ingress:
         """
         exchange = current_exchange()
         tenant = request.tenant if exchange is None else exchange.tenant_of(request.tenant)
-        prefix = await asyncio.to_thread(self._translator.prefix, request)
+        prefix = await self._translator.in_thread(self._translator.prefix, request)
         await self._replicas.all("pin", request.name, prefix, request.cache_salt, tenant)
 
     async def unpin(self, name: str) -> None:

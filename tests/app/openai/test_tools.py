@@ -166,7 +166,7 @@ CONVERSATION: list[dict[str, Any]] = [
 def prompt(tokenizer: PreTrainedTokenizerBase, **fields: Any) -> str:
     messages = fields.pop("messages", CONVERSATION)
     body = ChatCompletionRequest.model_validate({"model": "m", "messages": messages, **fields})
-    text = tokenizer.decode(encode_chat(tokenizer, body))
+    text = tokenizer.decode(encode_chat(tokenizer, body, lambda *_: None))
     assert isinstance(text, str)
     return text
 

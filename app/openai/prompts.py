@@ -107,7 +107,7 @@ def _encode_conversation(
     try:
         text: Any = tokenizer.apply_chat_template(
             shown,
-            tools=None if tools is None else [tool.model_dump(exclude_none=True) for tool in tools],
+            tools=None if tools is None else [_template_tool(tool) for tool in tools],
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
         )
@@ -129,6 +129,11 @@ def encode_pin(tokenizer: PreTrainedTokenizerBase, request: PinRequest) -> list[
     assert request.prompt is not None
     _check_text(request.prompt, "prompt")
     return text_prefix(tokenizer, request.prompt)
+
+
+def _template_tool(tool: Tool) -> dict[str, Any]:
+    """Without `strict`, which changes nothing here: templates show all that there is."""
+    return tool.model_dump(exclude_none=True, exclude={"function": {"strict"}})
 
 
 def _template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

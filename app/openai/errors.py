@@ -25,7 +25,7 @@ from app.openai.replies import ErrorBody, ErrorDetail
 _MOST_COMPLAINTS = 5
 # Fields that are not known here have any name.
 _LONGEST_NAME = 100
-_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
 
 
 def error_response(error: BaseException) -> tuple[int, ErrorBody]:

@@ -143,21 +143,26 @@ class Translator:
 
     def tokens(self, request: TokenizeRequest, max_model_len: int) -> Tokens:
         """The tokens of a text or a conversation."""
-        if request.model is not None:
-            self.adapter_of(request.model)
+        self._check_model(request.model)
         tokens = encode_tokenize(self._tokenizer, request, self._length_check(max_model_len))
         texts = [self._tokens.chat_token(token_id) for token_id in tokens] if request.return_token_strs else None
         return Tokens(count=len(tokens), max_model_len=max_model_len, tokens=tokens, token_strs=texts)
 
     def text(self, request: DetokenizeRequest) -> DetokenizedText:
         """The text of tokens."""
-        if request.model is not None:
-            self.adapter_of(request.model)
+        self._check_model(request.model)
         return DetokenizedText(prompt=decode_tokens(self._tokenizer, request.tokens))
 
     def prefix(self, request: PinRequest) -> list[int]:
         """What prompts that begin so have in common."""
         return encode_pin(self._tokenizer, request)
+
+    def _check_model(self, model: str | None) -> None:
+        """Raises `UnknownModelError`, or `ForbiddenError` when the caller's API key does not allow it."""
+        name = self._model_name if model is None else model
+        self.adapter_of(name)
+        if (exchange := current_exchange()) is not None:
+            exchange.check_model(name)
 
     def _length_check(self, max_model_len: int) -> CheckLength:
         return lambda text, param: self._bounds.check(text, max_model_len, param)

@@ -97,8 +97,7 @@ class Exchange:
             self.generation_id = generation_id
         key = self.key
         if key is not None:
-            if key.models is not None and model not in key.models:
-                raise ForbiddenError(f"your API key does not allow the model {model!r}", "model")
+            self.check_model(model)
             if key.best_priority is not None and priority < key.best_priority:
                 raise ForbiddenError(
                     f"priority is {priority}; your API key allows {key.best_priority} and above", "priority"
@@ -112,6 +111,11 @@ class Exchange:
         if most is not None and timeout_s > most:
             raise RequestError(f"timeout_s is {timeout_s}; it may be at most {most}", "timeout_s")
         return Admission(tenant, timeout_s)
+
+    def check_model(self, model: str) -> None:
+        """Raises `ForbiddenError` unless the caller's key allows it."""
+        if self.key is not None and self.key.models is not None and model not in self.key.models:
+            raise ForbiddenError(f"your API key does not allow the model {model!r}", "model")
 
     def tenant_of(self, tenant: str | None) -> str | None:
         """Whose the request is, if it says to be this tenant's. Raises `ForbiddenError` if its key is another one's:

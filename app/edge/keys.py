@@ -54,6 +54,7 @@ class KeyRing:
         self._watcher = watcher or Watcher()
         self._seen = self._signature()
         self._checked_at = time.monotonic()
+        self._reading: asyncio.Task[None] | None = None
         self._keys: tuple[ApiKey, ...] = ()
         self._adopt(self._read())
         self._note(None)
@@ -71,25 +72,34 @@ class KeyRing:
         return found
 
     async def refresh(self) -> None:
-        """Read the file again if it has changed, in a thread; callers meanwhile go by the old keys."""
+        """Read the file again if it has changed, in a thread; callers meanwhile go by the old keys. The reading goes on
+        when the request that has begun it is cancelled."""
         now = time.monotonic()
         if self._source.file is None or now < self._checked_at + CHECK_PERIOD_S:
+            return
+        if self._reading is not None and not self._reading.done():
             return
         self._checked_at = now
         signature = self._signature()
         if signature == self._seen:
             self._watcher.keys_read(self.problem)  # again: gauges that nobody sets are forgotten
             return
-        self._seen = signature
+        self._reading = asyncio.create_task(self._read_again(signature))
+        await asyncio.shield(self._reading)
+
+    async def _read_again(self, signature: tuple[int, ...] | None) -> None:
+        """What has `signature` counts as seen only when it is clear what has become of it."""
         try:
-            entries = await asyncio.to_thread(self._read)
-        except ConfigError as error:
-            self._note(str(error))
-            logger.error("the API keys stay as they were: %s", error)
-            return
-        self._adopt(entries)
-        self._note(None)
-        logger.info("%d API keys from %s", len(self._keys), self._source.file)
+            self._adopt(await asyncio.to_thread(self._read))
+        except Exception as error:  # noqa: BLE001 - requests are answered whatever it is, and somebody is told
+            # Others than our own may quote a key.
+            problem = str(error) if isinstance(error, ConfigError) else f"reading them failed ({type(error).__name__})"
+            self._note(problem)
+            logger.error("the API keys stay as they were: %s", problem)
+        else:
+            self._note(None)
+            logger.info("%d API keys from %s", len(self._keys), self._source.file)
+        self._seen = signature
 
     def _note(self, problem: str | None) -> None:
         self.problem = problem
@@ -191,6 +201,11 @@ def _parsed(text: str, path: Path) -> Any:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
     except yaml.YAMLError:  # a character that YAML does not allow
         line = 1
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:  # PyYAML lets them through
+        raise ConfigError(
+            f"the API keys in {path} cannot be parsed ({type(error).__name__}): a value is not what it looks like, "
+            "such as a date that does not exist, which quotes make a text; or it nests too deep"
+        ) from None
     raise ConfigError(f"the API keys in {path} cannot be parsed; the error is near line {line}")
 
 

@@ -12,7 +12,7 @@ from app.engine.params import SamplingParams, Structure
 from app.errors import RequestError
 from app.openai.client_fields import ClientFields, Name
 from app.openai.sampling_body import SamplingBody, TokenIds
-from app.openai.strict import StrictBody, Text, refused, text_or
+from app.openai.strict import ListOf, StrictBody, Text, refused, text_or
 from app.openai.structures import ResponseFormat, guided_structure, only_structure, structure_of
 from app.openai.tool_bodies import ToolCall, ToolChoice, Tools
 
@@ -32,8 +32,8 @@ def _kind_of(prompt: object) -> str:
 Prompt = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[TokenIds, Tag("tokens")]
-    | Annotated[list[str], Tag("texts")]
-    | Annotated[list[TokenIds], Tag("batch")],
+    | Annotated[ListOf[str], Tag("texts")]
+    | Annotated[ListOf[TokenIds], Tag("batch")],
     Discriminator(_kind_of),
 ]
 
@@ -133,7 +133,7 @@ class TextPart(StrictBody):
     text: str
 
 
-Content = Annotated[Annotated[str, Tag("text")] | Annotated[list[TextPart], Tag("parts")], text_or("parts")]
+Content = Annotated[Annotated[str, Tag("text")] | Annotated[ListOf[TextPart], Tag("parts")], text_or("parts")]
 
 
 class Message(StrictBody):
@@ -145,7 +145,7 @@ class Message(StrictBody):
     """Text, whole or in parts. An assistant's message may have `tool_calls` instead or beside it."""
     name: str | None = None
     """Of who speaks. Chat templates are not shown it."""
-    tool_calls: Annotated[list[ToolCall] | None, Field(min_length=1)] = None
+    tool_calls: Annotated[ListOf[ToolCall] | None, Field(min_length=1)] = None
     """The calls that the assistant has made."""
     tool_call_id: Text | None = None
     """The call that a tool's message answers."""
@@ -184,7 +184,7 @@ class Message(StrictBody):
 class ChatCompletionRequest(GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(examples=[[{"role": "user", "content": "What is Folio?"}]])]
+    messages: Annotated[ListOf[Message], Field(examples=[[{"role": "user", "content": "What is Folio?"}]])]
     """The conversation so far."""
     max_tokens: int | None = None
     """The older name of `max_completion_tokens`."""
@@ -202,7 +202,7 @@ class ChatCompletionRequest(GenerationBody):
     """Whether a forced answer may call several at once. True by default."""
     response_format: ResponseFormat | None = None
     """What the answer looks like: text, a JSON object, or JSON that follows a schema."""
-    modalities: Annotated[list[Literal["text"]] | None, refused("answers are text here", ["text"])] = None
+    modalities: Annotated[ListOf[Literal["text"]] | None, refused("answers are text here", ["text"])] = None
     """Answers are text."""
     reasoning_effort: Annotated[
         Literal["none"] | None, refused("what a model thinks is part of its text here; leave it out", "none")
@@ -262,7 +262,7 @@ class PinRequest(StrictBody):
     """The same prefix may be pinned again; another one under that name is an error."""
     prompt: str | TokenIds | None = None
     """Text or token ids that prompts begin with. At least one block of tokens."""
-    messages: list[Message] | None = None
+    messages: ListOf[Message] | None = None
     """What conversations begin with."""
     cache_salt: Name | None = None
     """Only requests with the same one share it."""

@@ -6,14 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from app.openai.strict import StrictBody, Text, refused
+from app.openai.strict import StrictBody, Text, at_most, refused
 
 MAX_METADATA = 16
 
 
 Name = Annotated[Text, Field(min_length=1, max_length=256)]
 Metadata = Annotated[
-    dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]], Field(max_length=MAX_METADATA)
+    dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]],
+    Field(max_length=MAX_METADATA),
+    at_most(MAX_METADATA, "notes"),
 ]
 
 

@@ -21,11 +21,11 @@ from app.errors import (
 )
 from app.openai.replies import ErrorBody, ErrorDetail
 
-# A prompt may have as many faults as tokens.
+# A body may have as many faults as fields.
 _MOST_COMPLAINTS = 5
 # Fields that are not known here have any name.
 _LONGEST_NAME = 100
-_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
 
 
 def error_response(error: BaseException) -> tuple[int, ErrorBody]:
@@ -60,7 +60,7 @@ def error_headers(error: BaseException) -> dict[str, str]:
 def validation_error(errors: Sequence[Any]) -> ErrorBody:
     """pydantic's complaints in one message; `param` is the first field's name."""
     messages = []
-    for error in errors:
+    for error in errors[:_MOST_COMPLAINTS]:
         place = [str(part)[:_LONGEST_NAME] for part in error["loc"] if part != "body"]
         if error["type"] == "json_invalid":
             return body(
@@ -68,8 +68,8 @@ def validation_error(errors: Sequence[Any]) -> ErrorBody:
             )
         what = "unknown field" if error["type"] == "extra_forbidden" else error["msg"].removeprefix("Value error, ")
         messages.append(f"{'.'.join(place) or 'body'}: {what}")
-    if len(messages) > _MOST_COMPLAINTS:
-        messages[_MOST_COMPLAINTS:] = [f"and {len(messages) - _MOST_COMPLAINTS} more"]
+    if len(errors) > _MOST_COMPLAINTS:
+        messages.append(f"and {len(errors) - _MOST_COMPLAINTS} more")
     field = next((str(part)[:_LONGEST_NAME] for part in errors[0]["loc"] if part != "body"), None)
     return body("; ".join(messages), "invalid_request_error", field, "invalid_value")
 

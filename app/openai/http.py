@@ -205,11 +205,14 @@ def _add_operation(api: FastAPI, service: Service) -> None:
 def _add_error_handlers(api: FastAPI) -> None:
     @api.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return _json(errors.validation_error(error.errors()), 400)
+        answer = errors.validation_error(error.errors())
+        note_error(answer.error.code)
+        return _json(answer, 400)
 
     @api.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         answer = errors.http_error(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
+        note_error(answer.error.code)
         headers = _allowed(request) if error.status_code == 405 else error.headers
         return _json(answer, error.status_code, headers)
 

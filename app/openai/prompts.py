@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -17,13 +17,19 @@ from app.openai.token_bodies import TokenizeRequest
 from app.openai.tool_bodies import Tool, ToolCall
 from app.openai.tool_formats import tool_template
 
+# Of a text and the name of its field: raises a `RequestError` when it is too long.
+CheckLength = Callable[[str, str], None]
 
-def encode_completion(tokenizer: PreTrainedTokenizerBase, request: CompletionRequest) -> list[list[int]]:
+
+def encode_completion(
+    tokenizer: PreTrainedTokenizerBase, request: CompletionRequest, check_length: CheckLength
+) -> list[list[int]]:
     """Each prompt of the request."""
     token_ids = []
     for prompt in request.prompts:
         if isinstance(prompt, str):
             _check_text(prompt, "prompt")
+            check_length(prompt, "prompt")
         token_ids.append(list(tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt)
     return token_ids
 
@@ -38,17 +44,21 @@ def prompt_texts(tokenizer: PreTrainedTokenizerBase, request: CompletionRequest)
     return texts
 
 
-def encode_chat(tokenizer: PreTrainedTokenizerBase, request: ChatCompletionRequest) -> list[int]:
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase, request: ChatCompletionRequest, check_length: CheckLength
+) -> list[int]:
     """The conversation through the model's chat template, with the tools unless none may be called.
 
     Raises:
         RequestError: there are no messages, no template, or the template refuses them or knows no tools.
     """
     tools = request.tools if request.tool_choice != "none" else None
-    return _encode_conversation(tokenizer, request.messages, tools)
+    return _encode_conversation(tokenizer, request.messages, tools, check_length)
 
 
-def encode_tokenize(tokenizer: PreTrainedTokenizerBase, request: TokenizeRequest) -> list[int]:
+def encode_tokenize(
+    tokenizer: PreTrainedTokenizerBase, request: TokenizeRequest, check_length: CheckLength
+) -> list[int]:
     """A text, or a conversation as `encode_chat` makes it.
 
     Raises:
@@ -60,12 +70,13 @@ def encode_tokenize(tokenizer: PreTrainedTokenizerBase, request: TokenizeRequest
         for name in ("tools", "add_generation_prompt"):
             if getattr(request, name) is not None:
                 raise RequestError(f"{name} belongs to messages, and this is a prompt; leave it out", name)
+        check_length(request.prompt, "prompt")
         return list(tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False))
     assert request.messages is not None
     if request.add_special_tokens:
         raise RequestError("the chat template writes special tokens itself; leave it out", "add_special_tokens")
     prompts = request.add_generation_prompt is not False
-    return _encode_conversation(tokenizer, request.messages, request.tools, add_generation_prompt=prompts)
+    return _encode_conversation(tokenizer, request.messages, request.tools, check_length, add_generation_prompt=prompts)
 
 
 def decode_tokens(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
@@ -82,6 +93,7 @@ def _encode_conversation(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     tools: Sequence[Tool] | None,
+    check_length: CheckLength,
     *,
     add_generation_prompt: bool = True,
 ) -> list[int]:
@@ -93,15 +105,17 @@ def _encode_conversation(
     if tools is not None or any(message.role == "tool" or message.tool_calls for message in messages):
         tool_template(tokenizer)
     try:
-        token_ids: Any = tokenizer.apply_chat_template(
+        text: Any = tokenizer.apply_chat_template(
             shown,
-            tools=None if tools is None else [tool.model_dump(exclude_none=True) for tool in tools],
+            tools=None if tools is None else [_template_tool(tool) for tool in tools],
             add_generation_prompt=add_generation_prompt,
-            return_dict=False,
+            tokenize=False,
         )
     except TemplateError as error:
         raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
-    return list(token_ids)
+    # Only now, since templates may leave out some of the messages.
+    check_length(text, "messages")
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def encode_pin(tokenizer: PreTrainedTokenizerBase, request: PinRequest) -> list[int]:
@@ -115,6 +129,11 @@ def encode_pin(tokenizer: PreTrainedTokenizerBase, request: PinRequest) -> list[
     assert request.prompt is not None
     _check_text(request.prompt, "prompt")
     return text_prefix(tokenizer, request.prompt)
+
+
+def _template_tool(tool: Tool) -> dict[str, Any]:
+    """Without `strict`, which changes nothing here: templates show all that there is."""
+    return tool.model_dump(exclude_none=True, exclude={"function": {"strict"}})
 
 
 def _template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -130,7 +130,7 @@ class ResponseAnswer:
                 type="response.content_part.added",
                 item_id=message.id,
                 output_index=added.output_index,
-                part=part.model_copy(),
+                part=part.model_copy(deep=True),
                 sequence_number=self._next(),
             ),
         ]

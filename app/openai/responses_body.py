@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, Tag
 
 from app.errors import RequestError
 from app.openai.bodies import MAX_TOP_LOGPROBS, ChatCompletionRequest, GenerationBody, Message
-from app.openai.strict import JsonObject, StrictBody, Text, refused, text_or
+from app.openai.strict import JsonObject, ListOf, StrictBody, Text, refused, text_or
 from app.openai.structures import JsonObjectFormat, JsonSchema, JsonSchemaFormat, ResponseFormat, TextFormat
 from app.openai.tool_bodies import (
     MAX_TOOLS,
@@ -49,7 +49,7 @@ class InputMessage(StrictBody):
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Annotated[Text, Tag("text")] | Annotated[list[Part], Tag("parts")], text_or("parts")]
+    content: Annotated[Annotated[Text, Tag("text")] | Annotated[ListOf[Part], Tag("parts")], text_or("parts")]
     id: Text | None = None
     status: ItemStatus | None = None
     phase: Literal["commentary", "final_answer"] | None = None
@@ -76,7 +76,7 @@ class FunctionCallOutput(StrictBody):
 
     type: Literal["function_call_output"]
     call_id: Text
-    output: Annotated[Annotated[Text, Tag("text")] | Annotated[list[InputText], Tag("parts")], text_or("parts")]
+    output: Annotated[Annotated[Text, Tag("text")] | Annotated[ListOf[InputText], Tag("parts")], text_or("parts")]
     id: Text | None = None
     status: ItemStatus | None = None
 
@@ -151,7 +151,7 @@ class ResponsesRequest(GenerationBody):
     """`POST /v1/responses`. Nothing is stored, so every request has its whole conversation in `input`."""
 
     input: Annotated[
-        Annotated[Text, Tag("text")] | Annotated[list[InputItem], Field(min_length=1), Tag("items")],
+        Annotated[Text, Tag("text")] | Annotated[ListOf[InputItem], Field(min_length=1), Tag("items")],
         text_or("items"),
         Field(examples=["What is Folio?"]),
     ]
@@ -162,7 +162,7 @@ class ResponsesRequest(GenerationBody):
     """Tokens to generate at most; by default as many as the context has room for."""
     text: TextConfig | None = None
     """The form of the answer."""
-    tools: Annotated[list[FunctionTool] | None, Field(max_length=MAX_TOOLS)] = None
+    tools: Annotated[ListOf[FunctionTool] | None, Field(max_length=MAX_TOOLS)] = None
     """Functions that the model may call. There are no tools that run on the server."""
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     """"none": tools are not shown; "auto", the default: the model decides; "required", or one by its name: it calls."""
@@ -170,7 +170,7 @@ class ResponsesRequest(GenerationBody):
     """Whether a forced answer may call several at once. True by default."""
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     """Log probabilities of each token, and so many alternatives."""
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: ListOf[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     """`message.output_text.logprobs`: log probabilities of each token. The other one adds nothing: what a model thinks
     is part of its text."""
     reasoning: Reasoning | None = None

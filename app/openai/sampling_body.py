@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from app.engine.params import EarlyStopping, SamplingParams, Structure
+from app.engine.params import MAX_LOGIT_BIAS, EarlyStopping, SamplingParams, Structure
 from app.errors import RequestError
-from app.openai.strict import JsonObject, StrictBody, Text, refused
+from app.openai.strict import JsonObject, ListOf, StrictBody, Text, at_most, refused
 
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 
 
-TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+TokenIds = ListOf[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
 class StreamOptions(StrictBody):
@@ -50,13 +50,13 @@ class SamplingBody(StrictBody):
     """Taken from the logits of tokens in the output."""
     repetition_penalty: float | None = None
     """Logits of tokens in prompt or output are divided by it if positive, else multiplied. 1 changes nothing."""
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], at_most(MAX_LOGIT_BIAS, "tokens")] | None = None
     """Token id, as a string → what is added to its logit, between -100 and 100."""
-    bad_words: list[Text] | None = None
+    bad_words: ListOf[Text] | None = None
     """Strings that are not to be in the output."""
     seed: int | None = None
     """The same seed and the same request give the same tokens, in any company."""
-    stop: str | list[str] | None = None
+    stop: str | ListOf[str] | None = None
     """Strings that end the output."""
     stop_token_ids: TokenIds | None = None
     """Tokens that end the output, also with `ignore_eos`."""
@@ -78,7 +78,7 @@ class SamplingBody(StrictBody):
     """A JSON schema that the output follows. At most one of the `guided_…` fields can be set."""
     guided_regex: Text | None = None
     """A regular expression that the whole output matches."""
-    guided_choice: list[Text] | None = None
+    guided_choice: ListOf[Text] | None = None
     """The output is one of these."""
     guided_grammar: Text | None = None
     """A Lark grammar that the output follows."""

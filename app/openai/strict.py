@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
 
 # Objects and arrays in each other. Python's own bound depends on who calls, and is an error of ours when it is met.
 MAX_JSON_DEPTH = 100
+# Far more than any object here has. Each unknown field would be an error of its own.
+MAX_FIELDS = 200
+
+Item = TypeVar("Item")
+# pydantic would describe every bad item of a list, in about a kilobyte each: the first one says enough.
+ListOf = Annotated[list[Item], Field(fail_fast=True)]
 
 
 class StrictBody(BaseModel):
     """Types are strict, and unknown fields are errors. A field's docstring is its description in the OpenAPI page."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, fields: Any) -> Any:
+        return _check_fields(fields, MAX_FIELDS, "fields")
+
+
+def at_most(number: int, what: str) -> BeforeValidator:
+    """For an object whose names are the client's: its size is looked at before its items, which may all be wrong."""
+    return BeforeValidator(lambda fields: _check_fields(fields, number, what))
+
+
+def _check_fields(fields: Any, most: int, what: str) -> Any:
+    if isinstance(fields, dict) and len(fields) > most:
+        raise ValueError(f"there are {len(fields)} {what}; there may be at most {most}")
+    return fields
 
 
 def check_text(text: str) -> str:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from app.openai.bodies import Message
 from app.openai.lean import LeanReply
 from app.openai.sampling_body import TokenIds
-from app.openai.strict import StrictBody, Text
+from app.openai.strict import ListOf, StrictBody, Text
 from app.openai.tool_bodies import Tools
 
 
@@ -20,7 +20,7 @@ class TokenizeRequest(StrictBody):
     """The served model, or an adapter of it; by default the model."""
     prompt: Annotated[Text | None, Field(examples=["What is Folio?"])] = None
     """A text."""
-    messages: list[Message] | None = None
+    messages: ListOf[Message] | None = None
     """A conversation."""
     tools: Tools | None = None
     """With messages: functions that the model may call."""

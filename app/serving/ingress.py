@@ -125,7 +125,9 @@ class Ingress:
         """A completion, whole."""
         arrived = time.monotonic()
         with self._meter.measure("completions") as measured, self._admission.enter():
-            calls, answer = await asyncio.to_thread(self._translator.completion, request, session)
+            calls, answer = await self._translator.in_thread(
+                self._translator.completion, request, session, await self._facts()
+            )
             await self._pin_prompt(request, calls, arrived)
             measured.sends(calls)
             outputs = await self._replicas.generate(calls, arrived)
@@ -138,7 +140,9 @@ class Ingress:
         """A completion, piece by piece: outputs take turns as they are generated."""
         arrived = time.monotonic()
         with self._meter.measure("completions") as measured, self._admission.enter():
-            calls, answer = await asyncio.to_thread(self._translator.completion, request, session)
+            calls, answer = await self._translator.in_thread(
+                self._translator.completion, request, session, await self._facts()
+            )
             await self._pin_prompt(request, calls, arrived)
             measured.sends(calls)
             async with aclosing(self._replicas.generate_stream(calls, arrived)) as pieces:
@@ -152,7 +156,9 @@ class Ingress:
         """A chat completion, whole."""
         arrived = time.monotonic()
         with self._meter.measure("chat") as measured, self._admission.enter():
-            call, answer = await asyncio.to_thread(self._translator.chat, request, session)
+            call, answer = await self._translator.in_thread(
+                self._translator.chat, request, session, await self._facts()
+            )
             await self._pin_prompt(request, [call], arrived)
             measured.sends([call])
             [outputs] = await self._replicas.generate([call], arrived)
@@ -165,7 +171,9 @@ class Ingress:
         """A chat completion, piece by piece; the first chunk of each output carries the role."""
         arrived = time.monotonic()
         with self._meter.measure("chat") as measured, self._admission.enter():
-            call, answer = await asyncio.to_thread(self._translator.chat, request, session)
+            call, answer = await self._translator.in_thread(
+                self._translator.chat, request, session, await self._facts()
+            )
             await self._pin_prompt(request, [call], arrived)
             measured.sends([call])
             async with aclosing(self._replicas.generate_stream([call], arrived)) as pieces:
@@ -181,7 +189,9 @@ class Ingress:
         """A response, whole."""
         arrived = time.monotonic()
         with self._meter.measure("responses") as measured, self._admission.enter():
-            call, answer = await asyncio.to_thread(self._translator.response, request, session)
+            call, answer = await self._translator.in_thread(
+                self._translator.response, request, session, await self._facts()
+            )
             await self._pin_prompt(request, [call], arrived)
             measured.sends([call])
             [outputs] = await self._replicas.generate([call], arrived)
@@ -194,7 +204,9 @@ class Ingress:
         """A response, event by event. Once it has begun, what goes wrong is its last event instead of an error."""
         arrived = time.monotonic()
         with self._meter.measure("responses") as measured, self._admission.enter():
-            call, answer = await asyncio.to_thread(self._translator.response, request, session)
+            call, answer = await self._translator.in_thread(
+                self._translator.response, request, session, await self._facts()
+            )
             await self._pin_prompt(request, [call], arrived)
             measured.sends([call])
             begun = False
@@ -215,11 +227,11 @@ class Ingress:
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
         """The tokens of a text or a conversation."""
         max_model_len = await self._facts()
-        return await asyncio.to_thread(self._translator.tokens, request, max_model_len)
+        return await self._translator.in_thread(self._translator.tokens, request, max_model_len)
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizedText:
         """The text of tokens."""
-        return await asyncio.to_thread(self._translator.text, request)
+        return await self._translator.in_thread(self._translator.text, request)
 
     async def fork(self, request: ForkRequest) -> Completion:
         """More outputs of a request from where one of its outputs is, whole. Its prompt is not in the usage.
@@ -302,7 +314,7 @@ class Ingress:
         with self._admission.enter():
             exchange = current_exchange()
             tenant = request.tenant if exchange is None else exchange.tenant_of(request.tenant)
-            prefix = await asyncio.to_thread(self._translator.prefix, request)
+            prefix = await self._translator.in_thread(self._translator.prefix, request)
             await self._replicas.all("pin", request.name, prefix, request.cache_salt, tenant)
 
     async def unpin(self, name: str) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,17 +19,33 @@ from app.openai.answers import CompletionAnswer
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, GenerationBody, PinRequest
 from app.openai.chat_answers import ChatAnswer
 from app.openai.pieces import split_public_id
-from app.openai.prompts import decode_tokens, encode_chat, encode_completion, encode_pin, encode_tokenize, prompt_texts
+from app.openai.prompts import (
+    CheckLength,
+    decode_tokens,
+    encode_chat,
+    encode_completion,
+    encode_pin,
+    encode_tokenize,
+    prompt_texts,
+)
 from app.openai.responses_answers import ResponseAnswer
 from app.openai.responses_body import ResponsesRequest, in_terms_of_responses
+from app.openai.text_bounds import TextBounds
 from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
 from app.openai.token_texts import TokenTexts
 from app.openai.tools import tool_use
 from app.serving.messages import ForkCall, GenerateRequest
 
+# Of their own: long texts must not keep the event loop's other threads.
+_NUM_THREADS = 4
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class Translator:
-    """Everything that needs the tokenizer. It may take long: call it in a thread. Every method raises `RequestError`s.
+    """Everything that needs the tokenizer. It may take long: call it `in_thread`. Every method raises `RequestError`s.
+    Texts that are longer than `max_model_len` tokens can be are refused before they are tokenised.
 
     Args:
         model_name: what clients call the model.
@@ -34,15 +55,23 @@ class Translator:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model_name: str, adapters: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._tokens = TokenTexts(tokenizer)
+        self._bounds = TextBounds(tokenizer)
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "translator")
         self._model_name = model_name
         self._adapters = tuple(adapters)
 
+    async def in_thread(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call one of the other methods so, as `asyncio.to_thread` would."""
+        call = partial(contextvars.copy_context().run, method, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
     def completion(
-        self, request: CompletionRequest, session: str | None
+        self, request: CompletionRequest, session: str | None, max_model_len: int
     ) -> tuple[list[GenerateRequest], CompletionAnswer]:
         """A call for each prompt, and what their pieces come to."""
         adapter = self.adapter_of(request.model)
-        prompts, params = encode_completion(self._tokenizer, request), request.sampling_params()
+        prompts = encode_completion(self._tokenizer, request, self._length_check(max_model_len))
+        params = request.sampling_params()
         request_id = _new_id("cmpl")
         calls = [
             _call_of(f"{request_id}-{i}" if i else request_id, prompt, params, request, adapter, session)
@@ -61,19 +90,21 @@ class Translator:
         )
         return calls, answer
 
-    def response(self, request: ResponsesRequest, session: str | None) -> tuple[GenerateRequest, ResponseAnswer]:
+    def response(
+        self, request: ResponsesRequest, session: str | None, max_model_len: int
+    ) -> tuple[GenerateRequest, ResponseAnswer]:
         """The same for a response."""
         with in_terms_of_responses():
-            call, chat = self.chat(request.as_chat(), session, "resp")
+            call, chat = self.chat(request.as_chat(), session, max_model_len, "resp")
         return call, ResponseAnswer(request, chat)
 
     def chat(
-        self, request: ChatCompletionRequest, session: str | None, kind: str = "chatcmpl"
+        self, request: ChatCompletionRequest, session: str | None, max_model_len: int, kind: str = "chatcmpl"
     ) -> tuple[GenerateRequest, ChatAnswer]:
         """The call, and what its pieces come to. `kind`: how the id begins."""
         adapter = self.adapter_of(request.model)
         tools = tool_use(self._tokenizer, request.tools, request.tool_choice, request.parallel_tool_calls)
-        prompt = encode_chat(self._tokenizer, request)
+        prompt = encode_chat(self._tokenizer, request, self._length_check(max_model_len))
         if tools is None:
             params = request.sampling_params()
         else:
@@ -112,21 +143,29 @@ class Translator:
 
     def tokens(self, request: TokenizeRequest, max_model_len: int) -> Tokens:
         """The tokens of a text or a conversation."""
-        if request.model is not None:
-            self.adapter_of(request.model)
-        tokens = encode_tokenize(self._tokenizer, request)
+        self._check_model(request.model)
+        tokens = encode_tokenize(self._tokenizer, request, self._length_check(max_model_len))
         texts = [self._tokens.chat_token(token_id) for token_id in tokens] if request.return_token_strs else None
         return Tokens(count=len(tokens), max_model_len=max_model_len, tokens=tokens, token_strs=texts)
 
     def text(self, request: DetokenizeRequest) -> DetokenizedText:
         """The text of tokens."""
-        if request.model is not None:
-            self.adapter_of(request.model)
+        self._check_model(request.model)
         return DetokenizedText(prompt=decode_tokens(self._tokenizer, request.tokens))
 
     def prefix(self, request: PinRequest) -> list[int]:
         """What prompts that begin so have in common."""
         return encode_pin(self._tokenizer, request)
+
+    def _check_model(self, model: str | None) -> None:
+        """Raises `UnknownModelError`, or `ForbiddenError` when the caller's API key does not allow it."""
+        name = self._model_name if model is None else model
+        self.adapter_of(name)
+        if (exchange := current_exchange()) is not None:
+            exchange.check_model(name)
+
+    def _length_check(self, max_model_len: int) -> CheckLength:
+        return lambda text, param: self._bounds.check(text, max_model_len, param)
 
     def adapter_of(self, model: str) -> str | None:
         """Of the model that a request names; `None`: the model itself. Raises `UnknownModelError`."""

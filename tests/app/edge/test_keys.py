@@ -6,6 +6,8 @@ import asyncio
 import hashlib
 import json
 import os
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from pydantic import ValidationError
 
 from app.edge import keys
 from app.edge.keys import KeyRing, read_keys
-from app.edge.settings import KeySource, RateLimits
+from app.edge.settings import KeyEntry, KeySource, RateLimits
 from app.edge.watcher import Watcher
 from app.errors import ConfigError
 
@@ -74,6 +76,11 @@ def test_entries(tmp_path: Path, suffix: str) -> None:
         ("keys.yaml", "keys:\n- name: a\n  key: 'SECRET\n", "near line"),
         ("keys.yaml", "keys: \x01SECRET", "near line 1"),
         ("keys.json", '{"keys": SECRET}', "near line 1"),
+        ("keys.yaml", "keys: [{name: a, tenant: 2024-13-45, key: SECRET-0123456789}]", "ValueError.*date"),
+        ("keys.yaml", "keys: [{name: a, key: !!bool SECRET-0123456789}]", "KeyError"),
+        ("keys.yaml", "[" * 10_000, "RecursionError.*too deep"),
+        ("keys.json", "[" * 100_000, "RecursionError.*too deep"),
+        ("keys.json", '{"keys": ' + "1" * 5000 + "}", "ValueError"),
         ("keys.yaml", "SECRET", "KeyFile"),
         ("keys.yaml", "keys: []", "at least 1"),
         ("keys.yaml", "keys: [{name: a, key: SECRET}]", r"keys\.0\.key"),
@@ -132,6 +139,43 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_a_change_is_read_though_the_request_that_saw_it_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a key that was revoked would stay valid."""
+    has_begun, may_end = threading.Event(), threading.Event()
+    num_readings = 0
+
+    async def run() -> None:
+        ring = ring_of(path := write(tmp_path / "keys", ALICE))
+        read = ring._read
+
+        def read_slowly() -> Sequence[KeyEntry]:
+            nonlocal num_readings
+            num_readings += 1
+            has_begun.set()
+            assert may_end.wait(60)
+            return read()
+
+        monkeypatch.setattr(ring, "_read", read_slowly)
+        write(path, BOB)
+        request = asyncio.create_task(ring.refresh())
+        assert await asyncio.to_thread(has_begun.wait, 60)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        await ring.refresh()  # neither waits, nor reads it once more
+        assert ring.find(ALICE) is not None
+        may_end.set()
+        async with asyncio.timeout(60):
+            while ring.find(ALICE) is not None:
+                await asyncio.sleep(0.001)
+        assert ring.find(BOB) is not None
+        assert num_readings == 1
+
+    asyncio.run(run())
+
+
 def test_new_limits_are_for_what_runs_too(tmp_path: Path) -> None:
     async def run() -> None:
         entry = f"keys: [{{name: a, key: {ALICE}, limits: {{concurrent_requests: "
@@ -171,6 +215,27 @@ def test_a_broken_change_leaves_the_keys(tmp_path: Path, caplog: pytest.LogCaptu
         assert ring.problem is None
         assert ring.find(ALICE) is None
         assert [problem is None for problem in told] == [True, False, False, False, True]
+
+    asyncio.run(run())
+
+
+def test_whatever_goes_wrong_is_a_problem(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> Sequence[KeyEntry]:
+        raise ZeroDivisionError("SECRET")
+
+    async def run() -> None:
+        ring = ring_of(path := write(tmp_path / "keys", ALICE))
+        monkeypatch.setattr(ring, "_read", fail)
+        write(path, BOB)
+        await ring.refresh()
+        await ring.refresh()
+        assert ring.find(ALICE) is not None
+        assert ring.problem is not None
+        assert "ZeroDivisionError" in ring.problem
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
+        assert "SECRET" not in caplog.text
 
     asyncio.run(run())
 

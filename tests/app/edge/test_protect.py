@@ -59,6 +59,16 @@ def test_a_key_says_whose_requests_these_are(keys: Path) -> None:
     assert [call.tenant for call in engines.calls] == ["other", "acme", "acme", "acme", "acme", "acme"]
 
 
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})])
+def test_a_keys_models_are_those_of_tokens_too(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
+    (tmp_path / "keys.json").write_text(json.dumps({"keys": [{"name": "k", "key": BOUND, "models": ["pirate"]}]}))
+    app = api_with(Engines(), api_keys={"file": str(tmp_path / "keys.json")})
+    assert post(app, body | {"model": "pirate"}, BOUND, path).status == 200
+    for model in ("m", None):  # which is the same
+        refused = post(app, body | {"model": model}, BOUND, path)
+        assert (refused.status, refused.error["code"]) == (403, "not_allowed")
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

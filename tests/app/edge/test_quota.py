@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -59,18 +60,25 @@ def test_a_resized_bucket_keeps_its_share() -> None:
 
 
 def test_threads_lose_nothing() -> None:
+    """Another thread gets its turn just when one has read the level, and has not written it yet."""
+
+    class Amount(float):
+        def __rsub__(self, level: float) -> float:
+            time.sleep(0.001)
+            return level - float(self)
+
     bucket = TokenBucket(1_000_000, Clock())
 
     def take() -> None:
-        for _ in range(2000):
-            bucket.take(1)
+        for _ in range(20):
+            bucket.take(Amount(1))
 
     threads = [threading.Thread(target=take) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert bucket.level == 1_000_000 - 8000
+    assert bucket.level == 1_000_000 - 80
 
 
 def test_requests_a_minute() -> None:

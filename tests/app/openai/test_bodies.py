@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from app.engine.params import MAX_LOGPROBS, SamplingParams, Structure
 from app.errors import RequestError
 from app.openai.bodies import MAX_PROMPTS, ChatCompletionRequest, CompletionRequest, ForkRequest, Message
+from app.openai.responses_body import ResponsesRequest
+from app.openai.token_bodies import DetokenizeRequest, TokenizeRequest
 
 USER = {"role": "user", "content": "x"}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -108,6 +110,50 @@ def test_a_bad_prompt_is_said_of_its_kind_only(prompt: object, place: object) ->
     with pytest.raises(ValidationError) as caught:
         completion(prompt=prompt)
     assert [error["loc"] for error in caught.value.errors()] == [place]
+
+
+MANY = 100_000
+
+
+@pytest.mark.parametrize(
+    ("body", "fields"),
+    [
+        (CompletionRequest, {"prompt": [0] + [""] * MANY}),
+        (CompletionRequest, {"prompt": ["", *([0] * MANY)]}),
+        (CompletionRequest, {"prompt": [[""] * MANY]}),
+        (CompletionRequest, {"prompt": [[1], *([0] * MANY)]}),
+        (CompletionRequest, {"prompt": "x", "bad_words": [0] * MANY}),
+        (CompletionRequest, {"prompt": "x", "stop_token_ids": [""] * MANY}),
+        (CompletionRequest, {"prompt": "x", "guided_choice": [0] * MANY}),
+        (CompletionRequest, {"prompt": "x", "logit_bias": {str(i): "" for i in range(MANY)}}),
+        (CompletionRequest, {"prompt": "x", "metadata": {str(i): 0 for i in range(MANY)}}),
+        (CompletionRequest, {"prompt": "x"} | {str(i): 0 for i in range(MANY)}),
+        (ChatCompletionRequest, {"messages": [0] * MANY}),
+        (ChatCompletionRequest, {"messages": [USER | {str(i): 0 for i in range(MANY)}]}),
+        (ChatCompletionRequest, {"messages": [{"role": "user", "content": [0] * MANY}]}),
+        (ChatCompletionRequest, {"messages": [{"role": "assistant", "tool_calls": [0] * MANY}]}),
+        (ChatCompletionRequest, {"messages": [USER], "tools": [0] * MANY}),
+        (ChatCompletionRequest, {"messages": [USER], "modalities": [0] * MANY}),
+        (ResponsesRequest, {"input": [0] * MANY}),
+        (ResponsesRequest, {"input": [{"role": "user", "content": [0] * MANY}]}),
+        (ResponsesRequest, {"input": [{"type": "function_call_output", "call_id": "c", "output": [0] * MANY}]}),
+        (ResponsesRequest, {"input": "x", "tools": [0] * MANY}),
+        (ResponsesRequest, {"input": "x", "include": [0] * MANY}),
+        (TokenizeRequest, {"messages": [0] * MANY}),
+        (DetokenizeRequest, {"tokens": [""] * MANY}),
+    ],
+)
+def test_many_faults_of_a_kind_are_one_complaint(body: type[BaseModel], fields: dict[str, Any]) -> None:
+    """Each takes about a kilobyte, and the event loop waits while they are written."""
+    with pytest.raises(ValidationError) as caught:
+        body.model_validate({"model": "m"} | fields)
+    assert caught.value.error_count() == 1
+
+
+def test_many_faults_of_what_may_be_two_kinds() -> None:
+    with pytest.raises(ValidationError) as caught:
+        completion(stop=[0] * MANY)
+    assert caught.value.error_count() == 2  # neither a text, nor a list of texts
 
 
 def test_the_number_of_prompts_has_bounds() -> None:

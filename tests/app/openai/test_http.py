@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -273,7 +274,8 @@ def test_chat_chunks_leave_out_what_is_absent(client: TestClient) -> None:
         ({"model": "m", "prompt": "x", "n": 0}, "n", "between 1"),
         ({"model": "m", "prompt": "x", "suffix": "y"}, "suffix", "leave it out"),
         ({"model": "m", "prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "token ids"),
-        ({"model": "m", "prompt": [0] + ["x"] * 9}, "prompt", "and 4 more"),
+        ({"model": "m", "prompt": "x"} | {f"x{i}": 1 for i in range(9)}, "x0", "and 4 more"),
+        ({"model": "m", "prompt": [0] + ["x"] * 9}, "prompt", "prompt.tokens.1: Input should be a valid integer"),
         ({"model": "m", "prompt": "x", "max_tokens": -1}, "max_tokens", "at least 1"),
         ({"model": "m", "prompt": "x", "top_p": 2}, "top_p", "between 0 and 1"),
         ({"model": "request", "prompt": "x"}, "prompt", "too long"),
@@ -320,6 +322,24 @@ def test_what_is_not_said_to_be_json(client: TestClient, kind: str | None) -> No
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
     headers = {"content-type": "application/vnd.x+json; charset=utf-8"}
     assert client.post("/v1/completions", content=b'{"model": "m", "prompt": "x"}', headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        ("/v1/completions", {"model": "m"}, "invalid_value"),
+        ("/v1/completions", None, "unsupported_media_type"),
+        ("/v1/nothing", {}, "not_found"),
+        ("/health", {}, "method_not_allowed"),
+    ],
+)
+def test_the_log_says_what_was_refused(
+    client: TestClient, caplog: pytest.LogCaptureFixture, path: str, body: object, code: str
+) -> None:
+    caplog.set_level(logging.INFO, "app.edge.request_log")
+    client.post(path, json=body)
+    [line] = [record.getMessage() for record in caplog.records if record.name == "app.edge.request_log"]
+    assert f" error={code}" in line
 
 
 def test_numbers_and_names_without_bounds(client: TestClient) -> None:

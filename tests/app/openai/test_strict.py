@@ -55,4 +55,4 @@ def test_arguments_of_earlier_calls_can_be_shown(arguments: str) -> None:
     messages = [*BODY["messages"], {"role": "assistant", "tool_calls": [call]}]
     request = ChatCompletionRequest.model_validate(BODY | {"messages": messages})
     with pytest.raises(RequestError, match="arguments of the tool call '1' cannot be shown"):
-        encode_chat(load_tokenizer("builtin"), request)
+        encode_chat(load_tokenizer("builtin"), request, lambda *_: None)

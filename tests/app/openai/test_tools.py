@@ -166,9 +166,16 @@ CONVERSATION: list[dict[str, Any]] = [
 def prompt(tokenizer: PreTrainedTokenizerBase, **fields: Any) -> str:
     messages = fields.pop("messages", CONVERSATION)
     body = ChatCompletionRequest.model_validate({"model": "m", "messages": messages, **fields})
-    text = tokenizer.decode(encode_chat(tokenizer, body))
+    text = tokenizer.decode(encode_chat(tokenizer, body, lambda *_: None))
     assert isinstance(text, str)
     return text
+
+
+def test_strict_does_not_change_the_prompt() -> None:
+    tokenizer = AutoTokenizer.from_pretrained("app/builtin/model")
+    functions = [{"name": "now"} | more for more in ({}, {"strict": True}, {"strict": False}, {"strict": None})]
+    prompts = {prompt(tokenizer, tools=[{"type": "function", "function": function}]) for function in functions}
+    assert len(prompts) == 1
 
 
 def test_the_built_in_model_is_shown_tools_calls_and_answers() -> None:

@@ -28,6 +28,8 @@ from app.errors import (
 from app.fleet.overload import Refusals
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest
 from app.openai.pieces import Piece
+from app.openai.responses_body import ResponsesRequest
+from app.openai.token_bodies import TokenizeRequest
 from app.serving.admission import Admission
 from app.serving.calls import Replicas
 from app.serving.failures import unwrap
@@ -240,6 +242,33 @@ def test_a_fork_goes_to_the_replica_in_the_id() -> None:
         batch = await ingress.generate(completion(prompt=["a", "b"]))
         with pytest.raises(UnknownRequestError, match="one prompt"):
             await ingress.fork(ForkRequest(model="m", request_id=batch.id))
+
+    asyncio.run(run())
+
+
+def test_texts_that_cannot_fit_are_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "word " * 10_000
+    messages = [{"role": "user", "content": long}]
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise AssertionError("it was tokenised")
+
+    async def run() -> None:
+        ingress = ingress_with(Engines())
+        monkeypatch.setattr(type(TOKENIZER), "encode", fail)
+        monkeypatch.setattr(type(TOKENIZER), "__call__", fail)
+        chat = ChatCompletionRequest.model_validate({"model": "m", "messages": messages})
+        response = ResponsesRequest.model_validate({"model": "m", "input": long})
+        for asked, param in (
+            (ingress.generate(completion(prompt=long)), "prompt"),
+            (ingress.chat(chat), "messages"),
+            (ingress.responses(response), "input"),
+            (ingress.tokenize(TokenizeRequest.model_validate({"prompt": long})), "prompt"),
+            (ingress.tokenize(TokenizeRequest.model_validate({"messages": messages})), "messages"),
+        ):
+            with pytest.raises(ContextLengthError, match=f"64 tokens, and {param} has") as refused:
+                await asked
+            assert refused.value.param == param
 
     asyncio.run(run())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Iterator
@@ -14,9 +15,11 @@ from pydantic import BaseModel
 from ray.exceptions import RayTaskError
 from starlette.testclient import TestClient
 
+from app.engine.request import TokenLogprobs
 from app.errors import ContextLengthError, EngineError, OverloadedError
 from app.openai.http import build_api
 from app.openai.pieces import Piece
+from app.openai.responses_body import ResponsesRequest
 from tests.app.serving.test_ingress import CALL, TOKENIZER, Engines, ingress_with
 
 FUNCTION = {"type": "function", "name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}, "strict": False}
@@ -38,7 +41,8 @@ class Pieces(Engines):
             for i, text in enumerate(self._texts):
                 ends = i == last and self._late_error is None
                 reason = self._finish_reason if ends else None
-                yield Piece(text, (300 + i,), 0, reason, num_cached_tokens=2, replica="r7")
+                logprobs = (TokenLogprobs(300 + i, -0.5, 1, ()),)
+                yield Piece(text, (300 + i,), 0, reason, num_cached_tokens=2, logprobs=logprobs, replica="r7")
             if self._late_error is not None:
                 raise RayTaskError("generate", "traceback", self._late_error)
 
@@ -94,6 +98,17 @@ def test_the_events_of_a_text() -> None:
     assert len({event.item_id for event in events if hasattr(event, "item_id")}) == 1
     with client.responses.stream(model="m", input="x") as stream:
         assert stream.get_final_response().output_text == "Hello"
+
+
+def test_a_part_begins_without_log_probabilities() -> None:
+    async def run() -> None:
+        request = ResponsesRequest.model_validate({"model": "m", "input": "x", "top_logprobs": 0})
+        events = [event async for event in ingress_with(Pieces("Hel", "lo")).responses_stream(request)]
+        [begun] = [event for event in events if event.type == "response.content_part.added"]
+        [ended] = [event for event in events if event.type == "response.content_part.done"]
+        assert (len(begun.part.logprobs), len(ended.part.logprobs)) == (0, 2)
+
+    asyncio.run(run())
 
 
 def test_output_that_is_cut_off() -> None:

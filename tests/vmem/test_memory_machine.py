@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.nightly import examples
 from tests.vmem.small_memory import (
     DOCUMENTS,
     MAX_TOKENS,
@@ -53,7 +54,6 @@ CHOICE = st.integers(0, 7)
 BACK = st.sampled_from([0, 0, 0, 1, 5, 16, 17, 40])
 COMMON = st.sampled_from([0, 16, 17, 30, 32, 33, 40, 48, 49, 50, 64, 65, 71, 96, 97])
 _STEPS = 50
-_EXAMPLES = {"default": 150, "nightly": 2400}
 
 
 def colliding_hash(parent: bytes, content: bytes) -> bytes:
@@ -406,7 +406,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
 
 MemoryMachine.TestCase.settings = settings(
-    max_examples=_EXAMPLES.get(settings.get_current_profile_name(), _EXAMPLES["default"]),
+    max_examples=examples(150, nightly=2400),
     stateful_step_count=_STEPS,
     deadline=None,
     suppress_health_check=list(HealthCheck),

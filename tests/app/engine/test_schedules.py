@@ -29,6 +29,7 @@ from app.engine.sampler import sample
 from app.engine.sampling_state import SamplingState
 from app.errors import RequestError
 from tests.conftest import HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
+from tests.nightly import examples
 
 TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 MODELS: dict[str, dict[str, Any]] = {
@@ -36,7 +37,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": TINY | {"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 16},
     "bamba": HYBRIDS["bamba"],
 }
-_EXAMPLES = {"default": 20, "nightly": 300}
 MAX_MODEL_LEN = 96
 # Prompts begin like one of these; what follows is of few kinds, so that they meet again.
 DOCUMENTS = torch.randint(VOCAB_SIZE - 1, (2, 64), generator=torch.Generator().manual_seed(5)).tolist()
@@ -369,7 +369,7 @@ def params_of(max_tokens: int, seed: int | None) -> SamplingParams:
 @pytest.mark.parametrize("policy", ["swap", "recompute", "auto"])
 def test_every_schedule_gives_the_tokens_of_transformers(model: str, policy: str, engines: Any) -> None:
     @settings(
-        max_examples=_EXAMPLES.get(settings.get_current_profile_name(), _EXAMPLES["default"]),
+        max_examples=examples(20, nightly=300),
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )

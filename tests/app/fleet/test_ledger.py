@@ -24,12 +24,12 @@ from app.fleet.ledger import (
     Order,
     fair_shares,
 )
+from tests.nightly import examples
 
 CAPACITY = 1000
 LEASTS = st.sampled_from([50, 100, 200, 400])
 SHARE = st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0])
 CHOICE = st.integers(0, 7)
-_EXAMPLES = {"default": 400, "nightly": 5000}
 
 
 @dataclass(eq=False)
@@ -233,7 +233,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 LedgerMachine.TestCase.settings = settings(
-    max_examples=_EXAMPLES.get(settings.get_current_profile_name(), _EXAMPLES["default"]),
+    max_examples=examples(400, nightly=5000),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),

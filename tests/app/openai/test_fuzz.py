@@ -21,15 +21,13 @@ from app.openai.bodies import ChatCompletionRequest, CompletionRequest
 from app.openai.http import build_api
 from app.openai.replies import Completion, CompletionChoice
 from tests.local_server import LocalServer
+from tests.nightly import examples
 
 from .test_http import FakeService
 
-_PROFILE = settings.get_current_profile_name()
 _HEALTH = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-SETTINGS = settings(
-    max_examples={"default": 60, "nightly": 3000}[_PROFILE], deadline=None, suppress_health_check=_HEALTH
-)
-FEWER = settings(max_examples={"default": 15, "nightly": 500}[_PROFILE], deadline=None, suppress_health_check=_HEALTH)
+SETTINGS = settings(max_examples=examples(60, nightly=3000), deadline=None, suppress_health_check=_HEALTH)
+FEWER = settings(max_examples=examples(15, nightly=500), deadline=None, suppress_health_check=_HEALTH)
 
 TEXT = st.text(st.characters(), max_size=12)  # halves of surrogate pairs included
 ODD_TEXT = st.sampled_from(["", " ", "\0", "\ud800", "\n\r\u2028\x85", "data: [DONE]", "👩‍👩‍👧", "a" * 3000, "builtin"])

@@ -19,6 +19,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.local_server import LocalServer
+from tests.nightly import examples
 
 # Of each operation. What is not checked:
 # - `positive_data_acceptance`: a description cannot say that a model's name must be known, a schema be one that can be
@@ -33,8 +34,6 @@ CHECKS: list[CheckFunction] = [
     negative_data_rejection,
     unsupported_method,
 ]
-_EXAMPLES = {"default": 10, "nightly": 200}
-_FEW_EXAMPLES = {"default": 3, "nightly": 30}  # of operations without a body
 MOST_TOKENS = 8
 
 
@@ -47,10 +46,10 @@ def test_every_answer_is_as_described(server: LocalServer, mode: GenerationMode)
         operation = result.ok()
         if mode.is_negative and not (operation.body or operation.query or operation.headers):
             continue  # there is nothing that could be wrong
-        examples = _EXAMPLES if operation.body else _FEW_EXAMPLES
+        several = examples(10, nightly=200) if operation.body else examples(3, nightly=30)
 
         @settings(
-            max_examples=examples[settings.get_current_profile_name()],
+            max_examples=several,
             deadline=None,
             phases=[Phase.explicit, Phase.generate],
             suppress_health_check=list(HealthCheck),

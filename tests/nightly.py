@@ -1,0 +1,12 @@
+"""How many examples a property is tried with: few each time, many with `pytest --hypothesis-profile=nightly`.
+
+Hypothesis picks a profile of its own, "ci", where the environment says `CI`; for the tests it is like the default one.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+
+def examples(usual: int, nightly: int) -> int:
+    return nightly if settings.get_current_profile_name() == "nightly" else usual

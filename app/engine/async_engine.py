@@ -11,9 +11,8 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Unpack
-
-import torch
 
 from app.config import EngineConfig
 from app.engine.delta_queue import DeltaQueue
@@ -89,7 +88,6 @@ class AsyncEngine:
         admit: Callable[[KVMemory], None] | None = None,
         prefixes_of_others: Callable[[str], Sequence[Sequence[CachedPrefix]]] | None = None,
     ) -> None:
-        self._engine = Engine(config, launch, admit)
         self._commands: queue.SimpleQueue[_Stream | _Cancel | _Audit | _Stop] = queue.SimpleQueue()
         self._prefixes_of_others = prefixes_of_others
         self._streams: dict[str, _Stream] = {}  # only the thread touches it
@@ -98,8 +96,10 @@ class AsyncEngine:
         self._ids = itertools.count()
         self._sending = threading.Lock()  # between "is it still taking commands?" and handing one over
         self._stopped = False
+        self._engine: Engine  # the thread makes it
         started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(started,), name="folio-engine", daemon=True)
+        make = partial(Engine, config, launch, admit)
+        self._thread = threading.Thread(target=self._run, args=(make, started), name="folio-engine", daemon=True)
         self._thread.start()
         started.result()
         logger.info("ready after %s", self.start_times)
@@ -339,9 +339,14 @@ class AsyncEngine:
 
     # ---- the thread ----
 
-    def _run(self, started: Future[None]) -> None:
-        # OpenMP keeps the number of threads per thread; a Ray worker's default is its num_cpus.
-        torch.set_num_threads(torch.get_num_threads())
+    def _run(self, make: Callable[[], Engine], started: Future[None]) -> None:
+        # Made here, since OpenMP gives each thread that computes threads of its own; with more of them than cores, none
+        # spins any more while it waits for the others, and a step takes a tenth longer.
+        try:
+            self._engine = make()
+        except Exception as error:  # noqa: BLE001 - whoever makes this engine hears of it
+            started.set_exception(error)
+            return
         try:
             self._get_ready()
         except Exception as error:
@@ -350,7 +355,7 @@ class AsyncEngine:
             try:
                 self._engine.close()
             finally:
-                started.set_exception(error)  # whoever makes this engine hears of it, and does not wait for ever
+                started.set_exception(error)  # the same, and does not wait for ever
             return
         started.set_result(None)
         reason = "the engine has stopped; send the request again"

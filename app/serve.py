@@ -34,12 +34,15 @@ from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 logger = logging.getLogger("app.serve")
 
-# For the processes of a cluster that is started here, unless they are set already. What proxies and ingresses tell each
-# other goes by value, at two thirds of the cost, so messages need room for the largest bodies. And Ray would run its
-# workers at a lower priority than anything else on the machine.
+# For the processes of a cluster that is started here, unless they are set already.
 ENVIRONMENT = {
+    # What proxies and ingresses tell each other goes by value, at two thirds of the cost, so messages need room for the
+    # largest bodies.
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
+    # Our methods never block their event loop, so they share it with Serve's: else each item changes threads twice.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    # Ray would run its workers at a lower priority than anything else on the machine.
     "RAY_worker_niceness": "0",
 }
 

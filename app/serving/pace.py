@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 from app.engine.async_engine import Pace
 
-# At 0.8 to 1.7 ms of all processes' time an item, as measured on 2 cores, that is four to eight percent of the machine.
-_ITEMS_PER_CORE_S = 50.0
+# Streaming may take three percent of the machine, at a millisecond of all processes' time an item (`benchmarks.streaming`).
+_ITEMS_PER_CORE_S = 30.0
 
 
 class StreamPace:

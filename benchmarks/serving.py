@@ -1,8 +1,8 @@
 """Folio over HTTP beside its own bare engine, and any OpenAI-compatible servers under the same load.
 
-Random weights in the shape of Qwen2.5-0.5B, bfloat16, greedy, no EOS, so that a step costs what it does in reality.
-Folio is a Ray Serve application on this machine; the bare engine is an `AsyncEngine` in a process of its own, with the
-same settings; each idles while the other is measured.
+Random weights in the shape of Qwen2.5-0.5B, bfloat16 or `--dtype`, greedy, no EOS, so that a step costs what it does
+in reality. Folio is a Ray Serve application on this machine; the bare engine is an `AsyncEngine` in a process of its
+own, with the same settings; each idles while the other is measured.
 
 - one request at a time: time to first token through HTTP less the bare engine's
 - 16 at once, streams: output tokens a second through HTTP over the bare engine's
@@ -259,7 +259,7 @@ async def run_all(
     of."""
     goal = Targets(args.ttft_s, args.tpot_s)
     figures: dict[str, float] = {}
-    raw: dict[str, Any] = {"targets": asdict(goal)}
+    raw: dict[str, Any] = {"targets": asdict(goal), "dtype": args.dtype}
     async with connect(servers) as targets:
         if bare is not None:
             figures |= await beside_bare(targets[0], bare, sizes, raw)
@@ -357,6 +357,9 @@ def parse() -> argparse.Namespace:
         "--only-targets", action="store_true", help="do not start Folio; the first target sets the rates"
     )
     parser.add_argument("--num-threads", type=int, help="of Folio's engine, by default one for each core")
+    parser.add_argument(
+        "--dtype", default="auto", help="of Folio's engine; float32 for processors without fast bfloat16"
+    )
     parser.add_argument("--trace", type=Path, default=TRACE, help="an Azure LLM inference or Mooncake trace")
     parser.add_argument("--soak", type=float, metavar="MINUTES")
     parser.add_argument("--ttft-s", type=float, default=1.0, help="a good request's first token comes within it")
@@ -381,6 +384,7 @@ def main() -> None:
         with checkpoint(args.checkpoint, sizes.num_layers) as folder:
             settings = {
                 "model": str(folder),
+                "dtype": args.dtype,
                 "max_model_len": MAX_MODEL_LEN,
                 "max_num_seqs": MAX_NUM_SEQS,
                 "max_queued_requests": MAX_QUEUED,

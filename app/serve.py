@@ -42,6 +42,9 @@ ENVIRONMENT = {
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
     # Our methods never block their event loop, so they share it with Serve's: else each item changes threads twice.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    # Serve's controller looks after its replicas ten times a second by default, each time asking for the cluster's
+    # resources; less often, Ray's idle processes take a seventh less.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
     # Ray would run its workers at a lower priority than anything else on the machine.
     "RAY_worker_niceness": "0",
 }

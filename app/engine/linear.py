@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,9 @@ logger = logging.getLogger(__name__)
 
 # Whose weights the module around them reads: Mamba-1 mixers, Hunyuan's router.
 _READ_ELSEWHERE = {"dt_proj", "wg"}
+# oneDNN makes a product for each number of rows, which are 1 to 3 MiB, in no time to speak of. torch and oneDNN would
+# each keep the last 1,024. A step has few, the same in every layer.
+_PRODUCT_CACHES, _PRODUCTS_KEPT = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), 16
 
 
 class Product(Protocol):
@@ -28,6 +32,10 @@ class Product(Protocol):
 
 class OneDnnProduct:
     """torch's own; several times faster with packed weights than without on few rows, and faster on many."""
+
+    def __init__(self) -> None:
+        for name in _PRODUCT_CACHES:  # read when the first product of this process is made
+            os.environ.setdefault(name, str(_PRODUCTS_KEPT))
 
     def pack(self, weight: torch.Tensor) -> Any:
         return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())

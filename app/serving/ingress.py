@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from fastapi import FastAPI
 from ray import serve
@@ -28,6 +29,7 @@ from app.logs import configure_logs
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, GenerationBody, PinRequest
 from app.openai.http import build_api, note_broken_stream
 from app.openai.operator_replies import LoadReport, PinList
+from app.openai.pieces import Piece
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, ModelCard, ModelList
 from app.openai.responses_body import ResponsesRequest
 from app.openai.responses_replies import ResponseObject, StreamEvent
@@ -35,7 +37,7 @@ from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, Tokenize
 from app.serving.admission import Admission
 from app.serving.calls import Replicas
 from app.serving.messages import GenerateRequest
-from app.serving.metrics import EdgeMeter, MetricsPage, RequestMeter
+from app.serving.metrics import EdgeMeter, Measured, MetricsPage, RequestMeter
 from app.serving.reports import load_report, pin_list
 from app.serving.translator import Translator
 from vmem import BudgetAnswer, MemoryReport
@@ -44,6 +46,26 @@ READY_TIMEOUT_S = 10
 # Reports are wanted soon or not at all.
 STATUS_TIMEOUT_S = 2.0
 UNPIN_TIMEOUT_S = 10.0
+
+
+Body = TypeVar("Body", bound=GenerationBody)
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun(Generic[Answer]):
+    """A request on its way to the replicas.
+
+    Attributes:
+        calls: one for each prompt.
+        answer: what becomes of their pieces.
+        arrived: by `time.monotonic`.
+    """
+
+    calls: list[GenerateRequest]
+    answer: Answer
+    arrived: float
+    measured: Measured
 
 
 @serve.ingress()
@@ -123,106 +145,66 @@ class Ingress:
 
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion, whole."""
-        arrived = time.monotonic()
-        with self._meter.measure("completions") as measured, self._admission.enter():
-            calls, answer = await self._translator.in_thread(
-                self._translator.completion, request, session, await self._facts()
-            )
-            await self._pin_prompt(request, calls, arrived)
-            measured.sends(calls)
-            outputs = await self._replicas.generate(calls, arrived)
-            measured.receives(outputs)
-            return answer.whole(outputs)
+        async with self._begun("completions", self._translator.completion, request, session) as begun:
+            return begun.answer.whole(await self._outputs_of(begun))
 
     async def generate_stream(
         self, request: CompletionRequest, session: str | None = None
     ) -> AsyncIterator[Completion]:
         """A completion, piece by piece: outputs take turns as they are generated."""
-        arrived = time.monotonic()
-        with self._meter.measure("completions") as measured, self._admission.enter():
-            calls, answer = await self._translator.in_thread(
-                self._translator.completion, request, session, await self._facts()
-            )
-            await self._pin_prompt(request, calls, arrived)
-            measured.sends(calls)
-            async with aclosing(self._replicas.generate_stream(calls, arrived)) as pieces:
+        async with self._begun("completions", self._translator.completion, request, session) as begun:
+            async with aclosing(self._replicas.generate_stream(begun.calls, begun.arrived)) as pieces:
                 async for prompt, piece in pieces:
-                    measured.streams(piece, prompt)
-                    yield answer.chunk(piece, prompt)
+                    begun.measured.streams(piece, prompt)
+                    yield begun.answer.chunk(piece, prompt)
             if request.include_usage:
-                yield answer.last_chunk()
+                yield begun.answer.last_chunk()
 
     async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
         """A chat completion, whole."""
-        arrived = time.monotonic()
-        with self._meter.measure("chat") as measured, self._admission.enter():
-            call, answer = await self._translator.in_thread(
-                self._translator.chat, request, session, await self._facts()
-            )
-            await self._pin_prompt(request, [call], arrived)
-            measured.sends([call])
-            [outputs] = await self._replicas.generate([call], arrived)
-            measured.receives([outputs])
-            return answer.whole(outputs)
+        async with self._begun("chat", self._translator.chat, request, session) as begun:
+            [outputs] = await self._outputs_of(begun)
+            return begun.answer.whole(outputs)
 
     async def chat_stream(
         self, request: ChatCompletionRequest, session: str | None = None
     ) -> AsyncIterator[ChatCompletionChunk]:
         """A chat completion, piece by piece; the first chunk of each output carries the role."""
-        arrived = time.monotonic()
-        with self._meter.measure("chat") as measured, self._admission.enter():
-            call, answer = await self._translator.in_thread(
-                self._translator.chat, request, session, await self._facts()
-            )
-            await self._pin_prompt(request, [call], arrived)
-            measured.sends([call])
-            async with aclosing(self._replicas.generate_stream([call], arrived)) as pieces:
+        async with self._begun("chat", self._translator.chat, request, session) as begun:
+            async with aclosing(self._replicas.generate_stream(begun.calls, begun.arrived)) as pieces:
                 async for _, piece in pieces:
-                    measured.streams(piece)
-                    chunk = answer.chunk(piece)
+                    begun.measured.streams(piece)
+                    chunk = begun.answer.chunk(piece)
                     if chunk is not None:
                         yield chunk
             if request.include_usage:
-                yield answer.last_chunk()
+                yield begun.answer.last_chunk()
 
     async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject:
         """A response, whole."""
-        arrived = time.monotonic()
-        with self._meter.measure("responses") as measured, self._admission.enter():
-            call, answer = await self._translator.in_thread(
-                self._translator.response, request, session, await self._facts()
-            )
-            await self._pin_prompt(request, [call], arrived)
-            measured.sends([call])
-            [outputs] = await self._replicas.generate([call], arrived)
-            measured.receives([outputs])
-            return answer.whole(outputs)
+        async with self._begun("responses", self._translator.response, request, session) as begun:
+            [outputs] = await self._outputs_of(begun)
+            return begun.answer.whole(outputs)
 
     async def responses_stream(
         self, request: ResponsesRequest, session: str | None = None
     ) -> AsyncIterator[StreamEvent]:
         """A response, event by event. Once it has begun, what goes wrong is its last event instead of an error."""
-        arrived = time.monotonic()
-        with self._meter.measure("responses") as measured, self._admission.enter():
-            call, answer = await self._translator.in_thread(
-                self._translator.response, request, session, await self._facts()
-            )
-            await self._pin_prompt(request, [call], arrived)
-            measured.sends([call])
-            begun = False
+        async with self._begun("responses", self._translator.response, request, session) as begun:
+            has_sent = False
             try:
-                async with aclosing(self._replicas.generate_stream([call], arrived)) as pieces:
+                async with aclosing(self._replicas.generate_stream(begun.calls, begun.arrived)) as pieces:
                     async for _, piece in pieces:
-                        measured.streams(piece)
-                        for event in answer.events(piece):
-                            begun = True
+                        begun.measured.streams(piece)
+                        for event in begun.answer.events(piece):
+                            has_sent = True
                             yield event
             except FolioError as error:
-                if not begun:
+                if not has_sent:
                     raise
                 note_broken_stream(error)
-                measured.fails(error)
-                yield answer.failed(error)
+                begun.measured.fails(error)
+                yield begun.answer.failed(error)
 
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
         """The tokens of a text or a conversation."""
@@ -332,6 +314,27 @@ class Ingress:
         for error in errors:
             if len(errors) == len(answers) or not isinstance(error, UnknownPinError):
                 raise error
+
+    @asynccontextmanager
+    async def _begun(
+        self,
+        route: str,
+        translate: Callable[[Body, str | None, int], tuple[list[GenerateRequest], Answer]],
+        request: Body,
+        session: str | None,
+    ) -> AsyncIterator[_Begun[Answer]]:
+        """Admitted, counted and translated, with what it pins pinned; until it ends."""
+        arrived = time.monotonic()
+        with self._meter.measure(route) as measured, self._admission.enter():
+            calls, answer = await self._translator.in_thread(translate, request, session, await self._facts())
+            await self._pin_prompt(request, calls, arrived)
+            measured.sends(calls)
+            yield _Begun(calls, answer, arrived, measured)
+
+    async def _outputs_of(self, begun: _Begun[Any]) -> list[list[Piece]]:
+        outputs = await self._replicas.generate(begun.calls, begun.arrived)
+        begun.measured.receives(outputs)
+        return outputs
 
     async def _pin_prompt(self, request: GenerationBody, calls: Sequence[GenerateRequest], arrived: float) -> None:
         """What the body's `pin` asks for."""

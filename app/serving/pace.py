@@ -13,7 +13,8 @@ from contextlib import contextmanager
 
 from app.engine.async_engine import Pace
 
-# Streaming may take three percent of the machine, at a millisecond of all processes' time an item (`benchmarks.streaming`).
+# Streaming may take three percent of the machine; an item takes a millisecond of all processes' time
+# (`benchmarks.streaming`).
 _ITEMS_PER_CORE_S = 30.0
 
 

@@ -92,16 +92,16 @@ class Translator:
 
     def response(
         self, request: ResponsesRequest, session: str | None, max_model_len: int
-    ) -> tuple[GenerateRequest, ResponseAnswer]:
+    ) -> tuple[list[GenerateRequest], ResponseAnswer]:
         """The same for a response."""
         with in_terms_of_responses():
-            call, chat = self.chat(request.as_chat(), session, max_model_len, "resp")
-        return call, ResponseAnswer(request, chat)
+            calls, chat = self.chat(request.as_chat(), session, max_model_len, "resp")
+        return calls, ResponseAnswer(request, chat)
 
     def chat(
         self, request: ChatCompletionRequest, session: str | None, max_model_len: int, kind: str = "chatcmpl"
-    ) -> tuple[GenerateRequest, ChatAnswer]:
-        """The call, and what its pieces come to. `kind`: how the id begins."""
+    ) -> tuple[list[GenerateRequest], ChatAnswer]:
+        """The one call, and what its pieces come to. `kind`: how the id begins."""
         adapter = self.adapter_of(request.model)
         tools = tool_use(self._tokenizer, request.tools, request.tool_choice, request.parallel_tool_calls)
         prompt = encode_chat(self._tokenizer, request, self._length_check(max_model_len))
@@ -119,7 +119,7 @@ class Translator:
             num_prompt_top=params.prompt_logprobs,
             parser=None if tools is None else tools.parser,
         )
-        return call, answer
+        return [call], answer
 
     def fork(self, request: ForkRequest) -> tuple[ForkCall, CompletionAnswer]:
         """The same for a fork. Raises `UnknownRequestError` if the id is not one that could be forked."""

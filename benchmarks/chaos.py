@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> None:
             "strange": {name: o.strange for name, o in phases.items()},
         },
     )
+    harness.fail_if_any(counts, "other_error", "wrong", *([] if args.ingresses else ["lost"]))
 
 
 @contextmanager

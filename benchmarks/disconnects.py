@@ -245,17 +245,14 @@ def main() -> None:
     wrong = {text: number for text, number in answers.items() if text != "right"}
     print(f"meanwhile {answers['right']} right answers, and {sum(wrong.values())} others {list(wrong)[:5]}")
     print(f"nothing was left {empty_after_s:.2f} s after the last one; the books add up")
-    harness.finish(
-        "disconnects",
-        args,
-        {
-            "disconnects": sum(outcomes.values()),
-            "right_answers": answers["right"],
-            "other_answers": sum(wrong.values()),
-            "empty_after_s": empty_after_s,
-        },
-        {"outcomes": outcomes, "others": wrong},
-    )
+    figures = {
+        "disconnects": sum(outcomes.values()),
+        "right_answers": answers["right"],
+        "other_answers": sum(wrong.values()),
+        "empty_after_s": empty_after_s,
+    }
+    harness.finish("disconnects", args, figures, {"outcomes": outcomes, "others": wrong})
+    harness.fail_if_any(figures, "other_answers")
 
 
 if __name__ == "__main__":

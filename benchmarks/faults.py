@@ -148,24 +148,21 @@ def main() -> None:
         print(f"  {text}")
     print(f"back after {statistics.median(times):.1f} s (median), {max(times):.1f} s at most")
     print(f"three failed health checks take up to {limit_s:.0f} s")
-    harness.finish(
-        "faults",
-        args,
-        {
-            "faults": count,
-            "answered": outcomes.counts["answered"],
-            "to_be_sent_again": outcomes.counts["to be sent again"],
-            "broken_off": outcomes.counts["broken off"],
-            "other_errors": outcomes.counts["other error"],
-            "wrong": outcomes.counts["wrong"],
-            "lost": outcomes.counts["lost"],
-            "back_s_median": statistics.median(times),
-            "back_s_max": max(times),
-            "processes_left": left_over + sum(row[3] for row in rows),
-            "shared_files_more_than_one_replica": shared - 1,
-        },
-        {"faults": rows, "strange": outcomes.strange},
-    )
+    figures = {
+        "faults": count,
+        "answered": outcomes.counts["answered"],
+        "to_be_sent_again": outcomes.counts["to be sent again"],
+        "broken_off": outcomes.counts["broken off"],
+        "other_errors": outcomes.counts["other error"],
+        "wrong": outcomes.counts["wrong"],
+        "lost": outcomes.counts["lost"],
+        "back_s_median": statistics.median(times),
+        "back_s_max": max(times),
+        "processes_left": left_over + sum(row[3] for row in rows),
+        "shared_files_more_than_one_replica": shared - 1,
+    }
+    harness.finish("faults", args, figures, {"faults": rows, "strange": outcomes.strange})
+    harness.fail_if_any(figures, "other_errors", "wrong", "lost", "processes_left")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import json
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -93,6 +94,12 @@ def finish(name: str, args: argparse.Namespace, figures: Mapping[str, float], ra
     path = results_folder(args) / f"{name}{'-quick' if args.quick else ''}.json"
     path.write_text(json.dumps(result | {"raw": raw}, indent=1) + "\n")
     print(json.dumps(result))
+
+
+def fail_if_any(counts: Mapping[str, float], *keys: str) -> None:
+    """Exit with an error if one of what must not have happened has."""
+    if bad := [f"{key}: {counts[key]:g}" for key in keys if counts[key]]:
+        sys.exit("not as promised: " + ", ".join(bad))
 
 
 def results_folder(args: argparse.Namespace) -> Path:

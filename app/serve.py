@@ -40,6 +40,9 @@ ENVIRONMENT = {
     # largest bodies.
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
+    # A body goes to the ingress with the head of its request, instead of by a call of its own. While an ingress lets
+    # nobody in, the proxy says so for it.
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "app.serving.proxies.middlewares",
     # Our methods never block their event loop, so they share it with Serve's: else each item changes threads twice.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     # Serve's controller looks after its replicas ten times a second by default, each time asking for the cluster's

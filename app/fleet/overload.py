@@ -10,10 +10,15 @@ _ASKED_LAST_S = 0.25
 # After all replicas have refused, the door lets in only as many as they can take, until so long has passed without all
 # refusing again.
 _CROWDED_S = 2.0
-# More than begin: what is known of their number may be wrong by so much, and a queue must not run dry.
-_MARGIN = 2.0
-# Requests a second that a replica is offered in any case.
-_LEAST_PER_S = 4.0
+# At first a little more than begin. Then less by so much when all refuse again, which may say the same thing several
+# times within a moment; and more every second, by a share of those that begin.
+_FIRST_SHARE, _SLOWER, _SLOWER_AFTER_S, _FASTER_PER_S = 1.25, 0.8, 0.25, 0.5
+# When it becomes crowded again: as much as before, but not more than so many times as many.
+_MOST_SHARE = 4.0
+# Requests a second that the replicas are offered in any case.
+_LEAST_PER_S = 1.0
+# In which half of a queue may begin, for the sake of finite numbers.
+_SHORTEST_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +34,9 @@ class Refusals:
     """Replicas whose queues were full a moment ago, and a door for when all were.
 
     A refusal by a replica costs a call, and many cost the time that the engines need. So while it is crowded the door
-    lets in about twice as many requests a second as begin at the replicas, by their own word, and refuses all others
-    by itself, before anything is done for them. Half of those let in fill the queues, and refusals of the other half
-    say that it is still crowded.
+    lets in about as many requests a second as begin at the replicas, and refuses all others by itself, before anything
+    is done for them. How many begin the replicas say, but not how many come through other doors: so the door opens
+    wider all the time, and less wide when all refuse again (additive increase, multiplicative decrease, as TCP).
 
     Times are seconds of one clock. One thread at a time.
     """
@@ -39,13 +44,13 @@ class Refusals:
     def __init__(self) -> None:
         self._by_replica: dict[str, _Refusal] = {}
         self._crowded_until = -math.inf
-        self._room_at = self._filled_at = -math.inf
-        self._admitted_per_s = self._tickets = 0.0
+        self._room_at = self._filled_at = self._slowed_at = -math.inf
+        self._begin_per_s = self._admitted_per_s = self._tickets = 0.0
 
     def note(self, replica: str, retry_after_s: float, num_queued: int, now: float) -> None:
         """A replica has refused a request: so many wait, and half of them begin within `retry_after_s`."""
-        begin_per_s = num_queued / 2 / retry_after_s if retry_after_s > 0 else math.inf
-        self._by_replica[replica] = _Refusal(now, now + retry_after_s, max(begin_per_s, _LEAST_PER_S))
+        begin_per_s = num_queued / 2 / max(retry_after_s, _SHORTEST_S)
+        self._by_replica[replica] = _Refusal(now, now + retry_after_s, begin_per_s)
 
     def lately(self, now: float) -> tuple[str, ...]:
         """Replicas to be asked last."""
@@ -54,11 +59,18 @@ class Refusals:
     def all_refused(self, now: float) -> float:
         """All replicas have refused, each as `note` has it; returns after how many seconds the first may have room."""
         self._by_replica = {r: refusal for r, refusal in self._by_replica.items() if now - refusal.at < _CROWDED_S}
-        if now >= self._crowded_until:
-            self._tickets, self._filled_at = 0.0, now
-        self._crowded_until = now + _CROWDED_S
         refusals = self._by_replica.values()
-        self._admitted_per_s = max(_MARGIN * sum(refusal.begin_per_s for refusal in refusals), _LEAST_PER_S)
+        self._begin_per_s = sum(refusal.begin_per_s for refusal in refusals)
+        if now >= self._crowded_until:
+            self._tickets, self._filled_at, self._slowed_at = 0.0, now, now
+            # Or as wide as it was: they may say too little.
+            learnt = min(self._admitted_per_s, _MOST_SHARE * self._begin_per_s)
+            self._admitted_per_s = max(_FIRST_SHARE * self._begin_per_s, learnt, _LEAST_PER_S)
+        elif now - self._slowed_at >= _SLOWER_AFTER_S:
+            self._fill(now)
+            self._admitted_per_s = max(_SLOWER * self._admitted_per_s, _LEAST_PER_S)
+            self._slowed_at = now
+        self._crowded_until = now + _CROWDED_S
         self._room_at = min((refusal.room_at for refusal in refusals), default=now)
         return max(self._room_at - now, 0.0)
 
@@ -66,11 +78,21 @@ class Refusals:
         """`None`: a request may come in. Else it is crowded, and that is when to come again, in seconds."""
         if now >= self._crowded_until:
             return None
-        more = (now - self._filled_at) * self._admitted_per_s
-        # Those of a moment at most: after a pause there shall be no rush.
-        self._tickets = min(self._tickets + more, max(self._admitted_per_s * _ASKED_LAST_S, 1.0))
-        self._filled_at = now
+        self._fill(now)
         if self._tickets >= 1:
             self._tickets -= 1
             return None
         return max(self._room_at - now, 0.0)
+
+    def closed_s(self, now: float) -> float:
+        """After a refusal by the door: when it lets in somebody again, in seconds."""
+        self._fill(now)
+        return max(1 - self._tickets, 0.0) / self._admitted_per_s
+
+    def _fill(self, now: float) -> None:
+        passed_s = now - self._filled_at
+        self._admitted_per_s += _FASTER_PER_S * min(self._admitted_per_s, self._begin_per_s) * passed_s
+        # Those of a moment at most: after a pause there shall be no rush.
+        most = max(self._admitted_per_s * _ASKED_LAST_S, 1.0)
+        self._tickets = min(self._tickets + self._admitted_per_s * passed_s, most)
+        self._filled_at = now

@@ -25,6 +25,8 @@ from app.openai.replies import ErrorBody, ErrorDetail
 _MOST_COMPLAINTS = 5
 # Fields that are not known here have any name.
 _LONGEST_NAME = 100
+# Seconds for which everybody is refused, for whoever answers in front of us.
+CLOSED_HEADER = "X-Folio-Closed-For"
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
 
 
@@ -51,10 +53,13 @@ def error_response(error: BaseException) -> tuple[int, ErrorBody]:
 
 
 def error_headers(error: BaseException) -> dict[str, str]:
-    """`Retry-After` in whole seconds, when the error knows when to try again."""
+    """`Retry-After` in whole seconds and `CLOSED_HEADER`, when the error knows them."""
+    headers = {}
     if isinstance(error, OverloadedError | UnavailableError) and error.retry_after_s is not None:
-        return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
-    return {}
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, OverloadedError) and error.closed_s > 0:
+        headers[CLOSED_HEADER] = f"{error.closed_s:.3f}"
+    return headers
 
 
 def validation_error(errors: Sequence[Any]) -> ErrorBody:

@@ -39,11 +39,13 @@ class Admission:
             OverloadedError: all replicas are full, and as many as they can take have been let in.
         """
         self.check_open()
-        retry_after_s = self._refusals.refuse(time.monotonic())
+        now = time.monotonic()
+        retry_after_s = self._refusals.refuse(now)
         if retry_after_s is not None:
             raise OverloadedError(
                 f"all engine replicas have as many requests waiting as may; try again in {max(retry_after_s, 1):.0f} s",
                 retry_after_s,
+                self._refusals.closed_s(now),
             )
         self._num_inside += 1
         try:

@@ -36,6 +36,8 @@ from app.openai.responses_replies import ResponseObject, StreamEvent
 from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
 from app.serving.admission import Admission
 from app.serving.calls import Replicas
+from app.serving.closed_door import HearsOfRefusals
+from app.serving.enclosed import TakesEnclosedBody
 from app.serving.messages import GenerateRequest
 from app.serving.metrics import EdgeMeter, Measured, MetricsPage, RequestMeter
 from app.serving.reports import load_report, pin_list
@@ -109,7 +111,10 @@ class Ingress:
         self._metrics = MetricsPage(serve.get_replica_context().app_name)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_api(self, self._http, echoes_id=False, watcher=self._edge)  # Serve's proxy echoes
+        api = build_api(self, self._http, echoes_id=False, watcher=self._edge)  # Serve's proxy echoes
+        api.add_middleware(HearsOfRefusals, watcher=self._edge)
+        api.add_middleware(TakesEnclosedBody)
+        return api
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Called by Serve every 10 s; there is nothing to route by, but something to be told to Prometheus."""

@@ -550,6 +550,55 @@ def test_metrics_of_all_processes_are_on_one_page(server: Server) -> None:
     assert metrics["ray_folio_kv_bytes", "budget"] == server.handle.report.remote().result().budget_bytes
 
 
+def test_serves_proxy_refuses_for_a_full_ingress(server: Server) -> None:
+    """Everybody gets the same answer, and all refusals are counted, wherever they were made."""
+    engine = EngineConfig(model="builtin", kv_memory_bytes=64 << 20, max_num_seqs=1, max_queued_requests=1)
+    serve.run(build(AppArgs(engine=engine)), name="small", route_prefix="/small")
+    url = f"{server.url}/small/v1/completions"
+    body = {"model": "builtin", "prompt": "a", "ignore_eos": True, "max_tokens": 1500}
+    by_code: dict[str, float] = {}
+
+    def num_counted() -> float:
+        page = httpx.get(f"{server.url}/small/metrics", timeout=DEADLINE_S)
+        if page.status_code == 503:  # nothing has been told yet
+            return 0
+        samples = [s for family in text_string_to_metric_families(page.text) for s in family.samples]
+        for sample in samples:
+            if sample.name == "ray_folio_refused_requests_total":
+                by_code[sample.labels["code"]] = sample.value
+            elif sample.name == "ray_folio_requests_total":
+                by_code[sample.labels["outcome"]] = sample.value
+        return by_code.get("refused", 0) + by_code.get("closed_door", 0)
+
+    try:
+        with httpx.Client(timeout=DEADLINE_S) as client, ThreadPoolExecutor(2) as pool:
+            long_ones = [pool.submit(httpx.post, url, json=body, timeout=DEADLINE_S) for _ in range(2)]
+            refusals = []
+            while not all(one.done() for one in long_ones):
+                answer = client.post(url, json=body | {"max_tokens": 1}, headers={"x-request-id": "mine"})
+                if answer.status_code != 200:  # else there was room for it at the beginning, or the end
+                    refusals.append(answer)
+        for answer in refusals:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
+            assert int(answer.headers["retry-after"]) > 0
+            assert answer.headers.get_list("x-request-id") == ["mine"]
+            assert "x-folio-closed-for" not in answer.headers
+        num_refused = len(refusals) + sum(one.result().status_code != 200 for one in long_ones)
+        deadline = time.monotonic() + DEADLINE_S
+        # With who gets in the ingress hears of what the proxy has refused.
+        while httpx.post(url, json=body | {"max_tokens": 1}, timeout=DEADLINE_S).status_code != 200:
+            num_refused += 1
+            assert time.monotonic() < deadline
+            time.sleep(0.3)  # longer than a door is taken for closed
+        while num_counted() < num_refused:
+            assert time.monotonic() < deadline, (by_code, num_refused)
+            time.sleep(0.2)
+        assert num_counted() == num_refused
+        assert by_code["closed_door"] > by_code["refused"]
+    finally:
+        serve.delete("small")
+
+
 def test_the_hotel_desk_composes_folio(server: Server) -> None:
     """The example: its answers are right, its rules are pinned, and a guest who leaves frees what she had."""
     desk = f"{server.url}/desk/ask"

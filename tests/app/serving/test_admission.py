@@ -31,6 +31,7 @@ def test_nothing_comes_in_while_all_refuse() -> None:
     with pytest.raises(OverloadedError) as refused, admission.enter():
         pass
     assert 30 < refused.value.retry_after_s <= 40  # type: ignore[operator]
+    assert 0 < refused.value.closed_s <= 1  # what the proxy goes by
     assert admission.num_inside == 0
     admission.check_open()  # full is not closed
 

@@ -1,0 +1,13 @@
+"""What Serve's HTTP proxies do for us: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names `middlewares`."""
+
+from __future__ import annotations
+
+from starlette.middleware import Middleware
+
+from app.serving.closed_door import RepeatsRefusals
+from app.serving.enclosed import EnclosesBody
+
+
+def middlewares() -> list[Middleware]:
+    """The last one is the first to see a request."""
+    return [Middleware(RepeatsRefusals), Middleware(EnclosesBody)]

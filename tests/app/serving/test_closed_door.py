@@ -11,11 +11,29 @@ import pytest
 from app.edge.watcher import Watcher
 from app.errors import OverloadedError
 from app.openai.errors import CLOSED_HEADER, error_headers
+from app.serving import closed_door
 from app.serving.closed_door import HearsOfRefusals
 from app.serving.proxies import middlewares
 from tests.app.edge.asgi import Answer, call
 
 PATH = "/v1/completions"
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(closed_door, "time", clock)
+    return clock
 
 
 class Ingress(Watcher):
@@ -57,7 +75,7 @@ async def post(proxy: Any, path: str = PATH, headers: Iterable[tuple[str, str]] 
     return await call(proxy, "POST", path, headers, b"{}")
 
 
-def test_a_closed_door_is_asked_once() -> None:
+def test_a_closed_door_is_asked_once(clock: Clock) -> None:
     async def run() -> None:
         ingress = Ingress(closed_s=0.2)
         proxy = proxied(ingress)
@@ -70,21 +88,23 @@ def test_a_closed_door_is_asked_once() -> None:
         assert "x-ratelimit-limit-requests" not in others[0].headers  # those are the first caller's
         assert (ingress.num_asked, ingress.num_told) == (1, 0)
         ingress.closed_s = 0.0
-        await asyncio.sleep(0.25)
+        clock.now_s += 0.19
+        assert (await post(proxy)).status == 429
+        clock.now_s += 0.01
         assert (await post(proxy)).status == 200
-        assert (ingress.num_asked, ingress.num_told) == (2, 4)
+        assert (ingress.num_asked, ingress.num_told) == (2, 5)
         assert (await post(proxy)).status == 200
-        assert ingress.num_told == 4
+        assert ingress.num_told == 5
 
     asyncio.run(run())
 
 
-def test_however_long_it_is_closed_it_is_asked_again_soon() -> None:
+def test_however_long_it_is_closed_it_is_asked_again_soon(clock: Clock) -> None:
     async def run() -> None:
         ingress = Ingress(closed_s=60.0)
         proxy = proxied(ingress)
         await post(proxy)
-        await asyncio.sleep(0.3)
+        clock.now_s += 0.3
         await post(proxy)
         assert ingress.num_asked == 2
 
@@ -152,7 +172,7 @@ def test_a_refusal_in_pieces_is_not_repeated() -> None:
     asyncio.run(run())
 
 
-def test_what_may_not_have_been_heard_is_told_again() -> None:
+def test_what_may_not_have_been_heard_is_told_again(clock: Clock) -> None:
     class Deaf(Ingress):
         """Serve between proxy and ingress, which loses a request."""
 
@@ -165,7 +185,7 @@ def test_what_may_not_have_been_heard_is_told_again() -> None:
         proxy = proxied(ingress)
         for _ in range(4):
             await post(proxy)
-        await asyncio.sleep(0.1)
+        clock.now_s += 0.1
         ingress.loses = True
         with pytest.raises(ConnectionError):
             await post(proxy)
@@ -186,7 +206,7 @@ def test_an_id_that_could_forge_a_log_is_not_echoed() -> None:
     asyncio.run(run())
 
 
-def test_counts_are_not_lost_when_refusals_overtake_each_other() -> None:
+def test_counts_are_not_lost_when_refusals_overtake_each_other(clock: Clock) -> None:
     async def run() -> None:
         ingress = Ingress(closed_s=0.05)
         proxy = proxied(ingress)
@@ -194,9 +214,9 @@ def test_counts_are_not_lost_when_refusals_overtake_each_other() -> None:
         await asyncio.gather(*answers)
         for _ in range(30):
             await asyncio.gather(*(post(proxy) for _ in range(5)))
-            await asyncio.sleep(0.01)
+            clock.now_s += 0.01
         ingress.closed_s = 0.0
-        await asyncio.sleep(0.1)
+        clock.now_s += 0.1
         await post(proxy)
         assert ingress.num_asked + ingress.num_told == 20 + 150 + 1
         assert ingress.num_told > 50

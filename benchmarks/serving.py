@@ -46,6 +46,8 @@ SINGLE_PROMPT, SINGLE_NEW = 32, 4
 MAX_NUM_SEQS, MAX_QUEUED, SATURATING = 16, 24, 20
 MAX_MODEL_LEN, LONGEST_OF_TRACE = 2048, 768
 KV_MEMORY_BYTES = 1 << 30
+# The index of the prefix cache grows until the cache is full, which shall be before the line is fitted.
+SOAK_KV_MEMORY_BYTES = 1 << 28
 # Outputs are a fifth as long as ShareGPT's, so that enough requests end in a run.
 OUTPUTS_SHORTENED = 5
 OVERLOAD, TRACE_LOAD, SOAK_LOAD = 4.0, 0.7, 0.7
@@ -412,7 +414,7 @@ def main() -> None:
                 "max_model_len": MAX_MODEL_LEN,
                 "max_num_seqs": MAX_NUM_SEQS,
                 "max_queued_requests": MAX_QUEUED,
-                "kv_memory_bytes": KV_MEMORY_BYTES,
+                "kv_memory_bytes": KV_MEMORY_BYTES if args.soak is None else SOAK_KV_MEMORY_BYTES,
                 "num_threads": args.num_threads,
             }
             with bare_engine(settings) as bare, served("folio", {"engine": settings, "model_name": FOLIO}) as server:

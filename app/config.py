@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
@@ -52,6 +53,8 @@ class EngineConfig:
             "flashinfer", "sdpa" or "reference" on CUDA. "auto" takes the first of a table that is there and can do what
             the model needs.
         num_threads: CPU threads of a step, by default one for each core this process may use, shared among ranks.
+        yield_cpu: a server's steps run only when nothing else wants their cores (Linux, its `SCHED_IDLE`): tokens leave
+            sooner, but steps stand still while other programs compute. For machines that do nothing else.
         tensor_parallel_size: ranks that compute each step together, with a device or a share of the cores each. All
             sizes in bytes are those of one rank.
         step_timeout_s: a rank that has not finished a step after this long is taken for dead, and the engine stops.
@@ -98,6 +101,7 @@ class EngineConfig:
     kv_view: ViewPolicy = "auto"
     attention: str = "auto"
     num_threads: int | None = None
+    yield_cpu: bool = False
     tensor_parallel_size: int = 1
     step_timeout_s: float = 60.0
     speculation: Speculation = "off"
@@ -151,6 +155,8 @@ class EngineConfig:
                 f"speculation is {self.speculation!r} and draft_model {self.draft_model!r}; 'draft' needs one, and "
                 "nothing else can use one"
             )
+        if self.yield_cpu and (self.device == "cuda" or not hasattr(os, "SCHED_IDLE")):
+            raise ConfigError("yield_cpu is for engines that compute on the CPU, on Linux")
         if not self.step_timeout_s > 0:
             raise ConfigError(f"step_timeout_s is {self.step_timeout_s}; it must be above 0")
         if not 0 <= self.pin_quota <= 1:

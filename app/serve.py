@@ -48,6 +48,8 @@ ENVIRONMENT = {
     # Serve's controller looks after its replicas ten times a second by default, each time asking for the cluster's
     # resources; less often, Ray's idle processes take a seventh less.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
+    # A proxy that starts more slowly, on a machine that does much else, would be killed, and the start fail with it.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     # Ray would run its workers at a lower priority than anything else on the machine.
     "RAY_worker_niceness": "0",
 }

@@ -31,8 +31,8 @@ from ray import serve
 from app.builtin import corpus
 from app.config import EngineConfig
 from app.main import AppArgs, build
-from app.serve import set_environment
 from benchmarks import harness
+from benchmarks.served import cluster
 
 NAME = "folio-disconnects"
 AT_ONCE = 24
@@ -225,19 +225,13 @@ async def crowd(port: int, count: int, seed: int = 0) -> tuple[Counter[str], Cou
 def main() -> None:
     args = harness.arguments(__doc__).parse_args()
     count = 60 if args.quick else 500
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    set_environment()
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
     # Room for few: requests wait, and are preempted.
     engine = EngineConfig(model="builtin", dtype="float32", kv_memory_bytes=24 << 20, max_num_seqs=12)
-    handle = serve.run(build(AppArgs(engine=engine)), name=NAME, route_prefix="/")
-    outcomes, answers = asyncio.run(crowd(port, count))
-    empty_after_s = wait_until_nothing_is_left(handle, port, NAME)
-    serve.shutdown()
-    ray.shutdown()
+    with cluster() as url:
+        port = int(url.rpartition(":")[2])
+        handle = serve.run(build(AppArgs(engine=engine)), name=NAME, route_prefix="/")
+        outcomes, answers = asyncio.run(crowd(port, count))
+        empty_after_s = wait_until_nothing_is_left(handle, port, NAME)
 
     for phase, manner in itertools.product(PHASES, MANNERS):
         of = {what: outcomes[f"{phase} {manner}: {what}"] for what in ("nothing", "begun", "complete")}

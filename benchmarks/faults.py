@@ -12,26 +12,24 @@ left.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 import random
 import signal
-import socket
 import statistics
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import ray
 from ray import serve
 
 from app.config import EngineConfig
 from app.main import HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S, AppArgs, build
-from app.serve import set_environment
 from benchmarks import chaos, harness
 from benchmarks.asking import OUTCOMES, Client, Outcomes
+from benchmarks.served import cluster, processes_called
 
 NUM_CLIENTS = 6
 STEP_TIMEOUT_S = 5.0
@@ -44,21 +42,7 @@ PROCESS_TITLES = {"replica": f"ray::ServeReplica:{NAME}:EngineReplica", "peer": 
 
 def processes() -> dict[str, list[int]]:
     """Process ids of this cluster's replicas and peers, stopped ones included."""
-    found: dict[str, list[int]] = {name: [] for name in PROCESS_TITLES}
-    node: Any = ray._private.worker._global_node
-    raylet = node.all_processes["raylet"][0].process.pid
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            title = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            state, parent, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
-            if state == "Z" or int(parent) != raylet:
-                continue
-        except OSError:  # it has ended meanwhile
-            continue
-        for name, start in PROCESS_TITLES.items():
-            if title.startswith(start):
-                found[name].append(int(folder.name))
-    return found
+    return {name: processes_called(title) for name, title in PROCESS_TITLES.items()}
 
 
 def shared_files() -> int:
@@ -97,21 +81,9 @@ def strike(rank: str, number: signal.Signals, outcomes: Outcomes) -> tuple[float
     return float("inf"), left
 
 
-def main() -> None:
-    parser = harness.arguments(__doc__)
-    parser.add_argument("--replicas", action="store_true", help="kill, stop and replace whole replicas, one of two")
-    parser.add_argument("--ingresses", action="store_true", help="the same with two ingresses, one of which is killed")
-    args = parser.parse_args()
-    if args.replicas or args.ingresses:
-        chaos.run(args)
-        return
+def run(args: argparse.Namespace) -> None:
+    """Faults of ranks."""
     count = 4 if args.quick else 50
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    set_environment()
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
     engine = EngineConfig(
         model="builtin",
         dtype="float32",
@@ -119,25 +91,26 @@ def main() -> None:
         step_timeout_s=STEP_TIMEOUT_S,
         kv_memory_bytes=128 << 20,
     )
-    serve.run(build(AppArgs(engine=engine)), name=NAME, route_prefix="/")
     outcomes, stop = Outcomes(), threading.Event()
-    clients = [Client(f"http://127.0.0.1:{port}", seed, outcomes, stop) for seed in range(NUM_CLIENTS)]
-    for client in clients:
-        client.start()
     rows: list[tuple[str, str, float, int]] = []
-    for rank, number, wait_s in faults(count):
-        time.sleep(wait_s)
-        back_s, left = strike(rank, number, outcomes)
-        rows.append((rank, number.name, back_s, left))
-        print(f"{len(rows):3} {rank:8} {number.name:8} back after {back_s:5.1f} s, {left} processes left", flush=True)
-    stop.set()
-    for client in clients:
-        client.join()
-    shared = shared_files()
-    serve.shutdown()
-    time.sleep(1.0)
-    left_over = sum(map(len, processes().values()))
-    ray.shutdown()
+    with cluster() as url:
+        serve.run(build(AppArgs(engine=engine)), name=NAME, route_prefix="/")
+        clients = [Client(url, seed, outcomes, stop) for seed in range(NUM_CLIENTS)]
+        for client in clients:
+            client.start()
+        for rank, number, wait_s in faults(count):
+            time.sleep(wait_s)
+            back_s, left = strike(rank, number, outcomes)
+            rows.append((rank, number.name, back_s, left))
+            what = f"{len(rows):3} {rank:8} {number.name:8}"
+            print(f"{what} back after {back_s:5.1f} s, {left} processes left", flush=True)
+        stop.set()
+        for client in clients:
+            client.join()
+        shared = shared_files()
+        serve.shutdown()
+        time.sleep(1.0)
+        left_over = sum(map(len, processes().values()))
 
     limit_s = 3 * (HEALTH_CHECK_PERIOD_S + HEALTH_CHECK_TIMEOUT_S)
     times = [row[2] for row in rows]
@@ -163,6 +136,17 @@ def main() -> None:
     }
     harness.finish("faults", args, figures, {"faults": rows, "strange": outcomes.strange})
     harness.fail_if_any(figures, "other_errors", "wrong", "lost", "processes_left")
+
+
+def main() -> None:
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--replicas", action="store_true", help="kill, stop and replace whole replicas, one of two")
+    parser.add_argument("--ingresses", action="store_true", help="the same with two ingresses, one of which is killed")
+    args = parser.parse_args()
+    if args.replicas or args.ingresses:
+        chaos.run(args)
+    else:
+        run(args)
 
 
 if __name__ == "__main__":

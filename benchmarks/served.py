@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import time
@@ -22,6 +23,8 @@ from app.serve import set_environment
 from app.serving.messages import report_from_stats
 
 _POLL_S = 0.1
+# Between those that Ray takes for its workers and those that systems give away.
+_PORTS = range(20_000, 30_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,24 +112,44 @@ class Served:
 
 
 @contextmanager
-def served(name: str, args: Mapping[str, Any], *, num_cpus: int = 8) -> Iterator[Served]:
-    """A Ray cluster of this process, with Serve on a free port; nothing is deployed yet.
+def cluster(num_cpus: int = 4) -> Iterator[str]:
+    """A Ray cluster of this process, with Serve on a free port of this machine; yields its URL.
 
     Args:
-        args: see `Served`.
         num_cpus: that Ray believes to have: replicas share the cores that there are.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     set_environment()
     ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        yield Served(name, f"http://127.0.0.1:{port}", args)
+        yield f"http://127.0.0.1:{port}"
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+@contextmanager
+def served(name: str, args: Mapping[str, Any], *, num_cpus: int = 8) -> Iterator[Served]:
+    """Such a cluster for an application; nothing is deployed yet.
+
+    Args:
+        args: see `Served`.
+    """
+    with cluster(num_cpus) as url:
+        yield Served(name, url, args)
+
+
+def free_port() -> int:
+    """A port of this machine that is free now, and that nobody gets who asks for any: Ray's processes do."""
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError(f"no port from {_PORTS.start} to {_PORTS.stop - 1} is free")
 
 
 def processes_called(title: str) -> list[int]:

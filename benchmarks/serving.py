@@ -383,6 +383,7 @@ def parse() -> argparse.Namespace:
         "--only-targets", action="store_true", help="do not start Folio; the first target sets the rates"
     )
     parser.add_argument("--num-threads", type=int, help="of Folio's engine, by default one for each core")
+    parser.add_argument("--yield-cpu", action="store_true", help="see EngineConfig; both engines do")
     parser.add_argument(
         "--dtype", default="auto", help="of Folio's engine; float32 for processors without fast bfloat16"
     )
@@ -416,6 +417,7 @@ def main() -> None:
                 "max_queued_requests": MAX_QUEUED,
                 "kv_memory_bytes": KV_MEMORY_BYTES if args.soak is None else SOAK_KV_MEMORY_BYTES,
                 "num_threads": args.num_threads,
+                "yield_cpu": args.yield_cpu,
             }
             with bare_engine(settings) as bare, served("folio", {"engine": settings, "model_name": FOLIO}) as server:
                 server.deploy()

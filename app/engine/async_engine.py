@@ -11,10 +11,10 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Unpack
 
 from app.config import EngineConfig
+from app.engine.cores import yield_cpu
 from app.engine.delta_queue import DeltaQueue
 from app.engine.engine import Engine
 from app.engine.load import MOST_KEYS, Activity
@@ -98,7 +98,11 @@ class AsyncEngine:
         self._stopped = False
         self._engine: Engine  # the thread makes it
         started: Future[None] = Future()
-        make = partial(Engine, config, launch, admit)
+
+        def make() -> Engine:
+            yield_cpu(config)
+            return Engine(config, launch, admit)
+
         self._thread = threading.Thread(target=self._run, args=(make, started), name="folio-engine", daemon=True)
         self._thread.start()
         started.result()

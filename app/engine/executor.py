@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import torch
 
 from app.config import EngineConfig
 from app.engine.batch import StepPlan, build_batch
+from app.engine.cores import num_threads
 from app.engine.model_loader import load_model, resolve_device
 from app.engine.model_runner import ModelRunner, ObservedLayers
 from app.engine.tensor_parallel.messages import Order, pack_arrays, pack_step
@@ -121,8 +120,3 @@ class Executor:
         finally:
             memory.launched()  # a part of a step that fails may be running too
         return logits.cpu()  # waits for the device
-
-
-def num_threads(config: EngineConfig) -> int:
-    """CPU threads of one rank."""
-    return config.num_threads or max(1, len(os.sched_getaffinity(0)) // config.tensor_parallel_size)

@@ -3,7 +3,6 @@ to two: budgets add up through the death of the ledger and of a replica."""
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from app.main import AppArgs, build, replica_resources, shared_engine
 from app.serving.ledger import NAMESPACE, ledger_name
 from app.serving.messages import GenerateRequest
 from app.serving.replica import EngineReplica
+from benchmarks.served import cluster
 from vmem import MemoryReport
 
 DEADLINE_S = 60
@@ -90,18 +90,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
     args = AppArgs(engine=EngineConfig(model="builtin", max_model_len=1024), shared_kv_memory_bytes=SHARED_BYTES)
     engine = shared_engine(args)
     deployment: Any = serve.deployment(autoscaling_config=AUTOSCALING, **replica_resources(engine))(EngineReplica)
-    replicas = serve.run(deployment.bind(engine, SHARED_BYTES), name=NAME, route_prefix=None)
-    yield Server(replicas)
-    serve.shutdown()
-    ray.shutdown()
+    with cluster():
+        replicas = serve.run(deployment.bind(engine, SHARED_BYTES), name=NAME, route_prefix=None)
+        yield Server(replicas)
 
 
 def test_budgets_add_up_whoever_comes_and_goes(server: Server) -> None:

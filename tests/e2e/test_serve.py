@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ import httpx
 import pytest
 import yaml
 
+from benchmarks.served import free_port
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240  # of the start, too, on a machine that does much else
 NUM_TOKENS = 1000
@@ -25,9 +26,7 @@ NUM_TOKENS = 1000
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """The process, the leader of its group, and where it serves."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     engine = {"model": "builtin", "kv_memory_bytes": 64 << 20}
     application: dict[str, Any] = {"name": "folio", "import_path": "app.main:build", "args": {"engine": engine}}
     application["deployments"] = [{"name": "Ingress", "ray_actor_options": {"num_cpus": 0.1}}]

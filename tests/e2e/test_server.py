@@ -17,7 +17,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import ray
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
@@ -29,8 +28,8 @@ from app.config import EngineConfig
 from app.errors import RequestError, UnavailableError, UnknownModelError, UnknownRequestError
 from app.main import AppArgs, build
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, Message, PinRequest
-from app.serve import set_environment
 from benchmarks import disconnects
+from benchmarks.served import cluster
 from examples.hotel_desk.app import DeskArgs, build_desk
 from examples.hotel_desk.desk import PIN
 from examples.hotel_desk.register import read_keys
@@ -54,22 +53,13 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    set_environment()
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
     engine = EngineConfig(
         model="builtin", kv_memory_bytes=256 << 20, max_num_batched_tokens=512, prefix_cache_release_s=3.0
     )
-    serve.run(build(AppArgs(engine=engine)), name="folio", route_prefix="/")
-    url = f"http://127.0.0.1:{port}"
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
-    yield Server(url, client, serve.get_app_handle("folio"))
-    client.close()
-    serve.shutdown()
-    ray.shutdown()
+    with cluster() as url:
+        serve.run(build(AppArgs(engine=engine)), name="folio", route_prefix="/")
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
+            yield Server(url, client, serve.get_app_handle("folio"))
 
 
 @pytest.fixture(autouse=True)

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-import ray
 from ray import serve
 
 from app.config import EngineConfig
 from app.errors import ConfigError
 from app.main import AppArgs, build
 from app.serving.ranks import ActorProcesses
+from benchmarks.served import cluster, processes_called
 
 DEADLINE_S = 90
 QUESTION = "The key of room 417 is 93. The key of room 256 is 12. What is the key of room 417?"
@@ -38,38 +35,20 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
     engine = EngineConfig(model="builtin", tensor_parallel_size=2, step_timeout_s=5.0, kv_memory_bytes=64 << 20)
-    serve.run(build(AppArgs(engine=engine)), name=NAME, route_prefix="/")
-    yield Server(f"http://127.0.0.1:{port}")
-    serve.shutdown()
-    deadline = time.monotonic() + DEADLINE_S
-    while any(processes()):
-        assert time.monotonic() < deadline, processes()
-        time.sleep(0.1)
-    ray.shutdown()
+    with cluster() as url:
+        serve.run(build(AppArgs(engine=engine)), name=NAME, route_prefix="/")
+        yield Server(url)
+        serve.shutdown()
+        deadline = time.monotonic() + DEADLINE_S
+        while any(processes()):
+            assert time.monotonic() < deadline, processes()
+            time.sleep(0.1)
 
 
 def processes() -> tuple[list[int], list[int]]:
-    """Process ids of this application's replicas and peers: children of this cluster's raylet."""
-    found: tuple[list[int], list[int]] = ([], [])
-    node: Any = ray._private.worker._global_node
-    raylet = node.all_processes["raylet"][0].process.pid
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            title = (folder / "cmdline").read_bytes().decode(errors="replace")
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        starts = (f"ray::ServeReplica:{NAME}:EngineReplica", "ray::RankActor")
-        for pids, start in zip(found, starts, strict=True):
-            if parent == raylet and title.startswith(start):
-                pids.append(int(folder.name))
-    return found
+    """Process ids of this application's replicas and peers."""
+    return processes_called(f"ray::ServeReplica:{NAME}:EngineReplica"), processes_called("ray::RankActor")
 
 
 def right(answer: httpx.Response) -> bool:

@@ -10,7 +10,8 @@ import torch
 
 from app.config import EngineConfig
 from app.engine.batch import plan_step
-from app.engine.executor import Executor, num_threads
+from app.engine.cores import num_threads
+from app.engine.executor import Executor
 from app.engine.kv_plan import build_memory
 from app.engine.model_loader import LoadedModel
 from app.engine.model_runner import ObservedLayers

@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-from app.engine.executor import num_threads
+from app.engine.cores import num_threads
 from app.engine.tensor_parallel.spec import RankSpec
 from app.engine.tensor_parallel.worker import RankWorker, run_to_the_end
 

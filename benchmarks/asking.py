@@ -11,9 +11,15 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 
+from app.engine import LLM, SamplingParams
+from app.engine.model_loader import load_tokenizer
+
+# Of the engines that are asked.
+DTYPE = "float32"
 REQUEST_TIMEOUT_S = 120.0
 WAIT_BEFORE_RETRY_S = 0.2
 NUM_TOKENS = 300
@@ -29,13 +35,34 @@ class Outcomes:
 
     Attributes:
         said: messages of errors that say so, without numbers.
+        wrong: (question, answer) of the wrong answers to questions.
         last_answered: when the last right answer was asked for, and when it came.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     strange: list[str] = field(default_factory=list)
     said: Counter[str] = field(default_factory=Counter)
+    wrong: list[tuple[str, str]] = field(default_factory=list)
     last_answered: tuple[float, float] = (0.0, 0.0)  # (sent, answered)
+
+    def forgive_model(self) -> int:
+        """The built-in model is wrong once in a thousand questions. What it says of one in peace, too, counts as
+        answered from now on; returns how many answers do so."""
+        if not self.wrong:
+            return 0
+        tokenizer: Any = load_tokenizer("builtin")
+        prompts = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=True
+            )["input_ids"]
+            for question, _ in self.wrong
+        ]
+        with LLM("builtin", dtype=DTYPE, kv_memory_bytes=64 << 20) as llm:
+            in_peace = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=NUM_TOKENS))
+        num_same = sum(one.text == answer for one, (_, answer) in zip(in_peace, self.wrong, strict=True))
+        self.counts["wrong"] -= num_same
+        self.counts["answered"] += num_same
+        return num_same
 
 
 class Client(threading.Thread):
@@ -78,6 +105,7 @@ class Client(threading.Thread):
         answer = response.json()["choices"][0]["message"]["content"]
         if answer == f"The key of room {room} is {keys[room]}.":
             return "answered"
+        self._outcomes.wrong.append((content, answer))
         self._outcomes.strange.append(f"{content} → {answer}")
         return "wrong"
 

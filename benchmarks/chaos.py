@@ -27,7 +27,7 @@ import httpx
 import ray
 
 from benchmarks import harness
-from benchmarks.asking import OUTCOMES, Client, Outcomes
+from benchmarks.asking import DTYPE, OUTCOMES, Client, Outcomes
 from benchmarks.served import Served, processes_called, served
 
 NAME = "folio-chaos"
@@ -40,7 +40,7 @@ METRICS_PERIOD_S = 10.0  # Ray's
 
 def run(args: argparse.Namespace) -> None:
     """Args: of `benchmarks.faults`."""
-    engine = {"model": "builtin", "dtype": "float32", "kv_memory_bytes": 128 << 20}
+    engine = {"model": "builtin", "dtype": DTYPE, "kv_memory_bytes": 128 << 20}
     phases: dict[str, Outcomes] = {}
     num_ingresses = 2 if args.ingresses else 1
     with served(NAME, {"engine": engine}) as app:
@@ -59,13 +59,14 @@ def run(args: argparse.Namespace) -> None:
             with _asked(app, phases, "two ingresses, killed one after the other"):
                 _kill(app, 3, "Ingress")
         sent_again = _repeated_calls()
-    _print(phases, sent_again)
+    models_own = sum(outcomes.forgive_model() for outcomes in phases.values())
+    _print(phases, sent_again, models_own)
     keys = [what.replace(" ", "_") for what in OUTCOMES]
     counts = {key: sum(o.counts[what] for o in phases.values()) for key, what in zip(keys, OUTCOMES, strict=True)}
     harness.finish(
         "chaos",
         args,
-        counts | {"calls_sent_again": sent_again},
+        counts | {"calls_sent_again": sent_again, "models_own_mistakes": models_own},
         {
             "phases": {name: dict(o.counts) for name, o in phases.items()},
             "strange": {name: o.strange for name, o in phases.items()},
@@ -122,8 +123,9 @@ def _repeated_calls() -> int:
     return int(sum(float(value) for value in re.findall(r"^ray_folio_repeated_calls\S* (\S+)$", text, re.M)))
 
 
-def _print(phases: dict[str, Outcomes], sent_again: int) -> None:
+def _print(phases: dict[str, Outcomes], sent_again: int, models_own: int) -> None:
     print(f"\n{'':44}" + "".join(f"{what:>18}" for what in OUTCOMES))
     for name, outcomes in phases.items():
         print(f"{name:44}" + "".join(f"{outcomes.counts[what]:18}" for what in OUTCOMES))
     print(f"calls of replicas that were sent again: {sent_again}")
+    print(f"answers that the model has wrong in peace, too: {models_own}")

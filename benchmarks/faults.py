@@ -28,7 +28,7 @@ from ray import serve
 from app.config import EngineConfig
 from app.main import HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S, AppArgs, build
 from benchmarks import chaos, harness
-from benchmarks.asking import OUTCOMES, Client, Outcomes
+from benchmarks.asking import DTYPE, OUTCOMES, Client, Outcomes
 from benchmarks.served import cluster, processes_called
 
 NUM_CLIENTS = 6
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
     count = 4 if args.quick else 50
     engine = EngineConfig(
         model="builtin",
-        dtype="float32",
+        dtype=DTYPE,
         tensor_parallel_size=2,
         step_timeout_s=STEP_TIMEOUT_S,
         kv_memory_bytes=128 << 20,
@@ -112,6 +112,7 @@ def run(args: argparse.Namespace) -> None:
         time.sleep(1.0)
         left_over = sum(map(len, processes().values()))
 
+    models_own = outcomes.forgive_model()
     limit_s = 3 * (HEALTH_CHECK_PERIOD_S + HEALTH_CHECK_TIMEOUT_S)
     times = [row[2] for row in rows]
     print(f"\n{count} faults, {sum(outcomes.counts.values())} requests of {NUM_CLIENTS} clients at once")
@@ -129,6 +130,7 @@ def run(args: argparse.Namespace) -> None:
         "other_errors": outcomes.counts["other error"],
         "wrong": outcomes.counts["wrong"],
         "lost": outcomes.counts["lost"],
+        "models_own_mistakes": models_own,
         "back_s_median": statistics.median(times),
         "back_s_max": max(times),
         "processes_left": left_over + sum(row[3] for row in rows),

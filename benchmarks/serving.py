@@ -267,7 +267,9 @@ async def soak(target: HttpTarget, minutes: float, tokens_per_s: float, skip: in
     series = {kind: [(u.at_s - settled[0].at_s, u.private_mib.get(kind, 0.0)) for u in settled] for kind in kinds}
     return {
         "requests": len(records),
-        "not_completed": sum(not r.completed for r in records),
+        "refused": sum(r.refused for r in records),
+        "failed": sum(r.failed for r in records),
+        "lost": sum(r.lost for r in records),
         "private_mib": series,
         "mib_per_minute": {kind: latency.slope_per_minute(points) for kind, points in series.items()},
     }
@@ -370,7 +372,8 @@ def soak_figures(run: dict[str, Any]) -> dict[str, float]:
         print(f"  {kind:16s}{at[0][1]:9.1f} MiB to {at[-1][1]:.1f}, {slope:+.3f} MiB a minute")
     return {
         "soak_requests": run["requests"],
-        "soak_not_completed": run["not_completed"],
+        "soak_refused": run["refused"],
+        "lost": run["lost"] + run["failed"],
         "soak_mib_per_minute": sum(run["mib_per_minute"].values()),
     }
 

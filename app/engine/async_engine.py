@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 Pace = Callable[[], float]
 
 # So many requests can be found by the ids that their senders gave them.
-_NAMES = 10_000
+_NAMES = 4000
 
 
 @dataclass(slots=True, eq=False)

@@ -367,7 +367,7 @@ class Engine:
             self._generations[fork_id] = forks
         elif (ended := self._decoding.ended.get(request_id, index)) is not None:
             check_fork(params)
-            self._add(fork_id, ended.token_ids, params, ended.options, keys=ended.keys)
+            self._add(fork_id, list(ended.token_ids), params, ended.options, keys=ended.keys)
         else:
             raise UnknownRequestError(
                 f"output {index} of request {request_id!r} is not here, so it cannot be forked", "request_id"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from app.engine.params import SamplingParams
 from app.engine.request import Delta, Request, RequestOptions, TokenLogprobs
 
 # Outputs that have ended are remembered as long as they are no more, and have with their prompts no more tokens.
-_ENDED_OUTPUTS, _ENDED_TOKENS = 10_000, 1 << 20
+_ENDED_OUTPUTS, _ENDED_TOKENS = 2000, 1 << 20
 
 
 class BestOf:
@@ -55,7 +56,7 @@ class EndedOutput:
     `keys`: of its prefixes.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: array[int]  # four bytes each, a tuple has ten times as many
     options: RequestOptions
     keys: tuple[str, ...]
 
@@ -76,7 +77,9 @@ class EndedOutputs:
         self._remove((request.request_id, index))
         group = request.group
         options: RequestOptions = {"priority": group.priority, "adapter": group.adapter, "tenant": group.tenant}
-        output = EndedOutput((*request.prompt_token_ids, *token_ids), options, request.chain.keys)
+        tokens = array("i", request.prompt_token_ids)
+        tokens.extend(token_ids)
+        output = EndedOutput(tokens, options, request.chain.keys)
         self._outputs[request.request_id, index] = output
         self._num_tokens += len(output.token_ids)
         while self._num_tokens > _ENDED_TOKENS or len(self._outputs) > _ENDED_OUTPUTS:

@@ -101,14 +101,19 @@ def _kill(app: Served, count: int, deployment: str) -> None:
     """Kill a process of the deployment whenever two run."""
     rng = random.Random(0)
     title = f"ray::ServeReplica:{NAME}:{deployment}"
+
+    def two_run() -> bool:  # the controller may not have heard yet
+        return app.running(deployment) == 2 and len(processes_called(title)) == 2
+
     for number in range(count):
-        app.wait_until(lambda: app.running(deployment) == 2, BACK_TIMEOUT_S)
+        app.wait_until(two_run, BACK_TIMEOUT_S)
         time.sleep(rng.uniform(*BETWEEN_KILLS_S))
+        app.wait_until(two_run, BACK_TIMEOUT_S)
         pid = rng.choice(processes_called(title))
         os.kill(pid, signal.SIGKILL)
         print(f"{number + 1}/{count}: killed {deployment} {pid}", flush=True)
         app.wait_until(partial(_has_ended, pid, title), BACK_TIMEOUT_S)
-    app.wait_until(lambda: app.running(deployment) == 2, BACK_TIMEOUT_S)
+    app.wait_until(two_run, BACK_TIMEOUT_S)
 
 
 def _has_ended(pid: int, title: str) -> bool:

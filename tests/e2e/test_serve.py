@@ -20,7 +20,7 @@ from benchmarks.served import free_port
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240  # of the start, too, on a machine that does much else
-NUM_TOKENS = 1000
+NUM_TOKENS = 3000  # of a stream that shall not have ended when the signal has been heard
 
 
 @pytest.fixture

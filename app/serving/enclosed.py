@@ -48,7 +48,7 @@ class EnclosesBody:
             scope = {**scope, _KEY: b"".join(message.get("body", b"") for message in messages)}
 
         async def receive_again() -> Message:
-            scope.pop(_KEY, None)  # it is on its way
+            forget_body(scope)  # it is on its way
             return messages.pop(0) if messages else await receive()
 
         await self._app(scope, receive_again, send)
@@ -80,6 +80,11 @@ class TakesEnclosedBody:
 def is_enclosed(scope: Scope) -> bool:
     """Whether the whole body is there."""
     return _KEY in scope
+
+
+def forget_body(scope: Scope) -> None:
+    """It is not wanted any more."""
+    scope.pop(_KEY, None)
 
 
 def _may_be_enclosed(scope: Scope) -> bool:

@@ -38,6 +38,7 @@ from app.serving.admission import Admission
 from app.serving.calls import Replicas
 from app.serving.closed_door import HearsOfRefusals
 from app.serving.enclosed import TakesEnclosedBody
+from app.serving.lost_answers import MarksAnswers
 from app.serving.messages import GenerateRequest
 from app.serving.metrics import EdgeMeter, Measured, MetricsPage, RequestMeter
 from app.serving.reports import load_report, pin_list
@@ -114,6 +115,7 @@ class Ingress:
         api = build_api(self, self._http, echoes_id=False, watcher=self._edge)  # Serve's proxy echoes
         api.add_middleware(HearsOfRefusals, watcher=self._edge)
         api.add_middleware(TakesEnclosedBody)
+        api.add_middleware(MarksAnswers)
         return api
 
     def record_routing_stats(self) -> dict[str, Any]:

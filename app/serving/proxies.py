@@ -6,8 +6,9 @@ from starlette.middleware import Middleware
 
 from app.serving.closed_door import RepeatsRefusals
 from app.serving.enclosed import EnclosesBody
+from app.serving.lost_answers import AnswersForLost
 
 
 def middlewares() -> list[Middleware]:
     """The last one is the first to see a request."""
-    return [Middleware(RepeatsRefusals), Middleware(EnclosesBody)]
+    return [Middleware(AnswersForLost), Middleware(RepeatsRefusals), Middleware(EnclosesBody)]

@@ -3,6 +3,9 @@ no more than what it was at."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +20,7 @@ from app.errors import UnknownRequestError
 from app.fleet.keys import prompt_keys
 from app.openai.bodies import CompletionRequest, ForkRequest, PinRequest
 from app.serving.messages import GenerateRequest
-from benchmarks.served import Served, served
+from benchmarks.served import Served, processes_called, served
 
 DEADLINE_S = 90
 ARGS = {
@@ -132,3 +135,22 @@ def test_a_replica_is_killed_under_load(server: Served) -> None:
         time.sleep(0.1)
     pinned = [[pin.name for pin in report.pins] for report in server.engines.broadcast("report").results()]
     assert pinned == [["story"]] * 3
+
+
+def test_an_ingress_is_killed_under_load(server: Served) -> None:
+    """Serve's proxy sends to the next one what nothing has come of yet, and ends streams that have begun."""
+    url = f"{server.url}/v1/completions"
+    body = {"model": "builtin", "prompt": "What is Folio?", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+    assert httpx.post(url, json=body | {"max_tokens": 1}, timeout=DEADLINE_S).status_code == 200
+    with ThreadPoolExecutor(4) as pool:
+        with httpx.stream("POST", url, json=body | {"max_tokens": 4000, "stream": True}, timeout=DEADLINE_S) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            next(lines)
+            others = [pool.submit(httpx.post, url, json=body, timeout=DEADLINE_S) for _ in range(4)]
+            while sum(report.num_running + report.num_waiting for report in server.reports()) < 5:
+                assert not any(other.done() for other in others)
+            [ingress] = processes_called(f"ray::ServeReplica:{server.name}:Ingress")
+            os.kill(ingress, signal.SIGKILL)
+            *_, last = lines
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "unavailable"
+        assert [other.result().json()["usage"]["completion_tokens"] for other in others] == [1500] * 4

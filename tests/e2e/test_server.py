@@ -551,8 +551,16 @@ def test_serves_proxy_refuses_for_a_full_ingress(server: Server) -> None:
     engine = EngineConfig(model="builtin", kv_memory_bytes=64 << 20, max_num_seqs=1, max_queued_requests=1)
     serve.run(build(AppArgs(engine=engine)), name="small", route_prefix="/small")
     url = f"{server.url}/small/v1/completions"
-    body = {"model": "builtin", "prompt": "a", "ignore_eos": True, "max_tokens": 1500}
+    body = {"model": "builtin", "prompt": "a", "ignore_eos": True, "max_tokens": 3000}
     by_code: dict[str, float] = {}
+
+    def wait_until_there(num_running: int, num_waiting: int) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            assert time.monotonic() < deadline
+            [replica] = httpx.get(f"{server.url}/small/v1/load", timeout=DEADLINE_S).json()["replicas"]
+            if (replica["num_running"], replica["num_waiting"]) == (num_running, num_waiting):
+                return
 
     def num_counted() -> float:
         page = httpx.get(f"{server.url}/small/metrics", timeout=DEADLINE_S)
@@ -568,18 +576,22 @@ def test_serves_proxy_refuses_for_a_full_ingress(server: Server) -> None:
 
     try:
         with httpx.Client(timeout=DEADLINE_S) as client, ThreadPoolExecutor(2) as pool:
-            long_ones = [pool.submit(httpx.post, url, json=body, timeout=DEADLINE_S) for _ in range(2)]
+            long_ones = []
+            for num_waiting in (0, 1):
+                long_ones.append(pool.submit(httpx.post, url, json=body, timeout=DEADLINE_S))
+                wait_until_there(1, num_waiting)
             refusals = []
             while not all(one.done() for one in long_ones):
                 answer = client.post(url, json=body | {"max_tokens": 1}, headers={"x-request-id": "mine"})
-                if answer.status_code != 200:  # else there was room for it at the beginning, or the end
+                if answer.status_code != 200:  # else there was room for it at the end
                     refusals.append(answer)
         for answer in refusals:
             assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
             assert int(answer.headers["retry-after"]) > 0
             assert answer.headers.get_list("x-request-id") == ["mine"]
             assert "x-folio-closed-for" not in answer.headers
-        num_refused = len(refusals) + sum(one.result().status_code != 200 for one in long_ones)
+        assert [one.result().status_code for one in long_ones] == [200, 200]
+        num_refused = len(refusals)
         deadline = time.monotonic() + DEADLINE_S
         # With who gets in the ingress hears of what the proxy has refused.
         while httpx.post(url, json=body | {"max_tokens": 1}, timeout=DEADLINE_S).status_code != 200:

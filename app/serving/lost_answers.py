@@ -21,7 +21,7 @@ from app.serving.enclosed import forget_body, is_enclosed
 _HEADER = b"x-folio-ingress"
 # Seconds before a request is sent again. Not more often: it may be what the ingress died of.
 _PAUSES_S = (0.25, 1.0)
-# Paths of a cluster that are Folio's; beyond, something makes them up.
+# Paths of a cluster that are Folio's. Others that somebody makes up are answered, too, but not with 200.
 _MOST_PATHS = 1000
 # Serve starts another ingress in about this time.
 _REPLACED_AFTER_S = 5.0
@@ -41,7 +41,7 @@ class AnswersForLost:
         answer, path = _Answer(scope, receive, send), scope["path"]
         for pause_s in (*_PAUSES_S, None):
             await self._app(answer.next_scope(), answer.receive, answer.send)
-            if answer.is_ours and len(self._ours) < _MOST_PATHS:
+            if answer.is_ours and answer.status == 200 and len(self._ours) < _MOST_PATHS:
                 self._ours.add(path)
             if answer.begun or answer.left or path not in self._ours:
                 break
@@ -84,7 +84,7 @@ class _Answer:
         self._whole, self._last = dict(scope), scope
         self._receive, self._send = receive, send
         self.begun = self.ended = self.left = self.is_ours = self.is_stream = False
-        self.num_events = 0
+        self.status = self.num_events = 0
 
     def next_scope(self) -> Scope:
         """Of the next attempt; bodies are kept as long as there may be one."""
@@ -100,7 +100,7 @@ class _Answer:
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.begun = True
+            self.begun, self.status = True, message["status"]
             forget_body(self._whole)
             headers = [(bytes(name).lower(), bytes(value)) for name, value in message.get("headers", ())]
             self.is_ours = (_HEADER, b"1") in headers

@@ -31,6 +31,7 @@ class Ingress:
         self.deaths_before = self.deaths_within = 0
         self.bodies: list[bytes] = []
         self.streams = False
+        self.status = 200
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         body = (await receive())["body"]
@@ -39,7 +40,7 @@ class Ingress:
             self.deaths_before -= 1
             raise Died
         kind = b"text/event-stream; charset=utf-8" if self.streams else b"application/json"
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        await send({"type": "http.response.start", "status": self.status, "headers": [(b"content-type", kind)]})
         for event in EVENTS if self.streams else ():
             await send({"type": "http.response.body", "body": event, "more_body": True})
         if self.deaths_within:
@@ -152,3 +153,16 @@ def test_for_a_client_that_has_left_nothing_is_done() -> None:
     answer = play(ingress, lambda: setattr(ingress, "deaths_before", 1), receive=receive)
     assert not answer.messages
     assert len(ingress.bodies) == 2
+
+
+def test_paths_that_somebody_makes_up_are_not_kept() -> None:
+    async def run() -> None:
+        ingress = Ingress()
+        ingress.status = 404
+        proxy = proxied(ingress)
+        assert (await call(proxy, "POST", "/made/up", body=b"hello")).status == 404
+        ingress.deaths_before = 1
+        assert not (await call(proxy, "POST", "/made/up", body=b"again")).messages
+        assert len(ingress.bodies) == 2
+
+    asyncio.run(run())

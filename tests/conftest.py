@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton: it defines functions of its own then
@@ -125,14 +124,33 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 MakeCheckpoint = Callable[..., Path]
 
 
+# Of `seed`, so many values in a row compile the same kernels (PROBLEMS_PER_SHAPE of test_triton).
+SEEDS_TOGETHER = 5
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shard", default="0/1", help="i/n: every n-th test from the i-th, to run n processes at once")
+    parser.addoption("--shard", default="0/1", help="i/n: the i-th of n processes that share the tests between them")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave this process's share of the tests; those that compile the same kernels stay together."""
     index, count = map(int, config.getoption("--shard").split("/"))
-    config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % count != index])
-    items[:] = items[index::count]
+    places: dict[object, int] = {}
+    shards: list[list[pytest.Item]] = [[] for _ in range(count)]
+    for item in items:
+        shards[places.setdefault(_kernels_of(item), len(places)) % count].append(item)
+    items[:] = shards.pop(index)
+    config.hook.pytest_deselected(items=[item for shard in shards for item in shard])
+
+
+def _kernels_of(item: pytest.Item) -> object:
+    """A test and its parameters, but for those that leave its kernels the same: seeds within a shape, and views, of
+    which the last needs what the others compiled."""
+    parameters = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+    parameters.pop("view", None)
+    if isinstance(seed := parameters.get("seed"), int):
+        parameters["seed"] = seed // SEEDS_TOGETHER
+    return item.location[0], item.originalname if isinstance(item, pytest.Function) else item.name, repr(parameters)
 
 
 @pytest.fixture(scope="session")
@@ -141,6 +159,9 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
     made: dict[str, Path] = {}
 
     def make(model_type: str, **settings: Any) -> Path:
+        # Imported here: it takes seconds, and the tests of kernels and of memory do without.
+        from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
         key = f"{model_type} {sorted(settings.items())}"
         if key not in made:
             torch.manual_seed(11)

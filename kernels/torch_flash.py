@@ -1,6 +1,6 @@
 """torch's own flash attention over ragged batches, and what it shares with the flash-attn package: the kernels are FA2.
 
-What FA2 does (flash-attention v2.8.3, csrc/flash_attn; torch 2.12 and 2.13 compile the same kernels):
+What FA2 does (flash-attention v2.8.3, csrc/flash_attn; torch 2.11 to 2.13 compile the same kernels):
 
 - Keys and values are read in tiles of 64 to 256 tokens. Loads stop at the sequence's length (`Is_even_MN` is false
   whenever lengths are given, and value tiles are zero-filled past it), but where a window begins within a tile, the
@@ -39,10 +39,13 @@ from kernels.provider import (
     problem_of,
     refuse_unsupported,
 )
-from kernels.reference import GatherProvider
+from kernels.reference import GatherProvider, ReferenceProvider
 
 MAX_SPLITS = 128
 BLOCK_MULTIPLE = 256
+_VARLEN_NEEDS = frozenset({"scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits"})
+_OPERATOR_NEEDS = frozenset({"scale", "window_size_left", "window_size_right", "seqused_k"})
+_CONFIRMED = 2e-2  # largest difference of float16 results and logarithms, of order 1, from the reference's
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,34 +149,47 @@ class FlashProvider(GatherProvider, ABC):
 
 
 class TorchFlashProvider(FlashProvider):
-    """`torch.nn.attention.varlen.varlen_attn`, complete since torch 2.12.
+    """torch's flash attention: `varlen_attn` where it reads caches (from torch 2.12), else the operator beneath it.
+
+    The signature and the operator's schema decide. torch 2.11's operator takes lengths, windows and the scale, but no
+    block table. It runs the same `mha_varlen_fwd`, which reads the number of KV heads from the keys (ATen's
+    transformers/cuda/flash_attn/flash_api.cpp). Torch promises nothing of an operator whose name begins with an
+    underscore, so a small batch is compared with the reference before the operator is used.
 
     A batch with leftpads or windows is read in place in the region view only. Softcap, ALiBi and sinks are not among
-    its arguments. FA2 is what torch calls unless `activate_flash_attention_impl` chose another.
+    `varlen_attn`'s arguments. FA2 is what torch calls unless `activate_flash_attention_impl` chose another.
 
     Args:
-        varlen: stands in for `varlen_attn`.
+        varlen, operator: stand in for `varlen_attn` and `aten::_flash_attention_forward`.
         device_type: where tensors must be.
 
     Raises:
-        KernelError: there is no CUDA device, or this torch's `varlen_attn` cannot read a cache.
+        KernelError: there is no CUDA device, or neither function can read a cache.
     """
 
     name = "torch-flash"
 
-    def __init__(self, varlen: Callable[..., Any] | None = None, device_type: str = "cuda") -> None:
+    def __init__(
+        self, varlen: Callable[..., Any] | None = None, operator: Any = None, device_type: str = "cuda"
+    ) -> None:
         super().__init__(device_type)
         if varlen is None:
             require_cuda(self.name)
             varlen = torch_varlen.varlen_attn
-        self._varlen = varlen
-        self._parameters = frozenset(inspect.signature(varlen).parameters)
-        missing = {"scale", "window_size", "seqused_k"} - self._parameters
-        if missing:
+        missing = _VARLEN_NEEDS - inspect.signature(varlen).parameters.keys()
+        self._varlen, self._operator = None if missing else varlen, operator
+        if self._varlen is not None:
+            return
+        if operator is None:
+            self._operator = torch.ops.aten._flash_attention_forward.default
+        taken = frozenset(argument.name for argument in self._operator._schema.arguments)
+        lacking = _OPERATOR_NEEDS - taken
+        if lacking:
             raise KernelError(
-                f"{self.name}: torch {torch.__version__}'s varlen_attn has no {', '.join(sorted(missing))}; "
-                "install torch 2.12 or later"
+                f"{self.name}: torch {torch.__version__}'s varlen_attn has no {', '.join(sorted(missing))}, and "
+                f"_flash_attention_forward no {', '.join(sorted(lacking))}; install torch 2.11 or later"
             )
+        self._confirm()
 
     def unsupported(self, problem: Problem) -> str | None:
         reason = super().unsupported(problem)
@@ -182,10 +198,8 @@ class TorchFlashProvider(FlashProvider):
         for extra in ("softcap", "alibi"):
             if extra in problem.extras:
                 return f"varlen_attn has no {extra}"
-        if problem.paged and not {"block_table", "num_splits"} <= self._parameters:
-            return f"torch {torch.__version__}'s varlen_attn has no block_table and num_splits"
-        if problem.num_q_heads != problem.num_kv_heads and "enable_gqa" not in self._parameters:
-            return f"torch {torch.__version__}'s varlen_attn has no enable_gqa"
+        if problem.paged and self._varlen is None:
+            return f"torch {torch.__version__}'s flash attention has no block_table; use the region view"
         return None
 
     def _run(
@@ -201,30 +215,58 @@ class TorchFlashProvider(FlashProvider):
         with_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         arguments = flash_arguments(key_cache, value_cache, batch, masking, single)
-        optional: dict[str, Any] = {}
+        tensors = (query, arguments.key, arguments.value, batch.cu_seqlens_q, arguments.starts)
+        lengths = (arguments.max_seqlen_q, batch.max_seqlen_k)
+        if self._varlen is None:
+            out, found_lse, *_ = self._operator(
+                *tensors,
+                *lengths,
+                0.0,  # dropout
+                arguments.window == (-1, 0),  # is_causal
+                False,  # return_debug_mask
+                scale=masking.scale,
+                window_size_left=arguments.window[0],
+                window_size_right=arguments.window[1],
+                seqused_k=arguments.lengths,
+            )
+            return out, found_lse
         grouped = query.shape[1] != key_cache.shape[2]
-        if grouped:
-            optional["enable_gqa"] = True
-        if arguments.block_table is not None:
-            optional["block_table"] = arguments.block_table
-            optional["num_splits"] = 1
-        if grouped and single and "num_splits" in self._parameters:
-            optional["num_splits"] = num_splits or None
+        splits = None if arguments.block_table is None else 1
+        if grouped and single:
+            splits = num_splits or None
         found: Any = self._varlen(
-            query,
-            arguments.key,
-            arguments.value,
-            batch.cu_seqlens_q,
-            arguments.starts,
-            arguments.max_seqlen_q,
-            batch.max_seqlen_k,
+            *tensors,
+            *lengths,
             return_aux=torch_varlen.AuxRequest(lse=True) if with_lse else None,
             scale=masking.scale,
             window_size=arguments.window,
+            enable_gqa=grouped,
             seqused_k=arguments.lengths,
-            **optional,
+            block_table=arguments.block_table,
+            num_splits=splits,
         )
         return (found[0], found[1]) if with_lse else (found, None)
+
+    def _confirm(self) -> None:
+        """Raise `KernelError` unless the operator finds what the reference finds: grouped heads, regions out of order
+        and partly filled, a window; with one query of every sequence and with several."""
+        device = torch.device(self._device_type)
+        caches = torch.arange(2 * 2 * 16 * 2 * 32, device=device).sin().view(2, 2, 16, 2, 32).half()
+        lengths, table = torch.tensor([[9, 5], [1, 0]], dtype=torch.int32, device=device)
+        masking = Masking(0.2, window_left=2)
+        for num_queries in (1, 3):
+            starts = torch.tensor([0, num_queries, num_queries + 1], dtype=torch.int32, device=device)
+            query = torch.arange((num_queries + 1) * 4 * 32, device=device).cos().view(-1, 4, 32).half()
+            batch = VarlenBatch(starts, lengths, table[:, None], num_queries, 9)
+            lse, expected_lse = torch.empty(2, num_queries + 1, 4, device=device)
+            expected = ReferenceProvider().attend(query, caches[0], caches[1], batch, masking, lse=expected_lse)
+            try:
+                out = self.attend(query, caches[0], caches[1], batch, masking, lse=lse)
+            except RuntimeError as error:
+                raise KernelError(f"{self.name}: torch {torch.__version__}'s operator refuses: {error}") from error
+            off = torch.maximum((out - expected).abs().max(), (lse - expected_lse).abs().max()).item()
+            if not off <= _CONFIRMED:  # NaN neither
+                raise KernelError(f"{self.name}: torch {torch.__version__}'s operator is off by {off:.2e}")
 
 
 def require_cuda(name: str) -> None:

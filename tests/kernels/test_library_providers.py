@@ -6,6 +6,7 @@ arguments what the kernels would read: where they read whole tiles, so does it, 
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import varlen as torch_varlen
 
 from kernels import KernelError, Masking, VarlenBatch
 from kernels.flash_attn_provider import FlashAttnProvider
@@ -281,6 +283,88 @@ def varlen_attn(
         splits_kept=True,
     )
     return found if return_aux is not None and return_aux.lse else found[0]
+
+
+# torch 2.11's: `torch.ops.aten._flash_attention_forward.default._schema`.
+OPERATOR_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, "
+    "float dropout_p, bool is_causal, bool return_debug_mask, *, float? scale=None, SymInt? window_size_left=None, "
+    "SymInt? window_size_right=None, Tensor? seqused_k=None, Tensor? alibi_slopes=None"
+)
+OPERATOR_RETURNS = "(Tensor output, Tensor softmax_logsumexp, Tensor rng_state, Tensor unused, Tensor debug_attn_mask)"
+_LIBRARY = torch.library.Library("folio_test", "DEF")
+
+
+def define_operator(name: str, run: Callable[..., Any], arguments: str = OPERATOR_ARGUMENTS) -> Any:
+    """An operator of the dispatcher, which checks arguments against the schema as it does torch's own."""
+    _LIBRARY.define(f"{name}({arguments}) -> {OPERATOR_RETURNS}")
+    _LIBRARY.impl(name, run, "CPU")
+    return getattr(torch.ops.folio_test, name).default
+
+
+def flash_attention_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """ATen's native/transformers/cuda/attention.cu."""
+    assert dropout_p == 0.0
+    assert not return_debug_mask
+    assert alibi_slopes is None
+    assert cum_seq_q is not None
+    assert cum_seq_k is not None
+    assert scale is not None
+    assert window_size_left is not None
+    assert window_size_right is not None
+    found = fa2_varlen(
+        query,
+        key,
+        value,
+        cum_seq_q,
+        cum_seq_k,
+        max_q,
+        max_k,
+        scale,
+        (window_size_left, 0 if is_causal else window_size_right),
+        seqused_k,
+        None,
+        0,
+        splits_kept=True,
+    )
+    return *found, torch.empty(2), torch.empty(0), torch.empty(0)
+
+
+OPERATOR_2_11 = define_operator("flash_2_11", flash_attention_forward)
+
+
+def varlen_attn_2_11(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seq_q: Any,
+    cu_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Any:
+    """torch 2.11's torch/nn/attention/varlen.py."""
+    raise AssertionError("it cannot read a cache")
 
 
 def flash_attn_varlen_forward(
@@ -589,6 +673,11 @@ def torch_flash() -> GatherProvider:
     return TorchFlashProvider(varlen_attn, device_type="cpu")
 
 
+def torch_flash_2_11() -> GatherProvider:
+    """Reads regions only: that torch has no block table."""
+    return TorchFlashProvider(varlen_attn_2_11, OPERATOR_2_11, device_type="cpu")
+
+
 def flash_attn() -> GatherProvider:
     return FlashAttnProvider(flash_attn_with_kvcache, flash_attn_varlen_forward, device_type="cpu")
 
@@ -598,12 +687,20 @@ def flashinfer(module: Any = None) -> GatherProvider:
 
 
 PROVIDERS = {"torch-flash": torch_flash, "flash-attn": flash_attn, "flashinfer": flashinfer}
-everywhere = pytest.mark.parametrize("make", PROVIDERS.values(), ids=PROVIDERS.keys())
+TORCH_FLASH = (torch_flash, torch_flash_2_11)
+MAKERS = (*TORCH_FLASH, flash_attn, flashinfer)
+everywhere = pytest.mark.parametrize("make", MAKERS)
 both_views = pytest.mark.parametrize("view", ["region", "block_table"])
 
 
-@everywhere
-@both_views
+def in_both_views(*makers: Callable[[], GatherProvider]) -> pytest.MarkDecorator:
+    views = [(make, view) for make in makers for view in ("region", "block_table")]
+    return pytest.mark.parametrize(
+        ("make", "view"), [pair for pair in views if pair != (torch_flash_2_11, "block_table")]
+    )
+
+
+@in_both_views(*MAKERS)
 @pytest.mark.parametrize("with_lse", [False, True])
 @pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED.keys())
 def test_ragged_batch_equals_reference(
@@ -612,8 +709,7 @@ def test_ragged_batch_equals_reference(
     check(make(), make_case(lengths, view), Masking(0.125), with_lse=with_lse)
 
 
-@everywhere
-@both_views
+@in_both_views(*MAKERS)
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (7, 1)])
 @pytest.mark.parametrize("lengths", [DECODE, MIXED, NO_QUERIES], ids=["decode", "mixed", "no queries"])
 def test_heads(make: Callable[[], GatherProvider], view: str, heads: tuple[int, int], lengths: Lengths) -> None:
@@ -653,8 +749,7 @@ def test_flashinfer_blocks_windows_and_leftpads(block_tokens: int, lengths: Leng
     check(provider, case, Masking(0.125, window_left=20))
 
 
-@both_views
-@pytest.mark.parametrize("make", [torch_flash, flash_attn])
+@in_both_views(*TORCH_FLASH, flash_attn)
 @pytest.mark.parametrize("window_right", [-1, 4])
 def test_not_causal(make: Callable[[], GatherProvider], view: str, window_right: int) -> None:
     for lengths in (DECODE, MIXED, NO_QUERIES):
@@ -702,7 +797,7 @@ def test_unequally_spaced_regions_are_refused(make: Callable[[], GatherProvider]
     crooked = storage.as_strided(key.shape, (key.stride(0) + 4, *key.stride()[1:]))
     with pytest.raises(KernelError, match="multiples"):
         make().attend(query, crooked, crooked, batch, Masking(0.125))
-    if make is torch_flash:
+    if make in TORCH_FLASH:
         with pytest.raises(KernelError, match="rows of tokens"):
             make().attend(query, key, odd, batch, Masking(0.125))
 
@@ -711,7 +806,8 @@ def test_unequally_spaced_regions_are_refused(make: Callable[[], GatherProvider]
 def test_no_queries_at_all(make: Callable[[], GatherProvider]) -> None:
     query, key, value, batch = make_case([(0, 5), (0, 0)], "region")
     assert make().attend(query, key, value, batch, Masking(1.0)).shape == (0, 8, 64)
-    query, key, value, batch = make_case([(1, 0), (1, 0)], "block_table")
+    view = "region" if make is torch_flash_2_11 else "block_table"
+    query, key, value, batch = make_case([(1, 0), (1, 0)], view)
     lse = torch.zeros(2, 8)
     assert not make().attend(query, key, value, batch, Masking(1.0), lse=lse).any()
     assert torch.equal(lse, torch.full((2, 8), -torch.inf))
@@ -737,7 +833,8 @@ def test_what_is_beyond_a_library_has_a_reason(make: Callable[[], GatherProvider
     ]
     for case, masking, refusing in cases:
         reason = provider.unsupported(problem_of(*case, masking))
-        assert (reason is not None) == (provider.name in refusing), (provider.name, masking, reason)
+        expected = provider.name in refusing or make is torch_flash_2_11
+        assert (reason is not None) == expected, (provider.name, masking, reason)
         if reason is not None:
             with pytest.raises(KernelError, match=provider.name):
                 provider.attend(*case, masking)
@@ -783,28 +880,52 @@ def test_an_older_torch_says_what_it_lacks() -> None:
         query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, is_causal: bool = False
     ) -> Any: ...
 
-    def without_blocks(
-        query: Any,
-        key: Any,
-        value: Any,
-        cu_seq_q: Any,
-        cu_seq_k: Any,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: Any = None,
-        window_size: Any = (-1, -1),
-        seqused_k: Any = None,
-    ) -> Any: ...
-
-    with pytest.raises(KernelError, match="no scale, seqused_k, window_size"):
-        TorchFlashProvider(torch_2_10, device_type="cpu")
-    provider = TorchFlashProvider(without_blocks, device_type="cpu")
+    without_lengths = define_operator(
+        "without_lengths", flash_attention_forward, OPERATOR_ARGUMENTS.replace("Tensor? seqused_k=None, ", "")
+    )
+    lacking = "varlen_attn has no block_table, .*, window_size, and _flash_attention_forward no seqused_k; install"
+    with pytest.raises(KernelError, match=lacking):
+        TorchFlashProvider(torch_2_10, without_lengths, device_type="cpu")
+    provider = torch_flash_2_11()
     paged = problem_of(*make_case(MIXED, "block_table"), Masking(1.0))
-    assert "block_table" in (provider.unsupported(paged) or "")
-    grouped = problem_of(*make_case(MIXED, "region"), Masking(1.0))
-    assert "enable_gqa" in (provider.unsupported(grouped) or "")
-    assert provider.unsupported(problem_of(*make_case(MIXED, "region", heads=(2, 2)), Masking(1.0))) is None
+    assert "no block_table; use the region view" in (provider.unsupported(paged) or "")
+    for heads in ((8, 2), (2, 2)):
+        assert provider.unsupported(problem_of(*make_case(MIXED, "region", heads=heads), Masking(1.0))) is None
+
+
+def test_an_operator_that_means_something_else_is_not_used() -> None:
+    """An operator of torch's own may change what its arguments mean, or refuse grouped heads, without a new name."""
+
+    def refuses_groups(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("Number of heads must be the same")
+
+    def ignores_lengths(*args: Any, seqused_k: Any = None, **kwargs: Any) -> Any:
+        return flash_attention_forward(*args, seqused_k=torch.full_like(seqused_k, 1), **kwargs)
+
+    def ignores_windows(*args: Any, window_size_left: Any = None, **kwargs: Any) -> Any:
+        return flash_attention_forward(*args, window_size_left=-1, **kwargs)
+
+    for run, reason in ((refuses_groups, "must be the same"), (ignores_lengths, "off by"), (ignores_windows, "off by")):
+        operator = define_operator(run.__name__, run)
+        with pytest.raises(KernelError, match=reason):
+            TorchFlashProvider(varlen_attn_2_11, operator, device_type="cpu")
+
+
+def test_stand_ins_have_the_arguments_of_the_installed_torch() -> None:
+    """The provider is tried against the operator of torch 2.11; a later torch may add to it, not change it."""
+    real = torch.ops.aten._flash_attention_forward.default._schema
+    ours = OPERATOR_2_11._schema
+    described = [
+        [(a.name, str(a.type), a.kwarg_only, a.default_value) for a in schema.arguments] for schema in (real, ours)
+    ]
+    assert described[0][: len(described[1])] == described[1]
+    assert all(a.has_default_value() for a in real.arguments[len(described[1]) :])
+    assert [r.name for r in real.returns] == [r.name for r in ours.returns]
+    public = inspect.signature(torch_varlen.varlen_attn).parameters
+    stand_in = varlen_attn if "block_table" in public else varlen_attn_2_11
+    assert {name: p.kind for name, p in public.items()} == {
+        name: p.kind for name, p in inspect.signature(stand_in).parameters.items()
+    }
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -823,13 +944,33 @@ def test_tensors_elsewhere_are_refused(make: Callable[[], GatherProvider]) -> No
 def cuda_provider(name: str) -> GatherProvider:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    if name == "torch-flash":
-        return TorchFlashProvider()
-    if name == "flash-attn":
-        pytest.importorskip("flash_attn")
-        return FlashAttnProvider()
-    pytest.importorskip("flashinfer")
-    return FlashInferProvider()
+    try:
+        if name == "torch-flash":
+            return TorchFlashProvider()
+        if name == "flash-attn":
+            pytest.importorskip("flash_attn")
+            return FlashAttnProvider()
+        pytest.importorskip("flashinfer")
+        return FlashInferProvider()
+    except KernelError as error:
+        pytest.skip(str(error))
+
+
+def check_cuda(
+    provider: GatherProvider, case: Case, masking: Masking, *, with_lse: bool = True, splits: int = 0
+) -> None:
+    reason = provider.unsupported(problem_of(*case, masking))
+    if reason is not None:
+        pytest.skip(f"{provider.name}: {reason}")
+    check(provider, case, masking, with_lse=with_lse, splits=splits)
+
+
+@pytest.mark.gpu
+def test_cuda_torch_flash_is_as_the_reference() -> None:
+    """Where the comparison at the start fails, the tests below skip, and this one does not."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    assert TorchFlashProvider().name == "torch-flash"
 
 
 @pytest.mark.gpu
@@ -841,8 +982,8 @@ def test_cuda_ragged_batch_equals_reference(name: str, dtype: torch.dtype, view:
     provider = cuda_provider(name)
     for heads, dim in (((8, 2), 64), ((4, 4), 128), ((7, 1), 64)):
         case = make_case(lengths, view, heads=heads, dim=dim, dtype=dtype, device="cuda")
-        check(provider, case, Masking(dim**-0.5))
-        check(provider, case, Masking(dim**-0.5), with_lse=False, splits=1)
+        check_cuda(provider, case, Masking(dim**-0.5))
+        check_cuda(provider, case, Masking(dim**-0.5), with_lse=False, splits=1)
 
 
 @pytest.mark.gpu
@@ -852,10 +993,10 @@ def test_cuda_window_over_a_hole(name: str, lengths: Lengths) -> None:
     provider = cuda_provider(name)
     for window_left in (0, 31, 100):
         case = make_case(lengths, "region", window_left=window_left, dtype=torch.float16, device="cuda")
-        check(provider, case, Masking(0.125, window_left=window_left))
+        check_cuda(provider, case, Masking(0.125, window_left=window_left))
     padded = [min(5, cached) for _, cached in lengths]
     case = make_case(lengths, "region", leftpad=padded, dtype=torch.float16, device="cuda")
-    check(provider, case, Masking(0.125))
+    check_cuda(provider, case, Masking(0.125))
 
 
 @pytest.mark.gpu
@@ -864,9 +1005,9 @@ def test_cuda_flashinfer_small_blocks(block_tokens: int) -> None:
     provider = cuda_provider("flashinfer")
     for lengths in RAGGED.values():
         case = make_case(lengths, "block_table", block_tokens=block_tokens, device="cuda")
-        check(provider, case, Masking(0.125))
+        check_cuda(provider, case, Masking(0.125))
         case = make_case(lengths, "block_table", block_tokens=block_tokens, window_left=20, device="cuda")
-        check(provider, case, Masking(0.125, window_left=20, softcap=3.0))
+        check_cuda(provider, case, Masking(0.125, window_left=20, softcap=3.0))
 
 
 @pytest.mark.gpu
@@ -875,6 +1016,6 @@ def test_cuda_flash_attn_softcap_and_alibi(view: str) -> None:
     provider = cuda_provider("flash-attn")
     for lengths in (DECODE, MIXED):
         case = make_case(lengths, view, dtype=torch.float16, device="cuda")
-        check(provider, case, Masking(0.3, softcap=2.0))
+        check_cuda(provider, case, Masking(0.3, softcap=2.0))
         slopes = torch.linspace(0.01, 0.5, 8, device="cuda")
-        check(provider, case, Masking(0.1, alibi_slopes=slopes), with_lse=lengths is DECODE)
+        check_cuda(provider, case, Masking(0.1, alibi_slopes=slopes), with_lse=lengths is DECODE)

@@ -6,21 +6,24 @@ states; grammars never force a tokenisation, so every way of writing a valid tex
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from transformers import PreTrainedTokenizerBase
 
 from app.engine.params import Structure
 from app.engine.token_bytes import token_bytes
 from app.errors import EngineError, RequestError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +46,16 @@ class StructureCompiler:
     Args:
         vocab_size: of the model's logits: at least the largest token id that may be sampled, and one.
         eos_token_ids: what may be sampled where the structure is complete.
+
+    Raises:
+        RequestError: llguidance is not installed; the server depends on it, `app.engine` by itself does not.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        if importlib.util.find_spec("llguidance") is None:
+            raise RequestError(
+                "structured output needs the package llguidance, which is not installed here", "structure"
+            )
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -80,6 +90,8 @@ class StructureCompiler:
         return compiled
 
     def _compile(self, structure: Structure) -> StructureMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
         grammar = _grammar(structure)
         vocabulary = self._built()
         limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
@@ -154,6 +166,8 @@ class _Vocabulary:
     """The trie of all tokens, and where they are in the engine's masks."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        from llguidance import LLTokenizer
+
         known = token_bytes(tokenizer)
         tokens = list(known.tokens)
         tokens += [b""] * (max(eos_token_ids, default=-1) + 1 - len(tokens))
@@ -205,6 +219,8 @@ _NAMES = {"json": "JSON schema", "regex": "regular expression", "choice": "choic
 
 def _grammar(structure: Structure) -> str:
     """llguidance's own form of it: a list of grammars as JSON."""
+    from llguidance import LLMatcher
+
     try:
         size = len(structure.spec.encode())
     except UnicodeEncodeError as error:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 from collections.abc import Callable
 
-import jsonschema
 import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from app.engine import LLM, SamplingParams
 from app.engine import structure as structure_module
 from app.engine.params import Structure
 from app.engine.structure import StructureCompiler, StructureMatcher
@@ -39,7 +40,7 @@ product: NUMBER | "(" NUMBER "*" NUMBER ")"
 NUMBER: /[1-9][0-9]{0,2}/
 """
 CASES: dict[str, tuple[Structure, Callable[[str], object]]] = {
-    "schema": (Structure("json", json.dumps(SCHEMA)), lambda text: jsonschema.validate(json.loads(text), SCHEMA)),
+    "schema": (Structure("json", json.dumps(SCHEMA)), lambda text: _must_be_valid(json.loads(text))),
     "regex": (
         Structure("regex", r"[0-9]{3}-[a-f]{2,5}/(x|ü)?"),
         lambda text: _must(re.fullmatch(r"[0-9]{3}-[a-f]{2,5}/(x|ü)?", text), text),
@@ -54,6 +55,12 @@ CASES: dict[str, tuple[Structure, Callable[[str], object]]] = {
 
 def _must(holds: object, text: str) -> None:
     assert holds, text
+
+
+def _must_be_valid(instance: object) -> None:
+    import jsonschema  # a GPU machine may lack it, and still has to collect this file
+
+    jsonschema.validate(instance, SCHEMA)
 
 
 def load(name: str) -> PreTrainedTokenizerBase:
@@ -219,6 +226,17 @@ def test_what_cannot_be_is_refused(structure: Structure, message: str) -> None:
 def test_a_tokenizer_whose_tokens_depend_on_their_neighbours_is_refused() -> None:
     with pytest.raises(RequestError, match="WordPiece"):
         StructureCompiler(wordpiece(), 3, ()).check(Structure("regex", "a"))
+
+
+def test_without_llguidance_only_structures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script on a machine with what the engine needs alone: the import failed in the middle of `generate`."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    structured = SamplingParams(max_tokens=2, structure=Structure("regex", "a"))
+    with LLM("builtin", kv_memory_bytes=16 << 20) as llm:
+        with pytest.raises(RequestError, match="needs the package llguidance") as raised:
+            llm.generate(["a"], structured)
+        assert raised.value.param == "structure"
+        assert len(llm.generate(["a"], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
 
 
 def test_a_parser_that_gives_up_ends_only_its_own_output(monkeypatch: pytest.MonkeyPatch) -> None:

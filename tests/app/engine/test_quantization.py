@@ -15,9 +15,14 @@ from app.errors import ConfigError
 from kernels import CpuLinear
 from tests.conftest import ARCHITECTURES, MakeCheckpoint
 
-needs_avx512 = pytest.mark.skipif(
-    CpuLinear().unsupported(torch.float32) is not None, reason="8-bit weights need a processor with AVX-512"
-)
+needs_avx512 = pytest.mark.usefixtures("avx512")
+
+
+@pytest.fixture(scope="module")
+def avx512() -> None:
+    """Not at import: that compiles the kernel, and fails on a machine without a compiler."""
+    if CpuLinear().unsupported(torch.float32) is not None:
+        pytest.skip("8-bit weights need a processor with AVX-512")
 
 
 def load(folder: Path, quantization: str) -> tuple[torch.Tensor, int]:
@@ -44,11 +49,12 @@ def test_logits_are_nearly_the_same(name: str, make_checkpoint: MakeCheckpoint) 
 
 @needs_avx512
 def test_the_builtin_model_answers_the_same() -> None:
+    """In float32: the checkpoint's bfloat16 needs more of the processor than AVX-512, and failed where that was all."""
     prompts = ["The key of room 417 is 93. The key of room 417 is", "What is Folio?", "Hello"]
     params = SamplingParams(max_tokens=8, temperature=0)
-    with LLM("builtin", kv_memory_bytes=8 << 20) as llm:
+    with LLM("builtin", dtype="float32", kv_memory_bytes=16 << 20) as llm:
         expected = [completion.text for completion in llm.generate(prompts, params)]
-    with LLM("builtin", kv_memory_bytes=8 << 20, quantization="int8") as llm:
+    with LLM("builtin", dtype="float32", kv_memory_bytes=16 << 20, quantization="int8") as llm:
         assert [completion.text for completion in llm.generate(prompts, params)] == expected
 
 

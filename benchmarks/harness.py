@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import ctypes
+import importlib.util
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -19,6 +21,8 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
+RESULTS_VARIABLE = "FOLIO_RESULTS"
+PACKAGES = ("folio-serve", "torch", "triton", "transformers", "cuda-bindings", "ray")
 
 
 def arguments(description: str | None, devices: Sequence[str] = ("cpu",)) -> argparse.ArgumentParser:
@@ -26,6 +30,12 @@ def arguments(description: str | None, devices: Sequence[str] = ("cpu",)) -> arg
     parser.add_argument("--quick", action="store_true", help="under a minute on 2 CPU cores")
     parser.add_argument("--device", default="cpu", choices=devices)
     return parser
+
+
+def needs(*packages: str) -> None:
+    """Exit with one line if packages are not installed: a GPU machine lacks those of the server."""
+    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
+        sys.exit(f"this benchmark needs {', '.join(missing)}, not installed here; `make bench` installs it")
 
 
 def alternate(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
@@ -85,9 +95,8 @@ def finish(name: str, args: argparse.Namespace, figures: Mapping[str, float], ra
     result = {
         "benchmark": name,
         "device": _device_name() if args.device == "cpu" else torch.cuda.get_device_name(),
-        "versions": {p: _version(p) for p in ("folio-serve", "torch", "transformers", "ray")}
-        | {"python": platform.python_version()},
-        "commit": _commit(),
+        "versions": versions(args.device),
+        "commit": commit(),
         "quick": args.quick,
         "figures": {key: float(f"{value:.4g}") for key, value in figures.items()},
     }
@@ -103,7 +112,8 @@ def fail_if_any(counts: Mapping[str, float], *keys: str) -> None:
 
 
 def results_folder(args: argparse.Namespace) -> Path:
-    folder = RESULTS / str(args.device)
+    """Where results go: the folder that `FOLIO_RESULTS` names, else `benchmarks/results/<device>`."""
+    folder = Path(os.environ.get(RESULTS_VARIABLE) or RESULTS / str(args.device))
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -114,6 +124,26 @@ def _device_name() -> str:
     return f"{model}, {torch.get_num_threads()} threads"
 
 
+def versions(device: str) -> dict[str, str]:
+    """Of the packages that measurements depend on, of Python and, for a CUDA device, of CUDA and the driver."""
+    found = {package: _version(package) for package in PACKAGES} | {"python": platform.python_version()}
+    if device != "cpu":
+        found |= {"cuda": str(torch.version.cuda), "driver": _driver_version()}
+    return found
+
+
+def _driver_version() -> str:
+    """NVML's, such as 580.65.06: torch knows only the version of CUDA that the driver supports."""
+    text = ctypes.create_string_buffer(96)
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return "unknown"
+    if nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(text, len(text)):
+        return "unknown"
+    return text.value.decode()
+
+
 def _version(package: str) -> str:
     try:
         return version(package)
@@ -121,8 +151,14 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _commit() -> str:
+def commit() -> str:
+    """The checkout's, with "+changes" if sources differ from it; "unknown" without git or a repository."""
     git = ["git", "-C", str(ROOT)]
-    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    dirty = subprocess.run([*git, "status", "--porcelain", "--", "*.py", "*.cpp"], capture_output=True, text=True)
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+        dirty = subprocess.run([*git, "status", "--porcelain", "--", "*.py", "*.cpp"], capture_output=True, text=True)
+    except FileNotFoundError:
+        return "unknown"
+    if head.returncode:  # no repository, or one of another user
+        return "unknown"
     return head.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")

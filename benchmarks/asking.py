@@ -11,12 +11,13 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
-
-import httpx
+from typing import TYPE_CHECKING, Any
 
 from app.engine import LLM, SamplingParams
 from app.engine.model_loader import load_tokenizer
+
+if TYPE_CHECKING:
+    import httpx
 
 # Of the engines that are asked.
 DTYPE = "float32"
@@ -76,6 +77,8 @@ class Client(threading.Thread):
         self._stop_asking = stop
 
     def run(self) -> None:
+        import httpx
+
         with httpx.Client(timeout=REQUEST_TIMEOUT_S) as client:
             for i in itertools.count():
                 if self._stop_asking.is_set():

@@ -22,9 +22,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-import httpx
-import ray
-
 from benchmarks import harness
 from benchmarks.asking import DTYPE, OUTCOMES, Client, Outcomes
 from benchmarks.served import Served, processes_called, served
@@ -121,6 +118,9 @@ def _has_ended(pid: int, title: str) -> bool:
 
 def _repeated_calls() -> int:
     """As Prometheus would read it from Ray: calls of replicas that ingresses have sent again, of those that live."""
+    import httpx
+    import ray
+
     time.sleep(2 * METRICS_PERIOD_S)
     [node] = ray.nodes()
     text = httpx.get(f"http://127.0.0.1:{node['MetricsExportPort']}/metrics").text

@@ -24,13 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-import ray
-from ray import serve
-
 from app.builtin import corpus
 from app.config import EngineConfig
-from app.main import AppArgs, build
 from benchmarks import harness
 from benchmarks.served import cluster
 
@@ -158,6 +153,8 @@ async def break_off_many(port: int, count: int, seed: int = 0, at_once: int = AT
 
 async def ask_meanwhile(port: int, done: asyncio.Event, seed: int = 0) -> Counter[str]:
     """Look-ups, one after the other, until `done`. Returns how many were answered "right", and what else came."""
+    import httpx
+
     rng, outcomes = random.Random(seed), Counter[str]()
     async with httpx.AsyncClient(timeout=DEADLINE_S) as client:
         while not done.is_set():
@@ -172,6 +169,8 @@ async def ask_meanwhile(port: int, done: asyncio.Event, seed: int = 0) -> Counte
 def leftovers(handle: Any, port: int, application: str, known_connections: int = 0) -> dict[str, int]:
     """What there still is: bytes that requests own, requests in replicas, connections to the server beyond those that
     are known; zeros are left out."""
+    import ray
+
     connections = num_connections(port)
     found = {"bytes": handle.report.remote().result().active_bytes}
     if connections > known_connections:  # of the known ones some may have been closed
@@ -224,6 +223,11 @@ async def crowd(port: int, count: int, seed: int = 0) -> tuple[Counter[str], Cou
 
 def main() -> None:
     args = harness.arguments(__doc__).parse_args()
+    harness.needs("ray", "httpx")
+    from ray import serve
+
+    from app.main import AppArgs, build
+
     count = 60 if args.quick else 500
     # Room for few: requests wait, and are preempted.
     engine = EngineConfig(model="builtin", dtype="float32", kv_memory_bytes=24 << 20, max_num_seqs=12)

@@ -23,10 +23,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ray import serve
-
 from app.config import EngineConfig
-from app.main import HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S, AppArgs, build
 from benchmarks import chaos, harness
 from benchmarks.asking import DTYPE, OUTCOMES, Client, Outcomes
 from benchmarks.served import cluster, processes_called
@@ -83,6 +80,10 @@ def strike(rank: str, number: signal.Signals, outcomes: Outcomes) -> tuple[float
 
 def run(args: argparse.Namespace) -> None:
     """Faults of ranks."""
+    from ray import serve
+
+    from app.main import HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S, AppArgs, build
+
     count = 4 if args.quick else 50
     engine = EngineConfig(
         model="builtin",
@@ -145,6 +146,7 @@ def main() -> None:
     parser.add_argument("--replicas", action="store_true", help="kill, stop and replace whole replicas, one of two")
     parser.add_argument("--ingresses", action="store_true", help="the same with two ingresses, one of which is killed")
     args = parser.parse_args()
+    harness.needs("ray", "httpx")
     if args.replicas or args.ingresses:
         chaos.run(args)
     else:

@@ -17,9 +17,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
+if TYPE_CHECKING:
+    import aiohttp
 
 # Nothing has come for so long: the answer is lost.
 SILENCE_S = 120.0
@@ -176,6 +177,8 @@ class HttpTarget:
         }
 
     async def __call__(self, ask: Ask, record: Record, clock: Clock) -> None:
+        import aiohttp
+
         body = json.dumps(self._fixed | {"prompt": ask.prompt, "max_tokens": ask.max_tokens}).encode()
         record.sent_s = clock.now()
         try:
@@ -227,6 +230,8 @@ async def connect(servers: Sequence[tuple[str, str]]) -> AsyncIterator[list[Http
     Raises:
         aiohttp.ClientError: a server cannot be reached, or does not list its models.
     """
+    import aiohttp
+
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_S, sock_read=SILENCE_S)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, raise_for_status=False) as session:

@@ -12,10 +12,12 @@ import argparse
 import asyncio
 import importlib
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from fastapi import FastAPI
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 
 class Batcher:
@@ -65,6 +67,8 @@ class Batcher:
 
 
 def build(batcher: Batcher) -> FastAPI:
+    from fastapi import FastAPI
+
     api = FastAPI()
 
     @api.get("/v1/models")

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -85,6 +84,8 @@ class Server:
         return asyncio.run(self._rate(prompts, new_tokens, settings))
 
     async def _rate(self, prompts: Prompts, new_tokens: int, settings: dict[str, Any]) -> float:
+        import httpx
+
         async with httpx.AsyncClient(base_url=self.url, timeout=_TIMEOUT_S) as client:
             models = (await client.get("/v1/models")).raise_for_status().json()
             fixed = {"model": models["data"][0]["id"], "max_tokens": new_tokens, "ignore_eos": True, "temperature": 0}

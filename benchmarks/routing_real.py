@@ -28,9 +28,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -44,6 +43,9 @@ from benchmarks.simulator.cluster import Cluster
 from benchmarks.simulator.device import Device
 from benchmarks.simulator.traffic import Arrival
 from vmem import TokenChain
+
+if TYPE_CHECKING:
+    import httpx
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 64
 UNIT, VOCABULARY = 16, 2000
@@ -147,6 +149,8 @@ class Clients:
         return self.answers
 
     async def _run(self, turns: Sequence[Turn]) -> None:
+        import httpx
+
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits) as client:
             start = time.perf_counter()
@@ -157,6 +161,8 @@ class Clients:
             await asyncio.gather(*tasks)
 
     async def _ask(self, client: httpx.AsyncClient, turn: Turn, sent_at: float) -> None:
+        import httpx
+
         answer = Answer(turn)
         self.answers.append(answer)
         while True:

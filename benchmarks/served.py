@@ -13,13 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray import serve
-from ray.serve.context import _get_global_client
-from ray.serve.schema import ServeDeploySchema
-
 from app.fleet.report import ReplicaReport
-from app.serve import set_environment
 from app.serving.messages import report_from_stats
 
 _POLL_S = 0.1
@@ -45,6 +39,9 @@ class Served:
         Args:
             engine_replica: options of that deployment, such as `num_replicas` or `autoscaling_config`.
         """
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
+
         application = {
             "name": self.name,
             "route_prefix": "/",
@@ -59,16 +56,20 @@ class Served:
         client.deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
         self.wait_until(lambda: self._status() in ("RUNNING", "DEPLOY_FAILED"), timeout_s)
         if self._status() == "DEPLOY_FAILED":
-            raise RuntimeError(f"{self.name} could not be deployed: {serve.status().applications[self.name].message}")
+            raise RuntimeError(f"{self.name} could not be deployed: {_applications()[self.name].message}")
 
     @property
     def ingress(self) -> Any:
         """A handle of the application."""
+        from ray import serve
+
         return serve.get_app_handle(self.name)
 
     @property
     def engines(self) -> Any:
         """A handle of its engine replicas."""
+        from ray import serve
+
         return serve.get_deployment_handle("EngineReplica", self.name)
 
     @property
@@ -78,7 +79,7 @@ class Served:
 
     def running(self, deployment: str) -> int:
         """Replicas of a deployment that run."""
-        states: Any = serve.status().applications[self.name].deployments[deployment].replica_states
+        states: Any = _applications()[self.name].deployments[deployment].replica_states
         return int(states.get("RUNNING", 0))
 
     def reports(self) -> list[ReplicaReport]:
@@ -103,12 +104,18 @@ class Served:
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{self.name}: not within {timeout_s} s; {serve.status().applications}")
+                raise TimeoutError(f"{self.name}: not within {timeout_s} s; {_applications()}")
             time.sleep(_POLL_S)
 
     def _status(self) -> str:
-        applications = serve.status().applications
+        applications = _applications()
         return str(applications[self.name].status.value) if self.name in applications else "NOT_STARTED"
+
+
+def _applications() -> Any:
+    from ray import serve
+
+    return serve.status().applications
 
 
 @contextmanager
@@ -118,6 +125,11 @@ def cluster(num_cpus: int = 4) -> Iterator[str]:
     Args:
         num_cpus: that Ray believes to have: replicas share the cores that there are.
     """
+    import ray
+    from ray import serve
+
+    from app.serve import set_environment
+
     port = free_port()
     set_environment()
     ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
@@ -154,6 +166,8 @@ def free_port() -> int:
 
 def processes_called(title: str) -> list[int]:
     """Process ids of this cluster's workers whose title begins so, stopped ones included."""
+    import ray
+
     found = []
     node: Any = ray._private.worker._global_node
     raylet = node.all_processes["raylet"][0].process.pid

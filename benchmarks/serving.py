@@ -404,6 +404,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    harness.needs("aiohttp", "psutil", *([] if args.only_targets else ["ray"]))
     sizes = QUICK if args.quick else Sizes()
     others = [(name, url.rstrip("/")) for name, _, url in (target.partition("=") for target in args.target)]
     # As in `make serve`: else everybody goes before the server.

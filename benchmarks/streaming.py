@@ -17,12 +17,13 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import httpx
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import harness
 from benchmarks.served import Served, processes_called, served
+
+if TYPE_CHECKING:
+    import httpx
 
 NEW_TOKENS = 200
 EACH_STEP = {"items_per_s": 1e9, "min_interval_s": 0.0, "max_interval_s": 0.0}
@@ -74,6 +75,8 @@ def crowd(url: str, num_clients: int, *, stream: bool) -> Run:
         return items, first
 
     async def all_of_them() -> list[tuple[int, float]]:
+        import httpx
+
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits) as client:
             return list(await asyncio.gather(*(one(client, number) for number in range(num_clients))))
@@ -92,6 +95,7 @@ def measure(server: Served, num_clients: int, repeats: int, *, stream: bool) -> 
 
 def main() -> None:
     args = harness.arguments(__doc__).parse_args()
+    harness.needs("ray", "httpx")
     num_clients, repeats = (16, 1) if args.quick else (32, 3)
     engine = {"model": "builtin", "num_threads": 1, "prefix_cache": False, "max_num_seqs": num_clients}
     runs: dict[str, list[Run]] = {}

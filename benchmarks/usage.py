@@ -8,8 +8,10 @@ import re
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import psutil
+if TYPE_CHECKING:
+    import psutil
 
 _MIB = 1 << 20
 _REPLICA = re.compile(r"ray::ServeReplica:[^:]*:(\w+)")
@@ -47,6 +49,8 @@ class Meter:
         self._kinds: dict[int, str] = {}  # Ray changes titles while a method runs: once known, a kind stays
 
     def read(self) -> Usage:
+        import psutil
+
         cpu_s: dict[str, float] = defaultdict(float)
         private_mib: dict[str, float] = defaultdict(float)
         for process in psutil.Process(os.getpid()).children(recursive=True):

@@ -13,6 +13,7 @@ from vmem import LayoutKind, ViewPolicy
 RecoveryPolicy = Literal["auto", "swap", "recompute"]
 Speculation = Literal["off", "ngram", "draft"]
 Quantization = Literal["none", "int8"]
+LoadFormat = Literal["auto", "dummy"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -74,6 +75,8 @@ class EngineConfig:
         restore_prefixes_s: a new replica computes, before it takes requests and for so long at most, what others have
             pinned and what they are asked for most; 0: nothing of it.
         skip_tokenizer_init: no tokenizer: prompts are token ids and there is no text.
+        load_format: "dummy": random weights, of the draft model too, made on the device, the same each time; of `model`
+            only `config.json` is read, beside the tokenizer. For measuring, and on one rank only.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # in YAML, unknown settings are errors
@@ -116,6 +119,7 @@ class EngineConfig:
     warm_up: bool = True
     restore_prefixes_s: float = 10.0
     skip_tokenizer_init: bool = False
+    load_format: LoadFormat = "auto"
 
     def __post_init__(self) -> None:
         choices = {
@@ -126,6 +130,7 @@ class EngineConfig:
             "preemption": get_args(RecoveryPolicy),
             "speculation": get_args(Speculation),
             "quantization": get_args(Quantization),
+            "load_format": get_args(LoadFormat),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -154,6 +159,11 @@ class EngineConfig:
             raise ConfigError(
                 f"speculation is {self.speculation!r} and draft_model {self.draft_model!r}; 'draft' needs one, and "
                 "nothing else can use one"
+            )
+        if self.load_format == "dummy" and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"load_format 'dummy' makes a whole model, but tensor_parallel_size is {self.tensor_parallel_size}; "
+                "use 1"
             )
         if self.yield_cpu and (self.device == "cuda" or not hasattr(os, "SCHED_IDLE")):
             raise ConfigError("yield_cpu is for engines that compute on the CPU, on Linux")

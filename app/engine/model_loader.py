@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import (
@@ -43,6 +44,7 @@ SUPPORTED_LAYER_TYPES = ATTENTION_LAYER_TYPES | RECURRENT_LAYER_TYPES | STATELES
 # These change their frequencies with the length of the running text; a packed batch has no one length.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 DEFAULT_CONTEXT = 2048
+_DUMMY_SEED = 0
 # transformers changes settings of the process while it loads a model.
 _loading = threading.Lock()
 
@@ -134,21 +136,20 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
         ModelError: the model cannot be found, or not be run this way.
     """
     hf_config = load_config(config.model)
+    device = resolve_device(config.device)
     attention.register()
     dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     folder, settings = resolve(config.model), {"dtype": dtype, "attn_implementation": attention.IMPLEMENTATION}
     plan = None
-    read = read_once(weight_files(folder))
-    logger.info(
-        "weights: %.1f MiB, %.1f of them read from disk in %.2f s",
-        read.num_bytes / 2**20,
-        read.read_bytes / 2**20,
-        read.seconds,
-    )
+    is_random = config.load_format == "dummy"
+    reading_s = 0.0 if is_random else _read_ahead(folder)
     try:
         with _loading:
-            if comm is None:
-                loaded_files: Any = AutoModelForCausalLM.from_pretrained(
+            if is_random:
+                logger.warning("%r has random weights (load_format dummy): its outputs mean nothing", config.model)
+                loaded_files: Any = random_model(hf_config, device, **settings), {"missing_keys": ()}
+            elif comm is None:
+                loaded_files = AutoModelForCausalLM.from_pretrained(
                     folder, config=hf_config, output_loading_info=True, **settings
                 )
             else:
@@ -169,7 +170,6 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
         raise _not_on_the_interface(config.model, hf_config)
     module.eval().requires_grad_(False)
     recurrent_layers = recurrent.install(module)
-    device = resolve_device(config.device)
     if device.type == "cpu":
         _optimise(module, int8=config.quantization == "int8")
     else:
@@ -188,7 +188,7 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
         max_positions=context_length(hf_config),
         eos_token_ids=_eos_token_ids(module.generation_config),
         adapters=LoRALayers(module, plan) if config.adapters else None,
-        reading_s=read.seconds,
+        reading_s=reading_s,
     )
     if config.max_model_len is not None and config.max_model_len > loaded.max_positions:
         raise ConfigError(
@@ -197,6 +197,36 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
     if comm is not None and plan is not None:
         install_collectives(module, plan, comm)
     return loaded
+
+
+def _read_ahead(folder: str) -> float:
+    """Bring the weights into the page cache; returns the seconds that it took."""
+    read = read_once(weight_files(folder))
+    logger.info(
+        "weights: %.1f MiB, %.1f of them read from disk in %.2f s",
+        read.num_bytes / 2**20,
+        read.read_bytes / 2**20,
+        read.seconds,
+    )
+    return read.seconds
+
+
+def random_model(
+    config: PreTrainedConfig, device: torch.device, *, dtype: torch.dtype | Literal["auto"], attn_implementation: str
+) -> PreTrainedModel:
+    """A model as transformers initialises one before training, made on the device: nothing of it is ever elsewhere.
+
+    Everything is computed, buffers such as rotary frequencies too, and embeddings are tied as the config says. On one
+    device the same config gives the same weights. The random states of the CPU and of this device stay as they are.
+    """
+    chosen: dict[str, Any] = {} if dtype == "auto" else {"dtype": dtype}
+    devices = [torch.cuda.current_device()] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), device:
+        torch.manual_seed(_DUMMY_SEED)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation=attn_implementation, **chosen
+        )
+    return model
 
 
 def _optimise(module: PreTrainedModel, *, int8: bool) -> None:

@@ -77,6 +77,7 @@ class Accounts:
             reserved_bytes=sum(group.reserved_bytes for group in self._groups),
             mapped_bytes=self._backend.num_mappings * page_bytes,
             physical_bytes=self._pages.num_created * page_bytes,
+            anchor_bytes=page_bytes,
             active_bytes=self._allocator.num_owned_pages * page_bytes,
             cached_bytes=sum(group.cached_blocks * group.block_bytes for group in groups),
             pinned_bytes=self._pins.num_pages * page_bytes,

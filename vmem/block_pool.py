@@ -10,7 +10,7 @@ from vmem.errors import IntegrityError
 
 
 class BlockPool:
-    """Reference counts and states of block ids `0 … num_blocks - 1` (PagedAttention §4.3).
+    """Reference counts and states of the blocks with these ids (PagedAttention §4.3).
 
     cold ──attach──> loose ──take──> owned ──free──> loose   free, and no region shows it
       ^                │             ^       ├─────> tied    free, and a region still shows it (deferred reclamation);
@@ -22,22 +22,26 @@ class BlockPool:
     detached, or shown ahead of need is *moving* and belongs to nobody. Only called under its memory's lock.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._references = [0] * num_blocks
-        self._places = [0] * num_blocks  # in how many places of regions it is shown
-        self._cold = list(range(num_blocks))  # a heap; ascending order is one
+    def __init__(self, block_ids: range) -> None:
+        self.block_ids = block_ids
+        self._references = [0] * block_ids.stop
+        self._places = [0] * block_ids.stop  # in how many places of regions it is shown
+        self._cold = list(block_ids)  # a heap; ascending order is one
         self._loose: OrderedDict[int, None] = OrderedDict()  # the longest free first
         self._lowest_loose: list[int] = []  # heap over the same ids; entries that left `_loose` are skipped
-        self._in_heap = [False] * num_blocks
+        self._in_heap = [False] * block_ids.stop
         self._tied: OrderedDict[int, None] = OrderedDict()  # the longest free first
         self._eager: set[int] = set()  # tied blocks that were mapped ahead for whoever comes next
         self._kept: OrderedDict[int, None] = OrderedDict()  # the longest free first
         self.kept_blocks: set[int] = set()  # blocks whose content has a name, free or owned
         self._moving: set[int] = set()
-        self._freed_at = [0.0] * num_blocks
-        self._fence = [0] * num_blocks
+        self._freed_at = [0.0] * block_ids.stop
+        self._fence = [0] * block_ids.stop
         self._num_owned = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.block_ids)
 
     @property
     def num_owned(self) -> int:
@@ -269,8 +273,10 @@ class BlockPool:
             if counted != expected:
                 raise IntegrityError(f"{name}: {dict(counted - expected)} too many, {dict(expected - counted)} too few")
         states = [*self._cold, *self._loose, *self._tied, *self._kept, *self._moving, *owned]
-        if sorted(states) != list(range(self.num_blocks)):
-            raise IntegrityError(f"{len(states)} states for {self.num_blocks} blocks: {Counter(states).most_common(3)}")
+        if sorted(states) != list(self.block_ids):
+            raise IntegrityError(
+                f"{len(states)} states for {len(self.block_ids)} blocks: {Counter(states).most_common(3)}"
+            )
         if len(owned) != self._num_owned:
             raise IntegrityError(f"{len(owned)} blocks are owned, {self._num_owned} counted")
         if any(not self._places[b] for b in self._tied) or any(self._places[b] for b in (*self._loose, *self._cold)):

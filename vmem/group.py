@@ -60,14 +60,23 @@ def longest_sequence(groups: Sequence[LayerGroup], num_pages: int, step_tokens: 
 class GroupMemory:
     """Addresses, handles and regions of one layer group.
 
+    Block 0 and slot 0 are nobody's: there the *anchor page* is mapped, for as long as the memory exists, in every page
+    of block 0 and in the first page of slot 0. So no tensor over a home or over the regions begins with a hole, which
+    Triton would refuse to launch a kernel on, and rows that only fill a batch up have a place to write to.
+
     `map_*` and `unmap_*` call the backend for every slice, undo what they did when a later slice fails, and touch no
     books; they run without the lock. Everything else is called under it.
 
     Args:
         index: of the group among all.
-        num_blocks: block ids there are; how many have pages is the page budget's business.
-        num_regions: slots for regions.
+        anchor: handle of the anchor page, which stays the caller's.
+        num_blocks: blocks that sequences can have, ids `1 … num_blocks`; how many have pages is the page budget's
+            business.
+        num_regions: slots for regions, `1 … num_regions`.
         region_blocks: places a region has; 0: no sequence has a region.
+
+    Raises:
+        MapError: the device refuses; nothing is left behind.
     """
 
     def __init__(
@@ -76,6 +85,7 @@ class GroupMemory:
         index: int,
         spec: LayerGroup,
         *,
+        anchor: int,
         num_blocks: int,
         num_regions: int,
         region_blocks: int,
@@ -85,25 +95,32 @@ class GroupMemory:
         self.layout = spec.layout
         self.num_regions = num_regions
         self.region_blocks = region_blocks
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(range(1, num_blocks + 1))
         self.handles: dict[int, tuple[int, ...]] = {}  # block id → its pages, one a slice
         self.parked: OrderedDict[Region, None] = OrderedDict()  # the longest parked first
         self.held: set[Region] = set()
         self.wanted: OrderedDict[Region, None] = OrderedDict()  # the mapper should map up to `wanted` in these
         self.expired: OrderedDict[Region, None] = OrderedDict()  # these show blocks before `first`
-        self._free_slots = list(range(num_regions))[::-1]
+        self._free_slots = list(range(num_regions, 0, -1))
         self._backend = backend
         self._page_bytes = spec.layout.page_bytes
         self.homes: list[AddressRange] = []
         self.ranges: list[AddressRange] = []
+        self._anchored: list[AddressRange] = []
         try:
             for _ in range(spec.layout.num_homes):
-                self.homes.append(backend.reserve(num_blocks * spec.layout.home_bytes))
+                self.homes.append(backend.reserve((num_blocks + 1) * spec.layout.home_bytes))
+                self._anchor(self.homes[-1].address, anchor, spec.layout.home_bytes // self._page_bytes)
                 if region_blocks:
-                    self.ranges.append(backend.reserve(num_regions * region_blocks * self._page_bytes))
+                    self.ranges.append(backend.reserve((num_regions + 1) * region_blocks * self._page_bytes))
+                    self._anchor(self.ranges[-1].address, anchor, 1)
         except VmemError:
             self.release()
             raise
+
+    def _anchor(self, address: int, handle: int, num_pages: int) -> None:
+        self._backend.map(address, [handle] * num_pages)
+        self._anchored.append(AddressRange(address, num_pages * self._page_bytes))
 
     @property
     def num_slices(self) -> int:
@@ -114,7 +131,10 @@ class GroupMemory:
         return sum(reserved.num_bytes for reserved in (*self.homes, *self.ranges))
 
     def release(self) -> None:
-        """Give the reserved addresses back; nothing may be mapped."""
+        """Unmap the anchor page and give the reserved addresses back; nothing else may be mapped."""
+        while self._anchored:
+            self._backend.unmap(self._anchored[-1])
+            self._anchored.pop()
         for reserved in (*self.homes, *self.ranges):
             self._backend.release(reserved)
         self.homes, self.ranges = [], []
@@ -249,8 +269,8 @@ class GroupMemory:
         shown = Counter(b for region in regions for b in region.shows if b != HOLE)
         self.pool.check_integrity(owned, shown)
         slots = sorted([*(region.slot for region in regions), *self._free_slots])
-        if slots != list(range(self.num_regions)):
-            raise IntegrityError(f"slots {slots} of {self.num_regions}")
+        if slots != list(range(1, self.num_regions + 1)):
+            raise IntegrityError(f"slots {slots} of 1 to {self.num_regions}")
         for region in regions:
             if region.num_shown != sum(b != HOLE for b in region.shows) or region.busy:
                 raise IntegrityError(f"region {region.slot} counts {region.num_shown} of {region.shows}")
@@ -261,7 +281,8 @@ class GroupMemory:
         attached = self.pool.num_blocks - self.pool.num_cold
         if len(self.handles) != attached:
             raise IntegrityError(f"{attached} blocks should have pages, {len(self.handles)} do")
-        return self.num_slices * (len(self.handles) + sum(shown.values()))
+        anchored = sum(span.num_bytes for span in self._anchored) // self._page_bytes
+        return anchored + self.num_slices * (len(self.handles) + sum(shown.values()))
 
 
 class _Undo(ExitStack):

@@ -2,8 +2,8 @@
 
 Two address ranges show the same pages:
 
-    home      | block 0 | block 1 | block 2 | block 3 | …      block b is always at b · page_bytes
-    regions   | 2 | 0 |   hole    | 3 |     hole       | …     each shows one sequence's blocks in order
+    home      | anchor  | block 1 | block 2 | block 3 | …      block b is always at b · page_bytes
+    regions   | anchor | 2 | 1 |   hole    | 3 |   hole  | …   each shows one sequence's blocks in order
 
 A paged kernel reads home through the block table; any contiguous kernel reads the sequence's region. Every block is at
 home as long as it has pages, so a sequence can change from its region to its block table at any time.
@@ -62,7 +62,8 @@ class KVMemory:
     Args:
         backend: owned from now on and closed by `close`.
         groups: layer groups with pages of one size; they share the budget.
-        budget_bytes: physical memory at most, and the most that `set_budget` can set.
+        budget_bytes: physical memory at most, and the most that `set_budget` can set. There is one page beside it, the
+            anchor page (see `GroupMemory`).
         floor_bytes: physical memory, in whole pages, that is taken at once and never given back.
         num_regions: how many sequences may hold a region at once.
         max_tokens: the longest sequence.
@@ -108,6 +109,7 @@ class KVMemory:
         fewest_pages = max(self.pages_for(max_tokens), floor_bytes // page_bytes)
         self._pages = PagePool(page_bytes, budget_bytes // page_bytes, fewest_pages)
         self._groups: list[GroupMemory] = []
+        self._anchor = backend.create(page_bytes)
         try:
             for g, group in enumerate(groups):
                 self._groups.append(
@@ -115,6 +117,7 @@ class KVMemory:
                         backend,
                         g,
                         group,
+                        anchor=self._anchor,
                         num_blocks=self._pages.most // group.layout.num_slices,
                         num_regions=num_regions,
                         region_blocks=0 if group.is_state else group.layout.num_blocks(max_tokens),
@@ -123,6 +126,7 @@ class KVMemory:
         except VmemError:
             for made in self._groups:
                 made.release()
+            backend.destroy(self._anchor)
             raise
         self.tensors = CacheTensors(
             backend,
@@ -727,7 +731,7 @@ class KVMemory:
                 if block_ids:
                     self._mapper.run_now(Detach(self._pages, group, block_ids))
                 group.release()
-            for handle in self._pages.spare:
+            for handle in (*self._pages.spare, self._anchor):
                 self._backend.destroy(handle)
             self._backend.close()
 

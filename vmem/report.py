@@ -37,7 +37,8 @@ class MemoryReport:
         reserved_bytes: virtual addresses, with or without memory behind them.
         mapped_bytes: virtual addresses with memory behind them; a page mapped twice counts twice.
         physical_bytes: memory taken from the device.
-        active_bytes: of these, owned by sequences.
+        anchor_bytes: memory taken beside that and beside the budget: the anchor page, which stays.
+        active_bytes: of the physical, owned by sequences.
         cached_bytes: of these, free and kept for their content (prefix cache).
         pinned_bytes: of the active, owned by pinned prefixes.
         swapped_bytes, swap_budget_bytes: host memory that preempted sequences take, and may take.
@@ -64,6 +65,7 @@ class MemoryReport:
     reserved_bytes: int
     mapped_bytes: int
     physical_bytes: int
+    anchor_bytes: int
     active_bytes: int
     cached_bytes: int
     pinned_bytes: int

@@ -51,14 +51,15 @@ class CacheTensors:
         return self._place_of_layer[layer][0]
 
     def home_view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer by block: `[num_blocks, block_tokens, num_heads, dim]`."""
+        """K and V of a layer by block: `[num_blocks, block_tokens, num_heads, dim]`. Block 0 is the anchor."""
         g, i = self._place_of_layer[layer]
         layout = self.groups[g].layout
         assert isinstance(layout, KVLayout)
         return layout.view(self._homes[g], i, layout.block_tokens)
 
     def region_view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer by slot: `[num_regions, region_tokens, num_heads, dim]`, holes included."""
+        """K and V of a layer by slot: `[num_regions, region_tokens, num_heads, dim]`, holes included. Of slot 0 only
+        the first page is there, the anchor."""
         g, i = self._place_of_layer[layer]
         layout = self.groups[g].layout
         assert isinstance(layout, KVLayout)

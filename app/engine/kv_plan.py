@@ -58,10 +58,12 @@ def build_memory(
     device = model.module.device
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     budget = int(share * (config.kv_memory_bytes or machine_bytes // 4 // config.tensor_parallel_size))
+    # Pages are limited by the memory's budget. The anchor page is beside it, and its size is not planned yet.
+    capacity = 2 * budget
     backend, contents = mirror(
-        select_backend(device, capacity_bytes=budget, headroom_bytes=_HEADROOM_BYTES),
+        select_backend(device, capacity_bytes=capacity, headroom_bytes=_HEADROOM_BYTES),
         ranks,
-        capacity_bytes=budget,
+        capacity_bytes=capacity,
         headroom_bytes=_HEADROOM_BYTES,
         copy_blocks=select_block_copy(device),
     )

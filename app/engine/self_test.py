@@ -41,13 +41,14 @@ def self_test(executor: Executor, groups: Sequence[LayerGroup], view: ViewPolicy
     expected = [executor.own_logits(prompt) for prompt in prompts]
     views: tuple[ViewPolicy, ...] = ("block_table", "region") if view == "auto" else (view, view)
     num_pages = sum(len(prompts) * group.most_pages(max(lengths), max(lengths)) for group in groups)
-    budget = num_pages * groups[0].layout.page_bytes
-    local = select_backend(model.module.device, capacity_bytes=budget)
-    backend, contents = mirror(local, executor.ranks, capacity_bytes=budget)
+    page_bytes = groups[0].layout.page_bytes
+    capacity = (num_pages + 1) * page_bytes  # with the anchor page
+    local = select_backend(model.module.device, capacity_bytes=capacity)
+    backend, contents = mirror(local, executor.ranks, capacity_bytes=capacity)
     memory = KVMemory(
         backend,
         groups,
-        budget_bytes=budget,
+        budget_bytes=num_pages * page_bytes,
         num_regions=len(prompts),
         max_tokens=max(lengths),
         prefix_cache=False,

@@ -2,10 +2,13 @@
 
 It stands in for `cuda.bindings.driver`: same functions, same return tuples, CPU memory. Aliasing is real. Breaking a
 rule gives the status the real driver gives: a page maps at offset 0 and whole, no address twice, unmap takes whole
-mappings, access must be granted before use (touching memory without it is a SIGSEGV), released handles are gone. Call
-number `fail_at` fails with `fail_status`, and so does each with probability `fail_rate`; with probability `slow_rate` a
-call takes a millisecond. Work takes as long as the test likes: `launch` says what a step reads, events pass at
-`finish_work`, and unmapping what an unfinished step reads is a violation. Calls may come from several threads.
+mappings, access must be granted before use (touching memory without it is a SIGSEGV), released handles are gone, events
+need a context in the calling thread. Call number `fail_at` fails with `fail_status`, and so does each with probability
+`fail_rate`; with probability `slow_rate` a call takes a millisecond. With `refuse_run_unmap` an unmap takes one mapping
+only. Work takes as long as the test likes: `launch` says what a step reads and on which stream, events pass when
+`finish_work` has finished what was before them on their stream. Violations are unmapping what an unfinished step reads,
+launching a step that reads what is not mapped, and giving up the last reference on the primary context, of which torch
+holds one from the start. Calls may come from several threads.
 """
 
 from __future__ import annotations
@@ -71,8 +74,10 @@ class FakeDriver:
     CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
     CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
     CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2, CU_EVENT_BLOCKING_SYNC=1)
+    CUpointer_attribute = SimpleNamespace(CU_POINTER_ATTRIBUTE_DEVICE_POINTER=3)
     granularity_bytes = 65536
     granularity_status = OK
+    refuse_run_unmap = False
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
@@ -83,25 +88,28 @@ class FakeDriver:
         self._next_handle = 1000
         self._reserved: dict[int, tuple[int, int, int]] = {}  # address → (size, mmap address, mmap size)
         self._mappings: dict[int, int] = {}  # address → size
-        self._events: dict[int, int] = {}  # event → moment it was recorded at
-        self._contexts = 0
-        self._now = self._finished = 0
-        self._launched: list[tuple[int, set[int]]] = []  # (moment, addresses of pages that a step reads)
+        self._events: dict[int, tuple[int, int]] = {}  # event → stream and moment it was recorded at
+        self._contexts = 1  # torch's
+        self._current = threading.local()  # the context of each thread
+        self._now = 0
+        self._finished: dict[int, int] = {}  # stream → the moment up to which its work is done
+        self._launched: list[tuple[int, int, set[int]]] = []  # (stream, moment, addresses of pages that a step reads)
         self._accessible: set[int] = set()
         self._lock = threading.RLock()
         self._random = random.Random(0)
         self.fail_rate = self.slow_rate = 0.0
+        self.num_set_current = 0
         self.violations: list[str] = []
 
     # ---- for tests ----
 
-    def launch(self, addresses: set[int]) -> None:
-        """A step that reads these pages runs from now until `finish_work`."""
+    def launch(self, addresses: set[int], stream: int = 0) -> None:
+        """A step that reads these pages runs on the stream from now until `finish_work`."""
         with self._lock:
             self._now += 1
             if holes := addresses - self._accessible:
                 self.violations.append(f"a step reads {len(holes)} pages that are not mapped, {min(holes):#x} first")
-            self._launched.append((self._now, addresses))
+            self._launched.append((stream, self._now, addresses))
 
     @property
     def num_running(self) -> int:
@@ -110,21 +118,26 @@ class FakeDriver:
             return len(self._launched)
 
     def finish_work(self, num_steps: int | None = None) -> None:
-        """The oldest `num_steps` steps are done; by default all that was submitted."""
+        """The oldest `num_steps` steps are done, whatever their streams; by default all that was submitted."""
         with self._lock:
-            if num_steps is None or num_steps >= len(self._launched):
-                self._finish(self._now)
-            elif num_steps:
-                self._finish(self._launched[num_steps][0] - 1)
+            del self._launched[: len(self._launched) if num_steps is None else num_steps]
+            first = {stream: moment for stream, moment, _ in reversed(self._launched)}
+            for stream in {0, *first, *(stream for stream, _ in self._events.values())}:
+                self._finish(stream, first.get(stream, self._now + 1) - 1)
 
-    def _finish(self, moment: int) -> None:
-        self._finished = max(self._finished, moment)
-        self._launched = [(at, addresses) for at, addresses in self._launched if at > self._finished]
+    def _finish(self, stream: int, moment: int) -> None:
+        self._finished[stream] = max(self._finished.get(stream, 0), moment)
+        self._launched = [work for work in self._launched if work[0] != stream or work[1] > moment]
 
     @property
     def leftovers(self) -> tuple[int, int, int, int, int]:
-        """Handles, reservations, mappings, events and contexts that are still there."""
-        return len(self._handles), len(self._reserved), len(self._mappings), len(self._events), self._contexts
+        """Handles, reservations, mappings, events and contexts, torch's aside, that are still there."""
+        return len(self._handles), len(self._reserved), len(self._mappings), len(self._events), self._contexts - 1
+
+    def is_reserved(self, address: int) -> bool:
+        """Whether the address is in a range that was reserved here, and is no other memory of the process."""
+        with self._lock:
+            return any(start <= address < start + size for start, (size, _, _) in self._reserved.items())
 
     # ---- the driver ----
 
@@ -154,17 +167,31 @@ class FakeDriver:
 
     def cuDevicePrimaryCtxRelease(self, device: int) -> tuple[CUresult]:  # noqa: N802
         self._contexts -= 1
+        if not self._contexts:
+            self.violations.append("the primary context was destroyed")
         return (OK,)
 
     def cuCtxSetCurrent(self, context: object) -> tuple[CUresult]:  # noqa: N802
+        self._current.context = context
+        self.num_set_current += 1
         return (OK,)
+
+    @property
+    def _in_context(self) -> bool:
+        return getattr(self._current, "context", None) is not None
 
     def cuMemGetAllocationGranularity(self, properties: Any, option: int) -> tuple[CUresult, int]:  # noqa: N802
         return self.granularity_status, self.granularity_bytes
 
     def cuMemGetInfo(self) -> tuple[CUresult, int, int]:  # noqa: N802
+        if not self._in_context:
+            return CUresult.CUDA_ERROR_INVALID_CONTEXT, 0, 0
+        return OK, self._num_free_bytes, self._capacity_bytes
+
+    @property
+    def _num_free_bytes(self) -> int:
         used = sum(size for _, size in self._handles.values())
-        return OK, self._capacity_bytes - used, self._capacity_bytes
+        return self._capacity_bytes - used
 
     def cuMemAddressReserve(self, size: int, alignment: int, address: int, flags: int) -> tuple[CUresult, int]:  # noqa: N802
         if self._fails("cuMemAddressReserve"):
@@ -195,7 +222,7 @@ class FakeDriver:
             return self.fail_status, 0
         if size <= 0 or size % self.granularity_bytes or properties.type != 1 or properties.location.id != 0:
             return INVALID, 0
-        if size > self.cuMemGetInfo()[1]:
+        if size > self._num_free_bytes:
             return CUresult.CUDA_ERROR_OUT_OF_MEMORY, 0
         memfd = os.memfd_create("fake-cuda", os.MFD_CLOEXEC)
         os.ftruncate(memfd, size)
@@ -238,39 +265,51 @@ class FakeDriver:
     def cuMemUnmap(self, address: int, size: int) -> tuple[CUresult]:  # noqa: N802
         if self._fails("cuMemUnmap"):
             return (self.fail_status,)
-        if not self._whole_mappings(address, size):
+        several = self._mappings.get(address) != size
+        if not self._whole_mappings(address, size) or (self.refuse_run_unmap and several):
             return (INVALID,)
         for mapped in [m for m in self._mappings if address <= m < address + size]:
             del self._mappings[mapped]
             self._accessible.discard(mapped)
-            if any(mapped in addresses for _, addresses in self._launched):
+            if any(mapped in addresses for *_, addresses in self._launched):
                 self.violations.append(f"{mapped:#x} was unmapped under a running step")
         _libc.mmap(address, size, 0, _HOLE | _MAP_FIXED | 0x4000, -1, 0)
         return (OK,)
 
+    def cuPointerGetAttribute(self, attribute: int, address: int) -> tuple[CUresult, int]:  # noqa: N802
+        if int(attribute) != 3:
+            return INVALID, 0
+        there = any(mapped <= address < mapped + self._mappings[mapped] for mapped in self._accessible)
+        return (OK, address) if there else (INVALID, 0)
+
     def cuEventCreate(self, flags: int) -> tuple[CUresult, int]:  # noqa: N802
         if self._fails("cuEventCreate"):
             return self.fail_status, 0
+        if not self._in_context:
+            return CUresult.CUDA_ERROR_INVALID_CONTEXT, 0
         self._next_handle += 1
-        self._events[self._next_handle] = 0
+        self._events[self._next_handle] = (0, 0)
         return OK, self._next_handle
 
     def cuEventRecord(self, event: int, stream: int) -> tuple[CUresult]:  # noqa: N802
         if self._fails("cuEventRecord"):
             return (self.fail_status,)
+        if not self._in_context:
+            return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         self._now += 1
-        self._events[event] = self._now
+        self._events[event] = (stream, self._now)
         return (OK,)
 
     def cuEventQuery(self, event: int) -> tuple[CUresult]:  # noqa: N802
-        return (OK if self._events[event] <= self._finished else CUresult.CUDA_ERROR_NOT_READY,)
+        stream, moment = self._events[event]
+        return (OK if moment <= self._finished.get(stream, 0) else CUresult.CUDA_ERROR_NOT_READY,)
 
     def cuEventSynchronize(self, event: int) -> tuple[CUresult]:  # noqa: N802
-        self._finish(self._events[event])  # the device takes no time at all
+        self._finish(*self._events[event])  # the device takes no time at all
         return (OK,)
 
     def cuStreamSynchronize(self, stream: int) -> tuple[CUresult]:  # noqa: N802
-        self._finish(self._now)
+        self._finish(stream, self._now)
         return (OK,)
 
     def cuEventDestroy(self, event: int) -> tuple[CUresult]:  # noqa: N802

@@ -194,7 +194,7 @@ def make_memory(
     **options: Any,
 ) -> tuple[KVMemory, FlakyBackend]:
     """A memory that gives nothing back by itself unless `idle_release_s` says so."""
-    device = backend(num_pages * PAGE_BYTES)
+    device = backend((num_pages + 1) * PAGE_BYTES)  # with the anchor page
 
     def contents(tensors: CacheTensors) -> BlockContents:
         local = LocalContents(tensors)

@@ -11,7 +11,7 @@ from vmem.errors import IntegrityError
 
 def warm(num_blocks: int) -> BlockPool:
     """A pool whose blocks all have pages."""
-    pool = BlockPool(num_blocks)
+    pool = BlockPool(range(num_blocks))
     pool.end_attach(pool.begin_attach(num_blocks), now=0.0)
     return pool
 

@@ -51,6 +51,7 @@ class EngineMeter:
         sizes = {
             "budget": memory.budget_bytes,
             "physical": memory.physical_bytes,
+            "anchor": memory.anchor_bytes,
             "active": memory.active_bytes,
             "cached": memory.cached_bytes,
             "pinned": memory.pinned_bytes,

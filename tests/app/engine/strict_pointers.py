@@ -1,0 +1,87 @@
+"""Triton's rule about addresses, for runs over a fake CUDA driver.
+
+Triton's launcher asks the driver about the address of each tensor argument (`cuPointerGetAttribute`) and refuses one
+behind which nothing is mapped, whether or not the kernel would read it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernels import AttentionProvider, CopyBlocks, Masking, VarlenBatch
+from kernels.provider import Problem
+
+
+def check_pointers(driver: Any, what: str, **tensors: torch.Tensor | None) -> None:
+    """Add a violation for each tensor that begins in a range reserved from `driver` where nothing is mapped. Memory
+    from elsewhere is torch's own. Nothing is raised: a traceback would print the tensors, holes included."""
+    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_POINTER
+    for name, tensor in tensors.items():
+        if tensor is None or not tensor.numel() or not driver.is_reserved(tensor.data_ptr()):
+            continue
+        status, *_ = driver.cuPointerGetAttribute(attribute, tensor.data_ptr())
+        if status != driver.CUresult.CUDA_SUCCESS:
+            driver.violations.append(f"{what}: nothing is mapped at {tensor.data_ptr():#x}, where {name} begins")
+
+
+class StrictProvider:
+    """An attention provider that notes what Triton would refuse, in front of one that would not."""
+
+    name = "strict"
+
+    def __init__(self, provider: AttentionProvider, driver: Any) -> None:
+        self._provider = provider
+        self._driver = driver
+
+    def unsupported(self, problem: Problem) -> str | None:
+        return self._provider.unsupported(problem)
+
+    def write(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slots: torch.Tensor,
+        **options: Any,
+    ) -> None:
+        self._check("write", key=key, value=value, key_cache=key_cache, value_cache=value_cache, slots=slots)
+        self._provider.write(key, value, key_cache, value_cache, slots, **options)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        batch: VarlenBatch,
+        masking: Masking,
+        **options: Any,
+    ) -> torch.Tensor:
+        self._check(
+            "attend",
+            query=query,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            cache_seqlens=batch.cache_seqlens,
+            block_table=batch.block_table,
+        )
+        return self._provider.attend(query, key_cache, value_cache, batch, masking, **options)
+
+    def _check(self, what: str, **tensors: torch.Tensor) -> None:
+        check_pointers(self._driver, what, **tensors)
+
+
+def strict_copy(copy: CopyBlocks, driver: Any) -> CopyBlocks:
+    """The block copy, noting what Triton would refuse."""
+
+    def checked(
+        source: torch.Tensor, target: torch.Tensor, source_rows: torch.Tensor, target_rows: torch.Tensor
+    ) -> None:
+        rows = {"source_rows": source_rows, "target_rows": target_rows}
+        check_pointers(driver, "copy", source=source, target=target, **rows)
+        copy(source, target, source_rows, target_rows)
+
+    return checked

@@ -112,6 +112,10 @@ class Books:
             self._mappings[address + i * self.page_bytes] = handle
             self._pages[handle] += 1
 
+    def handles_at(self, mapped: AddressRange) -> list[int]:
+        """The pages behind a range, in order."""
+        return [self._mappings[address] for address in range(mapped.address, mapped.end, self.page_bytes)]
+
     def check_unmap(self, mapped: AddressRange) -> None:
         for address in range(mapped.address, mapped.end, self.page_bytes):
             if address not in self._mappings:

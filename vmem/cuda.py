@@ -1,16 +1,20 @@
 """Mapped memory on a CUDA device, through the driver's virtual memory management API.
 
 Addresses, handles and events are ints. The device's primary context is used, the one torch uses, so tensors over mapped
-ranges and torch's own tensors meet in one kernel. Creating a page that does not fit is `OutOfPages`; every other status
-that is not success is a `MapError` with the call, its address and the status.
+ranges and torch's own tensors meet in one kernel. Torch takes it first and holds it, so that closing a backend never
+destroys it. It is made current once in each thread that calls the driver; such a thread stays with this device.
+Creating a page that does not fit is `OutOfPages`; every other status that is not success is a `MapError` with the call,
+its address and the status.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +29,8 @@ _UNIT_BYTES = 32 << 20
 # Asking how much is free costs about as much as creating a page: once for so many bytes.
 _HEADROOM_CHECK_BYTES = 64 << 20
 
+logger = logging.getLogger(__name__)
+
 
 class CudaBackend:
     """The `Backend` of one CUDA device.
@@ -32,7 +38,8 @@ class CudaBackend:
     Args:
         device: the device's ordinal.
         headroom_bytes: device memory that `create` leaves free for torch; below it the answer is `OutOfPages`.
-        stream: the CUDA stream whose work fences mark, 0 for the legacy default stream.
+        stream: the CUDA stream that the calling thread's work goes to, which fences mark; by default torch's current
+            stream, or 0, the legacy default stream, with a `driver` given.
         driver: `cuda.bindings.driver`, or an object that behaves like it.
         tensor_device: where `tensor` says the memory is; CPU only over a fake driver.
 
@@ -45,24 +52,28 @@ class CudaBackend:
         device: int = 0,
         *,
         headroom_bytes: int = 0,
-        stream: int = 0,
+        stream: Callable[[], int] | None = None,
         driver: Any = None,
         tensor_device: int = CUDA,
     ) -> None:
         if driver is None:
-            driver = _load_driver()
+            driver = _load_driver(device)
+            stream = stream or (lambda: torch.cuda.current_stream(device).cuda_stream)
         self._driver = driver
         self._device = device
         self._headroom_bytes = headroom_bytes
-        self._stream = stream
+        self._stream = stream or (lambda: 0)
+        self._thread = threading.local()
         self._tensor_device = tensor_device
         self._lock = threading.RLock()
-        self._call("cuInit", 0)
-        self._call("cuDeviceGet", device)
-        self._context = self._call("cuDevicePrimaryCtxRetain", device)
+        self._check("cuInit", *driver.cuInit(0))
+        status, ordinal = driver.cuDeviceGet(device)
+        self._check("cuDeviceGet", status)
+        status, self._context = driver.cuDevicePrimaryCtxRetain(ordinal)
+        self._check("cuDevicePrimaryCtxRetain", status)
         try:
-            self._call("cuCtxSetCurrent", self._context)
             self._granularity_bytes = self._describe_pages()
+            self._unmaps_runs = self._probe_run_unmap()
         except VmemError:
             self._call("cuDevicePrimaryCtxRelease", device)
             raise
@@ -87,6 +98,34 @@ class CudaBackend:
         self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self._call("cuMemGetAllocationGranularity", self._page_properties, minimum))
+
+    def _probe_run_unmap(self) -> bool:
+        """Whether one `cuMemUnmap` takes several mappings side by side, which is not documented. Where the device is
+        too full for two pages, one page a call is certain to work."""
+        size = self._granularity_bytes
+        address = int(self._call("cuMemAddressReserve", 2 * size, size, 0, 0))
+        handles: list[int] = []
+        mapped: list[int] = []  # what must be unmapped one by one
+        try:
+            for at in (address, address + size):
+                handles.append(int(self._call("cuMemCreate", size, self._page_properties, 0)))
+                self._call("cuMemMap", at, size, 0, handles[-1], 0, at=at)
+                mapped.append(at)
+            (status,) = self._driver.cuMemUnmap(address, 2 * size)
+            if status == self._driver.CUresult.CUDA_SUCCESS:
+                mapped.clear()
+            else:
+                logger.warning("cuMemUnmap takes one mapping at a time here (%s): giving memory back is slower", status)
+            return not mapped
+        except OutOfPages:
+            logger.warning("no room to try cuMemUnmap over several mappings: memory is unmapped page by page")
+            return False
+        finally:
+            for at in mapped:
+                must(partial(self._call, "cuMemUnmap", at, size, at=at))
+            for handle in handles:
+                must(partial(self._call, "cuMemRelease", handle))
+            must(partial(self._call, "cuMemAddressFree", address, 2 * size, at=address))
 
     @property
     def unit_bytes(self) -> int:
@@ -135,6 +174,10 @@ class CudaBackend:
     @one_at_a_time
     def map(self, address: int, handles: Sequence[int]) -> None:
         self._books.check_map(address, handles)
+        self._map(address, handles)
+        self._books.note_mapped(address, handles)
+
+    def _map(self, address: int, handles: Sequence[int]) -> None:
         size = self._books.page_bytes
         done = 0
         try:
@@ -144,22 +187,36 @@ class CudaBackend:
             # One call for the whole run: access is what costs, and it costs per call as well as per page.
             self._call("cuMemSetAccess", address, len(handles) * size, [self._access], 1, at=address)
         except MapError:
-            if done:
-                must(lambda: self._call("cuMemUnmap", address, done * size, at=address))
+            for span in self._unmap_spans(AddressRange(address, done * size)):
+                must(partial(self._unmap, span))
             raise
-        self._books.note_mapped(address, handles)
 
     @one_at_a_time
     def unmap(self, mapped: AddressRange) -> None:
         self._books.check_unmap(mapped)
-        self._call("cuMemUnmap", mapped.address, mapped.num_bytes, at=mapped.address)
+        done: list[AddressRange] = []
+        try:
+            for span in self._unmap_spans(mapped):
+                self._unmap(span)
+                done.append(span)
+        except MapError:
+            for span in done:
+                must(partial(self._map, span.address, self._books.handles_at(span)))
+            raise
         self._books.note_unmapped(mapped)
+
+    def _unmap_spans(self, mapped: AddressRange) -> list[AddressRange]:
+        """What each call unmaps of a run of pages: all of it, or one page where this driver takes no more."""
+        size = mapped.num_bytes if self._unmaps_runs else self._books.page_bytes
+        return [AddressRange(at, size) for at in range(mapped.address, mapped.end, size or 1)]
+
+    def _unmap(self, span: AddressRange) -> None:
+        self._call("cuMemUnmap", span.address, span.num_bytes, at=span.address)
 
     def tensor(self, reserved: AddressRange) -> torch.Tensor:
         return export_uint8(reserved, self._tensor_device, self._device if self._tensor_device != CPU else 0)
 
     def fence(self) -> int:
-        self._call("cuCtxSetCurrent", self._context)  # per thread, and events need it
         with self._fence_lock:
             return self._set_fence()
 
@@ -170,10 +227,10 @@ class CudaBackend:
                 kinds = self._driver.CUevent_flags
                 flags = int(kinds.CU_EVENT_DISABLE_TIMING) | int(kinds.CU_EVENT_BLOCKING_SYNC)
                 self._spare_events.append(self._call("cuEventCreate", flags))
-            self._call("cuEventRecord", self._spare_events[-1], self._stream)
+            self._call("cuEventRecord", self._spare_events[-1], self._stream())
         except MapError:
             # A step that nothing marks could never be waited for: wait now, and the fence is passed already.
-            self._call("cuStreamSynchronize", self._stream)
+            self._call("cuStreamSynchronize", self._stream())
         else:
             self._events.append((fence, self._spare_events.pop()))
         self._next_fence += 1
@@ -181,13 +238,11 @@ class CudaBackend:
         return fence
 
     def completed(self, fence: int) -> bool:
-        self._call("cuCtxSetCurrent", self._context)
         with self._fence_lock:
             self._forget_passed()
             return not self._events or self._events[0][0] > fence
 
     def wait(self, fence: int) -> None:
-        self._call("cuCtxSetCurrent", self._context)
         while not self.completed(fence):
             with self._fence_lock:
                 event = self._events[0][1] if self._events else None
@@ -195,7 +250,6 @@ class CudaBackend:
                 self._call("cuEventSynchronize", event)
 
     def memory_info(self) -> MemoryInfo:
-        self._call("cuCtxSetCurrent", self._context)
         free, _ = self._call("cuMemGetInfo")
         physical = self._books.num_pages * self._books.page_bytes
         return MemoryInfo(physical, max(0, int(free) - self._headroom_bytes))
@@ -213,20 +267,28 @@ class CudaBackend:
 
     def _forget_passed(self) -> None:
         """Take back the events of fences that the device has passed, in order. With the lock held."""
+        self._enter()
         while self._events:
             (status,) = self._driver.cuEventQuery(self._events[0][1])
             if status == self._driver.CUresult.CUDA_ERROR_NOT_READY:
                 return
-            self._check("cuEventQuery", status, None)
+            self._check("cuEventQuery", status)
             self._spare_events.append(self._events.popleft()[1])
 
     def _call(self, name: str, *args: Any, at: int | None = None) -> Any:
         """Call the driver and return what it returned beside the status, if anything."""
+        self._enter()
         status, *values = getattr(self._driver, name)(*args)
         self._check(name, status, at)
         return values[0] if len(values) == 1 else values
 
-    def _check(self, name: str, status: Any, at: int | None) -> None:
+    def _enter(self) -> None:
+        """Make the context current in the calling thread, once: events and sizes are of the thread's context."""
+        if not getattr(self._thread, "entered", False):
+            self._check("cuCtxSetCurrent", *self._driver.cuCtxSetCurrent(self._context))
+            self._thread.entered = True
+
+    def _check(self, name: str, status: Any, at: int | None = None) -> None:
         result = self._driver.CUresult
         if status == result.CUDA_SUCCESS:
             return
@@ -236,11 +298,15 @@ class CudaBackend:
         raise MapError(f"{name}{place} failed: {status.name} ({int(status)})")
 
 
-def _load_driver() -> Any:
-    """`cuda.bindings.driver`, once it has found the driver's library. Imported only here: not every machine has it."""
+def _load_driver(device: int) -> Any:
+    """`cuda.bindings.driver`, once it has found the driver's library and torch has the device's primary context.
+    Imported only here: not every machine has it."""
     try:
         driver = importlib.import_module("cuda.bindings.driver")
         driver.cuInit(0)
     except (ImportError, RuntimeError) as error:  # the package is missing, or the library it binds
         raise MapError(f"no CUDA driver can be used: {error}") from error
+    if device >= torch.cuda.device_count():
+        raise MapError(f"there is no CUDA device {device}: torch sees {torch.cuda.device_count()} here")
+    torch.empty(1, device=torch.device("cuda", device))
     return driver

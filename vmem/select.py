@@ -26,6 +26,5 @@ def select_backend(device: torch.device, *, capacity_bytes: int, headroom_bytes:
         raise MapError(f"there is no memory backend for {device.type}; choose cpu or cuda")
     if not torch.cuda.is_available():
         raise MapError("device cuda was asked for, but torch sees no CUDA device here")
-    torch.cuda.init()  # torch's context first: it is the primary one, which the backend shares
     index = torch.cuda.current_device() if device.index is None else device.index
     return CudaBackend(index, headroom_bytes=headroom_bytes)

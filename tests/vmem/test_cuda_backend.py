@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import sys
+import threading
+from typing import Any
 
 import pytest
+import torch
 
 from tests.vmem.fake_driver import CUresult, FakeDriver
-from vmem import CudaBackend, MapError, OutOfPages
+from vmem import AddressRange, CudaBackend, MapError, OutOfPages
 from vmem.dlpack import CPU
 
 PAGE = FakeDriver.granularity_bytes
 
 
-def make(num_pages: int = 16, **settings: int) -> tuple[CudaBackend, FakeDriver]:
+def make(num_pages: int = 16, *, refuse_run_unmap: bool = False, **settings: Any) -> tuple[CudaBackend, FakeDriver]:
     driver = FakeDriver(num_pages * PAGE)
+    driver.refuse_run_unmap = refuse_run_unmap
     return CudaBackend(driver=driver, tensor_device=CPU, **settings), driver
 
 
@@ -134,3 +138,138 @@ def test_a_device_that_cannot_be_described_is_let_go() -> None:
     with pytest.raises(MapError, match="cuMemGetAllocationGranularity"):
         CudaBackend(driver=driver, tensor_device=CPU)
     assert driver.leftovers == (0, 0, 0, 0, 0)
+
+
+def test_each_thread_that_calls_the_driver_has_the_context() -> None:
+    """The mapper's never had: events and free sizes are those of the calling thread's context."""
+    backend, driver = make(headroom_bytes=PAGE)
+    reserved = backend.reserve(PAGE)
+
+    def map_one_page() -> None:
+        handle = backend.create(PAGE)  # asks how much is free
+        backend.map(reserved.address, [handle])
+        backend.wait(backend.fence())
+        backend.unmap(reserved)
+        backend.destroy(handle)
+
+    failures: list[BaseException] = []
+    before = driver.num_set_current
+    thread = threading.Thread(target=_note_failure, args=(map_one_page, failures))
+    thread.start()
+    thread.join()
+    assert failures == []
+    assert driver.num_set_current == before + 1
+    map_one_page()
+    assert driver.num_set_current == before + 1  # this thread had made it current when the backend was made
+    backend.release(reserved)
+    backend.close()
+
+
+def _note_failure(work: Any, failures: list[BaseException]) -> None:
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - a thread's boundary
+        failures.append(error)
+
+
+def test_closing_never_destroys_the_context() -> None:
+    """Torch's tensors and kernels are in it. It was destroyed when a backend was made and closed before torch had
+    taken the context: with a real driver, making a backend makes torch take it first."""
+    backend, driver = make()
+    backend.close()
+    backend.close()
+    assert driver.leftovers == (0, 0, 0, 0, 0)
+    assert driver.violations == []
+
+
+@pytest.mark.parametrize("num_devices", [0, 1])
+def test_torch_takes_the_context_first(num_devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver(16 * PAGE)
+    order: list[str] = []
+    retain = driver.cuDevicePrimaryCtxRetain
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
+    monkeypatch.setattr(driver, "cuDevicePrimaryCtxRetain", lambda device: order.append("folio") or retain(device))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+    monkeypatch.setattr(torch, "empty", lambda *_, device: order.append(f"torch on {device}"))
+    if not num_devices:
+        with pytest.raises(MapError, match="no CUDA device 0: torch sees 0"):
+            CudaBackend()
+        return
+    CudaBackend(stream=lambda: 0).close()
+    assert order == ["torch on cuda:0", "folio"]
+
+
+def test_where_unmap_takes_one_page_a_call() -> None:
+    """That one call may unmap several pages is not documented, so it is tried before it is relied on."""
+    backend, driver = make(refuse_run_unmap=True)
+    reserved = backend.reserve(4 * PAGE)
+    handles = [backend.create(PAGE) for _ in range(4)]
+    backend.map(reserved.address, handles)
+    memory = backend.tensor(reserved)
+    memory[::PAGE] = torch.arange(4, dtype=torch.uint8)
+    driver.fail_at = len(driver.calls) + 3  # the third page: the first two are mapped again
+    with pytest.raises(MapError, match="cuMemUnmap"):
+        backend.unmap(reserved)
+    assert backend.num_mappings == driver.leftovers[2] == 4
+    assert memory[::PAGE].tolist() == [0, 1, 2, 3]
+    driver.calls.clear()
+    driver.fail_at = -1
+    backend.unmap(AddressRange(reserved.address, PAGE))
+    backend.unmap(AddressRange(reserved.address + PAGE, 3 * PAGE))
+    assert driver.calls == ["cuMemUnmap"] * 4
+    driver.fail_at = len(driver.calls) + 5  # access, after four maps
+    with pytest.raises(MapError, match="cuMemSetAccess"):
+        backend.map(reserved.address, handles)
+    assert driver.leftovers[2] == 0
+    for handle in handles:
+        backend.destroy(handle)
+    backend.release(reserved)
+    backend.close()
+    assert driver.leftovers == (0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("fail_at", range(1, 10))
+def test_a_failed_probe_of_unmapping_leaves_nothing(fail_at: int) -> None:
+    """Reserve, two times create and map, unmap, two times release, free: whichever fails, once."""
+    driver = FakeDriver(16 * PAGE)
+    driver.fail_at = fail_at
+    try:
+        backend = CudaBackend(driver=driver, tensor_device=CPU)
+    except MapError:
+        pass
+    else:
+        backend.close()
+    assert driver.leftovers == (0, 0, 0, 0, 0)
+
+
+def test_a_device_too_full_to_probe() -> None:
+    backend, driver = make(num_pages=1)
+    reserved = backend.reserve(PAGE)
+    handle = backend.create(PAGE)
+    backend.map(reserved.address, [handle])
+    backend.unmap(reserved)
+    backend.destroy(handle)
+    backend.release(reserved)
+    backend.close()
+    assert driver.leftovers == (0, 0, 0, 0, 0)
+
+
+def test_fences_mark_the_stream_that_work_goes_to() -> None:
+    """They marked the default stream, which does not wait for torch's side streams: pages were unmapped under a step
+    that ran on one."""
+    streams = iter((7, 0, 7))
+    backend, driver = make(stream=lambda: next(streams))
+    driver.finish_work()
+    driver.launch(set(), stream=7)
+    on_side = backend.fence()
+    driver.cuStreamSynchronize(0)
+    assert not backend.completed(on_side)
+    on_default = backend.fence()
+    driver.cuStreamSynchronize(0)
+    assert not backend.completed(on_default)  # a later fence is not passed before an earlier one
+    driver.finish_work()
+    assert backend.completed(on_default)
+    driver.launch(set(), stream=7)
+    backend.wait(backend.fence())
+    assert driver.num_running == 0
+    backend.close()

@@ -343,17 +343,21 @@ static void *hole(u64 address, u64 size) {
     return mmap((void *)address, size, PROT_NONE, flags, -1, 0);
 }
 
+// A hole behind every range: a read beyond its end is a fault, and no two ranges are neighbours.
+static u64 guard_bytes(void) { return (u64)standin.granularity_bytes; }
+
 API CUresult cuMemAddressReserve(u64 *address, size_t size, size_t alignment, u64 hint, u64 flags) {
     (void)hint;
     COUNTED("cuMemAddressReserve");
     CHECK(size && is_whole(size) && !(alignment & (alignment - 1)) && !flags, CUDA_ERROR_INVALID_VALUE);
     if (alignment < (u64)standin.granularity_bytes) alignment = (u64)standin.granularity_bytes;
-    CHECK(size + alignment > size, CUDA_ERROR_OUT_OF_MEMORY);
-    char *start = hole(0, size + alignment);
+    u64 whole = size + guard_bytes();
+    CHECK(whole + alignment > size, CUDA_ERROR_OUT_OF_MEMORY);
+    char *start = hole(0, whole + alignment);
     CHECK(start != MAP_FAILED, CUDA_ERROR_OUT_OF_MEMORY);
     u64 before = -(u64)start % alignment;
     if (before) munmap(start, before);
-    munmap(start + before + size, alignment - before);
+    munmap(start + before + whole, alignment - before);
     GROW(reservations);
     reservations[num_reservations - 1] = (struct reservation){*address = (u64)start + before, size};
     standin.num_reservations = (int64_t)num_reservations;
@@ -367,7 +371,7 @@ API CUresult cuMemAddressFree(u64 address, size_t size) {
     CHECK(i < num_reservations && reservations[i].size == size, CUDA_ERROR_INVALID_VALUE);
     size_t next = mapping_index(address);
     CHECK(next == num_mappings || mappings[next].address >= address + size, CUDA_ERROR_INVALID_VALUE);
-    munmap((void *)address, size);
+    munmap((void *)address, size + guard_bytes());
     reservations[i] = reservations[--num_reservations];
     standin.num_reservations = (int64_t)num_reservations;
     return CUDA_SUCCESS;

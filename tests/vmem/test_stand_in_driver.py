@@ -1,0 +1,643 @@
+"""The stand-in libcuda.so.1 under the real cuda.bindings: rules, faults, and its agreement with FakeDriver."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.vmem.fake_driver import FakeDriver
+from tests.vmem.stand_in_driver import StandInDriver, build, skip_without_stand_in
+
+PAGE = FakeDriver.granularity_bytes
+NUM_PAGES = 12
+OK, INVALID, OUT_OF_MEMORY, NOT_INITIALIZED, NO_CONTEXT, ALREADY_MAPPED = 0, 1, 2, 3, 201, 208
+INVALID_HANDLE, NOT_READY, ILLEGAL_ADDRESS, CONTEXT_IS_DESTROYED = 400, 600, 700, 709
+
+
+@pytest.fixture
+def driver() -> Iterator[StandInDriver]:
+    """An initialised device whose primary context is current in this thread."""
+    skip_without_stand_in()
+    driver = StandInDriver(NUM_PAGES * PAGE)
+    value(driver.cuInit(0))
+    value(driver.cuCtxSetCurrent(value(driver.cuDevicePrimaryCtxRetain(0))))
+    yield driver
+    driver.fail_at, driver.refuse_run_unmap = -1, False
+    driver.cuDevicePrimaryCtxRelease(0)
+
+
+def value(result: tuple[Any, ...]) -> Any:
+    """What a call returned that succeeded."""
+    status, *values = result
+    assert status == OK
+    return values[0] if values else None
+
+
+def properties(driver: Any, *, kind: int = 1, location: int = 1, ordinal: int = 0) -> Any:
+    made = driver.CUmemAllocationProp()
+    real = isinstance(driver, StandInDriver)
+    made.type = driver.CUmemAllocationType(kind) if real else kind
+    made.location.type = driver.CUmemLocationType(location) if real else location
+    made.location.id = ordinal
+    return made
+
+
+def access(driver: Any, *, flags: int = 3, ordinal: int = 0) -> Any:
+    made = driver.CUmemAccessDesc()
+    real = isinstance(driver, StandInDriver)
+    made.location.type = driver.CUmemLocationType(1) if real else 1
+    made.location.id = ordinal
+    made.flags = driver.CUmemAccess_flags(flags) if real else flags
+    return made
+
+
+def reserve(driver: Any, num_pages: int) -> int:
+    return int(value(driver.cuMemAddressReserve(num_pages * PAGE, PAGE, 0, 0)))
+
+
+def create(driver: Any) -> int:
+    return int(value(driver.cuMemCreate(PAGE, properties(driver), 0)))
+
+
+def map_page(driver: Any, address: int, handle: int) -> None:
+    value(driver.cuMemMap(address, PAGE, 0, handle, 0))
+    value(driver.cuMemSetAccess(address, PAGE, [access(driver)], 1))
+
+
+def pointer_status(driver: Any, address: int) -> int:
+    status, pointer = driver.cuPointerGetAttribute(
+        driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_POINTER, address
+    )
+    assert (pointer is None or int(pointer) == 0) if status != OK else int(pointer) == address
+    return int(status)
+
+
+def put_back(driver: Any, base: int, num_pages: int, *handles: int) -> None:
+    for handle in handles:
+        value(driver.cuMemRelease(handle))
+    value(driver.cuMemAddressFree(base, num_pages * PAGE))
+    assert driver.leftovers[:4] == (0, 0, 0, 0)
+
+
+def test_nothing_works_before_the_driver_is_initialised() -> None:
+    skip_without_stand_in()
+    driver = StandInDriver(PAGE)
+    for result in (
+        driver.cuDeviceGet(0),
+        driver.cuDevicePrimaryCtxRetain(0),
+        driver.cuMemAddressReserve(PAGE, 0, 0, 0),
+        driver.cuMemCreate(PAGE, properties(driver), 0),
+        driver.cuMemGetInfo(),
+        driver.cuEventCreate(0),
+    ):
+        assert result[0] == NOT_INITIALIZED
+    assert value(driver.cuDriverGetVersion()) == 13000
+    assert driver.cuGetErrorName(driver.CUresult(3)) == (OK, b"CUDA_ERROR_NOT_INITIALIZED")
+
+
+def test_a_thread_without_a_context(driver: StandInDriver) -> None:
+    """Pages are created, mapped and asked about without one; events, streams and free memory are not."""
+    event = value(driver.cuEventCreate(0))
+    base = reserve(driver, 1)
+    statuses: list[int] = []
+
+    def without() -> None:
+        handle = create(driver)
+        map_page(driver, base, handle)
+        statuses.append(pointer_status(driver, base))
+        value(driver.cuMemUnmap(base, PAGE))
+        value(driver.cuMemRelease(handle))
+        for result in (
+            driver.cuMemGetInfo(),
+            driver.cuEventCreate(0),
+            driver.cuEventRecord(event, 0),
+            driver.cuEventSynchronize(event),
+            driver.cuEventDestroy(event),
+            driver.cuStreamCreate(1),
+            driver.cuStreamSynchronize(0),
+        ):
+            statuses.append(int(result[0]))
+        assert int(value(driver.cuCtxGetCurrent())) == 0
+
+    thread = threading.Thread(target=without)
+    thread.start()
+    thread.join()
+    assert statuses == [OK] + [NO_CONTEXT] * 7
+    value(driver.cuEventDestroy(event))
+    put_back(driver, base, 1)
+
+
+def test_the_last_release_destroys_the_primary_context(driver: StandInDriver) -> None:
+    assert driver.leftovers[4] == 1
+    value(driver.cuDevicePrimaryCtxRelease(0))
+    assert not driver.violations
+    assert driver.cuDevicePrimaryCtxGetState(0) == (OK, 0, 1)
+    value(driver.cuDevicePrimaryCtxRelease(0))  # torch's
+    assert driver.violations == ["the primary context was destroyed"]
+    assert driver.cuMemGetInfo()[0] == CONTEXT_IS_DESTROYED
+    assert driver.cuDevicePrimaryCtxRelease(0) == (NO_CONTEXT,)
+    value(driver.cuDevicePrimaryCtxRetain(0))
+    assert driver.cuMemGetInfo()[0] == CONTEXT_IS_DESTROYED  # the new one is another
+    value(driver.cuDevicePrimaryCtxRetain(0))
+
+
+def test_what_a_page_and_a_range_may_be(driver: StandInDriver) -> None:
+    assert value(driver.cuMemGetAllocationGranularity(properties(driver), granularity_kind(driver))) == PAGE
+    for wrong in (
+        properties(driver, kind=0),
+        properties(driver, location=0),
+        properties(driver, location=2),
+        properties(driver, ordinal=1),
+    ):
+        assert driver.cuMemCreate(PAGE, wrong, 0)[0] == INVALID
+        assert driver.cuMemGetAllocationGranularity(wrong, granularity_kind(driver))[0] == INVALID
+    exported = properties(driver)
+    exported.requestedHandleTypes = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    compressed = properties(driver)
+    compressed.allocFlags.compressionType = 1
+    for wrong in (exported, compressed):
+        assert driver.cuMemCreate(PAGE, wrong, 0)[0] == INVALID
+    assert driver.cuMemCreate(PAGE, properties(driver), 1)[0] == INVALID
+    assert driver.cuMemCreate(PAGE + 4096, properties(driver), 0)[0] == INVALID
+    assert driver.cuMemCreate(0, properties(driver), 0)[0] == INVALID
+    for size, alignment, flags in ((0, PAGE, 0), (PAGE + 4096, PAGE, 0), (PAGE, 3 * PAGE, 0), (PAGE, PAGE, 1)):
+        assert driver.cuMemAddressReserve(size, alignment, 0, flags)[0] == INVALID
+    assert driver.cuMemAddressReserve(1 << 62, PAGE, 0, 0)[0] == OUT_OF_MEMORY
+    base = int(value(driver.cuMemAddressReserve(8 << 40, 1 << 30, 0, 0)))
+    assert base % (1 << 30) == 0
+    assert [driver.is_reserved(a) for a in (base - 1, base, base + (8 << 40) - 1, base + (8 << 40))] == [0, 1, 1, 0]
+    for address, size in ((base, PAGE), (base + PAGE, 8 << 40)):
+        assert driver.cuMemAddressFree(address, size) == (INVALID,)
+    value(driver.cuMemAddressFree(base, 8 << 40))
+    assert driver.cuMemAddressFree(base, 8 << 40) == (INVALID,)
+    assert driver.cuDeviceGet(1)[0] == 101
+
+
+def granularity_kind(driver: StandInDriver) -> Any:
+    return driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+
+
+def test_mapping_rules(driver: StandInDriver) -> None:
+    base, handle = reserve(driver, 4), create(driver)
+    wide = int(value(driver.cuMemCreate(2 * PAGE, properties(driver), 0)))
+    for arguments, status in (
+        ((base, PAGE, PAGE, wide, 0), INVALID),  # offset
+        ((base, PAGE, 0, wide, 0), INVALID),  # a part of a handle
+        ((base, 2 * PAGE, 0, handle, 0), INVALID),
+        ((base + 4096, PAGE, 0, handle, 0), INVALID),  # alignment
+        ((base + 4 * PAGE, PAGE, 0, handle, 0), INVALID),  # outside
+        ((base + 3 * PAGE, 2 * PAGE, 0, wide, 0), INVALID),  # half outside
+        ((base, PAGE, 0, handle, 1), INVALID),
+        ((base, PAGE, 0, 12345, 0), INVALID_HANDLE),
+        ((base, PAGE, 0, handle + 2, 0), INVALID_HANDLE),
+    ):
+        assert driver.cuMemMap(*arguments) == (status,)
+    value(driver.cuMemMap(base + PAGE, 2 * PAGE, 0, wide, 0))
+    assert driver.cuMemMap(base + PAGE, PAGE, 0, handle, 0) == (ALREADY_MAPPED,)
+    assert driver.cuMemMap(base + 2 * PAGE, PAGE, 0, handle, 0) == (ALREADY_MAPPED,)
+    value(driver.cuMemMap(base, PAGE, 0, handle, 0))
+    for start, size in ((base, 2 * PAGE), (base + 2 * PAGE, PAGE), (base, 4 * PAGE), (base + 3 * PAGE, PAGE)):
+        assert driver.cuMemSetAccess(start, size, [access(driver)], 1) == (INVALID,)
+        assert driver.cuMemUnmap(start, size) == (INVALID,)
+    for wrong in (access(driver, flags=1), access(driver, ordinal=1)):
+        assert driver.cuMemSetAccess(base, PAGE, [wrong], 1) == (INVALID,)
+    assert driver.cuMemSetAccess(base, 0, [access(driver)], 1) == driver.cuMemUnmap(base, 0) == (INVALID,)
+    assert driver.cuMemAddressFree(base, 4 * PAGE) == (INVALID,)
+    driver.refuse_run_unmap = True
+    assert driver.cuMemUnmap(base, 3 * PAGE) == (INVALID,)
+    driver.refuse_run_unmap = False
+    value(driver.cuMemUnmap(base, 3 * PAGE))
+    assert not driver.violations
+    put_back(driver, base, 4, handle, wide)
+    assert driver.cuMemRelease(handle) == (INVALID_HANDLE,)
+
+
+def test_access_is_of_a_mapping_and_ends_with_it(driver: StandInDriver) -> None:
+    base, handle = reserve(driver, 2), create(driver)
+    assert pointer_status(driver, base) == INVALID
+    value(driver.cuMemMap(base, PAGE, 0, handle, 0))
+    assert pointer_status(driver, base) == INVALID
+    value(driver.cuMemSetAccess(base, PAGE, [access(driver)], 1))
+    assert [pointer_status(driver, base + i) for i in (0, PAGE - 1, PAGE)] == [OK, OK, INVALID]
+    value(driver.cuMemUnmap(base, PAGE))
+    value(driver.cuMemMap(base, PAGE, 0, handle, 0))
+    assert pointer_status(driver, base) == INVALID
+    value(driver.cuMemUnmap(base, PAGE))
+    put_back(driver, base, 2, handle)
+
+
+def test_aliases_show_one_page_and_new_pages_none_of_the_old(driver: StandInDriver) -> None:
+    base, handle = reserve(driver, 3), create(driver)
+    for place in (0, 2):
+        map_page(driver, base + place * PAGE, handle)
+    ctypes.memset(base, 7, PAGE)
+    assert ctypes.string_at(base + 2 * PAGE, PAGE) == b"\7" * PAGE
+    other = create(driver)
+    map_page(driver, base + PAGE, other)
+    ctypes.memset(base + PAGE, 1, PAGE)
+    value(driver.cuMemUnmap(base, 3 * PAGE))
+    map_page(driver, base + PAGE, handle)
+    assert ctypes.string_at(base + PAGE, PAGE) == b"\7" * PAGE
+    value(driver.cuMemUnmap(base + PAGE, PAGE))
+    put_back(driver, base, 3, handle, other)
+
+
+def test_memory_lives_until_handle_and_mappings_are_gone(driver: StandInDriver) -> None:
+    """Releasing a mapped handle is legal; a backend that does it has lost count, so it is a violation all the same."""
+    base = reserve(driver, 1)
+    handles = [create(driver) for _ in range(NUM_PAGES)]
+    assert driver.cuMemCreate(PAGE, properties(driver), 0)[0] == OUT_OF_MEMORY
+    assert driver.cuMemGetInfo() == (OK, 0, NUM_PAGES * PAGE)
+    map_page(driver, base, handles[0])
+    ctypes.memset(base, 5, PAGE)
+    value(driver.cuMemRelease(handles[0]))
+    assert ctypes.string_at(base, 1) == b"\5"
+    assert driver.cuMemMap(base, PAGE, 0, handles[0], 0) == (INVALID_HANDLE,)
+    assert driver.cuMemCreate(PAGE, properties(driver), 0)[0] == OUT_OF_MEMORY
+    value(driver.cuMemUnmap(base, PAGE))
+    assert driver.cuMemGetInfo() == (OK, PAGE, NUM_PAGES * PAGE)
+    assert len(driver.violations) == 1
+    assert "released while mapped 1 times" in driver.violations[0]
+    put_back(driver, base, 1, *handles[1:])
+
+
+def test_events_pass_with_the_work_of_their_stream(driver: StandInDriver) -> None:
+    side = value(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+    here, there = (value(driver.cuEventCreate(0)) for _ in range(2))
+    assert driver.cuEventQuery(here) == (OK,)  # never recorded
+    assert driver.cuEventElapsedTime(here, there)[0] == INVALID_HANDLE
+    driver.launch(set(), side)
+    value(driver.cuEventRecord(there, side))
+    driver.launch(set())
+    value(driver.cuEventRecord(here, 0))
+    assert driver.cuEventElapsedTime(there, here)[0] == NOT_READY
+    value(driver.cuStreamSynchronize(0))
+    assert (driver.cuEventQuery(here), driver.cuEventQuery(there), driver.num_running) == ((OK,), (NOT_READY,), 1)
+    driver.launch(set(), side)
+    value(driver.cuEventSynchronize(there))
+    assert (driver.cuEventQuery(there), driver.num_running) == ((OK,), 1)
+    assert value(driver.cuEventElapsedTime(there, here)) >= 0
+    driver.finish_work()
+    assert driver.num_running == 0
+    value(driver.cuStreamDestroy(side))
+    for result in (driver.cuStreamSynchronize(side), driver.cuEventRecord(here, side), driver.cuStreamDestroy(0)):
+        assert result == (INVALID_HANDLE,)
+    for event in (here, there):
+        value(driver.cuEventDestroy(event))
+    for result in (driver.cuEventQuery(here), driver.cuEventRecord(here, 0), driver.cuEventDestroy(here)):
+        assert result == (INVALID_HANDLE,)
+    untimed = value(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+    value(driver.cuEventRecord(untimed, 0))
+    assert driver.cuEventElapsedTime(untimed, untimed)[0] == INVALID_HANDLE
+    value(driver.cuEventDestroy(untimed))
+
+
+def test_steps_that_read_holes_are_violations(driver: StandInDriver) -> None:
+    base, handle = reserve(driver, 2), create(driver)
+    driver.launch({base, base + PAGE})
+    assert driver.violations == [f"a step reads 2 pages that are not mapped, {base:#x} first"]
+    driver.finish_work()
+    map_page(driver, base, handle)
+    driver.launch({base})
+    value(driver.cuMemUnmap(base, PAGE))
+    assert driver.violations[1:] == [f"{base:#x} was unmapped under a running step"]
+    driver.finish_work()
+    map_page(driver, base, handle)
+    value(driver.cuMemUnmap(base, PAGE))
+    assert len(driver.violations) == 2
+    put_back(driver, base, 2, handle)
+
+
+@pytest.mark.parametrize("fail_at", range(1, 10))
+def test_call_k_fails_and_changes_nothing(driver: StandInDriver, fail_at: int) -> None:
+    """What failed is called again and succeeds, so that the sequence of names shows which call was refused."""
+    names = ["cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease"]
+    names += ["cuMemAddressFree", "cuEventCreate", "cuEventRecord"]
+    driver.fail_at, driver.fail_status = fail_at, driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    failed: list[int] = []
+
+    def insist(name: str, *arguments: Any) -> Any:
+        before = driver.leftovers
+        status, *values = getattr(driver, name)(*arguments)
+        if status != OK:
+            assert status == OUT_OF_MEMORY
+            assert driver.leftovers == before
+            failed.append(len(driver.calls))
+            return insist(name, *arguments)
+        return values[0] if values else None
+
+    base = int(insist(names[0], PAGE, PAGE, 0, 0))
+    handle = int(insist(names[1], PAGE, properties(driver), 0))
+    insist(names[2], base, PAGE, 0, handle, 0)
+    insist(names[3], base, PAGE, [access(driver)], 1)
+    insist(names[4], base, PAGE)
+    insist(names[5], handle)
+    insist(names[6], base, PAGE)
+    event = insist(names[7], 0)
+    insist(names[8], event, 0)
+    value(driver.cuEventDestroy(event))
+    assert failed == [fail_at]
+    assert driver.calls == [*names[:fail_at], *names[fail_at - 1 :]]
+    driver.calls.clear()
+    assert len(driver.calls) == 0
+
+
+def test_what_a_test_left_is_told_to_the_next_and_only_to_that() -> None:
+    skip_without_stand_in()
+    driver = StandInDriver(PAGE)
+    value(driver.cuInit(0))
+    value(driver.cuCtxSetCurrent(value(driver.cuDevicePrimaryCtxRetain(0))))
+    base, handle = reserve(driver, 1), create(driver)
+    map_page(driver, base, handle)
+    with pytest.raises(AssertionError, match=r"left \(1, 1, 1, 0, 1\)"):
+        StandInDriver(PAGE)
+    assert StandInDriver(PAGE).leftovers == (0, 0, 0, 0, 0)
+    assert ctypes.string_at(base, 1) == b"\0"  # a thread of the first test may still touch it
+    assert driver.cuMemGetInfo()[0] == NOT_INITIALIZED
+    assert driver.cuInit(0) == (OK,)
+    assert driver.cuMemGetInfo()[0] == NO_CONTEXT
+    assert driver.cuMemRelease(handle) == (INVALID_HANDLE,)
+
+
+def test_calls_from_several_threads(driver: StandInDriver) -> None:
+    """The bindings release the GIL: lost updates would leave something behind, or the log short."""
+    num_threads, num_rounds = 4, 150
+
+    def work() -> None:
+        base, handle = reserve(driver, 2), create(driver)
+        for _ in range(num_rounds):
+            map_page(driver, base, handle)
+            map_page(driver, base + PAGE, handle)
+            value(driver.cuMemUnmap(base, 2 * PAGE))
+        value(driver.cuMemRelease(handle))
+        value(driver.cuMemAddressFree(base, 2 * PAGE))
+
+    threads = [threading.Thread(target=work) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert driver.leftovers == (0, 0, 0, 0, 1)
+    assert len(driver.calls) == num_threads * (4 + 5 * num_rounds)
+
+
+_TOUCH = """
+import ctypes, sys
+from cuda.bindings import driver
+
+def value(result):
+    assert result[0] == 0, result
+    return result[1] if len(result) > 1 else None
+
+value(driver.cuInit(0))
+value(driver.cuCtxSetCurrent(value(driver.cuDevicePrimaryCtxRetain(0))))
+made, size = driver.CUmemAllocationProp(), 2 << 20
+made.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+made.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+kind = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+assert value(driver.cuMemGetAllocationGranularity(made, kind)) == size
+base = int(value(driver.cuMemAddressReserve(2 * size, size, 0, 0)))
+handle = value(driver.cuMemCreate(size, made, 0))
+assert driver.cuMemGetInfo()[2] - driver.cuMemGetInfo()[1] == size
+if sys.argv[1] != "hole":
+    value(driver.cuMemMap(base, size, 0, handle, 0))
+if sys.argv[1] in ("mapped", "unmapped"):
+    access = driver.CUmemAccessDesc()
+    access.location.type, access.flags = made.location.type, driver.CUmemAccess_flags(3)
+    value(driver.cuMemSetAccess(base, size, [access], 1))
+if sys.argv[1] == "unmapped":
+    ctypes.memset(base, 1, size)
+    value(driver.cuMemUnmap(base, size))
+print("touching", flush=True)
+ctypes.memset(base, 1, size)
+print("touched", flush=True)
+"""
+
+
+@pytest.mark.parametrize("state", ["mapped", "hole", "no_access", "unmapped"])
+def test_the_mmu_catches_access_in_a_process_that_finds_the_stand_in_by_path(state: str) -> None:
+    skip_without_stand_in()
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(build())}
+    command = [sys.executable, "-c", _TOUCH, state]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    told = done.stdout.split()
+    expected = (0, ["touching", "touched"]) if state == "mapped" else (-signal.SIGSEGV, ["touching"])
+    assert (done.returncode, told) == expected, done.stderr
+
+
+class Player:
+    """Plays a sequence of calls on one driver. Ranges, pages, events and streams are named by their order."""
+
+    def __init__(self, driver: Any, side_stream: Any) -> None:
+        self.driver = driver
+        self.bases: list[int] = []
+        self.handles: list[int] = [4242]  # the first is none
+        self.events: list[Any] = []
+        self.streams = [0, side_stream]
+
+    def play(self, name: str, *arguments: Any) -> Any:
+        """The status as an int, and what the sequence sees of the result."""
+        driver, (status, *values) = self.driver, getattr(self, name)(*arguments)
+        state = driver.leftovers, driver.num_running, len(driver.violations), len(driver.calls)
+        return int(status), [int(v) for v in values if v is not None], state
+
+    def reserve(self, size: int) -> Any:
+        status, base = self.driver.cuMemAddressReserve(size, PAGE, 0, 0)
+        if status == OK:
+            self.bases.append(int(base))
+        return (status,)
+
+    def free(self, base: int, offset: int, size: int) -> Any:
+        return self.driver.cuMemAddressFree(self.bases[base] + offset, size)
+
+    def create(self, size: int, kind: int, ordinal: int) -> Any:
+        status, handle = self.driver.cuMemCreate(size, properties(self.driver, kind=kind, ordinal=ordinal), 0)
+        if status == OK:
+            self.handles.append(int(handle))
+        return (status,)
+
+    def release(self, handle: int) -> Any:
+        return self.driver.cuMemRelease(self.handles[handle])
+
+    def map(self, base: int, at: int, size: int, offset: int, handle: int, flags: int) -> Any:
+        return self.driver.cuMemMap(self.bases[base] + at, size, offset, self.handles[handle], flags)
+
+    def set_access(self, base: int, at: int, size: int, flags: int) -> Any:
+        return self.driver.cuMemSetAccess(self.bases[base] + at, size, [access(self.driver, flags=flags)], 1)
+
+    def unmap(self, base: int, at: int, size: int, refuse_runs: bool) -> Any:
+        self.driver.refuse_run_unmap = refuse_runs
+        return self.driver.cuMemUnmap(self.bases[base] + at, size)
+
+    def touch(self, base: int, at: int, byte: int) -> Any:
+        """Write a byte where it is allowed, and return what was there before."""
+        address = self.bases[base] + at
+        status = pointer_status(self.driver, address)
+        if status != OK:
+            return (status,)
+        before = ctypes.string_at(address, 1)[0]
+        ctypes.memset(address, byte, 1)
+        return status, before
+
+    def memory_info(self) -> Any:
+        return self.driver.cuMemGetInfo()
+
+    def launch(self, stream: int, places: list[tuple[int, int]]) -> Any:
+        self.driver.launch({self.bases[base] + at for base, at in places}, self.streams[stream])
+        return (OK,)
+
+    def finish_work(self, num_steps: int | None) -> Any:
+        self.driver.finish_work(num_steps)
+        return (OK,)
+
+    def create_event(self) -> Any:
+        status, event = self.driver.cuEventCreate(2)
+        if status == OK:
+            self.events.append(event)
+        return (status,)
+
+    def record(self, event: int, stream: int) -> Any:
+        return self.driver.cuEventRecord(self.events[event], self.streams[stream])
+
+    def query(self, event: int) -> Any:
+        return self.driver.cuEventQuery(self.events[event])
+
+    def synchronize(self, event: int) -> Any:
+        return self.driver.cuEventSynchronize(self.events[event])
+
+    def synchronize_stream(self, stream: int) -> Any:
+        return self.driver.cuStreamSynchronize(self.streams[stream])
+
+    def destroy_event(self, event: int) -> Any:
+        return self.driver.cuEventDestroy(self.events[event])
+
+    def fail_next(self, status: int) -> Any:
+        self.driver.fail_at = len(self.driver.calls) + 1 if status != OK else -1
+        self.driver.fail_status = self.driver.CUresult(status)
+        return (OK,)
+
+
+class Author:
+    """Thinks of calls, most of them valid and some not, knowing what the calls before have done."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.ranges: list[int] = []  # pages of each
+        self.freed: set[int] = set()
+        self.pages: list[int] = [1]  # size of each, in pages
+        self.held: set[int] = set()
+        self.mapped: dict[tuple[int, int], int] = {}  # (range, place) → page
+        self.num_events = 0
+        self.destroyed: set[int] = set()
+
+    def call(self) -> tuple[Any, ...]:
+        pick = self.random
+        # A range that is gone is not named again: a new one may lie at its address, in one driver and not in the other.
+        there = [base for base in range(len(self.ranges)) if base not in self.freed]
+        if not there or pick.random() < 0.03:
+            return "reserve", pick.choice([PAGE, 4 * PAGE, 8 * PAGE, PAGE + 4096, 0])
+        base = pick.choice(there)
+        at = pick.randrange(self.ranges[base] + 1) * PAGE + pick.choice([0] * 9 + [4096])
+        # The fake knows what a step reads by where pages begin: pages of two granules are in ranges that no step reads.
+        wide_too = base % 2 == 1
+        handle = pick.choice([h for h in range(len(self.pages)) if self.pages[h] == 1 or wide_too])
+        handle = pick.choice([*(h for h in self.held if self.pages[h] == 1 or wide_too), handle])
+        event = pick.choice([e for e in range(self.num_events) if e not in self.destroyed] or [-1])
+        loose = [h for h in range(len(self.pages)) if h not in self.mapped.values()]
+        run = pick.choice([1, 1, 1, 2, 3]) * PAGE
+        calls: list[tuple[int, tuple[Any, ...]]] = [
+            (1, ("free", base, pick.choice([0, 0, PAGE]), self.ranges[base] * PAGE)),
+            (8, ("create", pick.choice([PAGE] * 6 + [2 * PAGE, 100 * PAGE, 100]), pick.choice([1] * 9 + [0]), 0)),
+            (1, ("create", PAGE, 1, 1)),
+            (4, ("release", pick.choice(loose))),
+            (16, ("map", base, at, self.pages[handle] * PAGE, 0, handle, 0)),
+            (2, ("map", base, at, run, pick.choice([0, PAGE]), handle, pick.choice([0, 1]))),
+            (16, ("set_access", base, at, run, pick.choice([3] * 9 + [1]))),
+            (16, ("unmap", base, at, run, pick.random() < 0.3)),
+            (12, ("touch", base, at, pick.randrange(256))),
+            (3, ("memory_info",)),
+            (6, ("launch", pick.randrange(2), [(base, at - at % PAGE)] * (not wide_too))),
+            (4, ("finish_work", pick.choice([0, 1, 1, 2, None]))),
+            (4, ("create_event",)),
+            (3, ("synchronize_stream", pick.randrange(2))),
+            (3, ("fail_next", pick.choice([INVALID, OUT_OF_MEMORY, ILLEGAL_ADDRESS]))),
+        ]
+        if event >= 0:
+            calls += [(6, ("record", event, pick.randrange(2))), (8, ("query", event)), (2, ("synchronize", event))]
+            calls += [(1, ("destroy_event", pick.randrange(self.num_events)))]
+        if self.mapped and pick.random() < 0.5:  # some place where there is something
+            (base, place), handle = pick.choice(list(self.mapped.items()))
+            size, at = self.pages[handle] * PAGE, place * PAGE
+            calls += [(30, ("set_access", base, at, size, 3)), (20, ("touch", base, at, pick.randrange(256)))]
+            calls += [(10, ("unmap", base, at, size, False))]
+            calls += [(10, ("launch", pick.randrange(2), [(base, at)] * (base % 2 == 0)))]
+        return pick.choices([call for _, call in calls], [weight for weight, _ in calls])[0]
+
+    def learn(self, name: str, *arguments: Any) -> None:
+        """Note what a call that succeeded has done."""
+        if name == "reserve":
+            self.ranges.append(arguments[0] // PAGE)
+        elif name == "free":
+            self.freed.add(arguments[0])
+        elif name == "create":
+            self.held.add(len(self.pages))
+            self.pages.append(arguments[0] // PAGE)
+        elif name == "release":
+            self.held.discard(arguments[0])
+        elif name == "map":
+            self.mapped[arguments[0], arguments[1] // PAGE] = arguments[4]
+        elif name == "unmap":
+            first = arguments[1] // PAGE
+            for place in range(first, first + arguments[2] // PAGE):
+                self.mapped.pop((arguments[0], place), None)
+        elif name == "create_event":
+            self.num_events += 1
+        elif name == "destroy_event":
+            self.destroyed.add(arguments[0])
+
+    def put_back(self) -> Iterator[tuple[Any, ...]]:
+        yield "fail_next", OK
+        for (base, place), handle in list(self.mapped.items()):
+            yield "unmap", base, place * PAGE, self.pages[handle] * PAGE, False
+        for handle in list(self.held):
+            yield "release", handle
+        for event in set(range(self.num_events)) - self.destroyed:
+            yield "destroy_event", event
+        for base in set(range(len(self.ranges))) - self.freed:
+            yield "free", base, 0, self.ranges[base] * PAGE
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_fake_and_the_stand_in_agree_call_by_call(driver: StandInDriver, seed: int) -> None:
+    """One says what Folio's tests rest on, the other shows that the real bindings carry it: neither may drift away."""
+    fake = FakeDriver(NUM_PAGES * PAGE)
+    value(fake.cuCtxSetCurrent(value(fake.cuDevicePrimaryCtxRetain(0))))
+    players = [Player(driver, value(driver.cuStreamCreate(1))), Player(fake, 7)]
+    author = Author(seed)
+    seen: dict[str, set[int]] = {}
+
+    def play(call: tuple[Any, ...]) -> None:
+        real, pretended = (player.play(*call) for player in players)
+        assert real == pretended, call
+        seen.setdefault(call[0], set()).add(real[0])
+        if real[0] == OK:
+            author.learn(*call)
+
+    for _ in range(800):
+        play(author.call())
+    for call in author.put_back():
+        play(call)
+    assert driver.leftovers == (0, 0, 0, 0, 1)
+    assert {INVALID, OK} <= seen["map"] & seen["unmap"] & seen["set_access"] & seen["touch"]
+    assert {INVALID_HANDLE, ALREADY_MAPPED} <= seen["map"]
+    assert OUT_OF_MEMORY in seen["create"]
+    assert NOT_READY in seen["query"]

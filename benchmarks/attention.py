@@ -7,7 +7,9 @@ product. Each case has several sets of sequences, read in turn, so that no cache
 Compared with: torch's SDPA, one sequence after the other (on a CPU with grouped heads folded into rows, many times
 faster than its own grouping), and on CUDA the library kernels that are installed.
 
---quick takes fewer cases. Heads are those of Llama-3-8B and Qwen2.5-0.5B.
+--footprints: decodes that read all layers in turn, as a model does, over more and more memory, by layout and page size:
+how much of it the device's address translation reaches. --quick takes fewer cases; --tiny only shows that this program
+works. Heads are those of Llama-3-8B and Qwen2.5-0.5B.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
 from benchmarks import harness
+from benchmarks.facts import record
 from kernels import AttentionProvider, KernelError, Masking, VarlenBatch, select_provider
 from kernels.provider import problem_of
 from vmem import Demand, KVMemory, LayerGroup, LayerSpec, LayoutKind, SequenceMemory, View, plan_groups, select_backend
@@ -41,23 +44,40 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """How much of what is measured where."""
-
-    providers: tuple[str, ...]
-    num_layers: int  # whose tokens lie together in the interleaved layout
-    cold_bytes: int  # a case reads so much before it reads anything again
-    most_tokens: int
-    repeats: int
-
-
-@dataclass(frozen=True, slots=True)
 class Case:
     """`batch` sequences of `length` cached tokens, of which the last `queries` attend."""
 
     batch: int
     length: int
     queries: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """How much of what is measured where.
+
+    Attributes:
+        num_layers: whose tokens lie together in the interleaved layout.
+        cold_bytes: a case reads so much before it reads anything again.
+        filled_length: cached tokens of the sequences that keep the device busy.
+        page_bytes: the smallest page, if larger ones are measured beside it.
+        footprints: cases of `--footprints`.
+        limit_bytes, limit_size: what is copied, and the side of the matrix, to know the limits.
+        least_s: that one measurement takes.
+    """
+
+    name: str
+    providers: tuple[str, ...]
+    num_layers: int
+    cold_bytes: int
+    most_tokens: int
+    repeats: int
+    filled_length: int = 4096
+    page_bytes: int | None = None
+    footprints: tuple[Case, ...] = ()
+    limit_bytes: int = 1 << 30
+    limit_size: int = 8192
+    least_s: float = 0.05
 
 
 @dataclass(slots=True)
@@ -91,98 +111,178 @@ class Row:
 
 SHAPES = {"Llama-3-8B": Heads(32, 8, 128), "Qwen2.5-0.5B": Heads(14, 2, 64)}
 DEVICES = {
-    "cpu": Device(("cpu", "sdpa"), num_layers=8, cold_bytes=64 << 20, most_tokens=1 << 17, repeats=3),
+    "cpu": Device("cpu", ("cpu", "sdpa"), num_layers=8, cold_bytes=64 << 20, most_tokens=1 << 17, repeats=3),
     "cuda": Device(
+        "cuda",
         ("triton", "torch-flash", "flash-attn", "flashinfer", "sdpa"),
         num_layers=32,
         cold_bytes=1 << 29,
         most_tokens=1 << 19,
         repeats=7,
+        page_bytes=2 << 20,
+        footprints=(Case(4, 1024), Case(16, 1024), Case(64, 1024), Case(64, 4096)),  # 0.5, 2, 8, 32 GiB for Llama-3-8B
     ),
 }
+TINY = Device(
+    "cpu",
+    ("cpu", "sdpa"),
+    num_layers=2,
+    cold_bytes=1 << 16,
+    most_tokens=512,
+    repeats=1,
+    filled_length=64,
+    page_bytes=64 << 10,
+    footprints=(Case(1, 64), Case(2, 64)),
+    limit_bytes=1 << 20,
+    limit_size=128,
+    least_s=0.001,
+)
 LAYOUTS: tuple[LayoutKind, ...] = ("interleaved", "per_layer")
 DTYPE = torch.bfloat16
-FILLED_LENGTH = 4096
-LEAST_S = 0.05  # that one measurement takes
 LENGTHS, BATCHES, BLOCKS = (256, 1024, 4096, 16384, 65536, 131072), (1, 4, 16, 64, 256), (16, 32, 128, 256)
 PREFILLS = (Case(1, 512, 512), Case(1, 2048, 2048), Case(4, 512, 512), Case(1, 8192, 512), Case(4, 4096, 256))
 
 
 def main() -> None:
-    args = harness.arguments(__doc__, devices=tuple(DEVICES)).parse_args()
+    parser = harness.arguments(__doc__, devices=tuple(DEVICES))
+    parser.add_argument("--footprints", action="store_true", help="decodes over more and more memory, too")
+    parser.add_argument("--tiny", action="store_true", help="as little as possible of everything, on the CPU")
+    args = parser.parse_args()
+    args.quick |= args.tiny
+    device = TINY if args.tiny else DEVICES[args.device]
+    if args.quick:
+        device = replace(device, repeats=min(3, device.repeats))
     torch.manual_seed(0)
     rows: list[Row] = []
     for name, heads in SHAPES.items():
         for layout in LAYOUTS:
-            for block_tokens in _block_sizes(args):
-                cases = _cases(args, block_tokens)
-                with _setting(args.device, heads, layout, block_tokens, cases) as setting:
+            for i, block_tokens in enumerate(_block_sizes(args, device, heads, layout)):
+                cases = _cases(args, device, first=i == 0)
+                with _setting(device, heads, layout, block_tokens, cases) as setting:
                     for case in cases:
                         # The figures rest on it, and others use the memory, too.
-                        often = case == _filled(args.device) and not args.quick
-                        rows += _measure(args.device, setting, name, case, 3 if often else 1)
+                        often = case == _filled(device) and not args.quick
+                        rows += _noted(_measure(device, setting, name, case, 3 if often else 1), setting)
                 print(f"{name}, {layout}, blocks of {setting.block_tokens} tokens: done", flush=True)
-    _table(rows)
-    _picture(rows, args)
-    harness.finish("attention", args, _figures(rows, args.device), [asdict(row) for row in rows])
+    figures = _figures(rows, device)
+    footprints = _measure_footprints(device) if args.footprints else []
+    for row in footprints:
+        gib = row.case.batch * row.case.length * SHAPES[row.shape].token_bytes * device.num_layers / 2**30
+        figures[f"footprint_{gib:g}gib_{row.layout}_{row.block_tokens}_{row.view}"] = row.share
+    _table(rows + footprints)
+    _picture(rows, args, device)
+    harness.finish("attention", args, figures, [asdict(row) for row in rows + footprints])
 
 
-def _block_sizes(args: argparse.Namespace) -> tuple[int | None, ...]:
-    """The first one is measured at all lengths. On CUDA pages of 2 MiB leave no choice."""
-    if args.device == "cuda":
-        return (None,)
-    return BLOCKS[:1] if args.quick else BLOCKS
+def _block_sizes(args: argparse.Namespace, device: Device, heads: Heads, layout: LayoutKind) -> tuple[int, ...]:
+    """The first one is measured at all lengths. Where pages are large they are measured once, four and, interleaved,
+    sixteen times as large as they must be: shorter blocks would be padding."""
+    if device.page_bytes is None:
+        return BLOCKS[:1] if args.quick else BLOCKS
+    token_bytes = heads.token_bytes * device.num_layers if layout == "interleaved" else heads.token_bytes // 2
+    smallest = device.page_bytes // token_bytes
+    return tuple(smallest * factor for factor in ((1, 4, 16) if layout == "interleaved" else (1, 4)))
 
 
-def _cases(args: argparse.Namespace, block_tokens: int | None) -> list[Case]:
-    most = DEVICES[args.device].most_tokens
-    filled = [_filled(args.device)]
-    if args.quick:
-        return [*filled, Case(1, FILLED_LENGTH), PREFILLS[0]]
-    if block_tokens not in (BLOCKS[0], None):
+def _cases(args: argparse.Namespace, device: Device, *, first: bool) -> list[Case]:
+    most = device.most_tokens
+    filled = [_filled(device)]
+    if not first:
         return filled
+    if args.quick:
+        quick = [
+            *filled,
+            Case(1, device.filled_length),
+            Case(1, min(512, device.filled_length), min(512, device.filled_length)),
+        ]
+        return [*quick, Case(256, 1024), Case(16, 1024)] if args.device == "cuda" else quick
     sweep = [Case(batch, length) for length in LENGTHS for batch in BATCHES if batch * length <= most]
     return filled + [case for case in sweep if case not in filled] + list(PREFILLS)
 
 
-def _filled(device_name: str) -> Case:
-    """As many sequences of 4,096 tokens as keep the whole device busy."""
-    return Case(DEVICES[device_name].most_tokens // 4 // FILLED_LENGTH, FILLED_LENGTH)
+def _filled(device: Device) -> Case:
+    """As many sequences of some thousand tokens as keep the whole device busy."""
+    return Case(device.most_tokens // 4 // device.filled_length, device.filled_length)
+
+
+def _noted(rows: list[Row], setting: Setting) -> list[Row]:
+    """The same rows, each recorded at once."""
+    for row in rows:
+        record(
+            "attention",
+            shape=row.shape,
+            layout=row.layout,
+            block_tokens=row.block_tokens,
+            layers_read=len(setting.caches["region"]),
+            view=row.view,
+            kernel=row.provider,
+            batch=row.case.batch,
+            length=row.case.length,
+            queries=row.case.queries,
+            seconds=statistics.median(row.seconds),
+            limit=statistics.median(row.limits),
+            share=round(row.share, 4),
+        )
+    return rows
+
+
+def _measure_footprints(device: Device) -> list[Row]:
+    """Decodes of the first kernel over all layers in turn."""
+    rows: list[Row] = []
+    name, heads = next(iter(SHAPES.items()))
+    assert device.page_bytes is not None
+    for layout, factor in (("interleaved", 1), ("interleaved", 16), ("per_layer", 1)):
+        kind: LayoutKind = "interleaved" if layout == "interleaved" else "per_layer"
+        token_bytes = heads.token_bytes * device.num_layers if layout == "interleaved" else heads.token_bytes // 2
+        block_tokens = factor * device.page_bytes // token_bytes
+        with _setting(device, heads, kind, block_tokens, device.footprints, all_layers=True) as setting:
+            for case in device.footprints:
+                rows += _noted(_measure(device, setting, name, case, 1, device.providers[:1]), setting)
+        print(f"footprints, {layout}, blocks of {block_tokens} tokens: done", flush=True)
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A memory of one layout whose blocks hold random numbers, and a layer of it in both views."""
+    """A memory of one layout whose blocks hold random numbers, and layers of it in both views."""
 
     heads: Heads
     layout: str
     block_tokens: int
     memory: KVMemory
-    caches: Mapping[View, tuple[torch.Tensor, torch.Tensor]]
+    caches: Mapping[View, list[tuple[torch.Tensor, torch.Tensor]]]
 
 
 @contextmanager
 def _setting(
-    device_name: str, heads: Heads, layout: LayoutKind, block_tokens: int | None, cases: Sequence[Case]
+    device: Device,
+    heads: Heads,
+    layout: LayoutKind,
+    block_tokens: int,
+    cases: Sequence[Case],
+    *,
+    all_layers: bool = False,
 ) -> Iterator[Setting]:
-    device = DEVICES[device_name]
-    num_layers = device.num_layers if layout == "interleaved" else 1
+    """With `all_layers` each is read; else it is one, which has more sequences, so that no cache holds them."""
+    num_layers = device.num_layers if layout == "interleaved" or all_layers else 1
+
+    def num_sets(case: Case) -> int:
+        return 1 if all_layers else _num_sets(device, heads, case)
+
     spec = LayerSpec(heads.num_kv_heads, heads.dim, heads.dim)
-    num_regions = max(_num_sets(device, heads, case) * case.batch for case in cases)
+    num_regions = max(num_sets(case) * case.batch for case in cases)
     longest = max(case.length for case in cases)
-    most_tokens = max(_num_sets(device, heads, case) * case.batch * (case.length + 512) for case in cases)
-    capacity = 2 * most_tokens * num_layers * heads.token_bytes
-    backend = select_backend(torch.device(device_name), capacity_bytes=capacity)
+    backend = select_backend(torch.device(device.name), capacity_bytes=1 << 40)  # the budget is below
     [planned] = plan_groups(
         [[spec] * num_layers],
         DTYPE,
         granularity_bytes=backend.granularity_bytes,
         kind=layout,
         block_tokens=block_tokens,
-        expected_tokens=FILLED_LENGTH,
+        expected_tokens=device.filled_length,
     )
     group = LayerGroup(tuple(range(num_layers)), planned)
-    num_blocks = max(_num_sets(device, heads, case) * case.batch * planned.num_blocks(case.length) for case in cases)
+    num_blocks = max(num_sets(case) * case.batch * planned.num_blocks(case.length) for case in cases)
     num_pages = max(num_blocks, planned.num_blocks(longest)) * group.most_pages(1, 1)
     memory = KVMemory(
         backend,
@@ -190,30 +290,31 @@ def _setting(
         budget_bytes=num_pages * planned.page_bytes,
         floor_bytes=num_pages * planned.page_bytes,
         num_regions=num_regions,
-        max_tokens=longest,
+        max_tokens=max(longest, planned.block_tokens),
         prefix_cache=False,
     )
     try:
-        _fill(memory, num_blocks, planned.block_tokens)
-        caches: dict[View, tuple[torch.Tensor, torch.Tensor]] = {
-            "region": memory.tensors.region_view(0),
-            "block_table": memory.tensors.home_view(0),
+        read = range(num_layers if all_layers else 1)
+        _fill(memory, num_blocks, planned.block_tokens, read)
+        caches: dict[View, list[tuple[torch.Tensor, torch.Tensor]]] = {
+            "region": [memory.tensors.region_view(layer) for layer in read],
+            "block_table": [memory.tensors.home_view(layer) for layer in read],
         }
         yield Setting(heads, layout, planned.block_tokens, memory, caches)
     finally:
         memory.close()
 
 
-def _fill(memory: KVMemory, num_blocks: int, block_tokens: int) -> None:
-    """Write random numbers everywhere, and leave the free blocks in random order."""
+def _fill(memory: KVMemory, num_blocks: int, block_tokens: int, layers: Sequence[int]) -> None:
+    """Write random numbers everywhere in these layers, and leave the free blocks in random order."""
     sequences = []
     for _ in range(num_blocks):
         sequences.append(memory.open("block_table"))
         memory.append(sequences[-1], block_tokens)
     memory.ensure([Demand(sequence, 0, block_tokens) for sequence in sequences])
     block_ids = [sequence.groups[0].block_ids[0] for sequence in sequences]
-    for cache in memory.tensors.home_view(0):
-        noise = torch.randn(256, *cache.shape[1:], device=cache.device).to(cache.dtype)
+    for cache in (side for layer in layers for side in memory.tensors.home_view(layer)):
+        noise = torch.randn(min(256, num_blocks), *cache.shape[1:], device=cache.device).to(cache.dtype)
         for start in range(0, num_blocks, len(noise)):
             part = torch.tensor(block_ids[start : start + len(noise)], device=cache.device)
             cache[part] = noise[: len(part)]
@@ -228,32 +329,40 @@ def _num_sets(device: Device, heads: Heads, case: Case) -> int:
     return max(1, -(-device.cold_bytes // (case.batch * case.length * heads.token_bytes)))
 
 
-def _measure(device_name: str, setting: Setting, shape: str, case: Case, times: int) -> list[Row]:
+def _measure(
+    device: Device, setting: Setting, shape: str, case: Case, times: int, providers: Sequence[str] = ()
+) -> list[Row]:
     """Every kernel in every view that it can read, in turn, `times` as often as usual."""
-    device, memory = DEVICES[device_name], setting.memory
+    memory = setting.memory
     sets: list[list[SequenceMemory]] = []
-    for _ in range(_num_sets(device, setting.heads, case)):
+    for _ in range(_num_sets(device, setting.heads, case) if len(setting.caches["region"]) == 1 else 1):
         sets.append([memory.open("region") for _ in range(case.batch)])
         for sequence in sets[-1]:
             memory.append(sequence, case.length)
     memory.ensure([Demand(sequence, 0, case.length) for sequences in sets for sequence in sequences])
     try:
         query = torch.randn(case.batch * case.queries, setting.heads.num_q_heads, setting.heads.dim).to(DTYPE)
-        query = query.to(device_name)
+        query = query.to(device.name)
         runs: list[tuple[Row, Callable[[], float]]] = []
         for view in ("region", "block_table"):
             batches = [_batch(setting, sequences, view, case).to(query.device) for sequences in sets]
-            for name in device.providers:
+            for name in providers or device.providers:
                 if name == "sdpa" and view == "block_table":
                     continue  # it would measure the gathering
-                run = _run(name, setting, view, batches, query)
+                run = _run(name, setting, view, batches, query, device.least_s)
                 if run is not None:
                     runs.append((Row(shape, setting.layout, setting.block_tokens, view, name, case), run))
-        for _, run in runs:
-            run()
+        for row, run in runs.copy():
+            try:
+                run()
+            except RuntimeError as error:
+                if row.provider == device.providers[0]:
+                    raise
+                runs.remove((row, run))  # a library's failure costs its own figures
+                record("attention kernel failed", f"{row.provider} failed: {error}"[:300], case=asdict(case))
         limit = _read_limit if case.queries == 1 else _matrix_limit
         for _ in range(device.repeats * times):
-            limit_now = limit(device_name)
+            limit_now = limit(device)
             for row, run in runs:
                 row.seconds.append(run())
                 row.limits.append(limit_now)
@@ -285,10 +394,12 @@ _PROVIDERS: dict[tuple[str, str], AttentionProvider | None] = {}
 
 
 def _run(
-    name: str, setting: Setting, view: View, batches: Sequence[VarlenBatch], query: torch.Tensor
+    name: str, setting: Setting, view: View, batches: Sequence[VarlenBatch], query: torch.Tensor, least_s: float
 ) -> Callable[[], float] | None:
-    """A function that attends once over every batch and says how long one took; `None` if the kernel cannot."""
-    key, value = setting.caches[view]
+    """A function that attends over every batch in every layer and says how long one took; `None` if the kernel
+    cannot."""
+    layers = setting.caches[view]
+    key, value = layers[0]
     masking = Masking(setting.heads.dim**-0.5)
     if (name, query.device.type) not in _PROVIDERS:
         try:
@@ -306,11 +417,11 @@ def _run(
         start = time.perf_counter()
         while True:
             for batch in batches:
-                provider.attend(query, key, value, batch, masking)
-            num_calls += len(batches)
-            if query.is_cuda:
-                _wait(query)
-            if time.perf_counter() - start > LEAST_S:
+                for key, value in layers:
+                    provider.attend(query, key, value, batch, masking)
+            num_calls += len(batches) * len(layers)
+            _wait(query)
+            if time.perf_counter() - start > least_s:
                 return (time.perf_counter() - start) / num_calls
 
     return run
@@ -321,39 +432,38 @@ def _wait(query: torch.Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def _read_limit(device_name: str) -> float:
+def _read_limit(device: Device) -> float:
     """Bytes a second: read by all threads; on CUDA read and written by a copy."""
-    if device_name == "cpu":
+    if device.name == "cpu" and device.page_bytes is None:  # not the tiny one, which goes the way of CUDA
         return harness.read_bandwidth(1 << 28, repeats=3)
-    source = torch.empty(1 << 30, dtype=torch.int32, device=device_name)
+    source = torch.ones(device.limit_bytes // 4, dtype=torch.int32, device=device.name)
     target = torch.empty_like(source)
-    return 2 * source.numel() * 4 / _best_s(lambda: target.copy_(source))
+    return 2 * device.limit_bytes / _best_s(lambda: target.copy_(source))
 
 
-def _matrix_limit(device_name: str) -> float:
+def _matrix_limit(device: Device) -> float:
     """Floating-point operations a second of a large product in the caches' dtype."""
-    if device_name == "cpu":
+    if device.name == "cpu" and device.page_bytes is None:
         return harness.matrix_rate(DTYPE, repeats=2)
-    a, b = (torch.randn(8192, 8192, device=device_name).to(DTYPE) for _ in range(2))
-    return 2 * 8192**3 / _best_s(lambda: a @ b)
+    size = device.limit_size
+    a, b = (torch.randn(size, size, device=device.name).to(DTYPE) for _ in range(2))
+    return 2 * size**3 / _best_s(lambda: a @ b)
 
 
-def _best_s(work: Callable[[], object]) -> float:
-    work()
+def _best_s(work: Callable[[], torch.Tensor]) -> float:
+    _wait(work())
     best = float("inf")
     for _ in range(5):
-        torch.cuda.synchronize()
         start = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
+        _wait(work())
         best = min(best, time.perf_counter() - start)
     return best
 
 
-def _figures(rows: Sequence[Row], device_name: str) -> dict[str, float]:
-    kernel = DEVICES[device_name].providers[0]
+def _figures(rows: Sequence[Row], device: Device) -> dict[str, float]:
+    kernel = device.providers[0]
     ours = [row for row in rows if row.provider == kernel]
-    filled = [row for row in ours if row.case == _filled(device_name)]
+    filled = [row for row in ours if row.case == _filled(device)]
     figures = {}
     for shape in SHAPES:
         for layout in LAYOUTS:
@@ -379,7 +489,7 @@ def _figures(rows: Sequence[Row], device_name: str) -> dict[str, float]:
         harness.median_ratio(table.seconds, region.seconds) for region, table in pairs
     )
     for phase, decode in (("decode", True), ("prefill", False)):
-        for name in DEVICES[device_name].providers[1:]:
+        for name in device.providers[1:]:
             ratios = [
                 harness.median_ratio(other.seconds, row.seconds)
                 for row in ours
@@ -410,11 +520,11 @@ def _table(rows: Sequence[Row]) -> None:
         )
 
 
-def _picture(rows: Sequence[Row], args: argparse.Namespace) -> None:
+def _picture(rows: Sequence[Row], args: argparse.Namespace, device: Device) -> None:
     plt = harness.pyplot()
     if plt is None:
         return
-    kernel = DEVICES[args.device].providers[0]
+    kernel = device.providers[0]
     figure, axes = plt.subplots(1, len(SHAPES), figsize=(12, 4.5), sharey=True)
     for axis, shape in zip(axes, SHAPES, strict=True):
         for provider, layout, view, style in (

@@ -1,56 +1,112 @@
 """Memory that follows the load, against a static pool of the same budget: the cost when full, the saving when idle.
 
 The same engine twice: *elastic*, which takes pages as it needs them and gives idle ones back, and *static*, whose floor
-is its budget, so that everything is taken at the start and kept. Random weights in the shape of Qwen2.5-0.5B with few
-layers: steps are short, so that whatever mapping costs shows.
+is its budget, so that everything is taken at the start and kept. Random weights in the shape of Qwen2.5-0.5B, on CUDA
+of Llama-3-8B, with few layers: steps are short, so that whatever mapping costs shows.
 
 Saturation: more requests than fit at once, both in turn; the ratio of their output tokens per second. Load: waves of
 1, 4, 16, 32, 16, 4, 1 requests at once, then none, while a thread notes the physical bytes of the KV cache (blocks of
-the memfd behind it, as the kernel counts them). Idle bytes and the time to give back are read off that curve. Cached
-prefixes go back as soon as other idle pages here (`prefix_cache_release_s` 0.5, not 60), and no prompt comes twice.
+the memfd behind it, as the kernel counts them; on CUDA the engine's report). Idle bytes and the time to give back are
+read off that curve. Cached prefixes go back as soon as other idle pages here (`prefix_cache_release_s` 0.5, not 60),
+and no prompt comes twice.
 
---quick runs each once, with fewer requests.
+`--measure blocks` instead: saturation of the elastic engine by block size and view. `--measure delays`: what bursts
+cost by `kv_idle_release_s`, 0.5 to 120 s, the time between bursts and the delays all 20 times as short as that.
+
+--quick runs each once, with fewer requests; --tiny only shows that this program works.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from app.engine import LLM, SamplingParams
-from benchmarks import harness
+from benchmarks import harness, sweep
+from benchmarks.facts import record
 from benchmarks.throughput import make_checkpoint
 
 NUM_LAYERS = 4
-PROMPT_TOKENS, NEW_TOKENS = 256, 48
-AT_ONCE = 32
-WAVES, QUICK_WAVES = (1, 4, 16, 32, 16, 4, 1), (1, 16, 1)
-IDLE_BEFORE_S, IDLE_AFTER_S = 2.0, 3.0  # before: what starting took has gone back in the second half
+SHAPES = {"cpu": None, "cuda": "llama-3-8b"}
+TINY_SHAPE = "tiny"
 # "Given back" is when at most this share of the peak is left.
 IDLE_SHARE = 0.02
 SAMPLE_S = 0.005
+# Seconds between bursts: the longest delay of release outlasts all, the shortest none.
+GAPS_S, TIMES_AS_SHORT = (2, 20, 60, 2, 20, 60), 20
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The model and the load.
+
+    Attributes:
+        shape: of `benchmarks.sweep`, its weights made on the device; None: Qwen2.5-0.5B's, read from a checkpoint.
+        token_bytes: of a token's keys and values.
+        page_bytes: the smallest.
+        num_requests, repeats: at saturation, of which `at_once` run at once if there is room.
+        waves: requests at once while the curve is noted.
+        idle_s: before and after them. Before: what starting took has gone back in the second half.
+        factors: pages of a block are so many times as large as the smallest.
+        delays_s: of idle release; these and the gaps between bursts are `times_as_short` here.
+    """
+
+    device: str
+    shape: str | None
+    token_bytes: int
+    page_bytes: int
+    num_requests: int
+    repeats: int
+    waves: Sequence[int]
+    idle_s: tuple[float, float] = (2.0, 3.0)
+    at_once: int = 32
+    prompt_tokens: int = 256
+    new_tokens: int = 48
+    times_as_short: float = TIMES_AS_SHORT
+    factors: tuple[int, ...] = (1, 4, 16)
+    views: tuple[str, ...] = ("region", "block_table", "auto")
+    delays_s: tuple[float, ...] = (0.5, 5.0, 30.0, 120.0)
+    warm_up: bool = True
+
+
+def sizes_of(args: argparse.Namespace) -> Sizes:
+    waves = (1, 16, 1) if args.quick else (1, 4, 16, 32, 16, 4, 1)
+    if args.tiny:
+        load = {"idle_s": (0.7, 0.8), "at_once": 4, "prompt_tokens": 24, "new_tokens": 3, "times_as_short": 500.0}
+        few = {"factors": (4,), "views": ("region", "auto"), "delays_s": (0.5, 120.0), "warm_up": False}
+        return Sizes("cpu", TINY_SHAPE, 2 * 2 * 2 * 16 * 2, 1 << 12, 4, 1, (1, 2), **(load | few))  # type: ignore[arg-type]
+    if args.device == "cuda":
+        token_bytes, repeats = NUM_LAYERS * 2 * 8 * 128 * 2, 2 if args.quick else 5
+        return Sizes("cuda", SHAPES["cuda"], token_bytes, 2 << 20, 96, repeats, waves, at_once=64)
+    num_requests, repeats = (32, 1) if args.quick else (96, 5)
+    return Sizes("cpu", SHAPES["cpu"], NUM_LAYERS * 2 * 2 * 64 * 2, 64 << 10, num_requests, repeats, waves)
 
 
 class Sampler(threading.Thread):
-    """Notes physical KV bytes over time, as the kernel sees them."""
+    """Notes physical KV bytes over time: as the kernel sees them, or as the engine reports them on CUDA."""
 
-    def __init__(self) -> None:
+    def __init__(self, llm: LLM, sizes: Sizes) -> None:
         super().__init__(daemon=True)
+        self._read = kv_bytes if sizes.device == "cpu" else lambda: llm.engine.report().physical_bytes
         self.start_at = time.perf_counter()
         self.points: list[tuple[float, int]] = []
         self.stopping = False
 
     def run(self) -> None:
         while not self.stopping:
-            self.points.append((time.perf_counter() - self.start_at, kv_bytes()))
+            self.points.append((time.perf_counter() - self.start_at, self._read()))
             time.sleep(SAMPLE_S)
 
     def stop(self) -> list[tuple[float, int]]:
@@ -71,77 +127,101 @@ def kv_bytes() -> int:
     return total
 
 
-def make_prompts(count: int, seed: int = 0) -> list[list[int]]:
+def make_prompts(sizes: Sizes, count: int, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(1000, (PROMPT_TOKENS,), generator=generator).tolist() for _ in range(count)]
+    return [torch.randint(1000, (sizes.prompt_tokens,), generator=generator).tolist() for _ in range(count)]
 
 
-def run(llm: LLM, prompts: list[list[int]]) -> float:
-    """Output tokens a second, all prompts at once."""
-    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+def run(llm: LLM, sizes: Sizes, count: int, seed: int) -> float:
+    """Output tokens a second of so many prompts at once."""
+    params = SamplingParams(max_tokens=sizes.new_tokens, temperature=0, ignore_eos=True)
+    prompts = make_prompts(sizes, count, seed)
     start = time.perf_counter()
     completions = llm.generate(prompts, params)
     elapsed = time.perf_counter() - start
     return sum(len(c.token_ids) for c in completions) / elapsed
 
 
-def make_engine(folder: str, *, static: bool) -> LLM:
+def write_model(folder: Path, sizes: Sizes) -> None:
+    if sizes.shape is None:
+        make_checkpoint(folder, NUM_LAYERS)
+        return
+    shape = dict(sweep.SHAPES[sizes.shape])
+    layers = {} if sizes.shape == TINY_SHAPE else {"num_hidden_layers": NUM_LAYERS}
+    config = AutoConfig.for_model(shape.pop("model_type"), **(shape | layers), dtype=torch.bfloat16)
+    config.save_pretrained(folder)
+
+
+def make_engine(folder: str, sizes: Sizes, *, static: bool = False, **settings: Any) -> LLM:
     """A budget that a little more than half of the requests of a full load fill."""
-    token_bytes = NUM_LAYERS * 2 * 2 * 64 * 2
-    budget = round(0.6 * AT_ONCE * (PROMPT_TOKENS + NEW_TOKENS) * token_bytes)
+    num_tokens = sizes.prompt_tokens + sizes.new_tokens
+    budget = round(0.6 * sizes.at_once * num_tokens * sizes.token_bytes)
+    choices: dict[str, Any] = {"prefix_cache_release_s": 0.5, "kv_memory_bytes": budget} | settings
     return LLM(
         folder,
+        device=sizes.device,
+        load_format="dummy" if sizes.shape else "auto",
         skip_tokenizer_init=True,
-        max_num_seqs=AT_ONCE,
-        max_model_len=2 * (PROMPT_TOKENS + NEW_TOKENS),
-        kv_memory_bytes=budget,
+        warm_up=sizes.warm_up,
+        max_num_seqs=sizes.at_once,
+        max_model_len=2 * num_tokens,
         kv_memory_floor_bytes=budget if static else 0,
-        prefix_cache_release_s=0.5,
+        **choices,
     )
 
 
-def follow_load(llm: LLM, waves: Sequence[int]) -> tuple[list[tuple[float, int]], float, float]:
+def finish(llm: LLM) -> None:
+    llm.engine.check_integrity()
+    llm.close()
+
+
+def follow_load(llm: LLM, sizes: Sizes) -> tuple[list[tuple[float, int]], float, float]:
     """The curve of physical bytes over the waves, and when the load began and ended."""
-    sampler = Sampler()
+    sampler = Sampler(llm, sizes)
     sampler.start()
-    time.sleep(IDLE_BEFORE_S)
+    time.sleep(sizes.idle_s[0])
     began = time.perf_counter() - sampler.start_at
-    for i, count in enumerate(waves):
-        run(llm, make_prompts(count, 1000 + i))
+    for i, count in enumerate(sizes.waves):
+        run(llm, sizes, count, 1000 + i)
     ended = time.perf_counter() - sampler.start_at
-    time.sleep(IDLE_AFTER_S)
+    time.sleep(sizes.idle_s[1])
     return sampler.stop(), began, ended
 
 
 def main() -> None:
-    args = harness.arguments(__doc__).parse_args()
-    num_requests, repeats = (AT_ONCE, 1) if args.quick else (3 * AT_ONCE, 5)
+    parser = harness.arguments(__doc__, devices=("cpu", "cuda"))
+    parser.add_argument("--measure", choices=MEASURES, default="static")
+    parser.add_argument("--tiny", action="store_true", help="as little as possible of everything, on the CPU")
+    args = parser.parse_args()
+    args.quick |= args.tiny
     with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(Path(folder), NUM_LAYERS)
-        curves: dict[str, list[tuple[float, int]]] = {}
-        rates: dict[str, list[float]] = {}
-        spans: dict[str, tuple[float, float]] = {}
-        engines = {name: make_engine(folder, static=name == "static") for name in ("elastic", "static")}
-        seeds = {name: itertools.count() for name in engines}  # new prompts each time, or the prefix cache had them
+        sizes = sizes_of(args)
+        write_model(Path(folder), sizes)
+        MEASURES[args.measure](args, sizes, folder)
 
-        def saturate(name: str) -> float:
-            return run(engines[name], make_prompts(num_requests, next(seeds[name])))
 
-        rates = harness.alternate({name: partial(saturate, name) for name in engines}, repeats)
-        for llm in engines.values():
-            llm.engine.check_integrity()
-            llm.close()
-        for name in ("static", "elastic"):
-            llm = make_engine(folder, static=name == "static")
-            curves[name], *span = follow_load(llm, QUICK_WAVES if args.quick else WAVES)
-            spans[name] = (span[0], span[1])
-            llm.engine.check_integrity()
-            llm.close()
+def against_static(args: argparse.Namespace, sizes: Sizes, folder: str) -> None:
+    curves: dict[str, list[tuple[float, int]]] = {}
+    spans: dict[str, tuple[float, float]] = {}
+    engines = {name: make_engine(folder, sizes, static=name == "static") for name in ("elastic", "static")}
+    seeds = {name: itertools.count() for name in engines}  # new prompts each time, or the prefix cache had them
+
+    def saturate(name: str) -> float:
+        return run(engines[name], sizes, sizes.num_requests, next(seeds[name]))
+
+    rates = harness.alternate({name: partial(saturate, name) for name in engines}, sizes.repeats)
+    for llm in engines.values():
+        finish(llm)
+    for name in ("static", "elastic"):
+        llm = make_engine(folder, sizes, static=name == "static")
+        curves[name], *span = follow_load(llm, sizes)
+        spans[name] = (span[0], span[1])
+        finish(llm)
 
     began, ended = spans["elastic"]
     peak = max(size for _, size in curves["elastic"])
     given_back = next((t for t, size in curves["elastic"] if t > ended and size <= IDLE_SHARE * peak), float("inf"))
-    idle = [size for t, size in curves["elastic"] if began / 2 < t < began or t > ended + IDLE_AFTER_S / 2]
+    idle = [size for t, size in curves["elastic"] if began / 2 < t < began or t > ended + sizes.idle_s[1] / 2]
     figures = {
         "saturated_vs_static": harness.median_ratio(rates["elastic"], rates["static"]),
         "idle_bytes_share": max(idle) / peak,
@@ -151,7 +231,8 @@ def main() -> None:
         "saturated_tokens_per_s": statistics.median(rates["elastic"]),
     }
     print(
-        f"\n{num_requests} requests of {PROMPT_TOKENS} + {NEW_TOKENS} tokens, {repeats} runs each, {NUM_LAYERS} layers"
+        f"\n{sizes.num_requests} requests of {sizes.prompt_tokens} + {sizes.new_tokens} tokens, "
+        f"{sizes.repeats} runs each"
     )
     print(
         f"  saturated   elastic {statistics.median(rates['elastic']):7.1f} tok/s"
@@ -164,6 +245,68 @@ def main() -> None:
     )
     draw(curves, spans, harness.results_folder(args) / f"elastic{'-quick' if args.quick else ''}.png")
     harness.finish("elastic", args, figures, {"tokens_per_s": rates, "curves": {n: thin(c) for n, c in curves.items()}})
+
+
+def by_blocks(args: argparse.Namespace, sizes: Sizes, folder: str) -> None:
+    """Tokens a second at saturation, and what mapping takes of them, by block size and view."""
+    figures: dict[str, float] = {}
+    for factor in sizes.factors:
+        block_tokens = 1 << (factor * sizes.page_bytes // sizes.token_bytes).bit_length() - 1
+        budget = round(
+            0.6 * sizes.at_once * (sizes.prompt_tokens + sizes.new_tokens + block_tokens) * sizes.token_bytes
+        )
+        for view in sizes.views:
+            llm = make_engine(folder, sizes, block_tokens=block_tokens, kv_view=view, kv_memory_bytes=budget)
+            rates = [run(llm, sizes, sizes.num_requests, 0)]
+            before, start = llm.engine.report(), time.perf_counter()
+            rates += [run(llm, sizes, sizes.num_requests, 1 + i) for i in range(sizes.repeats)]
+            seconds, after = time.perf_counter() - start, llm.engine.report()
+            exposed = (after.exposed_us - before.exposed_us) / seconds / 1e6
+            rate, pages = statistics.median(rates[1:]), after.map_calls - before.map_calls
+            record(
+                f"blocks of {block_tokens} tokens, {view}",
+                f"{rate:.0f} tok/s, waiting for mappings {exposed:.2%} of the time, {pages} pages mapped",
+                tokens_per_s=rates,
+                exposed_share=exposed,
+                pages=pages,
+                report=asdict(after),
+            )
+            figures |= {f"tokens_per_s_{block_tokens}_{view}": rate, f"exposed_share_{block_tokens}_{view}": exposed}
+            finish(llm)
+    harness.finish("elastic-blocks", args, figures, None)
+
+
+def by_delay(args: argparse.Namespace, sizes: Sizes, folder: str) -> None:
+    """Pages mapped and created for bursts with pauses, waiting for them, and memory held, by the delay of release."""
+    figures: dict[str, float] = {}
+    for delay_s in sizes.delays_s:
+        shortened = delay_s / sizes.times_as_short
+        llm = make_engine(folder, sizes, kv_idle_release_s=shortened, prefix_cache_release_s=shortened)
+        run(llm, sizes, sizes.at_once, 0)
+        before, sampler, busy_s, rates = llm.engine.report(), Sampler(llm, sizes), 0.0, []
+        sampler.start()
+        for i, gap_s in enumerate(GAPS_S):
+            time.sleep(gap_s / sizes.times_as_short)
+            start = time.perf_counter()
+            rates.append(run(llm, sizes, sizes.at_once, 1 + i))
+            busy_s += time.perf_counter() - start
+        curve, after = sampler.stop(), llm.engine.report()
+        values = {
+            "pages_mapped": after.map_calls - before.map_calls,
+            "pages_created": after.create_calls - before.create_calls,
+            "exposed_share": (after.exposed_us - before.exposed_us) / busy_s / 1e6,
+            "mapping_s": (after.exposed_us + after.hidden_us - before.exposed_us - before.hidden_us) / 1e6,
+            "tokens_per_s": statistics.median(rates),
+            "mean_bytes_of_peak": statistics.mean(size for _, size in curve) / max(size for _, size in curve),
+        }
+        shown = ", ".join(f"{key} {value:.4g}" for key, value in values.items())
+        record(f"idle release after {delay_s:g} s", shown, **values)
+        figures |= {f"{key}_{delay_s:g}s": value for key, value in values.items()}
+        finish(llm)
+    harness.finish("elastic-delays", args, figures, None)
+
+
+MEASURES = {"static": against_static, "blocks": by_blocks, "delays": by_delay}
 
 
 def thin(curve: list[tuple[float, int]]) -> list[tuple[float, int]]:

@@ -164,7 +164,7 @@ def _throughput(name: str, fake: bool, limit_s: float, shape: str, *more: str) -
 
 
 class Stage:
-    """Runs the jobs of a stage within its budget and keeps what they say.
+    """Runs the jobs of a stage within its budget, once, and keeps what they say.
 
     Args:
         folder: where `NAME.jsonl` and `NAME.log` go.
@@ -284,10 +284,11 @@ def table(outcomes: Sequence[Outcome], facts: Sequence[Mapping[str, object]]) ->
         lines += [f"    | {line}" for line in outcome.tail[len(outcome.tail) - tail_lines :]]
     if succeeded := [f"{o.job.name} {o.seconds:.1f} s" for o in outcomes if not o.reason]:
         lines += textwrap.wrap("ok: " + ", ".join(succeeded), LINE_CHARACTERS - 2, subsequent_indent="    ")[:10]
+    speaking = {fact["job"] for fact in facts if fact.get("shown")}
     for fact in facts:
         if shown := fact.get("shown"):
-            lines.append(f"{fact['job']}: {shown}")
-        elif figures := fact.get("figures"):
+            lines.append(f"{fact['job']}, {fact['fact']}: {shown}")
+        elif (figures := fact.get("figures")) and fact["job"] not in speaking:
             lines += textwrap.wrap(f"{fact['job']}: {figures}", LINE_CHARACTERS - 2, subsequent_indent="    ")[:8]
     return _cut(lines)
 

@@ -68,6 +68,13 @@ class Driver:
     def allow(self, address: int, num_bytes: int) -> None:
         self.call("cuMemSetAccess", address, num_bytes, [self.access], 1)
 
+    def unmap(self, address: int, num_bytes: int, run: int) -> None:
+        """Unmap `run` pages side by side, in one call if the driver does that."""
+        status, _ = self.status("cuMemUnmap", address, run * num_bytes)
+        if status != "CUDA_SUCCESS":
+            for i in range(run):
+                self.call("cuMemUnmap", address + i * num_bytes, num_bytes)
+
     def show(self, address: int, handle: int) -> None:
         """Map a page of the smallest size, readable and writable."""
         self.map(address, handle, self.page_bytes)

@@ -135,7 +135,7 @@ class Probes:
             except (ValueError, RuntimeError) as error:
                 answers[base] = f"refused, pointer {pointer}: {error}"
         for base, answer in answers.items():
-            self.record(f"base {base}", f"launch with a base that is {base}: {answer}", answer=answer)
+            self.record(f"launch with a {base} base", answer, answer=answer)
 
     def dlpack(self) -> None:
         """Torch's operations on a tensor that begins with a hole."""
@@ -164,11 +164,12 @@ class Probes:
     def run_unmap(self) -> None:
         """Whether one call unmaps several mappings, with and without a hole between them."""
         answers = {}
-        for name, mapped, first, last in (
+        cases: tuple[tuple[str, tuple[int, ...], int, int], ...] = (
             ("four of four", (0, 1, 2, 3), 0, 4),
             ("two of four", (0, 1, 2, 3), 1, 3),
             ("around a hole", (0, 2), 0, 3),
-        ):
+        )
+        for name, mapped, first, last in cases:
             address = self.driver.reserve(4 * self.page)
             for i in mapped:
                 self.driver.show(address + i * self.page, self.driver.create(self.page))
@@ -212,7 +213,7 @@ class Probes:
         elsewhere("cuMemAddressFree", address, page)
         need = {name: status for name, status in answers.items() if status != "CUDA_SUCCESS"}
         shown = ", ".join(f"{name} ({status})" for name, status in need.items()) or "none"
-        self.record("calls that need a context", f"calls that need a context: {shown}", **answers)
+        self.record("calls that need a context", shown, **answers)
 
     def alias(self) -> None:
         """Write through one address, read through another in the next kernel, back and forth."""
@@ -269,7 +270,8 @@ class Probes:
     def costs(self) -> None:
         """Microseconds of each call by page size, pages a run, and whether kernels are running."""
         sizes = [m * MIB for m in (2, 4, 8, 16, 32, 64)]
-        runs, most, longest_s = (1, 4, 16, 64), 100, 0.5
+        runs: tuple[int, ...] = (1, 4, 16, 64)
+        most, longest_s = 100, 0.5
         if self.device.fake:
             sizes, runs, most = [self.page, 2 * self.page], (1, 4), 3
         for size in sizes:
@@ -301,7 +303,7 @@ class Probes:
             for k, handle in enumerate(handles):
                 timed("map", driver.map, address + k * size, handle, size)
             timed("set access", driver.allow, address, run * size)
-            timed("unmap", driver.call, "cuMemUnmap", address, run * size)
+            timed("unmap", driver.unmap, address, size, run)
             for handle in handles:
                 timed("release", driver.call, "cuMemRelease", handle)
         self.device.synchronize()
@@ -341,7 +343,7 @@ class Probes:
             for i, handle in enumerate(handles):
                 driver.map(address + i * size, handle, size)
             driver.allow(address, run * size)
-            driver.call("cuMemUnmap", address, run * size)
+            driver.unmap(address, size, run)
 
         return once
 
@@ -443,7 +445,7 @@ class Probes:
             if status != "CUDA_SUCCESS":
                 reason = f"{call}: {status}"
                 if mapped:
-                    driver.call("cuMemUnmap", first, mapped * page)
+                    driver.unmap(first, page, mapped)
                 break
             count += run
             rates.append((time.perf_counter() - start) / run * 1e6)
@@ -461,7 +463,7 @@ class Probes:
         left = count
         while left and time.perf_counter() < end:
             left -= run
-            driver.call("cuMemUnmap", address + left * page, run * page)
+            driver.unmap(address + left * page, page, run)
         self.record(f"unmapping {kind}", unmapped=count - left, seconds=time.perf_counter() - start)
 
 

@@ -9,8 +9,9 @@ How long a step takes follows from the memory bandwidth and the matrix rate of t
 CPU for Qwen2.5-0.5B, on CUDA for Llama-3-8B, and on either for a model with shorter steps. A step lasts at most 50 ms
 here: that leaves the mapper less time than it would have, and shares are of the whole step all the same.
 
---quick replays fewer requests. The trace is `AzureLLMInferenceTrace_code.csv` of github.com/Azure/AzurePublicDataset
-(CC-BY-4.0; Patel et al., "Splitwise", ISCA 2024); without it lengths are synthetic, with the same means.
+--quick replays fewer requests, and --tiny next to none: it only shows that this program works. The trace is
+`AzureLLMInferenceTrace_code.csv` of github.com/Azure/AzurePublicDataset (CC-BY-4.0; Patel et al., "Splitwise", ISCA
+2024); without it lengths are synthetic, with the same means.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from app.engine.recovery import RecoveryModel
 from app.engine.request import Request, SequenceGroup
 from app.engine.scheduler import Scheduler
 from benchmarks import harness, workloads
+from benchmarks.facts import record
 from vmem import (
     AddressRange,
     Backend,
-    CudaBackend,
-    HostBackend,
     KVMemory,
     LayerGroup,
     LayerSpec,
     MappingOptions,
     plan_layout,
+    select_backend,
 )
 
 MEAN_PROMPT = 2048
@@ -96,14 +97,19 @@ def main() -> None:
     parser.add_argument(
         "--trace", type=Path, default=workloads.AZURE_TRACE, help="CSV with ContextTokens and GeneratedTokens"
     )
+    parser.add_argument("--tiny", action="store_true", help="as little as possible of everything, on the CPU")
     args = parser.parse_args()
+    args.quick |= args.tiny
     num_requests, repeats = (24, 1) if args.quick else (120, 3)
     lengths, workload = workloads.azure(args.trace, num_requests, 0)
+    if args.tiny:
+        lengths = [(64, 2), (65, 2)]
     figures: dict[str, float] = {}
 
     print("cost of backend calls, µs a page (median)")
     calls = call_costs(args)
     for row in calls:
+        record("cost of backend calls", micros=row)
         print(
             f"  {row['page_kib']:>5.0f} KiB × {row['pages']:<3.0f}"
             + "".join(f"  {name} {row[name]:8.1f}" for name in ("create", "map", "map_again", "unmap", "destroy"))
@@ -118,6 +124,7 @@ def main() -> None:
         results = alternate(runs, repeats)
         medians = {name: statistics.median(values) for name, values in results.items()}
         shares[model.name] = medians
+        record("exposed share", model=model.name, shares=medians)
         raw[model.name] = results
         figures[f"{prefix}exposed_share"] = medians["all on"]
         figures[f"{prefix}exposed_share_all_off"] = medians["all off"]
@@ -154,7 +161,7 @@ def models(args: argparse.Namespace) -> tuple[Model, Model]:
         bandwidth, flops = cuda_rates()
         large = Model("Llama-3-8B", (LayerSpec(8, 128, 128),) * 32, 7.0e9, bandwidth, flops)
         return large, Model("Qwen2.5-0.5B", (LayerSpec(2, 64, 64),) * 24, 3.6e8, bandwidth, flops)
-    bandwidth, flops = harness.read_bandwidth(), harness.matrix_rate(torch.bfloat16)
+    bandwidth, flops = (1e11, 1e13) if args.tiny else (harness.read_bandwidth(), harness.matrix_rate(torch.bfloat16))
     large = Model("Qwen2.5-0.5B", (LayerSpec(2, 64, 64),) * 24, 3.6e8, bandwidth, flops)
     return large, Model("Qwen2.5-0.5B, if it were ten times faster", large.layers, 3.6e7, bandwidth, flops)
 
@@ -166,7 +173,7 @@ def share_of(
 
 
 def make_backend(args: argparse.Namespace, budget_bytes: int) -> Backend:
-    return CudaBackend() if args.device == "cuda" else HostBackend(budget_bytes)
+    return select_backend(torch.device(args.device), capacity_bytes=budget_bytes)
 
 
 # ---- the replay ----
@@ -287,7 +294,9 @@ def cuda_rates() -> tuple[float, float]:
 
 def call_costs(args: argparse.Namespace) -> list[dict[str, float]]:
     """Microseconds a page of each call, for pages of several sizes, alone and in runs."""
-    sizes = (2 << 20, 16 << 20) if args.device == "cuda" else (64 << 10, 192 << 10, 2 << 20)
+    sizes: tuple[int, ...] = (64 << 10, 192 << 10, 2 << 20)
+    if args.device == "cuda" or args.tiny:
+        sizes = (64 << 10,) if args.tiny else (2 << 20, 16 << 20)
     rows = []
     for size in sizes:
         for pages in (1, 16):

@@ -1,4 +1,4 @@
-"""What every backend does alike: the host, CUDA over the fake driver, and CUDA over the real one (marker gpu)."""
+"""What every backend does alike: the host, and CUDA over the fake, the stand-in and the real driver (marker gpu)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from tests.vmem.direct_peers import DirectPeers
 from tests.vmem.fake_driver import FakeDriver
+from tests.vmem.stand_in_driver import StandInDriver, skip_without_stand_in
 from vmem import (
     AddressRange,
     Backend,
@@ -34,6 +35,12 @@ def fake_cuda() -> tuple[Backend, int]:
     return CudaBackend(driver=FakeDriver(NUM_PAGES * page_bytes), tensor_device=CPU), page_bytes
 
 
+def stand_in_cuda() -> tuple[Backend, int]:
+    skip_without_stand_in()
+    page_bytes = FakeDriver.granularity_bytes
+    return CudaBackend(driver=StandInDriver(NUM_PAGES * page_bytes), tensor_device=CPU), page_bytes
+
+
 def mirrored_host() -> tuple[Backend, int]:
     page_bytes = 16384
     capacity = NUM_PAGES * page_bytes
@@ -57,12 +64,22 @@ def real_cuda() -> tuple[Backend, int]:
     return backend, backend.granularity_bytes
 
 
-@pytest.fixture(params=[host, fake_cuda, mirrored_host, mirrored_cuda, pytest.param(real_cuda, marks=pytest.mark.gpu)])
+WITHOUT_A_DEVICE = [host, fake_cuda, stand_in_cuda, mirrored_host, mirrored_cuda]
+
+
+@pytest.fixture(params=[*WITHOUT_A_DEVICE, pytest.param(real_cuda, marks=pytest.mark.gpu)])
 def case(request: pytest.FixtureRequest) -> Iterator[tuple[Backend, int]]:
     make: Callable[[], tuple[Backend, int]] = request.param
     backend, page_bytes = make()
     yield backend, page_bytes
     backend.close()  # raises if a test left anything behind
+    driver = driver_of(backend)
+    if isinstance(driver, FakeDriver | StandInDriver):
+        assert (driver.leftovers, driver.violations) == ((0, 0, 0, 0, 0), [])
+
+
+def driver_of(backend: Backend) -> object:
+    return getattr(getattr(backend, "_local", backend), "_driver", None)
 
 
 def test_two_addresses_show_one_page(case: tuple[Backend, int]) -> None:
@@ -118,8 +135,8 @@ def test_physical_bytes_follow_the_pages(case: tuple[Backend, int]) -> None:
 def test_fences_pass(case: tuple[Backend, int]) -> None:
     backend, _ = case
     first, second = backend.fence(), backend.fence()
-    driver = getattr(getattr(backend, "_local", backend), "_driver", None)
-    if isinstance(driver, FakeDriver):
+    driver = driver_of(backend)
+    if isinstance(driver, FakeDriver | StandInDriver):
         assert not backend.completed(first)
         driver.finish_work()
     elif driver is not None:
@@ -159,7 +176,7 @@ def test_rules_are_enforced(case: tuple[Backend, int]) -> None:
     backend.release(reserved)
 
 
-@pytest.mark.parametrize("make", [host, fake_cuda, mirrored_host, mirrored_cuda])
+@pytest.mark.parametrize("make", WITHOUT_A_DEVICE)
 def test_out_of_pages_is_transient(make: Callable[[], tuple[Backend, int]]) -> None:
     backend, size = make()
     handles = [backend.create(size) for _ in range(NUM_PAGES)]

@@ -5,12 +5,18 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections import defaultdict
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+import app.engine.engine
+import app.engine.executor
 from app.engine import LLM, SamplingParams
 
 NEW_TOKENS = 64
@@ -93,3 +99,68 @@ def step_us_stub() -> float:
             times.append(time.perf_counter() - start - forward.seconds)
         llm.close()
     return statistics.median(times) * 1e6
+
+
+def step_parts(llm: LLM, num_steps: int = 10) -> dict[str, float]:
+    """Microseconds of each part of the next `num_steps` steps, means; requests must be there that go on for so long.
+
+    - `schedule`; `map`: what this step needs and nobody has mapped yet; `plan`: tokens and block tables as numbers;
+      `ahead`: the mapper is told what the next step needs; `build`: tensors, copied to the device
+    - `launch`: the forward's time on the host; `wait`: from then on until the device has computed it; `fence`;
+      `copy_out`: logits to the host; `sample`; `apply`; `other`
+    - `step`: all of these together
+    - `device`: from the forward's first kernel to its last, by events; on the CPU the same as `launch`
+    """
+    engine, runner = llm.engine, llm.engine._executor._runner
+    on_cuda = engine.model.module.device.type == "cuda"
+    seconds: dict[str, float] = defaultdict(float)
+
+    def timed(part: str, work: Any, *args: Any, **settings: Any) -> Any:
+        start = time.perf_counter()
+        result = work(*args, **settings)
+        seconds[part] += time.perf_counter() - start
+        return result
+
+    def forward(work: Any, *args: Any) -> Any:
+        begin, end = (torch.cuda.Event(enable_timing=True) if on_cuda else None for _ in range(2))
+        start = time.perf_counter()
+        if begin is not None:
+            begin.record()
+        logits = work(*args)
+        if end is not None:
+            end.record()
+        launched = time.perf_counter()
+        seconds["launch"] += launched - start
+        if begin is not None and end is not None:
+            end.synchronize()  # the copy that follows would wait as long
+            seconds["wait"] += time.perf_counter() - launched
+            seconds["device"] += begin.elapsed_time(end) / 1e3
+        else:
+            seconds["wait"] += 0.0
+            seconds["device"] += launched - start
+        return logits
+
+    parts: dict[str, tuple[Any, str]] = {
+        "schedule": (engine._scheduler, "schedule"),
+        "map": (engine.memory, "ensure"),
+        "plan": (app.engine.engine, "plan_step"),
+        "ahead": (engine.memory, "plan"),
+        "executor": (engine._executor, "run"),
+        "build": (app.engine.executor, "build_batch"),
+        "fence": (engine.memory, "launched"),
+        "sample": (engine._decoding, "choose"),
+        "apply": (engine._decoding, "apply"),
+    }
+    with ExitStack() as undo:
+        for part, (owner, name) in parts.items():
+            undo.enter_context(patch.object(owner, name, partial(timed, part, getattr(owner, name))))
+        undo.enter_context(patch.object(runner, "run", partial(forward, runner.run)))
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            if not engine.step():
+                raise RuntimeError("nothing was computed: the requests have ended")
+        seconds["step"] = time.perf_counter() - start
+    device, step = seconds.pop("device"), seconds.pop("step")
+    seconds["copy_out"] = seconds.pop("executor") - sum(seconds[name] for name in ("build", "launch", "wait", "fence"))
+    seconds["other"] = step - sum(seconds.values())
+    return {part: value / num_steps * 1e6 for part, value in (seconds | {"device": device, "step": step}).items()}

@@ -1,6 +1,6 @@
-"""What Folio is compared with: transformers in the same process, and servers that speak the OpenAI API.
+"""Folio and what it is compared with: transformers in the same process, and servers that speak the OpenAI API.
 
-Every rival generates exactly `new_tokens` tokens for each prompt of token ids, and says how many there were a second.
+Each of them generates exactly `new_tokens` tokens for each prompt of token ids, and says how many there were a second.
 """
 
 from __future__ import annotations
@@ -14,9 +14,22 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from app.engine import LLM, SamplingParams
+
 Prompts = Sequence[list[int]]
 
 _TIMEOUT_S = 1200.0
+
+
+def folio_rate(llm: LLM, prompts: Prompts, new_tokens: int, **settings: Any) -> float:
+    """Tokens a second of all outputs."""
+    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, **({"temperature": 0.0} | settings))
+    start = time.perf_counter()
+    completions = llm.generate(list(prompts), params)
+    elapsed = time.perf_counter() - start
+    outputs = [output for completion in completions for output in completion.outputs]
+    assert all(len(output.token_ids) == new_tokens for output in outputs)
+    return len(outputs) * new_tokens / elapsed
 
 
 class TransformersGenerate:
@@ -33,8 +46,9 @@ class TransformersGenerate:
             settings: more of `generate`'s: samples or beams, and how many are returned.
         """
         longest = max(map(len, prompts))
-        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        device = self._model.device
+        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
         start = time.perf_counter()
         out = self._model.generate(
             ids,
@@ -43,7 +57,7 @@ class TransformersGenerate:
             eos_token_id=None,
             pad_token_id=0,
             **({"do_sample": False} | settings),
-        )
+        ).cpu()  # waits for the device
         elapsed = time.perf_counter() - start
         assert out.shape[1] == longest + new_tokens
         return len(out) * new_tokens / elapsed

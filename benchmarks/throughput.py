@@ -15,6 +15,9 @@ included, and each run has prompts that nobody has seen before, or those with a 
 --quick keeps 4 of 24 layers and runs once. Rivals are started by hand on the same machine, on a checkpoint that
 `--checkpoint FOLDER` leaves there, and named by `--vllm URL`, `--openvino URL` (`benchmarks/openvino_server.py`) and
 `--llamacpp URL`.
+
+`--device cuda`, or `--shape NAME` on any device, measures something else, `benchmarks.sweep`: decode steps and prefills
+of one shape by batch, beside transformers on the same device, or with `--parts` what a decode step consists of.
 """
 
 from __future__ import annotations
@@ -36,8 +39,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 from app.engine import LLM, SamplingParams
-from benchmarks import harness, overhead
-from benchmarks.rivals import Prompts, Server, TransformersContinuousBatching, TransformersGenerate
+from benchmarks import harness, overhead, sweep
+from benchmarks.rivals import Prompts, Server, TransformersContinuousBatching, TransformersGenerate, folio_rate
 
 VOCAB_SIZE, HIDDEN = 151936, 896
 NUM_REQUESTS, SHORTEST, LONGEST, SINGLE_PROMPT = 16, 32, 512, 32
@@ -108,17 +111,6 @@ def mixed_prompts(seed: int) -> list[list[int]]:
 def shared_prompts(count: int, seed: int) -> list[list[int]]:
     common, *own = make_prompts([SHARED_TOKENS] + [OWN_TOKENS] * count, seed)
     return [common + tokens for tokens in own]
-
-
-def folio_rate(llm: LLM, prompts: Prompts, new_tokens: int, **settings: Any) -> float:
-    """Tokens a second of all outputs."""
-    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, **({"temperature": 0.0} | settings))
-    start = time.perf_counter()
-    completions = llm.generate(list(prompts), params)
-    elapsed = time.perf_counter() - start
-    outputs = [output for completion in completions for output in completion.outputs]
-    assert all(len(output.token_ids) == new_tokens for output in outputs)
-    return len(outputs) * new_tokens / elapsed
 
 
 def single_stream(llm: LLM, prompt: list[int], new_tokens: int) -> float:
@@ -255,11 +247,18 @@ def run_all(args: argparse.Namespace, folder: Path, sizes: Sizes) -> tuple[dict[
 
 
 def main() -> None:
-    parser = harness.arguments(__doc__)
+    parser = harness.arguments(__doc__, devices=("cpu", "cuda"))
+    parser.add_argument("--shape", choices=sweep.SHAPES, help=f"with --device cuda {sweep.DEFAULT_SHAPE} by default")
+    parser.add_argument("--parts", action="store_true", help="only the parts of a decode step")
     parser.add_argument("--checkpoint", help="make the checkpoint in this folder, unless it is there, and leave it")
     for rival in ("vllm", "openvino", "llamacpp"):
         parser.add_argument(f"--{rival}", metavar="URL")
     args = parser.parse_args()
+    if args.shape or args.device == "cuda":
+        sweep.run(args)
+        return
+    if args.parts:
+        parser.error("--parts is for one shape: choose it by --shape")
     sizes = QUICK if args.quick else Sizes()
     with checkpoint(args.checkpoint, sizes.num_layers) as folder:
         rates, weight_bytes = run_all(args, folder, sizes)

@@ -1,0 +1,38 @@
+"""The parts of a step, as benchmarks tell them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from transformers import AutoConfig
+
+from app.engine import LLM, SamplingParams
+from benchmarks import sweep
+from benchmarks.overhead import step_parts
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    settings = dict(sweep.SHAPES["tiny"])
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings, initializer_range=sweep.WEIGHT_STD)
+    with sweep.make_llm(config, "cpu", sweep.QUICK, num_threads=1) as engine:
+        yield engine
+
+
+def test_parts_add_up_and_the_engine_is_left_as_it_was(llm: LLM) -> None:
+    """A part that is counted twice, or a collaborator that goes by another name now, and a wrapper left behind."""
+    engine = llm.engine
+    owners = (engine._scheduler, engine.memory, engine._executor, engine._executor._runner, engine._decoding)
+    before = [set(vars(owner)) for owner in owners]
+    for i in range(3):
+        engine.submit(str(i), [3 + i] * 20, SamplingParams(max_tokens=9, temperature=0, ignore_eos=True))
+    engine.step()
+    parts = step_parts(llm, 4)
+    step, device = parts.pop("step"), parts.pop("device")
+    assert sum(parts.values()) == pytest.approx(step)
+    assert device == parts["launch"] > 0
+    assert {part for part, us in parts.items() if us <= 0} == {"wait"}, "there is no device to wait for"
+    with pytest.raises(RuntimeError, match="the requests have ended"):
+        step_parts(llm, 10)
+    assert [set(vars(owner)) for owner in owners] == before

@@ -27,8 +27,10 @@ _CONFIGS: tuple[_Config, ...] = (
 _FLOAT32_CONFIGS: tuple[_Config, ...] = (  # not on tensor cores: a thread holds whole rows of both factors
     (256, 16, 16, 8, 2),
     (64, 64, 32, 8, 2),
-    (256, 64, 16, 8, 2),
+    (128, 64, 16, 16, 2),
+    (256, 32, 16, 8, 2),
 )
+_FLOAT32_LARGE_GROUP: _Config = (256, 64, 16, 16, 2)  # spills some bytes, and holds the heads of a group of up to 64
 
 
 @triton.jit(
@@ -230,7 +232,7 @@ def attend_prefill(
     group = query.shape[1] // num_kv_heads
     widest = max(padded(query.shape[2]), padded(value_cache.shape[3]))
     configs = _FLOAT32_CONFIGS if query.dtype == torch.float32 else _CONFIGS
-    _, block_rows, block_tile, num_warps, num_stages = _choose_config(configs, widest, group * batch.max_seqlen_q)
+    _, block_rows, block_tile, num_warps, num_stages = _choose_config(configs, widest, group, batch.max_seqlen_q)
     arguments = attend_arguments(query, key_cache, value_cache, out, batch, masking, scales, lse, block_tile)
     num_tiles = query.shape[0] // (block_rows // group) + num_seqs
     with torch.cuda.device_of(query):
@@ -244,8 +246,8 @@ def attend_prefill(
         )
 
 
-def _choose_config(configs: tuple[_Config, ...], widest: int, num_rows: int) -> _Config:
-    """The first with enough rows in a tile; where none has, with the most."""
-    lines = [config for config in configs if widest <= config[0]]
-    enough = [config for config in lines if num_rows <= config[1]]
+def _choose_config(configs: tuple[_Config, ...], widest: int, group: int, num_queries: int) -> _Config:
+    """The first with enough rows in a tile; where none has, with the most. A tile has the rows of a query at least."""
+    lines = [config for config in configs if widest <= config[0] and group <= config[1]] or [_FLOAT32_LARGE_GROUP]
+    enough = [config for config in lines if group * num_queries <= config[1]]
     return enough[0] if enough else max(lines, key=lambda config: config[1])

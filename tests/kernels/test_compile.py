@@ -1,0 +1,313 @@
+"""The Triton kernels of production shapes, compiled for an H100 without one: what the compiler makes of each.
+
+`python -m tests.kernels.test_compile i n` compiles every n-th shape from the i-th and prints a line of JSON for each.
+It calls the functions that launch the kernels, with caches laid out as in production and a driver that has no device:
+Triton specialises and compiles as it would for the launch, and the launch does nothing. That takes a process of its
+own, as `tests/conftest.py` has the kernels interpreted in the one that runs the tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import CacheScales, Masking, Rotary, VarlenBatch
+from vmem.host import HostBackend
+from vmem.layout import LayerSpec, LayoutKind, plan_layout
+
+SHARED_BYTES = 227 * 1024  # that a block of an H100 may have
+REGISTERS = 255  # that a thread can name
+PAGE_BYTES = 2 << 20
+THREADS = 128  # of a program that writes
+NUM_SEQS, NUM_BLOCKS = 3, 8
+NUM_PROCESSES, TIMEOUT_S = 2, 600
+ROOT = Path(__file__).parents[2]
+PTXAS = "backends/nvidia/bin/ptxas"  # in Triton's package
+
+
+@dataclass(frozen=True)
+class Model:
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    dim: int
+    masking: Masking
+    max_tokens: int
+
+
+LLAMA = Model(32, 32, 8, 128, Masking(128**-0.5), 131072)  # 3.1 8B: a region's stride does not fit 32 bits
+QWEN = Model(24, 14, 2, 64, Masking(64**-0.5), 32768)  # 2.5 0.5B
+GEMMA = Model(21, 16, 8, 256, Masking(1 / 16, window_left=4095, softcap=50.0), 8192)  # 2 9B, layers with a window
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A call of "write", "copy", "decode" or "prefill".
+
+    Attributes:
+        block_tokens: of the block-table view, 0 for as many as `plan_layout` chooses; None is the region view.
+        num_queries: of the longest sequence.
+        offset: elements from the caches' beginning to where the kernel is told it is.
+    """
+
+    call: str
+    model: Model
+    block_tokens: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    cache_dtype: torch.dtype = torch.bfloat16
+    kind: LayoutKind = "interleaved"
+    num_queries: int = 512
+    num_splits: int = 1
+    offset: int = 0
+
+    def __str__(self) -> str:
+        view = "region" if self.block_tokens is None else f"{self.kind} blocks {self.block_tokens or 'planned'}"
+        work = f"{self.num_queries} queries" if self.call == "prefill" else f"{self.num_splits} splits"
+        dtypes = f"{self.dtype} {self.cache_dtype}".replace("torch.", "")
+        return f"{self.call} {self.model.num_q_heads}/{self.model.num_kv_heads}/{self.model.dim} {view} {work} {dtypes}"
+
+
+FP8, F32 = torch.float8_e4m3fn, torch.float32
+MISALIGNED = Shape("decode", QWEN, offset=1)
+SHAPES = (
+    Shape("write", LLAMA),
+    Shape("write", LLAMA, cache_dtype=FP8),
+    Shape("write", QWEN, 0),
+    Shape("copy", LLAMA, 16),
+    Shape("decode", LLAMA, num_splits=8),
+    Shape("decode", LLAMA, 16, num_splits=8),
+    Shape("decode", LLAMA, 0, kind="per_layer"),
+    Shape("decode", QWEN),
+    Shape("decode", QWEN, 0, num_splits=8),
+    Shape("decode", GEMMA, num_splits=8),
+    Shape("decode", GEMMA, 16),
+    Shape("decode", LLAMA, cache_dtype=FP8, num_splits=8),
+    Shape("decode", LLAMA, 16, cache_dtype=FP8),
+    Shape("decode", LLAMA, 16, dtype=F32, cache_dtype=F32, num_splits=8),
+    Shape("prefill", LLAMA),
+    Shape("prefill", LLAMA, 16),
+    Shape("prefill", LLAMA, 64),
+    Shape("prefill", LLAMA, num_queries=16),
+    Shape("prefill", LLAMA, 16, num_queries=4),
+    Shape("prefill", QWEN),
+    Shape("prefill", QWEN, 0, num_queries=2),
+    Shape("prefill", GEMMA),
+    Shape("prefill", GEMMA, 16),
+    Shape("prefill", GEMMA, 16, num_queries=8),
+    Shape("prefill", LLAMA, cache_dtype=FP8),
+    Shape("prefill", LLAMA, 16, dtype=F32, cache_dtype=F32),
+    Shape("prefill", GEMMA, dtype=F32, cache_dtype=F32),
+    MISALIGNED,
+)
+
+
+@dataclass
+class Compiled:
+    """What became of one kernel: bytes of shared memory a block and of spills a thread, registers a thread, and how
+    many accesses of each width in bytes its PTX has."""
+
+    registers: int
+    spilled: int
+    shared: int
+    copies: dict[int, int]  # from global to shared memory, past the registers
+    loads: dict[int, int]
+    stores: dict[int, int]
+
+
+def test_production_shapes_use_the_gpu_well(tmp_path: Path) -> None:
+    """A kernel that spills, that reads the cache by less than 16 bytes a thread, or that asks for more shared memory
+    than there is gives the same results in the interpreter."""
+    triton = importlib.util.find_spec("triton")
+    if triton is None or triton.origin is None or not (Path(triton.origin).parent / PTXAS).exists():
+        pytest.skip("the installed Triton has no ptxas")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.kernels.test_compile", str(i), str(NUM_PROCESSES)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(NUM_PROCESSES)
+    ]
+    try:
+        outputs = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors
+    found: dict[int, Compiled] = {}
+    for line in "".join(output for output, _ in outputs).splitlines():
+        index, fields = json.loads(line)
+        widths = {name: {int(k): v for k, v in fields[name].items()} for name in ("copies", "loads", "stores")}
+        found[index] = Compiled(**(fields | widths))
+    complaints = {shape: list(_complaints(shape, found[i])) for i, shape in enumerate(SHAPES)}
+    narrow = complaints.pop(MISALIGNED)
+    table = "\n".join(f"{shape}: {found[i]} {complaints.get(shape) or ''}" for i, shape in enumerate(SHAPES))
+    assert narrow, f"loads from a cache that is not aligned pass for wide ones\n{table}"
+    assert not any(complaints.values()), f"\n{table}"
+
+
+def _complaints(shape: Shape, compiled: Compiled) -> list[str]:
+    """What is wrong with a kernel of that shape."""
+    wrong = []
+    if compiled.spilled:
+        wrong.append(f"spills {compiled.spilled} bytes")
+    if compiled.shared > SHARED_BYTES:
+        wrong.append(f"{compiled.shared} bytes of shared memory, there are {SHARED_BYTES}")
+    if compiled.registers > REGISTERS:
+        wrong.append(f"{compiled.registers} registers")
+    if shape.call == "write":  # a program has one token's heads
+        row_bytes = shape.model.num_kv_heads * shape.model.dim * shape.cache_dtype.itemsize
+        if min(compiled.stores) < min(16, row_bytes // THREADS):
+            wrong.append(f"stores rows of {row_bytes} bytes by {min(compiled.stores)}")
+    elif shape.call == "copy":
+        if compiled.loads.get(16, 0) < 4 or set(compiled.stores) != {16}:
+            wrong.append("does not copy by 16 bytes")
+    else:
+        # As the second factor of a product of few rows, 8-bit values lie in shared memory by 8 bytes.
+        least = 8 if shape.call == "decode" and shape.cache_dtype == FP8 else 16
+        if sum(compiled.copies.values()) < 2 or 16 not in compiled.copies or min(compiled.copies) < least:
+            wrong.append(f"reads the cache by {sorted(compiled.copies)} bytes")
+        if min(compiled.loads) < 4:
+            wrong.append(f"loads {min(compiled.loads)} bytes a thread")
+    return wrong
+
+
+# --- in a process without the interpreter ---------------------------------------------------------------------------
+
+
+def compile_shapes(index: int, count: int) -> None:
+    """Print the shape's place in `SHAPES` and its `Compiled` for every `count`-th shape from the `index`-th."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    device_free = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        launcher_cls=lambda source, metadata: lambda *arguments: None,
+        utils=SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": sys.maxsize},
+            load_binary=lambda *arguments: (None, 0, 0, 0, 1024),
+        ),
+    )
+    triton.runtime.driver.set_active(device_free)
+    triton.knobs.nvidia.dump_ptxas_log = True
+    kernels: list[tuple[dict[str, Any], dict[str, str]]] = []
+
+    def note(
+        *, src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], times: Any, cache_hit: bool
+    ) -> None:
+        kernels.append((metadata, metadata_group))
+
+    triton.knobs.compilation.listener = note
+    for i in range(index, len(SHAPES), count):
+        kernels.clear()
+        log = io.StringIO()
+        with contextlib.redirect_stdout(log):
+            _call(SHAPES[i])
+        [(metadata, files)] = kernels
+        [ptx] = (Path(path).read_text() for name, path in files.items() if name.endswith(".ptx"))
+        compiled = Compiled(
+            registers=int(re.findall(r"Used (\d+) registers", log.getvalue())[0]),
+            spilled=sum(map(int, re.findall(r"(\d+) bytes spill", log.getvalue()))),
+            shared=metadata["shared"],
+            copies=_copies(ptx),
+            loads=_accesses(ptx, "ld"),
+            stores=_accesses(ptx, "st"),
+        )
+        print(json.dumps((i, vars(compiled))), flush=True)
+
+
+def _copies(ptx: str) -> dict[int, int]:
+    sizes = re.findall(r"cp\.async\.c[ag]\.shared\.global\S* *\[[^]]*\], *\[[^]]*\], *(\w+)", ptx)
+    return Counter(int(size, 0) for size in sizes)
+
+
+def _accesses(ptx: str, operation: str) -> dict[int, int]:
+    """Of instructions such as `ld.global.L1::evict_last.v4.b32`."""
+    widths: Counter[int] = Counter()
+    for modifiers in re.findall(rf"\b{operation}\.global((?:\.[\w:]+)+)", ptx):
+        vector, element = re.search(r"\.v(\d)", modifiers), re.search(r"\.[bfus](\d+)$", modifiers)
+        assert element is not None, modifiers
+        widths[(int(vector[1]) if vector else 1) * int(element[1]) // 8] += 1
+    return widths
+
+
+def _call(shape: Shape) -> None:
+    from kernels.triton_cache import write_cache
+    from kernels.triton_copy import copy_blocks
+    from kernels.triton_decode import SplitDecode
+    from kernels.triton_prefill import attend_prefill
+
+    model = shape.model
+    heads, dim = model.num_kv_heads, model.dim
+    layout = plan_layout(
+        [LayerSpec(heads, dim, dim)] * model.num_layers,
+        shape.cache_dtype,
+        granularity_bytes=PAGE_BYTES,
+        kind=shape.kind,
+        block_tokens=shape.block_tokens or None,
+    )
+    run_tokens, num_runs = layout.block_tokens, NUM_BLOCKS
+    if shape.block_tokens is None:
+        run_tokens, num_runs = layout.num_blocks(model.max_tokens) * layout.block_tokens, NUM_SEQS
+    backend = HostBackend(PAGE_BYTES)  # addresses without memory: nothing is touched
+    memory = [
+        backend.tensor(backend.reserve(num_runs * run_tokens * layout.token_bytes)) for _ in range(layout.num_slices)
+    ]
+    if shape.call == "copy":
+        words = memory[0].view(torch.int64).view(num_runs, -1)
+        rows = torch.zeros(2, dtype=torch.int64)
+        copy_blocks(words, words, rows, rows)
+        return
+    key, value = (
+        cache.as_strided(cache.shape, cache.stride(), cache.storage_offset() + shape.offset)
+        for cache in layout.view(memory, model.num_layers // 2, run_tokens)
+    )
+    scales = CacheScales(torch.ones(heads), torch.ones(heads)) if shape.cache_dtype == FP8 else None
+    num_queries = 1 if shape.call == "decode" else shape.num_queries
+    num_tokens = NUM_SEQS * num_queries
+    if shape.call == "write":
+        new = torch.empty(2, num_tokens, heads, dim, dtype=shape.dtype)
+        places = torch.zeros(num_tokens, dtype=torch.int64)
+        angles = torch.empty(2, model.max_tokens, dim // 2)
+        write_cache(new[0], new[1], key, value, places, Rotary(angles[0], angles[1], places, interleaved=False), scales)
+        return
+    query = torch.empty(num_tokens, model.num_q_heads, dim, dtype=shape.dtype)
+    width = 1 if shape.block_tokens is None else NUM_BLOCKS
+    batch = VarlenBatch(
+        torch.arange(NUM_SEQS + 1, dtype=torch.int32) * num_queries,
+        torch.full((NUM_SEQS,), run_tokens, dtype=torch.int32),
+        torch.zeros(NUM_SEQS, width, dtype=torch.int32),
+        num_queries,
+        width * run_tokens,
+    )
+    arguments = (query, key, value, torch.empty_like(query), batch, model.masking, scales, None)
+    if shape.call == "decode":
+        SplitDecode().attend(*arguments, shape.num_splits)
+    else:
+        attend_prefill(*arguments, skip_single=True)
+
+
+if __name__ == "__main__":
+    compile_shapes(int(sys.argv[1]), int(sys.argv[2]))

@@ -157,13 +157,13 @@ def main() -> None:
     for name, heads in SHAPES.items():
         for layout in LAYOUTS:
             for i, block_tokens in enumerate(_block_sizes(args, device, heads, layout)):
-                cases = _cases(args, device, first=i == 0)
+                cases, before = _cases(args, device, first=i == 0), len(rows)
                 with _setting(device, heads, layout, block_tokens, cases) as setting:
                     for case in cases:
                         # The figures rest on it, and others use the memory, too.
                         often = case == _filled(device) and not args.quick
                         rows += _noted(_measure(device, setting, name, case, 3 if often else 1), setting)
-                print(f"{name}, {layout}, blocks of {setting.block_tokens} tokens: done", flush=True)
+                    _summary(f"{name}, {layout}, blocks of {setting.block_tokens}", rows[before:], device)
     figures = _figures(rows, device)
     footprints = _measure_footprints(device) if args.footprints else []
     for row in footprints:
@@ -226,6 +226,19 @@ def _noted(rows: list[Row], setting: Setting) -> list[Row]:
     return rows
 
 
+def _summary(fact: str, rows: Sequence[Row], device: Device) -> None:
+    """Record the shares of the first kernel's decodes by batch and length, and of all kernels' in the largest case."""
+    for view in ("region", "block_table"):
+        shown = [
+            f"{row.case.batch}x{row.case.length} {row.provider} {row.share:.3f}"
+            for row in rows
+            if row.view == view
+            and (row.provider == device.providers[0] or row.case == _filled(device))
+            and (row.case.queries == 1 or row.case.batch == 1)
+        ]
+        record(f"{fact}, {view}", ", ".join(shown))
+
+
 def _measure_footprints(device: Device) -> list[Row]:
     """Decodes of the first kernel over all layers in turn."""
     rows: list[Row] = []
@@ -236,9 +249,10 @@ def _measure_footprints(device: Device) -> list[Row]:
         token_bytes = heads.token_bytes * device.num_layers if layout == "interleaved" else heads.token_bytes // 2
         block_tokens = factor * device.page_bytes // token_bytes
         with _setting(device, heads, kind, block_tokens, device.footprints, all_layers=True) as setting:
+            before = len(rows)
             for case in device.footprints:
                 rows += _noted(_measure(device, setting, name, case, 1, device.providers[:1]), setting)
-        print(f"footprints, {layout}, blocks of {block_tokens} tokens: done", flush=True)
+            _summary(f"{name}, all layers, {layout}, blocks of {setting.block_tokens}", rows[before:], device)
     return rows
 
 

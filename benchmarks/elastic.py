@@ -85,7 +85,7 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
     waves = (1, 16, 1) if args.quick else (1, 4, 16, 32, 16, 4, 1)
     if args.tiny:
         load = {"idle_s": (0.7, 0.8), "at_once": 4, "prompt_tokens": 24, "new_tokens": 3, "times_as_short": 500.0}
-        few = {"factors": (4,), "views": ("region", "auto"), "delays_s": (0.5, 120.0), "warm_up": False}
+        few = {"factors": (4,), "views": ("auto",), "delays_s": (0.5,), "warm_up": False}
         return Sizes("cpu", TINY_SHAPE, 2 * 2 * 2 * 16 * 2, 1 << 12, 4, 1, (1, 2), **(load | few))  # type: ignore[arg-type]
     if args.device == "cuda":
         token_bytes, repeats = NUM_LAYERS * 2 * 8 * 128 * 2, 2 if args.quick else 5

@@ -268,7 +268,10 @@ class Probes:
     # ---- what it costs ----
 
     def costs(self) -> None:
-        """Microseconds of each call by page size, pages a run, and whether kernels are running."""
+        """Microseconds of each call by page size, pages a run, and whether kernels are running.
+
+        Access is set and pages are unmapped by the run, everything else page by page.
+        """
         sizes = [m * MIB for m in (2, 4, 8, 16, 32, 64)]
         runs: tuple[int, ...] = (1, 4, 16, 64)
         most, longest_s = 100, 0.5
@@ -279,8 +282,8 @@ class Probes:
                 for state in ("idle", "running"):
                     times = self._cost(size, run, state == "running", most, longest_s)
                     micros = {name: spread(values) for name, values in times.items()}
-                    text = ", ".join(f"{name} {of['median']:.1f}/{of['p99']:.1f}" for name, of in micros.items())
-                    shown = f"{size // MIB} MiB x {run}, {state}, us median/p99 (set access, unmap: a run): {text}"
+                    text = ", ".join(f"{name} {of['median']:.1f} (p99 {of['p99']:.1f})" for name, of in micros.items())
+                    shown = f"{size // MIB} MiB x {run}, {state}, us {text}"
                     chosen = self.device.fake or (size in (2 * MIB, 16 * MIB) and run in (1, 16))
                     self.record("cost", shown if chosen else "", bytes=size, run=run, state=state, us=micros)
 

@@ -15,7 +15,7 @@ whose steps cost little. The *narrow* one has 128 bytes of cache a token, so tha
 The second part is the whole effect: the same requests on engines whose KV cache holds half of them and that swap,
 recompute, or choose, and on one that holds them all.
 
---quick measures fewer cells, and less often.
+--quick measures fewer cells, and less often; --tiny only shows that this program works.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ from app.engine.engine import Engine
 from app.engine.recovery import Recovery, RecoveryCost
 from app.engine.request import Request
 from benchmarks import harness
+from benchmarks.facts import record
 from benchmarks.throughput import make_checkpoint
 from vmem import Demand
 
 QWEN, NUM_LAYERS = "Qwen2.5-0.5B", {"cpu": 4, "cuda": 24}
 ONE_LAYER = {"narrow": (1, 32), "wide": (64, 512)}  # heads, and their size
 LONGEST = {"wide": 256}
-BLOCKS, QUICK_BLOCKS = (1, 4, 16, 64, 256), (1, 16, 256)
-LENGTHS, QUICK_LENGTHS = (8, 64, 256, 1000, 2000), (8, 256)
+BLOCKS, QUICK_BLOCKS, TINY_BLOCKS = (1, 4, 16, 64, 256), (1, 16, 256), (16,)
+LENGTHS, QUICK_LENGTHS, TINY_LENGTHS = (8, 64, 256, 1000, 2000), (8, 256), (8,)
 LEARNT_FROM = (16, 100, 400, 700, 1500)
 KV_BYTES = 8 << 30  # on CUDA a block has 2 MiB, however few tokens that is
 VOCABULARY = 1024
 # The second part: requests, tokens of each prompt and output, runs; and the share of it all that there is room for.
-PRESSURE, QUICK_PRESSURE, FITTING = (24, 128, 96, 3), (12, 64, 48, 1), 0.5
+PRESSURE, QUICK_PRESSURE, TINY_PRESSURE, FITTING = (24, 128, 96, 3), (12, 64, 48, 1), (4, 24, 8, 1), 0.5
 BLOCK_TOKENS, GRANULE_BYTES = {"cpu": 16, "cuda": 64}, {"cpu": 4096, "cuda": 2 << 20}
 POLICIES: tuple[RecoveryPolicy, ...] = ("swap", "recompute", "auto")
 
@@ -90,18 +91,28 @@ class Cell:
 
 
 def main() -> None:
-    args = harness.arguments(__doc__, devices=("cpu", "cuda")).parse_args()
-    cells = []
+    parser = harness.arguments(__doc__, devices=("cpu", "cuda"))
+    parser.add_argument("--tiny", action="store_true", help="as little as possible of everything, on the CPU")
+    args = parser.parse_args()
+    args.quick |= args.tiny
+    blocks = TINY_BLOCKS if args.tiny else QUICK_BLOCKS if args.quick else BLOCKS
+    cells: list[Cell] = []
     with tempfile.TemporaryDirectory() as folder:
-        checkpoints = {name: Path(folder, name) for name in (QWEN, *ONE_LAYER)}
-        make_checkpoint(checkpoints[QWEN], NUM_LAYERS[args.device])
-        for name, (num_heads, dim) in ONE_LAYER.items():
-            make_one_layer(checkpoints[name], num_heads, dim)
+        checkpoints = {name: Path(folder, name) for name in (["narrow"] if args.tiny else [QWEN, *ONE_LAYER])}
         for name, checkpoint in checkpoints.items():
-            for block_tokens in QUICK_BLOCKS if args.quick else BLOCKS:
+            if name == QWEN:
+                make_checkpoint(checkpoint, NUM_LAYERS[args.device])
+            else:
+                make_one_layer(checkpoint, *ONE_LAYER[name])
+        for name, checkpoint in checkpoints.items():
+            for block_tokens in blocks:
                 print(f"measuring {name}, blocks of {block_tokens}", flush=True)
-                cells += measure_block(args, name, checkpoint, block_tokens)
-        rates, preempted, pressed_equal = measure_pressure(args, checkpoints[QWEN])
+                measured = measure_block(args, name, checkpoint, block_tokens)
+                for cell in measured:
+                    record("preempted sequence", regret=cell.regret(), **asdict(cell))
+                cells += measured
+        pressed = next(iter(checkpoints))
+        rates, preempted, pressed_equal = measure_pressure(args, pressed, checkpoints[pressed])
 
     forced = max(("swap", "recompute"), key=lambda name: statistics.median(rates[name]))
     figures = {
@@ -164,7 +175,8 @@ def median_error(pairs: Iterable[tuple[float, float]]) -> float:
 
 def measure_block(args: argparse.Namespace, model: str, checkpoint: Path, block_tokens: int) -> list[Cell]:
     """All lengths, on an engine that has served ordinary requests, and preempted none."""
-    all_lengths, repeats = (QUICK_LENGTHS, 3) if args.quick else (LENGTHS, 5)
+    all_lengths = TINY_LENGTHS if args.tiny else QUICK_LENGTHS if args.quick else LENGTHS
+    repeats = 1 if args.tiny else 3 if args.quick else 5
     lengths = [n for n in all_lengths if n <= LONGEST.get(model, n)]
     llm = start_engine(
         args,
@@ -278,17 +290,21 @@ def now(engine: Engine) -> float:
 
 
 def measure_pressure(
-    args: argparse.Namespace, checkpoint: Path
+    args: argparse.Namespace, model: str, checkpoint: Path
 ) -> tuple[dict[str, list[float]], dict[str, dict[Recovery, float]], bool]:
     """Of each engine the output tokens a second and the preemptions in a run; whether all give the same tokens."""
     count, prompt_tokens, new_tokens, repeats = QUICK_PRESSURE if args.quick else PRESSURE
+    if args.tiny:
+        count, prompt_tokens, new_tokens, repeats = TINY_PRESSURE
     block_tokens = BLOCK_TOKENS[args.device]
-    block_bytes = max(block_tokens * NUM_LAYERS[args.device] * 512, GRANULE_BYTES[args.device])
+    token_bytes = NUM_LAYERS[args.device] * 512 if model == QWEN else 128
+    block_bytes = max(block_tokens * token_bytes, GRANULE_BYTES[args.device])
     full_bytes = count * -(-(prompt_tokens + new_tokens) // block_tokens) * block_bytes
     most = {"max_model_len": prompt_tokens + new_tokens, "max_num_seqs": count, "block_tokens": block_tokens}
-    engines = {"unpressured": start_engine(args, checkpoint, kv_memory_bytes=full_bytes, **most)}
+    anchor_bytes = block_bytes  # one page holds no blocks
+    engines = {"unpressured": start_engine(args, checkpoint, kv_memory_bytes=full_bytes + anchor_bytes, **most)}
     for way in POLICIES:
-        budget = int(FITTING * full_bytes)
+        budget = int(FITTING * full_bytes) + anchor_bytes
         engines[way] = start_engine(args, checkpoint, kv_memory_bytes=budget, preemption=way, **most)
     prompts = [make_prompt(prompt_tokens - i) for i in range(count)]
     outputs: dict[str, list[list[int]]] = {}
@@ -329,8 +345,8 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
     if pyplot is None:
         return
     models = list(dict.fromkeys(c.model for c in cells))
-    figure, panels = pyplot.subplots(1, len(models), figsize=(12, 3.5), layout="constrained")
-    for axes, model in zip(panels, models, strict=True):
+    figure, panels = pyplot.subplots(1, len(models), figsize=(12, 3.5), layout="constrained", squeeze=False)
+    for axes, model in zip(panels[0], models, strict=True):
         lengths = sorted({c.num_tokens for c in cells if c.model == model})
         for i, num_tokens in enumerate(lengths):
             row = [c for c in cells if (c.model, c.num_tokens) == (model, num_tokens)]
@@ -343,7 +359,7 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
         axes.set(xscale="log", yscale="log", xlabel="tokens in a block", ylabel="ms until the state is back")
         axes.set_xticks(blocks, blocks)
         axes.set_title(f"{model} (dots: picked)", fontsize=9)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=6)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right center", fontsize=6)
     figure.savefig(path, dpi=120)
 
 

@@ -305,14 +305,20 @@ class FakeDriver:
         return (OK if moment <= self._finished.get(stream, 0) else CUresult.CUDA_ERROR_NOT_READY,)
 
     def cuEventSynchronize(self, event: int) -> tuple[CUresult]:  # noqa: N802
+        if not self._in_context:
+            return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         self._finish(*self._events[event])  # the device takes no time at all
         return (OK,)
 
     def cuStreamSynchronize(self, stream: int) -> tuple[CUresult]:  # noqa: N802
+        if not self._in_context:
+            return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         self._finish(stream, self._now)
         return (OK,)
 
     def cuEventDestroy(self, event: int) -> tuple[CUresult]:  # noqa: N802
+        if not self._in_context:
+            return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         if self._events.pop(event, None) is None:
             return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
         return (OK,)
@@ -322,4 +328,4 @@ class FakeDriver:
         end = address + size
         while address < end and address in self._mappings:
             address += self._mappings[address]
-        return address == end
+        return size > 0 and address == end

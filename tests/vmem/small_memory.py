@@ -12,6 +12,7 @@ import torch
 
 from tests.vmem.direct_peers import DirectPeers
 from tests.vmem.fake_driver import CUresult, FakeDriver
+from tests.vmem.stand_in_driver import StandInDriver, skip_without_stand_in
 from vmem import (
     BlockContents,
     CacheTensors,
@@ -103,8 +104,10 @@ class FlakyHost(HostBackend):
 class FlakyCuda(CudaBackend):
     """The CUDA backend over a fake driver with pages of 4 KiB; driver call number `fail_at` fails."""
 
+    driver_type: type[FakeDriver | StandInDriver] = FakeDriver
+
     def __init__(self, capacity_bytes: int) -> None:
-        self.fake = FakeDriver(capacity_bytes)
+        self.fake = self.driver_type(capacity_bytes)
         self.fake.granularity_bytes = PAGE_BYTES
         super().__init__(driver=self.fake, tensor_device=CPU)
 
@@ -120,6 +123,16 @@ class FlakyCuda(CudaBackend):
     def fail_at(self, call: int) -> None:
         self.fake.fail_at = call
         self.fake.fail_status = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+
+
+class FlakyStandIn(FlakyCuda):
+    """The same over the real `cuda.bindings` and the stand-in library: one at a time in a process."""
+
+    driver_type = StandInDriver
+
+    def __init__(self, capacity_bytes: int) -> None:
+        skip_without_stand_in()
+        super().__init__(capacity_bytes)
 
 
 class FlakyMirror(MirroredBackend):

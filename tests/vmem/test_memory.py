@@ -18,6 +18,7 @@ from tests.vmem.small_memory import (
     FlakyCuda,
     FlakyHost,
     FlakyMirror,
+    FlakyStandIn,
     do_background,
     groups,
     layout,
@@ -84,7 +85,7 @@ def finish(memory: KVMemory, *sequences: SequenceMemory) -> None:
 
 
 @pytest.mark.parametrize("kind", ["interleaved", "per_layer"])
-@pytest.mark.parametrize("backend", [FlakyHost, FlakyCuda])
+@pytest.mark.parametrize("backend", [FlakyHost, FlakyCuda, FlakyStandIn])
 def test_written_through_one_view_read_through_the_other(backend: type, kind: str) -> None:
     memory, _ = make_memory(backend, kind=kind, windowed=True)  # type: ignore[arg-type]
     sequence = begin(memory, 40)
@@ -288,7 +289,7 @@ def test_groups_share_one_budget(no_thread: None) -> None:
 # ---- failures ----
 
 
-@pytest.mark.parametrize("backend", [FlakyHost, FlakyCuda, FlakyMirror])
+@pytest.mark.parametrize("backend", [FlakyHost, FlakyCuda, FlakyStandIn, FlakyMirror])
 @pytest.mark.parametrize("fail_at", range(1, 60))
 def test_a_failure_at_each_call_changes_nothing(backend: type, fail_at: int, no_thread: None) -> None:
     """Growing, forking, copying, hiding and giving back, with call k failing: the same calls work a moment later."""

@@ -14,6 +14,7 @@ from tests.vmem.small_memory import (
     MAX_TOKENS,
     PAGE_BYTES,
     FlakyCuda,
+    FlakyStandIn,
     Tokens,
     make_memory,
     pages_read,
@@ -44,10 +45,10 @@ class Device(threading.Thread):
             self.driver.finish_work(1)
 
 
-@pytest.mark.parametrize("kind", ["interleaved", "per_layer"])
-def test_no_deadlock_no_lost_wakeup_no_unfenced_change(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "device"), [("interleaved", FlakyStandIn), ("per_layer", FlakyCuda)])
+def test_no_deadlock_no_lost_wakeup_no_unfenced_change(kind: str, device: type[FlakyCuda]) -> None:
     memory, backend = make_memory(
-        FlakyCuda,
+        device,
         num_pages=NUM_PAGES,
         kind=kind,  # type: ignore[arg-type]
         windowed=True,

@@ -23,6 +23,7 @@ from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
 from tests.vmem.fake_driver import FakeDriver
 from tests.vmem.small_memory import pages_read
+from tests.vmem.stand_in_driver import StandInDriver, skip_without_stand_in
 from vmem import CudaBackend, Demand, KVMemory, MapError, select_backend
 from vmem.dlpack import CPU
 
@@ -34,12 +35,31 @@ def prompts() -> list[list[int]]:
     return [torch.randint(1, VOCAB_SIZE - 1, (n,), generator=generator).tolist() for n in (1, 17, 63, 200, 300)]
 
 
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    """A device that engines use from now on. Its steps finish late, one after the other: what a step may still read
-    must stay mapped. Kernels refuse tensors whose address is a hole, as Triton does."""
-    driver = FakeDriver(32 << 20)
+Driver = FakeDriver | StandInDriver
 
+
+@pytest.fixture(params=[FakeDriver, StandInDriver])
+def use_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Driver]]:
+    """A function that makes engines use a device without a GPU, over a fake of the driver's bindings or over the real
+    bindings and a stand-in for the library. Its steps finish late, one after the other: what a step may still read must
+    stay mapped. No kernel may be given a tensor whose address is a hole, which Triton refuses."""
+    if request.param is StandInDriver:
+        skip_without_stand_in()
+    drivers: list[Driver] = []
+
+    def use() -> Driver:
+        drivers.append(request.param(32 << 20))
+        _install(drivers[-1], monkeypatch)
+        return drivers[-1]
+
+    yield use
+    [driver] = drivers
+    driver.finish_work()
+    assert driver.leftovers == (0, 0, 0, 0, 0)
+    assert driver.violations == []
+
+
+def _install(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     def backend(*_: object, **__: object) -> CudaBackend:
         return CudaBackend(driver=driver, tensor_device=CPU)
 
@@ -64,30 +84,26 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     monkeypatch.setattr(kv_plan, "select_block_copy", lambda device: strict_copy(select_block_copy(device), driver))
     monkeypatch.setattr(KVMemory, "ensure", ensure_and_note)
     monkeypatch.setattr(ModelRunner, "run", launch_and_run)
-    yield driver
-    driver.finish_work()
-    assert driver.leftovers == (0, 0, 0, 0, 0)
-    assert driver.violations == []
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.parametrize("view", ["region", "block_table"])
 def test_the_fake_device_gives_the_same_tokens(
-    name: str, view: Any, make_checkpoint: MakeCheckpoint, request: pytest.FixtureRequest
+    name: str, view: Any, make_checkpoint: MakeCheckpoint, use_device: Callable[[], Driver]
 ) -> None:
     model_type, settings = ARCHITECTURES[name]
     folder = make_checkpoint(model_type, **settings)
     shared = {"skip_tokenizer_init": True, "kv_view": view, "max_num_batched_tokens": 96, "max_model_len": 400}
     with LLM(folder, kv_memory_bytes=4 << 20, **shared) as llm:
         expected = [c.token_ids for c in llm.generate(prompts(), GREEDY)]
-    request.getfixturevalue("driver")
+    use_device()
     with LLM(folder, kv_memory_bytes=4 << 20, **shared) as llm:
         assert generate(llm, prompts()) == expected
 
 
 @pytest.mark.parametrize("view", ["region", "block_table", "auto"])
 def test_no_kernel_is_given_the_address_of_a_hole(
-    view: Any, make_checkpoint: MakeCheckpoint, request: pytest.FixtureRequest
+    view: Any, make_checkpoint: MakeCheckpoint, use_device: Callable[[], Driver]
 ) -> None:
     """Triton refuses a tensor that begins at a hole. Homes and regions began with one when block 0 or slot 0 had given
     its page back: after a window had moved on, and after idle release."""
@@ -95,13 +111,12 @@ def test_no_kernel_is_given_the_address_of_a_hole(
     shared = {"skip_tokenizer_init": True, "kv_view": view, "max_num_batched_tokens": 96, "max_model_len": 400}
     with LLM(folder, kv_memory_bytes=4 << 20, **shared) as llm:
         expected = [c.token_ids for c in llm.generate(prompts(), GREEDY)]
-    driver: FakeDriver = request.getfixturevalue("driver")
+    driver = use_device()
     released = {"kv_idle_release_s": 0.0, "prefix_cache_release_s": 0.0}
     with LLM(folder, kv_memory_bytes=4 << 20, **shared, **released) as llm:
-        for _ in range(2):
-            assert generate(llm, prompts()) == expected  # of Gemma's windows of 48 tokens all but one prompt leave some
-            driver.finish_work()
-            until(lambda: not llm.engine.report().physical_bytes)
+        assert generate(llm, prompts()) == expected  # of Gemma's windows of 48 tokens all but one prompt leave some
+        driver.finish_work()
+        until(lambda: not llm.engine.report().physical_bytes)
         # One that runs on while others, which have lower slots and blocks, are gone and their pages with them.
         for i, prompt in enumerate(prompts()):
             most = 24 if i < len(prompts()) - 1 else 60

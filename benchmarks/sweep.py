@@ -237,7 +237,7 @@ class Sweep:
             parts = overhead.step_parts(self._llm, PROFILED_STEPS)
         self.note(
             f"parts of a step, batch {batch}, us",
-            ", ".join(f"{part} {us:.0f}" for part, us in parts.items()),
+            ", ".join(f"{part} {us:.0f}" for part, us in sorted(parts.items(), key=lambda item: -item[1])),
             **{f"{part}_us_{batch}": us for part, us in parts.items()},
         )
 

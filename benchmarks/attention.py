@@ -227,16 +227,19 @@ def _noted(rows: list[Row], setting: Setting) -> list[Row]:
 
 
 def _summary(fact: str, rows: Sequence[Row], device: Device) -> None:
-    """Record the shares of the first kernel's decodes by batch and length, and of all kernels' in the largest case."""
+    """Record the shares of all kernels in the largest case, and of the first kernel in every other."""
+    shown: list[str] = []
     for view in ("region", "block_table"):
-        shown = [
-            f"{row.case.batch}x{row.case.length} {row.provider} {row.share:.3f}"
-            for row in rows
-            if row.view == view
-            and (row.provider == device.providers[0] or row.case == _filled(device))
-            and (row.case.queries == 1 or row.case.batch == 1)
-        ]
-        record(f"{fact}, {view}", ", ".join(shown))
+        shares: dict[Case, list[str]] = {}
+        for row in rows:
+            if row.view == view and (row.provider == device.providers[0] or row.case == _filled(device)):
+                shares.setdefault(row.case, []).append(f"{row.provider} {row.share:.3f}")
+        cases = (
+            f"{case.batch}x{case.length}{' prefill' if case.queries > 1 else ''} {' '.join(by)}"
+            for case, by in shares.items()
+        )
+        shown.append(f"{view} {', '.join(cases)}")
+    record(fact, "; ".join(shown))
 
 
 def _measure_footprints(device: Device) -> list[Row]:

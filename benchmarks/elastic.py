@@ -45,7 +45,7 @@ TINY_SHAPE = "tiny"
 IDLE_SHARE = 0.02
 SAMPLE_S = 0.005
 # Seconds between bursts: the longest delay of release outlasts all, the shortest none.
-GAPS_S, TIMES_AS_SHORT = (2, 20, 60, 2, 20, 60), 20
+GAPS_S, TIMES_AS_SHORT = (2, 20, 60, 20), 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ def by_blocks(args: argparse.Namespace, sizes: Sizes, folder: str) -> None:
         budget = round(
             0.6 * sizes.at_once * (sizes.prompt_tokens + sizes.new_tokens + block_tokens) * sizes.token_bytes
         )
-        for view in sizes.views:
+        for view in sizes.views if factor == sizes.factors[0] else sizes.views[:2]:  # "auto" chooses between the two
             llm = make_engine(folder, sizes, block_tokens=block_tokens, kv_view=view, kv_memory_bytes=budget)
             rates = [run(llm, sizes, sizes.num_requests, 0)]
             before, start = llm.engine.report(), time.perf_counter()

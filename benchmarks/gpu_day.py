@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -129,11 +130,11 @@ def whole(fake: bool) -> list[Job]:
 
 def memory(fake: bool) -> list[Job]:
     return [
-        _benchmark("elastic", fake, 100),
+        _benchmark("elastic", fake, 120),
         _benchmark("elastic", fake, 150, "--measure", "blocks"),
         _benchmark("mapping", fake, 110),
         _benchmark("preemption", fake, 140),
-        _benchmark("elastic", fake, 100, "--measure", "delays"),
+        _benchmark("elastic", fake, 130, "--measure", "delays"),
     ]
 
 
@@ -337,7 +338,6 @@ def read_facts(path: Path) -> list[dict[str, object]]:
 
 
 def make_environment(folder: Path, fake: bool) -> dict[str, str]:
-    """The jobs', whose results go to `folder`."""
     environment = dict(os.environ) | {
         "FOLIO_RESULTS": str(folder),
         "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
@@ -345,10 +345,9 @@ def make_environment(folder: Path, fake: bool) -> dict[str, str]:
         "PYTHONFAULTHANDLER": "1",
     }
     if fake:
-        from tests.vmem.stand_in_driver import build  # it needs a C compiler
-
+        stand_in = importlib.import_module("tests.vmem.stand_in_driver")  # building it needs a C compiler
         environment |= {
-            "LD_LIBRARY_PATH": f"{build()}:{environment.get('LD_LIBRARY_PATH', '')}",
+            "LD_LIBRARY_PATH": f"{stand_in.build()}:{environment.get('LD_LIBRARY_PATH', '')}",
             "CUDA_VISIBLE_DEVICES": "",
             "TRITON_INTERPRET": "1",
             "OMP_NUM_THREADS": "1",

@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from vmem.backend import AddressRange
 from vmem.dlpack import CPU, CUDA, export_uint8
@@ -86,17 +84,6 @@ class Driver:
         return self.status("cuPointerGetAttribute", attribute, address)[0]
 
 
-@triton.jit(do_not_specialize=["index", "spin_ns"])
-def _tick(times, index, spin_ns):  # type: ignore[no-untyped-def]
-    """Waits for `spin_ns` and leaves when it began and ended, by the device's clock, in row `index` of `times`."""
-    start = tl.extra.cuda.globaltimer()
-    now = start
-    while now - start < spin_ns:
-        now = tl.extra.cuda.globaltimer()
-    tl.store(times + 2 * index, start)
-    tl.store(times + 2 * index + 1, now)
-
-
 class Device:
     """What probes want of the device beside the driver's calls."""
 
@@ -107,6 +94,7 @@ class Device:
         torch.zeros(1, device="cuda")  # torch's context first, as in the engine
         torch.cuda.synchronize()
         self._cycles_per_s = 0.0
+        self._kernels: Any = importlib.import_module("benchmarks.gpu_kernels")  # Triton takes time to import
 
     def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
         return export_uint8(AddressRange(address, num_bytes), CUDA, 0)
@@ -137,7 +125,7 @@ class Device:
         return graph.replay
 
     def tick(self, times: torch.Tensor, index: int, spin_ns: int) -> None:
-        _tick[(1,)](times, index, spin_ns, num_warps=1)
+        self._kernels.tick[(1,)](times, index, spin_ns, num_warps=1)
 
 
 class NoDevice(Device):

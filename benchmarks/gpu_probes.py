@@ -9,6 +9,7 @@ and this says why those fail. A probe fails when it cannot ask.
 from __future__ import annotations
 
 import argparse
+import importlib
 import statistics
 import subprocess
 import threading
@@ -18,21 +19,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from benchmarks.facts import record as record_fact
 from benchmarks.gpu_device import Device, Driver, DriverError, NoDevice, show_spread, spread
 
 MIB = 1 << 20
 CALLS = ("create", "map", "set access", "unmap", "release")
-
-
-@triton.jit
-def _add_one(data, first, num: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Adds one to `num` int32 from the `first` on."""
-    at = first + tl.arange(0, num)
-    tl.store(data + at, tl.load(data + at) + 1)
 
 
 class Probes:
@@ -128,7 +120,7 @@ class Probes:
                 answers[base] = f"not launched, pointer {pointer}"
                 continue
             try:
-                _add_one[(1,)](data, mapped * words, 64)
+                importlib.import_module("benchmarks.gpu_kernels").add_one[(1,)](data, mapped * words, 64)
                 self.device.synchronize()
                 right = bool((data[mapped * words : mapped * words + 64] == 8).all())
                 answers[base] = f"{'right' if right else 'WRONG'}, pointer {pointer}"

@@ -276,10 +276,12 @@ def num_processors() -> int:
 # ---- the table ----
 
 
-def table(outcomes: Sequence[Outcome], facts: Sequence[Mapping[str, object]]) -> str:
+def table(outcomes: Sequence[Outcome], facts: Sequence[Mapping[str, object]], *, fake: bool = False) -> str:
     """At most 80 lines: failures with their last lines, then what succeeded, then the main figures."""
     failed = [outcome for outcome in outcomes if outcome.reason]
     lines = [f"{len(outcomes) - len(failed)} of {len(outcomes)} jobs succeeded"]
+    if fake:
+        lines[0] += "; without a device, so that no number below is a measurement"
     # One line for each failure, and as many of their last lines as there is room for.
     tail_lines = min(TAIL_LINES, max(0, FAILURE_LINES // max(1, len(failed)) - 1))
     for outcome in failed[:FAILURE_LINES]:
@@ -391,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found += read_facts(stage.facts)[known:]
             for path in sorted(folder.glob("*.png"))[: max(0, len(list(folder.iterdir())) - MOST_FILES)]:
                 path.unlink()  # pictures first, where few files come back
-    print(table(outcomes, found))
+    print(table(outcomes, found, fake=args.fake))
     return int(any(outcome.reason for outcome in outcomes))
 
 

@@ -117,7 +117,9 @@ def fuse_attention(model: nn.Module, ops: CpuElementwise) -> int:
     if len(ropes) != 1 or list(inspect.signature(ropes[0].forward).parameters) != ["x", "position_ids"]:
         return 0  # positions differ from layer to layer, or come some other way
     dtype = next(model.parameters()).dtype
-    angles = ropes[0](torch.zeros(1, 1, 1, dtype=dtype), torch.zeros(1, 1, dtype=torch.int64))
+    # One grid of positions, or one each for time, height and width: transformers 5.17 wants those given.
+    grids = (3,) if hasattr(ropes[0], "mrope_section") else ()
+    angles = ropes[0](torch.zeros(1, 1, 1, dtype=dtype), torch.zeros(*grids, 1, 1, dtype=torch.int64))
     # Some models have one tensor of complex numbers instead of cosines and sines.
     if not isinstance(angles, tuple) or dtype not in TOLERANCE or angles[0].dtype != dtype:
         return 0

@@ -197,7 +197,7 @@ class Engine:
             max_model_len=self.max_model_len,
             max_num_seqs=self._scheduler.max_num_seqs,
             step_tokens=self.config.max_num_batched_tokens,
-            has_tokenizer=self.model.tokenizer is not None,
+            has_structures=self._vocabulary.has_structures,
             fits=self._has_room,
         )
         with _config_errors():

@@ -38,6 +38,11 @@ _JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n[ \t]{0,64}"}
 _OPTIONS_GRAMMAR = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: "-"'}
 
 
+def is_available() -> bool:
+    """Whether llguidance is installed: the server depends on it, `app.engine` by itself does not."""
+    return importlib.util.find_spec("llguidance") is not None
+
+
 class StructureCompiler:
     """Compiles structures for one tokenizer. May be called from any thread.
 
@@ -48,11 +53,11 @@ class StructureCompiler:
         eos_token_ids: what may be sampled where the structure is complete.
 
     Raises:
-        RequestError: llguidance is not installed; the server depends on it, `app.engine` by itself does not.
+        RequestError: llguidance is not installed.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-        if importlib.util.find_spec("llguidance") is None:
+        if not is_available():
             raise RequestError(
                 "structured output needs the package llguidance, which is not installed here", "structure"
             )

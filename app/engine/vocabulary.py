@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
 
 from app.engine.bad_words import BadWords, encode_bad_words
 from app.engine.detokenizer import TextStream
 from app.engine.model_loader import LoadedModel
 from app.engine.params import SamplingParams
 from app.engine.sampling_state import Matcher, SamplingState, check_token_ids
+from app.engine.structure import StructureCompiler, is_available
 from app.errors import RequestError
-
-if TYPE_CHECKING:
-    from app.engine.structure import StructureCompiler
 
 _KNOWN_BAD_WORDS = 64
 
@@ -41,6 +38,11 @@ class Vocabulary:
         self._bad_words(params)
         if params.structure is not None and self._structures is not None:
             self._structures.check(params.structure)
+
+    @property
+    def has_structures(self) -> bool:
+        """Whether an output may have a structure: that takes a tokenizer and llguidance."""
+        return self._tokenizer is not None and is_available()
 
     def state(self, params: SamplingParams, prompt_token_ids: list[int]) -> SamplingState:
         """Of an output at its beginning."""
@@ -81,8 +83,6 @@ class Vocabulary:
 
     @cached_property
     def _structures(self) -> StructureCompiler | None:
-        from app.engine.structure import StructureCompiler  # who never asks for one needs no llguidance
-
         if self._tokenizer is None:
             return None
         return StructureCompiler(self._tokenizer, self._size, self.eos_token_ids)

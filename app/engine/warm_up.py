@@ -64,7 +64,7 @@ def warm_up_rounds(
     max_model_len: int,
     max_num_seqs: int,
     step_tokens: int,
-    has_tokenizer: bool,
+    has_structures: bool,
     fits: Callable[[Sequence[int]], bool],
 ) -> list[list[Prompt]]:
     """What to run, one round after the other: a whole step of prompts, then 1, 4, 16, … sequences.
@@ -73,6 +73,7 @@ def warm_up_rounds(
         max_model_len: prompt and output at most, in tokens.
         max_num_seqs: sequences that run at once.
         step_tokens: tokens of a step at most.
+        has_structures: whether outputs may have a structure.
         fits: whether sequences of these lengths can run at once.
     """
     new_tokens = min(_NEW_TOKENS, max_model_len - 1)
@@ -80,7 +81,7 @@ def warm_up_rounds(
     short = min(_PROMPT_TOKENS, longest)
     whole_step = [longest] * (step_tokens // longest) + [n for n in [step_tokens % longest] if n]
     rounds = [[(n, GREEDY) for n in whole_step[:max_num_seqs]]]
-    rounds += [[(short, params)] for params in (SAMPLED, *((STRUCTURED,) if has_tokenizer else ()))]
+    rounds += [[(short, params)] for params in (SAMPLED, *((STRUCTURED,) if has_structures else ()))]
     counts = [4**i for i in range(max_num_seqs.bit_length()) if 4**i < max_num_seqs] + [max_num_seqs]
     rounds += [[(short, (GREEDY, SAMPLED)[i % 2]) for i in range(count)] for count in counts]
     generator = torch.Generator().manual_seed(0)

@@ -80,7 +80,7 @@ def fits(most: int) -> Callable[[Sequence[int]], bool]:
 
 def test_rounds_fill_a_step_and_grow() -> None:
     rounds = warm_up_rounds(
-        vocab_size=100, max_model_len=50, max_num_seqs=6, step_tokens=100, has_tokenizer=True, fits=fits(1000)
+        vocab_size=100, max_model_len=50, max_num_seqs=6, step_tokens=100, has_structures=True, fits=fits(1000)
     )
     assert [[len(prompt) for prompt, _ in prompts] for prompts in rounds] == [
         [48, 48, 4],
@@ -103,7 +103,7 @@ def test_rounds_fit_wherever_one_sequence_does(longest: int, num_seqs: int, room
         max_model_len=longest,
         max_num_seqs=num_seqs,
         step_tokens=64,
-        has_tokenizer=False,
+        has_structures=False,
         fits=fits(room),
     )
     for prompts in rounds:

@@ -229,13 +229,15 @@ def test_a_tokenizer_whose_tokens_depend_on_their_neighbours_is_refused() -> Non
 
 
 def test_without_llguidance_only_structures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script on a machine with what the engine needs alone: the import failed in the middle of `generate`."""
+    """On a machine with what the engine needs alone the import failed in the middle of `generate`, and an engine with
+    a tokenizer did not start: it warms up with a structure."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
     structured = SamplingParams(max_tokens=2, structure=Structure("regex", "a"))
     with LLM("builtin", kv_memory_bytes=16 << 20) as llm:
         with pytest.raises(RequestError, match="needs the package llguidance") as raised:
             llm.generate(["a"], structured)
         assert raised.value.param == "structure"
+        llm.engine.warm_up()
         assert len(llm.generate(["a"], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
 
 

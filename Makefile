@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 URL := http://127.0.0.1:8000
+# The oldest transformers that pyproject.toml allows, and the client of the hub that it wants.
+OLDEST := transformers==5.17.0 huggingface_hub==1.33.0
 
 .PHONY: serve test check bench clean compiler
 
@@ -19,10 +21,13 @@ serve: $(VENV)/.base compiler
 	   done ) & \
 	RAY_USAGE_STATS_ENABLED=0 exec $(BIN)/python -m app.serve serve_config.yaml
 
-test: $(VENV)/.dev compiler
+test: $(VENV)/.dev $(VENV)/.oldest compiler
 	@echo "==> Running the tests"
 	$(BIN)/python -m pytest -n auto --dist loadfile --ignore tests/e2e
 	RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest tests/e2e
+	@echo "==> Running a third of the models' tests with $(firstword $(OLDEST))"
+	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n auto --shard 0/3 \
+	  tests/app/engine/test_models.py tests/app/engine/test_fuse.py tests/app/engine/test_recurrent.py
 
 check: $(VENV)/.dev
 	@echo "==> Formatting and lint (ruff)"
@@ -58,6 +63,11 @@ $(VENV)/.base: $(VENV)/.python pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.base
 	@echo "==> Installing test and lint tools"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.oldest: $(VENV)/.python
+	@echo "==> Installing $(OLDEST) beside the others"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/oldest $(OLDEST)
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.base

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import zlib
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 
 pytest.importorskip("hypothesis")
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -130,7 +131,7 @@ EVENTS = st.one_of(
     st.builds(Pin, document=st.integers(0, 1), common=st.sampled_from([16, 32])),
     st.builds(Cancel, which=st.integers(0, 9)),
     st.builds(Budget, share=st.floats(0, 1)),
-    st.builds(Steps, count=st.integers(1, 8), fails=st.sampled_from([False] * 9 + [True])),
+    st.builds(Steps, count=st.integers(1, 8), fails=st.sampled_from([False] * 3 + [True])),
 )
 
 HAPPENED: Counter[str] = Counter()
@@ -405,6 +406,10 @@ def test_every_schedule_gives_the_tokens_of_transformers(model: str, policy: str
         for way in ("swap", "recompute"):
             HAPPENED[way] += preempted[way] - before[1][way]  # type: ignore[index]
 
+    if (
+        settings.default is not None and settings.default.derandomize
+    ):  # in CI: else all of these play the same schedules
+        seed(zlib.crc32(f"{model} {policy}".encode()))(play)
     play()
 
 

@@ -69,6 +69,7 @@ class Walkthrough:
             max_tokens=MAX_TOKENS,
             options=MappingOptions(eager_allocation=False, idle_release_s=1e9),  # so that nothing happens by itself
         )
+        self.num_anchors = self.memory.report().num_mappings  # of the anchor page, which is nobody's
         self.caches = {"block_table": self.memory.tensors.home_view(0), "region": self.memory.tensors.region_view(0)}
         self.kernel = select_provider("auto", torch.device("cpu"))
         self.random = torch.Generator().manual_seed(0)
@@ -135,13 +136,13 @@ def one_by_one(walk: Walkthrough) -> tuple[Tracked, Tracked]:
         walk.append(neighbour, "block_table")
         report = walk.memory.report()
         at_home = report.physical_bytes // walk.page_bytes
-        pages = f"{at_home:2d} + {report.num_mappings - at_home}"
+        pages = f"{at_home:2d} + {report.num_mappings - at_home - walk.num_anchors}"
         table = " ".join(f"{logical}→{physical}" for logical, physical in enumerate(sequence.table))
         written = f"{position:5d}  {view.replace('_', ' '):15s}"
         print(f"{written}  {table:29s}  {sequence.fill():9s}  {pages:20s}  {difference}")
-    print("\nThe same pages twice, by the logical numbers of our blocks (dots are the neighbour's):\n")
+    print("\nThe same pages twice, by the logical numbers of our blocks (dots: the neighbour's; block 0: nobody's):\n")
     ours = {physical: str(logical) for logical, physical in enumerate(sequence.table)}
-    print(f"  home    | {' | '.join(ours.get(physical, '.') for physical in range(max(ours) + 1))} |")
+    print(f"  home    | {' | '.join(ours.get(physical, '.') for physical in range(1, max(ours) + 1))} |")
     print(f"  region  | {' | '.join(ours.values())} |")
     return sequence, neighbour
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kernels import AttentionProvider, CopyBlocks, Masking, VarlenBatch
+from kernels import AttentionProvider, CopyBlocks
 from kernels.provider import Problem
 
 
@@ -38,40 +38,16 @@ class StrictProvider:
     def unsupported(self, problem: Problem) -> str | None:
         return self._provider.unsupported(problem)
 
-    def write(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slots: torch.Tensor,
-        **options: Any,
-    ) -> None:
-        self._check("write", key=key, value=value, key_cache=key_cache, value_cache=value_cache, slots=slots)
-        self._provider.write(key, value, key_cache, value_cache, slots, **options)
+    def write(self, *tensors: torch.Tensor, **options: Any) -> None:
+        names = ("key", "value", "key_cache", "value_cache", "slots")
+        check_pointers(self._driver, "write", **dict(zip(names, tensors, strict=True)))
+        self._provider.write(*tensors, **options)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        batch: VarlenBatch,
-        masking: Masking,
-        **options: Any,
-    ) -> torch.Tensor:
-        self._check(
-            "attend",
-            query=query,
-            key_cache=key_cache,
-            value_cache=value_cache,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            cache_seqlens=batch.cache_seqlens,
-            block_table=batch.block_table,
-        )
-        return self._provider.attend(query, key_cache, value_cache, batch, masking, **options)
-
-    def _check(self, what: str, **tensors: torch.Tensor) -> None:
-        check_pointers(self._driver, what, **tensors)
+    def attend(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        query, key_cache, value_cache, batch, _ = arguments
+        in_batch = {name: getattr(batch, name) for name in ("cu_seqlens_q", "cache_seqlens", "block_table")}
+        check_pointers(self._driver, "attend", query=query, key_cache=key_cache, value_cache=value_cache, **in_batch)
+        return self._provider.attend(*arguments, **options)
 
 
 def strict_copy(copy: CopyBlocks, driver: Any) -> CopyBlocks:

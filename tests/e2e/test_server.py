@@ -551,7 +551,7 @@ def test_serves_proxy_refuses_for_a_full_ingress(server: Server) -> None:
     engine = EngineConfig(model="builtin", kv_memory_bytes=64 << 20, max_num_seqs=1, max_queued_requests=1)
     serve.run(build(AppArgs(engine=engine)), name="small", route_prefix="/small")
     url = f"{server.url}/small/v1/completions"
-    # Two of them, beside refusals as fast as they come, take a minute on a slow machine if they are three times as long.
+    # At three times the length, two of them beside refusals as fast as they come take a minute on a slow machine.
     body = {"model": "builtin", "prompt": "a", "ignore_eos": True, "max_tokens": 1000}
     by_code: dict[str, float] = {}
 

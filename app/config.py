@@ -70,7 +70,6 @@ class EngineConfig:
         fair_tenants: requests wait in one queue for each tenant, and prompts are computed in turn.
         max_queued_requests: more, beyond those that may begin with the next step, are refused with `OverloadedError`;
             `None`: no bound. "auto": in a server four times `max_num_seqs`, enough to keep it busy; in a script none.
-        journal: a file that takes down every decision of the scheduler, to be replayed.
         warm_up: a server's engine runs, before it takes requests, what the first ones would have waited for.
         restore_prefixes_s: a new replica computes, before it takes requests and for so long at most, what others have
             pinned and what they are asked for most; 0: nothing of it.
@@ -115,7 +114,6 @@ class EngineConfig:
     quantization: Quantization = "none"
     fair_tenants: bool = False
     max_queued_requests: int | Literal["auto"] | None = "auto"
-    journal: str | None = None
     warm_up: bool = True
     restore_prefixes_s: float = 10.0
     skip_tokenizer_init: bool = False

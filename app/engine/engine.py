@@ -18,12 +18,10 @@ from app.config import EngineConfig
 from app.engine.batch import demands, memory_of, next_demands, num_attended, plan_step
 from app.engine.beam import BeamSearch
 from app.engine.deadlines import Deadlines, check_timeout
-from app.engine.decisions import RecoveryCosts, SchedulerMemory
 from app.engine.decoding import Decoding
 from app.engine.executor import Executor
 from app.engine.generation import Generation
 from app.engine.intake import Intake, check_fork
-from app.engine.journal import Journal, RecordedCosts, RecordedMemory
 from app.engine.kv_plan import build_memory
 from app.engine.load import MOST_KEYS, Activity, LoadMeter, free_tokens, make_report, retry_after_s
 from app.engine.lora_queue import AdapterQueue
@@ -129,23 +127,14 @@ class Engine:
             self._recovery = RecoveryModel(config.max_num_batched_tokens)
             if self._speculation is not None:
                 self._speculation.open(self.max_model_len, lambda: self._recovery.step_times)
-            self._journal: Journal | None = None
-            asked: SchedulerMemory = self.memory
-            costs: RecoveryCosts = self._recovery
-            if config.journal is not None:
-                self._journal = Journal(config.journal, config, self.memory)
-                undo.callback(self._journal.close)
-                asked = RecordedMemory(self.memory, self._journal.answers)
-                costs = RecordedCosts(self._recovery, self._journal.answers)
             self._scheduler = Scheduler(
-                asked,
+                self.memory,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 view=config.kv_view,
-                recovery=costs,
+                recovery=self._recovery,
                 policy=config.preemption,
                 fair_tenants=config.fair_tenants,
-                log=self._journal,
             )
             self._deadlines = Deadlines()
             self._adapters = AdapterQueue(self._open_adapters(), self._scheduler)
@@ -660,12 +649,9 @@ class Engine:
             RequestError: the budget is out of bounds.
         """
         try:
-            answer = self.memory.set_budget(budget_bytes, revision)
+            return self.memory.set_budget(budget_bytes, revision)
         except BudgetError as error:
             raise RequestError(str(error), "budget_bytes") from error
-        if self._journal is not None:
-            self._journal.budget_set(budget_bytes, revision)
-        return answer
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless memory adds up; without requests, unless all of it is free."""

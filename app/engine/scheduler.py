@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from app.config import RecoveryPolicy
-from app.engine.decisions import DecisionLog, RecoveryCosts, SchedulerMemory
-from app.engine.recovery import Recovery
+from app.engine.recovery import Recovery, RecoveryModel
 from app.engine.request import Request, SequenceGroup
 from app.engine.waiting import WaitingQueue
-from vmem import OutOfPages, OutOfSwap, PrefixMatch, ViewPolicy, VmemError
+from vmem import KVMemory, OutOfPages, OutOfSwap, PrefixMatch, ViewPolicy, VmemError
 
 logger = logging.getLogger(__name__)
 
@@ -57,20 +56,18 @@ class Scheduler:
         recovery: what either way back costs.
         policy: "auto", or the way that is always taken; without room in the swap space groups are computed again.
         fair_tenants: new requests begin by turns of their tenants (`WaitingQueue`).
-        log: is told every decision.
     """
 
     def __init__(
         self,
-        memory: SchedulerMemory,
+        memory: KVMemory,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         view: ViewPolicy,
-        recovery: RecoveryCosts,
+        recovery: RecoveryModel,
         policy: RecoveryPolicy,
         fair_tenants: bool = False,
-        log: DecisionLog | None = None,
     ) -> None:
         self._memory = memory
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # each running sequence decodes in every step
@@ -78,7 +75,6 @@ class Scheduler:
         self._view = view
         self._recovery = recovery
         self._policy = policy
-        self._log = log
         self._waiting = WaitingQueue(max_num_batched_tokens if fair_tenants else None)
         # Both in order of rank.
         self._preempted: list[SequenceGroup] = []
@@ -121,13 +117,9 @@ class Scheduler:
 
     def add(self, group: SequenceGroup) -> None:
         self._waiting.add(group)
-        if self._log is not None:
-            self._log.arrived(group)
 
     def remove(self, request: Request) -> None:
         """Forget a request that is finished or cancelled, and free its memory."""
-        if self._log is not None:
-            self._log.ended(request)
         group = request.group
         group.members.remove(request)
         if request.memory is not None:
@@ -161,25 +153,11 @@ class Scheduler:
                 there is room when all others decode.
         """
         self._scheduled = []
-        if self._log is None:
-            return self._schedule(drafts)
-        self._log.begin_step(self._groups(), drafts)
-        try:
-            self._schedule(drafts)
-            for s in self._scheduled:
-                self._log.scheduled(s.request, s.request.num_computed, s.num_tokens, len(s.drafts), s.samples)
-        finally:
-            self._log.end_step()
-        return self._scheduled
-
-    def _schedule(self, drafts: Mapping[Request, Sequence[int]]) -> list[Scheduled]:
         self._opened.clear()
         self._prompt_logits_left = _PROMPT_LOGITS
         while self._memory.num_free_pages < 0 and self._running:
             self._preempt(self._running[-1])
         while self._preempted and self._resume(self._preempted[0]):
-            if self._log is not None:
-                self._log.resumed(self._preempted[0])
             bisect.insort(self._running, self._preempted.pop(0), key=_rank)
         budget = self._max_num_batched_tokens
 
@@ -211,8 +189,6 @@ class Scheduler:
             if group is None or not self._admit(group):
                 break
             self._waiting.remove(group)
-            if self._log is not None:
-                self._log.begun(group)
             bisect.insort(self._running, group, key=_rank)
             for request in list(group.members):
                 if budget > 0 and request.group in self._running:
@@ -233,8 +209,6 @@ class Scheduler:
             request.num_computed += s.num_tokens
             if request.num_computed > request.furthest:
                 request.furthest, got_further = request.num_computed, True
-        if self._log is not None:
-            self._log.done(self._groups())
         return got_further
 
     def charge(self, request: Request, num_tokens: int) -> None:
@@ -245,8 +219,6 @@ class Scheduler:
     def abort(self) -> None:
         """It is not. Who shared what it was to compute begins again; so does everybody whose recurrent state may have
         been changed by half of it."""
-        if self._log is not None:
-            self._log.begin_abort()
         self._memory.abort()
         lost = [*self._opened]
         if self._memory.has_states:
@@ -254,8 +226,6 @@ class Scheduler:
         for group in lost:
             if group in self._running:
                 self._preempt(group, "recompute")
-        if self._log is not None:
-            self._log.end_abort(self._groups())
 
     # ---- beginning ----
 
@@ -396,16 +366,12 @@ class Scheduler:
                 request.num_computed = 0
             request.memory = None
         self.num_preempted[way] += 1
-        if self._log is not None:
-            self._log.preempted(victim, way)
         logger.info("preempted %s by %s", ", ".join(r.request_id for r in victim.members), way)
         bisect.insort(self._preempted, victim, key=_rank)
 
     def _take_apart(self, group: SequenceGroup) -> None:
         """Alone, and there is no room for it: the budget was lowered after its forks were made. They go on one by one,
         and are computed again; those that can only go on together are given up."""
-        if self._log is not None:
-            self._log.taken_apart(group)
         logger.warning("%d sequences of one request do not fit any more as they were", len(group.members))
         if group.swapped is not None:
             self._memory.discard(group.swapped)

@@ -62,7 +62,6 @@ class DraftModel:
             pinned_prompts={},
             pinned_system_prompts={},
             adapters={},
-            journal=None,
         )
         try:
             self._executor = Executor(self._config, spawn_ranks)

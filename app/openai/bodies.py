@@ -12,11 +12,14 @@ from app.engine.params import SamplingParams, Structure
 from app.errors import RequestError
 from app.openai.client_fields import ClientFields, Name
 from app.openai.sampling_body import SamplingBody, TokenIds
-from app.openai.strict import ListOf, StrictBody, Text, refused, text_or
+from app.openai.strict import ListOf, StrictBody, Text, at_most, only_text, refused, text_or
 from app.openai.structures import ResponseFormat, guided_structure, only_structure, structure_of
 from app.openai.tool_bodies import ToolCall, ToolChoice, Tools
 
 MAX_PROMPTS = 256
+MAX_MESSAGES = 4096
+# Of one message; of its tool calls, too.
+MAX_PARTS = 1024
 MAX_TOP_LOGPROBS = 20
 
 
@@ -32,8 +35,8 @@ def _kind_of(prompt: object) -> str:
 Prompt = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[TokenIds, Tag("tokens")]
-    | Annotated[ListOf[str], Tag("texts")]
-    | Annotated[ListOf[TokenIds], Tag("batch")],
+    | Annotated[ListOf[str], at_most(MAX_PROMPTS, "prompts"), Tag("texts")]
+    | Annotated[ListOf[TokenIds], at_most(MAX_PROMPTS, "prompts"), Tag("batch")],
     Discriminator(_kind_of),
 ]
 
@@ -75,17 +78,13 @@ class CompletionRequest(GenerationBody):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """Each by itself. Raises `RequestError` when there are none, or more than `MAX_PROMPTS`."""
+        """Each by itself. Raises `RequestError` when there are none."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt:
             raise RequestError("prompt is empty; it needs at least one token, or one prompt", "prompt")
         if isinstance(self.prompt[0], int):
             return [self.prompt]
-        if len(self.prompt) > MAX_PROMPTS:
-            raise RequestError(
-                f"prompt has {len(self.prompt)} prompts; a request may have {MAX_PROMPTS}: send several", "prompt"
-            )
         return self.prompt
 
     @property
@@ -133,7 +132,11 @@ class TextPart(StrictBody):
     text: str
 
 
-Content = Annotated[Annotated[str, Tag("text")] | Annotated[ListOf[TextPart], Tag("parts")], text_or("parts")]
+Content = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[ListOf[Annotated[TextPart, only_text]], at_most(MAX_PARTS, "parts"), Tag("parts")],
+    text_or("parts"),
+]
 
 
 class Message(StrictBody):
@@ -145,7 +148,7 @@ class Message(StrictBody):
     """Text, whole or in parts. An assistant's message may have `tool_calls` instead or beside it."""
     name: str | None = None
     """Of who speaks. Chat templates are not shown it."""
-    tool_calls: Annotated[ListOf[ToolCall] | None, Field(min_length=1)] = None
+    tool_calls: Annotated[ListOf[ToolCall] | None, Field(min_length=1), at_most(MAX_PARTS, "calls")] = None
     """The calls that the assistant has made."""
     tool_call_id: Text | None = None
     """The call that a tool's message answers."""
@@ -181,10 +184,13 @@ class Message(StrictBody):
         return self
 
 
+Messages = Annotated[ListOf[Message], at_most(MAX_MESSAGES, "messages")]
+
+
 class ChatCompletionRequest(GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[ListOf[Message], Field(examples=[[{"role": "user", "content": "What is Folio?"}]])]
+    messages: Annotated[Messages, Field(examples=[[{"role": "user", "content": "What is Folio?"}]])]
     """The conversation so far."""
     max_tokens: int | None = None
     """The older name of `max_completion_tokens`."""
@@ -262,7 +268,7 @@ class PinRequest(StrictBody):
     """The same prefix may be pinned again; another one under that name is an error."""
     prompt: str | TokenIds | None = None
     """Text or token ids that prompts begin with. At least one block of tokens."""
-    messages: ListOf[Message] | None = None
+    messages: Messages | None = None
     """What conversations begin with."""
     cache_salt: Name | None = None
     """Only requests with the same one share it."""

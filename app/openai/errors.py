@@ -27,6 +27,25 @@ _MOST_COMPLAINTS = 5
 _LONGEST_NAME = 100
 # Seconds for which everybody is refused, for whoever answers in front of us.
 CLOSED_HEADER = "X-Folio-Closed-For"
+# Of pydantic's kinds of errors; others say it well enough.
+_COMPLAINTS = {
+    "extra_forbidden": "unknown field",
+    "missing": "is missing",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "dict_type": "must be an object",
+    "list_type": "must be a list",
+    "none_required": "must be null",
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "bool_type": "must be true or false",
+    "literal_error": "must be {expected}",
+    "union_tag_invalid": "its {discriminator} is '{tag}'; it must be {expected_tags}",
+    "union_tag_not_found": "its {discriminator} is missing",
+    "too_short": "must have at least {min_length}",
+    "too_long": "must have at most {max_length}",
+    "string_pattern_mismatch": "must match {pattern}",
+}
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
 
 
@@ -62,21 +81,52 @@ def error_headers(error: BaseException) -> dict[str, str]:
     return headers
 
 
-def validation_error(errors: Sequence[Any]) -> ErrorBody:
-    """pydantic's complaints in one message; `param` is the first field's name."""
-    messages = []
-    for error in errors[:_MOST_COMPLAINTS]:
-        place = [str(part)[:_LONGEST_NAME] for part in error["loc"] if part != "body"]
-        if error["type"] == "json_invalid":
-            return body(
-                f"the body is not valid JSON: {error['ctx']['error']}", "invalid_request_error", None, "invalid_json"
-            )
-        what = "unknown field" if error["type"] == "extra_forbidden" else error["msg"].removeprefix("Value error, ")
-        messages.append(f"{'.'.join(place) or 'body'}: {what}")
-    if len(errors) > _MOST_COMPLAINTS:
-        messages.append(f"and {len(errors) - _MOST_COMPLAINTS} more")
-    field = next((str(part)[:_LONGEST_NAME] for part in errors[0]["loc"] if part != "body"), None)
+def validation_error(errors: Sequence[Any], given: Any) -> ErrorBody:
+    """pydantic's complaints of the body `given` in one message, in words of its writer; `param` is the first field's
+    name."""
+    if errors[0]["type"] == "json_invalid":
+        why = errors[0]["ctx"]["error"]
+        return body(f"the body is not valid JSON: {why}", "invalid_request_error", None, "invalid_json")
+    found: dict[str, list[str]] = {}  # a value that may be of several kinds has a complaint of each
+    for error in errors:
+        place = _place(error, given)
+        if (complaint := _complaint(error)) not in found.setdefault(_written(place), []):
+            found[_written(place)].append(complaint)
+    messages = [
+        f"{place or 'body'}: {' or '.join([first, *(other.removeprefix('must be ') for other in others)])}"
+        for place, (first, *others) in found.items()
+    ]
+    if len(messages) > _MOST_COMPLAINTS:
+        messages[_MOST_COMPLAINTS:] = [f"and {len(messages) - _MOST_COMPLAINTS} more"]
+    field = next((str(part)[:_LONGEST_NAME] for part in _place(errors[0], given)), None)
     return body("; ".join(messages), "invalid_request_error", field, "invalid_value")
+
+
+def _place(error: Any, given: Any) -> list[str | int]:
+    """The path of what is wrong in the body: pydantic's, without names of models and kinds, which no client knows."""
+    path = [part for part in error["loc"] if part not in ("body", "header")]
+    place: list[str | int] = []
+    for i, part in enumerate(path):
+        if isinstance(given, dict) and (part in given or (error["type"] == "missing" and i == len(path) - 1)):
+            given = given.get(part)
+        elif isinstance(given, list) and isinstance(part, int):
+            given = given[part]
+        elif error["loc"][0] != "header":
+            continue
+        place.append(part)
+    return place
+
+
+def _written(place: Sequence[str | int]) -> str:
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part[:_LONGEST_NAME]}" for part in place)
+    return "".join(parts).removeprefix(".")
+
+
+def _complaint(error: Any) -> str:
+    if (known := _COMPLAINTS.get(error["type"])) is not None:
+        return known.format(**error.get("ctx", {}))
+    message: str = error["msg"].removeprefix("Value error, ")
+    return message.replace("Input should be", "must be").replace(" a valid ", " a ")
 
 
 def http_error(status: int, message: str) -> ErrorBody:

@@ -23,7 +23,7 @@ from app.errors import FolioError, UnknownPinError
 from app.openai import errors, examples
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, PinRequest
 from app.openai.description import CHAT_STREAM, COMPLETION_STREAM, DESCRIPTION, ERRORS, RESPONSE_STREAM, describe
-from app.openai.json_route import JsonRoute
+from app.openai.json_route import json_routes
 from app.openai.operator_replies import LoadReport, PinCard, PinDeleted, PinList
 from app.openai.replies import (
     ChatCompletion,
@@ -94,7 +94,7 @@ def build_api(
         redirect_slashes=False,
         responses=ERRORS,
     )
-    api.router.route_class = JsonRoute
+    api.router.route_class = json_routes()
     _add_generation(api, service)
     _add_models(api, service)
     _add_tokens(api, service)
@@ -205,7 +205,7 @@ def _add_operation(api: FastAPI, service: Service) -> None:
 def _add_error_handlers(api: FastAPI) -> None:
     @api.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        answer = errors.validation_error(error.errors())
+        answer = errors.validation_error(error.errors(), error.body)
         note_error(answer.error.code)
         return _json(answer, 400)
 

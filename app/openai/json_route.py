@@ -2,43 +2,82 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from app.openai.json_counts import too_much
+from app.openai.lanes import LOOP_BYTES, Lanes
 
-class JsonRoute(APIRoute):
-    """A route whose body, if it has one, is JSON, and is said to be: a web page of another origin cannot send that
-    without being asked for its origin first."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-        if self.body_field is None:
-            return handle
-
-        async def handle_json(request: Request) -> Response:
-            given = request.headers.get("content-type", "")
-            kind = given.partition(";")[0].strip().lower()
-            if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-                said = f"content-type is {given[:100]!r}" if given else "there is no content-type"
-                raise HTTPException(415, f"{said}; send JSON as application/json")
-            return await handle(_JsonRequest(request.scope, request.receive))
-
-        return handle_json
+# Reading holds the interpreter's lock most of the time: more threads would make nothing faster.
+_NUM_THREADS = 2
 
 
-class _JsonRequest(Request):
+def json_routes() -> type[APIRoute]:
+    """The class of an application's routes. Bodies of more than `LOOP_BYTES` are parsed and validated in threads, and
+    none that has too much in it."""
+    lanes = Lanes("bodies", _NUM_THREADS)
+
+    class JsonRoute(APIRoute):
+        """A route whose body, if it has one, is JSON, and is said to be: a web page of another origin cannot send that
+        without being asked for its origin first."""
+
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+            field = self.body_field
+            if field is None:
+                return handle
+
+            def read(body: bytes) -> Any:
+                """What the handler takes as it is. Raises `RequestValidationError`."""
+                given = _parsed(body)
+                value, errors = field.validate(given, {}, loc=("body",))
+                if errors:
+                    raise RequestValidationError(errors, body=given)
+                return value
+
+            async def handle_json(request: Request) -> Response:
+                given = request.headers.get("content-type", "")
+                kind = given.partition(";")[0].strip().lower()
+                if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+                    said = f"content-type is {given[:100]!r}" if given else "there is no content-type"
+                    raise HTTPException(415, f"{said}; send JSON as application/json")
+                if not (body := await request.body()):
+                    return await handle(request)
+                if len(body) <= LOOP_BYTES:
+                    return await handle(_ReadRequest(request, read(body)))
+                return await handle(_ReadRequest(request, await lanes.run(len(body), read, body)))
+
+            return handle_json
+
+    return JsonRoute
+
+
+class _ReadRequest(Request):
+    """A request whose body has been read."""
+
+    def __init__(self, request: Request, value: Any) -> None:
+        super().__init__(request.scope, request.receive)
+        self._body = b"read"  # not empty, which is all that is asked of it
+        self._value = value
+
     async def json(self) -> Any:
-        """Raises `json.JSONDecodeError`, which FastAPI expects, also for what is not UTF-8, nested more than 200 deep,
-        or has `NaN`, which Python would take. Of equal keys the last counts."""
-        body = await self.body()
-        try:
-            return from_json(body, allow_inf_nan=False)
-        except ValueError as error:
-            raise json.JSONDecodeError(str(error), "", 0) from error
+        return self._value
+
+
+def _parsed(body: bytes) -> Any:
+    """Raises `RequestValidationError` also for what is not UTF-8, nested more than 200 deep, or has `NaN`, which Python
+    would take; and for what has too much in it. Of equal keys the last counts."""
+    if reason := too_much(body):
+        raise RequestValidationError([{"type": "too_much", "loc": ("body",), "msg": reason}])
+    try:
+        return from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        invalid = {"type": "json_invalid", "loc": ("body",), "msg": "", "ctx": {"error": str(error)}}
+        raise RequestValidationError([invalid]) from error

@@ -10,8 +10,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from app.errors import RequestError
-from app.openai.bodies import MAX_TOP_LOGPROBS, ChatCompletionRequest, GenerationBody, Message
-from app.openai.strict import JsonObject, ListOf, StrictBody, Text, refused, text_or
+from app.openai.bodies import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOP_LOGPROBS,
+    ChatCompletionRequest,
+    GenerationBody,
+    Message,
+)
+from app.openai.strict import JsonObject, ListOf, StrictBody, Text, at_most, only_text, refused, text_or
 from app.openai.structures import JsonObjectFormat, JsonSchema, JsonSchemaFormat, ResponseFormat, TextFormat
 from app.openai.tool_bodies import (
     MAX_TOOLS,
@@ -41,7 +48,7 @@ class GivenOutputText(StrictBody):
     logprobs: list[Any] | None = None
 
 
-Part = Annotated[InputText | GivenOutputText, Field(discriminator="type")]
+Part = Annotated[InputText | GivenOutputText, Field(discriminator="type"), only_text]
 
 
 class InputMessage(StrictBody):
@@ -49,7 +56,10 @@ class InputMessage(StrictBody):
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Annotated[Text, Tag("text")] | Annotated[ListOf[Part], Tag("parts")], text_or("parts")]
+    content: Annotated[
+        Annotated[Text, Tag("text")] | Annotated[ListOf[Part], at_most(MAX_PARTS, "parts"), Tag("parts")],
+        text_or("parts"),
+    ]
     id: Text | None = None
     status: ItemStatus | None = None
     phase: Literal["commentary", "final_answer"] | None = None
@@ -76,7 +86,11 @@ class FunctionCallOutput(StrictBody):
 
     type: Literal["function_call_output"]
     call_id: Text
-    output: Annotated[Annotated[Text, Tag("text")] | Annotated[ListOf[InputText], Tag("parts")], text_or("parts")]
+    output: Annotated[
+        Annotated[Text, Tag("text")]
+        | Annotated[ListOf[Annotated[InputText, only_text]], at_most(MAX_PARTS, "parts"), Tag("parts")],
+        text_or("parts"),
+    ]
     id: Text | None = None
     status: ItemStatus | None = None
 
@@ -151,7 +165,8 @@ class ResponsesRequest(GenerationBody):
     """`POST /v1/responses`. Nothing is stored, so every request has its whole conversation in `input`."""
 
     input: Annotated[
-        Annotated[Text, Tag("text")] | Annotated[ListOf[InputItem], Field(min_length=1), Tag("items")],
+        Annotated[Text, Tag("text")]
+        | Annotated[ListOf[InputItem], Field(min_length=1), at_most(MAX_MESSAGES, "items"), Tag("items")],
         text_or("items"),
         Field(examples=["What is Folio?"]),
     ]
@@ -162,7 +177,7 @@ class ResponsesRequest(GenerationBody):
     """Tokens to generate at most; by default as many as the context has room for."""
     text: TextConfig | None = None
     """The form of the answer."""
-    tools: Annotated[ListOf[FunctionTool] | None, Field(max_length=MAX_TOOLS)] = None
+    tools: Annotated[ListOf[FunctionTool] | None, Field(max_length=MAX_TOOLS), at_most(MAX_TOOLS, "tools")] = None
     """Functions that the model may call. There are no tools that run on the server."""
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     """"none": tools are not shown; "auto", the default: the model decides; "required", or one by its name: it calls."""
@@ -170,7 +185,12 @@ class ResponsesRequest(GenerationBody):
     """Whether a forced answer may call several at once. True by default."""
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     """Log probabilities of each token, and so many alternatives."""
-    include: ListOf[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: (
+        Annotated[
+            ListOf[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], at_most(MAX_PARTS, "names")
+        ]
+        | None
+    ) = None
     """`message.output_text.logprobs`: log probabilities of each token. The other one adds nothing: what a model thinks
     is part of its text."""
     reasoning: Reasoning | None = None

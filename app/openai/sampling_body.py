@@ -7,10 +7,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from app.engine.params import MAX_LOGIT_BIAS, EarlyStopping, SamplingParams, Structure
+from app.engine.params import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    EarlyStopping,
+    SamplingParams,
+    Structure,
+)
 from app.errors import RequestError
 from app.openai.strict import JsonObject, ListOf, StrictBody, Text, at_most, refused
 
+MAX_CHOICES = 4096
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 
 
@@ -52,13 +61,13 @@ class SamplingBody(StrictBody):
     """Logits of tokens in prompt or output are divided by it if positive, else multiplied. 1 changes nothing."""
     logit_bias: Annotated[dict[str, float], at_most(MAX_LOGIT_BIAS, "tokens")] | None = None
     """Token id, as a string → what is added to its logit, between -100 and 100."""
-    bad_words: ListOf[Text] | None = None
+    bad_words: Annotated[ListOf[Text], at_most(MAX_BAD_WORDS, "strings")] | None = None
     """Strings that are not to be in the output."""
     seed: int | None = None
     """The same seed and the same request give the same tokens, in any company."""
-    stop: str | ListOf[str] | None = None
+    stop: str | Annotated[ListOf[str], at_most(MAX_STOP_STRINGS, "strings")] | None = None
     """Strings that end the output."""
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: Annotated[TokenIds, at_most(MAX_STOP_TOKENS, "tokens")] | None = None
     """Tokens that end the output, also with `ignore_eos`."""
     include_stop_str: bool | None = None
     """The output includes the stop string that ended it."""
@@ -78,7 +87,7 @@ class SamplingBody(StrictBody):
     """A JSON schema that the output follows. At most one of the `guided_…` fields can be set."""
     guided_regex: Text | None = None
     """A regular expression that the whole output matches."""
-    guided_choice: ListOf[Text] | None = None
+    guided_choice: Annotated[ListOf[Text], at_most(MAX_CHOICES, "choices")] | None = None
     """The output is one of these."""
     guided_grammar: Text | None = None
     """A Lark grammar that the output follows."""

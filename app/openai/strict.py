@@ -12,6 +12,9 @@ MAX_JSON_DEPTH = 100
 # Far more than any object here has. Each unknown field would be an error of its own.
 MAX_FIELDS = 200
 
+# Parts of messages that models of other servers take.
+_MEDIA = ("image_url", "input_image", "image", "input_audio", "audio", "input_file", "file", "video_url", "document")
+
 Item = TypeVar("Item")
 # pydantic would describe every bad item of a list, in about a kilobyte each: the first one says enough.
 ListOf = Annotated[list[Item], Field(fail_fast=True)]
@@ -25,18 +28,19 @@ class StrictBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_size(cls, fields: Any) -> Any:
-        return _check_fields(fields, MAX_FIELDS, "fields")
+        return _check_number(fields, MAX_FIELDS, "fields")
 
 
 def at_most(number: int, what: str) -> BeforeValidator:
-    """For an object whose names are the client's: its size is looked at before its items, which may all be wrong."""
-    return BeforeValidator(lambda fields: _check_fields(fields, number, what))
+    """For a list or an object of the client's: its size is looked at before its items, which may all be wrong, and take
+    microseconds each if they are not."""
+    return BeforeValidator(lambda items: _check_number(items, number, what))
 
 
-def _check_fields(fields: Any, most: int, what: str) -> Any:
-    if isinstance(fields, dict) and len(fields) > most:
-        raise ValueError(f"there are {len(fields)} {what}; there may be at most {most}")
-    return fields
+def _check_number(items: Any, most: int, what: str) -> Any:
+    if isinstance(items, dict | list) and len(items) > most:
+        raise ValueError(f"there are {len(items)} {what}; there may be at most {most}")
+    return items
 
 
 def check_text(text: str) -> str:
@@ -77,6 +81,16 @@ def refused(why: str, *harmless: Any) -> BeforeValidator:
         return value
 
     return BeforeValidator(check)
+
+
+def _refuse_media(part: Any) -> Any:
+    if isinstance(part, dict) and part.get("type") in _MEDIA:
+        raise ValueError(f"this model takes text only; leave the part of the type {part['type']!r} out")
+    return part
+
+
+# For a part of a message.
+only_text = BeforeValidator(_refuse_media)
 
 
 def text_or(kind: str) -> Discriminator:

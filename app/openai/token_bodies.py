@@ -6,11 +6,14 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field
 
-from app.openai.bodies import Message
+from app.openai.bodies import Messages
 from app.openai.lean import LeanReply
 from app.openai.sampling_body import TokenIds
-from app.openai.strict import ListOf, StrictBody, Text
+from app.openai.strict import StrictBody, Text, at_most
 from app.openai.tool_bodies import Tools
+
+# Their text is made in one call, during which some of the time nothing else runs.
+MAX_DETOKENIZED = 1 << 18
 
 
 class TokenizeRequest(StrictBody):
@@ -20,7 +23,7 @@ class TokenizeRequest(StrictBody):
     """The served model, or an adapter of it; by default the model."""
     prompt: Annotated[Text | None, Field(examples=["What is Folio?"])] = None
     """A text."""
-    messages: ListOf[Message] | None = None
+    messages: Messages | None = None
     """A conversation."""
     tools: Tools | None = None
     """With messages: functions that the model may call."""
@@ -49,7 +52,8 @@ class DetokenizeRequest(StrictBody):
 
     model: Annotated[Text | None, Field(max_length=256, examples=["builtin"])] = None
     """The served model, or an adapter of it; by default the model."""
-    tokens: Annotated[TokenIds, Field(examples=[[76, 77]])]
+    tokens: Annotated[TokenIds, at_most(MAX_DETOKENIZED, "tokens"), Field(examples=[[76, 77]])]
+    """262,144 at most."""
 
 
 class DetokenizedText(BaseModel):

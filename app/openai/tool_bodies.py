@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from app.openai.lean import LeanReply
-from app.openai.strict import JsonObject, ListOf, StrictBody, Text
+from app.openai.strict import JsonObject, ListOf, StrictBody, Text, at_most
 
 MAX_TOOLS = 128
 
@@ -31,7 +31,7 @@ class Tool(StrictBody):
     function: FunctionDefinition
 
 
-Tools = Annotated[ListOf[Tool], Field(min_length=1, max_length=MAX_TOOLS)]
+Tools = Annotated[ListOf[Tool], Field(min_length=1, max_length=MAX_TOOLS), at_most(MAX_TOOLS, "tools")]
 
 
 class ChosenFunction(StrictBody):

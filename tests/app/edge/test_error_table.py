@@ -43,7 +43,7 @@ def sent() -> set[Row]:
         row(*error_response(ZeroDivisionError())),
         *(row(refusal.status, refusal.answer) for refusal in refusals),
         *(row(status, http_error(status, "x")) for status in _HTTP_CODES),
-        row(400, validation_error(bad_json)),
+        row(400, validation_error(bad_json, None)),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import get_type_hints
@@ -23,9 +24,10 @@ from app.errors import (
     UnknownPinError,
     UnknownRequestError,
 )
-from app.openai import examples
+from app.openai import examples, json_route
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, PinRequest
 from app.openai.http import build_api
+from app.openai.json_counts import too_much
 from app.openai.operator_replies import LoadFigures, LoadReport, PinCard, PinList
 from app.openai.replies import (
     AssistantMessage,
@@ -266,25 +268,25 @@ def test_chat_chunks_leave_out_what_is_absent(client: TestClient) -> None:
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({"model": "m"}, "prompt", "prompt: Field required"),
-        ({"model": "m", "prompt": "x", "max_tokens": "10"}, "max_tokens", "valid integer"),
-        ({"model": "m", "prompt": "x", "max_tokens": True}, "max_tokens", "valid integer"),
-        ({"model": "m", "prompt": "x", "temperature": "hot"}, "temperature", "valid number"),
+        ({"model": "m"}, "prompt", "prompt: is missing"),
+        ({"model": "m", "prompt": "x", "max_tokens": "10"}, "max_tokens", "must be an integer"),
+        ({"model": "m", "prompt": "x", "max_tokens": True}, "max_tokens", "must be an integer"),
+        ({"model": "m", "prompt": "x", "temperature": "hot"}, "temperature", "must be a number"),
         ({"model": "m", "prompt": "x", "surprise": 1}, "surprise", "unknown field"),
         ({"model": "m", "prompt": "x", "n": 0}, "n", "between 1"),
         ({"model": "m", "prompt": "x", "suffix": "y"}, "suffix", "leave it out"),
         ({"model": "m", "prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "token ids"),
         ({"model": "m", "prompt": "x"} | {f"x{i}": 1 for i in range(9)}, "x0", "and 4 more"),
-        ({"model": "m", "prompt": [0] + ["x"] * 9}, "prompt", "prompt.tokens.1: Input should be a valid integer"),
+        ({"model": "m", "prompt": [0] + ["x"] * 9}, "prompt", "prompt[1]: must be an integer"),
         ({"model": "m", "prompt": "x", "max_tokens": -1}, "max_tokens", "at least 1"),
         ({"model": "m", "prompt": "x", "top_p": 2}, "top_p", "between 0 and 1"),
         ({"model": "request", "prompt": "x"}, "prompt", "too long"),
-        ([1, 2], None, "valid dictionary"),
+        ([1, 2], None, "must be an object"),
         ({"model": "m", "prompt": "x", "store": True}, "store", "not stored"),
         ({"model": "m", "prompt": "x", "store": 0}, "store", "not stored"),
         ({"model": "m", "prompt": "x", "service_tier": "flex"}, "service_tier", "one tier"),
         ({"model": "m", "prompt": "x", "stream_options": {"include_obfuscation": True}}, "stream_options", "padded"),
-        ({"model": "m", "prompt": "x", "metadata": {"a": 1}}, "metadata", "valid string"),
+        ({"model": "m", "prompt": "x", "metadata": {"a": 1}}, "metadata", "metadata.a: must be a string"),
     ],
 )
 def test_bad_bodies_are_400_and_name_the_field(client: TestClient, body: object, param: str, message: str) -> None:
@@ -303,7 +305,7 @@ def test_bad_bodies_are_400_and_name_the_field(client: TestClient, body: object,
         b'{"model": "m", "prompt": NaN}',
         b'{"model": "m", "prompt": "\xff"}',
         b'{"model": "m", "prompt": "\\ud800"}',
-        b'{"model": "m", "prompt": ' + b"[" * 100_000,
+        b'{"model": "m", "prompt": ' + b"[" * 10_000,
         b'{"model": "m", "seed": ' + b"1" * 5000 + b"}",
         b"model=m&prompt=x",
     ],
@@ -398,3 +400,66 @@ def test_a_streamed_response_that_breaks_ends_with_an_error_event(client: TestCl
     assert name == "event: error"
     event = json.loads(data.removeprefix("data: "))
     assert (event["sequence_number"], event["code"], "secret" in event["message"]) == (5, "internal_error", False)
+
+
+def test_errors_are_said_in_words_of_the_body(client: TestClient) -> None:
+    """pydantic's were `messages.0.content.parts.1.type` and `tool_choice.literal['none','auto','required']`."""
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    for fields, said in (
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "txt", "text": "x"}]}]},
+            "messages[0].content[1].type: must be 'text'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [image]}]},
+            "messages[0].content[0]: this model takes text only; leave the part of the type 'image_url' out",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "tool_choice": "x"},
+            "tool_choice: must be 'none', 'auto' or 'required' or an object",
+        ),
+        ({"messages": [{"role": "user"}]}, "messages[0]: content is missing"),
+        ({}, "messages: is missing"),
+    ):
+        answer = client.post("/v1/chat/completions", json={"model": "m"} | fields)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, said)
+
+
+def test_a_body_with_too_much_in_it_is_not_parsed(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """260,000 messages, 7.5 MB, held the event loop for two seconds."""
+
+    def parse(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(json_route, "from_json", parse)
+    message = b'{"role":"user","content":""}'
+    for values, said in (
+        (b",".join([message] * 40_000), "32768 objects"),
+        (b",".join([b'"\\"["'] * 140_000), "131072 strings"),
+        (b",".join([b"1"] * 600_000), "524288 values"),
+    ):
+        body = b'{"model":"m","messages":[' + values + b"]}"
+        answer = client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+        assert f"more than {said}" in answer.json()["error"]["message"]
+
+
+def test_what_is_written_in_a_string_does_not_count() -> None:
+    for text in (b'{},[",' * 100_000, b"\\\\", b'\\"', b'\\"' * 300_000):
+        escaped = text if text.startswith(b"\\") else text.replace(b'"', b'\\"')
+        assert too_much(b'{"model":"m","prompt":"' + escaped + b'"}') is None
+    assert too_much(b'"' + b"[" * 600_000) is None  # its end is missing, which the parser says
+
+
+@pytest.mark.parametrize(("size", "thread"), [(100, None), (100_000, "bodies_"), (1_000_000, "bodies-large_")])
+def test_large_bodies_are_read_in_threads(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, size: int, thread: str | None
+) -> None:
+    """The loop waited while they were parsed and validated; and those of many clients at once took all threads."""
+    names: list[str] = []
+    monkeypatch.setattr(
+        json_route, "from_json", lambda body, **_: (names.append(threading.current_thread().name), json.loads(body))[1]
+    )
+    answer = client.post("/v1/completions", json={"model": "m", "prompt": "x" * size})
+    assert answer.status_code == 200
+    assert names[0].startswith(thread) if thread else "bodies" not in names[0]

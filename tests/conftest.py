@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Threads of a parallel region that wait for each other sleep. By default they spin, and where two test processes share
+# two cores each spins away the other's time: 70 s of processor time for tests that need 16.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # libgomp reads it when torch loads it
+
 import torch
 
 if not torch.cuda.is_available():

@@ -17,7 +17,8 @@ from vmem.work import Attach, Detach, Hide
 
 
 class BlockAllocator:
-    """Allocates, frees and unmaps in the engine's thread, beside the mapper. Only called under the memory's lock.
+    """Allocates, frees and unmaps in the engine's thread, beside the mapper. Only called under the memory's lock, which
+    it lets go of while the device works (`Mapper.unlocked`).
 
     Attributes:
         fence: of the last step that was launched. What is freed now, that step may still read.
@@ -97,6 +98,13 @@ class BlockAllocator:
     def free(self, group: GroupMemory, block_ids: Sequence[int]) -> None:
         """Drop a reference of each block; the last launched step may still read them."""
         group.pool.free(block_ids, fence=self.fence, now=time.monotonic())
+
+    def set_fence(self) -> None:
+        """Mark what the device has been given to do so far: what is freed from now on, that may still read. Without the
+        lock, because a device that has no event for the mark is waited for."""
+        with self._mapper.unlocked():
+            fence = self._backend.fence()
+        self.fence = fence
 
     def settle(self, region: Region) -> None:
         """Wait until the mapper has let go of the region."""

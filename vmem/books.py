@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
@@ -67,6 +68,8 @@ class Books:
     def check_size(self, what: str, num_bytes: int) -> None:
         if num_bytes <= 0 or num_bytes % self._granularity_bytes:
             raise MapError(f"{what} {num_bytes} is not a positive multiple of {self._granularity_bytes} bytes")
+        if num_bytes > sys.maxsize:  # ctypes would pass on its lowest 64 bits: a range that is too small
+            raise MapError(f"{what} {num_bytes} is above the {sys.maxsize} bytes that can be addressed")
 
     def note_reserved(self, reserved: AddressRange) -> None:
         self._reserved[reserved.address] = reserved

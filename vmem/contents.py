@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -47,6 +48,35 @@ class BlockContents(Protocol):
     def discard(self, key: int) -> None:
         """Forget a copy, if there is one."""
         ...
+
+
+class UnlockedContents:
+    """`BlockContents` for callers that hold the memory's lock: it is let go of while blocks are moved, and while host
+    memory is taken or given back.
+
+    Args:
+        unlocked: lets go of the lock for a while (`Mapper.unlocked`).
+    """
+
+    def __init__(self, contents: BlockContents, unlocked: Callable[[], AbstractContextManager[None]]) -> None:
+        self._contents = contents
+        self._unlocked = unlocked
+
+    def copy(self, g: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        with self._unlocked():
+            self._contents.copy(g, sources, targets)
+
+    def save(self, key: int, g: int, block_ids: Sequence[int]) -> None:
+        with self._unlocked():
+            self._contents.save(key, g, block_ids)
+
+    def restore(self, key: int, rows: Sequence[int], block_ids: Sequence[int]) -> None:
+        with self._unlocked():
+            self._contents.restore(key, rows, block_ids)
+
+    def discard(self, key: int) -> None:
+        with self._unlocked():
+            self._contents.discard(key)
 
 
 class LocalContents:

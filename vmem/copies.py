@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vmem.allocator import BlockAllocator
-from vmem.backend import Backend
 from vmem.contents import BlockContents
 from vmem.group import GroupMemory
 from vmem.sequence import GroupTable
@@ -18,10 +17,7 @@ class BlockCopies:
         num_copied: blocks copied since the start.
     """
 
-    def __init__(
-        self, backend: Backend, groups: Sequence[GroupMemory], allocator: BlockAllocator, contents: BlockContents
-    ) -> None:
-        self._backend = backend
+    def __init__(self, groups: Sequence[GroupMemory], allocator: BlockAllocator, contents: BlockContents) -> None:
         self._groups = groups
         self._allocator = allocator
         self._contents = contents
@@ -76,7 +72,7 @@ class BlockCopies:
         for g in sorted({at for at, _, _ in self._copies}):
             sources, targets = zip(*((source, target) for at, source, target in self._copies if at == g), strict=True)
             self._contents.copy(g, sources, targets)
-        self._allocator.fence = self._backend.fence()  # nothing is undone before: copying again would be harmless
+        self._allocator.set_fence()  # nothing is undone before: copying again would be harmless
         done, self._copies = self._copies, []
         self.num_copied += len(done)
         for g, source, target in done:

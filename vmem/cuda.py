@@ -218,10 +218,18 @@ class CudaBackend:
 
     def fence(self) -> int:
         with self._fence_lock:
-            return self._set_fence()
+            fence = self._next_fence
+            self._next_fence += 1
+            if self._record(fence):
+                self._forget_passed()
+                return fence
+        # A step that nothing marks could never be waited for: wait now, and the fence is passed already. Not under the
+        # lock, which others take to ask whether a fence is passed.
+        self._call("cuStreamSynchronize", self._stream())
+        return fence
 
-    def _set_fence(self) -> int:
-        fence = self._next_fence
+    def _record(self, fence: int) -> bool:
+        """Mark the fence in the stream by an event; False if the device has none."""
         try:
             if not self._spare_events:
                 kinds = self._driver.CUevent_flags
@@ -229,13 +237,9 @@ class CudaBackend:
                 self._spare_events.append(self._call("cuEventCreate", flags))
             self._call("cuEventRecord", self._spare_events[-1], self._stream())
         except MapError:
-            # A step that nothing marks could never be waited for: wait now, and the fence is passed already.
-            self._call("cuStreamSynchronize", self._stream())
-        else:
-            self._events.append((fence, self._spare_events.pop()))
-        self._next_fence += 1
-        self._forget_passed()
-        return fence
+            return False
+        self._events.append((fence, self._spare_events.pop()))
+        return True
 
     def completed(self, fence: int) -> bool:
         with self._fence_lock:

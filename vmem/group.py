@@ -101,7 +101,8 @@ class GroupMemory:
         self.held: set[Region] = set()
         self.wanted: OrderedDict[Region, None] = OrderedDict()  # the mapper should map up to `wanted` in these
         self.expired: OrderedDict[Region, None] = OrderedDict()  # these show blocks before `first`
-        self._free_slots = list(range(num_regions, 0, -1))
+        self._free_slots: list[int] = []  # of regions that are gone; those from `_next_slot` on have had none yet
+        self._next_slot = 1
         self._backend = backend
         self._page_bytes = spec.layout.page_bytes
         self.homes: list[AddressRange] = []
@@ -143,11 +144,14 @@ class GroupMemory:
 
     @property
     def has_free_slot(self) -> bool:
-        return bool(self._free_slots)
+        return bool(self._free_slots) or self._next_slot <= self.num_regions
 
     def new_region(self) -> Region:
         """A region without any mapping, parked by nobody yet."""
-        return Region(self._free_slots.pop())
+        if self._free_slots:
+            return Region(self._free_slots.pop())
+        self._next_slot += 1
+        return Region(self._next_slot - 1)
 
     def adopt(self, prefix: Sequence[int], num_blocks: int, *, evicts: bool) -> Region | None:
         """Take the parked region that saves most mapping to a sequence of `num_blocks` blocks that begins with the
@@ -166,7 +170,7 @@ class GroupMemory:
                 best, most = region, saved
             if saved == num_blocks:
                 break
-        if (best is None or not most) and self._free_slots:
+        if (best is None or not most) and self.has_free_slot:
             best = self.new_region()
         elif best is not None:
             del self.parked[best]
@@ -269,8 +273,8 @@ class GroupMemory:
         shown = Counter(b for region in regions for b in region.shows if b != HOLE)
         self.pool.check_integrity(owned, shown)
         slots = sorted([*(region.slot for region in regions), *self._free_slots])
-        if slots != list(range(1, self.num_regions + 1)):
-            raise IntegrityError(f"slots {slots} of 1 to {self.num_regions}")
+        if slots != list(range(1, self._next_slot)) or len(slots) > self.num_regions:
+            raise IntegrityError(f"slots {slots} of 1 to {self._next_slot - 1}, {self.num_regions} at most")
         for region in regions:
             if region.num_shown != sum(b != HOLE for b in region.shows) or region.busy:
                 raise IntegrityError(f"region {region.slot} counts {region.num_shown} of {region.shows}")

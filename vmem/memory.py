@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,9 +24,10 @@ from vmem.accounts import Accounts
 from vmem.allocator import BlockAllocator
 from vmem.backend import Backend
 from vmem.background import Background, MappingOptions
-from vmem.contents import BlockContents, LocalContents
+from vmem.contents import BlockContents, LocalContents, UnlockedContents
 from vmem.copies import BlockCopies
 from vmem.errors import IntegrityError, LayoutError, MapError, OutOfPages, PinError, VmemError
+from vmem.figures import Figures
 from vmem.group import GroupMemory, LayerGroup
 from vmem.hot import CachedPrefix
 from vmem.mapper import Mapper
@@ -50,10 +52,20 @@ class KVMemory:
     """Blocks, pages, mappings and regions of one device.
 
     **Threads.** Two meet here: the engine's, which calls nearly everything, and the mapper's, which changes mappings
-    and pages beside it and drops cached content that has become old. One lock guards all the books; every method takes
-    it, so `report`, `set_budget` and `check_integrity` may be called from any third thread. Methods that name the same
-    sequence, and those of one step (`begin`, `ensure`, `launched`, `commit`), belong to one thread at a time. What
-    `match` returns holds until the lock is let go: `reuse` looks again.
+    and pages beside it and drops cached content that has become old. Methods that name the same sequence, and those of
+    one step (`begin`, `ensure`, `launched`, `commit`), belong to one thread at a time.
+
+    **Locks.** One lock guards the books. It is held to read and change them and for nothing else: blocks are copied,
+    pages mapped and unmapped, and fences waited for without it, while what they concern is owned, or marked as in
+    somebody's hands. So that nothing else comes between the halves of such a call, calls that change what is owned take
+    turns, by a second lock around the first. Any other thread may call:
+
+    - `report`, `cached_keys`: wait at most 20 ms, whatever happens, and are made for event loops.
+    - `set_budget`, `held_bytes`, `least_budget_bytes`, `check_pin`, `pinned_prefixes`, `hot_prefixes`: wait for one
+      piece of bookkeeping. That takes microseconds; the longest one is the match of a long prompt, some milliseconds.
+    - `unpin`, `check_integrity`, `forget_prefixes`: wait for the engine's call that is under way, copies included.
+
+    What `match` returns holds until the next call that changes something: `reuse` looks again.
 
     A call that raises has changed nothing, unless it says so.
 
@@ -146,16 +158,17 @@ class KVMemory:
         )
         self._mapper = Mapper(self._next_work, self._wait_s, self._background.forget)
         self._lock = self._mapper.lock
+        self._turn = threading.Lock()  # of those who change what is owned; taken before the other lock
         self._allocator = BlockAllocator(backend, self._pages, self._groups, self._index, self._mapper)
-        moves = contents(self.tensors)
-        self._copies = BlockCopies(backend, self._groups, self._allocator, moves)
+        moves = UnlockedContents(contents(self.tensors), self._mapper.unlocked)
+        self._copies = BlockCopies(self._groups, self._allocator, moves)
         self._tables = BlockTables(self._groups, self._allocator, self._copies)
         self._reuse = PrefixReuse(self._groups, self._index, self._tables)
         self._views = SequenceViews(
             backend, self._groups, self._allocator, self._mapper, self._background, self._options
         )
         self._swapping = Swapping(
-            backend, self._groups, SwapSpace(swap_bytes), moves, self._index, self._allocator, self._tables
+            self._groups, SwapSpace(swap_bytes), moves, self._index, self._allocator, self._tables
         )
         self._pins = Pins(self._pages, self._groups, pin_quota)
         self._accounts = Accounts(
@@ -172,6 +185,7 @@ class KVMemory:
             tables=self._tables,
             views=self._views,
         )
+        self._figures = Figures(self._lock, self._accounts, self._index.summary)
         if self._options.background:
             self._mapper.start()
 
@@ -229,7 +243,7 @@ class KVMemory:
         sequence = SequenceMemory(
             policy, tuple(GroupTable() for _ in self._specs), expected_tokens=min(expected_tokens, self.max_tokens)
         )
-        with self._lock:
+        with self._taking_turns():
             self._sequences.add(sequence)
         return sequence
 
@@ -312,24 +326,29 @@ class KVMemory:
             VmemError: the window, or the state, has moved past `num_tokens`; or every region is taken.
         """
         with self._locked():
-            self._check_open(sequence)
-            if not 0 < num_tokens <= sequence.num_tokens:
-                raise VmemError(f"a fork of {num_tokens} tokens from a sequence of {sequence.num_tokens}")
-            self._tables.check_can_go_on(sequence, num_tokens)
-            sequence.ready_tokens = 0
-            child = SequenceMemory(policy or sequence.policy, tuple(GroupTable() for _ in self._specs), num_tokens)
-            for group, table, new in zip(self._groups, sequence.groups, child.groups, strict=True):
-                new.block_ids = table.block_ids[: group.layout.num_blocks(num_tokens)]
-                new.first = table.first
-                group.pool.share(new.block_ids[new.first :])
-            try:
-                self._views.enter(child, num_tokens)
-            except VmemError:
-                self._drop_all(child)
-                raise
-            self._reuse.fork(sequence, child, chain)
-            self._sequences.add(child)
-            return child
+            return self._fork(sequence, num_tokens, policy, chain)
+
+    def _fork(
+        self, sequence: SequenceMemory, num_tokens: int, policy: ViewPolicy | None, chain: TokenChain | None
+    ) -> SequenceMemory:
+        self._check_open(sequence)
+        if not 0 < num_tokens <= sequence.num_tokens:
+            raise VmemError(f"a fork of {num_tokens} tokens from a sequence of {sequence.num_tokens}")
+        self._tables.check_can_go_on(sequence, num_tokens)
+        sequence.ready_tokens = 0
+        child = SequenceMemory(policy or sequence.policy, tuple(GroupTable() for _ in self._specs), num_tokens)
+        for group, table, new in zip(self._groups, sequence.groups, child.groups, strict=True):
+            new.block_ids = table.block_ids[: group.layout.num_blocks(num_tokens)]
+            new.first = table.first
+            group.pool.share(new.block_ids[new.first :])
+        try:
+            self._views.enter(child, num_tokens)
+        except VmemError:
+            self._drop_all(child)
+            raise
+        self._reuse.fork(sequence, child, chain)
+        self._sequences.add(child)
+        return child
 
     def truncate(self, sequence: SequenceMemory, num_tokens: int) -> None:
         """Let the sequence own blocks for its first `num_tokens` tokens only; other tokens may follow. Its chain is
@@ -355,16 +374,19 @@ class KVMemory:
             MapError: only without deferred reclamation: its region could not be unmapped. It is parked; the sequence
                 is gone all the same.
         """
-        with self._lock:
-            self._check_open(sequence)
-            self._sequences.remove(sequence)
-            left = [(group, table.region) for group, table in zip(self._groups, sequence.groups, strict=True)]
-            self._drop_all(sequence)
-            self._mapper.wake()
-            if not self._options.deferred_reclamation:
-                for group, region in left:
-                    if region is not None:
-                        self._allocator.hide_unused(group, region)
+        with self._taking_turns():
+            self._free(sequence)
+
+    def _free(self, sequence: SequenceMemory) -> None:
+        self._check_open(sequence)
+        self._sequences.remove(sequence)
+        left = [(group, table.region) for group, table in zip(self._groups, sequence.groups, strict=True)]
+        self._drop_all(sequence)
+        self._mapper.wake()
+        if not self._options.deferred_reclamation:
+            for group, region in left:
+                if region is not None:
+                    self._allocator.hide_unused(group, region)
 
     # ---- the prefix cache ----
 
@@ -379,6 +401,7 @@ class KVMemory:
     def match(self, chain: TokenChain, token_ids: Sequence[int]) -> PrefixMatch:
         """What is cached of these tokens, the last excepted: its logits are needed. Extends the chain, and changes
         nothing else."""
+        chain.extend(token_ids)  # hashing a long prompt takes longer than looking it up
         with self._lock:
             return self._match(chain, token_ids)
 
@@ -403,6 +426,8 @@ class KVMemory:
 
         Whole units are shared. A unit that begins like the next tokens is shared too and copied before the next step.
         """
+        if self.prefix_cache:
+            chain.extend(token_ids)
         with self._locked():
             self._check_open(sequence)
             if sequence.num_tokens:
@@ -437,7 +462,7 @@ class KVMemory:
             snapshots: where `begin` will end, so that a recurrent state is kept there.
         """
         if self.prefix_cache and sequence.prefix.chain is not None:
-            with self._lock:
+            with self._taking_turns():
                 self._reuse.promise(sequence, num_tokens, snapshots)
 
     def begin(self, sequence: SequenceMemory, token_ids: Sequence[int], start: int, end: int) -> None:
@@ -448,23 +473,24 @@ class KVMemory:
             return
         if end // self._index.unit_tokens > path.computed:
             path.chain.extend(token_ids[:end])
-            with self._lock:
+            with self._taking_turns():
                 self._reuse.begin(sequence, end, end - start)
 
     def commit(self) -> None:
         """What `begin` announced is computed: it is in the prefix cache."""
-        with self._lock:
+        with self._taking_turns():
             self._reuse.commit()
 
     def abort(self) -> None:
         """What `begin` announced has not been computed. Sequences that shared it must be freed."""
-        with self._lock:
+        with self._taking_turns():
             self._reuse.abort()
 
     def cached_keys(self, most: int) -> CachedKeys:
-        """Which prefixes are cached, for others to compare with the digests of a `TokenChain`. From any thread."""
-        with self._lock:
-            return self._index.summary.keys(most)
+        """Which prefixes are cached, for others to compare with the digests of a `TokenChain`. From any thread, an
+        event loop's too: waits at most 20 ms for the books, and then returns what it last returned for the same `most`,
+        at first no keys and the version -1."""
+        return self._figures.cached_keys(most)
 
     def hot_prefixes(self, most_tokens: int) -> list[CachedPrefix]:
         """The cached prefixes that sequences have begun with most often, at most so many tokens of them; from any
@@ -474,7 +500,7 @@ class KVMemory:
 
     def forget_prefixes(self, keys: tuple[str, ...]) -> None:
         """Give up what is cached under these keys; nobody may be computing any of it."""
-        with self._lock:
+        with self._taking_turns():
             self._index.clear(keys)
 
     def begin_counting(self) -> None:
@@ -507,7 +533,7 @@ class KVMemory:
                 return
             self._pins.check(name, self._tables.of(sequence), num_tokens)
             try:
-                pinned = self.fork(sequence, num_tokens, "block_table", sequence.prefix.chain)
+                pinned = self._fork(sequence, num_tokens, "block_table", sequence.prefix.chain)
             except VmemError as error:
                 raise PinError(f"{name!r} cannot be pinned: {error}") from error
             self._reuse.claim(pinned)
@@ -536,7 +562,7 @@ class KVMemory:
 
     def unpin(self, name: str) -> None:
         """Let the prefix go the way of others. Raises `PinError` if no prefix of that name is pinned."""
-        with self._lock:
+        with self._taking_turns():
             self._drop_all(self._pins.remove(name))
             self._mapper.wake()
 
@@ -566,7 +592,7 @@ class KVMemory:
             swapped = self._swapping.copy_out(sequences)
             for sequence in sequences:
                 try:
-                    self.free(sequence)
+                    self._free(sequence)
                 except MapError as error:  # it is gone all the same, see `free`
                     logger.warning("a swapped sequence left its region mapped: %s", error)
             return swapped
@@ -596,7 +622,7 @@ class KVMemory:
 
     def discard(self, swapped: SwappedGroup) -> None:
         """Give swapped sequences up."""
-        with self._lock:
+        with self._taking_turns():
             self._swapping.discard(swapped)
 
     # ---- steps ----
@@ -638,12 +664,13 @@ class KVMemory:
     def launched(self) -> None:
         """Note that a step which reads the mappings has been submitted: they may change only once it is done."""
         with self._locked():
-            self._allocator.fence = self._backend.fence()
+            self._allocator.set_fence()
 
     # ---- the budget ----
 
     def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
-        """Change how much physical memory there may be.
+        """Change how much physical memory there may be. From any thread: done when it returns, and waits for
+        bookkeeping only, neither for the device nor for copies.
 
         Pages nobody owns are given back by the mapper; for the others, `num_free_pages` is negative until the scheduler
         has preempted enough.
@@ -691,20 +718,21 @@ class KVMemory:
     # ---- accounting ----
 
     def report(self) -> MemoryReport:
-        """Where memory is. Takes microseconds, once a call under way in another thread lets it; from any thread."""
-        with self._lock:
-            return self._accounts.report()
+        """Where memory is, now. From any thread, an event loop's too: waits at most 20 ms for the books. If another
+        thread has them for longer, this is the last report that was made: for an earlier caller, or when a call of the
+        engine ended, at most 50 ms before the last one did."""
+        return self._figures.report()
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless blocks, regions, pages, prefixes and mappings add up."""
-        with self._lock, self._quiet():
-            self._accounts.check_integrity()
+        with self._taking_turns():
+            self._check_integrity()
 
     def check_idle(self) -> None:
         """Raise `IntegrityError` unless no sequence is open, and every block is free or pinned."""
-        with self._lock:
+        with self._taking_turns():
             self._copies.run()
-            self.check_integrity()
+            self._check_integrity()
             self._accounts.check_idle()
 
     def close(self) -> None:
@@ -714,34 +742,46 @@ class KVMemory:
 
         No step may be running any more.
         """
-        with self._lock:
+        with self._taking_turns():
             if self._sequences:
                 raise IntegrityError(f"closed with {len(self._sequences)} sequences open")
             self._copies.run()
         self._mapper.stop()
-        with self._lock:
+        with self._taking_turns():
             for name in list(self._pins.names):
                 self._drop_all(self._pins.remove(name))
             self._index.clear()
-            self._backend.wait(self._backend.fence())
+            self._allocator.set_fence()
+            self._mapper.wait_for(self._backend, self._allocator.fence)
             for group in self._groups:
                 for region in list(group.parked):
                     self._allocator.hide_unused(group, region)
                 block_ids, _ = group.pool.detachable(group.pool.num_loose, freed_before=math.inf)
                 if block_ids:
                     self._mapper.run_now(Detach(self._pages, group, block_ids))
-                group.release()
-            for handle in (*self._pages.spare, self._anchor):
-                self._backend.destroy(handle)
-            self._backend.close()
+            with self._mapper.unlocked():
+                for group in self._groups:
+                    group.release()
+                for handle in (*self._pages.spare, self._anchor):
+                    self._backend.destroy(handle)
+                self._backend.close()
 
     # ---- inside; all with the lock held ----
 
     @contextmanager
+    def _taking_turns(self) -> Iterator[None]:
+        """Hold the lock for a call that no other of its kind may come between when it lets go of the lock."""
+        with self._turn, self._lock:
+            try:
+                yield
+            finally:
+                self._figures.publish_if_old()
+
+    @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock of a mapper that is alive; the time until it is there counts as exposed."""
+        """The same, with a mapper that is alive; the time until the lock is there counts as exposed."""
         start = time.perf_counter()
-        with self._lock:
+        with self._taking_turns():
             self._mapper.times.exposed_s += time.perf_counter() - start
             self._mapper.raise_death()
             yield
@@ -754,6 +794,10 @@ class KVMemory:
         finally:
             self._mapper.resume()
 
+    def _check_integrity(self) -> None:
+        with self._quiet(), self._mapper.unlocked():  # nobody changes anything now but the budget
+            self._accounts.check_integrity()
+
     def _next_work(self) -> Work | None:
         return self._background.next_work(time.monotonic())
 
@@ -764,7 +808,6 @@ class KVMemory:
         if not self.prefix_cache:
             return PrefixMatch((), None, 0, 0, awaited=False)
         limit = len(token_ids) - 1
-        chain.extend(token_ids)
         match = self._index.match(chain, token_ids, limit, LEAST_PARTIAL_TOKENS)
         if match.partial is not None:
             # Until its copy is made, a partial unit takes its blocks twice.

@@ -175,11 +175,12 @@ class MirroredBackend:
     def tensor(self, reserved: AddressRange) -> torch.Tensor:
         return self._local.tensor(reserved)
 
-    @one_at_a_time
     def fence(self) -> int:
-        self._num_fences += 1
-        self._fences[self._num_fences] = (self._local.fence(), self.peers.num_ordered)
-        return self._num_fences
+        passed = self._local.fence(), self.peers.num_ordered  # without the lock: it may have to wait for the device
+        with self._lock:
+            self._num_fences += 1
+            self._fences[self._num_fences] = passed
+            return self._num_fences
 
     @one_at_a_time
     def completed(self, fence: int) -> bool:

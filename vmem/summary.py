@@ -35,11 +35,15 @@ class CachedKeys:
 class PrefixSummary:
     """Keys of the prefixes that layers without a window have blocks of, by how far their depth can be halved: with a
     prefix all shorter ones are there. What else a hit needs, a window's last blocks or a state, a summary does not say.
-    Only called under the memory's lock."""
+    Only called under the memory's lock.
+
+    Attributes:
+        version: increases when any prefix is cached or forgotten.
+    """
 
     def __init__(self) -> None:
         self._by_halvings: list[dict[bytes, int]] = [{} for _ in range(_MOST_HALVINGS + 1)]
-        self._version = 0
+        self.version = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._by_halvings))
@@ -47,7 +51,7 @@ class PrefixSummary:
     def add(self, digest: bytes, depth: int) -> None:
         keys, key = self._by_halvings[_halvings(depth)], key_of(digest)
         keys[key] = keys.get(key, 0) + 1
-        self._version += 1
+        self.version += 1
 
     def remove(self, digest: bytes, depth: int) -> None:
         keys, key = self._by_halvings[_halvings(depth)], key_of(digest)
@@ -55,18 +59,18 @@ class PrefixSummary:
             del keys[key]
         else:
             keys[key] -= 1
-        self._version += 1
+        self.version += 1
 
     def keys(self, most: int) -> CachedKeys:
         """At most `most` keys; the stride is the least power of two with which there are so few. Should even the
         greatest leave more, some are left out."""
         if not most:
-            return CachedKeys(b"", 1, self._version)
+            return CachedKeys(b"", 1, self.version)
         halvings = 0
         while halvings < _MOST_HALVINGS and sum(map(len, self._by_halvings[halvings:])) > most:
             halvings += 1
         keys = b"".join(itertools.chain.from_iterable(self._by_halvings[halvings:]))
-        return CachedKeys(keys[-most * KEY_BYTES :], 1 << halvings, self._version)
+        return CachedKeys(keys[-most * KEY_BYTES :], 1 << halvings, self.version)
 
     def check_integrity(self, expected: Collection[tuple[bytes, int]]) -> None:
         """Raise `IntegrityError` unless there is a key for exactly these (key, depth)."""

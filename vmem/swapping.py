@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from vmem.allocator import BlockAllocator
-from vmem.backend import Backend
 from vmem.contents import BlockContents
 from vmem.errors import IntegrityError, OutOfPages, VmemError
 from vmem.group import GroupMemory
@@ -23,7 +22,6 @@ class Swapping:
 
     def __init__(
         self,
-        backend: Backend,
         groups: Sequence[GroupMemory],
         space: SwapSpace,
         contents: BlockContents,
@@ -34,7 +32,6 @@ class Swapping:
         self.space = space
         self._live: set[SwappedGroup] = set()
         self._keys = itertools.count()
-        self._backend = backend
         self._contents = contents
         self._groups = groups
         self._index = index
@@ -63,7 +60,7 @@ class Swapping:
                 self._contents.discard(key)
             self.space.release(num_bytes)
             raise
-        self._allocator.fence = self._backend.fence()
+        self._allocator.set_fence()
         swapped = SwappedGroup(
             sequences=tuple(
                 SwappedSequence(
@@ -116,7 +113,7 @@ class Swapping:
         for group, missing, new in allocated:
             self._contents.restore(swapped.copies[group.index], missing, new)
             blocks[group.index].update(zip(missing, new, strict=True))
-        self._allocator.fence = self._backend.fence()
+        self._allocator.set_fence()
         return self._sequences(swapped, blocks)
 
     def discard(self, swapped: SwappedGroup) -> None:

@@ -498,7 +498,8 @@ def test_places_before_the_window_do_not_keep_pages(no_thread: None) -> None:
     assert found == 112
     while memory._groups[1].pool.num_kept:
         memory._index.evict(1, 100)
-    block_ids = memory._allocator.allocate(memory._groups[0], memory.num_free_pages)
+    with memory._lock:
+        block_ids = memory._allocator.allocate(memory._groups[0], memory.num_free_pages)
     assert memory.num_free_pages == 0
     memory._allocator.free(memory._groups[0], block_ids)
     memory.free(second)

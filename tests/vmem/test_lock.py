@@ -1,0 +1,224 @@
+"""Who waits for whom: nobody for the books while the device works, and changes of what is owned for each other."""
+
+from __future__ import annotations
+
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import pytest
+
+from tests.vmem.small_memory import (
+    MAX_TOKENS,
+    PAGE_BYTES,
+    FlakyCuda,
+    FlakyHost,
+    FlakyMirror,
+    make_memory,
+    no_thread,
+)
+from tests.vmem.test_memory import DEADLINE_S, begin, finish, until
+from vmem import CachedKeys, Demand, KVMemory, LocalContents, MapError, figures
+
+__all__ = ["no_thread"]  # a fixture
+
+NUM_PAGES = 40
+DEVICE_CALLS = ("create", "destroy", "map", "unmap", "fence", "wait")
+COPIES = ("copy", "save", "restore", "discard")
+
+
+@pytest.fixture
+def other() -> Iterator[ThreadPoolExecutor]:
+    """Another thread, such as a server's event loop."""
+    with ThreadPoolExecutor(1) as thread:
+        yield thread
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, owner: object, names: tuple[str, ...], note: Callable[[str], None]) -> None:
+    """Have `note` called before each call of these methods of an object or class."""
+
+    def watched(name: str, real: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            note(name)
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in names:
+        monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
+
+
+@pytest.mark.parametrize("backend", [FlakyHost, FlakyCuda, FlakyMirror])
+def test_others_read_and_set_while_the_device_works(
+    backend: type, no_thread: None, other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock was held over copies, mapping and fences: an event loop that wanted a figure stood still meanwhile."""
+    memory, device = make_memory(backend, num_pages=NUM_PAGES, swap_pages=20, deferred_reclamation=False)
+    seen: set[str] = set()
+    revision = 0
+
+    def ask(name: str) -> None:
+        nonlocal revision
+        seen.add(name)
+        revision += 1
+        other.submit(memory.set_budget, NUM_PAGES * PAGE_BYTES, revision).result(DEADLINE_S)
+        assert other.submit(memory.report).result(DEADLINE_S).budget_revision == revision
+
+    watch(monkeypatch, device, DEVICE_CALLS, ask)
+    watch(monkeypatch, LocalContents, COPIES, ask)
+    first = begin(memory, 40)
+    memory.launched()
+    fork = memory.fork(first, 40, "region")
+    memory.append(fork, 41)
+    memory.ensure([Demand(fork, 40, 41)])
+    if isinstance(device, FlakyCuda):
+        device.fake.finish_work()
+    [back] = memory.swap_in(memory.swap_out([fork]))
+    finish(memory, first, back)
+    assert seen == {*DEVICE_CALLS, *COPIES}
+
+
+def test_figures_are_read_while_somebody_has_the_books(other: ThreadPoolExecutor) -> None:
+    """`report` and `cached_keys` waited for the lock, however long it was held."""
+    memory, _ = make_memory()
+    with memory._lock:
+        assert other.submit(memory.cached_keys, 100).result(DEADLINE_S) == CachedKeys(b"", 1, -1)  # not known yet
+    cache(memory, list(range(40)))
+    report, keys = memory.report(), memory.cached_keys(100)
+    assert len(keys.keys) == 12
+    with memory._lock:
+        assert other.submit(memory.report).result(DEADLINE_S) == report
+        assert other.submit(memory.cached_keys, 100).result(DEADLINE_S) == keys
+    cache(memory, list(range(100, 140)))
+    with memory._lock:
+        assert other.submit(memory.cached_keys, 100).result(DEADLINE_S) == keys  # the last ones that were returned
+    assert len(memory.cached_keys(100).keys) == 24
+    finish(memory)
+
+
+def test_calls_of_the_engine_publish_a_report(other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else who cannot have the books is told of the time when somebody last could."""
+    monkeypatch.setattr(figures, "_RENEWED_AFTER_S", -1.0)
+    memory, _ = make_memory()
+    sequence = memory.open("block_table")
+    memory.append(sequence, 40)
+    with memory._lock:
+        assert other.submit(memory.report).result(DEADLINE_S).active_bytes == 3 * PAGE_BYTES
+    finish(memory, sequence)
+
+
+def test_the_mapper_begins_nothing_beside_a_copy_and_goes_on_after_it(
+    other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It might take what the engine has looked at before the copy; and nobody may forget to wake it."""
+    memory, device = make_memory(num_pages=NUM_PAGES, swap_pages=20)
+    memory.free(begin(memory, 40, "block_table"))
+    sequence = begin(memory, 40)
+    calls: list[str] = []
+    begun_meanwhile: list[str] = []
+    watch(monkeypatch, device, ("destroy", "unmap"), calls.append)
+
+    def lower(_: str) -> None:
+        least = memory.least_budget_bytes
+        assert other.submit(memory.set_budget, least, 1).result(DEADLINE_S) == "deferred"
+        until(lambda: memory._mapper._is_barred)
+        begun_meanwhile.extend(calls)
+
+    cache(memory, list(range(MAX_TOKENS)))  # more pages than the least budget has
+    watch(monkeypatch, LocalContents, ("save",), lower)
+    swapped = memory.swap_out([sequence])
+    assert begun_meanwhile == []
+    until(lambda: memory.report().physical_bytes <= memory.report().budget_bytes)
+    memory.discard(swapped)
+    finish(memory)
+
+
+def test_what_is_owned_changes_by_one_call_at_a_time(
+    other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unpinning freed the block that a failed copy on write was about to take back."""
+    memory, device = make_memory(num_pages=NUM_PAGES)
+    sequence = begin(memory, 24, "block_table")
+    memory.pin("pinned", sequence, 24)
+    unpinned: list[Future[None]] = []
+
+    def unpin_and_fail(_: str) -> None:
+        if memory._copies.held:  # the block is copied already, and these are the blocks behind it
+            unpinned.append(other.submit(memory.unpin, "pinned"))
+            wait(unpinned, timeout=0.1)  # a chance to come between
+            raise MapError("injected")
+
+    watch(monkeypatch, device, ("map",), unpin_and_fail)
+    with pytest.raises(MapError, match="injected"):
+        memory.append(sequence, 60)
+    unpinned[0].result(DEADLINE_S)
+    memory.check_integrity()
+    finish(memory, sequence)
+
+
+def test_an_audit_does_not_keep_others_from_the_books(
+    other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, _ = make_memory(num_pages=NUM_PAGES)
+    asked: list[str] = []
+
+    def ask(name: str) -> None:
+        asked.append(name)
+        other.submit(memory.set_budget, NUM_PAGES * PAGE_BYTES, len(asked)).result(DEADLINE_S)
+
+    watch(monkeypatch, memory._accounts, ("check_integrity",), ask)
+    memory.check_integrity()
+    assert asked
+    finish(memory)
+
+
+def test_a_device_without_an_event_is_waited_for_without_a_lock(
+    other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asked whether a fence is passed, the mapper with all the books in hand, waited for the device, too."""
+    memory, device = make_memory(FlakyCuda)
+    assert isinstance(device, FlakyCuda)
+    synchronised = threading.Event()
+
+    def ask(_: str) -> None:
+        assert other.submit(device.completed, 0).result(DEADLINE_S)
+        synchronised.set()
+
+    watch(monkeypatch, device.fake, ("cuStreamSynchronize",), ask)
+    device.fail_at = device.num_calls + 1  # of the event
+    memory.launched()
+    assert synchronised.is_set()
+    finish(memory)
+
+
+def test_regions_nobody_has_cost_nothing() -> None:
+    """`max_num_seqs: 10⁹` took the machine's memory for a list of free slots."""
+    tracemalloc.start()
+    try:
+        memory, _ = make_memory(num_regions=10**7)
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()
+    first, second = begin(memory, 16), begin(memory, 16)
+    assert [s.groups[0].region.slot for s in (first, second) if s.groups[0].region] == [1, 2]
+    memory.check_integrity()
+    finish(memory, first, second)
+
+
+@pytest.mark.parametrize("num_regions", [10**12, 10**30])
+def test_more_regions_than_addresses_are_refused(num_regions: int) -> None:
+    """The lowest 64 bits of the size are a range that is too small, and mappings behind it replace other memory."""
+    with pytest.raises(MapError, match=r"reservation of|that can be addressed"):
+        make_memory(num_regions=num_regions)
+
+
+def cache(memory: KVMemory, token_ids: list[int]) -> None:
+    """Let a sequence compute these tokens and end."""
+    sequence = memory.open("block_table")
+    memory.reuse(sequence, memory.chain(), token_ids)
+    memory.append(sequence, len(token_ids))
+    memory.begin(sequence, token_ids, 0, len(token_ids))
+    memory.ensure([Demand(sequence, 0, len(token_ids))])
+    memory.commit()
+    memory.free(sequence)

@@ -68,9 +68,8 @@ def check_size(scope: Scope, head: Head, settings: HttpSettings) -> None:
             raise Refusal.too_large(413, "a body", settings.max_body_bytes, "bytes")
 
 
-async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> Receive:
-    """Wait for the whole body; the application gets it in one message, and then what comes after it. Its routes want
-    it whole anyway, and so it is refused before they see anything of it.
+async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
+    """The whole body. Routes want it whole anyway, and so it is refused before they see anything of it.
 
     Raises:
         Refusal: it is too long, or takes too long.
@@ -91,16 +90,20 @@ async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> Recei
                 if chunk:
                     chunks.append(chunk)
                 if not message.get("more_body", False):
-                    break
+                    return b"".join(chunks)
     except TimeoutError:
         raise Refusal.too_slow(timeout_s) from None
-    body: Message | None = {"type": "http.request", "body": b"".join(chunks), "more_body": False}
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that has the body in one message, and then what comes after it."""
+    first: Message | None = {"type": "http.request", "body": body, "more_body": False}
 
     async def receive_whole() -> Message:
-        nonlocal body
-        if body is None:
+        nonlocal first
+        if first is None:
             return await receive()
-        message, body = body, None  # which the application may keep alone
+        message, first = first, None  # which the application may keep alone
         return message
 
     return receive_whole

@@ -35,6 +35,7 @@ class Exchange:
         "first_byte_at",
         "generation_id",
         "key",
+        "num_body_bytes",
         "output_tokens",
         "prompt_tokens",
         "request_id",
@@ -50,6 +51,7 @@ class Exchange:
         self.first_byte_at: float | None = None  # of an answer that is streamed
         self.status: int | None = None
         self.key: KeyEntry | None = None
+        self.num_body_bytes = 0
         self.generation_id: str | None = None
         self.prompt_tokens = 0
         self.cached_tokens = 0

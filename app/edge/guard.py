@@ -9,7 +9,7 @@ import time
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.edge.arrival import ClientGone, Head, check_size, read_body, read_head
+from app.edge.arrival import ClientGone, Head, check_size, read_body, read_head, replay
 from app.edge.exchange import Exchange, enter, leave
 from app.edge.keys import KeyRing
 from app.edge.quota import AddressQuotas, Quota
@@ -72,7 +72,9 @@ class Guard:
                 self._num_running += 1
                 is_running = True
             if head.has_body:
-                receive = await read_body(receive, self._settings.max_body_bytes, self._settings.body_timeout_s)
+                body = await read_body(receive, self._settings.max_body_bytes, self._settings.body_timeout_s)
+                exchange.num_body_bytes = len(body)
+                receive = replay(body, receive)
             await self._app(scope, receive, reply)
         except (ClientGone, ClientDisconnect):
             pass  # there is nobody to tell

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -40,6 +41,8 @@ from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, Tokenize
 logger = logging.getLogger(__name__)
 
 _PROMETHEUS = "text/plain; version=1.0.0; charset=utf-8"
+# Longer lists are written outside of the event loop.
+_MOST_TOKENS = 10_000
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 Session = Annotated[
@@ -150,7 +153,8 @@ def _add_tokens(api: FastAPI, service: Service) -> None:
     @api.post("/tokenize", response_model=Tokens, tags=["tokens"])
     async def tokenize(request: Annotated[TokenizeRequest, Body(openapi_examples=examples.TOKENIZE)]) -> Response:
         """The tokens of a text or a conversation, and how many they are."""
-        return _json(await service.tokenize(request))
+        answer = await service.tokenize(request)
+        return _json(answer) if answer.count <= _MOST_TOKENS else await asyncio.to_thread(_json, answer)
 
     @api.post("/detokenize", response_model=DetokenizedText, tags=["tokens"])
     async def detokenize(request: DetokenizeRequest) -> Response:

@@ -13,6 +13,7 @@ from app.engine.pinned import conversation_prefix, text_prefix
 from app.errors import RequestError
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, Message, PinRequest
 from app.openai.strict import check_json
+from app.openai.text_encoder import TextEncoder
 from app.openai.token_bodies import TokenizeRequest
 from app.openai.tool_bodies import Tool, ToolCall
 from app.openai.tool_formats import tool_template
@@ -21,16 +22,14 @@ from app.openai.tool_formats import tool_template
 CheckLength = Callable[[str, str], None]
 
 
-def encode_completion(
-    tokenizer: PreTrainedTokenizerBase, request: CompletionRequest, check_length: CheckLength
-) -> list[list[int]]:
+def encode_completion(encoder: TextEncoder, request: CompletionRequest, check_length: CheckLength) -> list[list[int]]:
     """Each prompt of the request."""
     token_ids = []
     for prompt in request.prompts:
         if isinstance(prompt, str):
             _check_text(prompt, "prompt")
             check_length(prompt, "prompt")
-        token_ids.append(list(tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt)
+        token_ids.append(encoder.encode(prompt) if isinstance(prompt, str) else prompt)
     return token_ids
 
 
@@ -44,21 +43,18 @@ def prompt_texts(tokenizer: PreTrainedTokenizerBase, request: CompletionRequest)
     return texts
 
 
-def encode_chat(
-    tokenizer: PreTrainedTokenizerBase, request: ChatCompletionRequest, check_length: CheckLength
-) -> list[int]:
-    """The conversation through the model's chat template, with the tools unless none may be called.
+def encode_chat(encoder: TextEncoder, request: ChatCompletionRequest, check_length: CheckLength) -> list[int]:
+    """The conversation through the model's chat template, with the tools unless none may be called. Control tokens are
+    those of the template: what messages and tools spell is text.
 
     Raises:
         RequestError: there are no messages, no template, or the template refuses them or knows no tools.
     """
     tools = request.tools if request.tool_choice != "none" else None
-    return _encode_conversation(tokenizer, request.messages, tools, check_length)
+    return _encode_conversation(encoder, request.messages, tools, check_length)
 
 
-def encode_tokenize(
-    tokenizer: PreTrainedTokenizerBase, request: TokenizeRequest, check_length: CheckLength
-) -> list[int]:
+def encode_tokenize(encoder: TextEncoder, request: TokenizeRequest, check_length: CheckLength) -> list[int]:
     """A text, or a conversation as `encode_chat` makes it.
 
     Raises:
@@ -71,12 +67,12 @@ def encode_tokenize(
             if getattr(request, name) is not None:
                 raise RequestError(f"{name} belongs to messages, and this is a prompt; leave it out", name)
         check_length(request.prompt, "prompt")
-        return list(tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False))
+        return encoder.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
     assert request.messages is not None
     if request.add_special_tokens:
         raise RequestError("the chat template writes special tokens itself; leave it out", "add_special_tokens")
     prompts = request.add_generation_prompt is not False
-    return _encode_conversation(tokenizer, request.messages, request.tools, check_length, add_generation_prompt=prompts)
+    return _encode_conversation(encoder, request.messages, request.tools, check_length, add_generation_prompt=prompts)
 
 
 def decode_tokens(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
@@ -90,45 +86,50 @@ def decode_tokens(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) 
 
 
 def _encode_conversation(
-    tokenizer: PreTrainedTokenizerBase,
+    encoder: TextEncoder,
     messages: Sequence[Message],
     tools: Sequence[Tool] | None,
     check_length: CheckLength,
     *,
     add_generation_prompt: bool = True,
 ) -> list[int]:
+    tokenizer = encoder.tokenizer
     if not messages:
         raise RequestError("messages is empty; it needs at least one message", "messages")
     if tokenizer.chat_template is None:
         raise RequestError("this model has no chat template; use /v1/completions", "messages")
-    shown = _template_messages(messages)
+    shown = encoder.shielded(_template_messages(messages), "messages")
     if tools is not None or any(message.role == "tool" or message.tool_calls for message in messages):
         tool_template(tokenizer)
     try:
         text: Any = tokenizer.apply_chat_template(
             shown,
-            tools=None if tools is None else [_template_tool(tool) for tool in tools],
+            tools=None if tools is None else encoder.shielded([_template_tool(tool) for tool in tools], "tools"),
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
         )
     except TemplateError as error:
         raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
     # Only now, since templates may leave out some of the messages.
-    check_length(text, "messages")
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    check_length(encoder.unshielded(text), "messages")
+    return encoder.encode_shielded(text)
 
 
-def encode_pin(tokenizer: PreTrainedTokenizerBase, request: PinRequest) -> list[int]:
-    """The tokens that prompts beginning so have in common. Raises `RequestError` unless it is one or the other."""
+def encode_pin(encoder: TextEncoder, request: PinRequest) -> list[int]:
+    """The tokens that prompts beginning so have in common. Raises `RequestError` unless it is one or the other, and when
+    messages spell control tokens: no conversation would begin so."""
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
     if request.messages is not None:
-        return conversation_prefix(tokenizer, _template_messages(request.messages))
+        shown = _template_messages(request.messages)
+        if encoder.shielded(shown, "messages") != shown:
+            raise RequestError("messages to pin cannot spell control tokens of this model", "messages")
+        return conversation_prefix(encoder.tokenizer, shown)
     if isinstance(request.prompt, list):
         return request.prompt
     assert request.prompt is not None
     _check_text(request.prompt, "prompt")
-    return text_prefix(tokenizer, request.prompt)
+    return text_prefix(encoder.tokenizer, request.prompt)
 
 
 def _template_tool(tool: Tool) -> dict[str, Any]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import ParamSpec, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +14,7 @@ from app.errors import UnknownModelError, UnknownRequestError
 from app.openai.answers import CompletionAnswer
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, GenerationBody, PinRequest
 from app.openai.chat_answers import ChatAnswer
+from app.openai.lanes import Lanes
 from app.openai.pieces import split_public_id
 from app.openai.prompts import (
     CheckLength,
@@ -31,6 +28,7 @@ from app.openai.prompts import (
 from app.openai.responses_answers import ResponseAnswer
 from app.openai.responses_body import ResponsesRequest, in_terms_of_responses
 from app.openai.text_bounds import TextBounds
+from app.openai.text_encoder import TextEncoder
 from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
 from app.openai.token_texts import TokenTexts
 from app.openai.tools import tool_use
@@ -54,23 +52,24 @@ class Translator:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model_name: str, adapters: Sequence[str]) -> None:
         self._tokenizer = tokenizer
+        self._encoder = TextEncoder(tokenizer)
         self._tokens = TokenTexts(tokenizer)
         self._bounds = TextBounds(tokenizer)
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "translator")
+        self._lanes = Lanes("translator", _NUM_THREADS)
         self._model_name = model_name
         self._adapters = tuple(adapters)
 
     async def in_thread(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call one of the other methods so, as `asyncio.to_thread` would."""
-        call = partial(contextvars.copy_context().run, method, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        """Call one of the other methods so, as `asyncio.to_thread` would; for large bodies one at a time."""
+        exchange = current_exchange()
+        return await self._lanes.run(0 if exchange is None else exchange.num_body_bytes, method, *args, **kwargs)
 
     def completion(
         self, request: CompletionRequest, session: str | None, max_model_len: int
     ) -> tuple[list[GenerateRequest], CompletionAnswer]:
         """A call for each prompt, and what their pieces come to."""
         adapter = self.adapter_of(request.model)
-        prompts = encode_completion(self._tokenizer, request, self._length_check(max_model_len))
+        prompts = encode_completion(self._encoder, request, self._length_check(max_model_len))
         params = request.sampling_params()
         request_id = _new_id("cmpl")
         calls = [
@@ -104,7 +103,7 @@ class Translator:
         """The one call, and what its pieces come to. `kind`: how the id begins."""
         adapter = self.adapter_of(request.model)
         tools = tool_use(self._tokenizer, request.tools, request.tool_choice, request.parallel_tool_calls)
-        prompt = encode_chat(self._tokenizer, request, self._length_check(max_model_len))
+        prompt = encode_chat(self._encoder, request, self._length_check(max_model_len))
         if tools is None:
             params = request.sampling_params()
         else:
@@ -144,7 +143,7 @@ class Translator:
     def tokens(self, request: TokenizeRequest, max_model_len: int) -> Tokens:
         """The tokens of a text or a conversation."""
         self._check_model(request.model)
-        tokens = encode_tokenize(self._tokenizer, request, self._length_check(max_model_len))
+        tokens = encode_tokenize(self._encoder, request, self._length_check(max_model_len))
         texts = [self._tokens.chat_token(token_id) for token_id in tokens] if request.return_token_strs else None
         return Tokens(count=len(tokens), max_model_len=max_model_len, tokens=tokens, token_strs=texts)
 
@@ -155,7 +154,7 @@ class Translator:
 
     def prefix(self, request: PinRequest) -> list[int]:
         """What prompts that begin so have in common."""
-        return encode_pin(self._tokenizer, request)
+        return encode_pin(self._encoder, request)
 
     def _check_model(self, model: str | None) -> None:
         """Raises `UnknownModelError`, or `ForbiddenError` when the caller's API key does not allow it."""

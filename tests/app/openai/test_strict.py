@@ -11,6 +11,7 @@ from app.errors import RequestError
 from app.openai.bodies import ChatCompletionRequest
 from app.openai.prompts import encode_chat
 from app.openai.strict import MAX_JSON_DEPTH, check_json
+from app.openai.text_encoder import TextEncoder
 
 BODY: dict[str, Any] = {"model": "builtin", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -55,4 +56,4 @@ def test_arguments_of_earlier_calls_can_be_shown(arguments: str) -> None:
     messages = [*BODY["messages"], {"role": "assistant", "tool_calls": [call]}]
     request = ChatCompletionRequest.model_validate(BODY | {"messages": messages})
     with pytest.raises(RequestError, match="arguments of the tool call '1' cannot be shown"):
-        encode_chat(load_tokenizer("builtin"), request, lambda *_: None)
+        encode_chat(TextEncoder(load_tokenizer("builtin")), request, lambda *_: None)

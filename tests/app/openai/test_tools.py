@@ -15,6 +15,7 @@ from app.engine.structure import StructureCompiler
 from app.errors import RequestError
 from app.openai.bodies import ChatCompletionRequest
 from app.openai.prompts import encode_chat
+from app.openai.text_encoder import TextEncoder
 from app.openai.tool_bodies import FunctionCallDelta, ToolCallDelta, ToolChoice, Tools
 from app.openai.tool_formats import closed, tool_format
 from app.openai.tools import tool_use
@@ -166,7 +167,7 @@ CONVERSATION: list[dict[str, Any]] = [
 def prompt(tokenizer: PreTrainedTokenizerBase, **fields: Any) -> str:
     messages = fields.pop("messages", CONVERSATION)
     body = ChatCompletionRequest.model_validate({"model": "m", "messages": messages, **fields})
-    text = tokenizer.decode(encode_chat(tokenizer, body, lambda *_: None))
+    text = tokenizer.decode(encode_chat(TextEncoder(tokenizer), body, lambda *_: None))
     assert isinstance(text, str)
     return text
 

@@ -29,6 +29,7 @@ from app.fleet.overload import Refusals
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest
 from app.openai.pieces import Piece
 from app.openai.responses_body import ResponsesRequest
+from app.openai.text_encoder import TextEncoder
 from app.openai.token_bodies import TokenizeRequest
 from app.serving.admission import Admission
 from app.serving.calls import Replicas
@@ -255,8 +256,7 @@ def test_texts_that_cannot_fit_are_not_tokenised(monkeypatch: pytest.MonkeyPatch
 
     async def run() -> None:
         ingress = ingress_with(Engines())
-        monkeypatch.setattr(type(TOKENIZER), "encode", fail)
-        monkeypatch.setattr(type(TOKENIZER), "__call__", fail)
+        monkeypatch.setattr(TextEncoder, "_encode", fail)
         chat = ChatCompletionRequest.model_validate({"model": "m", "messages": messages})
         response = ResponsesRequest.model_validate({"model": "m", "input": long})
         for asked, param in (

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from app.engine.params import Structure
+from app.engine.params import Structure, StructureKind
 from app.engine.token_bytes import token_bytes
 from app.errors import EngineError, RequestError
 
@@ -31,8 +31,13 @@ MAX_SPEC_BYTES = 64 * 1024
 MAX_CACHED = 64
 # Its states take one to two KiB each, for each output.
 _MAX_LEXER_STATES = 50_000
-# Models without a liking for JSON can write spaces for ever: at most one, or a line break and its indentation.
-_JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n[ \t]{0,64}"}
+# Alternatives that the parser may follow at once. A schema has about four for each optional property. More of them make
+# steps slower for everybody: a grammar of 8,000 that repeat takes 100 ms a token.
+_MAX_ROW_ITEMS = {"json": 4000}
+# A structure is tried with so many tokens before it is taken: what is too wide mostly shows behind the first one.
+_TRIED_TOKENS = 8
+# Compact, with the blank that models write behind a comma and a colon: small ones fill up every gap that they may.
+_JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 # The second of a list of grammars: only its options matter. A forced tokenisation would have added tokens in it
 # wherever the text happens to have their names, which the parser refuses afterwards.
 _OPTIONS_GRAMMAR = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: "-"'}
@@ -99,18 +104,40 @@ class StructureCompiler:
 
         grammar = _grammar(structure)
         vocabulary = self._built()
-        limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+        limits = LLParserLimits(
+            max_items_in_row=_MAX_ROW_ITEMS.get(structure.kind),
+            max_lexer_states=_MAX_LEXER_STATES,
+            verbose_errors=False,
+        )
         parser = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
         if parser.is_error():
             raise RequestError(f"this {_NAMES[structure.kind]} cannot be used: {_brief(parser)}", "structure")
-        matcher = StructureMatcher(vocabulary, parser)
+        matcher = StructureMatcher(vocabulary, parser, structure.kind)
         mask = np.zeros((self._vocab_size + 31) // 32, np.int32)
         matcher.fill(mask)  # only now some of what cannot work is found
         if matcher.error is not None:
             raise RequestError(f"nothing satisfies this {_NAMES[structure.kind]}: {_brief(parser)}", "structure")
         if not mask.any():
             raise RequestError(f"nothing this model can write begins this {_NAMES[structure.kind]}", "structure")
+        self._try(matcher.fork(), mask)
         return matcher
+
+    def _try(self, matcher: StructureMatcher, mask: np.ndarray) -> None:
+        """Write beginnings of outputs, one for each first byte, the first further. Raises `RequestError` if that
+        is too much for the parser."""
+        assert self._vocabulary is not None
+        for i, first in enumerate(self._vocabulary.of_each_first_byte(mask)):
+            output, ahead, token_id = matcher.fork(), mask.copy(), first
+            for _ in range(1 if i else _TRIED_TOKENS):
+                output.accept(token_id)
+                if output.error is None and not output.finished:
+                    output.fill(ahead)
+                if output.error is not None:
+                    raise output.error
+                following = () if output.finished else self._vocabulary.of_each_first_byte(ahead)
+                if not following:
+                    break
+                token_id = following[0]
 
     def _built(self) -> _Vocabulary:
         if self._vocabulary is None:
@@ -123,14 +150,18 @@ class StructureCompiler:
 class StructureMatcher:
     """Where one output is in its structure; a `Matcher`. Used by one thread at a time.
 
+    Args:
+        kind: of structure, for messages.
+
     Attributes:
         error: why the parser gave up: the structure turned out to be too complex. Only end-of-sequence tokens are
             allowed from then on, and whoever runs the request has to end it with this error.
     """
 
-    def __init__(self, vocabulary: _Vocabulary, parser: LLMatcher) -> None:
+    def __init__(self, vocabulary: _Vocabulary, parser: LLMatcher, kind: StructureKind) -> None:
         self._vocabulary = vocabulary
         self._parser = parser
+        self._kind = kind
         self.error: RequestError | None = None
 
     def fill(self, mask: np.ndarray) -> None:
@@ -145,13 +176,14 @@ class StructureMatcher:
     def accept(self, token_id: int) -> None:
         """Go on by a token. Raises `EngineError` if it may not follow."""
         if not self._parser.consume_token(token_id):
-            if self._parser.stop_reason() not in ("ParserTooComplex", "LexerTooComplex"):
-                raise EngineError(f"token {token_id} does not follow in the structure: {_brief(self._parser)}")
-            self._note_error()
+            reason = _brief(self._parser)
+            if any(complaint in reason for complaint in _DOES_NOT_FOLLOW):
+                raise EngineError(f"token {token_id} does not follow in the structure: {reason}")
+            self._note_error()  # a limit of the parser: it calls one of them an internal error
 
     def fork(self) -> StructureMatcher:
         """Another one at the same place; a few microseconds."""
-        fork = StructureMatcher(self._vocabulary, self._parser.deep_copy())
+        fork = StructureMatcher(self._vocabulary, self._parser.deep_copy(), self._kind)
         fork.error = self.error
         return fork
 
@@ -164,7 +196,8 @@ class StructureMatcher:
         if self.error is None and self._parser.is_error():
             reason = _brief(self._parser)
             logger.warning("a structure's parser gave up")  # why is for its owner: it quotes the structure
-            self.error = RequestError(f"the structure is too complex: {reason}; simplify it", "structure")
+            message = f"this {_NAMES[self._kind]} is too complex for the parser ({reason}); use {_REMEDIES[self._kind]}"
+            self.error = RequestError(message, "structure")
 
 
 class _Vocabulary:
@@ -183,10 +216,19 @@ class _Vocabulary:
         self._num_words = (len(tokens) + 31) // 32
         self._too_many = len(tokens) > vocab_size
         ends = sorted(eos_token_ids) or [len(tokens) - 1]
+        self._first_bytes = np.array([token[0] if token else -1 for token in tokens], np.int16)
+        self._first_bytes[[*known.special, *ends]] = -1
         self.tokenizer = LLTokenizer(
             _Tokens(tokens, sorted(known.special | set(ends)), ends[0]),  # type: ignore[arg-type]
             eos_token=ends,
         )
+
+    def of_each_first_byte(self, mask: np.ndarray) -> list[int]:
+        """Of the tokens that a mask allows, special ones left out, the lowest for each byte that they begin with."""
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        allowed = allowed[allowed < len(self._first_bytes)]
+        allowed = allowed[self._first_bytes[allowed] >= 0]
+        return sorted(allowed[np.unique(self._first_bytes[allowed], return_index=True)[1]].tolist())
 
     def fill(self, parser: LLMatcher, mask: np.ndarray) -> None:
         assert mask.dtype == np.int32, mask.dtype
@@ -220,6 +262,14 @@ class _Tokens:
 
 
 _NAMES = {"json": "JSON schema", "regex": "regular expression", "choice": "choice", "grammar": "grammar"}
+_REMEDIES = {
+    "json": "fewer optional properties and alternatives",
+    "regex": "a shorter one, with smaller bounds of repetition",
+    "choice": "fewer or shorter strings",
+    "grammar": "fewer alternatives, and repetition to the left",
+}
+# The parser's words for a token that the mask would have forbidden.
+_DOES_NOT_FOLLOW = ("doesn't satisfy the grammar", "out of range")
 
 
 def _grammar(structure: Structure) -> str:
@@ -238,7 +288,9 @@ def _grammar(structure: Structure) -> str:
     elif structure.kind == "regex":
         first = json.loads(LLMatcher.grammar_from_regex(structure.spec))["grammars"][0]
     elif structure.kind == "choice":
-        first = {"lark_grammar": "start: " + " | ".join(json.dumps(choice) for choice in _choices(structure.spec))}
+        # A terminal: 2,000 rules would be as many states of the parser, a hundred times slower.
+        choices = " | ".join(json.dumps(choice) for choice in _choices(structure.spec))
+        first = {"lark_grammar": f"start: CHOICE\nCHOICE: {choices}"}
     else:
         first = {"lark_grammar": structure.spec}
     return json.dumps({"grammars": [first, _OPTIONS_GRAMMAR]})
@@ -274,4 +326,5 @@ def _no_constant(name: str) -> None:
 
 def _brief(parser: LLMatcher) -> str:
     """The parser's complaint without its state."""
-    return re.split("\n<(state|non-verbose)", parser.get_error())[0].strip()[:500]
+    complaint = re.split("\n<(state|non-verbose)", parser.get_error())[0].strip()[:500]
+    return complaint.removeprefix("Parser Error: ").split("; consider making your grammar left-recursive")[0]

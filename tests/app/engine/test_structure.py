@@ -116,19 +116,79 @@ def test_json_object_and_any_json() -> None:
     assert set(begins) > {"{", "[", '"', "1", "t"}
 
 
-def test_a_model_without_a_liking_for_json_cannot_write_spaces_for_ever() -> None:
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ('{"a":1,"b":[1,2]}', True),
+        ('{"a": 1, "b": [1, 2]}', True),
+        ('{ "a": 1}', False),
+        ('{"a":  1}', False),
+        ('{"a" :1}', False),
+        ('{"a":[ 1]}', False),
+        ("{ }", False),
+    ],
+)
+def test_json_is_compact_unless_the_schema_says_otherwise(text: str, holds: bool) -> None:
+    """A gap took a line break and 64 blanks, and small models wrote all of them."""
     tokenizer = byte_level()
     compiler = StructureCompiler(tokenizer, len(tokenizer), {0})
-    matcher = compiler.matcher(Structure("json", "{}"))
-    write(matcher, "{", tokenizer)
-    space, line = (tokenizer.encode(text)[0] for text in (" ", "\n"))
-    both = matcher.fork()
-    matcher.accept(space)
-    assert not {space, line} & set(allowed(matcher, len(tokenizer)))
-    both.accept(line)
-    for _ in range(64):
-        both.accept(space)
-    assert space not in allowed(both, len(tokenizer))
+
+    def fits(spec: str) -> bool:
+        matcher = compiler.matcher(Structure("json", spec))
+        try:
+            write(matcher, text.replace(" ", "Ġ"), tokenizer)
+        except EngineError:
+            return False
+        return matcher.finished
+
+    assert fits('{"type": "object"}') == holds
+    assert fits('{"type": "object", "x-guidance": {"whitespace_pattern": "[ ]"}}')
+
+
+WIDE = {
+    "2,000 choices": Structure("choice", json.dumps([f"option {i}" for i in range(2000)])),
+    "64 KiB of choices": Structure("choice", json.dumps([f"{i}" + "x" * 50 for i in range(1100)])),
+    "500 optional properties": Structure("json", json.dumps({"properties": {f"p{i}": {} for i in range(500)}})),
+    "1,500 rules": Structure("grammar", "start: " + "|".join(f'"o{i}"' for i in range(1500))),
+}
+
+
+@pytest.mark.parametrize("case", WIDE)
+def test_a_wide_structure_works(case: str) -> None:
+    """The parser stopped at 2,000 items behind the first token, and its "internal error" failed everybody's step."""
+    tokenizer = byte_level()
+    matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(WIDE[case])
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        matcher.accept(int(rng.choice(allowed(matcher, len(tokenizer)))))
+        assert matcher.error is None
+
+
+@pytest.mark.parametrize(
+    ("structure", "remedy"),
+    [
+        (Structure("grammar", "start: " + "|".join(f'"o{i}"' for i in range(2500))), "fewer alternatives"),
+        (Structure("json", json.dumps({"properties": {f"p{i}": {} for i in range(1500)}})), "fewer optional prop"),
+    ],
+)
+def test_what_is_too_wide_is_refused_before_a_stream_begins(structure: Structure, remedy: str) -> None:
+    """It shows behind the first token only."""
+    tokenizer = byte_level()
+    with pytest.raises(RequestError, match=f"too complex for the parser .*{remedy}") as raised:
+        StructureCompiler(tokenizer, len(tokenizer), {0}).check(structure)
+    assert raised.value.param == "structure"
+
+
+def test_a_limit_met_later_belongs_to_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`accept` took every reason but two for a mistake of the engine's."""
+    monkeypatch.setattr(structure_module, "_TRIED_TOKENS", 0)
+    tokenizer = byte_level()
+    matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(
+        Structure("grammar", "start: " + "|".join(f'"o{i}"' for i in range(2500)))
+    )
+    write(matcher, "o", tokenizer)
+    assert isinstance(matcher.error, RequestError)
+    assert matcher.finished
 
 
 def test_only_the_ends_follow_a_complete_structure() -> None:

@@ -7,9 +7,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from kernels.arguments import check_numbers
 from kernels.build import CPP_DTYPES, load_library
 from kernels.provider import (
     CacheScales,
+    KernelError,
     Masking,
     Problem,
     VarlenBatch,
@@ -22,6 +24,7 @@ from kernels.provider import (
 from kernels.rotary import Rotary, rotate
 
 _MAX_GROUP_SIZE = 64
+_UNSUPPORTED, _OUTSIDE = 1, 2  # `Result` of call.h
 
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -36,8 +39,8 @@ class _AttentionCall(ctypes.Structure):
         *((f"query_{name}_stride", _INT64) for name in ("token", "head")),
         *((f"key_{name}_stride", _INT64) for name in ("block", "token", "head")),
         *((f"value_{name}_stride", _INT64) for name in ("block", "token", "head")),
-        *((name, _INT64) for name in ("table_stride", "block_tokens", "alibi_stride")),
-        *((name, _INT32) for name in ("num_seqs", "num_q_heads", "num_kv_heads", "key_dim", "value_dim")),
+        *((name, _INT64) for name in ("table_stride", "num_blocks", "block_tokens", "alibi_stride")),
+        *((name, _INT32) for name in ("num_tokens", "num_seqs", "num_q_heads", "num_kv_heads", "key_dim", "value_dim")),
         *((name, _INT32) for name in ("window_left", "window_right", "dtype", "num_splits")),
         *((name, _FLOAT) for name in ("scale", "softcap")),
     ]
@@ -54,13 +57,16 @@ class _WriteCall(ctypes.Structure):
             for side in ("key_cache", "value_cache")
             for name in ("block", "token", "head")
         ),
-        ("block_tokens", _INT64),
+        *((name, _INT64) for name in ("num_blocks", "block_tokens")),
         *((name, _INT32) for name in ("num_tokens", "num_kv_heads", "key_dim", "value_dim", "element_bytes")),
     ]
 
 
 class CpuProvider:
     """Reads region views and block tables in place, decode and chunked prefill; float32, bfloat16, float16.
+
+    A call that would go beyond its cache, or whose cache is of a memory that has been closed, raises `KernelError` and
+    touches nothing.
 
     Args:
         march: the processor to compile for, as the compiler names it.
@@ -76,7 +82,7 @@ class CpuProvider:
         self._library.folio_attention.argtypes = [ctypes.POINTER(_AttentionCall)]
         self._library.folio_attention.restype = ctypes.c_int
         self._library.folio_write.argtypes = [ctypes.POINTER(_WriteCall)]
-        self._library.folio_write.restype = None
+        self._library.folio_write.restype = ctypes.c_int
 
     def unsupported(self, problem: Problem) -> str | None:
         if problem.device_type != "cpu":
@@ -115,12 +121,14 @@ class CpuProvider:
             *value.stride()[:2],
             *key_cache.stride()[:3],
             *value_cache.stride()[:3],
-            key_cache.shape[1],
+            *key_cache.shape[:2],
             *key.shape,
             value.shape[2],
             key.element_size(),
         )
-        self._library.folio_write(call)
+        if result := self._library.folio_write(call):
+            wrong = f"slots from {int(slots.min())} to {int(slots.max())}, of {len(key_cache) * key_cache.shape[1]}"
+            raise _refusal(result, key_cache, wrong)
 
     def attend(
         self,
@@ -157,8 +165,9 @@ class CpuProvider:
             *key_cache.stride()[:3],
             *value_cache.stride()[:3],
             batch.block_table.shape[1],
-            key_cache.shape[1],
+            *key_cache.shape[:2],
             0 if slopes is None or slopes.ndim == 1 else num_heads,
+            num_tokens,
             batch.cache_seqlens.numel(),
             num_heads,
             key_cache.shape[2],
@@ -171,13 +180,45 @@ class CpuProvider:
             masking.scale,
             masking.softcap,
         )
-        if self._library.folio_attention(call):
+        result = self._library.folio_attention(call)
+        if result == _UNSUPPORTED:
             self._refuse(query, key_cache, value_cache, batch, masking)
+        if result:
+            raise _refusal(result, key_cache, _outside(batch, masking, key_cache, num_tokens))
         return out
 
     def _refuse(self, *call: Any) -> NoReturn:
         refuse_unsupported(self, problem_of(*call))
         raise AssertionError("the kernel refused what it should support")
+
+
+def _refusal(result: int, key_cache: torch.Tensor, wrong: str) -> KernelError:
+    """Why the kernel has touched nothing."""
+    if result == _OUTSIDE:
+        return KernelError(f"attention cpu is to go beyond a cache {list(key_cache.shape)}: {wrong}")
+    return KernelError(
+        f"attention cpu is given a cache {list(key_cache.shape)} at {key_cache.data_ptr():#x} where no memory is "
+        "mapped: it has been closed"
+    )
+
+
+def _outside(batch: VarlenBatch, masking: Masking, key_cache: torch.Tensor, num_tokens: int) -> str:
+    """Which of the numbers are outside of the cache, if any are."""
+    counts, table = batch.cu_seqlens_q.diff(), batch.block_table
+    try:
+        check_numbers(
+            ("block_table", "block"),
+            counts,
+            batch.cache_seqlens,
+            0,
+            batch.cache_leftpad,
+            masking.window_left,
+            table,
+            key_cache,
+        )
+    except ValueError as error:
+        return str(error)
+    return f"cu_seqlens_q {batch.cu_seqlens_q.tolist()} for {num_tokens} queries, cache_leftpad {batch.cache_leftpad}"
 
 
 def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:

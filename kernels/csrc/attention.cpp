@@ -53,6 +53,34 @@ Plan plan(const AttentionCall& call, int element_bytes) {
   return plan;
 }
 
+// Whether every token that the call reads is one of the cache. Of mapped memory only one token is looked at: a closed
+// memory is all gone; single holes are the memory's own business.
+Result check(const AttentionCall& call, int element_bytes) {
+  bool looked = false;
+  for (int32_t s = 0; s < call.num_seqs; s++) {
+    const int32_t start = call.cu_seqlens_q[s], end = call.cu_seqlens_q[s + 1], length = call.cache_seqlens[s];
+    if (start < 0 || end < start || end > call.num_tokens) return kOutside;
+    if (length < 0 || length > call.table_stride * call.block_tokens) return kOutside;
+    if (start == end) continue;
+    const int32_t first = std::max(0, length - (end - start));
+    const Span span = visible(call, s, first, length - 1);
+    if (!span.size()) continue;
+    if (span.begin < 0) return kOutside;
+    const int32_t* table = call.block_table + s * call.table_stride;
+    for (int64_t index = span.begin / call.block_tokens; index * call.block_tokens < span.end; index++)
+      if (table[index] < 0 || table[index] >= call.num_blocks) return kOutside;
+    if (looked) continue;
+    looked = true;
+    const int64_t block = table[span.begin / call.block_tokens], within = span.begin % call.block_tokens;
+    const int64_t key_at = block * call.key_block_stride + within * call.key_token_stride;
+    const int64_t value_at = block * call.value_block_stride + within * call.value_token_stride;
+    if (!readable(static_cast<const char*>(call.key) + key_at * element_bytes) ||
+        !readable(static_cast<const char*>(call.value) + value_at * element_bytes))
+      return kUnmapped;
+  }
+  return kDone;
+}
+
 template <typename T>
 void attend(const AttentionCall& call) {
   Plan work = plan(call, sizeof(T));
@@ -108,15 +136,28 @@ void attend(const AttentionCall& call) {
 
 extern "C" {
 
-// Returns 0, or 1 when the shape is not supported (more grouped heads than a tile has rows, odd bf16 head size).
+// A folio::Result. Shapes that are not supported: more grouped heads than a tile has rows, an odd bf16 head size.
 int folio_attention(const AttentionCall* call) {
   using namespace folio;
-  if (call->num_q_heads / call->num_kv_heads > kMaxRows || (call->dtype == 1 && call->key_dim % 2)) return 1;
-  return with_type(call->dtype, [&](auto type) { attend<decltype(type)>(*call); }) ? 0 : 1;
+  if (call->num_q_heads / call->num_kv_heads > kMaxRows || (call->dtype == 1 && call->key_dim % 2)) return kUnsupported;
+  if (const Result result = check(*call, call->dtype == 0 ? 4 : 2)) return result;
+  return with_type(call->dtype, [&](auto type) { attend<decltype(type)>(*call); }) ? kDone : kUnsupported;
 }
 
-void folio_write(const WriteCall* call) {
-  const int64_t bytes = call->element_bytes;
+// A folio::Result.
+int folio_write(const WriteCall* call) {
+  using namespace folio;
+  const int64_t bytes = call->element_bytes, num_slots = call->num_blocks * call->block_tokens;
+  for (int32_t t = 0; t < call->num_tokens; t++)
+    if (call->slots[t] < 0 || call->slots[t] >= num_slots) return kOutside;
+  if (call->num_tokens > 0) {
+    const int64_t block = call->slots[0] / call->block_tokens, within = call->slots[0] % call->block_tokens;
+    const int64_t key_at = block * call->key_cache_block_stride + within * call->key_cache_token_stride;
+    const int64_t value_at = block * call->value_cache_block_stride + within * call->value_cache_token_stride;
+    if (!readable(static_cast<char*>(call->key_cache) + key_at * bytes) ||
+        !readable(static_cast<char*>(call->value_cache) + value_at * bytes))
+      return kUnmapped;
+  }
 #pragma omp parallel for if (call->num_tokens > 64)
   for (int32_t t = 0; t < call->num_tokens; t++) {
     const int64_t block = call->slots[t] / call->block_tokens, within = call->slots[t] % call->block_tokens;
@@ -133,6 +174,7 @@ void folio_write(const WriteCall* call) {
                   call->value_dim * bytes);
     }
   }
+  return kDone;
 }
 
 }  // extern "C"

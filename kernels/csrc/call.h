@@ -1,7 +1,11 @@
 // What Python hands over, and which cached tokens a query sees.
 #pragma once
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstdint>
 
 extern "C" {
@@ -22,8 +26,8 @@ struct AttentionCall {
   int64_t query_token_stride, query_head_stride;
   int64_t key_block_stride, key_token_stride, key_head_stride;
   int64_t value_block_stride, value_token_stride, value_head_stride;
-  int64_t table_stride, block_tokens, alibi_stride;
-  int32_t num_seqs, num_q_heads, num_kv_heads, key_dim, value_dim;
+  int64_t table_stride, num_blocks, block_tokens, alibi_stride;
+  int32_t num_tokens, num_seqs, num_q_heads, num_kv_heads, key_dim, value_dim;
   int32_t window_left, window_right;  // tokens visible before and after a query's own, negative: all
   int32_t dtype;                      // 0 float32, 1 bfloat16, 2 float16
   int32_t num_splits;                 // parts of a sequence's cache at most, 0: as many as are useful
@@ -39,13 +43,23 @@ struct WriteCall {
   int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
   int64_t key_cache_block_stride, key_cache_token_stride, key_cache_head_stride;
   int64_t value_cache_block_stride, value_cache_token_stride, value_cache_head_stride;
-  int64_t block_tokens;
+  int64_t num_blocks, block_tokens;
   int32_t num_tokens, num_kv_heads, key_dim, value_dim, element_bytes;
 };
 
 }  // extern "C"
 
 namespace folio {
+
+// What a call came to; mirrored in kernels/cpu.py. Nothing has been read or written unless it is kDone.
+enum Result : int { kDone = 0, kUnsupported = 1, kOutside = 2, kUnmapped = 3 };
+
+// Whether an address can be read. The system copies the signal mask before it refuses the operation ~0: EFAULT, or
+// EINVAL (Abseil, AddressIsReadable). 0.3 us, and no lock of the process's memory map, which msync and mincore take.
+inline bool readable(const void* address) {
+  const uintptr_t aligned = reinterpret_cast<uintptr_t>(address) & ~uintptr_t(7);
+  return syscall(SYS_rt_sigprocmask, ~0, aligned, nullptr, 8) == 0 || errno != EFAULT;
+}
 
 struct Span {
   int32_t begin, end;

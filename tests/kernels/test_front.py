@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -375,3 +377,84 @@ def test_eight_bit_cache() -> None:
     assert torch.allclose(
         out, flash_attn_with_kvcache(q, exact, exact, held[None], held[None], cache_seqlens=0, causal=True), atol=1e-5
     )
+
+
+REFUSED_CALLS = """
+import ctypes, mmap, torch
+from kernels import KernelError, Masking, VarlenBatch
+from kernels.cpu import CpuProvider
+
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+size = 4 * 16 * 2 * 32 * 4  # 4 blocks of 16 tokens
+address = libc.mmap(None, 2 * size, 3, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+raw = torch.frombuffer((ctypes.c_char * (2 * size)).from_address(address), dtype=torch.float32)
+key, value = raw.view(2, 4, 16, 2, 32)
+provider = CpuProvider()
+new = torch.ones(2, 2, 32)
+
+def attend(length=20, table=(1, 3), starts=(0, 1), leftpad=None, window=-1):
+    lengths, table, starts = (torch.tensor(n, dtype=torch.int32) for n in ([length], [table], starts))
+    leftpad = None if leftpad is None else torch.tensor([leftpad], dtype=torch.int32)
+    batch = VarlenBatch(starts, lengths, table, 1, 32, leftpad)
+    return provider.attend(torch.ones(1, 2, 32), key, value, batch, Masking(1.0, window))
+
+def write(*slots):
+    provider.write(new, new, key, value, torch.tensor(slots))
+
+def told(call, *args, **kwargs):
+    try:
+        call(*args, **kwargs)
+    except KernelError as error:
+        print(error)
+    else:
+        print("done")
+
+told(attend)
+told(attend, table=(-9, 3), window=1)
+told(attend, table=(1, 4))
+told(attend, table=(-1, 3))
+told(attend, table=(1, 1 << 30))
+told(attend, length=33)
+told(attend, length=-1)
+told(attend, starts=(0, 1 << 20))
+told(attend, leftpad=-4096)
+told(write, 0, 63)
+told(write, 0, 64)
+told(write, -1, 0)
+before = raw.clone()
+told(write, 0, 1 << 40)
+print(torch.equal(raw, before))
+libc.munmap(address, 2 * size)
+told(attend)
+told(write, 0, 63)
+"""
+
+
+@pytest.mark.processes
+def test_a_kernel_touches_nothing_outside_of_its_cache() -> None:
+    """A closed memory, a block id or a length beyond the cache ended the process (SIGSEGV in `folio_write`)."""
+    child = subprocess.run([sys.executable, "-c", REFUSED_CALLS], capture_output=True, text=True, timeout=300)
+    assert child.returncode == 0, child.stderr
+    expected = [
+        "done",
+        "done",
+        "block 4, which is not within 0 … 3",
+        "block -1, which is not within 0 … 3",
+        f"block {1 << 30}, which is not within 0 … 3",
+        "to 33, are not within 0 … 32",
+        "from -1,",
+        "cu_seqlens_q [0, 1048576] for 1 queries",
+        "cache_leftpad tensor([-4096]",
+        "done",
+        "slots from 0 to 64, of 64",
+        "slots from -1 to 0, of 64",
+        f"slots from 0 to {1 << 40}, of 64",
+        "True",
+        "where no memory is mapped: it has been closed",
+        "where no memory is mapped: it has been closed",
+    ]
+    lines = child.stdout.splitlines()
+    assert [want for want, line in zip(expected, lines, strict=True) if want not in line] == [], child.stdout

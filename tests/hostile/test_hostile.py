@@ -1,0 +1,172 @@
+"""Attacks on one real server, while innocent clients ask: they have to get what they get in peace.
+
+Small each time; `pytest tests/hostile --hypothesis-profile=nightly` makes the attacks whole, and writes the counts to
+`benchmarks/results/cpu/hostile.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from ray import serve
+
+from app.args import AppArgs
+from app.config import EngineConfig
+from app.edge.settings import HttpSettings
+from app.main import build
+from benchmarks import disconnects, harness
+from benchmarks.served import cluster, processes_called
+from tests.hostile import bodies, crowds, protocol, structures
+from tests.hostile.attacker import Attacker, Record
+from tests.hostile.bystanders import Bystanders, Tally, answers_in_peace
+from tests.nightly import examples
+
+NAME = "folio"
+ATTACKS = structures.ATTACKS | bodies.ATTACKS | protocol.ATTACKS | crowds.ATTACKS
+ATTACK_DEADLINE_S = 540.0
+# Of those that must not come to any harm.
+PROCESSES = {
+    "proxy": "ray::ProxyActor",
+    "controller": "ray::ServeController",
+    "ingress": f"ray::ServeReplica:{NAME}:Ingress",
+    "replica": f"ray::ServeReplica:{NAME}:EngineReplica",
+}
+# What a process may have taken more at the end than at the beginning: the largest body times the objects it becomes,
+# a few at once, of which malloc keeps some.
+MOST_GROWTH_BYTES = 512 << 20
+
+
+@dataclass
+class Battle:
+    """The server, the innocent clients, and what has come of the attacks so far."""
+
+    port: int
+    handle: Any
+    bystanders: Bystanders
+    processes: dict[str, list[int]]
+    rss_bytes: dict[str, int]
+    num_connections: int
+    rows: dict[str, tuple[Record, Tally, float]] = field(default_factory=dict)
+
+    def table(self) -> str:
+        columns = ("right", "sent again", "wrong", "lost", "hung")
+        lines = [
+            f"{'attack':24}{'made':>7}{'bad':>5} |" + "".join(f"{name:>11}" for name in (*columns, "pause", "/health"))
+        ]
+        for name, (record, tally, took_s) in self.rows.items():
+            innocent = "".join(f"{tally.counts[column]:11}" for column in columns)
+            times = f"{tally.longest_pause_s:9.2f} s{tally.slowest_health_s:9.2f} s"
+            answers = " ".join(f"{status}×{count}" for status, count in sorted(record.answers.items()))
+            lines.append(
+                f"{name:24}{record.num_made:7}{len(record.bad):5} |{innocent}{times} | {answers} in {took_s:.0f} s"
+            )
+        return "\n".join([*lines, str(self.figures())])
+
+    def figures(self) -> dict[str, float]:
+        counts = sum((tally.counts for _, tally, _ in self.rows.values()), Counter[str]())
+        return {
+            "attacks": sum(record.num_made for record, _, _ in self.rows.values()),
+            "bad_answers": sum(len(record.bad) for record, _, _ in self.rows.values()),
+            "innocent_requests": sum(counts[what] for what in ("right", "wrong", "lost", "hung")),
+            "sent_again": counts["sent again"],
+            "lost": counts["lost"],
+            "wrong": counts["wrong"],
+            "hung": counts["hung"],
+            "longest_pause_s": max((tally.longest_pause_s for _, tally, _ in self.rows.values()), default=0.0),
+            "slowest_health_s": max((tally.slowest_health_s for _, tally, _ in self.rows.values()), default=0.0),
+        }
+
+
+@pytest.fixture(scope="module")
+def battle(request: pytest.FixtureRequest) -> Iterator[Battle]:
+    # Little memory and few sequences, so that attacks fill them; no long wait for bodies that never end.
+    engine = EngineConfig(
+        model="builtin",
+        dtype="float32",
+        kv_memory_bytes=96 << 20,
+        max_num_seqs=32,
+        max_num_batched_tokens=512,
+        prefix_cache_release_s=1.0,
+    )
+    args = AppArgs(engine=engine, http=HttpSettings(body_timeout_s=5.0, max_timeout_s=60.0, default_timeout_s=60.0))
+    with cluster() as url:
+        port = int(url.rpartition(":")[2])
+        handle = serve.run(build(args), name=NAME, route_prefix="/")
+        known = disconnects.num_connections(port)
+        expected = asyncio.run(answers_in_peace(port))
+        processes = {name: processes_called(title) for name, title in PROCESSES.items()}
+        bystanders = Bystanders(port, expected)
+        bystanders.start()
+        in_peace = bystanders.take()
+        found = Battle(port, handle, bystanders, processes, _rss_bytes(processes), known)
+        found.rows["(peace)"] = Record(), in_peace, 0.0
+        yield found
+        bystanders.close()
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.ensure_newline()
+        reporter.write_line(found.table())
+    if set(ATTACKS) <= set(found.rows) and examples(0, 1):
+        raw = {
+            name: {"answers": r.answers, "bad": r.bad, "innocent": t.counts} for name, (r, t, _) in found.rows.items()
+        }
+        harness.finish("hostile", argparse.Namespace(device="cpu", quick=False), found.figures(), raw)
+
+
+def test_in_peace_all_innocent_requests_are_answered(battle: Battle) -> None:
+    """The same tokens in the company of each other, so that later differences are the attackers' doing."""
+    _, tally, _ = battle.rows["(peace)"]
+    assert tally.counts["right"] == tally.counts.total(), tally.strange
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_harms_nobody(battle: Battle, name: str) -> None:
+    """Every answer to it is clean, and innocent requests get, in time, the tokens that they get in peace."""
+    attacker = Attacker(battle.port, seed=sum(name.encode()))
+    start = time.monotonic()
+
+    async def attack() -> None:
+        async with asyncio.timeout(ATTACK_DEADLINE_S):
+            await ATTACKS[name](attacker)
+
+    try:
+        asyncio.run(attack())
+    finally:
+        tally = battle.bystanders.take()
+        battle.rows[name] = attacker.record, tally, time.monotonic() - start
+    assert not attacker.record.bad, "\n".join(attacker.record.bad[:20])
+    assert attacker.record.num_made, "nothing was sent"
+    assert tally.counts["right"] == tally.counts.total() - tally.counts["sent again"], tally.strange
+    assert battle.processes == {name: processes_called(title) for name, title in PROCESSES.items()}
+
+
+def test_nothing_is_left_of_the_attacks(battle: Battle) -> None:
+    """No page, no request, no connection, no pin; the books add up; and no process has grown by more than a bound."""
+    battle.bystanders.close()
+    disconnects.wait_until_nothing_is_left(battle.handle, battle.port, NAME, battle.num_connections)
+    url = f"http://127.0.0.1:{battle.port}"
+    assert httpx.get(f"{url}/health").status_code == 200
+    assert httpx.get(f"{url}/ready").status_code == 200
+    total = httpx.get(f"{url}/v1/load").json()["total"]
+    assert (total["num_running"], total["num_waiting"], total["pinned_bytes"]) == (0, 0, 0)
+    grown = {name: now - battle.rss_bytes[name] for name, now in _rss_bytes(battle.processes).items()}
+    assert max(grown.values()) < MOST_GROWTH_BYTES, grown
+
+
+def _rss_bytes(processes: dict[str, list[int]]) -> dict[str, int]:
+    """Of processes of each kind together, without what they share with others or have mapped from files."""
+
+    def of(pid: int) -> int:
+        status = Path(f"/proc/{pid}/status").read_text()
+        return int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1]) << 10
+
+    return {name: sum(map(of, pids)) for name, pids in processes.items()}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # libgomp reads it when torch loads it
 
 import torch
+
+from tests.processes import no_processes
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton: it defines functions of its own then
@@ -128,6 +131,21 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 
 MakeCheckpoint = Callable[..., Path]
 
+TESTS = Path(__file__).parent
+# A Ray cluster each.
+WITH_RAY = ("e2e", "hostile")
+# Files that take more than 10 s of processor time, the longest first.
+SLOW = {
+    TESTS / name: place
+    for place, name in enumerate(
+        (
+            "benchmarks/test_gpu_day.py",
+            "kernels/test_compile.py",
+            "app/engine/test_schedules.py",
+        )
+    )
+}
+
 
 # Of `seed`, so many values in a row compile the same kernels (PROBLEMS_PER_SHAPE of test_triton).
 SEEDS_TOGETHER = 5
@@ -138,6 +156,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The slow files first: of the processes that share the tests none is left with one at the end."""
+    for item in items:
+        if item.path.relative_to(TESTS).parts[0] in WITH_RAY:
+            item.add_marker("processes")
+        if item.path in SLOW:
+            item.add_marker("slow")
+    items.sort(key=lambda item: SLOW.get(item.path, len(SLOW)))
+    keep_shard(config, items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    may_start = item.get_closest_marker("processes") or item.get_closest_marker("gpu")
+    with nullcontext() if may_start else no_processes():
+        return (yield)
+
+
+def keep_shard(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave this process's share of the tests; those that compile the same kernels stay together."""
     index, count = map(int, config.getoption("--shard").split("/"))
     places: dict[object, int] = {}

@@ -41,6 +41,7 @@ def test_no_forbidden_imports(folder: str) -> None:
             assert not crossed, f"{path.relative_to(ROOT)} imports {name}"
 
 
+@pytest.mark.processes
 def test_the_engine_imports_where_ray_and_gpu_libraries_are_missing() -> None:
     code = """
 import sys

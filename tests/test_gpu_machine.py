@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[1]
 MISSING = {"fastapi", "jsonschema", "llguidance", "openai", "pydantic", "ray", "schemathesis", "starlette", "uvicorn"}
 MISSING |= {"aiohttp", "matplotlib", "prometheus_client", "psutil"}  # there today, but not promised

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_day import ROOT, STAGES, Job, Outcome, Stage, main, read_facts, table
-from tests.conftest import pytest_collection_modifyitems
+from tests.conftest import keep_shard
 from tests.vmem.stand_in_driver import skip_without_stand_in
 
 # Starts a child that only SIGKILL ends, says who that is, and then hangs.
@@ -36,6 +36,7 @@ def make_stage(folder: Path, budget_s: float = 120.0) -> Stage:
     return Stage("facts", folder, os.environ | {"PYTHONPATH": str(ROOT)}, budget_s)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", STAGES)
 def test_every_job_of_a_stage_succeeds_without_a_device(name: str, tmp_path: Path) -> None:
     """Each job's own code was never run before there was a GPU, and then it was what failed."""
@@ -53,6 +54,7 @@ def test_every_job_of_a_stage_succeeds_without_a_device(name: str, tmp_path: Pat
     assert len(list(tmp_path.iterdir())) <= 8
 
 
+@pytest.mark.processes
 def test_a_failure_costs_only_itself(tmp_path: Path) -> None:
     """One test that hung took all that came after it along, and its child ran on."""
     stage = make_stage(tmp_path)
@@ -91,6 +93,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.processes
 def test_a_job_that_no_longer_fits_is_skipped(tmp_path: Path) -> None:
     """The stage must end before the machine is taken away; then all that is not on the disk is lost."""
     stage = make_stage(tmp_path, budget_s=5.0)
@@ -135,7 +138,7 @@ def test_shards_keep_together_what_compiles_the_same_kernels() -> None:
     for i in range(3):
         mine = items.copy()
         hook = SimpleNamespace(pytest_deselected=lambda items: None)
-        pytest_collection_modifyitems(SimpleNamespace(getoption=lambda _, i=i: f"{i}/3", hook=hook), mine)  # type: ignore[arg-type]
+        keep_shard(SimpleNamespace(getoption=lambda _, i=i: f"{i}/3", hook=hook), mine)  # type: ignore[arg-type]
         shards.append(mine)
     assert sorted(map(id, items)) == sorted(id(item) for shard in shards for item in shard)
     for shard in shards:

@@ -27,6 +27,7 @@ def test_titles(title: str, kind: str) -> None:
     assert kind_of(title) == kind
 
 
+@pytest.mark.processes
 def test_children_are_counted_but_for_the_one_to_skip() -> None:
     busy = subprocess.Popen([sys.executable, "-c", "x = bytearray(b'1') * (64 << 20)\nwhile True: pass"])
     try:

@@ -128,6 +128,7 @@ class Compiled:
     stores: dict[int, int]
 
 
+@pytest.mark.processes
 def test_production_shapes_use_the_gpu_well(tmp_path: Path) -> None:
     """A kernel that spills, that reads the cache by less than 16 bytes a thread, or that asks for more shared memory
     than there is gives the same results in the interpreter."""

@@ -46,6 +46,7 @@ def test_a_failed_map_leaves_holes(backend: HostBackend, monkeypatch: pytest.Mon
     backend.release(reserved)
 
 
+@pytest.mark.processes
 def test_holes_are_a_bug_trap() -> None:
     """Touching an unmapped address kills the process instead of reading somebody's bytes."""
     code = "from vmem import HostBackend; b = HostBackend(65536); r = b.reserve(16384); print(b.tensor(r)[0].item())"

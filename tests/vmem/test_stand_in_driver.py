@@ -424,6 +424,7 @@ print("touched", flush=True)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("state", ["mapped", "hole", "no_access", "unmapped"])
 def test_the_mmu_catches_access_in_a_process_that_finds_the_stand_in_by_path(state: str) -> None:
     skip_without_stand_in()

@@ -52,6 +52,7 @@ print(private_mib() - before)
 """
 
 
+@pytest.mark.processes
 def test_numbers_of_rows_take_no_memory() -> None:
     out = subprocess.run([sys.executable, "-c", _MANY_NUMBERS_OF_ROWS], check=True, capture_output=True, text=True)
     assert float(out.stdout) < 100  # 300 to 600 MiB unless only a few are kept

@@ -64,6 +64,7 @@ def test_only_what_is_missing_is_read(files: list[Path]) -> None:
     assert (again.read_bytes, again.num_bytes) == (3 * PAGE, size)
 
 
+@pytest.mark.processes
 def test_of_two_loaders_that_start_together_one_reads(files: list[Path]) -> None:
     loaders = [
         subprocess.Popen(
@@ -85,6 +86,7 @@ def test_of_two_loaders_that_start_together_one_reads(files: list[Path]) -> None
     assert min(loader["disk"] for loader in told) < size / 100
 
 
+@pytest.mark.processes
 def test_who_comes_second_waits_for_the_first(files: list[Path]) -> None:
     with page_cache._turn(files):
         loader = subprocess.Popen(

@@ -97,7 +97,7 @@ def test_greedy_tokens_are_those_of_one_rank(name: str, size: int, make_checkpoi
     assert engine.memory._copies.num_copied > 0
 
 
-@pytest.mark.parametrize("launch", [socket_ranks, spawn_ranks])
+@pytest.mark.parametrize("launch", [socket_ranks, pytest.param(spawn_ranks, marks=pytest.mark.processes)])
 def test_other_ways_to_reach_peers(launch: Launch, make_checkpoint: MakeCheckpoint) -> None:
     """Over TCP, as on several machines; and as processes of their own."""
     folder = make_checkpoint("mixtral", **ARCHITECTURES["mixtral"][1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from app.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.params import SamplingParams
 from app.engine.request import Delta, FinishReason, RequestOptions, TokenLogprobs
-from app.errors import RequestError
+from app.errors import EngineError, RequestError
 
 
 @dataclass(slots=True)
@@ -67,6 +68,9 @@ class Completion:
 class LLM:
     """A model to generate with, synchronously. Everything is in this process, but the ranks beyond the first.
 
+    Any thread may call it; one call at a time is served, and the others wait. To compute prompts together, give them to
+    one call.
+
     >>> with LLM("builtin") as llm:
     ...     llm.generate(["The key of room 417 is 93. The key of room 417 is"], SamplingParams(max_tokens=2))
 
@@ -106,6 +110,8 @@ class LLM:
             )
         )
         self._num_requests = 0
+        self._closed = False
+        self._lock = threading.Lock()  # an engine has one thread at a time
 
     def generate(
         self,
@@ -121,9 +127,20 @@ class LLM:
 
         Raises:
             RequestError: a prompt or a parameter is invalid; nothing was generated.
-            EngineError: the model's output is no numbers.
+            EngineError: the model's output is no numbers, or this LLM is closed.
             UnavailableError: a rank is lost; there will be no answers any more.
         """
+        with self._lock:
+            if self._closed:
+                raise EngineError("this LLM is closed; make another one")
+            return self._generate(prompts, params, options)
+
+    def _generate(
+        self,
+        prompts: Sequence[str | list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        options: RequestOptions,
+    ) -> list[Completion]:
         if isinstance(prompts, str):
             raise RequestError("prompts must be a list of prompts, got one string", "prompts")
         if params is None or isinstance(params, SamplingParams):
@@ -153,8 +170,10 @@ class LLM:
         return list(completions.values())
 
     def close(self) -> None:
-        """Give all memory back."""
-        self.engine.close()
+        """Give all memory back, when the call that is running has returned. Closing twice is fine."""
+        with self._lock:
+            self._closed = True
+            self.engine.close()
 
     def __enter__(self) -> Self:
         return self

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from app.engine import LLM, SamplingParams
-from app.errors import RequestError
+from app.engine.request import Delta
+from app.errors import EngineError, RequestError
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +63,52 @@ def test_text_needs_a_tokenizer() -> None:
         with pytest.raises(RequestError, match="needs a tokenizer"):
             llm.generate(["text"])
         assert llm.generate([[1, 2]], SamplingParams(max_tokens=2, ignore_eos=True))[0].text == ""
+
+
+def test_calls_from_several_threads_are_served_in_turn(llm: LLM) -> None:
+    """Two threads stepped one engine: `KeyError: 'llm-6'`, a delta of the other one's request."""
+    prompts: list[list[str | list[int]]] = [[[5, 6, 7 + i], [8 + i] * 9] for i in range(6)]
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    expected = [llm.generate(pair, params) for pair in prompts]
+    together = threading.Barrier(len(prompts))
+
+    def generate(pair: list[str | list[int]]) -> object:
+        together.wait(30)
+        return llm.generate(pair, params)
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert list(pool.map(generate, prompts)) == expected
+
+
+def test_nothing_runs_in_a_closed_llm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate` after `close` ended the process (SIGSEGV), and `close` from another thread took the memory from under
+    a step."""
+    llm = LLM("builtin", skip_tokenizer_init=True, kv_memory_bytes=8 << 20)
+    step, close = llm.engine.step, llm.engine.close
+    stepping, closed = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def slow_step() -> list[Delta]:
+        stepping.set()
+        if not order:
+            closed.wait(0.3)  # long enough for a `close` that does not wait
+        deltas = step()
+        order.append("step")
+        return deltas
+
+    def noted_close() -> None:
+        order.append("close")
+        closed.set()
+        close()
+
+    monkeypatch.setattr(llm.engine, "step", slow_step)
+    monkeypatch.setattr(llm.engine, "close", noted_close)
+    with ThreadPoolExecutor(1) as pool:
+        completions = pool.submit(llm.generate, [[1, 2]], SamplingParams(max_tokens=3, ignore_eos=True))
+        assert stepping.wait(30)
+        llm.close()
+        assert len(completions.result(30)[0].token_ids) == 3
+    assert order.index("close") == len(order) - 1 == order.count("step") > 0
+    llm.close()
+    with pytest.raises(EngineError, match="closed; make another one"):
+        llm.generate([[1, 2]])

@@ -12,7 +12,7 @@ from vmem.report import MemoryReport
 from vmem.summary import CachedKeys, PrefixSummary
 
 # A reader waits for the lock no longer than this. It is held for bookkeeping only, so that microseconds are usual; more
-# is a match of a very long prompt, or a holder that the machine has no core for.
+# is a very long sequence, or a holder that the machine has no core for.
 _PATIENCE_S = 0.02
 # A published report is renewed when a call of the engine ends and the report is older than this: making one takes as
 # long as the bookkeeping of a few calls.
@@ -25,6 +25,10 @@ class Figures:
 
     Args:
         lock: the memory's.
+
+    Attributes:
+        writer: the thread that changed the books last, other than the mapper's. It waits for the lock in any case, so
+            that it reads what it has written.
     """
 
     def __init__(self, lock: threading.Condition, accounts: Accounts, summary: PrefixSummary) -> None:
@@ -32,6 +36,7 @@ class Figures:
         self._accounts = accounts
         self._summary = summary
         self._keys: dict[int, CachedKeys] = {}  # by the most that were asked for
+        self.writer = threading.get_ident()
         self.publish()
 
     def report(self) -> MemoryReport:
@@ -65,7 +70,7 @@ class Figures:
     @contextmanager
     def _soon(self) -> Iterator[bool]:
         """Hold the lock if it can be had soon; says whether it is held."""
-        held = self._lock.acquire(timeout=_PATIENCE_S)
+        held = self._lock.acquire(timeout=-1 if self.writer == threading.get_ident() else _PATIENCE_S)
         try:
             yield held
         finally:

@@ -62,7 +62,7 @@ class KVMemory:
 
     - `report`, `cached_keys`: wait at most 20 ms, whatever happens, and are made for event loops.
     - `set_budget`, `held_bytes`, `least_budget_bytes`, `check_pin`, `pinned_prefixes`, `hot_prefixes`: wait for one
-      piece of bookkeeping. That takes microseconds; the longest one is the match of a long prompt, some milliseconds.
+      piece of bookkeeping. That takes microseconds, and milliseconds to match, or swap in, some ten thousand tokens.
     - `unpin`, `check_integrity`, `forget_prefixes`: wait for the engine's call that is under way, copies included.
 
     What `match` returns holds until the next call that changes something: `reuse` looks again.
@@ -376,6 +376,7 @@ class KVMemory:
         """
         with self._taking_turns():
             self._free(sequence)
+            self._figures.publish()  # who hears of a request's end may ask at once where its memory is
 
     def _free(self, sequence: SequenceMemory) -> None:
         self._check_open(sequence)
@@ -719,8 +720,8 @@ class KVMemory:
 
     def report(self) -> MemoryReport:
         """Where memory is, now. From any thread, an event loop's too: waits at most 20 ms for the books. If another
-        thread has them for longer, this is the last report that was made: for an earlier caller, or when a call of the
-        engine ended, at most 50 ms before the last one did."""
+        thread has them for longer, this is the last report that was made: at most 50 ms older than the end of the
+        engine's last call, and not older than the last `free`. The engine's own thread gets what is true now."""
         return self._figures.report()
 
     def check_integrity(self) -> None:
@@ -772,6 +773,7 @@ class KVMemory:
     def _taking_turns(self) -> Iterator[None]:
         """Hold the lock for a call that no other of its kind may come between when it lets go of the lock."""
         with self._turn, self._lock:
+            self._figures.writer = threading.get_ident()
             try:
                 yield
             finally:

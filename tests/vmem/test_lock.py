@@ -108,53 +108,58 @@ def test_calls_of_the_engine_publish_a_report(other: ThreadPoolExecutor, monkeyp
     finish(memory, sequence)
 
 
-def test_the_mapper_begins_nothing_beside_a_copy_and_goes_on_after_it(
+def test_the_engine_reads_what_it_has_written(other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own thread was told of the time before its last call, because the mapper had the books."""
+    monkeypatch.setattr(figures, "_PATIENCE_S", 0.0)
+    memory, _ = make_memory()
+    sequence = memory.open("block_table")
+    memory.append(sequence, 40)
+    other.submit(memory._lock.acquire).result(DEADLINE_S)
+    release = threading.Timer(0.05, memory._lock.release)
+    release.start()
+    assert memory.report().active_bytes == 3 * PAGE_BYTES
+    release.join()
+    finish(memory, sequence)
+
+
+def test_the_mapper_begins_nothing_beside_a_call_and_goes_on_after_it(
     other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It might take what the engine has looked at before the copy; and nobody may forget to wake it."""
-    memory, device = make_memory(num_pages=NUM_PAGES, swap_pages=20)
-    memory.free(begin(memory, 40, "block_table"))
-    sequence = begin(memory, 40)
-    calls: list[str] = []
+    """It might take what the engine has looked at; and nobody else wakes it when the call ends."""
+    memory, device = make_memory(num_pages=NUM_PAGES)
+    for i in range(3):  # more pages than the least budget has
+        cache(memory, list(range(i * MAX_TOKENS, (i + 1) * MAX_TOKENS)))
+    given_back: list[str] = []
     begun_meanwhile: list[str] = []
-    watch(monkeypatch, device, ("destroy", "unmap"), calls.append)
 
     def lower(_: str) -> None:
-        least = memory.least_budget_bytes
-        assert other.submit(memory.set_budget, least, 1).result(DEADLINE_S) == "deferred"
+        assert other.submit(memory.set_budget, memory.least_budget_bytes, 1).result(DEADLINE_S) == "deferred"
         until(lambda: memory._mapper._is_barred)
-        begun_meanwhile.extend(calls)
+        begun_meanwhile.extend(given_back)
 
-    cache(memory, list(range(MAX_TOKENS)))  # more pages than the least budget has
-    watch(monkeypatch, LocalContents, ("save",), lower)
-    swapped = memory.swap_out([sequence])
+    watch(monkeypatch, device, ("destroy", "unmap"), given_back.append)
+    watch(monkeypatch, device, ("fence",), lower)
+    memory.launched()
+    monkeypatch.undo()
     assert begun_meanwhile == []
     until(lambda: memory.report().physical_bytes <= memory.report().budget_bytes)
-    memory.discard(swapped)
     finish(memory)
 
 
-def test_what_is_owned_changes_by_one_call_at_a_time(
-    other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unpinning freed the block that a failed copy on write was about to take back."""
-    memory, device = make_memory(num_pages=NUM_PAGES)
-    sequence = begin(memory, 24, "block_table")
-    memory.pin("pinned", sequence, 24)
-    unpinned: list[Future[None]] = []
+def test_calls_that_change_what_is_owned_take_turns(other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While blocks are restored no sequence owns them yet: an audit in between says that the books are wrong."""
+    memory, _ = make_memory(num_pages=NUM_PAGES, swap_pages=20)
+    swapped = memory.swap_out([begin(memory, 40)])
+    audits: list[Future[None]] = []
 
-    def unpin_and_fail(_: str) -> None:
-        if memory._copies.held:  # the block is copied already, and these are the blocks behind it
-            unpinned.append(other.submit(memory.unpin, "pinned"))
-            wait(unpinned, timeout=0.1)  # a chance to come between
-            raise MapError("injected")
+    def audit(_: str) -> None:
+        audits.append(other.submit(memory.check_integrity))
+        wait(audits, timeout=0.1)  # a chance to come between
 
-    watch(monkeypatch, device, ("map",), unpin_and_fail)
-    with pytest.raises(MapError, match="injected"):
-        memory.append(sequence, 60)
-    unpinned[0].result(DEADLINE_S)
-    memory.check_integrity()
-    finish(memory, sequence)
+    watch(monkeypatch, LocalContents, ("restore",), audit)
+    sequences = memory.swap_in(swapped)
+    audits[0].result(DEADLINE_S)
+    finish(memory, *sequences)
 
 
 def test_an_audit_does_not_keep_others_from_the_books(

@@ -26,7 +26,7 @@ def protect(api: FastAPI, settings: HttpSettings, *, echoes_id: bool = True, wat
         api.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=_EXPOSED,
             max_age=3600,

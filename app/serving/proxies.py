@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from starlette.middleware import Middleware
 
+from app.edge.unread import ReadsRefusedBodies
 from app.serving.closed_door import RepeatsRefusals
 from app.serving.enclosed import EnclosesBody
 from app.serving.lost_answers import AnswersForLost
+from app.serving.serve_paths import GuardsRoutes
 
 
 def middlewares() -> list[Middleware]:
     """The last one is the first to see a request."""
-    return [Middleware(AnswersForLost), Middleware(RepeatsRefusals), Middleware(EnclosesBody)]
+    return [
+        Middleware(AnswersForLost),
+        Middleware(RepeatsRefusals),
+        Middleware(EnclosesBody),
+        Middleware(GuardsRoutes),
+        Middleware(ReadsRefusedBodies),
+    ]

@@ -163,12 +163,14 @@ def _add_tokens(api: FastAPI, service: Service) -> None:
 
 
 def _add_operation(api: FastAPI, service: Service) -> None:
+    @api.head("/health", include_in_schema=False)
     @api.get("/health", response_class=Response, tags=["operation"])
     async def health() -> Response:
         """Whether this server process lives. It says nothing of the engine replicas: restarting this would not help
         them."""
         return Response(status_code=200)
 
+    @api.head("/ready", include_in_schema=False)
     @api.get("/ready", response_class=Response, tags=["operation"])
     async def ready() -> Response:
         """Whether requests are welcome: an engine replica answers, and the server is not about to stop."""

@@ -116,8 +116,8 @@ def _encode_conversation(
 
 
 def encode_pin(encoder: TextEncoder, request: PinRequest) -> list[int]:
-    """The tokens that prompts beginning so have in common. Raises `RequestError` unless it is one or the other, and when
-    messages spell control tokens: no conversation would begin so."""
+    """The tokens that prompts beginning so have in common. Raises `RequestError` unless it is one or the other, and
+    when messages spell control tokens: no conversation would begin so."""
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
     if request.messages is not None:

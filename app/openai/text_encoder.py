@@ -18,8 +18,8 @@ class TextEncoder:
     """Tokenises without holding the interpreter's lock.
 
     A chat template renders messages and its own control tokens into one text, and a tokenizer takes each `<|end|>` in
-    it for the token, whoever wrote it. So clients' texts are *shielded* before they are rendered: a mark goes into every
-    control token that they spell. Where the marks are the rendered text is cut, and its parts are tokenised one by one:
+    it for the token, whoever wrote it. So clients' texts are *shielded* before they are rendered: a mark goes into
+    every control token that they spell. The rendered text is cut at the marks, and its parts are tokenised one by one:
     in none of them is such a token whole. Texts that spell none are tokenised as ever.
 
     Args:

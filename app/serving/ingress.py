@@ -39,13 +39,14 @@ from app.serving.calls import Replicas
 from app.serving.closed_door import HearsOfRefusals
 from app.serving.enclosed import TakesEnclosedBody
 from app.serving.lost_answers import MarksAnswers
-from app.serving.messages import GenerateRequest
+from app.serving.messages import GenerateRequest, ReplicaFacts
 from app.serving.metrics import EdgeMeter, Measured, MetricsPage, RequestMeter
 from app.serving.reports import load_report, pin_list
 from app.serving.translator import Translator
 from vmem import BudgetAnswer, MemoryReport
 
-READY_TIMEOUT_S = 10
+# While the server starts, and later: a replica that has answered before may be busy.
+STARTING_TIMEOUT_S, READY_TIMEOUT_S = 0.2, 10.0
 # Reports are wanted soon or not at all.
 STATUS_TIMEOUT_S = 2.0
 UNPIN_TIMEOUT_S = 10.0
@@ -89,6 +90,8 @@ class Ingress:
         batch_window: of the prompts of one request, so many are sent at once.
     """
 
+    _asking: asyncio.Task[ReplicaFacts] | None = None  # a replica whether it is well
+
     def __init__(
         self,
         model: str,
@@ -131,11 +134,15 @@ class Ingress:
             UnavailableError: none does, or the server is about to stop.
         """
         self._admission.check_open()
+        if self._asking is None or self._asking.done():  # the question itself starts a replica where there is none
+            self._asking = asyncio.create_task(self._replicas.facts())
+            self._asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
+        timeout_s = STARTING_TIMEOUT_S if self._max_model_len is None else READY_TIMEOUT_S
         try:
-            async with asyncio.timeout(READY_TIMEOUT_S):
-                await self._replicas.facts()
+            async with asyncio.timeout(timeout_s):
+                self._max_model_len = (await asyncio.shield(self._asking)).max_model_len
         except TimeoutError:
-            raise UnavailableError(f"no engine replica answered within {READY_TIMEOUT_S} s") from None
+            raise UnavailableError(f"no engine replica answered within {timeout_s} s") from None
 
     async def drain(self) -> int:
         """Take nothing new from now on; returns how many requests are under way."""

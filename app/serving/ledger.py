@@ -7,11 +7,13 @@ node, where it sees for certain whether their processes have ended. A replica th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import re
 import select
+import stat
 import tempfile
 import threading
 import time
@@ -120,7 +122,7 @@ class Roster:
     grants anything. Names of ledgers have the id of their Ray node, so that no other cluster's is found."""
 
     def __init__(self, name: str) -> None:
-        self._path = Path(tempfile.gettempdir()) / f"{re.sub(r'[^A-Za-z0-9.-]', '_', name)}.json"
+        self._path = _private_folder() / f"{re.sub(r'[^A-Za-z0-9.-]', '_', name)}.json"
 
     def read(self) -> dict[str, int]:
         """Member → process id. One that has ended since may by now be another process: then its memory is free only
@@ -137,6 +139,17 @@ class Roster:
         written = self._path.with_suffix(".new")
         written.write_text(json.dumps(dict(pids)))
         written.replace(self._path)
+
+
+def _private_folder() -> Path:
+    """Nobody else can put a link there. Raises `ConfigError` when somebody else has made it, or may write into it."""
+    folder = Path(tempfile.gettempdir()) / f"folio-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    info = folder.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
+        raise ConfigError(f"{folder} is not a folder of this user's alone: remove it, or set TMPDIR to another place")
+    return folder
 
 
 def ledger_name(app_name: str, node_id: str, device: str) -> str:

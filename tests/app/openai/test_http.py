@@ -179,6 +179,9 @@ def test_whether_it_lives_and_whether_it_is_ready(client: TestClient) -> None:
     assert client.get("/health").status_code == 200
     answer = client.get("/ready")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    for path, status in (("/health", 200), ("/ready", 503)):  # probes that want no body got 405
+        answer = client.head(path)
+        assert (answer.status_code, answer.headers.get("allow")) == (status, None)
 
 
 def test_operation(client: TestClient) -> None:

@@ -349,3 +349,35 @@ def test_errors_survive_rays_pickling(error: FolioError, dual: bool) -> None:
 
 def test_what_is_no_error_of_ours_is_the_engines() -> None:
     assert isinstance(unwrap(RayTaskError("generate", "traceback", ValueError("x"))), EngineError)
+
+
+def test_ready_does_not_wait_while_the_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took ten seconds to say that there was no replica yet. The question goes on: it may be what starts one."""
+
+    async def run() -> None:
+        ingress, there, asked = ingress_with(Engines()), asyncio.Event(), 0
+
+        async def facts() -> Any:
+            nonlocal asked
+            asked += 1
+            await there.wait()
+            return SimpleNamespace(max_model_len=64)
+
+        monkeypatch.setattr(ingress._replicas, "facts", facts)
+        monkeypatch.setattr("app.serving.ingress.STARTING_TIMEOUT_S", 0.0)
+        monkeypatch.setattr("app.serving.ingress.READY_TIMEOUT_S", 30.0)
+        for _ in range(2):
+            with pytest.raises(UnavailableError):
+                await ingress.ready()
+        there.set()
+        monkeypatch.setattr("app.serving.ingress.STARTING_TIMEOUT_S", 30.0)
+        await ingress.ready()
+        assert asked == 1
+        there.clear()
+        later = asyncio.create_task(ingress.ready())
+        await asyncio.sleep(0)
+        there.set()
+        await later  # a busy replica is given time
+        assert asked == 2
+
+    asyncio.run(run())

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
 from app.errors import ConfigError
-from vmem import LayoutKind, ViewPolicy
+
+# As in `vmem` and `app.fleet.policies`, which take seconds to import; a test holds them together.
+LayoutKind = Literal["interleaved", "per_layer"]
+ViewPolicy = Literal["auto", "region", "block_table"]
+PolicyName = Literal["prefix_aware", "least_loaded", "round_robin", "consistent_hash"]
 
 RecoveryPolicy = Literal["auto", "swap", "recompute"]
 Speculation = Literal["off", "ngram", "draft"]
@@ -120,6 +124,12 @@ class EngineConfig:
     load_format: LoadFormat = "auto"
 
     def __post_init__(self) -> None:
+        """Raises `ConfigError` with a line for each setting that cannot work."""
+        if problems := list(self._problems()):
+            raise ConfigError("\n".join(problems))
+
+    def _problems(self) -> Iterator[str]:
+        """Each begins with the setting's name."""
         choices = {
             "dtype": DTYPES,
             "device": DEVICES,
@@ -132,7 +142,7 @@ class EngineConfig:
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}")
+                yield f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}"
         for name in (
             "max_model_len",
             "max_num_seqs",
@@ -148,29 +158,7 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
-        if isinstance(self.max_queued_requests, str) and self.max_queued_requests != "auto":
-            raise ConfigError(
-                f"max_queued_requests is {self.max_queued_requests!r}; it must be a number, None or 'auto'"
-            )
-        if (self.speculation == "draft") != (self.draft_model is not None):
-            raise ConfigError(
-                f"speculation is {self.speculation!r} and draft_model {self.draft_model!r}; 'draft' needs one, and "
-                "nothing else can use one"
-            )
-        if self.load_format == "dummy" and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"load_format 'dummy' makes a whole model, but tensor_parallel_size is {self.tensor_parallel_size}; "
-                "use 1"
-            )
-        if self.yield_cpu and (self.device == "cuda" or not hasattr(os, "SCHED_IDLE")):
-            raise ConfigError("yield_cpu is for engines that compute on the CPU, on Linux")
-        if not self.step_timeout_s > 0:
-            raise ConfigError(f"step_timeout_s is {self.step_timeout_s}; it must be above 0")
-        if not 0 <= self.pin_quota <= 1:
-            raise ConfigError(f"pin_quota is {self.pin_quota}; it must be between 0 and 1")
-        if both := self.pinned_prompts.keys() & self.pinned_system_prompts.keys():
-            raise ConfigError(f"{sorted(both)} name both a pinned prompt and a pinned system prompt")
+                yield f"{name} is {value}; it must be at least 1"
         for name in (
             "kv_memory_floor_bytes",
             "kv_idle_release_s",
@@ -179,4 +167,29 @@ class EngineConfig:
             "restore_prefixes_s",
         ):
             if not getattr(self, name) >= 0:  # NaN is not
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")
+                yield f"{name} is {getattr(self, name)}; it must not be negative"
+        if not self.step_timeout_s > 0:
+            yield f"step_timeout_s is {self.step_timeout_s}; it must be above 0"
+        if not 0 <= self.pin_quota <= 1:
+            yield f"pin_quota is {self.pin_quota}; it must be between 0 and 1"
+        if isinstance(self.max_queued_requests, str) and self.max_queued_requests != "auto":
+            yield f"max_queued_requests is {self.max_queued_requests!r}; it must be a number, None or 'auto'"
+        if self.kv_memory_bytes is not None and self.kv_memory_floor_bytes > self.kv_memory_bytes:
+            yield (
+                f"kv_memory_floor_bytes is {self.kv_memory_floor_bytes}; it must not be above the ceiling, "
+                f"kv_memory_bytes, which is {self.kv_memory_bytes}"
+            )
+        if (self.speculation == "draft") != (self.draft_model is not None):
+            yield (
+                f"speculation is {self.speculation!r} and draft_model {self.draft_model!r}; 'draft' needs one, and "
+                "nothing else can use one"
+            )
+        if self.load_format == "dummy" and self.tensor_parallel_size > 1:
+            yield (
+                f"load_format is 'dummy', which makes a whole model, and tensor_parallel_size "
+                f"{self.tensor_parallel_size}; use 1"
+            )
+        if self.yield_cpu and (self.device == "cuda" or not hasattr(os, "SCHED_IDLE")):
+            yield "yield_cpu is for engines that compute on the CPU, on Linux; leave it out"
+        if both := self.pinned_prompts.keys() & self.pinned_system_prompts.keys():
+            yield f"pinned_prompts and pinned_system_prompts both have {', '.join(sorted(both))}; rename one of them"

@@ -1,21 +1,20 @@
 """The application: `serve run serve_config.yaml` calls `build` with the YAML's `args`."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
+from app.args import AppArgs, RoutingArgs, StreamingArgs
+from app.checks import check_args
 from app.config import EngineConfig
-from app.edge.settings import HttpSettings
-from app.errors import ConfigError
-from app.fleet.policies import PolicyName
 from app.serving.ingress import Ingress
 from app.serving.pace import StreamPace
 from app.serving.replica import EngineReplica
+
+__all__ = ["AppArgs", "build"]
 
 # In a server, requests that wait in an engine by default, for each that can run.
 QUEUED_PER_SEQUENCE = 4
@@ -31,94 +30,20 @@ HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S = 2.0, 10.0
 # A replica that is stopped, by autoscaling or an update, finishes its streams, and is gone as soon as the last one is.
 # Serve's default of 20 s would cut long ones: 4,096 tokens at 100 ms take seven minutes.
 DRAIN_TIMEOUT_S = 600.0
-# What Ray sets aside for a replica, and for each further rank: ranks on CPUs share the machine's cores anyway.
-REPLICA_CPUS, RANK_CPUS = 1.0, 0.1
-
-
-class RoutingArgs(BaseModel):
-    """`args.routing` of the YAML.
-
-    Attributes:
-        policy: how requests are placed: where their prefix is cached, if that is not too busy; where the fewest are;
-            one replica after the other; the same session, or the same beginning, at the same replica.
-        report_period_s: how often replicas say what they have cached and how busy they are.
-        stale_after_s: routers do not go by reports that are older; at least three times `report_period_s`.
-        wait_for_replica_s: a request that comes when there is no replica waits so long for one, and is then refused;
-            more than one takes to start, when replicas are stopped while nobody asks.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    policy: PolicyName = "prefix_aware"
-    report_period_s: PositiveFloat = 0.5
-    stale_after_s: PositiveFloat = 5.0
-    wait_for_replica_s: PositiveFloat = 10.0
-
-
-class StreamingArgs(BaseModel):
-    """`args.streaming` of the YAML: how often streams send (`StreamPace`).
-
-    Attributes:
-        items_per_s: of all streams of a replica; by default 30 for each core of its machine, of which that takes two
-            to six percent (0.8 to 2.1 ms of processor time an item).
-        min_interval_s, max_interval_s: between two items of one stream.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    items_per_s: PositiveFloat | None = None
-    min_interval_s: NonNegativeFloat = 0.02
-    max_interval_s: NonNegativeFloat = 0.25
-
-    @property
-    def pace(self) -> StreamPace:
-        """Raises `ConfigError` when there is no interval between both."""
-        if self.min_interval_s > self.max_interval_s:
-            raise ConfigError(
-                f"streaming.min_interval_s is {self.min_interval_s}; it must not be above max_interval_s, "
-                f"{self.max_interval_s}"
-            )
-        return StreamPace(
-            self.items_per_s,
-            min_interval_s=self.min_interval_s,
-            max_interval_s=self.max_interval_s,
-        )
-
-
-class AppArgs(BaseModel):
-    """`args` of the YAML.
-
-    Attributes:
-        engine: the model and how to run it.
-        model_name: what clients call it; by default the last part of `engine.model`.
-        shared_kv_memory_bytes: KV memory that all replicas on one device, a GPU or a node's CPUs, share: each may take
-            what others do not need. None: each has `engine.kv_memory_bytes` for itself.
-        routing: which replica gets a request.
-        streaming: how often streams send what has been generated.
-        http: who may call over HTTP, and how much.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    engine: EngineConfig
-    model_name: str | None = None
-    shared_kv_memory_bytes: int | None = None
-    routing: RoutingArgs = RoutingArgs()
-    streaming: StreamingArgs = StreamingArgs()
-    http: HttpSettings = HttpSettings()
+# What Ray sets aside for a replica, and for each further rank. On CPUs all share the machine's cores anyway: with a
+# core for each, two cores would hold neither a third replica nor the new one of an update.
+REPLICA_CPUS, RANK_CPUS = 0.25, 0.1
+# The ingress has a line for each request. Serve's would be a second one, and one more for each call between replicas.
+LOGGING: dict[str, Any] = {"enable_access_log": False}
 
 
 def build(args: AppArgs) -> Application:
     """The deployments of one model: an ingress in front of engine replicas.
 
     Raises:
-        ConfigError: a setting is out of bounds.
+        ConfigError: a model's folder cannot be served; a line for each reason.
     """
-    model_name = args.model_name or Path(args.engine.model).name
-    if model_name in args.engine.adapters:
-        raise ConfigError(f"model_name is {model_name!r}, and so is an adapter's: requests could not tell them apart")
-    if args.engine.skip_tokenizer_init:
-        raise ConfigError("skip_tokenizer_init is for scripts; a server needs the tokenizer")
+    check_args(args)
     config = bounded(shared_engine(args))
     engine: Any = serve.deployment(
         max_ongoing_requests=max_ongoing_requests(config),
@@ -127,16 +52,18 @@ def build(args: AppArgs) -> Application:
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
         request_router_config=router_config(args.routing, isolate_tenants=args.engine.isolate_tenants),
+        logging_config=LOGGING,
         **replica_resources(args.engine),
     )(EngineReplica)
     ingress: Any = serve.deployment(
         max_ongoing_requests=UNBOUNDED_ONGOING_REQUESTS,
         max_surge_percent=MAX_SURGE_PERCENT,
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
+        logging_config=LOGGING,
     )(Ingress)
-    replica = engine.bind(config, args.shared_kv_memory_bytes, args.streaming.pace)
+    replica = engine.bind(config, args.shared_kv_memory_bytes, stream_pace(args.streaming))
     application: Application = ingress.bind(
-        args.engine.model, model_name, replica, tuple(args.engine.adapters), args.http, config.max_num_seqs
+        args.engine.model, args.served_name, replica, tuple(args.engine.adapters), args.http, config.max_num_seqs
     )
     return application
 
@@ -157,38 +84,16 @@ def max_ongoing_requests(engine: EngineConfig) -> int:
 
 
 def shared_engine(args: AppArgs) -> EngineConfig:
-    """The engine's settings, with all of the memory that it shares as its ceiling.
+    """The engine's settings, with all of the memory that it shares as its ceiling."""
+    if args.shared_kv_memory_bytes is None:
+        return args.engine
+    return replace(args.engine, kv_memory_bytes=args.shared_kv_memory_bytes)
 
-    Raises:
-        ConfigError: sharing goes together neither with other bounds of the memory, nor with several ranks, nor with a
-            draft model.
-    """
-    shared_bytes, engine = args.shared_kv_memory_bytes, args.engine
-    if shared_bytes is None:
-        return engine
-    if shared_bytes < 1:
-        raise ConfigError(f"shared_kv_memory_bytes is {shared_bytes}; it must be at least 1")
-    if engine.kv_memory_bytes is not None:
-        raise ConfigError(
-            f"shared_kv_memory_bytes is {shared_bytes} and kv_memory_bytes {engine.kv_memory_bytes}; the former is for "
-            "replicas that share a device, the latter for each: leave one of them out"
-        )
-    if engine.kv_memory_floor_bytes:
-        raise ConfigError(
-            f"kv_memory_floor_bytes is {engine.kv_memory_floor_bytes}; what a replica never gives back it cannot lend: "
-            "leave it out beside shared_kv_memory_bytes"
-        )
-    if engine.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"tensor_parallel_size is {engine.tensor_parallel_size}; only replicas of one rank can share a device: "
-            "leave out shared_kv_memory_bytes"
-        )
-    if engine.draft_model is not None:
-        raise ConfigError(
-            f"draft_model is {engine.draft_model!r}, whose KV memory is lent to nobody: use speculation 'ngram' beside "
-            "shared_kv_memory_bytes"
-        )
-    return replace(engine, kv_memory_bytes=shared_bytes)
+
+def stream_pace(streaming: StreamingArgs) -> StreamPace:
+    return StreamPace(
+        streaming.items_per_s, min_interval_s=streaming.min_interval_s, max_interval_s=streaming.max_interval_s
+    )
 
 
 def router_config(routing: RoutingArgs, *, isolate_tenants: bool = True) -> RequestRouterConfig:
@@ -196,15 +101,7 @@ def router_config(routing: RoutingArgs, *, isolate_tenants: bool = True) -> Requ
 
     Args:
         isolate_tenants: the engines' setting.
-
-    Raises:
-        ConfigError: reports would be stale before the next ones are there.
     """
-    if routing.stale_after_s < 3 * routing.report_period_s:
-        raise ConfigError(
-            f"routing.stale_after_s is {routing.stale_after_s}; with a report every {routing.report_period_s} s it "
-            f"must be at least {3 * routing.report_period_s}"
-        )
     settings: dict[str, Any] = {
         "request_router_class": "app.serving.router:FolioRouter",
         "request_router_kwargs": {

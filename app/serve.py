@@ -1,11 +1,13 @@
 """`python -m app.serve [serve_config.yaml]`: serve until a signal comes, then finish what is under way.
 
 It does what `serve run` does with a file: starts Ray, or connects to the cluster of RAY_ADDRESS, and deploys the
-applications. It returns 1 with the reason if one of them cannot be deployed. On SIGTERM or SIGINT, as Ctrl-C sends it:
+applications. What is wrong with the file, and an address in use, are told before anything starts, a line each, and the
+status is 2; with `--check` that is all. It is 1 if an application cannot be deployed. On SIGTERM or SIGINT, as Ctrl-C
+sends it:
 
 1. `/ready` and new requests are answered 503 with Retry-After;
 2. requests under way are finished, for as long as `--grace-s` says;
-3. Serve is shut down, and the command returns 0.
+3. Serve is shut down, which takes 10 s at most, and the status is 0.
 
 A second signal ends it at once.
 """
@@ -13,24 +15,32 @@ A second signal ends it at once.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
+import re
+import shlex
 import signal
 import sys
 import time
+import urllib.request
 from collections.abc import Sequence
+from http.client import HTTPException
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import ray
-import yaml
-from pydantic import ValidationError
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve._private.api import serve_start
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ApplicationStatus, ServeDeploySchema
+from ray.serve.schema import ApplicationStatus, LoggingConfig, ServeDeploySchema
+
+from app.address import claim
+from app.args import AppArgs
+from app.checks import FOLIO, load_config
+from app.errors import ConfigError
 
 logger = logging.getLogger("app.serve")
 
@@ -53,11 +63,16 @@ ENVIRONMENT = {
     # Ray would run its workers at a lower priority than anything else on the machine.
     "RAY_worker_niceness": "0",
 }
+HOST = "127.0.0.1"  # where the file names none: Serve's default is every address of the machine
 
 _POLL_S, _LOOK_S = 0.5, 0.1
 # The last answers are on their way through Serve's proxies when no ingress has any left.
 _LAST_BYTES_S = 1.0
-_SHUTDOWN_TIMEOUT_S = 60.0
+# For an ingress to say how many requests it has, and for Serve to stop its processes: those that do not are killed.
+_ANSWER_S, _SHUTDOWN_S = 3.0, 4.0
+_ROUTED_S = 10.0
+# How Python writes the last line of an exception of ours; Serve's messages have whole tracebacks.
+_OUR_ERROR = re.compile(r"app\.errors\.(?:ConfigError|ModelError)(?:\(\w+\))?: (.*)")
 
 
 class Signals:
@@ -91,22 +106,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser("python -m app.serve", description="Serve until SIGTERM or SIGINT comes.")
     parser.add_argument("config", nargs="?", default="serve_config.yaml", type=Path, help="as `serve run` takes it")
+    parser.add_argument("--check", action="store_true", help="say what is wrong with the file, and start nothing")
+    parser.add_argument("--port", type=int, help="instead of http_options.port")
     parser.add_argument("--grace-s", type=float, default=60.0, help="for requests under way when the signal comes")
     options = parser.parse_args(arguments)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
-    try:
-        config = ServeDeploySchema.model_validate(yaml.safe_load(options.config.read_text()))
-    except (OSError, yaml.YAMLError, ValidationError) as error:
-        logger.error("%s cannot be used: %s", options.config, error)
-        return 1
     sys.path.insert(0, os.getcwd())  # as `serve run` has it, for `import_path`
-    set_environment()
-    ray.init(namespace="serve")
-    signals = Signals()
+    is_local = "RAY_ADDRESS" not in os.environ
     try:
-        return run(config, signals, options.grace_s)
+        config = load_config(options.config, is_local=is_local)
+        if options.check:
+            print(f"{options.config}: ok")
+            return 0
+        http = config.http_options
+        if "host" not in http.model_fields_set:
+            http.host = HOST
+        if options.port is not None:
+            http.port = options.port
+        claimed = claim(http.host, http.port) if is_local else None  # of a cluster that runs, the port is its own
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    set_environment()
+    try:
+        context = ray.init(namespace="serve")
+        return run(config, Signals(), options.grace_s, context.dashboard_url)
     finally:
         ray.shutdown()
+        if claimed is not None:
+            claimed.close()
 
 
 def set_environment() -> None:
@@ -115,28 +143,31 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def run(config: ServeDeploySchema, signals: Signals, grace_s: float) -> int:
+def run(config: ServeDeploySchema, signals: Signals, grace_s: float, dashboard: str | None = None) -> int:
     """Serve the applications of a configuration until a signal comes; returns the exit status."""
     names = [application.name for application in config.applications]
     client: Any = serve_start(
         http_options=config.http_options.model_dump(),
         proxy_location=config.proxy_location,
         grpc_options=config.grpc_options.model_dump(),
+        # A proxy's log of requests would be a second one, beside the ingress's.
+        global_logging_config=config.logging_config or LoggingConfig(enable_access_log=False),
     )
+    has_ended = True
     try:
         client.deploy_apps(config, _blocking=False)
         status = wait_until_running(names, signals)
         if status:
             return status
+        wait_until_routed(base_url(config), signals)
         if not signals.came:
-            host, port = config.http_options.host, config.http_options.port
-            logger.info("serving on http://%s:%d", host, port)
+            print(greeting(config, dashboard), flush=True)
         while not signals.wait(timeout_s=3600.0):
             pass
-        drain(grace_s)
+        has_ended = drain(grace_s)
         return 0
     finally:
-        client.shutdown(timeout_s=_SHUTDOWN_TIMEOUT_S)
+        stop(client, _SHUTDOWN_S if has_ended else 0.0)
 
 
 def wait_until_running(names: Sequence[str], signals: Signals) -> int:
@@ -145,25 +176,76 @@ def wait_until_running(names: Sequence[str], signals: Signals) -> int:
         applications = serve.status().applications
         statuses = {name: applications[name].status for name in names if name in applications}
         for name, status in statuses.items():
-            if status == ApplicationStatus.DEPLOY_FAILED:
-                logger.error("%s cannot be deployed: %s", name, applications[name].message)
+            deployments: Any = applications[name].deployments
+            messages = [applications[name].message, *(deployment.message for deployment in deployments.values())]
+            # What our errors say is so another time, too: Serve need not try again.
+            hopeless = [reason for message in messages for reason in _OUR_ERROR.findall(message)]
+            if hopeless or status == ApplicationStatus.DEPLOY_FAILED:
+                reason = hopeless[0] if hopeless else applications[name].message
+                logger.error("%s cannot be deployed: %s", name, reason)
                 return 1
         if len(statuses) == len(names) and set(statuses.values()) <= {ApplicationStatus.RUNNING}:
             return 0
     return 0
 
 
-def drain(grace_s: float) -> None:
-    """Have all ingresses refuse what is new; returns when nothing is under way, or after the grace period."""
+def wait_until_routed(url: str, signals: Signals) -> None:
+    """Returns when Serve's proxy here knows of the applications; or a signal has come; or it has long not said so, as
+    when this machine has none."""
+    ends_at = time.monotonic() + _ROUTED_S
+    while not signals.came and time.monotonic() < ends_at:
+        try:
+            with urllib.request.urlopen(f"{url}/-/healthz", timeout=_ANSWER_S):
+                return
+        except (OSError, HTTPException):
+            signals.wait(_LOOK_S)
+
+
+def base_url(config: ServeDeploySchema) -> str:
+    """Where this machine reaches the server."""
+    http = config.http_options
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(http.host, f"[{http.host}]" if ":" in http.host else http.host)
+    return f"{'https' if http.ssl_certfile else 'http'}://{host}:{http.port}"
+
+
+def greeting(config: ServeDeploySchema, dashboard: str | None) -> str:
+    """What a terminal shows when the server is ready."""
+    lines = [f"\n==> Folio is ready at {base_url(config)}. Try:"]
+    for application in config.applications:
+        if application.import_path == FOLIO:
+            body = {
+                "model": AppArgs.model_validate(application.args).served_name,
+                "temperature": 0,
+                "messages": [{"role": "user", "content": "What is Folio?"}],
+            }
+            url = f"{base_url(config)}{(application.route_prefix or '').rstrip('/')}/v1/chat/completions"
+            lines.append(f"curl {url} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}")
+    if dashboard and os.environ.get("RAY_AUTH_MODE") == "token":  # as Ray 2.60 has it for a cluster that starts
+        lines.append(
+            f"In other terminals Ray's commands need a variable: RAY_AUTH_MODE=token {_command('serve')} status\n"
+            f"and its dashboard, http://{dashboard}, asks for what `{_command('ray')} get-auth-token` prints."
+        )
+    return "\n\n".join(lines) + "\n"
+
+
+def _command(name: str) -> str:
+    """One that is installed beside this Python, as a terminal here finds it."""
+    path = Path(sys.executable).parent / name
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def drain(grace_s: float) -> bool:
+    """Have all ingresses refuse what is new; returns whether all that was under way has ended in the grace period."""
     logger.info("draining: new requests are refused, those under way have %g s; another signal ends them", grace_s)
     ends_at = time.monotonic() + grace_s
     # Again and again: an ingress that starts meanwhile has to be told, too.
     while num_under_way := sum(map(_drain_ingress, folio_applications())):
         if time.monotonic() >= ends_at:
             logger.warning("%d requests are broken off", num_under_way)
-            return
+            return False
         time.sleep(_POLL_S)
     time.sleep(_LAST_BYTES_S)
+    return True
 
 
 def folio_applications() -> list[str]:
@@ -180,10 +262,23 @@ def _drain_ingress(name: str) -> int:
     """Requests under way at all ingresses of an application."""
     try:
         handle = serve.get_deployment_handle("Ingress", name)
-        return sum(handle.broadcast("drain").results(timeout_s=10.0))
+        return sum(handle.broadcast("drain").results(timeout_s=_ANSWER_S))
     except (RayError, RayServeException, TimeoutError) as error:
         logger.warning("an ingress of %s does not answer: %s", name, error)
         return 1  # it is asked again, until the grace period ends
+
+
+def stop(client: Any, timeout_s: float) -> None:
+    """Shut Serve down. What has not ended by then ends with the cluster, or, in one that is not ours, by Serve."""
+    client.shutdown_cached_handles()
+    try:
+        # The controller ends before it can answer. `client.shutdown` has Ray send the call again, and say so.
+        ray.get(client._controller.graceful_shutdown.options(max_task_retries=0).remote(), timeout=timeout_s)
+    except TimeoutError:
+        logger.info("Serve goes on stopping its replicas")
+    except RayError:
+        pass
+    client._shutdown = True
 
 
 if __name__ == "__main__":

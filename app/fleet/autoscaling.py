@@ -21,11 +21,14 @@ Down: by one, when for `down_after_s` the others would have been enough with `hy
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 from app.errors import ConfigError
-from app.fleet.report import ReplicaReport
+
+if TYPE_CHECKING:  # it imports torch, and a configuration is checked without
+    from app.fleet.report import ReplicaReport
 
 _PREFIX = "folio_"
 # Above this a demand is the next whole number of replicas; sums of floats come out slightly over.
@@ -152,30 +155,36 @@ class ScalingTargets:
     stale_after_s: float = 10.0
 
     def __post_init__(self) -> None:
+        if problems := list(self._wrong_types()) or list(self._problems()):
+            raise ConfigError("\n".join(problems))
+
+    def _wrong_types(self) -> Iterator[str]:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is None and field.name in ("kv_share", "to_zero_after_s"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ConfigError(f"{field.name} of the scaling policy is {value!r}; it must be a number")
+                yield f"{field.name} of the scaling policy is {value!r}; it must be a number"
+
+    def _problems(self) -> Iterator[str]:
         for name in ("ttft_s", "tpot_s", "smooth_s", "stale_after_s"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} of the scaling policy is {getattr(self, name)}; it must be above 0")
+                yield f"{name} of the scaling policy is {getattr(self, name)}; it must be above 0"
         for name in ("up_after_s", "down_after_s", "to_zero_after_s", "start_s"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
-                raise ConfigError(f"{name} of the scaling policy is {value}; it must not be negative")
+                yield f"{name} of the scaling policy is {value}; it must not be negative"
         for name in ("kv_share", "busy_share"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1:
-                raise ConfigError(f"{name} of the scaling policy is {value}; it must be above 0 and at most 1")
+                yield f"{name} of the scaling policy is {value}; it must be above 0 and at most 1"
         if not 0 <= self.hysteresis < 1:
-            raise ConfigError(
+            yield (
                 f"hysteresis of the scaling policy is {self.hysteresis}; it must be at least 0 and below 1, at which "
                 "nothing would ever be stopped"
             )
         if not 1 < self.up_factor < math.inf:
-            raise ConfigError(f"up_factor of the scaling policy is {self.up_factor}; it must be above 1")
+            yield f"up_factor of the scaling policy is {self.up_factor}; it must be above 1"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from io import StringIO
 
 import pytest
 
-from app.errors import ConfigError, RequestError
-from app.logs import WithheldMessages, configure_logs, describe
+from app.errors import ConfigError, DeadlineError, EngineError, ForbiddenError, OverloadedError, RequestError
+from app.logs import NoRefusals, WithheldMessages, configure_logs, describe
 
 SECRET = "xyzzy"
 
@@ -23,7 +24,7 @@ def raised(error: BaseException, cause: BaseException | None = None) -> BaseExce
 def test_type_and_place_without_the_message() -> None:
     text = describe(raised(ValueError(SECRET)))
     assert SECRET not in text
-    assert "builtins.ValueError: (message withheld)" in text
+    assert "builtins.ValueError: (message withheld: it may quote a request; logging_config" in text
     assert "raise error from cause" in text
     assert "test_logs.py" in text
 
@@ -54,30 +55,61 @@ def test_a_circle_ends() -> None:
     assert describe(first).count("ValueError") == 2
 
 
-def test_handlers_of_the_process_withhold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve's logger has handlers of its own; being asked twice does no harm."""
+@pytest.fixture
+def written() -> Iterator[StringIO]:
+    """What a handler of Serve's logger writes after `configure_logs`, which is asked twice."""
     written = StringIO()
     handler = logging.StreamHandler(written)
     serves = logging.getLogger("ray.serve")
     ours = logging.getLogger("app")
-    before = ours.level, logging.getLogger().handlers[:]
+    before = ours.level, serves.level, logging.getLogger().handlers[:]
     serves.addHandler(handler)
     try:
         configure_logs()
         configure_logs()
-        assert [type(present) for present in handler.filters] == [WithheldMessages]
-        try:
-            raise ValueError(SECRET)
-        except ValueError:
-            serves.exception("Request failed.")
+        assert [type(present) for present in handler.filters] == [WithheldMessages, NoRefusals]
+        yield written
     finally:
         serves.removeHandler(handler)
         ours.setLevel(before[0])
+        serves.setLevel(before[1])
         for present in logging.getLogger().handlers[:]:
-            for added in [f for f in present.filters if isinstance(f, WithheldMessages)]:
+            for added in [f for f in present.filters if isinstance(f, WithheldMessages | NoRefusals)]:
                 present.removeFilter(added)
-            if present not in before[1]:
+            if present not in before[2]:
                 logging.getLogger().removeHandler(present)
+
+
+def serve_logs(error: Exception) -> None:
+    """As Serve does with whatever a replica's method raises."""
+    try:
+        raise error
+    except Exception:
+        logging.getLogger("ray.serve").exception("Request failed.")
+
+
+def test_handlers_of_the_process_withhold(written: StringIO) -> None:
+    """Serve's logger has handlers of its own."""
+    serve_logs(ValueError(SECRET))
     assert "Request failed." in written.getvalue()
-    assert "(message withheld)" in written.getvalue()
+    assert "(message withheld" in written.getvalue()
     assert SECRET not in written.getvalue()
+
+
+def test_messages_can_be_had(written: StringIO) -> None:
+    """Regression: "(message withheld)" did not say how; `log_level: DEBUG` of the deployment sets this logger's."""
+    logging.getLogger("ray.serve").setLevel(logging.DEBUG)
+    serve_logs(ValueError(SECRET))
+    assert SECRET in written.getvalue()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RequestError(SECRET, "prompt"), ForbiddenError(SECRET), OverloadedError(SECRET), DeadlineError(SECRET)],
+)
+def test_a_clients_mistake_is_no_error_of_the_replica(written: StringIO, error: Exception) -> None:
+    """Regression: each 400 left 36 lines of traceback in the log."""
+    serve_logs(error)
+    assert written.getvalue() == ""
+    serve_logs(EngineError("a step failed"))
+    assert "Request failed." in written.getvalue()

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from app.args import AppArgs, RoutingArgs, StreamingArgs
 from app.config import EngineConfig
 from app.errors import ConfigError
-from app.main import AppArgs, bounded, build, max_ongoing_requests, shared_engine
+from app.main import bounded, build, max_ongoing_requests, replica_resources, shared_engine
 
 
 @pytest.mark.parametrize(
@@ -21,15 +22,47 @@ from app.main import AppArgs, bounded, build, max_ongoing_requests, shared_engin
     ],
 )
 def test_what_cannot_share_a_device(settings: dict[str, Any], said: str) -> None:
-    args = AppArgs(engine=EngineConfig(model="builtin", **settings), shared_kv_memory_bytes=1 << 20)
     with pytest.raises(ConfigError, match=said):
-        shared_engine(args)
+        AppArgs(engine=EngineConfig(model="builtin", **settings), shared_kv_memory_bytes=1 << 20)
 
 
 def test_an_adapter_needs_a_name_of_its_own() -> None:
     engine = EngineConfig(model="builtin", adapters={"builtin": "somewhere"})
     with pytest.raises(ConfigError, match="tell them apart"):
-        build(AppArgs(engine=engine))
+        AppArgs(engine=engine)
+
+
+def test_what_is_contradictory_is_told_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        AppArgs(
+            engine=EngineConfig(model="builtin", skip_tokenizer_init=True),
+            routing=RoutingArgs(stale_after_s=1.0),
+            streaming=StreamingArgs(min_interval_s=1.0),
+        )
+    keys = [line.split()[0] for line in str(caught.value).splitlines()]
+    assert keys == ["engine.skip_tokenizer_init", "routing.stale_after_s", "streaming.min_interval_s"]
+
+
+def test_a_model_that_cannot_be_loaded_is_not_deployed() -> None:
+    """Regression: `serve deploy` had three replicas fail at it, with a traceback each."""
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        build(AppArgs(engine=EngineConfig(model="/no/such")))
+
+
+def test_three_replicas_and_an_update_fit_two_cores() -> None:
+    """Regression: each asked Ray for a core, so that the third, and the new one of an update, never got one."""
+    asked = replica_resources(EngineConfig(model="builtin"))["ray_actor_options"]["num_cpus"]
+    ingress = 0.1
+    assert 4 * asked + 2 * ingress <= 2
+
+
+def test_serve_does_not_log_requests_too() -> None:
+    """Regression: one line by the ingress, one by Serve for it, and one more for the call of the replica."""
+    application: Any = build(AppArgs(engine=EngineConfig(model="builtin")))
+    ingress = application._bound_deployment
+    replica = next(arg for arg in ingress.init_args if hasattr(arg, "_bound_deployment"))._bound_deployment
+    for deployment in (ingress, replica):
+        assert deployment._deployment_config.logging_config["enable_access_log"] is False
 
 
 def test_what_is_shared_is_the_ceiling_of_each() -> None:

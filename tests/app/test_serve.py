@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+import yaml
 from ray import serve as ray_serve
+from ray.exceptions import GetTimeoutError, RayActorError
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ApplicationStatus
+from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from app import serve
+from app.checks import load_config
 
 
 class Signals:
@@ -27,22 +32,22 @@ class Signals:
         return self._left < 0
 
 
-def deployments(application: str) -> dict[str, Any]:
+def deployments(application: str, message: str) -> dict[str, Any]:
     """Those of a Folio application, except of "desk", and of "new", whose ingress does not run yet."""
     if application == "desk":
-        return {"Desk": SimpleNamespace(replica_states={"RUNNING": 1})}
+        return {"Desk": SimpleNamespace(replica_states={"RUNNING": 1}, message="")}
     states = {"STARTING": 1} if application == "new" else {"RUNNING": 1}
-    return {name: SimpleNamespace(replica_states=states) for name in ("Ingress", "EngineReplica")}
+    return {name: SimpleNamespace(replica_states=states, message=message) for name in ("Ingress", "EngineReplica")}
 
 
-def statuses(monkeypatch: pytest.MonkeyPatch, *rounds: dict[str, ApplicationStatus]) -> None:
+def statuses(monkeypatch: pytest.MonkeyPatch, *rounds: dict[str, ApplicationStatus], message: str = "") -> None:
     """What Serve says of the applications, the last for ever."""
     left = list(rounds)
 
     def status() -> Any:
         now = left.pop(0) if len(left) > 1 else left[0]
         applications = {
-            name: SimpleNamespace(status=status, message="no memory", deployments=deployments(name))
+            name: SimpleNamespace(status=status, message="no memory", deployments=deployments(name, message))
             for name, status in now.items()
         }
         return SimpleNamespace(applications=applications)
@@ -68,13 +73,137 @@ class Ingress:
         return SimpleNamespace(results=results)
 
 
-@pytest.mark.parametrize("content", [None, "applications: 5", "{oops"])
-def test_a_file_that_cannot_be_used(tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str | None) -> None:
-    path = tmp_path / "config.yaml"
-    if content is not None:
-        path.write_text(content)
-    assert serve.main([str(path)]) == 1
-    assert f"{path} cannot be used" in caplog.text
+def refuse(*_: Any, **__: Any) -> None:
+    pytest.fail("Ray is started")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., str]:
+    """A file for an application of ours, by its engine's settings and Serve's for HTTP."""
+
+    def write(engine: dict[str, Any], **http: Any) -> str:
+        args = {"engine": {"model": "builtin"} | engine}
+        application = {"name": "folio", "import_path": "app.main:build", "args": args}
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump({"http_options": http, "applications": [application]}))
+        return str(path)
+
+    return write
+
+
+def test_a_file_that_cannot_be_used(
+    config: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: a typo took 54 s and 118 lines."""
+    monkeypatch.setattr(ray, "init", refuse)
+    path = config({"max_num_seq": 1, "pin_quota": 2})
+    for arguments in ([path], [path, "--check"]):
+        assert serve.main(arguments) == 2
+        out, err = capfd.readouterr()
+        assert out == ""
+        assert [line.split(" is ")[0] for line in err.splitlines()] == [
+            f"{path}: applications[0].args.engine.max_num_seq",
+            f"{path}: applications[0].args.engine.pin_quota",
+        ]
+
+
+def test_a_check_starts_nothing(
+    config: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setattr(serve, "claim", refuse)
+    path = config({})
+    assert serve.main(["--check", path]) == 0
+    assert capfd.readouterr().out == f"{path}: ok\n"
+
+
+def test_a_port_in_use(
+    config: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: both servers said "serving", and half of the requests reached the wrong one."""
+    monkeypatch.setattr(ray, "init", refuse)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert serve.main([config({}, host="127.0.0.1", port=listener.getsockname()[1])]) == 2
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("http_options: 127.0.0.1:")
+    assert " is in use; stop that, or choose another port" in line
+
+
+@pytest.mark.parametrize(
+    ("http", "arguments", "address"),
+    [
+        ({}, [], ("127.0.0.1", 8000)),
+        ({"port": 8123}, [], ("127.0.0.1", 8123)),
+        ({"port": 8123, "host": "0.0.0.0"}, ["--port", "8124"], ("0.0.0.0", 8124)),
+    ],
+)
+def test_the_host_is_this_machine_unless_it_is_set(
+    config: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    http: dict[str, Any],
+    arguments: list[str],
+    address: tuple[str, int],
+) -> None:
+    """Regression: with a port only, every address of the machine was served."""
+    served: list[ServeDeploySchema] = []
+
+    def run(config: ServeDeploySchema, *_: Any) -> int:
+        served.append(config)
+        return 0
+
+    monkeypatch.setattr(serve, "claim", lambda *address: claimed.append(address))
+    monkeypatch.setattr(serve, "run", run)
+    monkeypatch.setattr(serve, "Signals", lambda: None)
+    monkeypatch.setattr(serve, "set_environment", lambda: None)
+    monkeypatch.setattr(ray, "init", lambda namespace: SimpleNamespace(dashboard_url=""))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    claimed: list[Any] = []
+    assert serve.main([config({}, **http), *arguments]) == 0
+    options = served[0].http_options
+    assert ((options.host, options.port), claimed) == (address, [address])
+
+
+def test_what_the_terminal_shows(monkeypatch: pytest.MonkeyPatch, config: Callable[..., str]) -> None:
+    """Regression: `serve status` ended in a traceback of Ray's token authentication, and nothing said why."""
+    loaded = load_config(Path(config({}, host="0.0.0.0", port=8123)))
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    shown = serve.greeting(loaded, "127.0.0.1:8265")
+    assert "curl http://127.0.0.1:8123/v1/chat/completions" in shown
+    assert '"model": "builtin"' in shown
+    assert "RAY_AUTH_MODE=token" in shown
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert "RAY_AUTH_MODE" not in serve.greeting(loaded, "127.0.0.1:8265")
+
+
+class Controller:
+    """Fails at what Ray calls it for as it ends, or does not answer."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        self.graceful_shutdown = self
+        self._calls = calls
+
+    def options(self, **options: Any) -> Controller:
+        self._calls.append(options)
+        return self
+
+    def remote(self) -> str:
+        return "reference"
+
+
+@pytest.mark.parametrize("error", [RayActorError(), GetTimeoutError()])
+def test_serve_is_told_once_to_stop(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Regression: a clean stop ended in "graceful_shutdown failed. There are infinite retries": Ray asked again."""
+    calls: list[Any] = []
+
+    def get(reference: str, timeout: float) -> None:
+        calls.append((reference, timeout))
+        raise error
+
+    monkeypatch.setattr(ray, "get", get)
+    client = SimpleNamespace(_controller=Controller(calls), shutdown_cached_handles=lambda: None, _shutdown=False)
+    serve.stop(client, 3.0)
+    assert calls == [{"max_task_retries": 0}, ("reference", 3.0)]
+    assert client._shutdown
 
 
 def test_it_waits_until_all_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,15 +224,25 @@ def test_an_application_that_cannot_be_deployed(
     assert "b cannot be deployed: no memory" in caplog.text
 
 
+def test_what_cannot_succeed_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: 68 s and six tracebacks, while Serve tried again and again to load a model that was broken."""
+    message = "A replica failed to start.\nTraceback:\n  File\napp.errors.ModelError: no weights in 'x'\n"
+    statuses(monkeypatch, {"a": ApplicationStatus.DEPLOYING}, message=message)
+    assert serve.wait_until_running(["a"], Signals(after=2)) == 1  # type: ignore[arg-type]
+    assert caplog.messages == ["a cannot be deployed: no weights in 'x'"]
+
+
 def test_it_asks_until_nothing_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """An ingress that does not answer may have requests; other applications are not asked."""
     monkeypatch.setattr(serve, "_POLL_S", 0.0)
     monkeypatch.setattr(serve, "_LAST_BYTES_S", 0.0)
     runs = ApplicationStatus.RUNNING
     statuses(monkeypatch, {"a": runs, "desk": runs, "new": ApplicationStatus.DEPLOYING})
-    answers = iter([[2, 1], RayServeException("restarting"), [0, 1], [0, 0]])
+    answers: Iterator[Any] = iter([[2, 1], RayServeException("restarting"), [0, 1], [0, 0]])
     monkeypatch.setattr(ray_serve, "get_deployment_handle", lambda deployment, name: Ingress(answers))
-    serve.drain(60.0)
+    assert serve.drain(60.0)
     assert next(answers, None) is None
 
 
@@ -113,5 +252,5 @@ def test_it_waits_no_longer_than_the_grace_period(
     statuses(monkeypatch, {"a": ApplicationStatus.RUNNING})
     monkeypatch.setattr(ray_serve, "get_deployment_handle", lambda deployment, name: Ingress(iter([[3, 4]])))
     with caplog.at_level(logging.WARNING):
-        serve.drain(0.0)
+        assert not serve.drain(0.0)
     assert "7 requests are broken off" in caplog.text

@@ -1,0 +1,190 @@
+"""What is wrong with a checkpoint's folder, found in its files' heads: without torch, and without reading weights."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+# What transformers' table of each name has are model types.
+_CAUSAL, _MASKED, _SEQ2SEQ = "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"
+_INDEX = "model.safetensors.index.json"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
+_LFS_POINTER = b"version https://git-lfs"
+# Of a file's header, as `safetensors` allows.
+_MOST_HEADER_BYTES = 100_000_000
+
+
+def checkpoint_faults(folder: Path, *, weights: bool = True) -> Iterator[str]:
+    """
+    Args:
+        weights: whether they are wanted; else config and tokenizer are enough.
+
+    Yields:
+        a sentence for each fault that loading would end in, or that would be served wrongly; each names its file.
+    """
+    try:
+        config = _json(folder / "config.json")
+    except ValueError as error:
+        yield str(error)
+    else:
+        yield from _architecture_faults(folder, config)
+        yield from _tokenizer_faults(folder, _text_config(config).get("vocab_size"))
+    if weights:
+        yield from _weight_faults(folder)
+
+
+def rank_faults(folder: Path, tensor_parallel_size: int) -> Iterator[str]:
+    """Why so many ranks cannot share the model: heads are never cut, and several ranks may have the same KV head."""
+    try:
+        text = _text_config(_json(folder / "config.json"))
+    except ValueError:
+        return  # which `checkpoint_faults` tells
+    query, key_value = (text.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(query, int) and query % tensor_parallel_size:
+        yield f"the {query} attention heads of {folder} must be a multiple of it"
+    elif isinstance(key_value, int) and min(key_value % tensor_parallel_size, tensor_parallel_size % key_value):
+        yield f"the {key_value} KV heads of {folder} must be a multiple of it, or it of them"
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Raises `ValueError` with a sentence when it is no JSON object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        inside = sorted(entry.name for entry in path.parent.iterdir())[:5]
+        raise ValueError(
+            f"{str(path.parent)!r} has no {path.name}: it has {', '.join(inside) or 'no files at all'}"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is a JSON {type(value).__name__}; it must be an object")
+    return value
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def _architecture_faults(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
+    path, kind = folder / "config.json", config.get("model_type")
+    if not isinstance(kind, str):
+        yield f"{path} has no model_type, so that the architecture is not known"
+        return
+    if config.get("is_encoder_decoder", kind in _model_types(_SEQ2SEQ)):
+        yield f"{path}: {kind} is an encoder-decoder model; Folio serves text-generating decoders only"
+    elif kind in _model_types(_MASKED) and not config.get("is_decoder", False):
+        yield f"{path}: {kind} is an encoder, not a text-generating decoder, which is what Folio serves"
+    elif not {kind, _text_config(config).get("model_type")} & _model_types(_CAUSAL):
+        yield f"{path}: {kind} is no text-generating decoder that transformers {_transformers()[1]} knows"
+
+
+def _model_types(table: str) -> frozenset[str]:
+    return _transformers()[0][table]
+
+
+@cache
+def _transformers() -> tuple[Mapping[str, frozenset[str]], str]:
+    """The model types of transformers' tables, and its version, both read from its source: importing it takes seconds.
+
+    Raises:
+        LookupError: this version of transformers has no such tables there.
+    """
+    spec = find_spec("transformers")
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py"
+    found = {}
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Call):
+            name = node.targets[0].id.removeprefix("MODEL_FOR_").removesuffix("_MAPPING_NAMES")
+            if name in (_CAUSAL, _MASKED, _SEQ2SEQ):
+                found[name] = frozenset(dict(ast.literal_eval(node.value.args[0])))
+    if len(found) < 3:
+        raise LookupError(f"{source} lacks the tables of model types")
+    return found, importlib.metadata.version("transformers")
+
+
+def _tokenizer_faults(folder: Path, vocab_size: object) -> Iterator[str]:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            yield f"{str(folder)!r} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}"
+        return
+    try:
+        ids = _ids_of_text(_json(path))
+    except ValueError as error:
+        yield str(error)
+        return
+    except (AttributeError, LookupError, TypeError) as error:
+        yield f"{path} is no file of the tokenizers library: {type(error).__name__}: {error}"
+        return
+    if isinstance(vocab_size, int) and ids and (most := max(ids.values())) >= vocab_size:
+        beyond = sum(token_id >= vocab_size for token_id in ids.values())
+        yield (
+            f"{path} has token ids up to {most}, {beyond} of them beyond the vocab_size in config.json, {vocab_size}: "
+            "it is another model's tokenizer"
+        )
+
+
+def _ids_of_text(content: Mapping[str, Any]) -> dict[str, int]:
+    """The tokens that text can become. Special ones it cannot: a model of text may lack those of images."""
+    vocabulary = (content["model"]).get("vocab") or {}
+    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {piece[0]: i for i, piece in enumerate(vocabulary)}
+    for token in content.get("added_tokens") or ():
+        if token.get("special"):
+            ids.pop(token["content"], None)
+        else:
+            ids[token["content"]] = token["id"]
+    return ids
+
+
+def _weight_faults(folder: Path) -> Iterator[str]:
+    files, index = sorted(folder.glob("*.safetensors")), folder / _INDEX
+    if (whole := folder / "model.safetensors").is_file():  # which transformers takes first
+        files = [whole]
+    elif index.is_file():
+        try:
+            names = sorted({str(name) for name in _json(index)["weight_map"].values()})
+        except (ValueError, KeyError, AttributeError) as error:
+            yield str(error) if isinstance(error, ValueError) else f"{index} has no weight_map"
+            return
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            yield f"{index} names {len(missing)} of {len(names)} files that are not there: {', '.join(missing[:5])}"
+        files = [folder / name for name in names if name not in missing]
+    elif not files and not any(folder.glob("pytorch_model*.bin")):
+        yield f"{str(folder)!r} has no weights: neither model.safetensors nor {_INDEX}"
+    for file in files:
+        yield from _safetensors_faults(file)
+
+
+def _safetensors_faults(path: Path) -> Iterator[str]:
+    """The format: a length in 8 bytes, a JSON header of that many, and the tensors, which end where it says."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(len(_LFS_POINTER))
+        if start == _LFS_POINTER:
+            yield f"{path} is a Git LFS pointer and not the file itself: run `git lfs pull` in its folder"
+            return
+        header_bytes = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else size
+        file.seek(8)
+        header = file.read(header_bytes) if header_bytes <= min(size - 8, _MOST_HEADER_BYTES) else b""
+    try:
+        tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        needed = 8 + header_bytes + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+    except (ValueError, AttributeError, TypeError, LookupError):
+        yield f"{path} has {size} bytes and no whole safetensors header: it is truncated, or damaged; copy it again"
+        return
+    if size != needed:
+        yield f"{path} has {size} bytes and its header says {needed}: it is truncated, or damaged; copy it again"

@@ -1,0 +1,323 @@
+"""What is wrong with a configuration: all of it, a line each, before anything starts.
+
+A line names the file, the key as in the YAML, its value, and what is allowed or the nearest known key:
+
+    serve_config.yaml: applications[0].args.engine.max_num_seq is not a setting; the nearest is max_num_seqs
+
+The models that validate when the server starts say what is allowed: Serve's for its own settings, `AppArgs` for ours.
+Serve's ignore unknown keys, so these are looked for here. Of a checkpoint the heads of its files are read.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from ray.serve.schema import ServeDeploySchema
+
+from app.args import AppArgs
+from app.checkpoint import checkpoint_faults, rank_faults
+from app.config import EngineConfig
+from app.errors import ConfigError
+from app.fleet.autoscaling import ScalingTargets
+
+FOLIO = "app.main:build"
+DEPLOYMENTS = ("Ingress", "EngineReplica")
+BUILTIN, BUILTIN_FOLDER = "builtin", Path(__file__).parent / "builtin" / "model"
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_MOST_SHOWN = 80  # characters of a value
+_MOST_LISTED = 12  # keys where none is near
+
+
+def load_config(path: Path, *, is_local: bool = True) -> ServeDeploySchema:
+    """A file that `serve deploy` takes, checked.
+
+    Args:
+        is_local: the server runs on this machine, so that modules and models it names must be here.
+
+    Raises:
+        ConfigError: with a line for each fault.
+    """
+    try:
+        value = _parsed(path)
+        faults = _Faults()
+        faults.check(ServeDeploySchema, value, "")
+        applications = value.get("applications")
+        for i, application in enumerate(applications if isinstance(applications, list) else ()):
+            if isinstance(application, dict):
+                faults.check_application(application, f"applications[{i}]", is_local=is_local)
+        faults.close()
+    except ConfigError as error:
+        raise ConfigError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
+    return ServeDeploySchema.model_validate(value)
+
+
+def check_args(args: AppArgs) -> None:
+    """Of an application that is about to be deployed. Raises `ConfigError` with a line for each fault."""
+    faults = _Faults()
+    faults.check_models(args.engine, "args.engine")
+    faults.close()
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML takes the last of several equal keys, and drops the others."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value} is there twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        value = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot be read: {reason}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+        raise ConfigError(f"{where}not YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"is {_shown(value)}; it must be a mapping with the key applications")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """What a model says of one of its keys. `kind`: the model of its value, or of the entries of its value."""
+
+    kind: Any = None
+    is_list: bool = False
+
+
+class _Faults:
+    """Collects lines."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, None] = {}  # ordered; models of models find some twice
+
+    def add(self, lines: Iterable[str]) -> None:
+        self._lines.update(dict.fromkeys(" ".join(line.split()) for line in lines))
+
+    def close(self) -> None:
+        """Raises `ConfigError` if there are any."""
+        if self._lines:
+            raise ConfigError("\n".join(self._lines))
+
+    def check(self, kind: Any, value: object, path: str) -> bool:
+        """Hold a value against a model, and each part of it against the model of the part, so that all faults are
+        found and not only the first model's. Returns whether it is valid, apart from unknown keys."""
+        if not isinstance(value, dict):
+            return self._validate(kind, value, path, skipped=frozenset())
+        settings, known, invalid = _settings(kind), {}, set()
+        for key, part in value.items():
+            if key not in settings:
+                self.add([f"{_join(path, key)} is not a setting; {_nearest(str(key), settings)}"])
+                continue
+            known[key], setting = part, settings[key]
+            if setting.kind is None or part is None:
+                continue
+            parts = list(enumerate(part)) if setting.is_list and isinstance(part, list) else [(None, part)]
+            for i, one in parts:
+                where = _join(path, key) if i is None else f"{_join(path, key)}[{i}]"
+                if isinstance(one, dict) and not self.check(setting.kind, one, where):
+                    invalid.add(key)
+        kept = {key: _without_unknown(settings[key], part) for key, part in known.items() if key not in invalid}
+        return self._validate(kind, kept, path, frozenset(invalid)) and not invalid
+
+    def _validate(self, kind: Any, value: object, path: str, skipped: frozenset[str]) -> bool:
+        """`skipped`: keys with faults that have been told, and are left out of the value."""
+        try:
+            TypeAdapter(kind).validate_python(value)
+        except ConfigError as error:  # ours begin with the key
+            self.add(_join(path, line) for line in str(error).splitlines())
+            return False
+        except ValidationError as error:
+            lines = list(_lines(error, value, path, skipped))
+            self.add(lines)
+            return not lines
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            self.add([f"{path}: {error}"])  # Serve imports what some settings name
+            return False
+        return True
+
+    def check_application(self, application: Mapping[str, Any], path: str, *, is_local: bool) -> None:
+        """What Serve's models do not know: an application of ours has certain deployments, and a model."""
+        import_path = str(application.get("import_path", "")).replace(".build", ":build")
+        module = import_path.partition(":")[0]
+        if module == FOLIO.partition(":")[0] and import_path != FOLIO:
+            self.add([f"{path}.import_path is {application['import_path']!r}; Folio's is {FOLIO}"])
+        elif import_path == FOLIO:
+            self._check_folio(application, path, is_local=is_local)
+        elif is_local and module and not application.get("runtime_env") and not _is_module(module):
+            self.add([f"{path}.import_path is {application['import_path']!r}; there is no module {module}"])
+
+    def _check_folio(self, application: Mapping[str, Any], path: str, *, is_local: bool) -> None:
+        for i, deployment in enumerate(_dicts(application.get("deployments"))):
+            where = f"{path}.deployments[{i}]"
+            if (name := deployment.get("name")) is not None and name not in DEPLOYMENTS:
+                self.add([f"{where}.name is {_shown(name)}; {_nearest(str(name), DEPLOYMENTS)}"])
+            policy = (deployment.get("autoscaling_config") or {}).get("policy")
+            if isinstance(policy, dict):
+                self._check_policy(policy, f"{where}.autoscaling_config.policy")
+        args = application.get("args")
+        args = {} if args is None else args
+        self.check(AppArgs, args, f"{path}.args")
+        engine = args.get("engine") if isinstance(args, dict) else None
+        if is_local and isinstance(engine, dict):
+            # A wrong setting is no reason to be silent about the model, unless it is one that says what to look at.
+            relevant = {key: engine[key] for key in _OF_MODELS if key in engine}
+            try:
+                self.check_models(TypeAdapter(EngineConfig).validate_python(relevant), f"{path}.args.engine")
+            except (ConfigError, ValidationError):
+                assert self._lines  # has been told
+
+    def _check_policy(self, policy: Mapping[str, Any], path: str) -> None:
+        function, kwargs = policy.get("policy_function"), policy.get("policy_kwargs")
+        if function != "app.serving.autoscaling:KVAwareScaling" or not isinstance(kwargs, dict):
+            return
+        self.check(ScalingTargets, kwargs, f"{path}.policy_kwargs")
+
+    def check_models(self, engine: EngineConfig, path: str) -> None:
+        """Folders of checkpoints and adapters. What is on the Hub is looked for when it is loaded."""
+        for key, model in (("model", engine.model), ("draft_model", engine.draft_model)):
+            if model is None:
+                continue
+            folder = BUILTIN_FOLDER if model == BUILTIN else Path(model)
+            if folder.is_dir():
+                weights = engine.load_format == "auto"
+                self.add(
+                    f"{_join(path, key)} is {model!r}: {fault}" for fault in checkpoint_faults(folder, weights=weights)
+                )
+                ranks = engine.tensor_parallel_size if key == "model" else 1
+                self.add(f"{path}.tensor_parallel_size is {ranks}; {fault}" for fault in rank_faults(folder, ranks))
+            elif (why := _why_no_hub_id(model)) is not None:
+                self.add([f"{_join(path, key)} is {model!r}; {why}"])
+        for name, source in engine.adapters.items():
+            where = f"{path}.adapters.{name}"
+            if Path(source).is_dir():
+                if not (Path(source) / "adapter_config.json").is_file():
+                    self.add([f"{where} is {source!r}, which has no adapter_config.json: it is no LoRA adapter"])
+            elif (why := _why_no_hub_id(source)) is not None:
+                self.add([f"{where} is {source!r}; {why}"])
+
+
+_OF_MODELS = ("model", "draft_model", "speculation", "tensor_parallel_size", "load_format", "adapters")
+
+
+def _why_no_hub_id(model: str) -> str | None:
+    """`None`: it may be one."""
+    if Path(model).exists():
+        return "that is a file; it must be a folder with config.json, or a Hub id"
+    if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
+        return "there is no such folder, and a Hub id has the form name or owner/name"
+    return None
+
+
+def _settings(kind: Any) -> dict[str, _Setting]:
+    if is_dataclass(kind) and isinstance(kind, type):
+        hints = get_type_hints(kind)
+        return {field.name: _setting(hints[field.name]) for field in fields(kind)}
+    return {name: _setting(field.annotation) for name, field in kind.model_fields.items()}
+
+
+def _setting(annotation: Any) -> _Setting:
+    for part in _parts(annotation):
+        if isinstance(part, type) and (issubclass(part, BaseModel) or is_dataclass(part)):
+            return _Setting(part)
+        if get_origin(part) is list:
+            return _Setting(_setting(get_args(part)[0]).kind, is_list=True)
+    return _Setting()
+
+
+def _parts(annotation: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one type."""
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def _without_unknown(setting: _Setting, value: Any) -> Any:
+    """Keys that have been told are not to be told again."""
+    if isinstance(value, list) and setting.is_list:
+        return [_without_unknown(_Setting(setting.kind), part) for part in value]
+    if setting.kind is None or not isinstance(value, dict):
+        return value
+    settings = _settings(setting.kind)
+    return {key: _without_unknown(settings[key], part) for key, part in value.items() if key in settings}
+
+
+def _lines(error: ValidationError, value: object, path: str, skipped: frozenset[str]) -> Iterator[str]:
+    """One for each key. Pydantic has an entry for each type that the value might have had."""
+    wanted: dict[str, tuple[object, list[str]]] = {}
+    for entry in error.errors(include_url=False):
+        where, found, location = path, value, entry["loc"]
+        if entry["type"] == "missing":
+            if location[0] not in skipped:
+                yield f"{_join(path, '.'.join(map(str, location)))} is missing"
+            continue
+        for step in location:
+            if isinstance(found, dict) and step in found:
+                where, found = _join(where, step), found[step]
+            elif isinstance(found, list) and isinstance(step, int) and step < len(found):
+                where, found = f"{where}[{step}]", found[step]
+            else:
+                break
+        message = entry["msg"].removeprefix("Value error, ")
+        if message.startswith("Input should be"):
+            allowed = message.removeprefix("Input should be ").partition(", unable")[0]
+            allowed = re.sub(r"^(a valid|a) dictionary( or (an )?instance of .*)?$", "a mapping", allowed)
+            wanted.setdefault(where, (found, []))[1].append(allowed)
+        else:
+            yield f"{where}: {message}" if where else message
+    for where, (found, allowed_ones) in wanted.items():
+        yield f"{where or 'it'} is {_shown(found)}; it must be {' or '.join(dict.fromkeys(allowed_ones))}"
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _shown(value: object) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False)  # null and true, as in YAML
+    except (TypeError, ValueError):
+        text = str(value)
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "…"
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    names = list(known)
+    if near := difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.6):
+        return f"the nearest is {near[0]}"
+    more = ", …" if len(names) > _MOST_LISTED else ""
+    return f"there are {', '.join(names[:_MOST_LISTED])}{more}"
+
+
+def _dicts(value: object) -> Iterator[dict[str, Any]]:
+    for entry in value if isinstance(value, list) else ():
+        yield entry if isinstance(entry, dict) else {}
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False

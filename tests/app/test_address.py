@@ -1,0 +1,102 @@
+"""An address that is in use is refused, whoever uses it and however."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from app.address import claim
+from app.errors import ConfigError
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+@contextmanager
+def http_server(content: bytes, status: int = 200) -> Iterator[int]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_listener_that_shares_its_port() -> None:
+    """Regression: Serve's proxies bind with SO_REUSEPORT, so that two servers had half of the requests each."""
+    with socket.socket() as first:
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        first.bind(("127.0.0.1", 0))
+        first.listen()
+        with pytest.raises(ConfigError, match=r"127\.0\.0\.1:\d+ is in use; stop that, or choose another port"):
+            claim("127.0.0.1", first.getsockname()[1])
+
+
+def test_two_that_start_at_once() -> None:
+    """Neither listens yet: the second is refused all the same, until the first one is gone. Serve's proxy, which binds
+    after the claim, is not hindered by it."""
+    port = free_port()
+    claimed = claim("127.0.0.1", port)
+    assert claimed is not None
+    with claimed:
+        with socket.socket() as proxy:
+            proxy.bind(("127.0.0.1", port))
+        with pytest.raises(ConfigError, match="is taken by another Folio that is starting"):
+            claim("127.0.0.1", port)
+    again = claim("127.0.0.1", port)
+    assert again is not None
+    again.close()
+
+
+def test_connections_that_linger_are_no_reason() -> None:
+    """A server that was stopped a moment ago can be started again."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            listener.accept()[0].close()  # this side is the first to close, and waits
+            assert client.recv(1) == b""
+    claimed = claim("127.0.0.1", port)
+    assert claimed is not None
+    claimed.close()
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "who"),
+    [
+        (json.dumps({"data": [{"id": "some-model", "owned_by": "folio"}]}), 200, " by a Folio that serves some-model;"),
+        (json.dumps({"data": [{"id": "some-model", "owned_by": "x"}]}), 200, " by another LLM server;"),
+        ("{}", 401, " by an HTTP server;"),
+        ("hello", 200, " is in use;"),
+        ("[]", 200, " is in use;"),
+    ],
+)
+def test_who_answers_there(content: str, status: int, who: str) -> None:
+    with http_server(content.encode(), status) as port, pytest.raises(ConfigError, match=who):
+        claim("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(("host", "port"), [("192.0.2.77", 8000), ("127.0.0.1", 70000)])
+def test_an_address_that_cannot_be_had(host: str, port: int) -> None:
+    with pytest.raises(ConfigError, match=f"http_options: {host}:{port} .*choose another port"):
+        claim(host, port)

@@ -1,0 +1,214 @@
+"""Configurations that cannot work: each fault is a line, all of them come at once, and nothing is started for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+
+import app.config
+import app.fleet.policies
+import vmem
+from app.args import AppArgs
+from app.checks import check_args, load_config
+from app.config import EngineConfig
+from app.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+KEY = "applications[0]"
+ENGINE = f"{KEY}.args.engine"
+REPLICA = f"{KEY}.deployments[1]"
+GOOD: dict[str, Any] = {
+    "http_options": {"port": 8000},
+    "applications": [
+        {
+            "name": "folio",
+            "route_prefix": "/",
+            "import_path": "app.main:build",
+            "args": {"engine": {"model": "builtin", "kv_memory_bytes": 1 << 26}},
+            "deployments": [{"name": "Ingress"}, {"name": "EngineReplica", "num_replicas": 1}],
+        }
+    ],
+}
+
+
+def faults(tmp_path: Path, content: object, *, is_local: bool = True) -> list[str]:
+    """The lines, without the file's name, which each must begin with."""
+    path = tmp_path / "config.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    try:
+        load_config(path, is_local=is_local)
+    except ConfigError as error:
+        lines = str(error).splitlines()
+        assert all(line.startswith(f"{path}: ") for line in lines)
+        return [line.removeprefix(f"{path}: ") for line in lines]
+    return []
+
+
+def changed(change: Callable[[Any], object]) -> dict[str, Any]:
+    content = deepcopy(GOOD)
+    change(content)
+    return content
+
+
+def engine(**settings: Any) -> dict[str, Any]:
+    return changed(lambda c: c["applications"][0]["args"]["engine"].update(settings))
+
+
+def replica(**settings: Any) -> dict[str, Any]:
+    return changed(lambda c: c["applications"][0]["deployments"].__setitem__(1, {"name": "EngineReplica"} | settings))
+
+
+def application(**settings: Any) -> dict[str, Any]:
+    return changed(lambda c: c["applications"][0].update(settings))
+
+
+@pytest.mark.parametrize("file", ["serve_config.yaml", "examples/hotel_desk/hotel_desk.yaml"])
+def test_the_files_that_come_with_folio_are_good(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    config = load_config(ROOT / file)
+    assert config.applications
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (engine(max_num_seq=8), f"{ENGINE}.max_num_seq is not a setting; the nearest is max_num_seqs"),
+        (engine(max_num_seqs=0), f"{ENGINE}.max_num_seqs is 0; it must be at least 1"),
+        (engine(max_num_seqs="many"), f'{ENGINE}.max_num_seqs is "many"; it must be a valid integer'),
+        (engine(dtype="int4"), f"{ENGINE}.dtype is 'int4'; choose one of auto, float32, bfloat16, float16"),
+        (
+            engine(kv_memory_floor_bytes=1 << 40),
+            f"{ENGINE}.kv_memory_floor_bytes is 1099511627776; it must not be above the ceiling, kv_memory_bytes, "
+            "which is 67108864",
+        ),
+        (engine(tensor_parallel_size=3), f"{ENGINE}.tensor_parallel_size is 3; the 4 attention heads of "),
+        (engine(model="/no/such"), f"{ENGINE}.model is '/no/such'; there is no such folder"),
+        (engine(model="a/b/c"), f"{ENGINE}.model is 'a/b/c'; there is no such folder, and a Hub id has the form"),
+        (engine(adapters={"a": "./no"}), f"{ENGINE}.adapters.a is './no'; there is no such folder"),
+        (application(args={}), f"{ENGINE} is missing"),
+        (application(args=[1]), f"{KEY}.args is [1]; it must be a mapping"),
+        (
+            application(args={"engine": {"model": "builtin"}, "routing": {"policy": "nearest"}}),
+            f"{KEY}.args.routing.policy is \"nearest\"; it must be 'prefix_aware', 'least_loaded', 'round_robin' or ",
+        ),
+        (
+            application(args={"engine": {"model": "builtin"}, "http": {"api_key": {"env": "KEYS"}}}),
+            f"{KEY}.args.http.api_key is not a setting; the nearest is api_keys",
+        ),
+        (
+            application(import_path="app.mian:build"),
+            f"{KEY}.import_path is 'app.mian:build'; there is no module app.mian",
+        ),
+        (application(import_path="app.main:bild"), f"{KEY}.import_path is 'app.main:bild'; Folio's is app.main:build"),
+        (
+            application(deployments=[{"name": "EngineReplca"}]),
+            f'{KEY}.deployments[0].name is "EngineReplca"; the nearest is EngineReplica',
+        ),
+        (
+            replica(ray_actor_options={"num_cpu": 1}),
+            f"{REPLICA}.ray_actor_options.num_cpu is not a setting; the nearest is num_cpus",
+        ),
+        (
+            replica(autoscaling_config={"min_replica": 1}),
+            f"{REPLICA}.autoscaling_config.min_replica is not a setting; the nearest is min_replicas",
+        ),
+        (
+            replica(autoscaling_config={"min_replicas": 3, "max_replicas": 2}),
+            f"{REPLICA}.autoscaling_config: max_replicas (2) must be greater than or equal to min_replicas (3)!",
+        ),
+        (
+            replica(num_replicas=2, autoscaling_config={"max_replicas": 2}),
+            f"{REPLICA}: Manually setting num_replicas is not allowed when autoscaling_config is provided.",
+        ),
+        (
+            replica(
+                autoscaling_config={
+                    "policy": {
+                        "policy_function": "app.serving.autoscaling:KVAwareScaling",
+                        "policy_kwargs": {"ttft": 1.0},
+                    }
+                }
+            ),
+            f"{REPLICA}.autoscaling_config.policy.policy_kwargs.ttft is not a setting; the nearest is ttft_s",
+        ),
+        (changed(lambda c: c.update(http_option={})), "http_option is not a setting; the nearest is http_options"),
+        (changed(lambda c: c["http_options"].update(prt=1)), "http_options.prt is not a setting; the nearest is port"),
+        (changed(lambda c: c["http_options"].update(port="x")), 'http_options.port is "x"; it must be a valid integer'),
+        (
+            changed(lambda c: c["applications"].append(c["applications"][0])),
+            'applications: Found multiple configs for application "folio". Please remove all duplicates.',
+        ),
+        (changed(lambda c: c.update(applications=5)), "applications is 5; it must be a valid list"),
+        ("", "is null; it must be a mapping with the key applications"),
+        ("- a", 'is ["a"]; it must be a mapping with the key applications'),
+        ("applications: [\n  {oops", "line 2, column 8: not YAML: "),
+        ("a: 1\na: 2", "line 2, column 1: not YAML: the key a is there twice"),
+    ],
+)
+def test_a_fault_is_a_line_with_its_key(tmp_path: Path, content: object, line: str) -> None:
+    """Regression: a typo took 54 s and 118 lines, and keys that Serve does not know were ignored."""
+    [found] = faults(tmp_path, content)
+    assert found.startswith(line)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read: No such file"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load_config(tmp_path)
+
+
+def test_all_faults_at_once(tmp_path: Path) -> None:
+    """One that is found early hides none that is found late: of a key, a value, a model, another application."""
+    second = {"name": "b", "route_prefix": "/b", "import_path": "app.main:build", "args": {"engine": {"model": "/y"}}}
+    content = engine(max_num_seq=8, model="/x", pin_quota=3, dtype="int4")
+    content["applications"].append(second)
+    content["aplications"] = []
+    found = faults(tmp_path, content)
+    assert [line.split(" is ")[0] for line in found] == [
+        "aplications",
+        f"{ENGINE}.max_num_seq",
+        f"{ENGINE}.dtype",
+        f"{ENGINE}.pin_quota",
+        f"{ENGINE}.model",
+        "applications[1].args.engine.model",
+    ]
+
+
+def test_what_is_on_another_machine_is_not_looked_for(tmp_path: Path) -> None:
+    assert faults(tmp_path, engine(model="/elsewhere"), is_local=False) == []
+    assert faults(tmp_path, application(import_path="elsewhere.app:build"), is_local=False) == []
+    assert len(faults(tmp_path, engine(max_num_seq=8), is_local=False)) == 1
+
+
+def test_a_hub_id_is_left_to_the_hub(tmp_path: Path) -> None:
+    assert faults(tmp_path, engine(model="Qwen/Qwen2.5-0.5B-Instruct")) == []
+
+
+def test_an_application_that_is_deployed_is_held_to_the_same(tmp_path: Path) -> None:
+    """`serve run` and `serve deploy` know no `load_config`: the builder checks."""
+    with pytest.raises(ConfigError, match=r"args\.engine\.model is '/no/such'; there is no such folder"):
+        check_args(AppArgs(engine=EngineConfig(model="/no/such")))
+    check_args(AppArgs(engine=EngineConfig(model="builtin")))
+
+
+def test_names_that_are_written_twice_are_the_same() -> None:
+    """`app.config` does not import those who use them, since a check must not take as long as that."""
+    assert get_args(app.config.LayoutKind) == get_args(vmem.LayoutKind)
+    assert get_args(app.config.ViewPolicy) == get_args(vmem.ViewPolicy)
+    assert get_args(app.config.PolicyName) == get_args(app.fleet.policies.PolicyName)
+
+
+@pytest.mark.processes
+def test_a_check_imports_nothing_heavy() -> None:
+    """Regression: a typo was found by a worker that had imported torch and transformers first."""
+    code = "import app.serve, sys; print(sorted({'torch', 'transformers', 'vmem', 'kernels'} & sys.modules.keys()))"
+    ran = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
+    assert ran.stdout.strip() == "[]"

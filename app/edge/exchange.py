@@ -154,6 +154,12 @@ def current_exchange() -> Exchange | None:
     return _CURRENT.get()
 
 
+def request_id() -> str:
+    """Of the HTTP request being answered, for logs; "of a handle" outside of one."""
+    exchange = _CURRENT.get()
+    return "of a handle" if exchange is None else exchange.request_id
+
+
 def note_error(code: str | None) -> None:
     """For the log: the request being answered has failed, perhaps when its status was already sent."""
     if (exchange := current_exchange()) is not None:

@@ -84,7 +84,7 @@ class Guard:
         except Exception as error:
             if reply.is_gone:
                 return
-            logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
+            logger.error("request %s failed: %s %s", head.request_id, scope["method"], scope["path"], exc_info=error)
             if exchange.status is not None:  # the client must not take what it has for whole
                 raise
             await reply.refuse(Refusal(*error_response(error)))

@@ -1,4 +1,7 @@
-"""The log of requests: one line each, with nothing of what was asked or answered."""
+"""The log of requests: one line each, with nothing of what was asked or answered.
+
+POST /v1/completions 200 1204 ms finished request_id=6f1c… ttft_ms=89 prompt_tokens=12 cached_tokens=0 …
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,16 @@ def log_request(scope: Scope, exchange: Exchange, is_complete: bool) -> None:
     if not logger.isEnabledFor(logging.INFO):
         return
     now = time.monotonic()
-    fields: dict[str, str | int | float] = {
-        "request_id": exchange.request_id,
+    first: dict[str, str | int] = {
         "method": scope["method"] if scope["method"].isalpha() else "?",
         "path": quote(scope["path"])[:_LONGEST_PATH],  # escaped: line breaks would forge lines
         "status": exchange.status if exchange.status is not None else 0,
+        "total_ms": round(1000 * (now - exchange.begun_at)),
         "end": _end_of(exchange, is_complete),
-        "total_s": round(now - exchange.begun_at, 4),
     }
+    fields: dict[str, str | int] = {"request_id": exchange.request_id}
     if exchange.first_byte_at is not None:
-        fields["ttft_s"] = round(exchange.first_byte_at - exchange.begun_at, 4)
+        fields["ttft_ms"] = round(1000 * (exchange.first_byte_at - exchange.begun_at))
     if exchange.generation_id is not None:
         fields["generation"] = exchange.generation_id
         fields["prompt_tokens"] = exchange.prompt_tokens
@@ -41,7 +44,12 @@ def log_request(scope: Scope, exchange: Exchange, is_complete: bool) -> None:
             fields["tenant"] = quote(exchange.key.tenant)
     if exchange.error_code is not None:
         fields["error"] = exchange.error_code
-    logger.info("%s", " ".join(f"{name}={value}" for name, value in fields.items()), extra={"request": fields})
+    logger.info(
+        "%s %s %s %s ms %s %s",
+        *first.values(),
+        " ".join(f"{name}={value}" for name, value in fields.items()),
+        extra={"request": first | fields},
+    )
 
 
 def _end_of(exchange: Exchange, is_complete: bool) -> str:

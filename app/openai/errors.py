@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from app.edge.exchange import current_exchange
 from app.errors import (
     DeadlineError,
     EngineError,
@@ -68,7 +69,9 @@ def error_response(error: BaseException) -> tuple[int, ErrorBody]:
         return 500, body(str(error), "server_error", None, "engine_error")
     if isinstance(error, ModelError):  # an adapter whose files cannot be used
         return 500, body(str(error), "server_error", None, "model_error")
-    return 500, body("internal error; the server's log says more", "server_error", None, "internal_error")
+    exchange = current_exchange()
+    where = "" if exchange is None else f" of request {exchange.request_id}"
+    return 500, body(f"internal error; the server's log says more{where}", "server_error", None, "internal_error")
 
 
 def error_headers(error: BaseException) -> dict[str, str]:

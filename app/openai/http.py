@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Match
 
-from app.edge.exchange import note_error
+from app.edge.exchange import note_error, request_id
 from app.edge.protect import protect
 from app.edge.settings import HttpSettings
 from app.edge.watcher import Watcher
@@ -230,7 +230,7 @@ def _add_error_handlers(api: FastAPI) -> None:
         if status == 503:  # expected while replicas are replaced, and of many requests at once
             logger.warning("%s %s: %s", request.method, request.url.path, answer.error.message)
         elif status >= 500:
-            logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+            logger.error("request %s failed: %s %s", request_id(), request.method, request.url.path, exc_info=error)
         return _json(answer, status, errors.error_headers(error))
 
 
@@ -290,7 +290,13 @@ def note_broken_stream(error: Exception) -> None:
     note_error(answer.error.code)
     unexpected = status >= 500 and status != 503
     level = logging.ERROR if unexpected else logging.INFO  # without the message, which may quote the request
-    logger.log(level, "a stream failed: %s", answer.error.code, exc_info=error if unexpected else None)
+    logger.log(
+        level,
+        "the stream of request %s failed: %s",
+        request_id(),
+        answer.error.code,
+        exc_info=error if unexpected else None,
+    )
 
 
 async def _sent(

@@ -328,7 +328,9 @@ def _fuzzed(rng: random.Random) -> tuple[str, dict[str, Any]]:
     path = rng.choice(list(_VALID))
     body = json.loads(json.dumps(_VALID[path]))
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        *outer, last = rng.choice(list(_places(body)))
+        if not (places := list(_places(body))):
+            break
+        *outer, last = rng.choice(places)
         at: Any = body
         for key in outer:
             at = at[key]

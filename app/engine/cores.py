@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 
 from app.config import EngineConfig
+from app.machine import Machine
 
 
 def num_threads(config: EngineConfig) -> int:
     """CPU threads of one rank."""
-    return config.num_threads or max(1, len(os.sched_getaffinity(0)) // config.tensor_parallel_size)
+    return config.num_threads or max(1, Machine.read().num_cores // config.tensor_parallel_size)
 
 
 def yield_cpu(config: EngineConfig) -> None:

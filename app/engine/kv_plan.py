@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 
 from app.config import EngineConfig
+from app.engine.logprobs import CHUNK_ELEMENTS
 from app.engine.model_loader import LoadedModel
 from app.engine.model_runner import ObservedLayers
 from app.engine.states import state_bytes
 from app.errors import ConfigError
+from app.machine import SPARE_SHARE, Machine, check_resources, resident_bytes
 from kernels import select_block_copy
 from vmem import (
     KVLayout,
@@ -28,13 +29,17 @@ from vmem import (
 logger = logging.getLogger(__name__)
 
 # Pages at most, and mappings at most. On Linux every page may be a mapping of its own, at home and in regions, with a
-# hole beside it at home, and a process may have 65,530; a CUDA context had about 520,000 in somebody's measurement.
+# hole beside it at home. These are for the 65,530 that a process may have by default (vm.max_map_count); a CUDA context
+# had about 520,000 in somebody's measurement.
 MAX_PAGES = {"cpu": 24_000, "cuda": 200_000}
 MAX_MAPPINGS = {"cpu": 50_000, "cuda": 400_000}
+_MAP_COUNT = 65_530
 # On a CUDA device, what is left to torch, and the share of the rest that the cache may take.
 _HEADROOM_BYTES, _CUDA_SHARE = 2 << 30, 0.9
 # Longer blocks are tried until the budget has no more pages than that.
 _LONGER_BLOCK_TOKENS = (32, 64, 128, 256, 512, 1024)
+# What sampling takes of memory for each logit that it works on at once: float32, ranks, masks, noise.
+_SAMPLING_BYTES_A_LOGIT = 40
 
 
 def build_memory(
@@ -52,12 +57,14 @@ def build_memory(
         share: of what the settings give, if another model's memory has the rest.
 
     Raises:
-        ConfigError: the settings leave no room for two blocks of each group.
+        ConfigError: the settings do not fit the machine, or leave no room for two blocks of each group.
         VmemError: the device refuses, or the numbers make no layout.
     """
     device = model.module.device
-    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    budget = int(share * (config.kv_memory_bytes or machine_bytes // 4 // config.tensor_parallel_size))
+    machine = Machine.read()
+    on_cpu = device.type == "cpu"
+    ceiling, swap_bytes = _ceilings(config, model, machine, on_cpu=on_cpu)
+    budget = int(share * ceiling)
     # Pages are limited by the memory's budget. The anchor page is beside it, and its size is not planned yet.
     capacity = 2 * budget
     backend, contents = mirror(
@@ -68,11 +75,13 @@ def build_memory(
         copy_blocks=select_block_copy(device),
     )
     # Two memories of one process hold about as many blocks, and their mappings count together.
+    part = 1.0 if share == 1 else 0.5
     most_pages, max_mappings = (
-        most[device.type] if share == 1 else most[device.type] // 2 for most in (MAX_PAGES, MAX_MAPPINGS)
+        int(part * min(most["cuda"], most["cpu"] * machine.max_map_count / _MAP_COUNT if on_cpu else most["cuda"]))
+        for most in (MAX_PAGES, MAX_MAPPINGS)
     )
     try:
-        if device.type == "cuda" and not config.kv_memory_bytes:
+        if not on_cpu and not config.kv_memory_bytes:
             budget = int(share * _CUDA_SHARE * backend.memory_info().available_bytes)
         # A ceiling nobody asked for is no reason to have longer blocks.
         smallest_page_bytes = budget // most_pages if config.kv_memory_bytes else 0
@@ -81,7 +90,7 @@ def build_memory(
         num_pages = min(budget // page_bytes, most_pages)
         smallest = sum(group.layout.block_bytes for group in groups)
         if num_pages * page_bytes < 2 * smallest:
-            raise ConfigError(f"kv_memory_bytes {budget} is below two blocks of {smallest} bytes")
+            raise ConfigError(f"kv_memory_bytes {budget} is below two blocks of {smallest} bytes; {machine}")
         step_tokens = config.max_num_batched_tokens
         capacity = longest_sequence(groups, num_pages, step_tokens)
         memory = KVMemory(
@@ -89,7 +98,7 @@ def build_memory(
             groups,
             budget_bytes=num_pages * page_bytes,
             floor_bytes=config.kv_memory_floor_bytes,
-            num_regions=config.max_num_seqs,
+            num_regions=min(config.max_num_seqs, step_tokens),  # each running sequence decodes in every step
             max_tokens=min(config.max_model_len or model.max_positions, capacity),
             step_tokens=step_tokens,
             options=MappingOptions(
@@ -99,7 +108,7 @@ def build_memory(
             ),
             prefix_cache=config.prefix_cache,
             pin_quota=config.pin_quota,
-            swap_bytes=config.swap_bytes,
+            swap_bytes=swap_bytes,
             contents=contents,
         )
     except (ConfigError, VmemError):
@@ -116,7 +125,58 @@ def build_memory(
             group.layout.padding * 100,
         )
     logger.info("KV cache: up to %.1f MiB, or %d tokens of one sequence", num_pages * page_bytes / 2**20, capacity)
+    if on_cpu and num_pages == most_pages and budget > (num_pages + 1) * page_bytes:
+        logger.info(
+            "KV cache: %.1f MiB would be allowed, but vm.max_map_count, %d, has mappings for %d pages only; set "
+            "kv_memory_bytes to have longer blocks, or raise vm.max_map_count (sysctl)",
+            budget / 2**20,
+            machine.max_map_count,
+            num_pages,
+        )
     return memory
+
+
+def _ceilings(config: EngineConfig, model: LoadedModel, machine: Machine, *, on_cpu: bool) -> tuple[int, int]:
+    """Bytes of KV cache and of swap space at most, of one rank; on a CUDA device 0 for the cache if nothing is said.
+
+    The default is a quarter of the machine's memory, or what is available beside a step's work if that is less. Swap
+    space, without which requests are computed again, gets what the cache leaves, up to `swap_bytes`.
+
+    Raises:
+        ConfigError: settings do not fit the machine.
+    """
+    ranks = config.tensor_parallel_size
+    token_bytes = _step_bytes_a_token(model) if on_cpu else 0
+    sampling_bytes = _SAMPLING_BYTES_A_LOGIT * max(CHUNK_ELEMENTS, model.vocab_size) if on_cpu else 0
+    weight_bytes = resident_bytes()
+    step_bytes = token_bytes * config.max_num_batched_tokens + sampling_bytes
+    problems = check_resources(config, machine, reserved_bytes=weight_bytes + step_bytes)
+    left = machine.memory_bytes // ranks - weight_bytes - sampling_bytes
+    if token_bytes * config.max_num_batched_tokens > left:
+        problems.append(
+            f"max_num_batched_tokens is {config.max_num_batched_tokens}; at most {max(left, 0) // token_bytes}: each "
+            f"takes up to {token_bytes} bytes in a step, and beside the weights {max(left, 0)} are left: {machine}"
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+    room = int(machine.available_bytes // ranks - step_bytes - SPARE_SHARE * machine.memory_bytes // ranks)
+    ceiling = config.kv_memory_bytes or (max(0, min(machine.memory_bytes // 4 // ranks, room)) if on_cpu else 0)
+    if on_cpu and ceiling > room:
+        logger.warning("kv_memory_bytes is %d, of which %d bytes are there now: %s", ceiling, max(room, 0), machine)
+    swap_bytes = min(config.swap_bytes, max(0, room - (ceiling if on_cpu else 0)))
+    if swap_bytes < config.swap_bytes:
+        logger.info("swap space: %d of %d bytes (swap_bytes): %s", swap_bytes, config.swap_bytes, machine)
+    return ceiling, swap_bytes
+
+
+def _step_bytes_a_token(model: LoadedModel) -> int:
+    """What a step takes for each of its tokens, about: a layer has two rows of the hidden size and three of the width
+    between its projections at once, and every token has logits where those of prompts are asked for."""
+    config = model.module.config.get_text_config()
+    hidden = config.hidden_size
+    widths = getattr(config, "intermediate_size", None) or 4 * hidden
+    widest = max(widths) if isinstance(widths, list | tuple) else widths
+    return int((2 * hidden + 3 * widest + model.vocab_size) * model.dtype.itemsize)
 
 
 def _plan_groups(

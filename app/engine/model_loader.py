@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,6 +32,7 @@ from app.engine.page_cache import read_once, weight_files
 from app.engine.tensor_parallel.communicator import Communicator
 from app.engine.tensor_parallel.sharding import install_collectives, load_share
 from app.errors import ConfigError, ModelError
+from app.machine import Machine, check_resources
 from kernels import CpuElementwise, KernelError
 
 logger = logging.getLogger(__name__)
@@ -45,6 +48,8 @@ SUPPORTED_LAYER_TYPES = ATTENTION_LAYER_TYPES | RECURRENT_LAYER_TYPES | STATELES
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 DEFAULT_CONTEXT = 2048
 _DUMMY_SEED = 0
+# What reading damaged files of weights ends in.
+_DAMAGED = (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError)
 # transformers changes settings of the process while it loads a model.
 _loading = threading.Lock()
 
@@ -93,7 +98,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(resolve(model))
     except (OSError, ValueError) as error:
-        raise ModelError(f"no tokenizer for {model!r}: {error}") from error
+        raise ModelError(f"no tokenizer for {model!r}: {one_line(error)}") from error
     if not tokenizer.is_fast:
         raise ModelError(f"{model!r} has only a slow tokenizer; Folio needs one of the tokenizers library")
     return tokenizer
@@ -104,7 +109,7 @@ def load_config(model: str) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(resolve(model))
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot load {model!r}: {error}") from error
+        raise ModelError(f"cannot load {model!r}: {one_line(error)}") from error
     text_config = config.get_text_config()
     unsupported = set(getattr(text_config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
     if unsupported:
@@ -133,8 +138,11 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
         comm: to the other ranks, if this one has only its share of the model. Loading does not use it; forwards do.
 
     Raises:
+        ConfigError: a setting does not fit the machine, or not the model.
         ModelError: the model cannot be found, or not be run this way.
     """
+    if problems := check_resources(config, Machine.read()):
+        raise ConfigError("\n".join(problems))
     hf_config = load_config(config.model)
     device = resolve_device(config.device)
     attention.register()
@@ -154,8 +162,8 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
                 )
             else:
                 *loaded_files, plan = load_share(folder, hf_config, comm, **settings)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot load {config.model!r}: {error}") from error
+    except (*_DAMAGED, ValueError) as error:
+        raise ModelError(f"cannot load {config.model!r}: {_damage(folder) or one_line(error)}") from error
     except KeyError as error:  # how older models look up their attention class
         if error.args != (attention.IMPLEMENTATION,):
             raise
@@ -177,9 +185,12 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
             raise ConfigError(f"quantization is {config.quantization!r}, which is for CPUs; use 'none' on {device}")
         module.to(device)
     text_config = hf_config.get_text_config()
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model)
+    if tokenizer is not None:
+        _check_token_ids(config.model, tokenizer, text_config.vocab_size)
     loaded = LoadedModel(
         module=module,
-        tokenizer=None if config.skip_tokenizer_init else load_tokenizer(config.model),
+        tokenizer=tokenizer,
         dtype=module.dtype,
         attention_layers=_attention_layers(text_config, recurrent_layers),
         recurrent_layers=recurrent_layers,
@@ -197,6 +208,37 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
     if comm is not None and plan is not None:
         install_collectives(module, plan, comm)
     return loaded
+
+
+def _check_token_ids(model: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raise `ModelError` if text can become tokens that the model does not have. Special tokens it cannot become: a
+    model of text may lack those of images."""
+    special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    most = max((i for i in tokenizer.get_vocab().values() if i not in special), default=0)
+    if most >= vocab_size:
+        raise ModelError(
+            f"the tokenizer of {model!r} has token ids up to {most}, but the model's vocab_size is {vocab_size}: it is "
+            "another model's tokenizer"
+        )
+
+
+def _damage(folder: str) -> str | None:
+    """Which of the weights' files cannot be read, and why, if one of them is the reason."""
+    for path in weight_files(folder):
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, "pt"):
+                    pass
+            else:
+                torch.load(path, map_location="meta", weights_only=True)
+        except _DAMAGED as error:
+            return f"{path} is truncated or damaged ({path.stat().st_size} bytes): {one_line(error)}"
+    return None
+
+
+def one_line(error: Exception) -> str:
+    """The error's text, which in transformers is often a paragraph."""
+    return " ".join(str(error).split())
 
 
 def _read_ahead(folder: str) -> float:

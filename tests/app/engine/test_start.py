@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +18,11 @@ import torch
 from app.config import EngineConfig
 from app.engine import AsyncEngine, SamplingParams
 from app.engine.engine import Engine
-from app.engine.model_loader import load_model
+from app.engine.model_loader import BUILTIN_FOLDER, load_model
 from app.engine.restoring import prefix_fingerprint, worth_restoring
 from app.engine.start_times import StartClock, StartTimes, process_age_s
 from app.engine.warm_up import SAMPLED, STRUCTURED, warm_up_rounds
-from app.errors import ConfigError, EngineError, UnavailableError
+from app.errors import ConfigError, EngineError, ModelError, UnavailableError
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
 from vmem import CachedPrefix, IntegrityError
 
@@ -49,6 +52,45 @@ def run(engine: Engine, prompt: Sequence[int], **options: Any) -> int:
             cached = delta.num_cached_tokens
     engine.check_integrity()
     return cached
+
+
+# ---- checkpoints that are not whole ----
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(BUILTIN_FOLDER, tmp_path / "model"))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 1000, -1])
+def test_a_truncated_file_is_named(damaged: Path, num_bytes: int) -> None:
+    """`SafetensorError: Error while deserializing header` with a traceback, and no file name."""
+    path = damaged / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    with pytest.raises(ModelError, match=r"model\.safetensors is truncated or damaged") as refused:
+        load_model(EngineConfig(model=str(damaged)))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\3\4" + b"z" * 500, b"no weights"])
+def test_damaged_weights_of_the_older_format_are_told_in_one_line(damaged: Path, content: bytes) -> None:
+    (damaged / "model.safetensors").unlink()
+    (damaged / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin is truncated or damaged") as refused:
+        load_model(EngineConfig(model=str(damaged)))
+    assert "\n" not in str(refused.value)
+
+
+def test_another_models_tokenizer_is_refused(damaged: Path) -> None:
+    """It was accepted, and requests whose text had such a token failed."""
+    path = damaged / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocab_size = json.loads((damaged / "config.json").read_text())["vocab_size"]
+    vocabulary[max(vocabulary, key=vocabulary.__getitem__)] = vocab_size
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelError, match=rf"token ids up to {vocab_size}, but the model's vocab_size is {vocab_size}"):
+        load_model(EngineConfig(model=str(damaged)))
 
 
 # ---- times ----

@@ -52,6 +52,9 @@ class Scheduler:
     as a preempted group waits nobody is admitted, whatever the priority. The same happens while sequences own more than
     a budget that was lowered.
 
+    A step has at most `max_num_batched_tokens` tokens, of at most `max_num_seqs` sequences. The groups that run have a
+    place for each sequence that they are going to have, forks included, so each of these can decode in every step.
+
     Args:
         recovery: what either way back costs.
         policy: "auto", or the way that is always taken; without room in the swap space groups are computed again.
@@ -80,7 +83,11 @@ class Scheduler:
         self._preempted: list[SequenceGroup] = []
         self._running: list[SequenceGroup] = []
         self._scheduled: list[Scheduled] = []
-        self._refused: object = None  # the situation in which the head of the queue was last not admitted
+        # The group that was last not admitted, its sequences, and the free pages that it needs; `None`: it waits for a
+        # prefix that somebody computes.
+        self._refused: tuple[SequenceGroup, int, int | None] | None = None
+        # Pages that a sequence may take in a step that computes its next token.
+        self._per_sequence = sum(group.layout.num_slices for group in memory.groups)
         self._opened: list[SequenceGroup] = []  # groups that share what the coming step computes, perhaps
         self._hopeless: list[SequenceGroup] = []
         self._prompt_logits_left = 0  # in the step that is being scheduled
@@ -88,11 +95,14 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(group.members) for group in (*self._waiting, *self._preempted))
+        """Sequences of groups that have not begun or were preempted, with their coming forks. From any thread."""
+        return sum(_places(group) for group in (*self._waiting, *self._preempted))
 
     @property
     def num_running(self) -> int:
-        return sum(len(group.members) for group in self._running)
+        """Sequences of the groups that run, with their coming forks: never more than `max_num_seqs`. From any
+        thread."""
+        return sum(map(_places, self._running))
 
     @property
     def num_queued(self) -> int:
@@ -124,6 +134,7 @@ class Scheduler:
         group.members.remove(request)
         if request.memory is not None:
             self._release(request)
+            self._look_again()  # it may have promised what the head of the queue waits for
         if not group.members:
             if group in self._waiting:
                 self._waiting.remove(group)
@@ -159,6 +170,7 @@ class Scheduler:
             self._preempt(self._running[-1])
         while self._preempted and self._resume(self._preempted[0]):
             bisect.insort(self._running, self._preempted.pop(0), key=_rank)
+            self._refused = None  # as in `_open`
         budget = self._max_num_batched_tokens
 
         # Decodes: one token each, and perhaps one block.
@@ -184,15 +196,19 @@ class Scheduler:
         prompts = [s for s in prompts if s.request.memory is not None]
         for s in decodes:
             self._begin(s)
+        reserve = self._reserve if self._waiting else 0
         while budget > 0 and not self._preempted:
             group = self._waiting.peek()
-            if group is None or not self._admit(group):
+            if group is None or not self._admit(group, reserve):
                 break
             self._waiting.remove(group)
             bisect.insort(self._running, group, key=_rank)
             for request in list(group.members):
                 if budget > 0 and request.group in self._running:
                     budget -= self._schedule_chunk(request, budget, prompts, new=True)
+            reserve += self._to_come(group)
+        if prompts:
+            self._look_again()
         self._scheduled = decodes + [s for s in prompts if s.request.memory is not None]
         return self._scheduled
 
@@ -220,6 +236,7 @@ class Scheduler:
         """It is not. Who shared what it was to compute begins again; so does everybody whose recurrent state may have
         been changed by half of it."""
         self._memory.abort()
+        self._refused = None
         lost = [*self._opened]
         if self._memory.has_states:
             lost += [s.request.group for s in self._scheduled]
@@ -229,27 +246,50 @@ class Scheduler:
 
     # ---- beginning ----
 
-    def _admit(self, group: SequenceGroup) -> bool:
-        """Whether the group may begin: if the step after this one would not have to preempt it at once."""
-        if self.num_running + group.num_sequences > self.max_num_seqs:
-            return False
-        situation = (group, group.num_sequences, self.num_running, self._memory.num_free_pages, self._memory.changes)
-        if situation == self._refused:  # the look-up would cost a long prompt milliseconds in every step
-            return False
-        if self._fits(group):
-            return True
-        self._refused = situation
-        return False
+    def _admit(self, group: SequenceGroup, reserve: int) -> bool:
+        """Whether the group may begin: if the step after this one would not have to preempt it at once.
 
-    def _fits(self, group: SequenceGroup) -> bool:
+        Args:
+            reserve: `_reserve`.
+        """
+        if self.num_running + _places(group) > self.max_num_seqs or self._is_refused(group, reserve):
+            return False
+        self._refused = None
+        return self._fits(group, reserve)
+
+    def _is_refused(self, group: SequenceGroup, reserve: int) -> bool:
+        """Whether it was refused, and nothing has happened that could let it begin: looking up a long prompt takes
+        milliseconds, too much for every step.
+
+        While it is the next to begin nobody else does. So what it needs can become less only by what others generate
+        behind a prefix that they share with it; that is looked up when one of these has ended, which frees pages.
+        """
+        if not self._running or self._refused is None or self._refused[:2] != (group, group.num_sequences):
+            return False
+        needed = self._refused[2]
+        return needed is None or needed + reserve > self._memory.num_free_pages
+
+    def _look_again(self) -> None:
+        """A prefix that the head of the queue waits for may be computed now, or not be any more."""
+        if self._refused is not None and self._refused[2] is None:
+            self._refused = None
+
+    def _fits(self, group: SequenceGroup, reserve: int) -> bool:
+        if not self._running:
+            return True
         first, *others = group.members
         match = self._memory.match(first.chain, self._findable(first))
-        if match.awaited and self._running:
+        if match.awaited:
+            if not self._memory.has_states:  # else it may be what somebody generates, which no prompt brings nearer
+                self._refused = group, group.num_sequences, None
             return False
         needed = self._memory.pages_needed(match, len(first.token_ids))
         needed += sum(self._memory.pages_for(len(request.token_ids)) for request in others)
         needed += self._per_sequence * (group.num_sequences - len(group.members))  # the forks' first own blocks
-        return not self._running or needed + self._reserve <= self._memory.num_free_pages
+        if needed + reserve <= self._memory.num_free_pages:
+            return True
+        self._refused = group, group.num_sequences, needed
+        return False
 
     def _open(self, request: Request) -> bool:
         """Give the request memory with what the prefix cache has of it; False if it should wait for more."""
@@ -264,6 +304,7 @@ class Scheduler:
             self._memory.free(memory)
             raise
         request.memory = memory
+        self._refused = None  # what the two share costs the head of the queue less now
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed
             self._waiting.charge(request.group, request.num_uncomputed)
@@ -312,13 +353,13 @@ class Scheduler:
 
     def _add_drafts(self, decodes: list[Scheduled], drafts: Mapping[Request, Sequence[int]], budget: int) -> int:
         """Let decodes compute drafts, too, if there is memory that nobody else needs; returns how many tokens."""
-        num_added = 0
+        num_added, reserve = 0, self._reserve
         for i, s in enumerate(decodes):
             guesses = tuple(drafts.get(s.request, ()))[: budget - num_added]
             if not guesses or s.request.memory is None:
                 continue
             end = s.request.num_computed + 1 + len(guesses)
-            if self._memory.pages_to_come(s.request.memory, end) + self._reserve > self._memory.num_free_pages:
+            if self._memory.pages_to_come(s.request.memory, end) + reserve > self._memory.num_free_pages:
                 continue
             try:
                 self._memory.append(s.request.memory, end, start=s.request.num_computed)
@@ -349,6 +390,7 @@ class Scheduler:
 
     def _preempt(self, victim: SequenceGroup, way: Recovery | None = None) -> None:
         """Take all of the group's blocks."""
+        self._look_again()
         members = [request for request in victim.members if request.memory is not None]
         if way is None and self._running == [victim] and len(members) > 1:
             self._running.remove(victim)
@@ -414,10 +456,10 @@ class Scheduler:
 
     def _resume(self, group: SequenceGroup) -> bool:
         """Bring a preempted group back, if it would not be preempted again at once."""
-        if self.num_running + len(group.members) > self.max_num_seqs and self._running:
-            return False
         if group.swapped is None:
-            return self._admit(group)
+            return self._admit(group, self._reserve)
+        if self.num_running + _places(group) > self.max_num_seqs:
+            return False
         if self._running and self._memory.pages_of(group.swapped) + self._reserve > self._memory.num_free_pages:
             return False
         try:
@@ -446,18 +488,17 @@ class Scheduler:
     @property
     def _reserve(self) -> int:
         """Pages that what runs may take in the next step, and for the rest of its prompts."""
-        reserve = 0
-        for request in self._requests():
+        return sum(map(self._to_come, self._running))
+
+    def _to_come(self, group: SequenceGroup) -> int:
+        """The same of one group."""
+        pages = 0
+        for request in group.members:
             coming = 0
             if request.memory is None or request.num_uncomputed > 1:
                 coming = self._memory.pages_to_come(request.memory, len(request.token_ids))
-            reserve += max(coming, self._per_sequence) + self._per_sequence * request.num_forks
-        return reserve
-
-    @property
-    def _per_sequence(self) -> int:
-        """Pages that a sequence may take in a step that computes its next token."""
-        return sum(group.layout.num_slices for group in self._memory.groups)
+            pages += max(coming, self._per_sequence) + self._per_sequence * request.num_forks
+        return pages
 
     @staticmethod
     def _findable(request: Request) -> Sequence[int]:
@@ -468,6 +509,12 @@ class Scheduler:
         assert request.memory is not None
         self._memory.free(request.memory)
         request.memory = None
+
+
+def _places(group: SequenceGroup) -> int:
+    """Of how many sequences it may come to consist: fewer beams than wanted may go on for a while."""
+    width = next((request.params.num_sequences for request in tuple(group.members)), 0) if group.lockstep else 0
+    return max(group.num_sequences, width)
 
 
 def _rank(group: SequenceGroup) -> tuple[int, int]:

@@ -3,31 +3,32 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-URL := http://127.0.0.1:8000
 # The oldest transformers that pyproject.toml allows, and the client of the hub that it wants.
 OLDEST := transformers==5.17.0 huggingface_hub==1.33.0
 
-.PHONY: serve test check bench clean compiler
+# The tests of a file share a process, and the slow files start first (tests/conftest.py).
+PYTEST := RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
+WITHOUT_RAY := -n auto --ignore tests/e2e --ignore tests/hostile
+
+.PHONY: serve test test-fast check bench clean compiler
 
 serve: $(VENV)/.base compiler
-	@echo "==> Starting Folio with serve_config.yaml on $(URL); this takes about half a minute (Ctrl-C stops it when requests under way have ended, a second one at once)"
-	@( for i in $$(seq 300); do sleep 1; \
-	     model=$$($(BIN)/python -c 'import json, urllib.request as r; \
-	       print(json.load(r.urlopen("$(URL)/v1/models", timeout=5))["data"][0]["id"])' 2>/dev/null) && { \
-	       printf '\n==> Folio is ready. Try:\n\n%s\n\n' "curl $(URL)/v1/chat/completions -H 'Content-Type: application/json' \
-	-d '{\"model\": \"$$model\", \"temperature\": 0, \"messages\": [{\"role\": \"user\", \"content\": \"What is Folio?\"}]}'"; \
-	       break; }; \
-	     kill -0 $$PPID 2>/dev/null || break; \
-	   done ) & \
-	RAY_USAGE_STATS_ENABLED=0 exec $(BIN)/python -m app.serve serve_config.yaml
+	@echo "==> Starting Folio with serve_config.yaml; this takes about half a minute (make serve PORT=8001: at another port; Ctrl-C stops it when requests under way have ended, a second one at once)"
+	@RAY_USAGE_STATS_ENABLED=0 exec $(BIN)/python -m app.serve serve_config.yaml $(if $(PORT),--port $(PORT))
 
 test: $(VENV)/.dev $(VENV)/.oldest compiler
 	@echo "==> Running the tests"
-	$(BIN)/python -m pytest -n auto --dist loadfile --ignore tests/e2e
-	RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest tests/e2e
+	$(PYTEST) $(WITHOUT_RAY)
+	@echo "==> Running the tests on Ray clusters, two at a time"
+	$(PYTEST) -n 2 tests/e2e
+	$(PYTEST) tests/hostile
 	@echo "==> Running a third of the models' tests with $(firstword $(OLDEST))"
 	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n auto --shard 0/3 \
 	  tests/app/engine/test_models.py tests/app/engine/test_fuse.py tests/app/engine/test_recurrent.py
+
+test-fast: $(VENV)/.dev compiler
+	@echo "==> Running the tests that are fast and start no processes"
+	$(PYTEST) $(WITHOUT_RAY) -m "not slow and not processes"
 
 check: $(VENV)/.dev
 	@echo "==> Formatting and lint (ruff)"

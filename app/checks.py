@@ -29,6 +29,7 @@ from app.checkpoint import checkpoint_faults, rank_faults
 from app.config import EngineConfig
 from app.errors import ConfigError
 from app.fleet.autoscaling import ScalingTargets
+from app.machine import Machine, check_resources
 
 FOLIO = "app.main:build"
 DEPLOYMENTS = ("Ingress", "EngineReplica")
@@ -184,12 +185,21 @@ class _Faults:
         self.check(AppArgs, args, f"{path}.args")
         engine = args.get("engine") if isinstance(args, dict) else None
         if is_local and isinstance(engine, dict):
-            # A wrong setting is no reason to be silent about the model, unless it is one that says what to look at.
-            relevant = {key: engine[key] for key in _OF_MODELS if key in engine}
+            self._check_here(engine, f"{path}.args.engine")
+
+    def _check_here(self, engine: Mapping[str, Any], path: str) -> None:
+        """What the machine and its files say of an engine's settings."""
+        known = {key: value for key, value in engine.items() if key in _settings(EngineConfig)}
+        # A wrong setting is no reason to be silent about the others, unless it is one that says what to look at.
+        for kept in (known, {key: known[key] for key in _OF_MODELS if key in known}):
             try:
-                self.check_models(TypeAdapter(EngineConfig).validate_python(relevant), f"{path}.args.engine")
+                config = TypeAdapter(EngineConfig).validate_python(kept)
             except (ConfigError, ValidationError):
                 assert self._lines  # has been told
+            else:
+                self.add(_join(path, line) for line in check_resources(config, Machine.read()))
+                self.check_models(config, path)
+                return
 
     def _check_policy(self, policy: Mapping[str, Any], path: str) -> None:
         function, kwargs = policy.get("policy_function"), policy.get("policy_kwargs")

@@ -188,6 +188,12 @@ def test_what_is_on_another_machine_is_not_looked_for(tmp_path: Path) -> None:
     assert len(faults(tmp_path, engine(max_num_seq=8), is_local=False)) == 1
 
 
+def test_what_the_machine_does_not_have(tmp_path: Path) -> None:
+    """Regression: the machine ran out of memory, or the engine was told to use cores that are not there."""
+    [line] = faults(tmp_path, engine(num_threads=10_000))
+    assert line.startswith(f"{ENGINE}.num_threads is 10000; at most ")
+
+
 def test_a_hub_id_is_left_to_the_hub(tmp_path: Path) -> None:
     assert faults(tmp_path, engine(model="Qwen/Qwen2.5-0.5B-Instruct")) == []
 

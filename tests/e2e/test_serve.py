@@ -25,7 +25,7 @@ NUM_TOKENS = 3000  # of a stream that shall not have ended when the signal has b
 
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """The process, the leader of its group, and where it serves."""
+    """The process, the leader of its group, and where it serves; what it writes is in `output`."""
     port = free_port()
     engine = {"model": "builtin", "kv_memory_bytes": 64 << 20}
     application: dict[str, Any] = {"name": "folio", "import_path": "app.main:build", "args": {"engine": engine}}
@@ -33,12 +33,11 @@ def command(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     config = {"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "app.serve", str(tmp_path / "config.yaml"), "--grace-s", str(DEADLINE_S)],
-        cwd=ROOT,
-        env=environment,
-        start_new_session=True,
-    )
+    arguments = [sys.executable, "-m", "app.serve", str(tmp_path / "config.yaml"), "--grace-s", str(DEADLINE_S)]
+    with (tmp_path / "output").open("wb") as output:
+        process = subprocess.Popen(
+            arguments, cwd=ROOT, env=environment, start_new_session=True, stdout=output, stderr=subprocess.STDOUT
+        )
     try:
         yield process, f"http://127.0.0.1:{port}"
     finally:
@@ -60,11 +59,16 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
         time.sleep(0.2)
 
 
-def test_ctrl_c_finishes_streams_and_refuses_what_is_new(command: tuple[subprocess.Popen[bytes], str]) -> None:
-    """Regression: `serve run` broke streams off, since Serve takes its proxies away first."""
+def test_ctrl_c_finishes_streams_and_refuses_what_is_new(
+    command: tuple[subprocess.Popen[bytes], str], tmp_path: Path
+) -> None:
+    """Regression: `serve run` broke streams off, since Serve takes its proxies away first. What a person reads of all
+    this has a line for each request, no traceback for the client's mistake, and no complaint about a clean stop."""
     process, url = command
     wait_until_ready(process, url)
     body = {"model": "builtin", "prompt": "a", "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    mistake = httpx.post(f"{url}/v1/completions", json=body | {"max_tokens": 10**6}, timeout=DEADLINE_S)
+    assert mistake.status_code == 400
     stream = body | {"stream": True, "stream_options": {"include_usage": True}}
     with httpx.stream("POST", f"{url}/v1/completions", json=stream, timeout=DEADLINE_S) as answer:
         lines = (line for line in answer.iter_lines() if line)
@@ -81,3 +85,8 @@ def test_ctrl_c_finishes_streams_and_refuses_what_is_new(command: tuple[subproce
     assert done == "data: [DONE]"
     assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == NUM_TOKENS
     assert process.wait(DEADLINE_S) == 0
+    output = (tmp_path / "output").read_text(errors="replace")
+    assert f"Folio is ready at {url}" in output
+    assert len([line for line in output.splitlines() if mistake.headers["x-request-id"] in line]) == 1
+    for complaint in ("Traceback", "graceful_shutdown failed", " ERROR "):
+        assert complaint not in output

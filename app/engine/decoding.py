@@ -13,18 +13,19 @@ import torch
 
 from app.engine.batch import Array
 from app.engine.beam import BeamSearch, likeliest
+from app.engine.faults import failure_of
 from app.engine.generation import BestOf, EndedOutputs, Generation
 from app.engine.load import LoadMeter
 from app.engine.logprobs import prompt_logprobs
 from app.engine.params import SamplingParams
 from app.engine.request import Delta, Request, SequenceGroup, TokenLogprobs
-from app.engine.sampler import Sampled, sample
+from app.engine.sampler import Sampled, sample, sample_apart
 from app.engine.sampling_state import SamplingState
 from app.engine.scheduler import Scheduled, Scheduler
 from app.engine.speculation import Speculation
 from app.engine.vocabulary import Vocabulary
 from app.errors import EngineError, FolioError, RequestError
-from vmem import KVMemory, ViewPolicy, VmemError
+from vmem import IntegrityError, KVMemory, ViewPolicy, VmemError
 
 NOT_FINITE = "the model's logits are not finite numbers"
 CONTRADICTION = (
@@ -56,13 +57,17 @@ class _Beams:
 
 @dataclass(slots=True)
 class Choice:
-    """What a step's logits say, before anything is changed by it."""
+    """What a step's logits say, before anything is changed by it.
+
+    `failed`: requests for which choosing has failed, and what they end with.
+    """
 
     plain: list[tuple[Request, int]] = field(default_factory=list)  # one row each
     rows: list[_Rows] = field(default_factory=list)
     sampled: Sampled | None = None
     beams: list[_Beams] = field(default_factory=list)
     prompts: list[tuple[Request, tuple[TokenLogprobs, ...]]] = field(default_factory=list)
+    failed: dict[str, FolioError] = field(default_factory=dict)
 
 
 class Decoding:
@@ -92,7 +97,11 @@ class Decoding:
         self.ended = EndedOutputs()
 
     def choose(self, scheduled: Sequence[Scheduled], logits: torch.Tensor) -> Choice:
-        """Choose tokens from `logits [sum(num_logits), vocab_size]`. Changes nothing."""
+        """Choose tokens from `logits [sum(num_logits), vocab_size]`. Changes nothing.
+
+        A call that fails for one request fails that request, by `apply`; one that serves all rows, and cannot be done
+        for any request alone either, is raised.
+        """
         choice = Choice()
         where: list[int] = []  # the row of logits of each row to sample
         states: list[SamplingState] = []
@@ -104,59 +113,105 @@ class Decoding:
             if start == end:
                 continue
             request = s.request
-            if request.params.prompt_logprobs is not None and request.num_computed < len(request.prompt_token_ids):
-                choice.prompts.append((request, _of_prompt(s, logits[start:end])))
-            if not s.samples:
-                continue
-            if request.params.use_beam_search:
-                beams.setdefault(request.group, {})[request] = end - 1
-                continue
-            first = len(states)
-            if s.num_logits == 1 and not request.num_forks and request.sampling.matcher is None:  # most are like that
-                choice.plain.append((request, first))
-                states.append(request.sampling)
-                where.append(start)
-                positions.append(0)
-                continue
-            if request.num_forks:
-                forks = [request.sampling.fork(index=1 + i) for i in range(request.num_forks)]
-                states += [request.sampling, *forks]
-                where += [end - 1] * (1 + len(forks))
-                positions += [0] * (1 + len(forks))
-            else:
-                states += [request.sampling] * (1 + len(s.drafts))
-                where += range(end - 1 - len(s.drafts), end)
-                positions += range(1 + len(s.drafts))
-            choice.rows.append(_Rows(request, first, tuple(states[first:]), s.drafts))
+            try:
+                if request.params.prompt_logprobs is not None and request.num_computed < len(request.prompt_token_ids):
+                    choice.prompts.append((request, _of_prompt(s, logits[start:end])))
+                if not s.samples:
+                    continue
+                if request.params.use_beam_search:
+                    beams.setdefault(request.group, {})[request] = end - 1
+                    continue
+                first = len(states)
+                is_single = s.num_logits == 1 and not request.num_forks
+                if is_single and request.sampling.matcher is None:  # most are like that
+                    choice.plain.append((request, first))
+                    states.append(request.sampling)
+                    where.append(start)
+                    positions.append(0)
+                    continue
+                if request.num_forks:
+                    forks = [request.sampling.fork(index=1 + i) for i in range(request.num_forks)]
+                    states += [request.sampling, *forks]
+                    where += [end - 1] * (1 + len(forks))
+                    positions += [0] * (1 + len(forks))
+                else:
+                    states += [request.sampling] * (1 + len(s.drafts))
+                    where += range(end - 1 - len(s.drafts), end)
+                    positions += range(1 + len(s.drafts))
+                choice.rows.append(_Rows(request, first, tuple(states[first:]), s.drafts))
+            except BaseException as error:  # noqa: BLE001 - raised again unless it is the request's
+                choice.failed[request.request_id] = failure_of(request.request_id, error)
         if states:
             rows = logits if where == list(range(len(logits))) else logits[where]
-            choice.sampled = sample(rows, states, positions if any(positions) else None)
-        choice.beams += [self._beams(group, rows, logits) for group, rows in beams.items()]
+            ahead = positions if any(positions) else None
+            try:
+                choice.sampled = sample(rows, states, ahead)
+            except BaseException as error:  # noqa: BLE001 - as in `choose`
+                choice.sampled = self._sample_apart(choice, rows, states, ahead, error)
+        for group, of_group in beams.items():
+            request_id = group.members[0].request_id
+            if request_id not in choice.failed:
+                try:
+                    choice.beams.append(self._beams(group, of_group, logits))
+                except BaseException as error:  # noqa: BLE001 - as in `choose`
+                    choice.failed[request_id] = failure_of(request_id, error)
         return choice
+
+    def _sample_apart(
+        self,
+        choice: Choice,
+        logits: torch.Tensor,
+        states: Sequence[SamplingState],
+        positions: Sequence[int] | None,
+        cause: BaseException,
+    ) -> Sampled:
+        """What `sample` gives each request by itself, after it has failed for all of them together."""
+        parts = [(request, slice(row, row + 1)) for request, row in choice.plain]
+        parts += [(rows.request, slice(rows.start, rows.start + len(rows.states))) for rows in choice.rows]
+        sampled, errors = sample_apart(logits, states, positions, [part for _, part in parts])
+        if len(errors) == len(parts) > 1 and not any(isinstance(error, RequestError) for error in errors.values()):
+            raise cause  # it is not one of them
+        for i, error in errors.items():
+            request_id = parts[i][0].request_id
+            if request_id not in choice.failed:
+                choice.failed[request_id] = failure_of(request_id, error)
+        return sampled
 
     def apply(self, choice: Choice) -> list[Delta]:
         """Add what was chosen to the sequences, which are computed now up to there."""
         deltas: list[Delta] = []
+        for request_id, error in choice.failed.items():
+            deltas += self.fail(self._generations[request_id], error)
         for request, logprobs in choice.prompts:
             request.prompt_logprobs += logprobs
         if choice.sampled is not None:
             self._append_plain(choice.plain, choice.sampled, deltas)
             for rows in choice.rows:
-                deltas += self._append(rows, choice.sampled)
+                self._add(self._generations.get(rows.request.request_id), self._append(rows, choice.sampled), deltas)
         for beams in choice.beams:
-            deltas += self._advance(beams)
+            self._add(beams.generation, self._advance(beams), deltas)
         return deltas
+
+    def _add(self, generation: Generation | None, made: Iterator[Delta], deltas: list[Delta]) -> None:
+        """Add what is made for a request, or what it ends with if that fails; for none that has failed before."""
+        if generation is None:
+            return
+        try:
+            for delta in made:
+                deltas.append(delta)  # what came before a failure stays
+        except BaseException as error:  # noqa: BLE001 - as in `choose`
+            deltas += self.fail(generation, failure_of(generation.request_id, error))
 
     def end(self, request: Request) -> None:
         """A sequence is over."""
         generation = self._generations[request.request_id]
-        generation.sequences.remove(request)
-        self._meter.note_ended(request, time.monotonic())
         self._scheduler.remove(request)
-        if self._speculation is not None:
-            self._speculation.forget(request)
+        generation.sequences.remove(request)
         if not generation.sequences:
             del self._generations[request.request_id]
+        if self._speculation is not None:
+            self._speculation.forget(request)
+        self._meter.note_ended(request, time.monotonic())
 
     # ---- samples ----
 
@@ -169,20 +224,21 @@ class Decoding:
             if generation is None:  # another of its outputs has failed
                 continue
             if not sound[row] or generation.selection is not None or request.prompt_logprobs:
-                deltas += self._append(_Rows(request, row, (request.sampling,), ()), sampled)
+                self._add(generation, self._append(_Rows(request, row, (request.sampling,), ()), sampled), deltas)
                 continue
             logprob = logprobs[row]
-            delta = request.append((token_ids[row],), eos, () if logprob is None else (logprob,))
-            if delta.finish_reason is None:
-                deltas.append(delta)
-            else:
-                deltas += self._ended(request, generation, delta)
+            try:
+                delta = request.append((token_ids[row],), eos, () if logprob is None else (logprob,))
+                if delta.finish_reason is None:
+                    deltas.append(delta)
+                else:
+                    deltas += self._ended(request, generation, delta)
+            except BaseException as error:  # noqa: BLE001 - as in `choose`
+                deltas += self.fail(generation, failure_of(request.request_id, error))
 
     def _append(self, rows: _Rows, sampled: Sampled) -> Iterator[Delta]:
         request, start = rows.request, rows.start
-        generation = self._generations.get(request.request_id)
-        if generation is None:  # another of its outputs has failed
-            return
+        generation = self._generations[request.request_id]
         at = slice(start, start + len(rows.states))
         if not all(sampled.sound[at]):
             blocked = not sampled.blocked.isdisjoint(range(at.start, at.stop))
@@ -238,9 +294,11 @@ class Decoding:
     def _fork_all(self, request: Request, states: Sequence[SamplingState]) -> list[Request]:
         """The sequences that share the request's prompt, which is computed now."""
         generation = self._generations[request.request_id]
-        forks = [self.fork(request, state, index=1 + i) for i, state in enumerate(states)]
+        forks = []
+        for i, state in enumerate(states):
+            forks.append(self.fork(request, state, index=1 + i))
+            generation.sequences.append(forks[-1])  # at once: if the next one fails, all of them end
         request.num_forks = 0
-        generation.sequences += forks
         return forks
 
     def fork_running(
@@ -248,16 +306,26 @@ class Decoding:
     ) -> Generation:
         """Another request, whose sequences go on where `parent` is, up to `most_tokens` tokens in all."""
         generation = Generation(fork_id, params)
-        for index, state in enumerate(states):
-            child = self.fork(parent, state, index=index, request_id=fork_id)
-            child.max_tokens = most_tokens - len(parent.prompt_token_ids)
-            generation.sequences.append(child)
+        try:
+            for index, state in enumerate(states):
+                child = self.fork(parent, state, index=index, request_id=fork_id)
+                child.max_tokens = most_tokens - len(parent.prompt_token_ids)
+                generation.sequences.append(child)
+        except BaseException:
+            for child in generation.sequences:
+                self._scheduler.remove(child)
+            raise
         return generation
 
     def fork(self, parent: Request, state: SamplingState, *, index: int, request_id: str | None = None) -> Request:
         """A sequence that goes on where `parent` is, in its group. It shares what is computed (PagedAttention §4.4)."""
         num_tokens = parent.num_computed
         chain = parent.chain.fork(num_tokens)
+        text = None  # before the memory: nobody would give that back
+        if not parent.group.lockstep:
+            text = self._vocabulary.text(
+                parent.prompt_token_ids, state.params, parent.token_ids[len(parent.prompt_token_ids) :]
+            )
         memory = None
         if parent.memory is not None and num_tokens:
             policy: ViewPolicy | None = (
@@ -265,15 +333,12 @@ class Decoding:
             )
             try:
                 memory = self._memory.fork(parent.memory, num_tokens, policy, chain)
+            except IntegrityError:
+                raise
             except VmemError:
                 num_tokens = 0  # no region is left, or what it needs has been given up: it is computed again
         else:
             num_tokens = 0
-        text = None
-        if not parent.group.lockstep:
-            text = self._vocabulary.text(
-                parent.prompt_token_ids, state.params, parent.token_ids[len(parent.prompt_token_ids) :]
-            )
         return Request(
             request_id or parent.request_id,
             parent.prompt_token_ids,
@@ -332,6 +397,7 @@ class Decoding:
             parent = beams.requests[beam]
             if parent in going:
                 going.append(self.fork(parent, parent.sampling.fork(), index=0))
+                generation.sequences.append(going[-1])  # at once: if the next one fails, all of them end
             else:
                 going.append(parent)
         for request in beams.requests:

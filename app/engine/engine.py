@@ -20,6 +20,7 @@ from app.engine.beam import BeamSearch
 from app.engine.deadlines import Deadlines, check_timeout
 from app.engine.decoding import Decoding
 from app.engine.executor import Executor
+from app.engine.faults import SequenceFailure, failure_of, serving
 from app.engine.generation import Generation
 from app.engine.intake import Intake, check_fork
 from app.engine.kv_plan import build_memory
@@ -426,14 +427,18 @@ class Engine:
             logits = self._compute(scheduled)
             choice = self._decoding.choose(scheduled, logits)
             num_tokens, attended = sum(s.num_tokens for s in scheduled), num_attended(scheduled)
+            queue_s: list[float] = []
+            for s in scheduled:
+                if s.request.num_computed == s.request.num_cached_tokens and not s.request.furthest:  # its first chunk
+                    with serving(s.request):
+                        self._meter.note_begun(s.request)
+                    queue_s.append(start - s.request.submitted_at)
+        except SequenceFailure as failure:  # the others go on in the next step
+            self._scheduler.abort()
+            return self._fail(failure.request.request_id, failure)
         except BaseException:
             self._scheduler.abort()
             raise
-        queue_s: list[float] = []
-        for s in scheduled:
-            if s.request.num_computed == s.request.num_cached_tokens and not s.request.furthest:  # its first chunk
-                self._meter.note_begun(s.request)
-                queue_s.append(start - s.request.submitted_at)
         if self._scheduler.done():
             self._stalled_since = None
         deltas = self._decoding.apply(choice)
@@ -520,6 +525,8 @@ class Engine:
             delta = Delta(request.request_id, (), "", "stop", num_cached_tokens=request.num_cached_tokens or 0)
         except PinError as error:
             delta = Delta(request.request_id, (), "", error=RequestError(str(error), "name"))
+        except BaseException as error:  # noqa: BLE001 - raised again unless it is the request's
+            delta = Delta(request.request_id, (), "", error=failure_of(request.request_id, error))
         self.cancel(request.request_id)
         return delta
 
@@ -542,14 +549,18 @@ class Engine:
             check_timeout(timeout_s)
         self.check_adapter(options.get("adapter"))
         generation = self._intake.take(request_id, prompt_token_ids, params, options, keys)
-        self._generations[request_id] = generation
         [request] = generation.sequences
         request.submitted_at = time.perf_counter()
-        self._adapters.add(request.group)
         if timeout_s is None:
             self._deadlines.discard(request_id)
         else:
             self._deadlines.add(request_id, time.monotonic() + timeout_s)
+        try:
+            self._adapters.add(request.group)
+        except BaseException:
+            self._deadlines.discard(request_id)
+            raise
+        self._generations[request_id] = generation  # last: what fails before leaves nothing behind
         return request
 
     def _check_id(self, request_id: str) -> None:
@@ -579,13 +590,14 @@ class Engine:
 
     def _take_adapters(self) -> list[Delta]:
         """Let those begin whose adapters have been loaded; whoever waits for one that cannot be is told why."""
-        failures = self._adapters.advance()
-        deltas: list[Delta] = []
-        for generation in list(self._generations.values()) if failures else ():
-            error = failures.get(generation.sequences[0].group.adapter or "")
-            if error is not None:
-                deltas += self._decoding.fail(generation, error)
-        return deltas
+        return [
+            delta for request_id, error in self._adapters.advance().items() for delta in self._fail(request_id, error)
+        ]
+
+    def _fail(self, request_id: str, error: BaseException) -> list[Delta]:
+        """End a request for which a call has failed."""
+        self._deadlines.discard(request_id)
+        return list(self._decoding.fail(self._generations[request_id], failure_of(request_id, error)))
 
     def _wait_for_pages(self) -> list[Delta]:
         """Nothing runs and nothing can begin: the device has less memory than the budget says, for now or for good."""

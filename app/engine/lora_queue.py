@@ -12,6 +12,7 @@ import bisect
 from collections.abc import Mapping
 from operator import attrgetter
 
+from app.engine.faults import failure_of
 from app.engine.lora_store import AdapterReport, AdapterStore
 from app.engine.request import Request, SequenceGroup
 from app.engine.scheduler import Scheduler
@@ -61,24 +62,34 @@ class AdapterQueue:
             bisect.insort(self._held, group, key=attrgetter("rank"))
 
     def advance(self) -> dict[str, FolioError]:
-        """Hand on whose adapter is there, and begin to load those that there is a slot for; returns the adapters that
-        could not be loaded, and why. Whoever waits for one of these is forgotten here, and has to be ended."""
+        """Hand on whose adapter is there, and begin to load those that there is a slot for; returns the requests whose
+        adapter could not be loaded, and why. They are forgotten here, and have to be ended."""
         if self._store is None or not (self._held or self._store.num_loading):
             return {}
         failures = self._store.collect()
         held, self._held = self._held, []
+        failed: dict[str, FolioError] = {}
         blocked = False
         for group in held:
             name = group.adapter
             assert name is not None
-            if not group.members or name in failures:  # cancelled, or to be ended
+            if not group.members:  # cancelled
                 continue
-            if not blocked and self._store.ready(name, self._used):
+            request_id = group.members[0].request_id
+            if (error := failures.get(name)) is not None:
+                failed[request_id] = error
+                continue
+            try:
+                is_ready = not blocked and self._store.ready(name, self._used)
+            except BaseException as failure:  # noqa: BLE001 - raised again unless it is the request's
+                failed[request_id] = failure_of(request_id, failure)
+                continue
+            if is_ready:
                 self._scheduler.add(group)
             else:
                 self._held.append(group)
                 blocked |= not self._store.is_loading(name)
-        return failures
+        return failed
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until an adapter that is being loaded has been read; false if there is none to wait for."""

@@ -94,7 +94,8 @@ class AdapterStore:
             if not self._free:
                 self._evict(spared())
             if self._free:
-                self._loading[name] = self._free.pop(), self._thread.submit(self._files.read, name)
+                future = self._thread.submit(self._files.read, name)
+                self._loading[name] = self._free.pop(), future
                 if self._peers is not None:
                     self._peers.read(name)
         return False
@@ -145,7 +146,7 @@ class AdapterStore:
         updates = future.result()
         try:
             self._layers.insert(slot, updates)
-        except RuntimeError as failure:  # torch's word for no memory
+        except Exception as failure:  # noqa: BLE001 - returned; RuntimeError is torch's word for no memory
             self._layers.remove(slot)
             return failure
         self.slots[name] = slot

@@ -86,6 +86,29 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingState], positions: Seque
     return Sampled(tokens, sound, logprobs, frozenset(blocked))
 
 
+def sample_apart(
+    logits: torch.Tensor, rows: Sequence[SamplingState], positions: Sequence[int] | None, parts: Sequence[slice]
+) -> tuple[Sampled, dict[int, BaseException]]:
+    """What `sample` gives for each part of the rows by itself, and what it raises for some parts, by their index. The
+    rows of these are not sound.
+
+    Args:
+        parts: rows that belong together. They cover all.
+    """
+    tokens, sound, logprobs = [0] * len(rows), [False] * len(rows), list[TokenLogprobs | None]([None] * len(rows))
+    blocked: set[int] = set()
+    errors: dict[int, BaseException] = {}
+    for i, part in enumerate(parts):
+        try:
+            own = sample(logits[part], rows[part], None if positions is None else positions[part])
+        except BaseException as error:  # noqa: BLE001 - returned
+            errors[i] = error
+            continue
+        tokens[part], sound[part], logprobs[part] = own.token_ids, own.sound, own.logprobs
+        blocked.update(part.start + row for row in own.blocked)
+    return Sampled(tokens, sound, logprobs, frozenset(blocked)), errors
+
+
 def _likeliest(logits: torch.Tensor, wanted: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The highest of each row and its index; without that unless `wanted`: it takes most of the time."""
     if wanted:

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 import torch
 
 from app.engine.batch import num_attended
+from app.engine.faults import SequenceFailure, serving
 from app.engine.params import SamplingParams
 from app.engine.recovery import LinearCost
 from app.engine.request import Request, SequenceGroup
-from app.engine.sampler import sample
+from app.engine.sampler import Sampled, sample, sample_apart
 from app.engine.scheduler import Scheduled
 from app.engine.speculation.draft_model import DraftModel
 from app.fleet.report import StepTimes
@@ -118,17 +119,18 @@ class DraftProposer:
         for request in [request for request in wanted if wanted[request] < 1]:
             del wanted[request]  # beyond its context, for good
             self.forget(request)
-        turns = self._take_turns(wanted)
+        turns: list[_Turn] = []
         guesses: dict[Request, list[int]] = {}
-        if turns:
-            try:
+        try:
+            self._take_turns(wanted, turns)
+            if turns:
                 guesses = self._guess(turns)
-            except MapError as error:
-                logger.warning("no guesses in this step, the draft model's memory cannot be mapped: %s", error)
-                self._abort(turns)
-            except BaseException:
-                self._abort(turns)
-                raise
+        except MapError as error:
+            logger.warning("no guesses in this step, the draft model's memory cannot be mapped: %s", error)
+            self._abort(turns)
+        except BaseException:
+            self._abort(turns)
+            raise
         return [guesses.get(request, []) for request in requests]
 
     def forget(self, request: Request) -> None:
@@ -156,34 +158,37 @@ class DraftProposer:
 
     # ---- who gets what ----
 
-    def _take_turns(self, wanted: dict[Request, int]) -> list[_Turn]:
+    def _take_turns(self, wanted: dict[Request, int], turns: list[_Turn]) -> None:
         """Give memory to as many as it has room for, those that are nearly there first, new ones last."""
         known = [request for request in wanted if request in self._drafts]
         for request in known:
-            self._follow(self._drafts[request], request)
+            with serving(request):
+                self._follow(self._drafts[request], request)
             self._drafts.move_to_end(request)
         known.sort(key=lambda request: self._drafts[request].shadow.num_uncomputed)
         idle = [request for request in self._drafts if request not in wanted]
-        turns: list[_Turn] = []
         budget = self._step_tokens
         while known and budget > 0:
             request = known.pop(0)
-            turn = self._turn(request, wanted[request], budget)
-            # Who was without a turn for longest, then who has most to catch up with.
-            while not (granted := self._grow(turn)) and (idle or known):
-                self.forget(idle.pop(0) if idle else known.pop())
-            if granted:
-                budget -= turn.num_tokens
-                turns.append(turn)
-        for request, count in wanted.items():
-            if budget > 0 and request not in self._drafts and self._open(request, count, idle, turns):
-                turn = self._turn(request, count, budget)
-                if self._grow(turn):
+            with serving(request):
+                turn = self._turn(request, wanted[request], budget)
+                # Who was without a turn for longest, then who has most to catch up with.
+                while not (granted := self._grow(turn)) and (idle or known):
+                    self.forget(idle.pop(0) if idle else known.pop())
+                if granted:
                     budget -= turn.num_tokens
                     turns.append(turn)
-                else:
-                    self.forget(request)
-        return turns
+        for request, count in wanted.items():
+            if budget > 0 and request not in self._drafts:
+                with serving(request):
+                    if not self._open(request, count, idle, turns):
+                        continue
+                    turn = self._turn(request, count, budget)
+                    if self._grow(turn):
+                        budget -= turn.num_tokens
+                        turns.append(turn)
+                    else:
+                        self.forget(request)
 
     def _turn(self, request: Request, count: int, budget: int) -> _Turn:
         draft = self._drafts[request]
@@ -247,8 +252,8 @@ class DraftProposer:
                 return False
             raise
         shadow.memory = memory
+        self._drafts[request] = _Draft(shadow, len(request.token_ids))  # from here on `forget` frees it
         self._memory.promise(memory, len(request.token_ids))
-        self._drafts[request] = _Draft(shadow, len(request.token_ids))
         return True
 
     @property
@@ -271,8 +276,7 @@ class DraftProposer:
         guessing = [turn for turn in turns if turn.num_guesses]
         position = 0
         while guessing:
-            states = [turn.request.sampling for turn in guessing]
-            sampled = sample(logits, states, [position] * len(states))
+            sampled = self._sample(guessing, logits, position)
             position += 1
             sound = [turn for turn, is_sound in zip(guessing, sampled.sound, strict=True) if is_sound]
             for turn, token_id, is_sound in zip(guessing, sampled.token_ids, sampled.sound, strict=True):
@@ -284,6 +288,17 @@ class DraftProposer:
                 logits = self._run([Scheduled(turn.draft.shadow, 1) for turn in guessing])
         self._memory.plan(self._next_demands(turns))
         return guesses
+
+    def _sample(self, guessing: Sequence[_Turn], logits: torch.Tensor, position: int) -> Sampled:
+        states, positions = [turn.request.sampling for turn in guessing], [position] * len(guessing)
+        try:
+            return sample(logits, states, positions)
+        except BaseException:
+            _, errors = sample_apart(logits, states, positions, [slice(i, i + 1) for i in range(len(states))])
+            if not errors or len(errors) == len(states) > 1:
+                raise
+            i, error = errors.popitem()
+            raise SequenceFailure(guessing[i].request) from error
 
     def _run(self, scheduled: list[Scheduled]) -> torch.Tensor:
         start = time.perf_counter()

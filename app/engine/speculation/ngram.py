@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from app.engine.faults import serving
 from app.engine.request import Request
 from app.fleet.report import StepTimes
 from vmem import IntegrityError
@@ -154,9 +155,10 @@ class NgramProposer:
             if count < 1:
                 guesses.append([])
                 continue
-            index = self._indexes.setdefault(request, NgramIndex(self._least, self._most))
-            budget -= index.extend(request.token_ids, budget)
-            guesses.append(_continue(request.token_ids, index.find(request.token_ids), count))
+            with serving(request):
+                index = self._indexes.setdefault(request, NgramIndex(self._least, self._most))
+                budget -= index.extend(request.token_ids, budget)
+                guesses.append(_continue(request.token_ids, index.find(request.token_ids), count))
         return guesses
 
     def forget(self, request: Request) -> None:

@@ -23,7 +23,8 @@ class Proposer(Protocol):
         ...
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
-        """For each request at most `most[i]` guesses of the tokens that follow all of `token_ids`; perhaps none."""
+        """For each request at most `most[i]` guesses of the tokens that follow all of `token_ids`; perhaps none. Raises
+        `SequenceFailure` for a request that has to be forgotten; the books add up then."""
         ...
 
     def forget(self, request: Request) -> None:

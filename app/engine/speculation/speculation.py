@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 from app.config import EngineConfig
+from app.engine.faults import SequenceFailure, is_one_requests, serving
 from app.engine.model_loader import LoadedModel
 from app.engine.model_runner import ObservedLayers
 from app.engine.request import Request
@@ -16,6 +18,8 @@ from app.engine.speculation.proposer import Proposer, SpeculationCounts
 from app.errors import ConfigError
 from app.fleet.report import StepTimes
 from vmem import IntegrityError
+
+logger = logging.getLogger(__name__)
 
 
 class Speculation:
@@ -37,6 +41,7 @@ class Speculation:
         self._proposer: Proposer | None = None
         self._lengths: LengthControl
         self._step_times: Callable[[], StepTimes]
+        self._excluded: set[Request] = set()  # guessing has failed for them
         self.counts = SpeculationCounts(config.speculation)
 
     @classmethod
@@ -97,15 +102,31 @@ class Speculation:
     def propose(self, requests: Sequence[Request], budget: int) -> list[list[int]]:
         """Guesses of what follows all tokens of each request, at most `budget` together; for many there are none.
 
+        When guessing fails for a request, that one gets no guesses any more, and nobody in this step; when nobody knows
+        for which, that is so for all of them. Their outputs are the same without.
+
         Args:
             requests: whose next token is to be chosen in the coming step: all but their last token is computed. Beams,
                 those about to be forked, and those whose sampling cannot look ahead get no guesses.
         """
         assert self._proposer is not None
-        able = [request for request in requests if _can_speculate(request)]
-        lengths = self._lengths.choose(able, budget)
-        proposed = self._proposer.propose(able, lengths)
-        drafts = {request: self._cut(request, guesses) for request, guesses in zip(able, proposed, strict=True)}
+        able: list[Request] = []
+        drafts: dict[Request, list[int]] = {}
+        try:
+            for request in requests:
+                with serving(request):
+                    if request not in self._excluded and _can_speculate(request):
+                        able.append(request)
+            lengths = self._lengths.choose(able, budget)
+            proposed = self._proposer.propose(able, lengths)
+            for request, guesses in zip(able, proposed, strict=True):
+                with serving(request):
+                    drafts[request] = self._cut(request, guesses)
+        except BaseException as error:
+            if not is_one_requests(error):
+                raise
+            drafts.clear()
+            self._exclude([error.request] if isinstance(error, SequenceFailure) else able, error)
         return [drafts.get(request, []) for request in requests]
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
@@ -122,6 +143,7 @@ class Speculation:
         if self._proposer is not None:
             self._proposer.forget(request)
             self._lengths.forget(request)
+        self._excluded.discard(request)
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless the books of what guesses add up."""
@@ -131,8 +153,9 @@ class Speculation:
     def check_idle(self) -> None:
         """Raise `IntegrityError` unless all requests are forgotten."""
         self.check_integrity()
-        if self._proposer is not None and self._lengths.num_requests:
-            raise IntegrityError(f"{self._lengths.num_requests} requests that have ended are not forgotten")
+        remembered = self._lengths.num_requests if self._proposer is not None else 0
+        if remembered or self._excluded:
+            raise IntegrityError(f"{remembered or len(self._excluded)} requests that have ended are not forgotten")
 
     def close(self) -> None:
         """Give everything back, opened or not."""
@@ -141,6 +164,13 @@ class Speculation:
             self._proposer = None
         elif self._draft is not None:
             self._draft.close()
+
+    def _exclude(self, requests: Sequence[Request], error: BaseException) -> None:
+        names = ", ".join(request.request_id for request in requests)
+        logger.error("no more guesses for %s: guessing failed", names, exc_info=error)
+        for request in requests:
+            self.forget(request)
+        self._excluded.update(requests)
 
     def _cut(self, request: Request, guesses: list[int]) -> list[int]:
         """Nothing follows a token that ends the output."""

@@ -208,7 +208,8 @@ def test_the_distribution_is_the_same(folder: str) -> None:
     assert chi_square < len(keys) + 6 * (2 * len(keys)) ** 0.5
 
 
-def test_a_draft_model_that_fails_fails_the_step_only(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_model_that_fails_costs_guesses_only(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It failed the step, and with that every request that ran."""
     run = Run(folder, speculation="draft", draft_model=folder)
     expected = run(PROMPTS, GREEDY, close=False)
     assert run.engine._speculation is not None
@@ -224,10 +225,8 @@ def test_a_draft_model_that_fails_fails_the_step_only(folder: str, monkeypatch: 
         with monkeypatch.context() as patch:
             if step == 3:
                 patch.setattr(run.engine._speculation._draft, "run", fail)
-                with pytest.raises(EngineError):
-                    run.engine.step()
-        for delta in run.engine.step():
-            outputs[int(delta.request_id)].extend(delta.token_ids)
+            for delta in run.engine.step():
+                outputs[int(delta.request_id)].extend(delta.token_ids)
         run.engine.check_integrity()
         if not run.engine.has_work:
             break

@@ -1,0 +1,653 @@
+"""A failure of a call that serves one request ends that request only.
+
+Every such call is made to fail in turn, for two victims beside sixteen others of all kinds: for one when it is first
+called, for the other a few calls later. The others get the tokens that they get without.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import importlib
+import inspect
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from app.config import EngineConfig
+from app.engine.engine import Engine
+from app.engine.faults import FAILED
+from app.engine.generation import Generation
+from app.engine.params import SamplingParams, Structure
+from app.engine.request import Delta, Request, SequenceGroup
+from app.engine.sampling_state import SamplingState
+from app.errors import EngineError, FolioError, RequestError
+from tests.app.engine.adapters import make_adapter
+from tests.app.small_tokenizers import byte_level
+from tests.conftest import SMALL, MakeCheckpoint
+from vmem import SequenceMemory
+
+TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+ROOT = Path(__file__).parents[3]
+DOCUMENT = ROOT / "docs" / "faults.md"
+# The second victim's call that fails.
+LATER = 3
+Outputs = dict[str, dict[int, tuple[int, ...]]]
+
+
+def tokens(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 380, (length,), generator=generator).tolist()
+
+
+def params(**settings: Any) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": 6, "temperature": 0, "ignore_eos": True} | settings))
+
+
+REPEATING = tokens(5, 3) * 5
+Ask = tuple[list[int], SamplingParams, dict[str, Any]]
+OTHERS: dict[str, Ask] = {
+    "greedy": (tokens(40, 1), params(), {}),
+    "longer": (tokens(90, 2), params(max_tokens=9), {}),
+    "sampled": (tokens(11, 4), params(temperature=1, seed=5), {}),
+    "truncated": (tokens(12, 5), params(temperature=1.5, seed=6, top_k=9, top_p=0.8, min_p=0.01), {}),
+    "schema": (tokens(9, 6), params(structure=Structure("json", '{"type": "object"}'), ignore_eos=False), {}),
+    "choice": (tokens(9, 7), params(structure=Structure("choice", '["abc", "abd", "xyz"]'), ignore_eos=False), {}),
+    "two": (tokens(13, 8), params(temperature=1, seed=7, n=2), {}),
+    "best": (tokens(14, 9), params(temperature=1, seed=8, best_of=3), {}),
+    "beams": (tokens(15, 10), params(use_beam_search=True, n=2, best_of=3), {}),
+    "stop": (tokens(8, 11), params(stop=["e", "zz"]), {}),
+    "logprobs": (tokens(10, 12), params(logprobs=3), {}),
+    "prompt": (tokens(20, 13), params(prompt_logprobs=2), {}),
+    "penalties": (REPEATING, params(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5), {}),
+    "words": (tokens(7, 14), params(bad_words=["the quick", "a"], logit_bias={40: 5.0}), {}),
+    "adapter": (tokens(16, 15), params(), {"adapter": "shared"}),
+    "guessed": (REPEATING, params(max_tokens=12), {}),
+}
+# What a victim asks for; `seed` and the numbers of alternatives are nobody else's.
+VICTIM_SEEDS = (901, 902)
+VICTIMS: dict[str, Ask] = {
+    "rich": (
+        tokens(21, 20),
+        params(
+            n=2,
+            temperature=1,
+            top_p=0.9,
+            min_p=0.001,
+            stop=["never met"],
+            logprobs=7,
+            prompt_logprobs=6,
+            repetition_penalty=1.2,
+            bad_words=["the quick"],
+            logit_bias={41: 1.0},
+            min_tokens=5,
+            stop_token_ids=[3],
+        ),
+        {},
+    ),
+    "plain": (tokens(19, 21), params(temperature=1), {}),
+    "structured": (tokens(22, 22), params(temperature=1, n=2, structure=Structure("regex", "[a-z]{9}")), {}),
+    "best": (tokens(23, 23), params(temperature=1, best_of=2), {}),
+    "beams": (tokens(24, 24), params(use_beam_search=True, n=2, best_of=5), {}),
+    # Two tokens in turns that nobody foresees: guesses are right now and then.
+    "guessed": (REPEATING, params(max_tokens=20, temperature=3, logit_bias={50: 60.0, 51: 60.0}), {}),
+    "adapter": (tokens(25, 25), params(), {"adapter": "mine"}),
+    "pin": (tokens(64, 26), params(), {}),
+}
+Belongs = Callable[["Run", str, tuple[Any, ...]], bool]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call that serves one request.
+
+    Attributes:
+        target: dotted, where it is looked up.
+        victim: of `VICTIMS`.
+        belongs: whether a call is the victim's; by default if one of its arguments is.
+        expected: what the client gets.
+    """
+
+    target: str
+    victim: str
+    belongs: Belongs | None = None
+    expected: str = "500"
+
+    @property
+    def name(self) -> str:
+        return self.target.removeprefix("app.engine.")
+
+
+def with_params(run: Run, victim: str, arguments: tuple[Any, ...]) -> bool:
+    """A list among the arguments has the victim's parameters, or its state."""
+    return any(isinstance(a, list | tuple) and any(run.owner(item) == victim for item in a) for a in arguments)
+
+
+def with_number(number: int) -> Belongs:
+    return lambda _run, _victim, arguments: any(
+        a == number if isinstance(a, int) else isinstance(a, list) and number in a for a in arguments
+    )
+
+
+def always(_run: Run, _victim: str, _arguments: tuple[Any, ...]) -> bool:
+    return True
+
+
+REFUSED, WITHOUT_GUESSES = "500, before it begins", "its whole answer, without guesses"
+
+
+class Run:
+    """One engine, and what belongs to whom in it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.victims = {seed: f"victim {i}" for i, seed in enumerate(VICTIM_SEEDS)}
+        self.owned: list[tuple[object, str]] = []  # kept alive, so that nothing else gets their places
+
+    def owner(self, thing: object) -> str | None:
+        """The victim that something belongs to."""
+        if isinstance(thing, Request | Generation | Delta):
+            return thing.request_id if thing.request_id.startswith("victim") else None
+        if isinstance(thing, SamplingState):
+            thing = getattr(thing, "params", None)
+        if isinstance(thing, SamplingParams):
+            return self.victims.get(thing.seed or 0)
+        if isinstance(thing, str):
+            return thing if thing in self.victims.values() else None
+        for part in ("request", "generation"):  # of what is scheduled, of rows, of a turn, of beams
+            if isinstance(getattr(thing, part, None), Request | Generation):
+                return self.owner(getattr(thing, part))
+        if isinstance(thing, SequenceGroup):
+            return self.owner(thing.members[0]) if thing.members else None
+        self.look()
+        return next((name for own, name in self.owned if own is thing), None)
+
+    def look(self) -> None:
+        """Note what the victims have by now."""
+        for name in self.victims.values():
+            generation = self.engine._generations.get(name)
+            for request in generation or ():
+                state = request.sampling
+                mine = [state.matcher, state._counts, state._output, request.text, request.memory, request.token_ids]
+                mine += [generation.selection if generation else None]
+                known = {id(own) for own, _ in self.owned}
+                self.owned += [(own, name) for own in mine if own is not None and id(own) not in known]
+
+    def __call__(self, victim: str | None = None) -> tuple[Outputs, dict[str, list[FolioError]]]:
+        """Everybody's tokens, by output, and what they ended with."""
+        engine = self.engine
+        engine._cancel_all()  # of a test that has failed
+        engine.memory._index.clear()
+        self.owned.clear()
+        outputs: Outputs = defaultdict(lambda: defaultdict(tuple))
+        errors: dict[str, list[FolioError]] = defaultdict(list)
+        ended: set[str] = set()
+        for name, (prompt, asked, options) in OTHERS.items():
+            engine.submit(name, prompt, asked, **options)
+        for number in range(400):
+            if number == 1 and victim is not None:  # beside others that run
+                for seed, name in self.victims.items():
+                    self.submit(name, victim, seed, errors)
+            self.look()
+            for delta in engine.step():
+                assert delta.request_id not in ended, f"{delta.request_id} goes on after its end"
+                outputs[delta.request_id][delta.index] += delta.token_ids
+                if delta.ends_request:
+                    ended.add(delta.request_id)
+                if delta.error is not None:
+                    errors[delta.request_id].append(delta.error)
+            engine.check_integrity()
+            if not engine.has_work and number:
+                break
+        assert not engine.has_work, list(engine._generations)
+        assert not len(engine._deadlines)
+        assert not engine._scheduler.unfinished()
+        assert not engine._adapters.held
+        for seed in VICTIM_SEEDS:
+            engine.memory.unpin(f"pin {seed}") if f"pin {seed}" in {p.name for p in engine.report().pins} else None
+        return {name: dict(of_name) for name, of_name in outputs.items()}, dict(errors)
+
+    def submit(self, name: str, victim: str, seed: int, errors: dict[str, list[FolioError]]) -> None:
+        prompt, asked, options = VICTIMS[victim]
+        settings = {field: getattr(asked, field) for field in asked.__dataclass_fields__} | {"seed": seed}
+        try:
+            if victim == "pin":
+                self.engine.pin(name, f"pin {seed}", [*prompt[:32], *tokens(32, seed)])
+            else:
+                self.engine.submit(name, prompt, SamplingParams(**settings), **options, timeout_s=600)
+        except Exception:  # noqa: BLE001 - `AsyncEngine` makes a 500 of it
+            errors[name].append(EngineError("refused"))
+
+
+class Injection:
+    """Fails the first call for one victim, and the third for the other."""
+
+    def __init__(self, run: Run, case: Case) -> None:
+        self.run, self.case = run, case
+        self.num_calls: dict[str, int] = defaultdict(int)
+
+    def note(self, *arguments: object) -> None:
+        for name, fatal in zip(self.run.victims.values(), (1, LATER), strict=True):
+            belongs = self.case.belongs
+            if belongs(self.run, name, arguments) if belongs else any(self.run.owner(a) == name for a in arguments):
+                self.num_calls[name] += 1
+                if self.num_calls[name] >= fatal:  # a row is tried again by itself
+                    raise RuntimeError("injected: a secret of somebody's")
+
+
+def patch(monkeypatch: pytest.MonkeyPatch, target: str, note: Callable[..., None]) -> None:
+    """Call `note` with the arguments of each call of a function, method or property, before it."""
+    holder, name, original = look_up(target)
+    if isinstance(original, property):
+        getter = original.fget
+        assert getter is not None
+
+        def get(self: object) -> object:
+            note(self)
+            return getter(self)
+
+        monkeypatch.setattr(holder, name, property(get))
+        return
+
+    @functools.wraps(original)
+    def generate(*arguments: Any, **named: Any) -> Iterator[Any]:
+        note(*arguments, *named.values())
+        yield from original(*arguments, **named)
+
+    @functools.wraps(original)
+    def call(*arguments: Any, **named: Any) -> Any:
+        note(*arguments, *named.values())
+        return original(*arguments, **named)
+
+    monkeypatch.setattr(holder, name, generate if inspect.isgeneratorfunction(original) else call)
+
+
+def look_up(target: str) -> tuple[Any, str, Any]:
+    """The module or class that has it, its name there, and itself."""
+    path, _, name = target.rpartition(".")
+    try:
+        holder: Any = importlib.import_module(path)
+    except ModuleNotFoundError:
+        module, _, of = path.rpartition(".")
+        holder = getattr(importlib.import_module(module), of)
+    return holder, name, vars(holder)[name]
+
+
+def qualified(target: str) -> str:
+    """Where it is defined."""
+    *_, found = look_up(target)
+    function = found.fget if isinstance(found, property) else found
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+@pytest.fixture(scope="module")
+def folder(make_checkpoint: MakeCheckpoint) -> Path:
+    folder = make_checkpoint("llama", **TINY, tie_word_embeddings=False)
+    byte_level().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    adapters = {name: tmp_path_factory.mktemp(name) for name in ("shared", "mine")}
+    for seed, (_, adapter) in enumerate(adapters.items()):
+        make_adapter(adapter, folder, "q_proj|down_proj", seed=seed)
+    run = Run(make_engine(folder, speculation="ngram", adapters={name: str(at) for name, at in adapters.items()}))
+    with pytest.MonkeyPatch.context() as patches:  # measured times say otherwise whom it pays for
+        patches.setattr("app.engine.speculation.length.choose_lengths", lambda _, most, *__, **___: list(most))
+        yield run
+    run.engine.close()
+
+
+def make_engine(folder: Path, **settings: Any) -> Engine:
+    return Engine(
+        EngineConfig(
+            model=str(folder),
+            dtype="float32",
+            kv_memory_bytes=8 << 20,
+            max_num_seqs=64,
+            max_num_batched_tokens=256,
+            max_model_len=200,
+            num_threads=1,
+            **settings,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(run: Run) -> Outputs:
+    outputs, errors = run()
+    assert not errors
+    assert outputs.keys() == OTHERS.keys()
+    assert run()[0] == outputs
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def whole(run: Run) -> Callable[[str], Outputs]:
+    """Everybody's tokens beside victims that nothing happens to."""
+
+    @functools.cache
+    def of(victim: str) -> Outputs:
+        outputs, errors = run(victim)
+        assert not errors
+        return outputs
+
+    return of
+
+
+def by_seed(run: Run, victim: str, arguments: tuple[Any, ...]) -> bool:
+    return run.victims.get(arguments[0]) == victim
+
+
+def structure_of_victims(_run: Run, _victim: str, arguments: tuple[Any, ...]) -> bool:
+    return VICTIMS["structured"][1].structure in arguments
+
+
+def adapter_of_victims(_run: Run, _victim: str, arguments: tuple[Any, ...]) -> bool:
+    return "mine" in arguments
+
+
+def cases(prefix: str, names: str, victim: str, belongs: Belongs | None = None, expected: str = "500") -> list[Case]:
+    return [Case(f"app.engine.{prefix}.{name}", victim, belongs, expected) for name in names.split()]
+
+
+CASES = [
+    # It begins.
+    *cases("engine.Engine", "_add", "rich", expected=REFUSED),
+    *cases("intake.Intake", "check take _check_together", "rich", expected=REFUSED),
+    *cases("vocabulary.Vocabulary", "check state text _bad_words", "rich", expected=REFUSED),
+    *cases("vocabulary.Vocabulary", "_matcher", "structured", expected=REFUSED),
+    *cases("vocabulary.Vocabulary", "stop_token_ids", "beams", expected=REFUSED),
+    *cases("vocabulary", "check_token_ids", "rich", expected=REFUSED),
+    *cases("structure.StructureCompiler", "check matcher", "structured", structure_of_victims, REFUSED),
+    *cases("sampling_state.SamplingState", "__init__", "rich", expected=REFUSED),
+    *cases("deadlines.Deadlines", "add", "rich", expected=REFUSED),
+    *cases("lora_queue.AdapterQueue", "add", "rich", expected=REFUSED),
+    *cases("lora_store.AdapterStore", "ready", "adapter", adapter_of_victims),
+    *cases("lora_files.AdapterFiles", "read", "adapter", adapter_of_victims),
+    *cases("lora.LoRALayers", "insert", "adapter", always),
+    *cases("load.LoadMeter", "note_begun", "plain"),
+    # Its tokens are guessed.
+    *cases("speculation.speculation", "_can_speculate", "guessed", expected=WITHOUT_GUESSES),
+    *cases("speculation.speculation.Speculation", "_cut", "guessed", expected=WITHOUT_GUESSES),
+    *cases("speculation.ngram.NgramIndex", "extend find", "guessed", expected=WITHOUT_GUESSES),
+    *cases("sampling_state.SamplingState", "can_look_ahead", "guessed", expected=WITHOUT_GUESSES),
+    *cases("speculation.speculation.Speculation", "verified", "guessed"),
+    *cases("speculation.length.LengthControl", "note", "guessed"),
+    *cases("decoding.Decoding", "_roll_back", "guessed"),
+    Case("vmem.memory.KVMemory.truncate", "guessed"),
+    # A token is chosen.
+    *cases("decoding", "_of_prompt", "rich"),
+    *cases("decoding", "prompt_logprobs", "rich", with_number(6)),
+    *cases("sampling_state.SamplingState", "fork forbidden noise_key counts", "rich"),
+    *cases("sampling_state", "noise_key", "plain", by_seed),
+    *cases("bad_words.BadWords", "completing", "rich"),
+    *cases("sampler", "process _drop_unlikely _draw_truncated", "rich", with_params),
+    *cases("sampler", "_draw_plain", "plain", with_params),
+    *cases("sampler", "token_logprobs", "rich", with_number(7)),
+    *cases("processing", "penalise", "rich", with_params),
+    *cases("penalties.TokenCounts", "fork token_ids in_output", "rich"),
+    *cases("structure.StructureMatcher", "fill fork _note_error", "structured"),
+    *cases("decoding.Decoding", "_beams", "beams"),
+    *cases("decoding", "likeliest", "beams", with_number(10)),
+    *cases("beam.BeamSearch", "num_candidates", "beams"),
+    # It is added.
+    *cases("request.Request", "append _take", "rich"),
+    *cases("sampling_state.SamplingState", "append", "rich"),
+    *cases("penalties.TokenCounts", "add _append", "rich"),
+    *cases("structure.StructureMatcher", "accept finished", "structured"),
+    *cases("detokenizer.TextStream", "push _decode flush", "rich"),
+    *cases("decoding.Decoding", "_append _fork_all fork _ended", "rich"),
+    *cases("decoding.Decoding", "_advance _best", "beams"),
+    Case("vmem.memory.KVMemory.fork", "rich"),
+    *cases("beam.BeamSearch", "advance hypotheses _normalised _is_full", "beams"),
+    *cases("generation.Generation", "emit num_unfinished", "rich"),
+    *cases("generation.BestOf", "hold best", "best"),
+    *cases("generation.EndedOutputs", "add", "rich"),
+    # A prefix is pinned.
+    Case("vmem.memory.KVMemory.pin", "pin"),
+]
+# Of these there is no row above: calls of one request whose failure is another's matter, or that are part of one above.
+EXEMPT = {
+    "app.engine.scheduler.*": "composes the step out of the memory's books",
+    "app.engine.batch.*": "lays the step out",
+    "vmem.memory.KVMemory.*": "the memory's books: a call happens or changes nothing, else the engine stops",
+    "app.engine.decoding.Decoding._add": "the boundary itself",
+    "app.engine.faults.serving.*": "the boundary itself",
+    "app.engine.decoding.Decoding.end": "frees what the request has: it has to be done whatever happened",
+    "app.engine.speculation.*.forget": "the same",
+    "app.engine.load.LoadMeter.note_ended": "the same: adds up two numbers",
+    "app.engine.engine.Engine._pin": "is nothing but KVMemory.pin",
+    "app.engine.engine.Engine.submit": "is nothing but Engine._add",
+    "app.engine.*.check_integrity": "for tests",
+    "app.engine.speculation.ngram.NgramIndex._sealed": "part of NgramIndex.extend",
+    "app.engine.sampling_state.SamplingState._note_length": "part of SamplingState.append",
+    "app.engine.structure.StructureMatcher.__init__": "part of StructureMatcher.fork",
+    "app.engine.structure.StructureCompiler._try": "part of StructureCompiler.check",
+    "app.engine.detokenizer.TextStream.__init__": "part of Vocabulary.text",
+    "app.engine.penalties.TokenCounts.__init__": "part of SamplingState.counts",
+    "app.engine.generation.BestOf.__init__": "part of Intake.take",
+    "app.engine.beam.BeamSearch.__init__": "part of Intake.take",
+    "app.engine.request.Request.__post_init__": "part of Intake.take and Decoding.fork",
+    "app.engine.sampler._sorts": "compares two numbers",
+    "app.engine.params.*": "looks at numbers that have been checked",
+    "app.engine.request.*.num_*": "counts",
+    "app.engine.request.*.most_tokens": "counts",
+    "app.engine.request.Delta.*": "looks at its own fields",
+    "app.engine.generation.Generation.__iter__": "goes over its own list",
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_failing_call_ends_its_request_only(
+    case: Case,
+    run: Run,
+    expected: Outputs,
+    whole: Callable[[str], Outputs],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Anything but two reasons of a parser failed the step, and with that everybody."""
+    unharmed = whole(case.victim) if case.expected == WITHOUT_GUESSES else {}
+    store = run.engine._adapters._store
+    assert store is not None
+    store._evict([name for name in store.slots if name != "mine"])
+    injection = Injection(run, case)
+    with monkeypatch.context() as patches:
+        patch(patches, case.target, injection.note)
+        outputs, errors = run(case.victim)
+    assert {name: outputs[name] for name in OTHERS} == expected
+    assert injection.num_calls, "nothing was injected"
+    if case.expected == WITHOUT_GUESSES:
+        assert not errors
+        assert outputs == unharmed
+        return
+    failing = {name for name, n in zip(run.victims.values(), (1, LATER), strict=True) if injection.num_calls[name] >= n}
+    if case.belongs in (None, by_seed, with_params):  # else nobody knows which of the two it was
+        assert errors.keys() == failing
+    assert "victim 0" in errors
+    for name, [error] in errors.items():
+        assert isinstance(error, EngineError)
+        assert "secret" not in str(error) or case.victim == "adapter"
+        if case.expected != REFUSED and case.victim != "adapter":
+            assert str(error) == FAILED
+            assert [record.getMessage() for record in caplog.records].count(f"request {name} failed") == 1
+
+
+def test_every_call_for_one_request_is_among_the_cases(run: Run) -> None:
+    """A call that is new here needs a row in the table above, or a reason why not."""
+    seen: set[str] = set()
+    structures = run.engine._vocabulary._structures
+    assert structures is not None
+    structures._cache.clear()
+    kinds = (Request, SamplingState, SamplingParams, Generation, Delta, SequenceMemory)
+    kinds += tuple(
+        getattr(importlib.import_module(f"app.engine.{module}"), name)
+        for module, name in (
+            ("structure", "StructureMatcher"),
+            ("detokenizer", "TextStream"),
+            ("penalties", "TokenCounts"),
+            ("generation", "BestOf"),
+            ("beam", "BeamSearch"),
+            ("scheduler", "Scheduled"),
+            ("speculation.ngram", "NgramIndex"),
+        )
+    )
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        module = frame.f_globals.get("__name__", "")
+        if event != "call" or not module.startswith(("app.engine.", "vmem.memory")):
+            return
+        code = frame.f_code
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if "<" not in code.co_qualname and any(isinstance(frame.f_locals.get(name), kinds) for name in names):
+            seen.add(f"{module}.{code.co_qualname}")
+
+    for victim in VICTIMS:
+        sys.setprofile(note)
+        try:
+            run(victim)
+        finally:
+            sys.setprofile(None)
+    assert len(seen) > 100
+    known = {qualified(case.target) for case in CASES}
+    missing = [name for name in sorted(seen - known) if not any(fnmatch.fnmatch(name, glob) for glob in EXEMPT)]
+    assert not missing
+    assert not [glob for glob in EXEMPT if not fnmatch.filter(seen, glob)]
+
+
+def table() -> str:
+    """What `docs/faults.md` has of it."""
+    rows = [f"| `{case.name}` | {case.expected} | the same tokens |" for case in CASES]
+    return "\n".join(["| call that fails | its client gets | the others get |", "|---|---|---|", *rows])
+
+
+def test_the_table_is_in_the_documentation() -> None:
+    """`python -m tests.app.engine.test_faults` prints it."""
+    assert table() in DOCUMENT.read_text()
+
+
+@pytest.mark.parametrize("target", ["_follow", "_turn", "_grow", "_open"])
+def test_a_draft_model_that_fails_for_one_guesses_for_the_others(
+    target: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It failed the step, or left what it had promised to others."""
+    run = Run(make_engine(folder, speculation="draft", draft_model=str(folder)))
+    speculation = run.engine._speculation
+    assert speculation is not None
+    others = {name: ask for name, ask in OTHERS.items() if name != "adapter"}
+    monkeypatch.setattr(f"{__name__}.OTHERS", others)
+    monkeypatch.setattr("app.engine.speculation.length.choose_lengths", lambda _, most, *__, **___: list(most))
+    expected, _ = run("guessed")
+    case = Case(f"app.engine.speculation.draft.DraftProposer.{target}", "guessed")
+    injection = Injection(run, case)
+    patch(monkeypatch, case.target, injection.note)
+    checks = speculation.counts.checks
+    assert run("guessed") == (expected, {})
+    assert injection.num_calls["victim 0"] == 1  # and is not asked again
+    assert speculation.counts.checks > checks + 10
+    run.engine.close()
+
+
+def test_a_call_for_all_rows_that_fails_for_none_alone_is_tried_row_by_row(
+    run: Run, expected: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that is short for all rows together is enough for each."""
+    many = []
+
+    def note(logits: torch.Tensor, *_: object) -> None:
+        if len(logits) > 4:
+            many.append(len(logits))
+            raise RuntimeError("not enough memory")
+
+    patch(monkeypatch, "app.engine.decoding.sample", note)
+    assert run() == (expected, {})
+    assert many
+
+
+def test_a_call_that_fails_for_every_row_fails_the_step(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then it is no request's: the step that fails is taken back, and counts for the engine's health."""
+    run.engine.submit("a", *OTHERS["greedy"][:2])
+    run.engine.submit("b", *OTHERS["sampled"][:2])
+    with monkeypatch.context() as patches:
+
+        def note(*_: object) -> None:
+            raise RuntimeError("injected")
+
+        patch(patches, "app.engine.sampler._likeliest", note)
+        with pytest.raises(RuntimeError, match="injected"):
+            run.engine.step()
+    run.engine.check_integrity()
+    outputs: dict[str, tuple[int, ...]] = defaultdict(tuple)
+    while run.engine.has_work:
+        for delta in run.engine.step():
+            outputs[delta.request_id] += delta.token_ids
+    assert {name: len(output) for name, output in outputs.items()} == {"a": 6, "b": 6}
+
+
+class PanicException(BaseException):
+    """As `pyo3` calls it: no `Exception`."""
+
+
+def test_a_panic_of_the_tokenizer_is_its_requests(run: Run, expected: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went past every `except Exception`, and the engine's thread ended with it."""
+
+    def note(text: object, token_id: int) -> None:
+        if run.owner(text) == "victim 0":
+            raise PanicException("byte index 3 is not a char boundary")
+
+    patch(monkeypatch, "app.engine.detokenizer.TextStream._decode", note)
+    outputs, errors = run("plain")
+    assert {name: outputs[name] for name in OTHERS} == expected
+    assert [str(error) for error in errors.pop("victim 0")] == [FAILED]
+    assert not errors
+
+
+def test_what_the_client_caused_is_told_as_it_is(run: Run, expected: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def note(matcher: object, *_: object) -> None:
+        if run.owner(matcher) == "victim 0":
+            raise RequestError("this regular expression is too much", "structure")
+
+    patch(monkeypatch, "app.engine.structure.StructureMatcher.fill", note)
+    outputs, errors = run("structured")
+    assert {name: outputs[name] for name in OTHERS} == expected
+    assert [str(error) for error in errors.pop("victim 0")] == ["this regular expression is too much"]
+    assert not errors
+
+
+def test_a_fork_that_fails_leaves_its_parent_alone(
+    run: Run, expected: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of two forks stayed in its parent's group when the second one could not be made."""
+    engine = run.engine
+    engine.memory._index.clear()
+    engine.submit("greedy", *OTHERS["greedy"][:2])
+    output = [token for _ in range(2) for delta in engine.step() for token in delta.token_ids]
+    with monkeypatch.context() as patches:
+        calls: list[object] = []
+
+        def note(*_: object) -> None:
+            calls.append(_)
+            if len(calls) == 2:
+                raise RuntimeError("injected")
+
+        patch(patches, "vmem.memory.KVMemory.fork", note)
+        with pytest.raises(RuntimeError, match="injected"):
+            engine.fork("greedy", "forks", params(n=2))
+    engine.check_integrity()
+    while engine.has_work:
+        output += [token for delta in engine.step() for token in delta.token_ids]
+    assert tuple(output) == expected["greedy"][0]
+    engine.check_integrity()
+
+
+if __name__ == "__main__":
+    print(table())

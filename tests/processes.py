@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,9 @@ def no_processes() -> Iterator[None]:
     def refuse(self: subprocess.Popen[Any], args: Any, *more: Any, **options: Any) -> None:
         program = os.fsdecode(args if isinstance(args, str | bytes | os.PathLike) else args[0])
         if Path(program).name not in ALLOWED:
-            pytest.fail(f"starts {program}; a test that does is marked @pytest.mark.processes")
+            refusal = f"starts {program}; a test that does is marked @pytest.mark.processes"
+            print(refusal, file=sys.stderr)  # the code that is tested may turn the exception into another
+            pytest.fail(refusal)
         start(self, args, *more, **options)
 
     with pytest.MonkeyPatch.context() as patch:

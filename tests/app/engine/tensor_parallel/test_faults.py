@@ -24,6 +24,8 @@ from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
 from tests.conftest import ARCHITECTURES, VOCAB_SIZE, MakeCheckpoint
 from vmem import KVMemory
 
+pytestmark = pytest.mark.processes
+
 STEP_TIMEOUT_S = 3.0
 DEADLINE_S = 30.0
 

@@ -6,7 +6,7 @@ moments a rank, the replica's own process or its peer's, gets SIGKILL or SIGSTOP
 answer, or with an error that says that it may be sent again; a new replica must answer; nothing of the old one may be
 left.
 
---replicas, --ingresses: see `benchmarks.chaos`.
+--replicas, --ingresses: see `benchmarks.chaos`. --parts: see `benchmarks.parts`.
 --quick: 4 faults instead of 50, each kind once.
 """
 
@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from app.config import EngineConfig
-from benchmarks import chaos, harness
+from benchmarks import chaos, harness, parts
 from benchmarks.asking import DTYPE, OUTCOMES, Client, Outcomes
 from benchmarks.served import cluster, processes_called
 
@@ -82,7 +82,8 @@ def run(args: argparse.Namespace) -> None:
     """Faults of ranks."""
     from ray import serve
 
-    from app.main import HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S, AppArgs, build
+    from app.args import AppArgs
+    from app.main import HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S, build
 
     count = 4 if args.quick else 50
     engine = EngineConfig(
@@ -145,9 +146,12 @@ def main() -> None:
     parser = harness.arguments(__doc__)
     parser.add_argument("--replicas", action="store_true", help="kill, stop and replace whole replicas, one of two")
     parser.add_argument("--ingresses", action="store_true", help="the same with two ingresses, one of which is killed")
+    parser.add_argument("--parts", action="store_true", help="kill each part of which there is only one")
     args = parser.parse_args()
-    harness.needs("ray", "httpx")
-    if args.replicas or args.ingresses:
+    harness.needs("ray", "httpx", "psutil")
+    if args.parts:
+        parts.run(args)
+    elif args.replicas or args.ingresses:
         chaos.run(args)
     else:
         run(args)

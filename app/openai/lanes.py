@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 # Of a body: what is longer is read, and made tokens of, outside of the event loop; ...
 LOOP_BYTES = 16 << 10
 # ... and what is longer than this is done one at a time, so that neither memory nor time go with the number of clients.
-SHARED_BYTES = 512 << 10
+SHARED_BYTES = 128 << 10
 
 P = ParamSpec("P")
 T = TypeVar("T")

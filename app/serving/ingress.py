@@ -114,8 +114,8 @@ class Ingress:
         self._meter = RequestMeter()
         self._edge = EdgeMeter()
         self._metrics = MetricsPage(serve.get_replica_context().app_name)
-        # What is there now stays, a quarter of a million objects of libraries: a full collection of garbage would hold the
-        # event loop for 0.3 s to look at them, each time that large bodies have made many objects.
+        # What is there now stays: half a million objects, of libraries most of all. A full collection of garbage would
+        # look at them, and hold the event loop for 0.3 s, whenever large bodies have made many objects.
         gc.collect()
         gc.freeze()
 

@@ -49,10 +49,14 @@ def encode_bad_words(words: Iterable[str], encode: Callable[[str], list[int]], v
         vocab_size: of the model; it never chooses tokens beyond.
 
     Raises:
-        RequestError: a word has no tokens.
+        RequestError: a word has no tokens, or is no valid Unicode.
     """
     sequences = []
     for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair, which no tokenizer takes
+            raise RequestError(f"bad_words is not valid Unicode at character {error.start}", "bad_words") from error
         variants = [variant for variant in _variants(word, encode) if variant]
         if not variants:
             raise RequestError(f"the tokenizer has no tokens for the bad word {word!r}; leave it out", "bad_words")

@@ -54,6 +54,7 @@ from app.errors import (
     ConfigError,
     DeadlineError,
     EngineError,
+    FolioError,
     OverloadedError,
     RequestError,
     UnavailableError,
@@ -435,7 +436,8 @@ class Engine:
                     queue_s.append(start - s.request.submitted_at)
         except SequenceFailure as failure:  # the others go on in the next step
             self._scheduler.abort()
-            return self._fail(failure.request.request_id, failure)
+            request_id = failure.request.request_id
+            return self._fail(request_id, failure_of(request_id, failure))
         except BaseException:
             self._scheduler.abort()
             raise
@@ -594,10 +596,9 @@ class Engine:
             delta for request_id, error in self._adapters.advance().items() for delta in self._fail(request_id, error)
         ]
 
-    def _fail(self, request_id: str, error: BaseException) -> list[Delta]:
-        """End a request for which a call has failed."""
+    def _fail(self, request_id: str, error: FolioError) -> list[Delta]:
         self._deadlines.discard(request_id)
-        return list(self._decoding.fail(self._generations[request_id], failure_of(request_id, error)))
+        return list(self._decoding.fail(self._generations[request_id], error))
 
     def _wait_for_pages(self) -> list[Delta]:
         """Nothing runs and nothing can begin: the device has less memory than the budget says, for now or for good."""

@@ -86,3 +86,10 @@ def test_completing_is_what_ends_with_a_sequence(sequences: list[list[int]], out
     for token in range(4):
         after = [*output, token]
         assert (token in forbidden) == any(after[-len(s) :] == s for s in sequences)
+
+
+def test_half_a_character_is_refused(builtin: PreTrainedTokenizerBase) -> None:
+    """It was a TypeError of the tokenizer's, and a 500."""
+    with pytest.raises(RequestError, match="not valid Unicode at character 1") as raised:
+        encode_bad_words(["a\ud800"], encoder(builtin.backend_tokenizer), len(builtin))
+    assert raised.value.param == "bad_words"

@@ -22,9 +22,11 @@ import re
 import shlex
 import signal
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 from types import FrameType
@@ -70,6 +72,8 @@ _POLL_S, _LOOK_S = 0.5, 0.1
 _LAST_BYTES_S = 1.0
 # For an ingress to say how many requests it has, and for Serve to stop its processes: those that do not are killed.
 _ANSWER_S, _SHUTDOWN_S = 3.0, 4.0
+# For Ray's. On a busy machine it takes longer to see that all have ended.
+_RAY_S = 5.0
 _ROUTED_S = 10.0
 # How Python writes the last line of an exception of ours; Serve's messages have whole tracebacks.
 _OUR_ERROR = re.compile(r"app\.errors\.(?:ConfigError|ModelError)(?:\(\w+\))?: (.*)")
@@ -128,13 +132,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     set_environment()
+    status = 1
     try:
         context = ray.init(namespace="serve")
-        return run(config, Signals(), options.grace_s, context.dashboard_url)
+        status = run(config, Signals(), options.grace_s, context.dashboard_url)
     finally:
+        # Ray's processes end with this one in any case, if it has started them.
+        watchdog = threading.Timer(_RAY_S, os._exit, (status,))
+        watchdog.daemon = True
+        watchdog.start()
         ray.shutdown()
+        watchdog.cancel()
         if claimed is not None:
             claimed.close()
+    return status
 
 
 def set_environment() -> None:
@@ -271,13 +282,9 @@ def _drain_ingress(name: str) -> int:
 def stop(client: Any, timeout_s: float) -> None:
     """Shut Serve down. What has not ended by then ends with the cluster, or, in one that is not ours, by Serve."""
     client.shutdown_cached_handles()
-    try:
+    with suppress(RayError, TimeoutError):  # it has ended, as it should; or it takes longer
         # The controller ends before it can answer. `client.shutdown` has Ray send the call again, and say so.
         ray.get(client._controller.graceful_shutdown.options(max_task_retries=0).remote(), timeout=timeout_s)
-    except TimeoutError:
-        logger.info("Serve goes on stopping its replicas")
-    except RayError:
-        pass
     client._shutdown = True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -173,6 +174,33 @@ def test_what_the_terminal_shows(monkeypatch: pytest.MonkeyPatch, config: Callab
     assert "RAY_AUTH_MODE=token" in shown
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     assert "RAY_AUTH_MODE" not in serve.greeting(loaded, "127.0.0.1:8265")
+
+
+def test_a_ray_that_does_not_end_is_left(monkeypatch: pytest.MonkeyPatch, config: Callable[..., str]) -> None:
+    """Regression: the command took 33 s more than the grace period; on a busy machine Ray's end alone took 12 s."""
+    timers: list[Any] = []
+
+    class Timer:
+        def __init__(self, seconds: float, function: Any, arguments: Any) -> None:
+            timers.append((seconds, function, arguments))
+
+        def start(self) -> None:
+            timers.append("starts")
+
+        def cancel(self) -> None:
+            timers.append("is cancelled")
+
+    monkeypatch.setattr(serve.threading, "Timer", Timer)
+    monkeypatch.setattr(serve, "claim", lambda *address: None)
+    monkeypatch.setattr(serve, "run", lambda *_: 0)
+    monkeypatch.setattr(serve, "Signals", lambda: None)
+    monkeypatch.setattr(serve, "set_environment", lambda: None)
+    monkeypatch.setattr(ray, "init", lambda namespace: SimpleNamespace(dashboard_url=""))
+    monkeypatch.setattr(ray, "shutdown", lambda: timers.append("Ray ends"))
+    assert serve.main([config({})]) == 0
+    seconds, function, arguments = timers[0]
+    assert (seconds <= 5.0, function, arguments) == (True, os._exit, (0,))
+    assert timers[1:] == ["starts", "Ray ends", "is cancelled"]
 
 
 class Controller:

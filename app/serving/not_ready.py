@@ -1,6 +1,7 @@
-"""While no ingress runs, Serve's proxy lets every request wait for one, also those that ask whether it does.
+"""While an application is built, Serve's proxy has no route to it and answers 404. While its ingress starts, the proxy
+lets requests wait, also those that ask whether it runs.
 
-A middleware in the proxy answers `/ready` for it: 503, unless there is an answer soon. It does so until something
+A middleware in the proxy makes 503 of both where the path is `/ready`, at once or soon. It does so until something
 has been ready, since it knows nothing of what is behind a path, and another application's may take its time.
 """
 
@@ -28,12 +29,15 @@ class AnswersNotReady:
         if self._is_ready or scope["type"] != "http" or not scope["path"].endswith("/ready"):
             await self._app(scope, receive, send)
             return
-        begun = asyncio.Event()
+        begun, has_route = asyncio.Event(), True
 
         async def send_and_note(message: Message) -> None:
+            nonlocal has_route
             begun.set()
             self._is_ready |= message.get("status") == 200
-            await send(message)
+            has_route &= message.get("status") != 404
+            if has_route:
+                await send(message)
 
         answering = asyncio.ensure_future(self._app(scope, receive, send_and_note))
         waiting = asyncio.ensure_future(begun.wait())
@@ -41,7 +45,7 @@ class AnswersNotReady:
             await asyncio.wait((answering, waiting), timeout=_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
             if begun.is_set() or answering.done():
                 await answering
-            else:
+            if not begun.is_set() or not has_route:
                 await _refuse(send)
         finally:
             answering.cancel()
@@ -49,7 +53,7 @@ class AnswersNotReady:
 
 
 async def _refuse(send: Send) -> None:
-    error = UnavailableError("the server is starting", retry_after_s=1.0)
+    error = UnavailableError("nothing is ready at this path yet", retry_after_s=1.0)
     status, answer = error_response(error)
     named: dict[str, Any] = {"content-type": "application/json"} | error_headers(error)
     headers = [(name.lower().encode(), value.encode()) for name, value in named.items()]

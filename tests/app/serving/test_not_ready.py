@@ -14,9 +14,10 @@ from app.serving.not_ready import AnswersNotReady
 
 
 class Application:
-    """Answers as soon as it may, and 404 at other paths than `/ready`."""
+    """Answers as soon as it may."""
 
-    def __init__(self) -> None:
+    def __init__(self, status: int = 200) -> None:
+        self.status = status
         self.runs = asyncio.Event()
         self.num_cancelled = 0
 
@@ -26,7 +27,7 @@ class Application:
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.start", "status": self.status, "headers": []})
         await send({"type": "http.response.body", "body": b"ready"})
 
 
@@ -54,7 +55,7 @@ def test_it_says_so_at_once_while_no_ingress_runs(monkeypatch: pytest.MonkeyPatc
         proxy = AnswersNotReady(application)
         for path in ("/ready", "/folio/ready"):
             status, body = await ask(proxy, path)
-            assert (status, json.loads(body)["error"]["message"]) == (503, "the server is starting")
+            assert (status, json.loads(body)["error"]["message"]) == (503, "nothing is ready at this path yet")
         await asyncio.sleep(0)
         assert application.num_cancelled == 2
         others = asyncio.create_task(ask(proxy, "/v1/models"))
@@ -80,5 +81,23 @@ def test_it_says_nothing_once_there_has_been_an_answer(monkeypatch: pytest.Monke
         assert not late.done()
         application.runs.set()
         assert await late == (200, b"ready")
+
+    asyncio.run(main())
+
+
+def test_a_route_that_is_not_there_yet() -> None:
+    """Regression: 404, while the application was built; an orchestrator takes that for a wrong configuration."""
+
+    async def main() -> None:
+        application = Application(status=404)
+        application.runs.set()
+        proxy = AnswersNotReady(application)
+        status, body = await ask(proxy, "/ready")
+        assert (status, json.loads(body)["error"]["code"]) == (503, "unavailable")
+        assert await ask(proxy, "/other") == (404, b"ready")
+        application.status = 200
+        assert await ask(proxy, "/ready") == (200, b"ready")
+        application.status = 404  # now it is what it says
+        assert await ask(proxy, "/ready") == (404, b"ready")
 
     asyncio.run(main())

@@ -19,37 +19,47 @@ _WAIT_S = 0.3
 
 
 class AnswersNotReady:
-    """ASGI middleware for Serve's proxies."""
+    """ASGI middleware for Serve's proxies. One question waits for the ingress, for all who ask meanwhile: Serve logs
+    each that is given up."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._is_ready = False
+        self._asking: asyncio.Future[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._is_ready or scope["type"] != "http" or not scope["path"].endswith("/ready"):
             await self._app(scope, receive, send)
             return
-        begun, has_route = asyncio.Event(), True
+        if self._asking is not None and not self._asking.done():
+            await _refuse(send)
+            return
+        messages: list[Message] = []
 
-        async def send_and_note(message: Message) -> None:
-            nonlocal has_route
-            begun.set()
+        async def note(message: Message) -> None:
             self._is_ready |= message.get("status") == 200
-            has_route &= message.get("status") != 404
-            if has_route:
-                await send(message)
+            messages.append(message)
 
-        answering = asyncio.ensure_future(self._app(scope, receive, send_and_note))
-        waiting = asyncio.ensure_future(begun.wait())
-        try:
-            await asyncio.wait((answering, waiting), timeout=_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
-            if begun.is_set() or answering.done():
-                await answering
-            if not begun.is_set() or not has_route:
-                await _refuse(send)
-        finally:
-            answering.cancel()
-            waiting.cancel()
+        self._asking = asyncio.ensure_future(self._app(scope, _Nothing(), note))
+        await asyncio.wait((self._asking,), timeout=_WAIT_S)
+        if not self._asking.done() or self._asking.exception() or not messages or messages[0].get("status") == 404:
+            await _refuse(send)
+            return
+        for message in messages:
+            await send(message)
+
+
+class _Nothing:
+    """`receive` of a request without a body, whose client stays."""
+
+    def __init__(self) -> None:
+        self._has_begun = False
+
+    async def __call__(self) -> Message:
+        if self._has_begun:
+            await asyncio.Event().wait()
+        self._has_begun = True
+        return {"type": "http.request", "body": b"", "more_body": False}
 
 
 async def _refuse(send: Send) -> None:

@@ -7,9 +7,11 @@ import itertools
 import logging
 import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Unpack
 
@@ -35,6 +37,13 @@ Pace = Callable[[], float]
 
 # So many requests can be found by the ids that their senders gave them.
 _NAMES = 4000
+# An engine stops, and is replaced, when so many steps have failed and nothing was generated in between, or so many
+# requests by no fault of their senders. The first are everybody's, and the others may be one sender's.
+_MOST_FAILED_STEPS, _MOST_FAILED_REQUESTS = 3, 10
+# An engine that has work and computes no step for so long hangs: at least this, twice `step_timeout_s`, and so many
+# times its longest step so far, warm-up included. Kernels are compiled and adapters read in less, on slow machines too.
+_STALLED_S, _STALLED_STEPS = 120.0, 10
+_STOPPED = "the engine has stopped; send the request again"
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +79,8 @@ class AsyncEngine:
     """An `Engine` behind a thread of its own. Its methods may be called from any event loop.
 
     A failed step fails the requests that are in flight with an error and frees their memory. If the books do not add
-    up afterwards, or a rank is lost, the engine stops and `healthy` is false.
+    up afterwards, a rank is lost, steps fail again and again, or none is computed for a long time although there is
+    work, the engine stops and `healthy` is false: what is in flight then ends with `UnavailableError`.
 
     Args:
         launch, admit: see `Engine`.
@@ -95,7 +105,12 @@ class AsyncEngine:
         self._names: OrderedDict[str, str] = OrderedDict()  # the callers' ids of the latest requests → the engine's
         self._ids = itertools.count()
         self._sending = threading.Lock()  # between "is it still taking commands?" and handing one over
-        self._stopped = False
+        self._stopped = self._hangs = False
+        self._working_since: float | None = None  # and no step computed; `None`: there is nothing to do
+        self._longest_s = 0.0  # of a step
+        self._stalled_s = max(_STALLED_S, 2 * config.step_timeout_s)
+        self._num_failures = 0  # of steps and requests since anything was generated
+        self._activity = Activity()  # what the meter is to be told next
         self._engine: Engine  # the thread makes it
         started: Future[None] = Future()
 
@@ -110,7 +125,8 @@ class AsyncEngine:
 
     @property
     def healthy(self) -> bool:
-        return not self._stopped and self._engine.available
+        """Whether it takes requests and gets on with them. Waits for nothing."""
+        return not self._stopped and self._engine.available and not self._stalled
 
     @property
     def max_model_len(self) -> int:
@@ -166,9 +182,7 @@ class AsyncEngine:
 
         load = len(prompt_token_ids), options.get("expected_cached_tokens") or 0
         compiles = params.structure is not None
-        return self._deltas(
-            request_id or "request", begin, load, validate, compiles=compiles, check_queue=True, pace=pace
-        )
+        return self._deltas(request_id or "request", begin, load, validate, slow=compiles, check_queue=True, pace=pace)
 
     def fork(
         self,
@@ -199,9 +213,7 @@ class AsyncEngine:
             self._engine.fork(parent_id, unique_id, params, index=index)
 
         name, compiles = fork_id or f"fork of {request_id}", params.structure is not None
-        return self._deltas(
-            name, begin, (0, 0), lambda: self._engine.check_params(params), compiles=compiles, pace=pace
-        )
+        return self._deltas(name, begin, (0, 0), lambda: self._engine.check_params(params), slow=compiles, pace=pace)
 
     async def pin(self, name: str, prompt_token_ids: Sequence[int], **options: Unpack[RequestOptions]) -> None:
         """Compute a prefix and keep it in the cache until `unpin`; returns when that is done. It may be pinned already.
@@ -218,14 +230,14 @@ class AsyncEngine:
         def begin(unique_id: str) -> None:
             self._engine.pin(unique_id, name, prompt_token_ids, **options)
 
-        load = len(prompt_token_ids), 0
-        async for _ in self._deltas(
-            f"pin {name}", begin, load, lambda: self._engine.validate_pin(name, prompt_token_ids, **options)
-        ):
+        def validate() -> None:
+            self._engine.validate_pin(name, prompt_token_ids, **options)
+
+        async for _ in self._deltas(f"pin {name}", begin, (len(prompt_token_ids), 0), validate, slow=True):
             pass
 
     def unpin(self, name: str) -> None:
-        """Let a pinned prefix go the way of others.
+        """Let a pinned prefix go the way of others. May wait for a call of the engine's thread.
 
         Raises:
             UnknownPinError: there is none of that name.
@@ -241,17 +253,17 @@ class AsyncEngine:
         load: tuple[int, int],
         validate: Callable[[], object],
         *,
-        compiles: bool = False,
+        slow: bool = False,
         check_queue: bool = False,
         pace: Pace | None = None,
     ) -> AsyncGenerator[list[Delta], None]:
         """
         Args:
             validate: raises `RequestError` if it is not worth sending.
-            compiles: which may take long.
+            slow: it compiles, or may have to wait for the memory's lock.
             check_queue: refuse it if as many requests wait as may.
         """
-        if compiles:  # others' streams must not wait for it
+        if slow:  # others' streams must not wait for it
             await asyncio.to_thread(validate)
         else:
             validate()
@@ -293,8 +305,8 @@ class AsyncEngine:
         return self._engine.load(tuple(self._arriving.values()), most_keys=most_keys)
 
     def take_activity(self) -> Activity:
-        """What the engine has done since this was last asked for."""
-        return self._engine.take_activity()
+        """What the engine has done since this was last asked for. From any one thread."""
+        return self._activity.take()
 
     def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change how much memory the KV cache may take. Requests that no longer fit are computed again later.
@@ -314,24 +326,57 @@ class AsyncEngine:
             UnavailableError: the engine has stopped.
         """
         audit = _Audit(Future())
+        self.check()
         with self._sending:
-            self.check()
+            if self._stopped:
+                raise UnavailableError(_STOPPED)
             self._commands.put(audit)
         await asyncio.wrap_future(audit.outcome)
 
     def close(self) -> None:
-        """Fail what is in flight, stop the thread and give all memory back."""
+        """Fail what is in flight, stop the thread and give all memory back. A thread that hangs is left to do so."""
         self._commands.put(_Stop())
-        self._thread.join()
+        self._thread.join(0 if self._hangs else None)
 
     def check(self) -> None:
-        """Raise `UnavailableError` once the engine has stopped."""
-        if not self.healthy:
-            raise UnavailableError("the engine has stopped; send the request again")
+        """Raise `UnavailableError` once the engine has stopped. Waits for nothing. An engine that hangs is stopped
+        here."""
+        if self.healthy:
+            return
+        if not self._stopped and self._stalled:
+            self._abandon()
+        raise UnavailableError(_STOPPED)
+
+    @property
+    def _stalled(self) -> bool:
+        since = self._working_since
+        return since is not None and time.monotonic() - since > max(self._stalled_s, _STALLED_STEPS * self._longest_s)
+
+    def _abandon(self) -> None:
+        """Fail what is in flight in place of the thread. Should that come back, it finds that it has to stop."""
+        with self._sending:
+            if self._stopped:
+                return
+            self._stopped = self._hangs = True
+        logger.error("the engine stops: it has work and has computed no step for %.0f s or longer", self._stalled_s)
+        streams = list(self._streams.values())
+        while not self._commands.empty():
+            with suppress(queue.Empty):
+                command = self._commands.get_nowait()
+                if isinstance(command, _Stream):
+                    streams.append(command)
+                elif isinstance(command, _Audit):
+                    command.outcome.set_exception(UnavailableError(_STOPPED))
+        for stream in streams:
+            failure = Delta(stream.request_id, (), "", error=UnavailableError(_STOPPED))
+            with suppress(RuntimeError):  # its event loop has been closed
+                stream.loop.call_soon_threadsafe(stream.deltas.put, failure)
 
     def _send(self, stream: _Stream, name: str, check_queue: bool) -> None:
+        self.check()
         with self._sending:
-            self.check()
+            if self._stopped:
+                raise UnavailableError(_STOPPED)
             if check_queue:
                 self._engine.check_queue(tuple(self._arriving.values()))
             self._arriving[stream.request_id] = stream.load
@@ -348,28 +393,28 @@ class AsyncEngine:
         # spins any more while it waits for the others, and a step takes a tenth longer.
         try:
             self._engine = make()
-        except Exception as error:  # noqa: BLE001 - whoever makes this engine hears of it
-            started.set_exception(error)
+        except BaseException as error:  # noqa: BLE001 - whoever makes this engine hears of it
+            started.set_exception(_told(error))
             return
         try:
             self._get_ready()
-        except Exception as error:
+        except BaseException as error:
             logger.exception("the engine cannot get ready")
             self._stopped = True
             try:
                 self._engine.close()
             finally:
-                started.set_exception(error)  # the same, and does not wait for ever
+                started.set_exception(_told(error))  # the same, and does not wait for ever
             return
         started.set_result(None)
-        reason = "the engine has stopped; send the request again"
+        reason = _STOPPED
         try:
-            while self._take_commands():
+            while not self._stopped and self._take_commands():
                 self._step()
         except UnavailableError as error:
             logger.error("the engine stops: %s", error)
             reason = str(error)
-        except Exception:
+        except BaseException:  # a panic of a Rust library is no Exception
             logger.exception("the engine stops")
             reason = "the engine failed and has stopped; send the request again"
         finally:
@@ -385,7 +430,9 @@ class AsyncEngine:
         """Whatever has to be there before the first request."""
         config = self._engine.config
         if config.warm_up:
+            start = time.monotonic()
             self._engine.warm_up()
+            self._longest_s = time.monotonic() - start  # no step of it was longer
         if self._prefixes_of_others is not None and config.prefix_cache and config.restore_prefixes_s:
             told = self._prefixes_of_others(self._engine.prefix_fingerprint)
             if any(told):
@@ -395,10 +442,14 @@ class AsyncEngine:
     def _take_commands(self) -> bool:
         """Do what was asked since the last step, waiting when there is nothing to compute; False to stop."""
         while True:
+            if not self._engine.has_work:
+                self._working_since = None
             try:
                 command = self._commands.get(block=not self._engine.has_work)
             except queue.Empty:
                 return True
+            if self._working_since is None:
+                self._working_since = time.monotonic()
             match command:
                 case _Stream(request_id):
                     self._streams[request_id] = command
@@ -406,7 +457,7 @@ class AsyncEngine:
                         command.begin(request_id)
                     except (RequestError, OverloadedError) as error:
                         self._deliver([Delta(request_id, (), "", error=error)])
-                    except Exception:  # this request's fault, not the others'
+                    except BaseException:  # this request's fault, not the others'
                         logger.exception("cannot begin %s", request_id)
                         failure = EngineError("the request cannot begin; the server's log says why")
                         self._deliver([Delta(request_id, (), "", error=failure)])
@@ -437,8 +488,10 @@ class AsyncEngine:
             deltas = self._engine.step()
         except (IntegrityError, UnavailableError):
             raise
-        except Exception:  # whatever went wrong, no request may wait for ever
+        except BaseException as error:  # whatever went wrong, no request may wait for ever
             logger.exception("a step failed")
+            self._activity.num_failed_steps += 1
+            self._note_failures(1, _MOST_FAILED_STEPS, error)
             failed = list(self._streams)
             # Not what it says: that may quote a request, and goes to all.
             self._fail_all(EngineError("a step failed; the server's log says why"))
@@ -446,7 +499,27 @@ class AsyncEngine:
                 self._engine.cancel(request_id)
             self._engine.check_integrity()
             return
+        self._note_progress()
         self._deliver(deltas)
+        if any(delta.error is None for delta in deltas):
+            self._num_failures = 0
+        else:
+            self._note_failures(sum(isinstance(d.error, EngineError) for d in deltas), _MOST_FAILED_REQUESTS)
+
+    def _note_failures(self, count: int, most: int, cause: BaseException | None = None) -> None:
+        """Raise `UnavailableError` if there have been too many without anything generated in between."""
+        self._num_failures += count
+        if count and self._num_failures >= most:
+            raise UnavailableError(
+                f"{self._num_failures} failures one after the other; the engine is replaced, send the request again"
+            ) from cause
+
+    def _note_progress(self) -> None:
+        recent = self._engine.take_activity()
+        self._activity.add(recent)
+        if recent.step_s:
+            self._working_since = time.monotonic()
+            self._longest_s = max(self._longest_s, *recent.step_s)
 
     def _deliver(self, deltas: Sequence[Delta]) -> None:
         """Put deltas into their queues: one call into each event loop, since waking one takes longer than the rest."""
@@ -476,6 +549,16 @@ class AsyncEngine:
             elif isinstance(command, _Audit) and command.outcome.set_running_or_notify_cancel():
                 command.outcome.set_exception(UnavailableError(reason))
         self._fail_all(UnavailableError(reason))
+
+
+def _told(error: BaseException) -> Exception:
+    """As an error that whoever waits for the start, Serve too, takes for one: a library may call `sys.exit`, or panic
+    in Rust."""
+    if isinstance(error, Exception):
+        return error
+    told = EngineError(f"the engine cannot start: {type(error).__name__}: {error}")
+    told.__cause__ = error
+    return told
 
 
 def _put_all(arrived: Sequence[tuple[_Stream, Delta]]) -> None:

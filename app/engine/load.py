@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from app.engine.recovery import Recovery, RecoveryModel
 from app.engine.request import Request
@@ -24,7 +24,7 @@ _LEAST_RETRY_S, _MOST_RETRY_S = 0.05, 60.0
 _MOST_TIMES = 4096
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Activity:
     """What an engine has done.
 
@@ -33,11 +33,23 @@ class Activity:
         step_s: seconds of each step since this was last asked for, at most `_MOST_TIMES`.
         queue_s: the same of each request that has begun: from when the engine got it to the step that computed its
             first tokens.
+        num_failed_steps: since the start, and with each of them all requests in flight.
     """
 
-    num_preempted: Mapping[Recovery, int]
-    step_s: list[float]
-    queue_s: list[float]
+    num_preempted: Mapping[Recovery, int] = field(default_factory=dict)
+    step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_TIMES))
+    queue_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_TIMES))
+    num_failed_steps: int = 0
+
+    def add(self, recent: Activity) -> None:
+        """What has been done since, with its counts as they are now."""
+        self.num_preempted = recent.num_preempted
+        self.step_s.extend(recent.step_s)
+        self.queue_s.extend(recent.queue_s)
+
+    def take(self) -> Activity:
+        """The same; the times are told once. Another thread may go on adding."""
+        return Activity(self.num_preempted, _taken(self.step_s), _taken(self.queue_s), self.num_failed_steps)
 
 
 class DecayingRate:
@@ -70,8 +82,7 @@ class LoadMeter:
         self._busy = DecayingRate()
         self._freed = DecayingRate()
         self._ended = DecayingRate()
-        self._step_s: deque[float] = deque(maxlen=_MOST_TIMES)
-        self._queue_s: deque[float] = deque(maxlen=_MOST_TIMES)
+        self._activity = Activity()
         self.expected_cached_tokens = 0
         self.cached_tokens = 0
         self.missed_tokens = 0
@@ -96,12 +107,13 @@ class LoadMeter:
 
     def note_times(self, step_s: float, queue_s: Sequence[float]) -> None:
         """A step took so long, and began with requests that had waited so long."""
-        self._step_s.append(step_s)
-        self._queue_s.extend(queue_s)
+        self._activity.step_s.append(step_s)
+        self._activity.queue_s.extend(queue_s)
 
     def take_activity(self, num_preempted: Mapping[Recovery, int]) -> Activity:
         """The times are told once. From any one thread."""
-        return Activity(dict(num_preempted), _taken(self._step_s), _taken(self._queue_s))
+        self._activity.num_preempted = dict(num_preempted)
+        return self._activity.take()
 
     def busy_share(self, now: float) -> float:
         return min(self._busy.at(now), 1.0)
@@ -113,9 +125,9 @@ class LoadMeter:
         return self._ended.at(now)
 
 
-def _taken(times: deque[float]) -> list[float]:
-    """What is there now; the engine's thread may go on adding."""
-    return [times.popleft() for _ in range(len(times))]
+def _taken(times: deque[float]) -> deque[float]:
+    """What is there now."""
+    return deque((times.popleft() for _ in range(len(times))), _MOST_TIMES)
 
 
 def retry_after_s(

@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray import serve
@@ -31,6 +31,10 @@ from vmem import BudgetAnswer, MemoryReport
 
 # How long a replica without an engine stays, so that what it has answered gets out.
 _LAST_WORDS_S = 1.0
+# Figures and orders that an engine which hangs keeps for longer are given up.
+_ANSWER_S = 5.0
+
+T = TypeVar("T")
 
 
 def _only_at_the_end() -> float:
@@ -39,6 +43,9 @@ def _only_at_the_end() -> float:
 
 class EngineReplica:
     """Runs the model. Cancelling a call cancels its request and frees its pages.
+
+    Its event loop, which all streams and Serve's health checks share, never waits for the memory's lock: what may have
+    to is called in other threads (`_beside`).
 
     Args:
         shared_kv_memory_bytes: what it shares with the other replicas on its device, `kv_memory_bytes` of each. None:
@@ -111,11 +118,11 @@ class EngineReplica:
 
     async def report(self) -> MemoryReport:
         """Where KV memory is now."""
-        return self._engine.report()
+        return await _beside(self._engine.report)
 
     async def named_report(self) -> tuple[str, MemoryReport]:
         """The same, and whose it is: the end of the ids of its answers."""
-        return self._name, self._engine.report()
+        return self._name, await self.report()
 
     async def check_integrity(self) -> None:
         """Audit the engine's books (`AsyncEngine.check_integrity`)."""
@@ -123,7 +130,7 @@ class EngineReplica:
 
     async def status(self) -> ReplicaStatus:
         """What operators want to know. Raises `UnavailableError` once the engine has stopped."""
-        load, report = self._engine.load(most_keys=0), self._engine.report()
+        load, report = await _beside(partial(self._engine.load, most_keys=0)), await self.report()
         return ReplicaStatus.of(self._name, load, report, self._engine.start_times.ready_s)
 
     async def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
@@ -136,7 +143,7 @@ class EngineReplica:
             raise RequestError(
                 "budgets follow the load here: set shared_kv_memory_bytes of the application instead", "budget_bytes"
             )
-        return self._engine.set_budget(budget_bytes, revision)
+        return await _beside(partial(self._engine.set_budget, budget_bytes, revision))
 
     async def pin(
         self, name: str, prompt_token_ids: list[int], cache_salt: str | None, tenant: str | None = None
@@ -146,34 +153,38 @@ class EngineReplica:
 
     async def hot_prefixes(self) -> ToldPrefixes:
         """What a new replica should have cached before it takes requests (`Engine.hot_prefixes`)."""
-        prefixes = await asyncio.to_thread(self._engine.hot_prefixes)
+        prefixes = await _beside(self._engine.hot_prefixes)
         return ToldPrefixes(await asyncio.to_thread(lambda: self._engine.prefix_fingerprint), prefixes)
 
     async def unpin(self, name: str) -> None:
         """Let a pinned prefix go."""
-        self._engine.unpin(name)
+        await _beside(partial(self._engine.unpin, name))
 
-    def record_routing_stats(self) -> dict[str, Any]:
+    async def record_routing_stats(self) -> dict[str, Any]:
         """Called by Serve, for `FolioRouter`s, every report; so counts are passed on to Prometheus here, too."""
         self._guesses.note(self._engine.speculation)
         self._ready.note(self._engine.start_times)  # again and again: Ray forgets a gauge 20 s after it was last set
-        load = self._engine.load()
-        self._meter.note(load, self._engine.report(), self._engine.take_activity())
+        self._leave_if_stopped()
+        load, report = await _beside(self._engine.load), await self.report()
+        self._meter.note(load, report, self._engine.take_activity())
         return report_as_stats(load)
 
-    def record_autoscaling_stats(self) -> dict[str, float]:
+    async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve, if the deployment has an `autoscaling_config`: what `KVAwareScaling` needs to know."""
-        return ReplicaLoad.of(self._engine.load(most_keys=0)).as_metrics()
+        return ReplicaLoad.of(await _beside(partial(self._engine.load, most_keys=0))).as_metrics()
 
     def check_health(self) -> None:
-        """Called by Serve. Three errors here replace the replica, and the end of its process does so at once: until
-        then it would get requests that it cannot answer."""
-        if not self._engine.healthy and self._leaving is None and not self._closing:
-            self._leaving = threading.Timer(_LAST_WORDS_S, os._exit, (1,))
-            self._leaving.start()
+        """Called by Serve. Three errors here replace the replica, and the end of its process does so at once."""
+        self._leave_if_stopped()
         self._engine.check()
         if self._member is not None and not self._member.healthy and not self._closing:
             raise UnavailableError("the replica's budget can be changed no more, see the log")
+
+    def _leave_if_stopped(self) -> None:
+        """End the process of a stopped engine soon: until then it gets requests that it cannot answer."""
+        if not self._engine.healthy and self._leaving is None and not self._closing:
+            self._leaving = threading.Timer(_LAST_WORDS_S, os._exit, (1,))
+            self._leaving.start()
 
     async def _deltas(self, request: GenerateRequest, pace: Pace) -> AsyncGenerator[list[Delta], None]:
         expected = request.expected
@@ -201,6 +212,7 @@ class EngineReplica:
                     yield some
         except (OverloadedError, UnavailableError) as error:
             error.replica = self._name  # the request may be sent to another one
+            self._leave_if_stopped()
             raise
 
     async def _forked(self, call: ForkCall, pace: Pace) -> AsyncGenerator[list[Delta], None]:
@@ -246,3 +258,12 @@ class EngineReplica:
             self._engine.close()
             if self._member is not None:
                 self._member.close()
+
+
+async def _beside(call: Callable[[], T]) -> T:
+    """What the call returns, which is made in a thread. Raises `UnavailableError` if it takes too long; it may be
+    carried out all the same."""
+    try:
+        return await asyncio.wait_for(asyncio.to_thread(call), _ANSWER_S)
+    except TimeoutError:
+        raise UnavailableError(f"the engine has not answered within {_ANSWER_S:.0f} s; ask again") from None

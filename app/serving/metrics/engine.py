@@ -36,6 +36,9 @@ class EngineMeter:
         self._mapping_s = metrics.Counter(
             "folio_mapping_s", "Seconds of mapping work: exposed, steps waited for it; hidden, beside them.", ("time",)
         )
+        self._failed = metrics.Counter(
+            "folio_failed_steps", "Steps that failed, and with each of them all requests in flight."
+        )
         self._step_s = metrics.Histogram("folio_step_s", "Time of an engine step.", boundaries=_STEP_S)
         self._queue_s = metrics.Histogram(
             "folio_queue_s",
@@ -67,6 +70,7 @@ class EngineMeter:
         self._count(self._preemptions, {str(way): number for way, number in activity.num_preempted.items()}, "way")
         seconds = {"exposed": memory.exposed_us / 1e6, "hidden": memory.hidden_us / 1e6}
         self._count(self._mapping_s, seconds, "time")
+        self._count(self._failed, {"": activity.num_failed_steps})
         for step_s in activity.step_s:
             self._step_s.observe(step_s)
         for queue_s in activity.queue_s:

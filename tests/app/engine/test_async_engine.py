@@ -12,8 +12,8 @@ from typing import TypeVar
 import pytest
 
 from app.config import EngineConfig
-from app.engine import AsyncEngine, SamplingParams
-from app.errors import EngineError, RequestError
+from app.engine import AsyncEngine, Delta, SamplingParams, async_engine
+from app.errors import EngineError, RequestError, UnavailableError
 from tests.conftest import ARCHITECTURES, MakeCheckpoint
 from vmem import IntegrityError, MapError
 
@@ -186,3 +186,152 @@ def test_close_fails_what_is_in_flight(engine: AsyncEngine) -> None:
             await task
 
     run(main())
+
+
+class Panic(BaseException):
+    """As a library in Rust raises it."""
+
+
+def failing(error: BaseException) -> Callable[[], list[Delta]]:
+    def step() -> list[Delta]:
+        raise error
+
+    return step
+
+
+@pytest.mark.parametrize("error", [OSError("no space left on device"), Panic("index out of bounds")])
+def test_steps_that_fail_again_and_again_stop_the_engine(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: BaseException
+) -> None:
+    """Regression: a replica whose steps all failed was healthy, and its speed at failing drew requests. A panic ended
+    the thread."""
+
+    async def main() -> None:
+        for _ in range(2):  # never three in a row
+            with monkeypatch.context() as patch:
+                patch.setattr(engine._engine, "step", failing(error))
+                for _ in range(2):
+                    with pytest.raises(EngineError, match="a step failed"):
+                        await collect(engine, [1, 2], GREEDY)
+            assert engine.healthy
+            assert len(await collect(engine, [1, 2], GREEDY)) == 30
+        monkeypatch.setattr(engine._engine, "step", failing(error))
+        for _ in range(2):
+            with pytest.raises(EngineError, match="a step failed"):
+                await collect(engine, [1, 2], GREEDY)
+        with pytest.raises(UnavailableError, match="send the request again"):
+            await collect(engine, [1, 2], GREEDY)
+        await until(stopped(engine))
+        with pytest.raises(UnavailableError):
+            engine.check()
+
+    run(main())
+    assert engine.take_activity().num_failed_steps == 7
+    assert [r.getMessage() for r in caplog.records if "the engine stops" in r.getMessage()] == [
+        "the engine stops: 3 failures one after the other; the engine is replaced, send the request again"
+    ]
+
+
+def stopped(engine: AsyncEngine) -> Callable[[], Awaitable[bool]]:
+    async def is_stopped() -> bool:
+        return not engine.healthy
+
+    return is_stopped
+
+
+def test_requests_that_fail_again_and_again_stop_the_engine(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each by itself, and none by its sender's fault: nobody is served any more."""
+
+    def fail() -> list[Delta]:
+        [request_id] = engine._streams
+        engine._engine.cancel(request_id)
+        return [Delta(request_id, (), "", error=EngineError("not finite"))]
+
+    async def main() -> None:
+        assert len(await collect(engine, [1, 2], GREEDY)) == 30
+        monkeypatch.setattr(engine._engine, "step", fail)
+        for _ in range(10):
+            assert engine.healthy
+            with pytest.raises(EngineError, match="not finite"):
+                await collect(engine, [1, 2], GREEDY)
+        await until(stopped(engine))
+
+    run(main())
+
+
+def test_a_panic_while_a_request_begins_is_its_own(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._engine, "submit", lambda *_, **__: failing(Panic("unreachable"))())
+            with pytest.raises(EngineError, match="cannot begin"):
+                await collect(engine, [1, 2], GREEDY)
+        assert len(await collect(engine, [1, 2], GREEDY)) == 30
+
+    run(main())
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), Panic("unreachable")])
+def test_whatever_ends_a_start_is_told(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Regression: what is no `Exception` ended the thread, and whoever made the engine waited for ever."""
+    monkeypatch.setattr(async_engine, "Engine", lambda *_: failing(error)())
+    told: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            AsyncEngine(EngineConfig(model="builtin"))
+        except BaseException as raised:  # noqa: BLE001 - what it is, is looked at below
+            told.append(raised)
+
+    thread = threading.Thread(target=start, daemon=True)
+    thread.start()
+    thread.join(DEADLINE_S)
+    assert [str(raised) for raised in told] == [f"the engine cannot start: {type(error).__name__}: {error}"]
+    assert isinstance(told[0], EngineError)
+
+
+def test_an_engine_that_hangs_is_noticed(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with its thread alive in a kernel or behind a lock, it was healthy, and its streams waited."""
+    entered, let_go = threading.Event(), threading.Event()
+
+    def hang() -> list[Delta]:
+        entered.set()
+        assert let_go.wait(DEADLINE_S)
+        return []
+
+    async def main() -> None:
+        monkeypatch.setattr(engine._engine, "step", hang)
+        tasks = [asyncio.create_task(collect(engine, [1, 2], GREEDY))]
+        await asyncio.to_thread(entered.wait, DEADLINE_S)
+        tasks.append(asyncio.create_task(collect(engine, [3], GREEDY)))  # it never begins
+        await asyncio.sleep(0)
+        engine.check()  # a step may take long
+        engine._stalled_s = engine._longest_s = 0.0
+        await until(stopped(engine))
+        with pytest.raises(UnavailableError):
+            engine.check()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(end) for end in ends] == [UnavailableError] * 2
+        engine.close()  # does not wait for the thread
+
+    try:
+        run(main())
+    finally:
+        let_go.set()
+    engine._thread.join(DEADLINE_S)
+    assert not engine._thread.is_alive(), "it stops when it comes back, and closes the engine"
+
+
+def test_an_engine_without_work_does_not_hang(engine: AsyncEngine) -> None:
+    """However long it has had none; and steps that are computed are progress."""
+    engine._stalled_s, engine._longest_s = 30.0, 0.0
+    assert len(run(collect(engine, [1, 2], LONG))) == 900
+    assert engine._longest_s > 0
+
+    async def idle() -> bool:
+        return engine._working_since is None
+
+    run(until(idle))
+    engine._stalled_s = engine._longest_s = 0.0
+    assert engine.healthy

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator
+import threading
+from collections.abc import AsyncGenerator, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from app.engine import Delta, SamplingParams
+from app.config import EngineConfig
+from app.engine import AsyncEngine, Delta, SamplingParams
 from app.engine.async_engine import Pace
 from app.errors import DeadlineError, OverloadedError, UnavailableError, UnknownRequestError
+from app.serving import replica as replica_module
 from app.serving.messages import Expected, ForkCall, GenerateRequest, ToldPrefixes
 from app.serving.pace import StreamPace
 from app.serving.replica import EngineReplica
@@ -203,3 +206,101 @@ def test_a_budget_that_nobody_can_change_is_a_reason() -> None:
         replica.check_health()
     replica._member = None
     replica.check_health()
+
+
+class Silent:
+    """A meter that tells nobody."""
+
+    def note(self, *_: object) -> None:
+        pass
+
+
+def test_nothing_waits_for_the_memory_on_the_event_loop() -> None:
+    """Regression: reports for routers, the budget and pins took the memory's lock in the loop that all streams and
+    health checks share. The lock is held here until the loop has gone on."""
+    engine = AsyncEngine(EngineConfig(model="builtin", kv_memory_bytes=16 << 20, warm_up=False))
+    replica = replica_with(engine)  # type: ignore[arg-type]
+    replica._guesses = replica._ready = replica._meter = Silent()
+    memory, held, loop_went_on = engine._engine.memory, threading.Event(), threading.Event()
+    in_time: list[bool] = []
+
+    def hold() -> None:
+        with memory._lock:
+            held.set()
+            in_time.append(loop_went_on.wait(60))
+
+    async def run() -> None:
+        await replica.pin("a", list(range(64)), None)
+        holder = threading.Thread(target=hold)
+        holder.start()
+        await asyncio.to_thread(held.wait, 60)
+        asked = [
+            asyncio.ensure_future(call)
+            for call in (
+                replica.report(),
+                replica.status(),
+                replica.record_routing_stats(),
+                replica.record_autoscaling_stats(),
+                replica.set_budget(12 << 20, 1),
+                replica.hot_prefixes(),
+                replica.unpin("a"),
+                replica.pin("b", list(range(64)), None),
+            )
+        ]
+        await asyncio.sleep(0)  # each of them has begun
+        replica.check_health()
+        loop_went_on.set()
+        assert (await asyncio.gather(*asked))[4] in ("applied", "deferred")
+        await asyncio.to_thread(holder.join, 60)
+        assert in_time == [True]
+
+    asyncio.run(run())
+    engine.unpin("b")
+    engine.close()
+
+
+def test_an_order_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(replica_module, "_ANSWER_S", 0.01)
+    engine = SimpleNamespace(set_budget=lambda *_: go_on.wait(60), close=lambda: None)
+
+    async def run() -> None:
+        try:
+            with pytest.raises(UnavailableError, match="has not answered"):
+                await replica_with(engine).set_budget(1, 1)  # type: ignore[arg-type]
+        finally:
+            go_on.set()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("first_asked", ["generate", "record_routing_stats", "check_health"])
+def test_a_stopped_engine_ends_its_process_at_the_first_call(monkeypatch: pytest.MonkeyPatch, first_asked: str) -> None:
+    """Regression: only a health check did, and until then routers took it for idle."""
+    timers: list[Callable[..., None]] = []
+
+    def timer(_: float, ends: Callable[..., None], __: tuple[int]) -> SimpleNamespace:
+        timers.append(ends)
+        return SimpleNamespace(start=lambda: None)
+
+    def check() -> None:
+        raise UnavailableError("the engine has stopped")
+
+    engine: Any = Engine([], UnavailableError("the engine has stopped"))
+    engine.healthy, engine.check, engine.load = False, check, lambda **_: check()
+    engine.speculation = engine.start_times = None
+    monkeypatch.setattr(replica_module.threading, "Timer", timer)
+    replica = replica_with(engine)
+    replica._guesses = replica._ready = Silent()
+
+    async def run() -> None:
+        for _ in range(2):
+            with pytest.raises(UnavailableError):
+                await call()
+
+    async def call() -> None:
+        answer = getattr(replica, first_asked)(*[REQUEST] * (first_asked == "generate"))
+        await answer
+
+    asyncio.run(run())
+    assert timers == [replica_module.os._exit]

@@ -197,7 +197,7 @@ def test_a_stream_refused_at_once_has_a_status() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"input": []}, "input", "at least 1 item"),
+        ({"input": []}, "input", "must have at least 1"),
         ({"input": [{"type": "item_reference", "id": "i"}]}, "input", "items here are of the type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "input_image"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input", "tool call 'c'"),

@@ -51,19 +51,21 @@ class Mapper:
     Attributes:
         lock: guards all the books. Also the condition on which work is announced and awaited. Not reentrant, so that
             `unlocked` really lets go of it.
+        turn: taken before the lock by calls that change what is owned, until they end, and by the thread while it
+            chooses. While somebody else has it, the thread finishes what it has in hand and begins nothing, so that the
+            lock may be let go of.
     """
 
     next_work: Callable[[], Work | None]
     wait_s: Callable[[], float | None]
     forget: Callable[[], None]
     lock: threading.Condition = field(default_factory=lambda: threading.Condition(threading.Lock()))
+    turn: threading.Lock = field(default_factory=threading.Lock)
     counts: MappingCounts = field(default_factory=MappingCounts)
     times: MappingTimes = field(default_factory=MappingTimes)
     num_failures: int = 0
     _working: bool = False
     _stopping: bool = False
-    _held: int = 0
-    _is_barred: bool = False  # the thread waits for `_held` to become 0
     _failures_in_a_row: int = 0
     _failure: VmemError | None = None
     _death: BaseException | None = None
@@ -93,44 +95,37 @@ class Mapper:
 
     @contextmanager
     def unlocked(self) -> Iterator[None]:
-        """With the lock held, let go of it for what takes long. The thread begins nothing meanwhile and only finishes
-        what it has in hand: it takes nothing that the caller has looked at, and there may be more to take."""
-        self._held += 1
+        """With turn and lock held, let go of the lock for what takes long. Nothing that the caller has looked at is
+        taken meanwhile; there may be more to take."""
         self.lock.release()
         try:
             yield
         finally:
             self.lock.acquire()
-            self._held -= 1
-            if self._is_barred:
-                self.wake()
 
     def wait_while(self, condition: Callable[[], bool]) -> None:
-        """With the lock held, wait until what the thread has in hand has made the condition false. It begins nothing
-        else meanwhile: a step must not wait for the whole of a long list."""
+        """With turn and lock held, wait until what the thread has in hand has made the condition false. It begins
+        nothing else meanwhile: a step must not wait for the whole of a long list."""
         if not condition():
             return
         start = time.perf_counter()
-        self._held += 1
         try:
             while condition():
                 self.raise_death()
                 self.lock.wait()
         finally:
-            self._held -= 1
             self.times.exposed_s += time.perf_counter() - start
-            self.wake()
 
     def wait_for(self, backend: Backend, fence: int) -> None:
-        """With the lock held, wait until the device has passed the fence."""
+        """With turn and lock held, wait until the device has passed the fence."""
         start = time.perf_counter()
         with self.unlocked():
             backend.wait(fence)
         self.times.exposed_s += time.perf_counter() - start
 
     def run_now(self, work: Work) -> None:
-        """Do the work in the calling thread, with the lock held before and after. Raises what the work raises, its
-        effects undone."""
+        """Do the work in the calling thread, with turn and lock held. Raises what the work raises, its effects
+        undone."""
         self.times.num_exposed += 1
         start = time.perf_counter()
         failed = True
@@ -154,31 +149,25 @@ class Mapper:
         if self._death is not None:
             raise IntegrityError(f"the mapper thread has died: {self._death!r}") from self._death
 
-    def pause(self) -> None:
-        """Let the thread begin nothing until `resume`, and return when it is idle. With the lock held."""
+    def wait_until_idle(self) -> None:
+        """With turn and lock held, wait until the thread has nothing in hand."""
         while self._working:
             self.raise_death()
-            self._held += 1
             self.lock.wait()
-            self._held -= 1
-        self._held += 1
-
-    def resume(self) -> None:
-        self._held -= 1
-        self.wake()
 
     def _run(self) -> None:
         try:
-            with self.lock:
-                while not self._stopping:
-                    if self._held:
-                        self._is_barred = True
-                        self.lock.wait()
-                        self._is_barred = False
-                    elif (work := self._choose()) is not None:
+            while not self._stopping:
+                self.turn.acquire()
+                with self.lock:
+                    try:
+                        work, wait_s = self._choose()
+                    finally:
+                        self.turn.release()  # and still with the lock, or a wake-up might come before the wait
+                    if work is not None:
                         self._do(work)
-                    else:
-                        self.lock.wait(self.wait_s())
+                    elif not self._stopping:
+                        self.lock.wait(wait_s)
         except BaseException as error:
             logger.exception("the mapper thread dies")
             with self.lock:
@@ -186,16 +175,17 @@ class Mapper:
                 self._working = False
                 self.lock.notify_all()
 
-    def _choose(self) -> Work | None:
-        """The next unit of work; none when the device does not even say what may be changed."""
+    def _choose(self) -> tuple[Work | None, float | None]:
+        """The next unit of work, else how long to wait for some: when the device does not even say what may be changed,
+        for a while."""
         try:
-            return self.next_work()
+            work = None if self._stopping else self.next_work()
+            return work, self.wait_s() if work is None else None
         except IntegrityError:
             raise
         except VmemError as failure:
             self._note_failure(failure, gives_back=True)
-            self.lock.wait(_REST_AFTER_FAILURE_S)
-            return None
+            return None, _REST_AFTER_FAILURE_S
 
     def _do(self, work: Work) -> None:
         """Run the work without the lock, which is held before and after."""

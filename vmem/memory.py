@@ -57,8 +57,8 @@ class KVMemory:
 
     **Locks.** One lock guards the books. It is held to read and change them and for nothing else: blocks are copied,
     pages mapped and unmapped, and fences waited for without it, while what they concern is owned, or marked as in
-    somebody's hands. So that nothing else comes between the halves of such a call, calls that change what is owned take
-    turns, by a second lock around the first. Any other thread may call:
+    somebody's hands. So that nothing comes between the halves of such a call, calls that change what is owned take
+    turns, and the mapper begins nothing before they end (`Mapper.turn`). Any other thread may call:
 
     - `report`, `cached_keys`: wait at most 20 ms, whatever happens, and are made for event loops.
     - `set_budget`, `held_bytes`, `least_budget_bytes`, `check_pin`, `pinned_prefixes`, `hot_prefixes`: wait for one
@@ -158,7 +158,6 @@ class KVMemory:
         )
         self._mapper = Mapper(self._next_work, self._wait_s, self._background.forget)
         self._lock = self._mapper.lock
-        self._turn = threading.Lock()  # of those who change what is owned; taken before the other lock
         self._allocator = BlockAllocator(backend, self._pages, self._groups, self._index, self._mapper)
         moves = UnlockedContents(contents(self.tensors), self._mapper.unlocked)
         self._copies = BlockCopies(self._groups, self._allocator, moves)
@@ -664,8 +663,9 @@ class KVMemory:
 
     def launched(self) -> None:
         """Note that a step which reads the mappings has been submitted: they may change only once it is done."""
+        fence = self._backend.fence()  # before the lock is taken: a device without an event is waited for
         with self._locked():
-            self._allocator.set_fence()
+            self._allocator.fence = fence
 
     # ---- the budget ----
 
@@ -772,7 +772,7 @@ class KVMemory:
     @contextmanager
     def _taking_turns(self) -> Iterator[None]:
         """Hold the lock for a call that no other of its kind may come between when it lets go of the lock."""
-        with self._turn, self._lock:
+        with self._mapper.turn, self._lock:
             self._figures.writer = threading.get_ident()
             try:
                 yield
@@ -790,11 +790,8 @@ class KVMemory:
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
-        self._mapper.pause()
-        try:
-            yield
-        finally:
-            self._mapper.resume()
+        self._mapper.wait_until_idle()
+        yield
 
     def _check_integrity(self) -> None:
         with self._quiet(), self._mapper.unlocked():  # nobody changes anything now but the budget

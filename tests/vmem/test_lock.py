@@ -125,25 +125,24 @@ def test_the_engine_reads_what_it_has_written(other: ThreadPoolExecutor, monkeyp
 def test_the_mapper_begins_nothing_beside_a_call_and_goes_on_after_it(
     other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It might take what the engine has looked at; and nobody else wakes it when the call ends."""
+    """It might take what the engine has looked at."""
     memory, device = make_memory(num_pages=NUM_PAGES)
     for i in range(3):  # more pages than the least budget has
         cache(memory, list(range(i * MAX_TOKENS, (i + 1) * MAX_TOKENS)))
-    given_back: list[str] = []
-    begun_meanwhile: list[str] = []
+    begun = threading.Event()
 
     def lower(_: str) -> None:
         assert other.submit(memory.set_budget, memory.least_budget_bytes, 1).result(DEADLINE_S) == "deferred"
-        until(lambda: memory._mapper._is_barred)
-        begun_meanwhile.extend(given_back)
+        assert not begun.wait(0.1)  # a chance to begin
 
-    watch(monkeypatch, device, ("destroy", "unmap"), given_back.append)
-    watch(monkeypatch, device, ("fence",), lower)
-    memory.launched()
-    monkeypatch.undo()
-    assert begun_meanwhile == []
+    sequence = begin(memory, 24)
+    child = memory.fork(sequence, 24)
+    memory.append(child, 25)
+    watch(monkeypatch, device, ("destroy", "unmap"), lambda _: begun.set())
+    watch(monkeypatch, LocalContents, ("copy",), lower)
+    memory.ensure([])
     until(lambda: memory.report().physical_bytes <= memory.report().budget_bytes)
-    finish(memory)
+    finish(memory, sequence, child)
 
 
 def test_calls_that_change_what_is_owned_take_turns(other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:

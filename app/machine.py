@@ -67,8 +67,9 @@ class Machine:
 
 
 def resident_bytes(root: Path = Path("/")) -> int:
-    """Memory that this process has now."""
-    return _fields((root / "proc/self/status").read_text())["VmRSS:"] << 10
+    """What this process has in memory now, but for shared memory: a KV cache counts there at each of its addresses."""
+    status = _fields((root / "proc/self/status").read_text())
+    return (status["RssAnon:"] + status["RssFile:"]) << 10
 
 
 def check_resources(config: EngineConfig, machine: Machine, *, reserved_bytes: int = 0) -> list[str]:

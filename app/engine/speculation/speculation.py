@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from app.config import EngineConfig
-from app.engine.faults import SequenceFailure, is_one_requests, serving
+from app.engine.faults import SequenceFailure, is_one_requests
 from app.engine.model_loader import LoadedModel
 from app.engine.model_runner import ObservedLayers
 from app.engine.request import Request
@@ -112,21 +112,23 @@ class Speculation:
         assert self._proposer is not None
         able: list[Request] = []
         drafts: dict[Request, list[int]] = {}
+        at_fault: Request | None = None
         try:
-            for request in requests:
-                with serving(request):
-                    if request not in self._excluded and _can_speculate(request):
-                        able.append(request)
+            for at_fault in requests:
+                if at_fault not in self._excluded and _can_speculate(at_fault):
+                    able.append(at_fault)
+            at_fault = None
             lengths = self._lengths.choose(able, budget)
             proposed = self._proposer.propose(able, lengths)
-            for request, guesses in zip(able, proposed, strict=True):
-                with serving(request):
-                    drafts[request] = self._cut(request, guesses)
+            for at_fault, guesses in zip(able, proposed, strict=True):
+                drafts[at_fault] = self._cut(at_fault, guesses)
         except BaseException as error:
             if not is_one_requests(error):
                 raise
+            if isinstance(error, SequenceFailure):
+                at_fault = error.request
             drafts.clear()
-            self._exclude([error.request] if isinstance(error, SequenceFailure) else able, error)
+            self._exclude(able if at_fault is None else [at_fault], error)
         return [drafts.get(request, []) for request in requests]
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:

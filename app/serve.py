@@ -70,10 +70,8 @@ HOST = "127.0.0.1"  # where the file names none: Serve's default is every addres
 _POLL_S, _LOOK_S = 0.5, 0.1
 # The last answers are on their way through Serve's proxies when no ingress has any left.
 _LAST_BYTES_S = 1.0
-# For an ingress to say how many requests it has, and for Serve to stop its processes: those that do not are killed.
-_ANSWER_S, _SHUTDOWN_S = 3.0, 4.0
-# For Ray's. On a busy machine it takes longer to see that all have ended.
-_RAY_S = 5.0
+# For an ingress to say how many requests it has; for Serve to stop its processes; and for that and Ray's together.
+_ANSWER_S, _SHUTDOWN_S, _END_S = 3.0, 4.0, 6.0
 _ROUTED_S = 10.0
 # How Python writes the last line of an exception of ours; Serve's messages have whole tracebacks.
 _OUR_ERROR = re.compile(r"app\.errors\.(?:ConfigError|ModelError)(?:\(\w+\))?: (.*)")
@@ -132,20 +130,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     set_environment()
-    status = 1
     try:
         context = ray.init(namespace="serve")
-        status = run(config, Signals(), options.grace_s, context.dashboard_url)
+        return run(config, Signals(), options.grace_s, context.dashboard_url)
     finally:
-        # Ray's processes end with this one in any case, if it has started them.
-        watchdog = threading.Timer(_RAY_S, os._exit, (status,))
-        watchdog.daemon = True
-        watchdog.start()
         ray.shutdown()
-        watchdog.cancel()
         if claimed is not None:
             claimed.close()
-    return status
 
 
 def set_environment() -> None:
@@ -164,7 +155,7 @@ def run(config: ServeDeploySchema, signals: Signals, grace_s: float, dashboard: 
         # A proxy's log of requests would be a second one, beside the ingress's.
         global_logging_config=config.logging_config or LoggingConfig(enable_access_log=False),
     )
-    has_ended = True
+    status, has_ended = 1, True
     try:
         client.deploy_apps(config, _blocking=False)
         status = wait_until_running(names, signals)
@@ -176,9 +167,17 @@ def run(config: ServeDeploySchema, signals: Signals, grace_s: float, dashboard: 
         while not signals.wait(timeout_s=3600.0):
             pass
         has_ended = drain(grace_s)
-        return 0
+        return status
     finally:
+        end_within(_END_S, status)
         stop(client, _SHUTDOWN_S if has_ended else 0.0)
+
+
+def end_within(seconds: float, status: int) -> None:
+    """What Serve and Ray stop in order ends with this process after so long, as far as it was started by it."""
+    watchdog = threading.Timer(seconds, os._exit, (status,))
+    watchdog.daemon = True
+    watchdog.start()
 
 
 def wait_until_running(names: Sequence[str], signals: Signals) -> int:
@@ -281,7 +280,6 @@ def _drain_ingress(name: str) -> int:
 
 def stop(client: Any, timeout_s: float) -> None:
     """Shut Serve down. What has not ended by then ends with the cluster, or, in one that is not ours, by Serve."""
-    client.shutdown_cached_handles()
     with suppress(RayError, TimeoutError):  # it has ended, as it should; or it takes longer
         # The controller ends before it can answer. `client.shutdown` has Ray send the call again, and say so.
         ray.get(client._controller.graceful_shutdown.options(max_task_retries=0).remote(), timeout=timeout_s)

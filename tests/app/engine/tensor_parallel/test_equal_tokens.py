@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("hypothesis")
 import torch
 
 from app.engine import SamplingParams
@@ -19,14 +21,18 @@ from app.errors import ModelError
 from tests.app.engine.tensor_parallel.thread_ranks import ThreadRanks, socket_ranks, thread_ranks
 from tests.architectures import FURTHER
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
+from tests.nightly import examples
 from vmem import Backend
 
 # Of the further ones: experts beside a shared one, and latent attention. `docs/models.md` says what the others do.
 OF_FURTHER = ("qwen2_moe", "deepseek_v3")
 ALL = ARCHITECTURES | {name: (name, settings) for name, settings in HYBRIDS.items()} | FURTHER
 WITHOUT_PLAN = {"opt", "gpt2", "bamba", "falcon_h1", "lfm2", "gpt_bigcode", "stablelm"}
+PLANNED = [name for name in (ARCHITECTURES | HYBRIDS) if name not in WITHOUT_PLAN]
+# On two ranks and on four: nightly all of them, and each time one of each kind; the others are on two or four in turns.
+BOTH = PLANNED if examples(0, nightly=1) else ["llama", "mixtral", "qwen3_next"]
 CASES = [
-    *itertools.product([name for name in (ARCHITECTURES | HYBRIDS) if name not in WITHOUT_PLAN], (2, 4)),
+    *((name, size) for i, name in enumerate(PLANNED) for size in (2, 4) if name in BOTH or size == (2, 4)[i % 2]),
     *itertools.product(OF_FURTHER, (2,)),
 ]
 NEW_TOKENS = 14

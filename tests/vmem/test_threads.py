@@ -21,7 +21,7 @@ from tests.vmem.small_memory import (
     read,
     write,
 )
-from vmem import Demand, KVMemory, MapError, OutOfPages, SequenceMemory, VmemError
+from vmem import Demand, KVMemory, MapError, MemoryReport, OutOfPages, SequenceMemory, VmemError
 
 DURATION_S = 30
 FAIL_RATE, SLOW_RATE = 0.002, 0.05
@@ -64,10 +64,13 @@ def test_no_deadlock_no_lost_wakeup_no_unfenced_change(kind: str, device: type[F
     device.start()
     engine = _Engine(memory, backend)
     running = ThreadPoolExecutor(1).submit(engine.run)
-    last, seen_at, deadline = -1, time.monotonic(), time.monotonic() + DURATION_S / 2
-    while time.monotonic() < deadline and not running.done():
+    last, began_at = -1, time.monotonic()
+    seen_at, least, most = began_at, began_at + DURATION_S / 2, began_at + 4 * DURATION_S
+    while not running.done() and time.monotonic() < most:
         time.sleep(0.05)
-        memory.report()  # a third thread, as a server has
+        report = memory.report()  # a third thread, as a server has
+        if time.monotonic() > least and _is_enough(engine, report):  # a busy machine takes longer
+            break
         if engine.num_steps != last:
             last, seen_at = engine.num_steps, time.monotonic()
         assert time.monotonic() - seen_at < NO_PROGRESS_S, "no step for a long time: a deadlock or a lost wake-up"
@@ -88,12 +91,19 @@ def test_no_deadlock_no_lost_wakeup_no_unfenced_change(kind: str, device: type[F
     memory.close()
     assert backend.fake.leftovers == (0, 0, 0, 0, 0)
     assert not backend.fake.violations
-    assert report.num_hidden > 100
-    assert report.mapper_failures > 0
-    assert report.adoptions > 0
-    assert report.hit_tokens > 1000
-    assert report.evicted_blocks > 0
-    assert engine.num_steps > 500
+    assert _is_enough(engine, report), (engine.num_steps, report)
+
+
+def _is_enough(engine: _Engine, report: MemoryReport) -> bool:
+    """Whether all has happened that is to go well."""
+    return (
+        report.num_hidden > 100
+        and report.mapper_failures > 0
+        and report.adoptions > 0
+        and report.hit_tokens > 1000
+        and report.evicted_blocks > 0
+        and engine.num_steps > 500
+    )
 
 
 class _Engine:

@@ -20,7 +20,7 @@ from app.main import AppArgs, build, replica_resources, shared_engine
 from app.serving.ledger import NAMESPACE, ledger_name
 from app.serving.messages import GenerateRequest
 from app.serving.replica import EngineReplica
-from benchmarks.served import cluster
+from tests.e2e.conftest import deleted_at_the_end
 from vmem import MemoryReport
 
 DEADLINE_S = 60
@@ -89,13 +89,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(cluster_url: str) -> Iterator[Server]:
     args = AppArgs(engine=EngineConfig(model="builtin", max_model_len=1024), shared_kv_memory_bytes=SHARED_BYTES)
     engine = shared_engine(args)
     deployment: Any = serve.deployment(autoscaling_config=AUTOSCALING, **replica_resources(engine))(EngineReplica)
-    with cluster():
-        replicas = serve.run(deployment.bind(engine, SHARED_BYTES), name=NAME, route_prefix=None)
-        yield Server(replicas)
+    with deleted_at_the_end(NAME):
+        yield Server(serve.run(deployment.bind(engine, SHARED_BYTES), name=NAME, route_prefix=None))
 
 
 def test_budgets_add_up_whoever_comes_and_goes(server: Server) -> None:

@@ -20,7 +20,8 @@ from app.errors import UnknownRequestError
 from app.fleet.keys import prompt_keys
 from app.openai.bodies import CompletionRequest, ForkRequest, PinRequest
 from app.serving.messages import GenerateRequest
-from benchmarks.served import Served, processes_called, served
+from benchmarks.served import Served, processes_called
+from tests.e2e.conftest import deleted_at_the_end
 
 DEADLINE_S = 90
 ARGS = {
@@ -31,8 +32,9 @@ STORY = "The keys hang in the hall, and each has a number on it that somebody pa
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served("folio-routing", ARGS) as server:
+def server(cluster_url: str) -> Iterator[Served]:
+    server = Served("folio-routing", cluster_url, ARGS)
+    with deleted_at_the_end(server.name):
         server.deploy(num_replicas=3)
         yield server
 

@@ -29,10 +29,10 @@ from app.errors import RequestError, UnavailableError, UnknownModelError, Unknow
 from app.main import AppArgs, build
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, Message, PinRequest
 from benchmarks import disconnects
-from benchmarks.served import cluster
 from examples.hotel_desk.app import DeskArgs, build_desk
 from examples.hotel_desk.desk import PIN
 from examples.hotel_desk.register import read_keys
+from tests.e2e.conftest import deleted_at_the_end
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60
@@ -52,14 +52,15 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(cluster_url: str) -> Iterator[Server]:
     engine = EngineConfig(
         model="builtin", kv_memory_bytes=256 << 20, max_num_batched_tokens=512, prefix_cache_release_s=3.0
     )
-    with cluster() as url:
-        serve.run(build(AppArgs(engine=engine)), name="folio", route_prefix="/")
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
-            yield Server(url, client, serve.get_app_handle("folio"))
+    with (
+        deleted_at_the_end("folio"),
+        openai.OpenAI(base_url=f"{cluster_url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client,
+    ):
+        yield Server(cluster_url, client, serve.run(build(AppArgs(engine=engine)), name="folio", route_prefix="/"))
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +76,13 @@ def ask(server: Server, question: str, **params: Any) -> Any:
 
 def test_models_and_health(server: Server) -> None:
     assert httpx.get(f"{server.url}/health").status_code == 200
-    assert httpx.get(f"{server.url}/ready").status_code == 200
+    deadline = time.monotonic() + DEADLINE_S
+    while (
+        ready := httpx.get(f"{server.url}/ready")
+    ).status_code != 200:  # at first the ingress has yet to ask a replica
+        assert ready.status_code == 503
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     models = server.client.models.list().data
     assert [m.id for m in models] == ["builtin"]
     assert server.client.models.retrieve("builtin").id == "builtin"

@@ -16,7 +16,8 @@ from app.config import EngineConfig
 from app.errors import ConfigError
 from app.main import AppArgs, build
 from app.serving.ranks import ActorProcesses
-from benchmarks.served import cluster, processes_called
+from benchmarks.served import processes_called
+from tests.e2e.conftest import deleted_at_the_end
 
 DEADLINE_S = 90
 QUESTION = "The key of room 417 is 93. The key of room 256 is 12. What is the key of room 417?"
@@ -34,16 +35,15 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(cluster_url: str) -> Iterator[Server]:
     engine = EngineConfig(model="builtin", tensor_parallel_size=2, step_timeout_s=5.0, kv_memory_bytes=64 << 20)
-    with cluster() as url:
+    with deleted_at_the_end(NAME):
         serve.run(build(AppArgs(engine=engine)), name=NAME, route_prefix="/")
-        yield Server(url)
-        serve.shutdown()
-        deadline = time.monotonic() + DEADLINE_S
-        while any(processes()):
-            assert time.monotonic() < deadline, processes()
-            time.sleep(0.1)
+        yield Server(cluster_url)
+    deadline = time.monotonic() + DEADLINE_S
+    while any(processes()):
+        assert time.monotonic() < deadline, processes()
+        time.sleep(0.1)
 
 
 def processes() -> tuple[list[int], list[int]]:

@@ -266,8 +266,23 @@ async def bounds(a: Attacker) -> None:
     bodies = [_text(**{field: value}) for field, values in fields.items() for value in values]
     beams = {"use_beam_search": True, "temperature": 0}
     bodies += [_text(**beams, best_of=count, n=1) for count in (1, 33, 128, 129)]
-    bodies += [_text(n=32, best_of=32, echo=True, logprobs=20, prompt=[5] * 3000)]
     await a.all(a.post(_TEXT, body, f"bounds {str(body)[-80:]}") for body in bodies * a.many(1, 5))
+
+
+async def long_answers(a: Attacker) -> None:
+    """Short questions with answers of many megabytes: prompts are repeated with the alternatives of each token."""
+    bodies = [
+        _text(n=32, echo=True, logprobs=20, prompt=[5] * 3000),
+        _text(n=32, prompt_logprobs=20, prompt=[5] * 3000),
+        _text(echo=True, logprobs=20, prompt=[[5 + i] * 1000 for i in range(32)], stream=True),
+        _chat(n=32, logprobs=True, top_logprobs=20, max_tokens=60, ignore_eos=True),
+        {"prompt": "ab " * 1500, "model": "builtin", "return_token_strs": True},
+    ]
+    paths = [_TEXT, _TEXT, _TEXT, _CHAT, "/tokenize"]
+    await a.all(
+        a.post(path, body, f"a long answer of {path}")
+        for path, body in list(zip(paths, bodies, strict=True)) * a.many(1, 10)
+    )
 
 
 # Of the fuzz: valid bodies with every field, whose values are then replaced one at a time.
@@ -361,5 +376,6 @@ ATTACKS: dict[str, Attack] = {
     "encodings": encodings,
     "control tokens": control_tokens,
     "bounds": bounds,
+    "long answers": long_answers,
     "fuzz": fuzz,
 }

@@ -41,7 +41,7 @@ async def memory(a: Attacker) -> None:
             max_tokens=rng.randrange(1, 300),
             priority=rng.randrange(-2, 3),
         )
-        for _ in range(a.many(16, 200))
+        for _ in range(a.many(10, 200))
     ]
     await a.all((a.post(_TEXT, body, "memory") for body in bodies), at_once=16)
 

@@ -71,7 +71,7 @@ _POLL_S, _LOOK_S = 0.5, 0.1
 # The last answers are on their way through Serve's proxies when no ingress has any left.
 _LAST_BYTES_S = 1.0
 # For an ingress to say how many requests it has; for Serve to stop its processes; and for that and Ray's together.
-_ANSWER_S, _SHUTDOWN_S, _END_S = 3.0, 4.0, 6.0
+_ANSWER_S, _SHUTDOWN_S, _END_S = 3.0, 3.0, 5.0
 _ROUTED_S = 10.0
 # How Python writes the last line of an exception of ours; Serve's messages have whole tracebacks.
 _OUR_ERROR = re.compile(r"app\.errors\.(?:ConfigError|ModelError)(?:\(\w+\))?: (.*)")

@@ -14,7 +14,7 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class KernelError(Exception):
-    """A kernel cannot be built, is not available, or does not support a shape."""
+    """A kernel cannot be built, is not available, does not support a shape, or is given a cache that is not there."""
 
 
 @dataclass(frozen=True, slots=True)

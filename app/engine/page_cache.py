@@ -24,6 +24,8 @@ from pathlib import Path
 import numpy as np
 from huggingface_hub import try_to_load_from_cache
 
+from app.machine import Machine
+
 logger = logging.getLogger(__name__)
 
 _PAGE_BYTES = mmap.PAGESIZE
@@ -84,7 +86,7 @@ def read_once(files: Sequence[Path]) -> FilesRead:
             missing = {path: missing_runs(path) for path in files}
             num_bytes = sum(path.stat().st_size for path in files)
             wanted = sum(end - begin for runs in missing.values() for begin, end in runs)
-            room = int(_MOST_OF_AVAILABLE * _available_bytes())
+            room = int(_MOST_OF_AVAILABLE * Machine.read().available_bytes)
             if wanted > room:
                 logger.warning(
                     "%d bytes of weights are not read ahead: memory has room for %d; loading may be slow", wanted, room
@@ -154,11 +156,3 @@ def _turn(files: Sequence[Path]) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
-
-
-def _available_bytes() -> int:
-    """Memory that can be had without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    raise OSError("/proc/meminfo has no MemAvailable")

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from app.config import RecoveryPolicy
+from app.engine.faults import SequenceFailure, is_one_requests
 from app.engine.recovery import Recovery, RecoveryModel
 from app.engine.request import Request, SequenceGroup
 from app.engine.waiting import WaitingQueue
-from vmem import KVMemory, OutOfPages, OutOfSwap, PrefixMatch, ViewPolicy, VmemError
+from vmem import KVMemory, OutOfPages, OutOfSwap, PrefixMatch, ViewPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class Scheduler:
         self._per_sequence = sum(group.layout.num_slices for group in memory.groups)
         self._opened: list[SequenceGroup] = []  # groups that share what the coming step computes, perhaps
         self._hopeless: list[SequenceGroup] = []
+        self._serving: Request | None = None  # for whom the memory was called last, while a step is scheduled
         self._prompt_logits_left = 0  # in the step that is being scheduled
         self.num_preempted: dict[Recovery, int] = {"swap": 0, "recompute": 0}
 
@@ -162,7 +164,19 @@ class Scheduler:
         Args:
             drafts: guesses what follows the last token of `decoding` sequences. They are computed, too, as far as
                 there is room when all others decode.
+
+        Raises:
+            SequenceFailure: a call for one sequence has failed. Once its request is ended the others can go on.
         """
+        self._serving = None
+        try:
+            return self._schedule(drafts)
+        except BaseException as error:
+            if self._serving is None or not is_one_requests(error):
+                raise
+            raise SequenceFailure(self._serving) from error
+
+    def _schedule(self, drafts: Mapping[Request, Sequence[int]]) -> list[Scheduled]:
         self._scheduled = []
         self._opened.clear()
         self._prompt_logits_left = _PROMPT_LOGITS
@@ -278,6 +292,7 @@ class Scheduler:
         if not self._running:
             return True
         first, *others = group.members
+        self._serving = first
         match = self._memory.match(first.chain, self._findable(first))
         if match.awaited:
             if not self._memory.has_states:  # else it may be what somebody generates, which no prompt brings nearer
@@ -293,6 +308,7 @@ class Scheduler:
 
     def _open(self, request: Request) -> bool:
         """Give the request memory with what the prefix cache has of it; False if it should wait for more."""
+        self._serving = request
         match = self._memory.match(request.chain, self._findable(request))
         if match.awaited and any(r.memory is not None for r in self._requests() if r is not request):
             return False
@@ -300,7 +316,7 @@ class Scheduler:
         memory = self._memory.open(self._view, expected_tokens=len(request.token_ids))
         try:
             request.num_computed = self._memory.reuse(memory, request.chain, self._findable(request))
-        except VmemError:
+        except BaseException:
             self._memory.free(memory)
             raise
         request.memory = memory
@@ -361,6 +377,7 @@ class Scheduler:
             end = s.request.num_computed + 1 + len(guesses)
             if self._memory.pages_to_come(s.request.memory, end) + reserve > self._memory.num_free_pages:
                 continue
+            self._serving = s.request
             try:
                 self._memory.append(s.request.memory, end, start=s.request.num_computed)
             except OutOfPages:
@@ -370,7 +387,7 @@ class Scheduler:
         return num_added
 
     def _begin(self, scheduled: Scheduled) -> None:
-        request = scheduled.request
+        self._serving = request = scheduled.request
         assert request.memory is not None
         end = request.num_computed + scheduled.num_tokens - len(scheduled.drafts)  # only what is sure is shared
         self._memory.begin(request.memory, request.token_ids, request.num_computed, end)
@@ -380,6 +397,7 @@ class Scheduler:
     def _grow(self, request: Request, num_tokens: int, victim: SequenceGroup | None = None) -> bool:
         """Give the request room for its next tokens, at the cost of the `victim`, by default of later groups; False if
         it was itself preempted."""
+        self._serving = request
         while request.memory is not None:
             try:
                 self._memory.append(request.memory, request.num_computed + num_tokens, start=request.num_computed)
@@ -462,6 +480,7 @@ class Scheduler:
             return False
         if self._running and self._memory.pages_of(group.swapped) + self._reserve > self._memory.num_free_pages:
             return False
+        self._serving = group.members[0]
         try:
             memories = self._memory.swap_in(group.swapped)
         except OutOfPages:

@@ -45,8 +45,8 @@ class ReplicaReport:
         step: times of its steps.
         step_tokens: tokens of a step at most.
         max_num_seqs: sequences that run at once.
-        num_running: sequences that have blocks.
-        num_waiting: sequences that have none yet, or have been preempted.
+        num_running: sequences of the groups that run, with their coming forks.
+        num_waiting: the same of groups that have not begun, or were preempted.
         queued_tokens: of prompts, not computed yet.
         queued_s: expected time to compute these.
         num_decodes: running sequences that generate.

@@ -8,6 +8,7 @@ from app.edge.unread import ReadsRefusedBodies
 from app.serving.closed_door import RepeatsRefusals
 from app.serving.enclosed import EnclosesBody
 from app.serving.lost_answers import AnswersForLost
+from app.serving.not_ready import AnswersNotReady
 from app.serving.serve_paths import GuardsRoutes
 
 
@@ -17,6 +18,7 @@ def middlewares() -> list[Middleware]:
         Middleware(AnswersForLost),
         Middleware(RepeatsRefusals),
         Middleware(EnclosesBody),
+        Middleware(AnswersNotReady),
         Middleware(GuardsRoutes),
         Middleware(ReadsRefusedBodies),
     ]

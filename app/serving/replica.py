@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 import threading
@@ -81,6 +82,8 @@ class EngineReplica:
         else:
             self._member = BudgetMember(shared_kv_memory_bytes, device_of_this_replica(config.device))
             self._engine = self._start_as(self._member, config, peers)
+        gc.collect()  # as in the ingress: full collections shall leave libraries' objects out
+        gc.freeze()
 
     async def generate(self, request: GenerateRequest) -> list[Piece]:
         """The outputs, each in one piece."""

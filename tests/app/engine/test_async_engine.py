@@ -109,9 +109,9 @@ def test_invalid_requests_raise_before_the_first_delta(engine: AsyncEngine) -> N
         run(collect(engine, [], GREEDY))
 
 
-@pytest.mark.parametrize("call", ["ensure", "append"])
+@pytest.mark.parametrize(("call", "said"), [("ensure", "a step failed"), ("append", "the request failed")])
 def test_a_refusing_device_fails_its_requests_and_no_others(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, call: str
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, call: str, said: str
 ) -> None:
     """While a step is mapped, or while a request is admitted: half admitted, it once stopped the engine."""
 
@@ -121,7 +121,7 @@ def test_a_refusing_device_fails_its_requests_and_no_others(
 
         with monkeypatch.context() as patch:
             patch.setattr(engine._engine.memory, call, fail)
-            with pytest.raises(EngineError, match="a step failed"):
+            with pytest.raises(EngineError, match=said):
                 await collect(engine, [1, 2], GREEDY)
         assert engine.healthy
         assert len(await collect(engine, [1, 2], GREEDY)) == 30

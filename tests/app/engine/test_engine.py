@@ -17,6 +17,7 @@ from app.engine.engine import Engine
 from app.engine.params import SamplingParams
 from app.engine.request import Delta
 from app.errors import ConfigError, ContextLengthError, RequestError
+from app.machine import Machine
 from tests.conftest import ARCHITECTURES, VOCAB_SIZE, MakeCheckpoint
 from vmem import MapError, OutOfPages, View
 
@@ -328,9 +329,11 @@ def test_settings_that_cannot_work(make_checkpoint: MakeCheckpoint) -> None:
 
 @pytest.mark.parametrize(("asked", "block_tokens"), [(None, 16), (1 << 30, 64)])
 def test_blocks_are_longer_only_for_a_ceiling_somebody_asked_for(
-    make_checkpoint: MakeCheckpoint, asked: int | None, block_tokens: int
+    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, asked: int | None, block_tokens: int
 ) -> None:
     """Pages are limited: the default ceiling of a small model on a large machine made blocks of 256 tokens."""
+    machine = dataclasses.replace(Machine.read(), max_map_count=65_530)
+    monkeypatch.setattr(Machine, "read", lambda: machine)
     engine = make_engine(make_checkpoint, kv_memory_bytes=asked)
     [group] = engine.memory.groups
     assert group.layout.block_tokens == block_tokens

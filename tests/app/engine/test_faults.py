@@ -176,7 +176,7 @@ class Run:
             for request in generation or ():
                 state = request.sampling
                 mine = [state.matcher, state._counts, state._output, request.text, request.memory, request.token_ids]
-                mine += [generation.selection if generation else None]
+                mine += [request.chain, generation.selection if generation else None]
                 known = {id(own) for own, _ in self.owned}
                 self.owned += [(own, name) for own in mine if own is not None and id(own) not in known]
 
@@ -375,6 +375,8 @@ CASES = [
     *cases("lora_files.AdapterFiles", "read", "adapter", adapter_of_victims),
     *cases("lora.LoRALayers", "insert", "adapter", always),
     *cases("load.LoadMeter", "note_begun", "plain"),
+    # A step has its next tokens.
+    *(Case(f"vmem.memory.KVMemory.{name}", "plain") for name in ("match", "reuse", "promise", "append", "begin")),
     # Its tokens are guessed.
     *cases("speculation.speculation", "_can_speculate", "guessed", expected=WITHOUT_GUESSES),
     *cases("speculation.speculation.Speculation", "_cut", "guessed", expected=WITHOUT_GUESSES),

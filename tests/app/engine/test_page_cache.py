@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from app.engine import page_cache
 from app.engine.page_cache import missing_runs, read_once, weight_files
+from app.machine import Machine
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 DEADLINE_S = 60
@@ -112,7 +114,8 @@ def waiting_locks() -> str:
 def test_nothing_is_read_without_room_for_it(
     files: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(page_cache, "_available_bytes", lambda: files[0].stat().st_size)
+    machine = replace(Machine.read(), available_bytes=files[0].stat().st_size)
+    monkeypatch.setattr(Machine, "read", lambda: machine)
     assert read_once(files).read_bytes == 0
     assert missing_runs(files[0])
     assert "memory has room for" in caplog.text

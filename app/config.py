@@ -35,8 +35,9 @@ class EngineConfig:
         max_model_len: longest prompt plus output in tokens; by default what the model was made for.
         max_num_seqs: sequences that run at once; never more than `max_num_batched_tokens`.
         max_num_batched_tokens: tokens computed in one step, decodes and prefill chunks together.
-        kv_memory_bytes: ceiling of the KV cache, by default a quarter of the machine's memory, or on a CUDA device most
-            of what the weights leave. It is taken as needed.
+        kv_memory_bytes: ceiling of the KV cache, by default a quarter of the memory of the machine or container, less
+            where less is available or vm.max_map_count allows fewer pages (the log says so); on a CUDA device most of
+            what the weights leave. It is taken as needed.
         kv_memory_floor_bytes: as much of it is taken at the start and never given back.
         kv_idle_release_s: cache memory that nobody has used for this long goes back to the machine.
         expected_tokens: length of a typical request, prompt and output; blocks are chosen for it.
@@ -48,7 +49,8 @@ class EngineConfig:
         isolate_tenants: requests with a `tenant` share cached prefixes only with those of the same one.
         preemption: how requests that give up their blocks get them back: from host memory, by computing them again, or
             whichever is expected to be faster.
-        swap_bytes: host memory for that; beyond it requests are computed again.
+        swap_bytes: host memory for that at most, less where the machine has less; beyond it requests are computed
+            again.
         block_tokens: tokens in a KV block, by default what wastes least, or more if `kv_memory_bytes` would else be
             more pages than can be mapped.
         kv_layout: all layers of a token side by side, or each layer's keys and values for themselves.

@@ -20,6 +20,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks import harness
 from benchmarks.served import free_port
@@ -190,7 +191,7 @@ async def _kill_all(parts: dict[str, tuple[str, float]], rows: dict[str, Seen]) 
                 clients = Clients(f"http://127.0.0.1:{port}")
                 await asyncio.sleep(WELL_S / 2)
                 started |= {process.pid: process for process in [*family.children(recursive=True), family]}
-                killed = next(p for p in started.values() if p.is_running() and title in " ".join(p.cmdline()))
+                killed = next(process for process in started.values() if _is_called(process, title))
                 clients.restart()
                 killed.kill()
                 rows[name] = await _watch(clients, server, watch_s)
@@ -204,6 +205,16 @@ async def _kill_all(parts: dict[str, tuple[str, float]], rows: dict[str, Seen]) 
                     process.kill()
             server.kill()
             server.wait()
+
+
+def _is_called(process: Any, title: str) -> bool:
+    """Not one that has ended, of which there may still be an entry."""
+    import psutil
+
+    try:
+        return title in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 async def _wait_until_ready(url: str, server: subprocess.Popen[bytes], log: Path) -> None:

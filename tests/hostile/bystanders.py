@@ -54,7 +54,7 @@ class Tally:
         counts: "right"; "wrong": other tokens than in peace; "lost": an error, or no whole answer; "hung": nothing in
             time. And "sent again": how often one was told to come again (429) before it had its answer.
         strange: what came instead of right answers.
-        longest_pause_s: between two events of a stream.
+        longest_pause_s: between two events of a stream, or before the first one.
         slowest_health_s: of the answers of `/health`.
     """
 
@@ -139,13 +139,14 @@ class Bystanders(threading.Thread):
 
     async def _answer(self, name: str) -> Answer:
         """And how long its stream paused, if it is one."""
-        last: list[float] = []
+        last = time.monotonic()
 
         def note_pause() -> None:
+            nonlocal last
             now = time.monotonic()
             with self._lock:
-                self._tally.longest_pause_s = max(self._tally.longest_pause_s, now - last[-1] if last else 0.0)
-            last[:] = [now]
+                self._tally.longest_pause_s = max(self._tally.longest_pause_s, now - last)
+            last = now
 
         async with connected(self._port) as connection:
             await connection.send(_request(name))

@@ -75,7 +75,7 @@ async def cancellations(a: Attacker) -> None:
 
 async def stalled(a: Attacker) -> None:
     """Readers that take nothing for a while: their streams wait, and are whole in the end."""
-    body = json.dumps(_text(prompt="What is Folio?", max_tokens=600, stream=True, seed=1)).encode()
+    body = json.dumps(_text(prompt="What is Folio?", max_tokens=a.many(300, 1000), stream=True, seed=1)).encode()
     release = asyncio.Event()
 
     async def one() -> None:
@@ -94,8 +94,8 @@ async def stalled(a: Attacker) -> None:
         if answer.status == 200 and not answer.body.endswith(b"data: [DONE]\n\n"):
             a.note(f"a stalled reader's stream ends with {answer.body[-100:]!r}")
 
-    readers = [asyncio.create_task(one()) for _ in range(a.many(20, 60))]
-    await asyncio.sleep(a.many(4, 20))
+    readers = [asyncio.create_task(one()) for _ in range(a.many(12, 60))]
+    await asyncio.sleep(a.many(3, 20))
     release.set()
     await asyncio.gather(*readers)
 

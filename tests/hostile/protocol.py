@@ -185,7 +185,7 @@ async def slow(a: Attacker) -> None:
 
     async def head() -> None:
         async with connected(a.port) as connection:
-            for byte in raw[:20]:
+            for byte in raw[: a.many(10, 100)]:
                 await connection.send(bytes([byte]))
                 await asyncio.sleep(0.2)
             a.left()

@@ -32,7 +32,7 @@ from tests.nightly import examples
 
 NAME = "folio"
 ATTACKS = structures.ATTACKS | bodies.ATTACKS | protocol.ATTACKS | crowds.ATTACKS
-ATTACK_DEADLINE_S = 540.0
+ATTACK_DEADLINE_S = 1200.0
 # Of those that must not come to any harm.
 PROCESSES = {
     "proxy": "ray::ProxyActor",

@@ -49,7 +49,7 @@ async def tiny_messages(a: Attacker) -> None:
     }
 
     async def client(number: int) -> None:
-        for path in itertools.islice(itertools.cycle(bodies), number, number + a.many(2, 40)):
+        for path in itertools.islice(itertools.cycle(bodies), number, number + a.many(1, 40)):
             await a.post(path, bodies[path], "260,000 messages")
 
     await a.all(map(client, range(8)))

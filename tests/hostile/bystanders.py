@@ -41,7 +41,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "stops": (_TEXT, {"prompt": _ROOMS[:400], "stop": [". The"], "seed": 3, "temperature": 0.7, "max_tokens": 24}),
     "long stream": (
         _TEXT,
-        {"prompt": "What is Folio?", "seed": 5, "max_tokens": 120, "ignore_eos": True, "stream": True},
+        {"prompt": "What is Folio?", "seed": 5, "max_tokens": 64, "ignore_eos": True, "stream": True},
     ),
 }
 

@@ -28,8 +28,8 @@ async def outputs(a: Attacker) -> None:
 
 async def flood(a: Attacker) -> None:
     """More requests than may wait: some are refused, and say when to come again."""
-    bodies = [_text(prompt=f"{i}", max_tokens=4, priority=-i, stream=i % 3 == 0) for i in range(a.many(400, 5000))]
-    await a.all((a.post(_TEXT, body, "flood") for body in bodies), at_once=a.many(250, 600))
+    bodies = [_text(prompt=f"{i}", max_tokens=4, priority=-i, stream=i % 3 == 0) for i in range(a.many(260, 5000))]
+    await a.all((a.post(_TEXT, body, "flood") for body in bodies), at_once=a.many(200, 600))
 
 
 async def memory(a: Attacker) -> None:
@@ -41,7 +41,7 @@ async def memory(a: Attacker) -> None:
             max_tokens=rng.randrange(1, 300),
             priority=rng.randrange(-2, 3),
         )
-        for _ in range(a.many(10, 200))
+        for _ in range(a.many(6, 200))
     ]
     await a.all((a.post(_TEXT, body, "memory") for body in bodies), at_once=16)
 

@@ -97,7 +97,7 @@ def battle(request: pytest.FixtureRequest) -> Iterator[Battle]:
         max_num_batched_tokens=512,
         prefix_cache_release_s=1.0,
     )
-    args = AppArgs(engine=engine, http=HttpSettings(body_timeout_s=3.0, max_timeout_s=60.0, default_timeout_s=60.0))
+    args = AppArgs(engine=engine, http=HttpSettings(body_timeout_s=2.0, max_timeout_s=60.0, default_timeout_s=60.0))
     with cluster() as url:
         port = int(url.rpartition(":")[2])
         handle = serve.run(build(args), name=NAME, route_prefix="/")

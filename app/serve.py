@@ -62,6 +62,9 @@ ENVIRONMENT = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
     # A proxy that starts more slowly, on a machine that does much else, would be killed, and the start fail with it.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    # Threads of a step that wait for each other give their core away: by default they spin, and beside anything else on
+    # the same cores, such as another replica or the proxy, a step takes ten times as long.
+    "OMP_WAIT_POLICY": "passive",
     # Ray would run its workers at a lower priority than anything else on the machine.
     "RAY_worker_niceness": "0",
 }

@@ -140,7 +140,7 @@ SLOW = {
     for place, name in enumerate(
         (
             "kernels/test_attention.py",  # 180 s with its compilations, which are kept; 20 s without
-            "benchmarks/test_gpu_day.py",  # 140
+            "benchmarks/test_gpu_day.py",  # 60
             "app/engine/test_models.py",  # 100
             "kernels/test_triton.py",  # 80
             "app/engine/tensor_parallel/test_equal_tokens.py",  # 70

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from app.engine.params import SamplingParams, Structure
 from app.errors import RequestError
@@ -30,6 +30,13 @@ def _kind_of(prompt: object) -> str:
             return "texts"
         return "batch" if prompt and isinstance(prompt[0], list) else "tokens"
     return "text"
+
+
+def _printable(name: str) -> str:
+    """As it can stand in a path."""
+    if not name.isprintable():
+        raise ValueError("it has a character that cannot be printed; leave that out")
+    return name
 
 
 Prompt = Annotated[
@@ -264,7 +271,7 @@ class ChatCompletionRequest(GenerationBody):
 class PinRequest(StrictBody):
     """A prefix to keep in the cache under a name: either a prompt, or messages that conversations begin with."""
 
-    name: Annotated[Name, Field(examples=["rules"])]
+    name: Annotated[Name, AfterValidator(_printable), Field(examples=["rules"])]
     """The same prefix may be pinned again; another one under that name is an error."""
     prompt: str | TokenIds | None = None
     """Text or token ids that prompts begin with. At least one block of tokens."""

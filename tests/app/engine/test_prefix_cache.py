@@ -291,7 +291,7 @@ def test_a_pinned_prefix_is_there_from_the_start() -> None:
     ("settings", "reason"),
     [
         ({"pinned_prompts": {"short": "Hi"}}, "shorter than the"),
-        ({"pinned_prompts": {"a": "b"}, "pinned_system_prompts": {"a": "c"}}, "name both"),
+        ({"pinned_prompts": {"a": "b"}, "pinned_system_prompts": {"a": "c"}}, "both have a"),
         ({"pinned_prompts": {"rules": "x " * 100}, "prefix_cache": False}, "prefix_cache is off"),
         ({"pinned_prompts": {"rules": "x " * 100}, "pin_quota": 0.0}, "may be pinned"),
         ({"pinned_prompts": {"rules": "x " * 100}, "skip_tokenizer_init": True}, "need a tokenizer"),
@@ -420,10 +420,15 @@ def test_without_host_memory_requests_are_computed_again(
 
 def test_a_sampler_that_fails_loses_nothing(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it was to sample from was counted as computed, and the request never went on."""
+
+    def fail(*_: object) -> None:
+        raise IndexError
+
     counted.engine.submit("0", tokens(40), GREEDY)
     counted.engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(decoding, "sample", lambda *_: [][0])
+        patch.setattr(decoding, "sample", fail)
+        patch.setattr(decoding, "sample_apart", fail)
         with pytest.raises(IndexError):
             counted.engine.step()
     assert len(counted.run()["0"]) == 7

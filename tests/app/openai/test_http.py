@@ -193,6 +193,8 @@ def test_operation(client: TestClient) -> None:
     assert client.delete("/v1/pins/a/b").json() == {"id": "a/b", "object": "pin", "deleted": True}
     gone = client.delete("/v1/pins/a/b")
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "pin_not_found")
+    unspeakable = client.post("/v1/pins", json={"name": "\n", "prompt": "x"})  # no path has it: nobody could unpin it
+    assert (unspeakable.status_code, unspeakable.json()["error"]["param"]) == (400, "name")
 
 
 def test_metrics_are_text_or_an_error(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import itertools
 import json
@@ -354,7 +355,7 @@ def _fuzzed(rng: random.Random) -> tuple[str, dict[str, Any]]:
         elif rng.random() < 0.15 and isinstance(at, dict):
             at[f"{last}{rng.choice('sX_ ')}"] = at.pop(last)
         else:
-            at[last] = rng.choice(_VALUES)
+            at[last] = copy.deepcopy(rng.choice(_VALUES))  # which may be changed next
     if "max_tokens" in body and body["max_tokens"] is None:
         body["max_tokens"] = 2  # null is the rest of the context, which only takes time
     return path, body

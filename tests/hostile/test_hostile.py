@@ -111,10 +111,8 @@ def battle(request: pytest.FixtureRequest) -> Iterator[Battle]:
         found.rows["(peace)"] = Record(), in_peace, 0.0
         yield found
         bystanders.close()
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:
-        reporter.ensure_newline()
-        reporter.write_line(found.table())
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(f"\n{found.table()}", flush=True)
     if set(ATTACKS) <= set(found.rows) and examples(0, 1):
         raw = {
             name: {"answers": r.answers, "bad": r.bad, "innocent": t.counts} for name, (r, t, _) in found.rows.items()

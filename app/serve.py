@@ -62,6 +62,8 @@ ENVIRONMENT = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
     # A proxy that starts more slowly, on a machine that does much else, would be killed, and the start fail with it.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    # A proxy that died is replaced after three checks; Serve's default is one every 10 s.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     # Threads of a step that wait for each other give their core away: by default they spin, and beside anything else on
     # the same cores, such as another replica or the proxy, a step takes ten times as long.
     "OMP_WAIT_POLICY": "passive",

@@ -165,7 +165,7 @@ class Ingress:
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion, whole."""
         async with self._begun("completions", self._translator.completion, request, session) as begun:
-            return begun.answer.whole(await self._outputs_of(begun))
+            return await self._translator.whole(begun.answer.whole, await self._outputs_of(begun))
 
     async def generate_stream(
         self, request: CompletionRequest, session: str | None = None
@@ -182,8 +182,8 @@ class Ingress:
     async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
         """A chat completion, whole."""
         async with self._begun("chat", self._translator.chat, request, session) as begun:
-            [outputs] = await self._outputs_of(begun)
-            return begun.answer.whole(outputs)
+            answer = begun.answer
+            return await self._translator.whole(lambda outputs: answer.whole(outputs[0]), await self._outputs_of(begun))
 
     async def chat_stream(
         self, request: ChatCompletionRequest, session: str | None = None
@@ -202,8 +202,8 @@ class Ingress:
     async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject:
         """A response, whole."""
         async with self._begun("responses", self._translator.response, request, session) as begun:
-            [outputs] = await self._outputs_of(begun)
-            return begun.answer.whole(outputs)
+            answer = begun.answer
+            return await self._translator.whole(lambda outputs: answer.whole(outputs[0]), await self._outputs_of(begun))
 
     async def responses_stream(
         self, request: ResponsesRequest, session: str | None = None

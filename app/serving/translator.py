@@ -10,12 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from app.edge.exchange import current_exchange
 from app.engine.params import SamplingParams
-from app.errors import UnknownModelError, UnknownRequestError
+from app.errors import RequestError, UnknownModelError, UnknownRequestError
 from app.openai.answers import CompletionAnswer
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, GenerationBody, PinRequest
 from app.openai.chat_answers import ChatAnswer
 from app.openai.lanes import Lanes
-from app.openai.pieces import split_public_id
+from app.openai.pieces import Piece, split_public_id
 from app.openai.prompts import (
     CheckLength,
     decode_tokens,
@@ -36,6 +36,11 @@ from app.serving.messages import ForkCall, GenerateRequest
 
 # Of their own: long texts must not keep the event loop's other threads.
 _NUM_THREADS = 4
+# Log probabilities of an answer, alternatives included, that its prompts may ask for: they cost the engine little, and
+# each of its outputs repeats them. That many are 5 MB of JSON.
+MAX_PROMPT_LOGPROBS = 200_000
+# Answers with log probabilities of more tokens are put together in threads, as bodies of so many bytes a token are.
+_LOOP_TOKENS, _TOKEN_BYTES = 200, 64
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,12 +69,23 @@ class Translator:
         exchange = current_exchange()
         return await self._lanes.run(0 if exchange is None else exchange.num_body_bytes, method, *args, **kwargs)
 
+    async def whole(self, build: Callable[[list[list[Piece]]], T], outputs: list[list[Piece]]) -> T:
+        """What `build` makes of whole outputs; outside of the event loop if they have many log probabilities."""
+        pieces = [piece for of_prompt in outputs for piece in of_prompt]
+        num_prompt = sum(len(piece.prompt_logprobs) for piece in pieces) * len(pieces)
+        num_tokens = num_prompt + sum(len(piece.logprobs) for piece in pieces)
+        if num_tokens < _LOOP_TOKENS:
+            return build(outputs)
+        return await self._lanes.run(num_tokens * _TOKEN_BYTES, build, outputs)
+
     def completion(
         self, request: CompletionRequest, session: str | None, max_model_len: int
     ) -> tuple[list[GenerateRequest], CompletionAnswer]:
         """A call for each prompt, and what their pieces come to."""
         adapter = self.adapter_of(request.model)
         prompts = encode_completion(self._encoder, request, self._length_check(max_model_len))
+        tops = (request.logprobs if request.echo else None, request.prompt_logprobs)
+        _check_entries(sum(map(len, prompts)) * request.num_outputs, *tops)
         params = request.sampling_params()
         request_id = _new_id("cmpl")
         calls = [
@@ -108,6 +124,7 @@ class Translator:
             params = request.sampling_params()
         else:
             params = request.sampling_params(tools.structure, tools.kept_token_ids)
+        _check_entries(len(prompt) * params.n, params.prompt_logprobs)
         call = _call_of(_new_id(kind), prompt, params, request, adapter, session)
         answer = ChatAnswer(
             call.request_id,
@@ -178,6 +195,22 @@ class Translator:
 
 def _new_id(kind: str) -> str:
     return f"{kind}-{uuid.uuid4().hex}"
+
+
+def _check_entries(num_prompt_tokens: int, *num_top: int | None) -> None:
+    """Raise `RequestError` for too many log probabilities of prompts.
+
+    Args:
+        num_prompt_tokens: times outputs, since each of these begins with them.
+        num_top: alternatives of each; `None`: not wanted.
+    """
+    entries = num_prompt_tokens * sum(1 + top for top in num_top if top is not None)
+    if entries > MAX_PROMPT_LOGPROBS:
+        raise RequestError(
+            f"the answer would have {entries} log probabilities of prompts; at most {MAX_PROMPT_LOGPROBS}: ask for "
+            "fewer prompts, outputs or alternatives at once",
+            "logprobs",
+        )
 
 
 def _call_of(

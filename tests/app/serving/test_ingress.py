@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -15,12 +16,14 @@ from ray import cloudpickle
 from ray.exceptions import RayTaskError
 
 from app.engine.model_loader import load_tokenizer
+from app.engine.request import TokenLogprobs
 from app.errors import (
     ContextLengthError,
     DeadlineError,
     EngineError,
     FolioError,
     OverloadedError,
+    RequestError,
     UnavailableError,
     UnknownModelError,
     UnknownRequestError,
@@ -31,6 +34,7 @@ from app.openai.pieces import Piece
 from app.openai.responses_body import ResponsesRequest
 from app.openai.text_encoder import TextEncoder
 from app.openai.token_bodies import TokenizeRequest
+from app.serving import translator
 from app.serving.admission import Admission
 from app.serving.calls import Replicas
 from app.serving.failures import unwrap
@@ -181,6 +185,47 @@ def test_a_batch_is_a_call_for_each_prompt() -> None:
         chunks = await collect(ingress.generate_stream(completion(prompt=[[5], [6, 7]], n=2)))
         texts = {chunk.choices[0].index: chunk.choices[0].text for chunk in chunks}
         assert texts == {0: "20", 1: "21", 2: "30", 3: "31"}
+
+    asyncio.run(run())
+
+
+def test_prompts_have_only_so_many_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body of 6 KB had an answer of 53 MB, and the event loop stood still for seconds while it was made."""
+    monkeypatch.setattr(translator, "MAX_PROMPT_LOGPROBS", 60)
+
+    async def run() -> None:
+        ingress = ingress_with(engines := Engines())
+        few = {"prompt": [5] * 10, "logprobs": 1, "echo": True}
+        await ingress.generate(completion(n=3, **few))
+        for many in (few | {"n": 4}, few | {"n": 3, "prompt_logprobs": 0}, few | {"prompt": [[5] * 10] * 4}):
+            with pytest.raises(RequestError, match="log probabilities of prompts; at most 60"):
+                await ingress.generate(completion(**many))
+        with pytest.raises(RequestError, match="at most 60"):
+            await ingress.chat(
+                ChatCompletionRequest.model_validate(
+                    {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "prompt_logprobs": 20}
+                )
+            )
+        assert len(engines.calls) == 1
+
+    asyncio.run(run())
+
+
+def test_long_answers_are_made_outside_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with many log probabilities held it."""
+    threads = []
+
+    def note(outputs: object) -> str:
+        threads.append(threading.current_thread())
+        return "answer"
+
+    async def run() -> None:
+        whole = ingress_with(Engines())._translator.whole
+        for num_tokens in (1, 1000):
+            tokens = (TokenLogprobs(5, -1.0, 1, ()),) * num_tokens
+            assert await whole(note, [[Piece("", (5,) * num_tokens, logprobs=tokens)]]) == "answer"
+        assert threads[0] is threading.current_thread()
+        assert threads[1] is not threads[0]
 
     asyncio.run(run())
 

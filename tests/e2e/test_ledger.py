@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import ray
+from pydantic import ValidationError
 from ray import serve
 from ray.exceptions import RayActorError
 
@@ -121,12 +122,12 @@ def test_budgets_add_up_whoever_comes_and_goes(server: Server) -> None:
 @pytest.mark.parametrize(
     ("engine", "shared_bytes", "message"),
     [
-        ({}, 0, "shared_kv_memory_bytes is 0; it must be at least 1"),
+        ({}, 0, "shared_kv_memory_bytes\n  Input should be greater than 0"),
         ({"kv_memory_bytes": 5}, 9, "leave one of them out"),
         ({"kv_memory_floor_bytes": 5}, 9, "kv_memory_floor_bytes is 5; what a replica never gives back"),
         ({"tensor_parallel_size": 2}, 9, "only replicas of one rank can share a device"),
     ],
 )
 def test_settings_that_contradict_sharing(engine: dict[str, Any], shared_bytes: int, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ConfigError, ValidationError), match=message):
         build(AppArgs(engine=EngineConfig(model="builtin", **engine), shared_kv_memory_bytes=shared_bytes))

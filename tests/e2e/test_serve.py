@@ -66,6 +66,10 @@ def test_ctrl_c_finishes_streams_and_refuses_what_is_new(
     this has a line for each request, no traceback for the client's mistake, and no complaint about a clean stop."""
     process, url = command
     wait_until_ready(process, url)
+    written, deadline = tmp_path / "output", time.monotonic() + DEADLINE_S
+    while f"Folio is ready at {url}" not in written.read_text(errors="replace"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     body = {"model": "builtin", "prompt": "a", "max_tokens": NUM_TOKENS, "ignore_eos": True}
     mistake = httpx.post(f"{url}/v1/completions", json=body | {"max_tokens": 10**6}, timeout=DEADLINE_S)
     assert mistake.status_code == 400
@@ -85,8 +89,7 @@ def test_ctrl_c_finishes_streams_and_refuses_what_is_new(
     assert done == "data: [DONE]"
     assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == NUM_TOKENS
     assert process.wait(DEADLINE_S) == 0
-    output = (tmp_path / "output").read_text(errors="replace")
-    assert f"Folio is ready at {url}" in output
+    output = written.read_text(errors="replace")
     assert len([line for line in output.splitlines() if mistake.headers["x-request-id"] in line]) == 1
     for complaint in ("Traceback", "graceful_shutdown failed", " ERROR "):
         assert complaint not in output

@@ -20,13 +20,15 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from http.client import HTTPException
 from pathlib import Path
 from types import FrameType
@@ -39,6 +41,7 @@ from ray.serve._private.api import serve_start
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, LoggingConfig, ServeDeploySchema
 
+from app import haproxy
 from app.address import claim
 from app.args import AppArgs
 from app.checks import FOLIO, load_config
@@ -52,9 +55,6 @@ ENVIRONMENT = {
     # largest bodies.
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
-    # A body goes to the ingress with the head of its request, instead of by a call of its own. While an ingress lets
-    # nobody in, the proxy says so for it.
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "app.serving.proxies.middlewares",
     # Our methods never block their event loop, so they share it with Serve's: else each item changes threads twice.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     # Serve's controller looks after its replicas ten times a second by default, each time asking for the cluster's
@@ -134,20 +134,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
-    set_environment()
+    with prepared_environment(has_tls=bool(http.ssl_certfile)) if is_local else nullcontext():
+        try:
+            context = ray.init(namespace="serve")
+            return run(config, Signals(), options.grace_s, context.dashboard_url)
+        finally:
+            ray.shutdown()
+            if claimed is not None:
+                claimed.close()
+
+
+@contextmanager
+def prepared_environment(*, has_tls: bool = False) -> Iterator[None]:
+    """Variables for the processes of a cluster that is started within, unless they are set already; HAProxy takes HTTP
+    requests where it can, and else Serve's proxy, which is right, too, but slower."""
+    values = dict(ENVIRONMENT)
+    directory = Path(tempfile.mkdtemp(prefix="folio-", dir="/tmp"))  # a short path, of this user alone
     try:
-        context = ray.init(namespace="serve")
-        return run(config, Signals(), options.grace_s, context.dashboard_url)
+        if os.environ.get(haproxy.SWITCH, "1") == "1":
+            try:
+                haproxy.check(has_tls=has_tls)
+                values |= haproxy.environment(directory)
+            except haproxy.NoHAProxyError as error:
+                os.environ.pop(haproxy.SWITCH, None)
+                logger.warning("Serve's proxy takes HTTP requests, which is slower than HAProxy: %s", error)
+        values = {name: value for name, value in values.items() if name not in os.environ}
+        os.environ.update(values)
+        yield
     finally:
-        ray.shutdown()
-        if claimed is not None:
-            claimed.close()
-
-
-def set_environment() -> None:
-    """Before Ray is started."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+        for name in values:
+            os.environ.pop(name, None)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def run(config: ServeDeploySchema, signals: Signals, grace_s: float, dashboard: str | None = None) -> int:

@@ -128,17 +128,17 @@ def cluster(num_cpus: int = 4) -> Iterator[str]:
     import ray
     from ray import serve
 
-    from app.serve import set_environment
+    from app.serve import prepared_environment
 
     port = free_port()
-    set_environment()
-    ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    with prepared_environment():
+        ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
+        try:
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            serve.shutdown()
+            ray.shutdown()
 
 
 @contextmanager

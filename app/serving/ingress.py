@@ -16,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 
 from app.edge.exchange import current_exchange
 from app.edge.settings import HttpSettings
+from app.edge.unread import ReadsRefusedBodies
 from app.engine.model_loader import load_tokenizer
 from app.errors import (
     DeadlineError,
@@ -37,9 +38,6 @@ from app.openai.responses_replies import ResponseObject, StreamEvent
 from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
 from app.serving.admission import Admission
 from app.serving.calls import Replicas
-from app.serving.closed_door import HearsOfRefusals
-from app.serving.enclosed import TakesEnclosedBody
-from app.serving.lost_answers import MarksAnswers
 from app.serving.messages import GenerateRequest, ReplicaFacts
 from app.serving.metrics import EdgeMeter, Measured, MetricsPage, RequestMeter
 from app.serving.reports import load_report, pin_list
@@ -120,10 +118,8 @@ class Ingress:
         gc.freeze()
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        api = build_api(self, self._http, echoes_id=False, watcher=self._edge)  # Serve's proxy echoes
-        api.add_middleware(HearsOfRefusals, watcher=self._edge)
-        api.add_middleware(TakesEnclosedBody)
-        api.add_middleware(MarksAnswers)
+        api = build_api(self, self._http, echoes_id=False, watcher=self._edge)  # Serve's server echoes
+        api.add_middleware(ReadsRefusedBodies)
         return api
 
     def record_routing_stats(self) -> dict[str, Any]:

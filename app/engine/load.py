@@ -177,7 +177,6 @@ def make_report(
     arriving: Sequence[tuple[int, int]] = (),
     step_tokens: int,
     now: float,
-    made_at: float,
     most_keys: int = MOST_KEYS,
 ) -> ReplicaReport:
     """The engine's load. From any thread: what it counts may change meanwhile, and is a moment old anyhow.
@@ -186,8 +185,7 @@ def make_report(
         arriving: requests that the engine takes before its next step: tokens, and how many of them are expected to be
             cached.
         step_tokens: tokens of a step at most.
-        now: on the meter's clock.
-        made_at: seconds of the wall clock.
+        now: on the meter's clock: the monotonic one.
         most_keys: of cached prefixes; collecting them is most of the work.
     """
     step = recovery.step_times
@@ -209,7 +207,7 @@ def make_report(
     cached_keys = memory.cached_keys(most_keys)
     num_steps = -(-queued // step_tokens)
     return ReplicaReport(
-        made_at=made_at,
+        made_at=now,
         unit_tokens=memory.unit_tokens,
         keys=cached_keys.keys,
         stride=cached_keys.stride,

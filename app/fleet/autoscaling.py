@@ -42,7 +42,7 @@ class ReplicaLoad:
     """What the policy needs of a `ReplicaReport`, all numbers, as Serve's metrics are.
 
     Attributes:
-        made_at: seconds of the wall clock.
+        made_at: seconds of the replica's monotonic clock.
         used_tokens: of the KV cache, owned by sequences.
         queued_tokens, queued_s: of prompts, not computed yet, and the expected time for them.
         total_tokens: that the cache holds within its budget.

@@ -14,8 +14,11 @@ from app.fleet.report import ReplicaReport, StepTimes
 
 # Until the first replica has computed something. Only which costs are greater matters then.
 _FIRST_GUESS = StepTimes(fixed_s=0.01, token_s=1e-4)
-# Reports are heard within this time; what differs by more is the clock of another node.
-_MOST_LAG_S = 2.0
+# A report takes this long at least from the replica through Serve's controller to a router. What one takes more than
+# the quickest is late; later than the second bound is none, but one of the clocks stood still meanwhile.
+_LEAST_LAG_S, _MOST_LATE_S = 0.1, 2.0
+# Seconds a second by which two clocks may run apart.
+_CLOCK_DRIFT = 1e-3
 # What this router sent so long ago counts for a third in `assigned_share`.
 ASSIGNED_MEMORY_S = 20.0
 _QUEUED_TOKENS, _QUEUED_S, _NUM_REQUESTS = map(LOAD_FIELDS.index, ("queued_tokens", "queued_s", "num_requests"))
@@ -53,7 +56,9 @@ class Sent:
 class _Replica:
     slot: int
     report: ReplicaReport | None = None
-    skew_s: float = 0.0
+    reported_at: float = -math.inf  # on the replica's clock
+    heard_at: float = 0.0
+    least_lag_s: float = math.inf
     sent: dict[Sent, None] = field(default_factory=dict)  # in order: sums of floats must not depend on addresses
     num_in_flight: int = 0
     num_resyncs: int = 0
@@ -61,7 +66,10 @@ class _Replica:
 
 
 class Fleet:
-    """Books of one router. Times are seconds of the wall clock, as reports have them. One thread at a time.
+    """Books of one router. Times are seconds of its monotonic clock. One thread at a time.
+
+    A replica's clock is another one: when a report was made, on the router's clock, is known from when it was heard,
+    and from how much longer it took than the quickest of that replica's reports.
 
     A request counts as sent from `sent` until a report made after it says what it did to the replica's load, and its
     prefixes count as cached there until a report made after `ended` says what is left of them.
@@ -108,14 +116,13 @@ class Fleet:
     def report(self, replica_id: str, report: ReplicaReport, now: float) -> None:
         """A replica's report has arrived, perhaps once more."""
         replica = self._replicas.get(replica_id)
-        if replica is None:
+        if replica is None or report.made_at <= replica.reported_at:
             return
-        # A clock that differs from this one by more than reports take.
-        ahead_s = report.made_at - now
-        replica.skew_s = ahead_s if abs(ahead_s) > _MOST_LAG_S else 0.0
-        report = replace(report, made_at=report.made_at - replica.skew_s)
-        if replica.report is not None and report.made_at <= replica.report.made_at:
-            return
+        lag_s = now - report.made_at  # and by how much the clocks differ
+        least_s = replica.least_lag_s + _CLOCK_DRIFT * (now - replica.heard_at)
+        replica.least_lag_s = lag_s if lag_s - least_s > _MOST_LATE_S else min(lag_s, least_s)
+        replica.reported_at, replica.heard_at = report.made_at, now
+        report = replace(report, made_at=report.made_at + replica.least_lag_s - _LEAST_LAG_S)
         last, replica.report = replica.report, report
         self.unit_tokens = report.unit_tokens
         self._step = self._median_step()

@@ -36,7 +36,7 @@ class ReplicaReport:
     """The load of a replica and what its prefix cache has, at one moment.
 
     Attributes:
-        made_at: seconds of the wall clock.
+        made_at: seconds of the replica's monotonic clock, which no other clock can be compared with.
         unit_tokens: prefixes are shared in multiples of so many tokens; a key stands for as many.
         keys: of the cached prefixes, `KEY_BYTES` bytes each, in no order: those that end after a multiple of `stride`
             units.

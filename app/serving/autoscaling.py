@@ -30,32 +30,39 @@ class KVAwareScaling:
         if unknown := kwargs.keys() - set(known):
             raise ConfigError(f"{sorted(unknown)} are no settings of the scaling policy; it has {', '.join(known)}")
         self._targets = ScalingTargets(**kwargs)
+        self._heard: dict[Any, tuple[float, float]] = {}  # replica → its last load's `made_at`, and when that was new
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         state = context.policy_state.get(_STATE_KEY)
         policy = ScalingPolicy(self._targets, ScalingState(**state) if state else None)
         now = context.current_time or 0.0
-        loads = latest_loads(context.raw_metrics or {}, context.running_replicas, now - self._targets.stale_after_s)
+        loads = self._fresh(latest_loads(context.raw_metrics or {}, context.running_replicas), now)
         wanted = policy.desired(
             loads, context.target_num_replicas, now, context.total_num_requests, len(context.running_replicas)
         )
         return wanted, {_STATE_KEY: asdict(policy.state)}
 
+    def _fresh(self, loads: Mapping[Any, ReplicaLoad], now: float) -> list[ReplicaLoad]:
+        """Those that were new lately, by the controller's clock: a replica's may be another."""
+        before = self._heard
+        self._heard = {
+            replica: before[replica] if before.get(replica, (None,))[0] == load.made_at else (load.made_at, now)
+            for replica, load in loads.items()
+        }
+        return [load for r, load in loads.items() if now - self._heard[r][1] <= self._targets.stale_after_s]
 
-def latest_loads(
-    metrics: Mapping[str, Mapping[Any, Sequence[Any]]], replicas: Sequence[Any], not_before: float
-) -> list[ReplicaLoad]:
+
+def latest_loads(metrics: Mapping[str, Mapping[Any, Sequence[Any]]], replicas: Sequence[Any]) -> dict[Any, ReplicaLoad]:
     """The last load of each replica that has reported one.
 
     Args:
         metrics: name → replica → (timestamp, value) in order, as `AutoscalingContext.raw_metrics`. Its aggregates are
             averages over `look_back_period_s`, which would be too slow.
-        not_before: older ones are left out.
     """
-    loads = []
+    loads = {}
     for replica in replicas:
         series = {name: metrics.get(name, {}).get(replica) for name in LOAD_METRICS}
         load = ReplicaLoad.of_metrics({name: points[-1].value for name, points in series.items() if points})
-        if load is not None and load.made_at >= not_before:
-            loads.append(load)
+        if load is not None:
+            loads[replica] = load
     return loads

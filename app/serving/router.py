@@ -119,7 +119,7 @@ class FolioRouter(FIFOMixin, RequestRouter):
         """Called when replicas come or go, and when there are new reports."""
         super().update_replicas(replicas)
         self._know(replicas)
-        now = time.time()
+        now = time.monotonic()
         for name, replica in self._by_name.items():
             self._take_report(name, replica, now)
         self._known_prefixes.set(self._fleet.num_known_prefixes)
@@ -156,7 +156,7 @@ class FolioRouter(FIFOMixin, RequestRouter):
         super().on_request_completed(replica_id, internal_request_id)
         key = (replica_id.unique_id, internal_request_id)
         if placed := self._placed.get(key):
-            self._fleet.ended(placed.popleft(), time.time())
+            self._fleet.ended(placed.popleft(), time.monotonic())
             if not placed:
                 del self._placed[key]
             return
@@ -219,7 +219,7 @@ class FolioRouter(FIFOMixin, RequestRouter):
 
     def _rank(self, pending: PendingRequest, names: list[str]) -> list[str]:
         """The replicas that may get it, the best first, to which it counts as sent until Serve has placed it."""
-        now = time.time()
+        now = time.monotonic()
         waiting = self._waiting.get(pending.future)
         if waiting is None:
             call = pending.args[0] if pending.args else None
@@ -246,7 +246,9 @@ class FolioRouter(FIFOMixin, RequestRouter):
         if isinstance(call, GenerateRequest):
             # For the replica to compare with what it finds, see `ReplicaReport.missed_tokens`.
             expected = Expected(ranked[0], cached)
-            pending.args[0] = replace(call, expected=expected, timeout_s=waiting.left_s(now - pending.created_at))
+            pending.args[0] = replace(
+                call, expected=expected, timeout_s=waiting.left_s(time.time() - pending.created_at)
+            )
         return ranked
 
     def _as_routed(self, pending: PendingRequest) -> RoutedRequest:
@@ -263,7 +265,7 @@ class FolioRouter(FIFOMixin, RequestRouter):
 
     def _note_placed(self, future: asyncio.Future[RunningReplica]) -> None:
         """Serve has placed a request, or its caller has given it up."""
-        waiting, now = self._waiting.pop(future), time.time()
+        waiting, now = self._waiting.pop(future), time.monotonic()
         sent = waiting.sent
         if future.cancelled() or future.exception() is not None:
             if sent is not None:

@@ -153,7 +153,6 @@ class SimulatedReplica:
             self.meter,
             step_tokens=self._device.step_tokens,
             now=now,
-            made_at=now,
         )
 
     def close(self) -> None:

@@ -467,7 +467,6 @@ def test_serve_gets_what_the_policy_says() -> None:
         {},
         {LOAD_METRICS[0]: {"a": [TimeStampedValue(999.0, 999.0)]}},
         series({"a": [], "b": []}),
-        series({"a": [replace(prefilling(30.0), made_at=900.0)]}),  # too old
     ],
 )
 def test_missing_metrics_change_nothing(metrics: dict[str, dict[str, TimeSeries]] | None) -> None:
@@ -475,6 +474,22 @@ def test_missing_metrics_change_nothing(metrics: dict[str, dict[str, TimeSeries]
     for tick in range(50):
         decision, state = policy(context(metrics, state, now=1000.0 + tick))
         assert decision == 2
+
+
+@pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 3600.0])
+def test_clocks_of_replicas_do_not_matter(ahead_s: float) -> None:
+    """Regression: a load counted by its replica's clock: an hour behind, never, an hour ahead, for an hour after the
+    last report."""
+    policy = KVAwareScaling(stale_after_s=5.0, up_after_s=0.0, start_s=1.0)
+    state: dict[str, Any] = {}
+    wanted = []
+    for tick in range(120):
+        now = 1000.0 + tick * TICK_S
+        history = [replace(prefilling(3.0), made_at=min(now, 1001.0) + ahead_s)]  # the last one is made at 1001
+        decision, state = policy(context(series({"a": history, "b": history}), state, now=now))
+        wanted.append(decision)
+    assert wanted[0] == 4
+    assert wanted[-1] == 2
 
 
 def test_serve_comes_back_from_zero() -> None:

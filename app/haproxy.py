@@ -93,6 +93,9 @@ def environment(directory: Path, binary: str | None = None) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, max(1, (os.cpu_count() or 1) // 4))),
         "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BUFFER_BYTES),
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(CLIENT_TIMEOUT_S),
+        # One that refuses a connection is asked no more until it is well.
+        "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
+        "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "3600",
         # What an ingress has taken, and not begun to answer when it died, another one gets.
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
         "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
@@ -145,28 +148,52 @@ def amend(text: str, trusted: Sequence[str] = ("127.0.0.1", "::1")) -> str:
     Raises:
         ValueError: a line that is looked for is not there: this is not the configuration of Ray 2.60.
     """
-    for pattern, replacement in _amendments(trusted):
-        text, number = re.subn(pattern, lambda match, new=replacement: match.expand(new), text, flags=re.MULTILINE)  # type: ignore[misc]
+    for pattern, replacement in _amendments(text, trusted):
+        text, number = re.subn(pattern, lambda _, new=replacement: new, text, flags=re.MULTILINE)  # type: ignore[misc]
         if not number:
             raise ValueError(
                 f"Serve's HAProxy configuration has no line like {pattern!r}; Folio knows that of Ray {RAY}x"
             )
-    return _answer_ready(text)
+    return text
 
 
-def _amendments(trusted: Sequence[str]) -> list[tuple[str, str]]:
+def _amendments(text: str, trusted: Sequence[str]) -> list[tuple[str, str]]:
     """(what is looked for, what it becomes)."""
-    believed = "{ req.hdr(x-forwarded-for) -m found }"
-    if "*" not in trusted:
-        believed = "{ src " + " ".join(trusted) + " } " + believed
-    unwanted = [
-        # Serve decodes these three, and would answer 500 to what is not UTF-8.
-        rf"http-request del-header {name} if {{ req.hdr({name}) -m found }} !{{ req.fhdr({name}),json(utf8) -m found }}"
-        for name in ("x-session-id", "serve_multiplexed_model_id", "serve-multiplexed-model-id")
+    applications = re.findall(r"^    use_backend (\S+) if is_\1$", text, flags=re.MULTILINE)
+    unreachable = "no ingress has answered; send the request again"
+    errors = [
+        _error(400, "the request is not one of HTTP/1.1, or its headers are too long", "invalid_http"),
+        _error(408, f"the request's headers, and a short body, have not come within {HEAD_TIMEOUT_S} s", "timeout"),
+        _error(500, "internal error", "internal_error"),
+        *(_error(status, unreachable, "unavailable", _REPLACED_AFTER_S) for status in (502, 503, 504)),
     ]
+    no_application = _return(404, "there is no application at this path", "not_found")
+    return [
+        # Better a few connections less, if the system allows fewer files, than none.
+        (r"^global$", "global\n    no strict-limits"),
+        (r"^    log 127\.0\.0\.1:514 .*\n", ""),  # a syslog that is rarely there
+        # A body that fits into a buffer comes with its head, under the same limit, so that it can be sent twice.
+        (r"^defaults$", f"defaults\n    timeout http-request {HEAD_TIMEOUT_S}s\n    option http-buffer-request"),
+        (r"^    errorfile 502 .*\n    errorfile 503 .*\n    errorfile 504 .*$", "\n".join(errors)),
+        # Statistics are for this machine.
+        (r"^    bind \*?(?=:\d+\n    mode http\n    http-request use-service)", "    bind 127.0.0.1"),
+        (r"^  bind \*(?=:\d+\n  stats enable)", "  bind 127.0.0.1"),
+        (r"^(?=    # Health check endpoint$)", _header_rules(trusted)),
+        (r"^(?=    # Static routing based on path)", "".join(_not_ready_rule(text, name) for name in applications)),
+        (r"^    http-request return status 404 .*$", no_application if applications else _not_ready()),
+    ]
+
+
+def _header_rules(trusted: Sequence[str]) -> str:
+    is_forwarded = "{ req.hdr(x-forwarded-for) -m found }"
+    if "*" not in trusted:
+        is_forwarded = "{ src " + " ".join(trusted) + " } " + is_forwarded
     rules = [
-        f"http-request set-header x-forwarded-for %[src] unless {believed}",
-        *unwanted,
+        f"http-request set-header x-forwarded-for %[src] unless {is_forwarded}",
+        *(  # Serve decodes these, and would answer 500 to what is not UTF-8.
+            f"http-request del-header {name} unless {{ req.fhdr({name}),json(utf8) -m found }}"
+            for name in ("x-session-id", "serve_multiplexed_model_id", "serve-multiplexed-model-id")
+        ),
         "http-request del-header x-request-id unless { req.fhdr(x-request-id) -m reg ^[!-~]{1,128}$ }",
         f"http-request set-header {ATTEMPT_HEADER} %[uuid]",
         f"http-request set-header x-request-id %[req.hdr({ATTEMPT_HEADER})] "
@@ -175,81 +202,37 @@ def _amendments(trusted: Sequence[str]) -> list[tuple[str, str]]:
         "http-request set-path /-/routes/ if { path -i /-/routes }",
         "http-after-response set-status 503 if { status 502 504 }",
     ]
-    answers = [
-        _error(400, "the request is not one of HTTP/1.1, or its headers are too long", "invalid_http"),
-        _error(408, f"the request's headers, and a short body, have not come within {HEAD_TIMEOUT_S} s", "timeout"),
-        _error(500, "internal error", "internal_error"),
-        *(
-            _error(status, "no ingress has answered; send the request again", "unavailable", 503)
-            for status in (502, 503, 504)
-        ),
-    ]
-    return [
-        # Of threads that Ray's raylet and the load leave no files for, better a few connections less than none.
-        (r"^global$", r"global\n    no strict-limits"),
-        (r"^    log 127\.0\.0\.1:514 local0 info$", r"    # no syslog"),
-        # A body that fits into a buffer comes with its head, under the same limit, so that it can be sent twice.
-        (r"^defaults$", rf"defaults\n    timeout http-request {HEAD_TIMEOUT_S}s\n    option http-buffer-request"),
-        (r"^    errorfile 502 .*\n    errorfile 503 .*\n    errorfile 504 .*$", _escaped("\n".join(answers))),
-        (
-            r"^    bind (?:\*)?:(\d+)\n    mode http\n    http-request use-service",
-            r"    bind 127.0.0.1:\1\n    mode http\n    http-request use-service",
-        ),
-        (r"^  bind \*:(\d+)\n  stats enable$", r"  bind 127.0.0.1:\1\n  stats enable"),
-        (r"^(frontend http_frontend\n    bind .*)$", r"\1\n    " + _escaped("\n    ".join(rules))),
-        (
-            r"^    http-request return status 404 content-type text/plain lf-string .*$",
-            _escaped(
-                _not_ready("if { path_end /ready }")
-                + "\n"
-                + _return(404, "there is no application at this path", "not_found")
-            ),
-        ),
-    ]
+    return "".join(f"    {rule}\n" for rule in rules)
 
 
-def _answer_ready(text: str) -> str:
+def _not_ready_rule(text: str, application: str) -> str:
     """While an application's ingress starts, Serve's proxy would let those who ask whether it is ready wait."""
-    names = re.findall(r"^    use_backend (\S+) if is_\1$", text, flags=re.MULTILINE)
-    for name in names:
-        section = re.search(rf"^backend {re.escape(name)}$.*?(?=^\S|\Z)", text, flags=re.MULTILINE | re.DOTALL)
-        servers = re.findall(r"^    server (\S+) (?!.* backup$)", section[0] if section else "", flags=re.MULTILINE)
-        none_up = "".join(f" !{{ srv_is_up({name}/{server}) }}" for server in servers)
-        rule = _not_ready(f"if is_{name} {{ path_end /ready }}{none_up}")
-        # Rules for requests come before those for backends.
-        text = text.replace(
-            "    # Static routing based on path prefixes", f"{rule}\n    # Static routing based on path prefixes"
-        )
-    return text
+    sections = re.split(r"^(?=\S)", text, flags=re.MULTILINE)
+    [section] = (section for section in sections if section.startswith(f"backend {application}\n"))
+    ingresses = re.findall(r"^    server (\S+) (?!.* backup$)", section, flags=re.MULTILINE)
+    none_up = "".join(f" !{{ srv_is_up({application}/{ingress}) }}" for ingress in ingresses)
+    return f"{_not_ready()} if is_{application} {{ path_end /ready }}{none_up}\n"
 
 
-def _error(status: int, message: str, code: str, sent: int | None = None) -> str:
-    """HAProxy's own answer with a status, as OpenAI's JSON. `sent`: that goes by another one."""
-    retry = f" hdr Retry-After {_REPLACED_AFTER_S}" if sent == 503 else ""
-    return (
-        f"    http-error status {status} content-type application/json string '{_json(status, message, code)}'{retry}"
-    )
+def _not_ready() -> str:
+    return _return(503, "nothing is ready at this path yet", "unavailable", 1)
+
+
+def _error(status: int, message: str, code: str, retry_after_s: int | None = None) -> str:
+    """HAProxy's own answers with a status."""
+    return f"    http-error {_answer(status, message, code, retry_after_s)}"
 
 
 def _return(status: int, message: str, code: str, retry_after_s: int | None = None) -> str:
-    retry = "" if retry_after_s is None else f" hdr Retry-After {retry_after_s}"
-    body = _json(status, message, code)
-    return f"    http-request return status {status} content-type application/json string '{body}'{retry}"
+    return f"    http-request return {_answer(status, message, code, retry_after_s)}"
 
 
-def _not_ready(condition: str) -> str:
-    return _return(503, "nothing is ready at this path yet", "unavailable", 1) + " " + condition
-
-
-def _json(status: int, message: str, code: str) -> str:
+def _answer(status: int, message: str, code: str, retry_after_s: int | None) -> str:
+    """As OpenAI's JSON, between HAProxy's strong quotes, which know no escape."""
     kind = "server_error" if status >= 500 else "timeout_error" if status == 408 else "invalid_request_error"
-    # HAProxy's strong quotes know no escape.
-    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).replace("'", "’")
-
-
-def _escaped(text: str) -> str:
-    """For `Match.expand`."""
-    return text.replace("\\", r"\\")
+    body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).replace("'", "’")
+    retry = "" if retry_after_s is None else f" hdr Retry-After {retry_after_s}"
+    return f"status {status} content-type application/json string '{body}'{retry}"
 
 
 def _max_connections() -> int:

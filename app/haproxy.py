@@ -200,7 +200,6 @@ def _header_rules(trusted: Sequence[str]) -> str:
         "unless { req.hdr(x-request-id) -m found }",
         # What Serve says of the applications is for those who may call them: it goes to one, which has no such path.
         "http-request set-path /-/routes/ if { path -i /-/routes }",
-        "http-after-response set-status 503 if { status 502 504 }",
     ]
     return "".join(f"    {rule}\n" for rule in rules)
 

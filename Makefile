@@ -10,7 +10,7 @@ OLDEST := transformers==5.17.0 huggingface_hub==1.33.0
 PYTEST := RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 WITHOUT_RAY := -n auto --ignore tests/e2e --ignore tests/hostile
 
-.PHONY: serve test test-fast check bench clean compiler
+.PHONY: serve test test-fast check bench proto clean compiler
 
 serve: $(VENV)/.base compiler
 	@echo "==> Starting Folio with serve_config.yaml; this takes about half a minute (make serve PORT=8001: at another port; Ctrl-C stops it when requests under way have ended, a second one at once)"
@@ -40,6 +40,10 @@ check: $(VENV)/.dev
 bench: $(VENV)/.bench compiler
 	@echo "==> Running the benchmarks, quick versions"
 	for name in walkthrough attention throughput mapping elastic fragmentation sharing preemption tensor_parallel routing serving; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+
+proto: $(VENV)/.dev
+	@echo "==> Writing the generated code of app/proto/folio.proto"
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. app/proto/folio.proto
 
 clean:
 	@echo "==> Removing the virtual environment and caches"

@@ -38,9 +38,10 @@ from app.openai.responses_replies import ResponseObject, StreamEvent
 from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
 from app.serving.admission import Admission
 from app.serving.calls import Replicas
+from app.serving.grpc_ingress import GrpcIngress
 from app.serving.messages import GenerateRequest, ReplicaFacts
 from app.serving.metrics import EdgeMeter, Measured, MetricsPage, RequestMeter
-from app.serving.reports import load_report, pin_list
+from app.serving.reports import add_memory_route, load_report, pin_list
 from app.serving.translator import Translator
 from vmem import BudgetAnswer, MemoryReport
 
@@ -72,7 +73,7 @@ class _Begun(Generic[Answer]):
 
 
 @serve.ingress()
-class Ingress:
+class Ingress(GrpcIngress):
     """Serves one model under one name, and adapters of it under theirs.
 
     Over HTTP it speaks the OpenAI API; another Ray application calls the same methods through its
@@ -120,6 +121,8 @@ class Ingress:
     async def __serve_build_asgi_app__(self) -> FastAPI:
         api = build_api(self, self._http, echoes_id=False, watcher=self._edge)  # Serve's server echoes
         api.add_middleware(ReadsRefusedBodies)
+        add_memory_route(api, self)
+        self._api = api  # for gRPC
         return api
 
     def record_routing_stats(self) -> dict[str, Any]:

@@ -5,11 +5,26 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
+
+from fastapi import FastAPI
 
 from app.openai.operator_replies import LoadFigures, LoadReport, PinCard, PinList, ReplicaLoad
 from app.serving.messages import ReplicaStatus
-from vmem import PinReport
+from vmem import MemoryReport, PinReport
+
+
+class HasReports(Protocol):
+    async def reports(self) -> dict[str, MemoryReport]: ...
+
+
+def add_memory_route(api: FastAPI, service: HasReports) -> None:
+    """Below `/v1/load`, so that it is for operators, too."""
+
+    @api.get("/v1/load/memory", tags=["operation"])
+    async def memory() -> dict[str, MemoryReport]:
+        """The KV memory of every engine replica, by its name, in detail."""
+        return await service.reports()
 
 
 def load_report(answers: Sequence[Any]) -> LoadReport:

@@ -1,4 +1,4 @@
-"""The client of other applications, with a handle that answers at once."""
+"""The client within a Ray cluster, with a handle that answers at once."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from app.client import (
     PinRequest,
     RequestError,
     UnavailableError,
+    over_handle,
 )
-from app.serving import client
+from app.client import folio as folio_module
 
 REQUEST = CompletionRequest(model="m", prompt="x")
 
@@ -75,9 +76,7 @@ class Handle:
 
 
 def folio_with(handle: Handle) -> Folio:
-    folio = Folio("folio")
-    folio._handle = handle  # type: ignore[assignment]
-    return folio
+    return Folio(handle)  # type: ignore[arg-type]
 
 
 def test_each_method_calls_that_of_the_ingress() -> None:
@@ -160,8 +159,8 @@ def test_ready_waits_for_the_application(monkeypatch: pytest.MonkeyPatch) -> Non
             raise answer
         return answer
 
-    monkeypatch.setattr(client.serve, "get_app_handle", find)
-    monkeypatch.setattr(client, "_READY_POLL_S", 0.0)
+    monkeypatch.setattr(over_handle.serve, "get_app_handle", find)
+    monkeypatch.setattr(folio_module, "_READY_POLL_S", 0.0)
     asyncio.run(Folio("folio").ready())
     assert [call[0] for call in handle.calls] == ["ready", "ready"]
     found.append(RayServeException("there is none"))

@@ -1,16 +1,19 @@
-"""What other Ray applications import: the client, the bodies it takes, the answers and the errors it gives.
+"""What other programs import: the client, the bodies it takes, the answers and the errors it gives.
 
-folio = Folio("folio")
+folio = Folio("folio")  # within the Ray cluster; or Folio("http://127.0.0.1:8000"), Folio("grpc://127.0.0.1:9000")
 question = Message(role="user", content="What is Folio?")
 answer = await folio.chat(ChatCompletionRequest(model="builtin", messages=[question]))
 """
 
+from app.client.folio import Folio
 from app.errors import (
     ContextLengthError,
     DeadlineError,
     EngineError,
     FolioError,
+    ForbiddenError,
     OverloadedError,
+    RateLimitError,
     RequestError,
     UnavailableError,
     UnknownModelError,
@@ -18,11 +21,10 @@ from app.errors import (
     UnknownRequestError,
 )
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, Message, PinRequest
-from app.openai.operator_replies import LoadReport
+from app.openai.operator_replies import LoadReport, PinCard, PinList
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, Usage
 from app.openai.responses_body import ResponsesRequest
 from app.openai.responses_replies import ResponseObject, StreamEvent
-from app.serving.client import Folio
 from vmem import BudgetAnswer, MemoryReport
 
 __all__ = [
@@ -37,12 +39,16 @@ __all__ = [
     "EngineError",
     "Folio",
     "FolioError",
+    "ForbiddenError",
     "ForkRequest",
     "LoadReport",
     "MemoryReport",
     "Message",
     "OverloadedError",
+    "PinCard",
+    "PinList",
     "PinRequest",
+    "RateLimitError",
     "RequestError",
     "ResponseObject",
     "ResponsesRequest",

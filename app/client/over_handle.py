@@ -1,0 +1,67 @@
+"""Calls of an application from within its Ray cluster, through Serve's handle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from ray import serve
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from app.errors import UnavailableError
+from app.serving.failures import translated
+
+
+class OverHandle:
+    """From any process of the cluster, and any event loop.
+
+    Args:
+        application: its name, which is looked up at the first call, so that both applications may start in any order;
+            or a handle of it.
+    """
+
+    def __init__(self, application: str | DeploymentHandle[Any]) -> None:
+        self._name = application if isinstance(application, str) else application.app_name
+        self._callee = f"the application {self._name!r}"
+        self._handle = None if isinstance(application, str) else application
+
+    async def call(self, method: str, *args: Any) -> Any:
+        handle = await self._connected()
+        response = getattr(handle, method).remote(*args)
+        try:
+            with translated(self._callee):
+                return await response
+        except asyncio.CancelledError:
+            response.cancel()  # outside of a deployment Serve does not, and the request would go on
+            raise
+
+    async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+        handle = await self._connected()
+        response = getattr(handle.options(stream=True), method).remote(*args)
+        finished = False
+        try:
+            with translated(self._callee):
+                async for chunk in response:
+                    yield chunk
+            finished = True
+        finally:
+            if not finished:  # dropping the generator would not stop the request
+                response.cancel()
+
+    async def close(self) -> None:
+        """Handles are Serve's."""
+
+    async def _connected(self) -> DeploymentHandle[Any]:
+        if self._handle is None:
+            self._handle = await asyncio.to_thread(_find, self._name)
+        return self._handle
+
+
+def _find(name: str) -> DeploymentHandle[Any]:
+    """Asks Serve's controller, and waits for the answer."""
+    try:
+        return serve.get_app_handle(name)
+    except RayServeException as error:
+        raise UnavailableError(f"there is no application {name!r} in this Ray cluster: {error}") from error

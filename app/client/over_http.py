@@ -1,0 +1,129 @@
+"""Calls of a server's HTTP API."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+from pydantic import BaseModel, TypeAdapter
+from pydantic_core import from_json
+
+from app.client.transport import PerLoop, broken_off, no_such_call, unreachable
+from app.errors import DeadlineError, EngineError, FolioError, OverloadedError, RequestError, UnavailableError
+from app.openai.events import DONE, event_data
+from app.openai.operator_replies import LoadReport, PinCard, PinDeleted, PinList
+from app.openai.received import error_of
+from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
+from app.openai.responses_replies import ResponseObject, StreamEvent
+from vmem import MemoryReport
+
+_CONNECT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    method: str
+    path: str
+    answer: TypeAdapter[Any]
+
+
+_ROUTES = {
+    "generate": _Route("POST", "/v1/completions", TypeAdapter(Completion)),
+    "generate_stream": _Route("POST", "/v1/completions", TypeAdapter(Completion)),
+    "chat": _Route("POST", "/v1/chat/completions", TypeAdapter(ChatCompletion)),
+    "chat_stream": _Route("POST", "/v1/chat/completions", TypeAdapter(ChatCompletionChunk)),
+    "responses": _Route("POST", "/v1/responses", TypeAdapter(ResponseObject)),
+    "responses_stream": _Route("POST", "/v1/responses", TypeAdapter(StreamEvent)),
+    "pin": _Route("POST", "/v1/pins", TypeAdapter(PinCard)),
+    "unpin": _Route("DELETE", "/v1/pins/", TypeAdapter(PinDeleted)),
+    "pins": _Route("GET", "/v1/pins", TypeAdapter(PinList)),
+    "load": _Route("GET", "/v1/load", TypeAdapter(LoadReport)),
+    "reports": _Route("GET", "/v1/load/memory", TypeAdapter(dict[str, MemoryReport])),
+    "ready": _Route("GET", "/ready", TypeAdapter(None)),
+}
+
+
+class OverHttp:
+    """Of the server at `http://…` or `https://…`, without the `/v1`."""
+
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+        self._url = url.rstrip("/")
+        self._headers = headers
+        self._sessions = PerLoop(self._session, aiohttp.ClientSession.close)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        async with self._answer(method, args, streams=False) as (route, response):
+            return route.answer.validate_json(await response.read() or b"null")
+
+    async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+        async with self._answer(method, args, streams=True) as (route, response):
+            is_whole = False
+            async for data in event_data(response.content.iter_any()):
+                if data == DONE:
+                    is_whole = True
+                elif (error := error_of(from_json(data))) is not None:
+                    raise error
+                else:
+                    yield route.answer.validate_json(data)
+            if not is_whole and method != "responses_stream":  # which has no such mark
+                raise broken_off(self._url)
+
+    async def close(self) -> None:
+        await self._sessions.close()
+
+    @asynccontextmanager
+    async def _answer(
+        self, method: str, args: tuple[Any, ...], *, streams: bool
+    ) -> AsyncIterator[tuple[_Route, aiohttp.ClientResponse]]:
+        """The answer's head, and its status is 200. Left early it ends the request."""
+        route = _ROUTES.get(method)
+        if route is None:
+            raise no_such_call(method, "HTTP")
+        path, body, headers = route.path, None, dict(self._headers)
+        first, session = (*args, None, None)[:2]
+        if isinstance(first, BaseModel):
+            body = first.model_dump(mode="json", exclude_unset=True, by_alias=True)
+            if method != "pin":
+                body["stream"] = streams
+        elif first is not None:
+            path += quote(first, safe="")
+        if session is not None:
+            headers["X-Session-Id"] = session
+        try:
+            async with self._sessions.get().request(
+                route.method, self._url + path, json=body, headers=headers
+            ) as response:
+                if response.status >= 400:
+                    raise _error(response.status, response.headers.get("Retry-After"), await response.read())
+                yield route, response
+        except aiohttp.ClientConnectorError as error:
+            raise unreachable(self._url, error.os_error) from error
+        except aiohttp.ClientError as error:
+            raise broken_off(self._url) from error
+
+    def _session(self) -> aiohttp.ClientSession:
+        # How long an answer may take, the request says.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
+        return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+
+
+def _error(status: int, retry_after: str | None, content: bytes) -> FolioError:
+    retry_after_s = float(retry_after) if retry_after is not None and retry_after.isdigit() else None
+    try:
+        error = error_of(from_json(content), retry_after_s)
+    except ValueError:  # something in front of the server answers
+        error = None
+    if error is not None:
+        return error
+    message = f"HTTP status {status}: {content[:200].decode(errors='replace')}"
+    if status == 503:
+        return UnavailableError(message, retry_after_s)
+    if status == 429:
+        return OverloadedError(message, retry_after_s)
+    if status in (408, 504):
+        return DeadlineError(message)
+    return RequestError(message) if status < 500 else EngineError(message)

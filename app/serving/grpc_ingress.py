@@ -1,0 +1,262 @@
+"""gRPC in front of the HTTP API: a call is a request of the API, made in this process.
+
+So keys, limits, validation, the log and the errors are those of HTTP, and there is no other way in. Serve calls the
+methods by the names that `folio.proto` gives them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
+from urllib.parse import unquote
+
+import grpc
+from pydantic_core import from_json
+from ray.serve.grpc_util import RayServegRPCContext
+from starlette.types import ASGIApp
+
+from app.edge.refusal import Refusal
+from app.errors import RequestError
+from app.openai.errors import error_response
+from app.openai.events import DONE, event_data
+from app.openai.lanes import LOOP_BYTES, Lanes
+from app.openai.received import error_of
+from app.proto import convert
+from app.proto import folio_pb2 as pb
+from app.serving.asgi_call import asgi_call, http_scope
+
+_STATUSES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
+    413: grpc.StatusCode.INVALID_ARGUMENT,  # not RESOURCE_EXHAUSTED: it would be as long the next time
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+}
+# Of a call's metadata; what the API would know other headers by is none of gRPC's.
+_HEADERS = {"authorization", "x-api-key", "x-request-id"}
+ERROR_METADATA = "folio-error"
+# Of an error's message, which is in the status and in the metadata: both together must fit into 8 KiB, where characters
+# that are not ASCII take up to twelve bytes.
+_LONGEST_MESSAGE, _LONGEST_OTHER_MESSAGE = 1000, 200
+
+M = TypeVar("M")
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call(Generic[M]):
+    """A request of the API.
+
+    Attributes:
+        kind: of the answer's messages.
+        filled: such a message, with the fields of the answer's JSON.
+        fields: makes the body's; `None`: there is no body.
+        num_bytes: of the message that they are made of.
+        session: a hint for routing.
+    """
+
+    method: str
+    path: str
+    kind: type[M]
+    filled: Callable[[M, Fields], M]
+    fields: Callable[[], Fields] | None = None
+    num_bytes: int = 0
+    session: str | None = None
+
+
+class GrpcIngress:
+    """What `folio.proto` says, by an ASGI application.
+
+    The answers of a call that fails are empty messages: of a stream, too, because Serve's proxy takes down the status
+    with a message only.
+    """
+
+    _api: ASGIApp  # guarded
+    _lanes: Lanes | None = None
+
+    async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.Completion:  # noqa: N802
+        return await self._whole(_completions(request, streams=False), grpc_context)
+
+    async def GenerateStream(  # noqa: N802
+        self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncIterator[pb.Completion]:
+        async with aclosing(self._streamed(_completions(request, streams=True), grpc_context)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def Chat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> pb.ChatCompletion:  # noqa: N802
+        return await self._whole(_chat(request, pb.ChatCompletion, streams=False), grpc_context)
+
+    async def ChatStream(  # noqa: N802
+        self, request: pb.ChatRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncIterator[pb.ChatCompletionChunk]:
+        async with aclosing(
+            self._streamed(_chat(request, pb.ChatCompletionChunk, streams=True), grpc_context)
+        ) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def Pin(self, request: pb.PinRequest, grpc_context: RayServegRPCContext) -> pb.PinCard:  # noqa: N802
+        fields = partial(convert.pin_body, request)
+        call = _Call("POST", "/v1/pins", pb.PinCard, _filled, fields, request.ByteSize())
+        return await self._whole(call, grpc_context)
+
+    async def Unpin(self, request: pb.UnpinRequest, grpc_context: RayServegRPCContext) -> pb.PinDeleted:  # noqa: N802
+        return await self._whole(_Call("DELETE", f"/v1/pins/{request.name}", pb.PinDeleted, _filled), grpc_context)
+
+    async def Pins(self, request: pb.PinsRequest, grpc_context: RayServegRPCContext) -> pb.PinList:  # noqa: N802
+        return await self._whole(_Call("GET", "/v1/pins", pb.PinList, _filled_list), grpc_context)
+
+    async def Load(self, request: pb.LoadRequest, grpc_context: RayServegRPCContext) -> pb.LoadReport:  # noqa: N802
+        return await self._whole(_Call("GET", "/v1/load", pb.LoadReport, _filled), grpc_context)
+
+    async def Report(self, request: pb.ReportRequest, grpc_context: RayServegRPCContext) -> pb.MemoryReports:  # noqa: N802
+        return await self._whole(_Call("GET", "/v1/load/memory", pb.MemoryReports, _filled_reports), grpc_context)
+
+    async def Ready(self, request: pb.ReadyRequest, grpc_context: RayServegRPCContext) -> pb.ReadyReply:  # noqa: N802
+        return await self._whole(_Call("GET", "/ready", pb.ReadyReply, _filled), grpc_context)
+
+    async def _whole(self, call: _Call[M], context: RayServegRPCContext) -> M:
+        async with aclosing(self._sent(call, context)) as parts:
+            content = b"".join([part async for part in parts])
+        if context.code() or not content:
+            return call.kind()
+        if len(content) <= LOOP_BYTES:
+            return call.filled(call.kind(), from_json(content))
+        return await self._in_thread(len(content), lambda: call.filled(call.kind(), from_json(content)))
+
+    async def _streamed(self, call: _Call[M], context: RayServegRPCContext) -> AsyncGenerator[M, None]:
+        async with aclosing(self._sent(call, context)) as parts:
+            async for data in event_data(parts):
+                if data == DONE:
+                    continue
+                answer = from_json(data)
+                if (error := error_of(answer)) is not None:
+                    _fail(context, error_response(error)[0], answer)
+                else:
+                    yield call.filled(call.kind(), answer)
+        if context.code():
+            yield call.kind()
+
+    async def _sent(self, call: _Call[Any], context: RayServegRPCContext) -> AsyncGenerator[bytes, None]:
+        """The parts of the answer. An error's are none: it is put into the context."""
+
+        async def body() -> bytes:
+            if call.fields is None:
+                return b""
+            try:
+                if call.num_bytes <= LOOP_BYTES:
+                    return _json(call.fields)
+                return cast(bytes, await self._in_thread(call.num_bytes, partial(_json, call.fields)))
+            except RequestError as error:
+                raise Refusal.of(error) from None
+
+        scope = http_scope(call.method, call.path, _headers(call, context), _client_of(context.peer()))
+        status, failed = 200, b""
+        async with aclosing(asgi_call(self._api, scope, body)) as messages:
+            async for message in messages:
+                if message["type"] == "http.response.start":
+                    status = message["status"]
+                    context.set_trailing_metadata(_told(message["headers"]))
+                elif status < 400:
+                    yield message.get("body", b"")
+                else:
+                    failed += message.get("body", b"")
+        if status >= 400:
+            _fail(context, status, from_json(failed))
+
+    async def _in_thread(self, num_bytes: int, call: Callable[[], Any]) -> Any:
+        if self._lanes is None:
+            self._lanes = Lanes("grpc", 1)
+        return await self._lanes.run(num_bytes, call)
+
+
+def _completions(request: pb.GenerateRequest, streams: bool) -> _Call[pb.Completion]:
+    def fields() -> Fields:
+        return convert.generate_body(request) | {"stream": streams}
+
+    return _Call(
+        "POST",
+        "/v1/completions",
+        pb.Completion,
+        convert.answer_message,
+        fields,
+        request.ByteSize(),
+        request.scheduling.session or None,
+    )
+
+
+def _chat(request: pb.ChatRequest, kind: type[M], streams: bool) -> _Call[M]:
+    def fields() -> Fields:
+        return convert.chat_body(request) | {"stream": streams}
+
+    return _Call(
+        "POST",
+        "/v1/chat/completions",
+        kind,
+        convert.answer_message,
+        fields,
+        request.ByteSize(),
+        request.scheduling.session or None,
+    )
+
+
+def _json(fields: Callable[[], Fields]) -> bytes:
+    try:
+        return json.dumps(fields(), ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:
+        raise RequestError(f"a number is not finite: {error}") from None
+
+
+def _filled(message: M, answer: Fields) -> M:
+    return convert.filled(message, {name: value for name, value in answer.items() if name not in ("object", "deleted")})
+
+
+def _filled_list(message: M, answer: Fields) -> M:
+    cards = [{name: value for name, value in card.items() if name != "object"} for card in answer["data"]]
+    return convert.filled(message, {"data": cards})
+
+
+def _filled_reports(message: M, answer: Fields) -> M:
+    return convert.filled(message, {"replicas": answer})
+
+
+def _headers(call: _Call[Any], context: RayServegRPCContext) -> list[tuple[bytes, bytes]]:
+    given = [(name, value) for name, value in context.invocation_metadata() if name in _HEADERS]
+    # Serve's own id, which it tells the client. If the client has one, that is the first, and counts.
+    given += [("x-request-id", value) for name, value in context.trailing_metadata() if name == "request_id"]
+    if call.session is not None:
+        given.append(("x-session-id", call.session))
+    if call.fields is not None:
+        given.append(("content-type", "application/json"))
+    return [(name.encode(), value.encode()) for name, value in given]
+
+
+def _told(headers: list[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+    """What callers are told of an answer's headers."""
+    found = [(name.decode().lower(), value.decode("latin-1")) for name, value in headers]
+    return [(name, value) for name, value in found if name == "retry-after" or name.startswith("x-ratelimit-")]
+
+
+def _fail(context: RayServegRPCContext, status: int, answer: Fields) -> None:
+    """The call ends with this error of the API."""
+    message = str(answer["error"]["message"])
+    message = message[: _LONGEST_MESSAGE if message.isascii() else _LONGEST_OTHER_MESSAGE]
+    context.set_code(_STATUSES.get(status, grpc.StatusCode.INTERNAL))
+    context.set_details(message)
+    told = [(name, value) for name, value in context.trailing_metadata() if name != "request_id"]
+    error = json.dumps({"error": answer["error"] | {"message": message}})
+    context.set_trailing_metadata([*told, (ERROR_METADATA, error)])
+
+
+def _client_of(peer: str) -> tuple[str, int]:
+    """(Address, port) of what gRPC calls `ipv4:127.0.0.1:5000`, or `ipv6:%5B::1%5D:5000`."""
+    host, _, port = unquote(peer).partition(":")[2].rpartition(":")
+    return host.strip("[]") or peer, int(port) if port.isdigit() else 0

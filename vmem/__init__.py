@@ -27,12 +27,14 @@ from vmem.prefix import PrefixMatch, TokenChain
 from vmem.report import GroupReport, MemoryReport, PinReport
 from vmem.select import select_backend
 from vmem.sequence import Demand, SequenceMemory, View, ViewPolicy
-from vmem.summary import KEY_BYTES, CachedKeys, key_of
+from vmem.summary import CHANGE_BYTES, KEY_BYTES, NO_KEYS, CachedKeys, key_of
 from vmem.swap import SwappedGroup
 from vmem.tensors import CacheTensors
 
 __all__ = [
+    "CHANGE_BYTES",
     "KEY_BYTES",
+    "NO_KEYS",
     "AddressRange",
     "Backend",
     "BlockContents",

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from vmem.accounts import Accounts
 from vmem.report import MemoryReport
-from vmem.summary import CachedKeys, PrefixSummary
+from vmem.summary import NO_KEYS, CachedKeys, PrefixSummary
 
 # A reader waits for the lock no longer than this. It is held for bookkeeping only, so that microseconds are usual; more
 # is a very long sequence, or a holder that the machine has no core for.
@@ -17,7 +17,6 @@ _PATIENCE_S = 0.02
 # A published report is renewed when a call of the engine ends and the report is older than this: making one takes as
 # long as the bookkeeping of a few calls.
 _RENEWED_AFTER_S = 0.05
-_NO_KEYS = CachedKeys(b"", 1, -1)
 
 
 class Figures:
@@ -35,7 +34,7 @@ class Figures:
         self._lock = lock
         self._accounts = accounts
         self._summary = summary
-        self._keys: dict[int, CachedKeys] = {}  # by the most that were asked for
+        self._keys: dict[int, tuple[int, CachedKeys]] = {}  # by the most that were asked for, with `num_changes` then
         self.writer = threading.get_ident()
         self.publish()
 
@@ -48,14 +47,15 @@ class Figures:
 
     def cached_keys(self, most: int) -> CachedKeys:
         """At most `most` keys of cached prefixes: those of now, or those last returned for the same `most`."""
-        last = self._keys.get(most, _NO_KEYS)
-        if last.version == self._summary.version:
+        since, last = self._keys.get(most, (-1, NO_KEYS))
+        if since == self._summary.num_changes:
             return last
         with self._soon() as held:
-            if not held:
-                return last
-            self._keys[most] = self._summary.keys(most)
-            return self._keys[most]
+            since, last = self._keys.get(most, (-1, NO_KEYS))  # another thread may have asked meanwhile
+            if held:
+                last = self._summary.keys(most, last, since)
+                self._keys[most] = self._summary.num_changes, last
+            return last
 
     def publish(self) -> None:
         """Make a report for readers who cannot have the lock. With the lock held."""

@@ -489,7 +489,7 @@ class KVMemory:
     def cached_keys(self, most: int) -> CachedKeys:
         """Which prefixes are cached, for others to compare with the digests of a `TokenChain`. From any thread, an
         event loop's too: waits at most 20 ms for the books, and then returns what it last returned for the same `most`,
-        at first no keys and the version -1."""
+        at first `NO_KEYS`."""
         return self._figures.cached_keys(most)
 
     def hot_prefixes(self, most_tokens: int) -> list[CachedPrefix]:

@@ -1,20 +1,32 @@
-"""The cached prefixes in short, for those who want to know where a prompt is cached: a few bytes of each one's hash.
+"""The cached prefixes in short, for routers that look for where a prompt is cached: a few bytes of each one's hash.
 
-Kept up to date block by block, because going through a hundred thousand prefixes would hold up a step.
+Kept up to date block by block, because going through a hundred thousand prefixes would hold up a step. An answer has
+the latest changes, for readers that have followed so far, and beside them all keys as they were a little earlier, for
+readers that begin or have missed too much.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from vmem.errors import IntegrityError
 
 # With a million prefixes known, one in 300 million is taken for one that is cached and is not.
 KEY_BYTES = 6
+# A key, and before it 1 if there is such a prefix now, 0 if there is none any more.
+CHANGE_BYTES = 1 + KEY_BYTES
+# Changes in an answer at most. Then the keys are put together anew, and the latest half of the changes stays, for
+# readers that have missed an answer.
+MOST_CHANGES = 2048
+# Changes of prefixes of any depth that are remembered until the next answer, which has only keys if there are more.
+_MOST_REMEMBERED = 16 * MOST_CHANGES
 # Prefixes whose depth is no multiple of 2^0, 2^1, … are left out first; this many times at most.
 _MOST_HALVINGS = 8
+# Prefixes left out come back when, with them, there are this share of the most keys: not as soon as one other is gone.
+_ROOMY = 0.75
 
 
 def key_of(digest: bytes) -> bytes:
@@ -24,12 +36,22 @@ def key_of(digest: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class CachedKeys:
-    """Keys of cached prefixes, side by side in no order: of those whose number of units is a multiple of `stride`.
-    `version` changes when any prefix is cached or forgotten."""
+    """Keys of cached prefixes: of those whose number of units is a multiple of `stride`.
+
+    Attributes:
+        keys: all at some version before the last changes, side by side in no order.
+        changes: `CHANGE_BYTES` each, in order. Each made a version that is 1 higher, the last one `version`; without
+            one, all of `keys` is new. Who has the keys of a version among these needs the changes after it; who has
+            none gets them from `keys` and all changes, because each says what is true of its key since.
+    """
 
     keys: bytes
+    changes: bytes
     stride: int
     version: int
+
+
+NO_KEYS = CachedKeys(b"", b"", 1, 0)
 
 
 class PrefixSummary:
@@ -38,39 +60,59 @@ class PrefixSummary:
     Only called under the memory's lock.
 
     Attributes:
-        version: increases when any prefix is cached or forgotten.
+        num_changes: increases when any prefix is cached or forgotten.
     """
 
     def __init__(self) -> None:
         self._by_halvings: list[dict[bytes, int]] = [{} for _ in range(_MOST_HALVINGS + 1)]
-        self.version = 0
+        self._changed: deque[tuple[int, bytes]] = deque(maxlen=_MOST_REMEMBERED)
+        self.num_changes = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._by_halvings))
 
     def add(self, digest: bytes, depth: int) -> None:
-        keys, key = self._by_halvings[_halvings(depth)], key_of(digest)
+        halvings, key = _halvings(depth), key_of(digest)
+        keys = self._by_halvings[halvings]
         keys[key] = keys.get(key, 0) + 1
-        self.version += 1
+        self._changed.append((halvings, key))
+        self.num_changes += 1
 
     def remove(self, digest: bytes, depth: int) -> None:
-        keys, key = self._by_halvings[_halvings(depth)], key_of(digest)
+        halvings, key = _halvings(depth), key_of(digest)
+        keys = self._by_halvings[halvings]
         if keys[key] == 1:
             del keys[key]
         else:
             keys[key] -= 1
-        self.version += 1
+        self._changed.append((halvings, key))
+        self.num_changes += 1
 
-    def keys(self, most: int) -> CachedKeys:
-        """At most `most` keys; the stride is the least power of two with which there are so few. Should even the
-        greatest leave more, some are left out."""
+    def keys(self, most: int, last: CachedKeys, since: int) -> CachedKeys:
+        """At most `most` keys, and what has changed; the stride is the least power of two with which there are so few,
+        or the last one until there are clearly fewer. Should even the greatest leave more, some are left out.
+
+        Args:
+            last: what was returned last for the same `most`; `NO_KEYS` before.
+            since: `num_changes` then; -1 before.
+        """
         if not most:
-            return CachedKeys(b"", 1, self.version)
-        halvings = 0
-        while halvings < _MOST_HALVINGS and sum(map(len, self._by_halvings[halvings:])) > most:
-            halvings += 1
-        keys = b"".join(itertools.chain.from_iterable(self._by_halvings[halvings:]))
-        return CachedKeys(keys[-most * KEY_BYTES :], 1 << halvings, self.version)
+            return NO_KEYS
+        halvings = self._fitting(most, last.stride.bit_length() - 1)
+        reported = self._by_halvings[halvings:]
+        num_new = self.num_changes - since
+        if 1 << halvings == last.stride and num_new <= len(self._changed):
+            new = itertools.islice(reversed(self._changed), num_new)
+            changed = {key for of, key in new if of >= halvings}
+            # Two prefixes may have one key: it is there as long as either is.
+            added = b"".join(bytes([any(key in keys for keys in reported)]) + key for key in changed)
+            changes, version = last.changes + added, last.version + len(changed)
+            if len(changes) <= MOST_CHANGES * CHANGE_BYTES:
+                return CachedKeys(last.keys, changes, last.stride, version)
+            if len(changed) <= MOST_CHANGES:
+                kept = changes[-max(MOST_CHANGES // 2, len(changed)) * CHANGE_BYTES :]
+                return CachedKeys(_joined(reported, most), kept, last.stride, version)
+        return CachedKeys(_joined(reported, most), b"", 1 << halvings, last.version + 1)
 
     def check_integrity(self, expected: Collection[tuple[bytes, int]]) -> None:
         """Raise `IntegrityError` unless there is a key for exactly these (key, depth)."""
@@ -79,6 +121,17 @@ class PrefixSummary:
             by_halvings[_halvings(depth)].add(key)
         if [set(keys) for keys in self._by_halvings] != by_halvings:
             raise IntegrityError(f"the summary has {len(self)} prefixes, {len(expected)} are cached")
+
+    def _fitting(self, most: int, last: int) -> int:
+        """How often depths are to be halved for so few keys; `last`: how often they were."""
+        for halvings in range(_MOST_HALVINGS):
+            if sum(map(len, self._by_halvings[halvings:])) <= most * (_ROOMY if halvings < last else 1):
+                return halvings
+        return _MOST_HALVINGS
+
+
+def _joined(by_halvings: Sequence[Mapping[bytes, int]], most: int) -> bytes:
+    return b"".join(itertools.chain.from_iterable(by_halvings))[-most * KEY_BYTES :]
 
 
 def _halvings(depth: int) -> int:

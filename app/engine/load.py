@@ -15,8 +15,9 @@ from vmem import KVMemory, MemoryReport
 
 # What happened this long ago counts for a third.
 _MEMORY_S = 10.0
-# Keys of cached prefixes in a report: 96 KiB with 6 bytes each. Serve's controller passes them on to all routers.
-MOST_KEYS = 16_384
+# Keys of cached prefixes in a report: 95 KiB together with their changes. Serve's controller passes them on to all
+# routers.
+MOST_KEYS = 13_824
 # Nobody is told to come back later than this: what waits now says little about more than a minute. Nor sooner: a step
 # takes about as long.
 _LEAST_RETRY_S, _MOST_RETRY_S = 0.05, 60.0
@@ -210,6 +211,7 @@ def make_report(
         made_at=now,
         unit_tokens=memory.unit_tokens,
         keys=cached_keys.keys,
+        changes=cached_keys.changes,
         stride=cached_keys.stride,
         keys_version=cached_keys.version,
         step=step,

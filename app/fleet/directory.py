@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
-from vmem import KEY_BYTES
-
-# Keys as numbers, sorted: a report has thousands, of which few are new.
-KeyArray = np.ndarray[Any, np.dtype[np.uint64]]
+from vmem import CHANGE_BYTES, KEY_BYTES
 
 
 class PrefixDirectory:
@@ -23,7 +19,8 @@ class PrefixDirectory:
 
     def __init__(self) -> None:
         self._replicas: dict[bytes, int] = {}
-        self._reported: dict[int, KeyArray] = {}
+        self._reported: dict[int, set[bytes]] = {}
+        self._versions: dict[int, int] = {}  # of `_reported`
         self._strides: dict[int, int] = {}
         self._stride = 1  # the greatest
         self._expected: dict[int, Counter[bytes]] = {}
@@ -66,21 +63,29 @@ class PrefixDirectory:
                 found |= dict.fromkeys(_bits(ending), low)
         return found
 
-    def report(self, slot: int, keys: bytes, stride: int = 1) -> None:
-        """These are the replica's keys now, beside the expected ones.
+    def report(self, slot: int, keys: bytes, changes: bytes, stride: int, version: int) -> None:
+        """The replica has these keys now (`vmem.CachedKeys`), beside the expected ones.
 
-        Args:
-            keys: `KEY_BYTES` each, of prefixes whose length is a multiple of `stride` units.
+        Reports may be missed, and come twice: one that has all changes since the last is followed by these, of any
+        other one all keys are compared.
         """
-        before, now = self._reported.get(slot, _NO_KEYS), _as_array(keys)
-        self._reported[slot], self._strides[slot] = now, stride
+        num_new = version - self._versions.get(slot, version + 1)
+        if not num_new:
+            return
+        reported, expected = self._reported.setdefault(slot, set()), self._expected.get(slot, Counter())
+        if 0 < num_new * CHANGE_BYTES <= len(changes):
+            added, removed = _changed(changes[-num_new * CHANGE_BYTES :])
+        else:
+            added, removed = _changed(changes)
+            now = (set(_split(keys)) - removed) | added
+            added, removed = now - reported, reported - now
+        self._versions[slot], self._strides[slot] = version, stride
         self._stride = max(self._strides.values())
-        expected = self._expected.get(slot, Counter())
-        for key in _as_keys(now[~_contained(now, before)]):
-            self._set(key, slot)
-        for key in _as_keys(before[~_contained(before, now)]):
-            if key not in expected:
-                self._clear(key, slot)
+        removed &= reported
+        reported -= removed
+        reported |= added
+        self._set(added, slot)
+        self._clear([key for key in removed if key not in expected], slot)
 
     def expect(self, slot: int, keys: Sequence[bytes]) -> Sequence[bytes]:
         """The replica is going to have these prefixes of one prompt, too.
@@ -92,62 +97,51 @@ class PrefixDirectory:
         noted = keys[stride - 1 :: stride]
         for key in noted:
             expected[key] += 1
-            self._set(key, slot)
+        self._set(noted, slot)
         return noted
 
     def forget(self, slot: int, noted: Iterable[bytes]) -> None:
         """Take an `expect` back; it has returned `noted`."""
-        expected, gone = self._expected[slot], []
+        expected, reported = self._expected[slot], self._reported.get(slot, ())
+        gone = []
         for key in noted:
             expected[key] -= 1
             if not expected[key]:
                 del expected[key]
                 gone.append(key)
-        unexpected = _as_array(b"".join(gone))
-        for key in _as_keys(unexpected[~_contained(unexpected, self._reported.get(slot, _NO_KEYS))]):
-            self._clear(key, slot)
+        self._clear([key for key in gone if key not in reported], slot)
 
     def remove(self, slot: int) -> None:
         """The replica is gone."""
+        self._versions.pop(slot, None)
         self._strides.pop(slot, None)
         self._stride = max(self._strides.values(), default=1)
-        for key in {*_as_keys(self._reported.pop(slot, _NO_KEYS)), *self._expected.pop(slot, Counter())}:
-            self._clear(key, slot)
+        self._clear({*self._reported.pop(slot, ()), *self._expected.pop(slot, ())}, slot)
 
-    def _set(self, key: bytes, slot: int) -> None:
-        self._replicas[key] = self._replicas.get(key, 0) | 1 << slot
+    def _set(self, keys: Iterable[bytes], slot: int) -> None:
+        replicas, bit = self._replicas, 1 << slot  # one object for all keys that no other replica has, which most are
+        for key in keys:
+            others = replicas.get(key)
+            replicas[key] = bit if others is None else others | bit
 
-    def _clear(self, key: bytes, slot: int) -> None:
-        left = self._replicas[key] & ~(1 << slot)
-        if left:
-            self._replicas[key] = left
-        else:
-            del self._replicas[key]
-
-
-_NO_KEYS: KeyArray = np.zeros(0, dtype="<u8")
-
-
-def _as_array(keys: bytes) -> KeyArray:
-    """Sorted, each once."""
-    parts = np.frombuffer(keys, dtype=np.uint8).reshape(-1, KEY_BYTES)
-    padded = np.zeros((len(parts), 8), dtype=np.uint8)
-    padded[:, :KEY_BYTES] = parts
-    numbers = np.sort(padded.view("<u8").ravel())
-    return numbers[np.append(True, numbers[1:] != numbers[:-1])[: len(numbers)]]
+    def _clear(self, keys: Iterable[bytes], slot: int) -> None:
+        replicas, bit = self._replicas, 1 << slot
+        for key in keys:
+            if left := replicas[key] & ~bit:
+                replicas[key] = left
+            else:
+                del replicas[key]
 
 
-def _as_keys(keys: KeyArray) -> list[bytes]:
-    content = np.ascontiguousarray(keys).view(np.uint8).reshape(-1, 8)[:, :KEY_BYTES].tobytes()
-    return np.frombuffer(content, dtype=f"V{KEY_BYTES}").tolist()
+def _split(keys: bytes) -> list[bytes]:
+    return np.frombuffer(keys, dtype=f"V{KEY_BYTES}").tolist()
 
 
-def _contained(keys: KeyArray, others: KeyArray) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which of the keys are among the others."""
-    if not len(others):
-        return np.zeros(len(keys), dtype=bool)
-    at = np.minimum(others.searchsorted(keys), len(others) - 1)
-    return others[at] == keys
+def _changed(changes: bytes) -> tuple[set[bytes], set[bytes]]:
+    """Keys that are there after these changes, and keys that are not."""
+    last = {changes[at + 1 : at + CHANGE_BYTES]: changes[at] for at in range(0, len(changes), CHANGE_BYTES)}
+    there = {key for key, is_there in last.items() if is_there}
+    return there, last.keys() - there
 
 
 def _bits(number: int) -> Iterator[int]:

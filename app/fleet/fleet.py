@@ -126,8 +126,7 @@ class Fleet:
         last, replica.report = replica.report, report
         self.unit_tokens = report.unit_tokens
         self._step = self._median_step()
-        if last is None or last.keys_version != report.keys_version:
-            self._directory.report(replica.slot, report.keys, report.stride)
+        self._directory.report(replica.slot, report.keys, report.changes, report.stride, report.keys_version)
         resync = last is not None and self._has_drifted(last, report)
         replica.num_resyncs += resync
         for sent in list(replica.sent):

@@ -38,10 +38,7 @@ class ReplicaReport:
     Attributes:
         made_at: seconds of the replica's monotonic clock, which no other clock can be compared with.
         unit_tokens: prefixes are shared in multiples of so many tokens; a key stands for as many.
-        keys: of the cached prefixes, `KEY_BYTES` bytes each, in no order: those that end after a multiple of `stride`
-            units.
-        stride: 1, or more when there are more prefixes than a report may hold (`vmem.CachedKeys`).
-        keys_version: changes when `keys` does.
+        keys, changes, stride, keys_version: which prefixes are cached, see `vmem.CachedKeys`.
         step: times of its steps.
         step_tokens: tokens of a step at most.
         max_num_seqs: sequences that run at once.
@@ -63,6 +60,7 @@ class ReplicaReport:
     made_at: float
     unit_tokens: int
     keys: bytes
+    changes: bytes
     stride: int
     keys_version: int
     step: StepTimes

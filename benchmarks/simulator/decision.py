@@ -1,20 +1,24 @@
-"""What one decision costs a router that knows many replicas with large caches. Measured, not simulated."""
+"""What one decision costs a router that knows many replicas with large caches. Measured, not simulated.
+
+python -m benchmarks.simulator.decision
+"""
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 import time
 import tracemalloc
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 
 from app.engine.load import MOST_KEYS
 from app.fleet.fleet import Fleet, RoutedRequest
 from app.fleet.keys import prompt_keys
 from app.fleet.policies import PrefixAware
 from app.fleet.report import ReplicaReport, StepTimes
-from vmem import key_of
+from vmem import NO_KEYS, CachedKeys, key_of
 from vmem.summary import PrefixSummary
 
 _UNIT_TOKENS = 16
@@ -23,23 +27,70 @@ _SYSTEM, _PROMPT, _CACHED = 32, 750, (400, 740)
 # Every so many conversations one has been at two replicas.
 _TWICE = 4
 _IN_FLIGHT = 8  # requests of this router at each replica
+_CHANGED = 200  # blocks between two reports
+_NUM_REPORTS = 8  # of each replica, timed
 
 Digests = list[bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionCost:
-    """Microseconds, medians: of `rank` and what else a router looks up for a request; of hashing its prompt; of noting
-    that it was sent, and that it is over; of taking in a replica's first report, and a later one. Bytes of all that is
-    known of replicas; keys of one report."""
+    """Microseconds, medians, and what 1 % took longer than.
+
+    Attributes:
+        decision_us: `rank` and what else a router looks up for a request.
+        hash_us: hashing its prompt.
+        sent_us: noting that it was sent, and that it is over.
+        first_report_us: taking in a replica's first report.
+        report_us: one with `_CHANGED` blocks that have changed since the last.
+        whole_report_us: one of which too many before it were missed, so that all keys are compared.
+        known_bytes: of all that is known of replicas.
+        report_keys, report_bytes: of one report.
+    """
 
     decision_us: float
+    decision_p99_us: float
     hash_us: float
+    hash_p99_us: float
     sent_us: float
     first_report_us: float
     report_us: float
+    report_p99_us: float
+    whole_report_us: float
     known_bytes: int
     report_keys: int
+    report_bytes: int
+
+
+@dataclass(slots=True)
+class _Cache:
+    """A replica's prefix cache, with the conversations that it has, the oldest first."""
+
+    conversations: list[Digests]
+    summary: PrefixSummary = field(default_factory=PrefixSummary)
+    told: CachedKeys = NO_KEYS
+    num_told: int = -1
+
+    def __post_init__(self) -> None:
+        depths = {digest: i + 1 for digests in self.conversations for i, digest in enumerate(digests)}
+        for digest, depth in depths.items():
+            self.summary.add(digest, depth)
+
+    def change(self, rng: random.Random) -> None:
+        """Half of the changed blocks are a prompt's that goes on, the others the ends of the oldest ones."""
+        oldest = self.conversations[0]
+        begun = oldest[: _PROMPT - _CHANGED // 2]
+        for depth in range(_PROMPT, len(begun), -1):
+            self.summary.remove(oldest[depth - 1], depth)
+        for depth in range(len(begun) + 1, _PROMPT + 1):
+            begun.append(rng.randbytes(16))
+            self.summary.add(begun[-1], depth)
+        self.conversations = [*self.conversations[1:], begun]
+
+    def report(self, made_at: float) -> ReplicaReport:
+        self.told = self.summary.keys(MOST_KEYS, self.told, self.num_told)
+        self.num_told = self.summary.num_changes
+        return _report(self.told, len(self.summary) * _UNIT_TOKENS, made_at)
 
 
 def measure(num_replicas: int, cached_blocks: int, num_prompts: int, seed: int = 0) -> DecisionCost:
@@ -50,8 +101,8 @@ def measure(num_replicas: int, cached_blocks: int, num_prompts: int, seed: int =
     for i, home in enumerate(homes):
         for j in range(1, per_replica, _TWICE):
             home[j - 1] = homes[i - 1][j]
-    reports = [_report(home, made_at=0.0) for home in homes]
-    changed = [_report([*home[1:], _conversation(rng, system)], made_at=1.0) for home in homes[:8]]
+    caches = [_Cache(home) for home in homes]
+    reports = [cache.report(made_at=0.0) for cache in caches]
     names = [f"replica-{i:03d}" for i in range(num_replicas)]
 
     tracemalloc.start()
@@ -59,22 +110,47 @@ def measure(num_replicas: int, cached_blocks: int, num_prompts: int, seed: int =
     known_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 
-    fleet = Fleet()
+    fleet, deaf = Fleet(), Fleet()
     first_us = _take_in(fleet, names, reports)
-    later_us = _take_in(fleet, names, changed)
+    _take_in(deaf, names, reports)
+    later_us: list[float] = []
+    for made_at in range(1, _NUM_REPORTS + 1):
+        for cache in caches:
+            cache.change(rng)
+        later_us += _take_in(fleet, names, [cache.report(made_at) for cache in caches])
+    for cache in caches[:8]:
+        while cache.told.changes:  # until nobody can follow any more
+            for _ in range(100):
+                cache.change(rng)
+            cache.report(0.0)
+    whole_us = _take_in(deaf, names, [cache.report(_NUM_REPORTS + 1.0) for cache in caches[:8]])
+    now = _NUM_REPORTS + 0.5
     requests = [_request(rng, i, rng.choice(rng.choice(homes))) for i in range(num_prompts + _IN_FLIGHT * num_replicas)]
     policy = PrefixAware(fleet)
     for i, request in enumerate(requests[num_prompts:]):
-        fleet.sent(request, names[i % num_replicas], 0, 1.0)
+        fleet.sent(request, names[i % num_replicas], 0, now)
+    decision_us = _typical(_decisions_us(policy, fleet, names, requests[:num_prompts], now))
+    hash_us = _typical(_hash_us(rng) for _ in range(200))
     return DecisionCost(
-        decision_us=statistics.median(_decisions_us(policy, fleet, names, requests[:num_prompts])),
-        hash_us=statistics.median(_hash_us(rng) for _ in range(100)),
-        sent_us=statistics.median(_sent_us(fleet, rng.choice(names), r) for r in requests[:200]),
+        decision_us=decision_us[0],
+        decision_p99_us=decision_us[1],
+        hash_us=hash_us[0],
+        hash_p99_us=hash_us[1],
+        sent_us=statistics.median(_sent_us(fleet, rng.choice(names), r, now) for r in requests[:200]),
         first_report_us=statistics.median(first_us),
-        report_us=statistics.median(later_us),
+        report_us=_typical(later_us)[0],
+        report_p99_us=_typical(later_us)[1],
+        whole_report_us=statistics.median(whole_us),
         known_bytes=known_bytes,
         report_keys=len(reports[0].keys) // len(key_of(system[0])),
+        report_bytes=len(caches[0].told.keys) + len(caches[0].told.changes),
     )
+
+
+def _typical(times_us: Iterable[float]) -> tuple[float, float]:
+    """The median, and what 1 % took longer than."""
+    ordered = sorted(times_us)
+    return statistics.median(ordered), ordered[len(ordered) * 99 // 100]
 
 
 def _conversation(rng: random.Random, system: Digests) -> Digests:
@@ -88,19 +164,14 @@ def _request(rng: random.Random, number: int, cached: Digests) -> RoutedRequest:
     return RoutedRequest(f"r{number}", _PROMPT * _UNIT_TOKENS, [key_of(d) for d in digests])
 
 
-def _report(conversations: Sequence[Digests], made_at: float) -> ReplicaReport:
-    summary = PrefixSummary()
-    depths = {digest: i + 1 for digests in conversations for i, digest in enumerate(digests)}
-    for digest, depth in depths.items():
-        summary.add(digest, depth)
-    keys = summary.keys(MOST_KEYS)
-    total = len(summary) * _UNIT_TOKENS
+def _report(cached: CachedKeys, total_tokens: int, made_at: float) -> ReplicaReport:
     return ReplicaReport(
         made_at=made_at,
         unit_tokens=_UNIT_TOKENS,
-        keys=keys.keys,
-        stride=keys.stride,
-        keys_version=keys.version + round(made_at),
+        keys=cached.keys,
+        changes=cached.changes,
+        stride=cached.stride,
+        keys_version=cached.version,
         step=StepTimes(0.01, 1e-4, 1e-9),
         step_tokens=8192,
         max_num_seqs=256,
@@ -110,8 +181,8 @@ def _report(conversations: Sequence[Digests], made_at: float) -> ReplicaReport:
         queued_s=0.6,
         num_decodes=20,
         decode_s=0.01,
-        free_tokens=total // 2,
-        total_tokens=total,
+        free_tokens=total_tokens // 2,
+        total_tokens=total_tokens,
         freed_tokens_per_s=3000.0,
         busy_share=0.6,
         budget_bytes=1 << 36,
@@ -133,11 +204,11 @@ def _take_in(fleet: Fleet, names: Sequence[str], reports: Sequence[ReplicaReport
 
 
 def _decisions_us(
-    policy: PrefixAware, fleet: Fleet, names: Sequence[str], requests: Sequence[RoutedRequest]
+    policy: PrefixAware, fleet: Fleet, names: Sequence[str], requests: Sequence[RoutedRequest], now: float
 ) -> Iterator[float]:
     for request in requests:
         start = time.perf_counter()
-        chosen = policy.rank(request, names, 1.5)[0]
+        chosen = policy.rank(request, names, now)[0]
         fleet.cached_tokens(request, [chosen])
         yield (time.perf_counter() - start) * 1e6
 
@@ -151,9 +222,13 @@ def _hash_us(rng: random.Random) -> float:
     return elapsed * 1e6
 
 
-def _sent_us(fleet: Fleet, name: str, request: RoutedRequest) -> float:
+def _sent_us(fleet: Fleet, name: str, request: RoutedRequest, now: float) -> float:
     start = time.perf_counter()
-    sent = fleet.sent(request, name, 0, 1.5)
+    sent = fleet.sent(request, name, 0, now)
     assert sent is not None
-    fleet.withdraw(sent, 1.5)
+    fleet.withdraw(sent, now)
     return (time.perf_counter() - start) * 1e6
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: round(value, 1) for name, value in asdict(measure(64, 100_000, 500)).items()}))

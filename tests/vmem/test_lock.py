@@ -19,7 +19,7 @@ from tests.vmem.small_memory import (
     no_thread,
 )
 from tests.vmem.test_memory import DEADLINE_S, begin, finish, until
-from vmem import CachedKeys, Demand, KVMemory, LocalContents, MapError, figures
+from vmem import CHANGE_BYTES, NO_KEYS, Demand, KVMemory, LocalContents, MapError, figures
 
 __all__ = ["no_thread"]  # a fixture
 
@@ -83,7 +83,7 @@ def test_figures_are_read_while_somebody_has_the_books(other: ThreadPoolExecutor
     """`report` and `cached_keys` waited for the lock, however long it was held."""
     memory, _ = make_memory()
     with memory._lock:
-        assert other.submit(memory.cached_keys, 100).result(DEADLINE_S) == CachedKeys(b"", 1, -1)  # not known yet
+        assert other.submit(memory.cached_keys, 100).result(DEADLINE_S) == NO_KEYS  # not known yet
     cache(memory, list(range(40)))
     report, keys = memory.report(), memory.cached_keys(100)
     assert len(keys.keys) == 12
@@ -93,7 +93,7 @@ def test_figures_are_read_while_somebody_has_the_books(other: ThreadPoolExecutor
     cache(memory, list(range(100, 140)))
     with memory._lock:
         assert other.submit(memory.cached_keys, 100).result(DEADLINE_S) == keys  # the last ones that were returned
-    assert len(memory.cached_keys(100).keys) == 24
+    assert len(memory.cached_keys(100).changes) == 2 * CHANGE_BYTES
     finish(memory)
 
 

@@ -15,6 +15,7 @@ IDLE = ReplicaReport(
     made_at=0.0,
     unit_tokens=UNIT,
     keys=b"",
+    changes=b"",
     stride=1,
     keys_version=0,
     step=STEP,

@@ -372,6 +372,7 @@ def test_there_and_back() -> None:
         made_at=5.0,
         unit_tokens=16,
         keys=b"",
+        changes=b"",
         stride=1,
         keys_version=0,
         step=StepTimes(0.01, 0.002, 1e-6),

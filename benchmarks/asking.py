@@ -24,15 +24,16 @@ DTYPE = "float32"
 REQUEST_TIMEOUT_S = 120.0
 WAIT_BEFORE_RETRY_S = 0.2
 NUM_TOKENS = 300
-OUTCOMES = ("answered", "to be sent again", "broken off", "other error", "wrong", "lost")
+OUTCOMES = ("answered", "to be sent again", "broken off", "cut off", "no connection", "other error", "wrong", "lost")
 
 
 @dataclass
 class Outcomes:
     """What became of the requests.
 
-    answered; refused with an error that says that it may be sent again; a stream that has ended with such an error;
-    other errors; wrong answers; and lost: without a proper end.
+    answered; refused with an error that says that it may be sent again; a stream that has ended with such an error; one
+    that has lost its connection in the middle, which no client takes for its end; a connection that was refused, or
+    lost before an answer began; other errors; wrong answers; and lost: without any end.
 
     Attributes:
         said: messages of errors that say so, without numbers.
@@ -86,6 +87,8 @@ class Client(threading.Thread):
                 sent = time.monotonic()
                 try:
                     outcome = self._stream(client) if i % 3 == 0 else self._look_up(client)
+                except (httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
+                    outcome = "no connection"
                 except httpx.HTTPError as error:
                     outcome = "lost"
                     self._outcomes.strange.append(f"{type(error).__name__}: {error}")
@@ -114,6 +117,8 @@ class Client(threading.Thread):
 
     def _stream(self, client: httpx.Client) -> str:
         """So many tokens, whatever they are."""
+        import httpx
+
         options = {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
         body = {"model": "builtin", "prompt": "What is Folio?", "max_tokens": NUM_TOKENS} | options
         num_tokens = 0
@@ -121,13 +126,16 @@ class Client(threading.Thread):
             if response.status_code != 200:
                 return self._judge(response.status_code, response.read().decode())
             last = ""
-            for line in response.iter_lines():
-                last = line.removeprefix("data: ") or last
-                if '"error"' in line:
-                    outcome = self._judge(503, last)
-                    return "broken off" if outcome == "to be sent again" else outcome
-                if '"usage":{' in line:
-                    num_tokens = json.loads(last)["usage"]["completion_tokens"]
+            try:
+                for line in response.iter_lines():
+                    last = line.removeprefix("data: ") or last
+                    if '"error"' in line:
+                        outcome = self._judge(503, last)
+                        return "broken off" if outcome == "to be sent again" else outcome
+                    if '"usage":{' in line:
+                        num_tokens = json.loads(last)["usage"]["completion_tokens"]
+            except (httpx.ReadError, httpx.RemoteProtocolError):
+                return "cut off"
         if last == "[DONE]" and num_tokens == NUM_TOKENS:
             return "answered"
         self._outcomes.strange.append(f"a stream ended with {last!r} after {num_tokens} tokens")

@@ -4,7 +4,9 @@
 request must end with a right answer or with an error that says that it may be sent again, and when replicas are stopped
 in an orderly way every one must be answered.
 
---ingresses: there are two, and one of them is killed, too. Serve's proxy sees to the requests that it had.
+--ingresses: there are two, and one of them is killed, too: HAProxy sends the requests that it had to the other one,
+except streams that have begun, which lose their connection. At last HAProxy is killed, of which there is one: clients
+are refused until Serve has started another one.
 --quick: 5 kills instead of 30.
 """
 
@@ -18,16 +20,18 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
 from benchmarks import harness
 from benchmarks.asking import DTYPE, OUTCOMES, Client, Outcomes
 from benchmarks.served import Served, processes_called, served
+from benchmarks.usage import PROXY, kind_of
 
 NAME = "folio-chaos"
 NUM_CLIENTS = 8
+INGRESSES, HAPROXY = "two ingresses, killed one after the other", "HAProxy, killed"
 BETWEEN_KILLS_S = (2.0, 6.0)
 BACK_TIMEOUT_S = 300.0
 SETTLED_S = 3.0  # clients ask before and after each change
@@ -52,8 +56,11 @@ def run(args: argparse.Namespace) -> None:
         with _asked(app, phases, "two replicas, killed one after the other"):
             _kill(app, 5 if args.quick else 30, "EngineReplica")
         if args.ingresses:
-            with _asked(app, phases, "two ingresses, killed one after the other"):
-                _kill(app, 3, "Ingress")
+            count = 3 if args.quick else 15
+            with _asked(app, phases, INGRESSES):
+                _kill(app, count, "Ingress")
+            with _asked(app, phases, HAPROXY):
+                _kill_haproxy(app, count)
         sent_again = _repeated_calls()
     models_own = sum(outcomes.forgive_model() for outcomes in phases.values())
     _print(phases, sent_again, models_own)
@@ -68,7 +75,10 @@ def run(args: argparse.Namespace) -> None:
             "strange": {name: o.strange for name, o in phases.items()},
         },
     )
-    harness.fail_if_any(counts, "other_error", "wrong", "lost")
+    cut_off = sum(o.counts["cut off"] for name, o in phases.items() if name not in (INGRESSES, HAPROXY))
+    no_connection = sum(o.counts["no connection"] for name, o in phases.items() if name != HAPROXY)
+    unexpected = {"unexpected_cut_off": cut_off, "unexpected_no_connection": no_connection}
+    harness.fail_if_any(counts | unexpected, "other_error", "wrong", "lost", *unexpected)
 
 
 @contextmanager
@@ -110,6 +120,29 @@ def _kill(app: Served, count: int, deployment: str) -> None:
         print(f"{number + 1}/{count}: killed {deployment} {pid}", flush=True)
         app.wait_until(partial(_has_ended, pid, title), BACK_TIMEOUT_S)
     app.wait_until(two_run, BACK_TIMEOUT_S)
+
+
+def _kill_haproxy(app: Served, count: int) -> None:
+    """Kill every HAProxy, also those that end with their last streams, when the server has been well for a while."""
+    import httpx
+    import psutil
+
+    def is_well() -> bool:
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"{app.url}/ready").status_code == 200
+        return False
+
+    rng = random.Random(1)
+    for number in range(count):
+        app.wait_until(is_well, BACK_TIMEOUT_S)
+        time.sleep(rng.uniform(*BETWEEN_KILLS_S))
+        killed = [p for p in psutil.Process().children(recursive=True) if kind_of(" ".join(p.cmdline())) == PROXY]
+        begun = time.monotonic()
+        for process in killed:
+            process.kill()
+        time.sleep(0.1)
+        app.wait_until(is_well, BACK_TIMEOUT_S)
+        print(f"{number + 1}/{count}: killed HAProxy, back after {time.monotonic() - begun:.1f} s", flush=True)
 
 
 def _has_ended(pid: int, title: str) -> bool:

@@ -1,6 +1,6 @@
 """Each part of a server that there is only one of is killed while clients ask.
 
-`python -m benchmarks.faults --parts`. A server as `python -m app.serve` starts it: one proxy, one ingress, one engine
+`python -m benchmarks.faults --parts`. A server as `python -m app.serve` starts it: one HAProxy, one ingress, one engine
 replica. Clients send a short request five times a second, each over a connection of its own, and have two streams under
 way all the time. A part gets SIGKILL; what clients see is noted until all is well for a while, or the server has ended.
 
@@ -34,7 +34,8 @@ SERVERS: list[dict[str, tuple[str, float]]] = [
         "engine replica": ("ray::ServeReplica:folio:EngineReplica", WELL_S),
         "ingress": ("ray::ServeReplica:folio:Ingress", WELL_S),
         "controller": ("ray::ServeController", WELL_S),
-        "proxy": ("ray::ProxyActor", WELL_S),
+        "HAProxy": ("/haproxy -db ", WELL_S),
+        "HAProxy's manager": ("ray::HAProxyManager", WELL_S),
         "GCS": ("gcs_server", 100.0),
     },
     {"raylet": ("raylet/raylet", WELL_S)},

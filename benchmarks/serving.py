@@ -8,6 +8,7 @@ own, with the same settings; each idles while the other is measured.
 - 16 at once, streams: output tokens a second through HTTP over the bare engine's
 - Poisson arrivals at several rates, and a trace of real traffic replayed: latencies and goodput of every server
 - four times as many requests as Folio has the capacity for: what it completes, how quickly it refuses the rest
+- the first two once more with Serve's proxy instead of HAProxy, except with --quick
 
 `--target NAME=URL` (repeatable) adds a server that has the same checkpoint, which `--checkpoint FOLDER` leaves there;
 with `--only-targets` Folio is not started. The load is made in this process, on the same cores: what that costs is
@@ -25,11 +26,13 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from app import haproxy
 from benchmarks import arrivals, harness, latency, workloads
 from benchmarks.bare import BareEngine, bare_engine
 from benchmarks.latency import Summary, Targets
@@ -338,6 +341,22 @@ async def beside_bare(target: HttpTarget, bare: BareEngine, sizes: Sizes, raw: d
     return figures
 
 
+async def only_beside_bare(url: str, bare: BareEngine, sizes: Sizes, raw: dict[str, Any]) -> dict[str, float]:
+    """The same of a server with another way in."""
+    async with connect([(FOLIO, url)]) as [target]:
+        return await beside_bare(target, bare, sizes, raw)
+
+
+@contextmanager
+def without_haproxy() -> Iterator[None]:
+    """Clusters that start within have Serve's proxy."""
+    os.environ[haproxy.SWITCH] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[haproxy.SWITCH]
+
+
 def overload_figures(run: dict[str, Any]) -> dict[str, float]:
     rejected, mib = run["reject_ms"], run["private_mib"]
     growth = {kind: mib[1][kind] - mib[0].get(kind, 0.0) for kind in mib[1]}
@@ -423,11 +442,19 @@ def main() -> None:
                 "num_threads": args.num_threads,
                 "yield_cpu": args.yield_cpu,
             }
-            with bare_engine(settings) as bare, served("folio", {"engine": settings, "model_name": FOLIO}) as server:
-                server.deploy()
-                figures, raw = asyncio.run(run_all(args, sizes, [(FOLIO, server.url), *others], bare))
-                [report] = server.reports()
-                figures["left_running"] = report.num_running + report.num_waiting
+            application = {"engine": settings, "model_name": FOLIO}
+            with bare_engine(settings) as bare:
+                with served("folio", application) as server:
+                    server.deploy()
+                    figures, raw = asyncio.run(run_all(args, sizes, [(FOLIO, server.url), *others], bare))
+                    [report] = server.reports()
+                    figures["left_running"] = report.num_running + report.num_waiting
+                if not args.quick and args.soak is None:
+                    with without_haproxy(), served("folio", application) as server:
+                        server.deploy()
+                        raw["serve_proxy"] = {}
+                        more = asyncio.run(only_beside_bare(server.url, bare, sizes, raw["serve_proxy"]))
+                        figures |= {f"serve_proxy_{name}": value for name, value in more.items()}
     harness.finish("serving-soak" if args.soak is not None else "serving", args, figures, raw)
 
 

@@ -15,13 +15,18 @@ if TYPE_CHECKING:
 
 _MIB = 1 << 20
 _REPLICA = re.compile(r"ray::ServeReplica:[^:]*:(\w+)")
-_ACTORS = {"ray::ProxyActor": "proxy", "ray::ServeController": "controller"}
-OTHERS = "ray"
+_ACTORS = {
+    "ray::ProxyActor": "serve_proxy",
+    "ray::HAProxyManager": "haproxy_manager",
+    "ray::ServeController": "controller",
+}
+PROXY, OTHERS = "haproxy", "ray"
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """By kind of process: "EngineReplica", "Ingress", "proxy", "controller", or "ray" for others.
+    """By kind of process: "EngineReplica", "Ingress", "haproxy", "haproxy_manager", "serve_proxy", "controller";
+    "ray" for others.
 
     Attributes:
         cpu_s: processor time so far.
@@ -84,4 +89,6 @@ def kind_of(title: str) -> str:
     """Of a process with this title."""
     if match := _REPLICA.match(title):
         return match[1]
+    if "/haproxy -db " in title:
+        return PROXY
     return next((kind for beginning, kind in _ACTORS.items() if title.startswith(beginning)), OTHERS)

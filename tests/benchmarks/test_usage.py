@@ -16,7 +16,9 @@ from benchmarks.usage import OTHERS, Meter, kind_of
     [
         ("ray::ServeReplica:folio:EngineReplica", "EngineReplica"),
         ("ray::ServeReplica:folio:Ingress.handle_request", "Ingress"),  # while a method runs; it was lost then
-        ("ray::ProxyActor", "proxy"),
+        ("ray::ProxyActor", "serve_proxy"),
+        ("/usr/sbin/haproxy -db -f haproxy.cfg -sf 12", "haproxy"),
+        ("ray::HAProxyManager.ready", "haproxy_manager"),
         ("ray::ServeController.listen_for_change", "controller"),
         ("ray::IDLE", OTHERS),
         ("/usr/bin/gcs_server --log_dir=x", OTHERS),

@@ -43,6 +43,13 @@ _REPLACED_AFTER_S = 5
 _MOST_PATH_BYTES = 30
 # Names the request in all attempts: the engine replicas run only one at a time.
 ATTEMPT_HEADER = "x-folio-attempt-of"
+# Of these uvicorn's parser knows all, and of others few.
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
+# Names of headers, as a regular expression.
+_DECODED = (
+    "^(x[-_]session[-_]id|serve[-_]multiplexed[-_]model[-_]id|x-request-(timeout-seconds|disconnect-disabled)"
+    "|trace(parent|state))$"
+)
 
 
 class NoHAProxyError(Exception):
@@ -170,10 +177,16 @@ def _amendments(text: str, trusted: Sequence[str]) -> list[tuple[str, str]]:
     no_application = _return(404, "there is no application at this path", "not_found")
     return [
         # Better a few connections less, if the system allows fewer files, than none.
-        (r"^global$", "global\n    no strict-limits"),
+        # More header lines than the ingress allows reach it, and have its answer.
+        (r"^global$", "global\n    no strict-limits\n    tune.http.maxhdr 1000"),
         (r"^    log 127\.0\.0\.1:514 .*\n", ""),  # a syslog that is rarely there
         # A body that fits into a buffer comes with its head, under the same limit, so that it can be sent twice.
-        (r"^defaults$", f"defaults\n    timeout http-request {HEAD_TIMEOUT_S}s\n    option http-buffer-request"),
+        # Connections on which nothing has come, such as browsers', end without an answer to a request that never was.
+        (
+            r"^defaults$",
+            f"defaults\n    timeout http-request {HEAD_TIMEOUT_S}s\n    option http-buffer-request\n"
+            "    option http-ignore-probes",
+        ),
         (r"^    errorfile 502 .*\n    errorfile 503 .*\n    errorfile 504 .*$", "\n".join(errors)),
         # Statistics are for this machine.
         (r"^    bind \*?(?=:\d+\n    mode http\n    http-request use-service)", "    bind 127.0.0.1"),
@@ -188,13 +201,16 @@ def _header_rules(trusted: Sequence[str]) -> str:
     is_forwarded = "{ req.hdr(x-forwarded-for) -m found }"
     if "*" not in trusted:
         is_forwarded = "{ src " + " ".join(trusted) + " } " + is_forwarded
+    no_http = "the request's method, or a character in its headers, is not one of HTTP"
     rules = [
         f"http-request set-header x-forwarded-for %[src] unless {is_forwarded}",
-        *(  # Serve decodes these, and would answer 500 to what is not UTF-8.
-            f"http-request del-header {name} unless {{ req.fhdr({name}),json(utf8) -m found }}"
-            for name in ("x-session-id", "serve_multiplexed_model_id", "serve-multiplexed-model-id")
-        ),
+        # uvicorn would refuse these, in plain text.
+        _return(400, no_http, "invalid_http").strip() + " "
+        r"if { req.hdrs -m reg '[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]' } or !{ method " + " ".join(_METHODS) + " }",
+        # Serve decodes these, in all their spellings, and would answer 500 if one is not UTF-8.
+        f"http-request del-header '{_DECODED}' -m reg unless {{ req.hdrs,json(utf8) -m found }}",
         "http-request del-header x-request-id unless { req.fhdr(x-request-id) -m reg ^[!-~]{1,128}$ }",
+        "http-request del-header x-request-id if { req.fhdr_cnt(x-request-id) gt 1 }",
         f"http-request set-header {ATTEMPT_HEADER} %[uuid]",
         f"http-request set-header x-request-id %[req.hdr({ATTEMPT_HEADER})] "
         "unless { req.hdr(x-request-id) -m found }",

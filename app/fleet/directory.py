@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -22,27 +22,27 @@ class PrefixDirectory:
         self._reported: dict[int, set[bytes]] = {}
         self._versions: dict[int, int] = {}  # of `_reported`
         self._strides: dict[int, int] = {}
-        self._stride = 1  # the greatest
+        self._stride = self._least_stride = 1
         self._expected: dict[int, Counter[bytes]] = {}
 
     def __len__(self) -> int:
         return len(self._replicas)
 
-    def match(self, keys: Sequence[bytes], slots: int) -> dict[int, int]:
+    def match(self, keys: Sequence[bytes], slots: int) -> list[tuple[int, int]]:
         """How many of these keys, one for each unit of a prompt from its beginning on, each replica has.
 
         A replica that has a prefix has all shorter ones: memory gives up the ends of prefixes first. So who has the
         longest prefixes is searched for by bisection, among those that no report leaves out; only next to where
-        somebody's prefix ends all are looked up.
+        somebody's prefix ends all are looked up that any report has.
 
         Args:
             slots: the bits of the replicas asked for.
 
         Returns:
-            slot → units; replicas without any are left out.
+            units, and the bits of the replicas that have as many; those without any are left out.
         """
-        found: dict[int, int] = {}
-        get, stride = self._replicas.get, self._stride
+        found: list[tuple[int, int]] = []
+        get, stride, step = self._replicas.get, self._stride, self._least_stride
         # In units: (from, who has that many, to, who has as many as that), the ends multiples of the stride.
         ranges = [(0, slots, (len(keys) // stride + 1) * stride, 0)]
         while ranges:
@@ -55,12 +55,12 @@ class PrefixDirectory:
                 at_middle = get(keys[middle - 1], 0) & at_low if middle <= len(keys) else 0
                 ranges += [(low, at_low, middle, at_middle), (middle, at_middle, high, at_high)]
                 continue
-            for units in range(min(high - 1, len(keys)), low, -1):
-                here = get(keys[units - 1], 0) & ending
-                ending &= ~here
-                found |= dict.fromkeys(_bits(here), units)
-            if low:
-                found |= dict.fromkeys(_bits(ending), low)
+            for units in range(high - step, low, -step):
+                if units <= len(keys) and (here := get(keys[units - 1], 0) & ending):
+                    ending &= ~here
+                    found.append((units, here))
+            if low and ending:
+                found.append((low, ending))
         return found
 
     def report(self, slot: int, keys: bytes, changes: bytes, stride: int, version: int) -> None:
@@ -79,8 +79,10 @@ class PrefixDirectory:
             added, removed = _changed(changes)
             now = (set(_split(keys)) - removed) | added
             added, removed = now - reported, reported - now
-        self._versions[slot], self._strides[slot] = version, stride
-        self._stride = max(self._strides.values())
+        self._versions[slot] = version
+        if self._strides.get(slot) != stride:
+            self._strides[slot] = stride
+            self._note_strides()
         removed &= reported
         reported -= removed
         reported |= added
@@ -115,8 +117,12 @@ class PrefixDirectory:
         """The replica is gone."""
         self._versions.pop(slot, None)
         self._strides.pop(slot, None)
-        self._stride = max(self._strides.values(), default=1)
+        self._note_strides()
         self._clear({*self._reported.pop(slot, ()), *self._expected.pop(slot, ())}, slot)
+
+    def _note_strides(self) -> None:
+        self._stride = max(self._strides.values(), default=1)
+        self._least_stride = min(self._strides.values(), default=1)
 
     def _set(self, keys: Iterable[bytes], slot: int) -> None:
         replicas, bit = self._replicas, 1 << slot  # one object for all keys that no other replica has, which most are
@@ -142,11 +148,3 @@ def _changed(changes: bytes) -> tuple[set[bytes], set[bytes]]:
     last = {changes[at + 1 : at + CHANGE_BYTES]: changes[at] for at in range(0, len(changes), CHANGE_BYTES)}
     there = {key for key, is_there in last.items() if is_there}
     return there, last.keys() - there
-
-
-def _bits(number: int) -> Iterator[int]:
-    """The places of the ones."""
-    while number:
-        lowest = number & -number
-        yield lowest.bit_length() - 1
-        number ^= lowest

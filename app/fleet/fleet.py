@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,12 @@ _CLOCK_DRIFT = 1e-3
 # What this router sent so long ago counts for a third in `assigned_share`.
 ASSIGNED_MEMORY_S = 20.0
 _QUEUED_TOKENS, _QUEUED_S, _NUM_REQUESTS = map(LOAD_FIELDS.index, ("queued_tokens", "queued_s", "num_requests"))
+
+
+# Sets of replicas that a policy asks about: all, those without an exception or two, and each of them.
+_MOST_ASKED = 1000
+
+SlotArray = np.ndarray[Any, np.dtype[np.intp]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,7 @@ class Fleet:
         self._stale_after_s = stale_after_s
         self._drift_share = drift_share
         self._replicas: dict[str, _Replica] = {}
+        self._asked: dict[tuple[str, ...], tuple[SlotArray, int]] = {}
         self._directory = PrefixDirectory()
         self._free_slots: list[int] = []
         self._loads = np.zeros((len(LOAD_FIELDS), 0))
@@ -97,6 +105,7 @@ class Fleet:
     def update(self, replica_ids: Iterable[str]) -> None:
         """These are the replicas now."""
         wanted = set(replica_ids)
+        self._asked.clear()
         for replica_id in self._replicas.keys() - wanted:
             replica = self._replicas.pop(replica_id)
             replica.is_gone = True
@@ -214,10 +223,11 @@ class Fleet:
         prompt's last token is computed in any case."""
         if not request.keys or self.unit_tokens is None:
             return np.zeros(len(replica_ids))
-        slots = [self._replicas[r].slot for r in replica_ids]
-        units = self._directory.match(request.keys, sum(1 << slot for slot in slots))
-        tokens = np.array([units.get(slot, 0) for slot in slots], dtype=np.float64) * self.unit_tokens
-        return np.minimum(tokens, max(request.num_tokens - 1, 0) // self.unit_tokens * self.unit_tokens)
+        slots, asked = self._slots(replica_ids)
+        tokens, most = np.zeros(len(self._assigned)), max(request.num_tokens - 1, 0) // self.unit_tokens
+        for units, having in self._directory.match(request.keys, asked):
+            tokens[_places(having, len(tokens))] = min(units, most) * self.unit_tokens
+        return tokens[slots]
 
     def loads(self, replica_ids: Sequence[str], now: float) -> Loads:
         """Their loads, in this order.
@@ -225,7 +235,7 @@ class Fleet:
         Step times are the median of all replicas, which run the same model on the same kind of device: what one of them
         has measured in its few last steps differs by chance more than it does. One that is slow has a longer queue.
         """
-        slots = [self._replicas[r].slot for r in replica_ids]
+        slots, _ = self._slots(replica_ids)
         self._decay(now)
         columns = self._loads[:, slots]
         columns[:3] = np.array([[self._step.fixed_s], [self._step.token_s], [self._step.attended_s]])
@@ -233,6 +243,16 @@ class Fleet:
         return Loads(*columns)
 
     # ---- inside ----
+
+    def _slots(self, replica_ids: Sequence[str]) -> tuple[SlotArray, int]:
+        """Of these replicas, as numbers and as bits of one."""
+        key = tuple(replica_ids)
+        if (known := self._asked.get(key)) is None:
+            if len(self._asked) >= _MOST_ASKED:
+                self._asked.clear()
+            slots = [self._replicas[r].slot for r in key]
+            known = self._asked[key] = np.array(slots, dtype=np.intp), sum(1 << slot for slot in slots)
+        return known
 
     def _median_step(self) -> StepTimes:
         steps = [r.report.step for r in self._replicas.values() if r.report is not None and r.report.step.token_s > 0]
@@ -278,3 +298,9 @@ class Fleet:
     def _decay(self, now: float) -> None:
         self._assigned *= math.exp(-max(now - self._assigned_at, 0.0) / ASSIGNED_MEMORY_S)
         self._assigned_at = now
+
+
+def _places(bits: int, most: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Where the number has ones, lowest first; `most` places, a multiple of 8."""
+    content = np.frombuffer(bits.to_bytes(most // 8, "little"), dtype=np.uint8)
+    return np.unpackbits(content, bitorder="little").view(np.bool_)

@@ -1,0 +1,321 @@
+"""The client from outside, over HTTP and gRPC, of a server with a real engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Coroutine, Iterator
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.client import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ContextLengthError,
+    DeadlineError,
+    Folio,
+    FolioError,
+    ForbiddenError,
+    ForkRequest,
+    MemoryReport,
+    Message,
+    OverloadedError,
+    PinRequest,
+    RequestError,
+    UnavailableError,
+    UnknownModelError,
+    UnknownPinError,
+)
+from app.edge.settings import HttpSettings, KeySource
+from app.openai.http import build_api
+from app.openai.responses_body import ResponsesRequest
+from app.serving.reports import add_memory_route
+from tests.app.openai.test_http import FakeService
+from tests.grpc_server import grpc_listening
+from tests.local_server import LocalServer, listening
+
+ROOT = Path(__file__).parents[3]
+SCHEMES = ("http", "grpc")
+PROMPT = "The key of room 417 is 93. The key of room 417 is"
+QUESTION: dict[str, Any] = {"model": "builtin", "messages": [{"role": "user", "content": "What is Folio?"}]}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {"b": {}, "a": {}}}},
+}
+
+
+@contextmanager
+def url_of(scheme: str, api: Any) -> Iterator[str]:
+    with listening(api) if scheme == "http" else grpc_listening(api) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LocalServer]:
+    local = LocalServer()
+    yield local
+    local.close()
+
+
+@pytest.fixture(scope="module")
+def urls(server: LocalServer) -> Iterator[dict[str, str]]:
+    with url_of("http", server.api) as http, url_of("grpc", server.api) as grpc:
+        yield {"http": http, "grpc": grpc}
+
+
+@pytest.fixture(params=SCHEMES)
+def url(request: pytest.FixtureRequest, urls: dict[str, str], server: LocalServer) -> Iterator[str]:
+    yield urls[request.param]
+    server.wait_until_idle()
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(work)
+
+
+def told(answer: Any) -> dict[str, Any]:
+    """What does not differ from one time to the next."""
+    fields: dict[str, Any] = answer.model_dump(exclude={"id", "created"})
+    if fields["usage"] is not None:
+        del fields["usage"]["prompt_tokens_details"]
+    return fields
+
+
+async def everything(url: str) -> list[Any]:
+    """Answers of every kind, each of which has something that others have not."""
+    completions: list[dict[str, Any]] = [
+        {"prompt": PROMPT, "max_tokens": 8},
+        {"prompt": [PROMPT, "a"], "n": 2, "seed": 2**40, "max_tokens": 4, "stop": " "},
+        {"prompt": [[5, 6, 7], [8]], "max_tokens": 2, "stop_token_ids": list(range(100)), "min_tokens": 1},
+        {"prompt": [5, 6, 7], "max_tokens": 2, "echo": True, "logprobs": 2, "prompt_logprobs": 2},
+        {"prompt": "a", "max_tokens": 3, "n": 2, "best_of": 2, "use_beam_search": True, "early_stopping": "never"},
+        {"prompt": "a", "max_tokens": 16, "guided_json": {"properties": {"b": {"const": 1}, "a": {"const": 2}},
+                                                         "required": ["b", "a"], "type": "object"}},
+        {"prompt": "a", "max_tokens": 4, "logit_bias": {"70": 100.0}, "bad_words": ["b"], "ignore_eos": True},
+    ]  # fmt: skip
+    chats: list[dict[str, Any]] = [
+        {"max_tokens": 8},
+        {"max_tokens": 4, "logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1},
+        {"max_tokens": 60, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look"}}},
+        {"max_tokens": 40, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {
+            "const": 5}}}},
+        {"max_tokens": 40, "response_format": {"type": "json_object"}},
+    ]  # fmt: skip
+    answers: list[Any] = []
+    async with Folio(url) as folio:
+        for fields in completions:
+            fields = {"model": "builtin", "temperature": 0} | fields
+            if fields.get("use_beam_search"):
+                del fields["temperature"]
+            completion = CompletionRequest(**fields)
+            answers.append(told(await folio.generate(completion)))
+            answers.append(await texts_of(folio.generate_stream(completion)))
+        for fields in chats:
+            chat = ChatCompletionRequest.model_validate(QUESTION | {"temperature": 0} | fields)
+            answers.append(told(await folio.chat(chat, "session")))
+            answers.append(await texts_of(folio.chat_stream(chat, "session")))
+        usage = CompletionRequest(model="builtin", prompt="a", max_tokens=2, stream_options={"include_usage": True})
+        chunks = [chunk async for chunk in folio.generate_stream(usage)]
+        answers.append((chunks[-1].choices, chunks[-1].usage))
+    return answers
+
+
+async def texts_of(chunks: Any) -> dict[int, list[Any]]:
+    """What a stream says of each output in all, however it is cut into chunks."""
+    texts: dict[int, list[Any]] = {}
+    async for chunk in chunks:
+        for choice in chunk.choices:
+            text, ends, entries, calls = texts.setdefault(choice.index, ["", [], [], []])
+            delta = choice.delta if hasattr(choice, "delta") else None
+            text += choice.text if delta is None else delta.content or ""
+            if choice.finish_reason is not None:
+                ends.append((choice.finish_reason, choice.stop_reason, choice.score))
+            if choice.logprobs is not None:
+                logprobs = choice.logprobs.model_dump()
+                entries += logprobs.get("content") or list(zip(*logprobs.values(), strict=True))
+            if delta is not None and delta.tool_calls:
+                calls += [call.function.arguments or call.function.name for call in delta.tool_calls]
+            texts[choice.index] = [text, ends, entries, ["".join(calls)]]
+    return texts
+
+
+def test_answers_are_the_same_by_every_way(urls: dict[str, str]) -> None:
+    """Every field of a body, and of an answer, comes through gRPC as through JSON, and as the same types."""
+    over_http, over_grpc = run(everything(urls["http"])), run(everything(urls["grpc"]))
+    assert len(over_http) == 25
+    for http, grpc in zip(over_http, over_grpc, strict=True):
+        assert http == grpc
+    assert over_http[18]["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "look"
+
+
+def test_pins_and_load(url: str) -> None:
+    async def work() -> None:
+        async with Folio(url) as folio:
+            await folio.ready()
+            await folio.pin(PinRequest(name="a/ü b", prompt=PROMPT * 4))
+            await folio.pin(PinRequest(name="talk", messages=[Message(role="user", content=PROMPT * 4)]))
+            assert sorted(card.id for card in (await folio.pins()).data) == ["a/ü b", "talk"]
+            await folio.unpin("a/ü b")
+            await folio.unpin("talk")
+            with pytest.raises(UnknownPinError):
+                await folio.unpin("talk")
+            assert (await folio.pins()).data == []
+            load = await folio.load()
+            assert [replica.name for replica in load.replicas] == ["local"]
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "param"),
+    [
+        ({"model": "other"}, UnknownModelError, "model"),
+        ({"prompt": "a" * 50_000, "max_tokens": 4}, ContextLengthError, "prompt"),
+        ({"n": -1}, RequestError, "n"),
+        ({"timeout_s": 0.001, "max_tokens": 500, "ignore_eos": True}, DeadlineError, None),
+    ],
+)
+@pytest.mark.parametrize("streams", [False, True])
+def test_errors_are_those_of_the_server(
+    url: str, fields: dict[str, Any], kind: type[FolioError], param: str | None, streams: bool
+) -> None:
+    request = CompletionRequest(**({"model": "builtin", "prompt": PROMPT} | fields))
+
+    async def work() -> None:
+        async with Folio(url) as folio:
+            call = texts_of(folio.generate_stream(request)) if streams else folio.generate(request)
+            with pytest.raises(kind) as caught:
+                await call
+            assert type(caught.value) is kind
+            assert getattr(caught.value, "param", None) == param
+
+    run(work())
+
+
+def test_a_stream_that_is_closed_ends_the_request(url: str, server: LocalServer) -> None:
+    """And so does a call whose task is cancelled. The fixture waits for the memory."""
+    request = CompletionRequest(model="builtin", prompt="a", max_tokens=1000, ignore_eos=True)
+
+    async def work() -> None:
+        async with Folio(url) as folio:
+            async with aclosing(folio.generate_stream(request)) as chunks:
+                async for _ in chunks:
+                    break
+            call = asyncio.create_task(folio.generate(request))
+            async with asyncio.timeout(60):
+                while not server.engine.load(most_keys=0).num_running:
+                    await asyncio.sleep(0.01)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            # Before the connections are closed: that would end the requests, too.
+            await asyncio.to_thread(server.wait_until_idle)
+
+    run(work())
+
+
+def test_a_hundred_streams_at_once(url: str) -> None:
+    async def work() -> None:
+        async with Folio(url) as folio:
+            requests = [
+                CompletionRequest(model="builtin", prompt=f"The key of room {i}", max_tokens=8, temperature=0)
+                for i in range(100)
+            ]
+            alone = await asyncio.gather(*(folio.generate(request) for request in requests))
+            together = await asyncio.gather(*(texts_of(folio.generate_stream(request)) for request in requests))
+            assert [texts[0][0] for texts in together] == [answer.choices[0].text for answer in alone]
+
+    run(work())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_nobody_listens(scheme: str) -> None:
+    async def work() -> None:
+        async with Folio(f"{scheme}://127.0.0.1:1") as folio:
+            with pytest.raises(UnavailableError, match=r"127.0.0.1:1.*send the request again"):
+                await folio.generate(CompletionRequest(model="m", prompt="a"))
+            with pytest.raises(UnavailableError, match="not ready after 0"):
+                await folio.ready(timeout_s=0)
+
+    run(work())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_keys_reports_and_times_to_come_back(scheme: str, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("a-key-of-an-operator\n")
+    report = MemoryReport(**dict.fromkeys(MemoryReport.__dataclass_fields__, 7) | {"pins": (), "groups": ()})
+
+    class Service(FakeService):
+        async def reports(self) -> dict[str, MemoryReport]:
+            return {"r1": report, "r2": report}
+
+    service = Service()
+    api = build_api(service, HttpSettings(api_keys=KeySource(file=tmp_path / "keys")))
+    add_memory_route(api, service)
+
+    async def work(url: str) -> None:
+        async with Folio(url) as folio:
+            with pytest.raises(ForbiddenError, match="no API key"):
+                await folio.report()
+        async with Folio(url, api_key="a-key-of-an-operator") as folio:
+            assert await folio.report() == {"r1": report, "r2": report}
+            with pytest.raises(OverloadedError) as caught:
+                await folio.generate(CompletionRequest(model="full for a while", prompt="a"))
+            assert caught.value.retry_after_s == 3
+            answer = await folio.generate(CompletionRequest(model="m", prompt="a"), "s")
+            assert answer.choices[0].text == "a of s"
+            with pytest.raises(RequestError, match="not to be had"):
+                await folio.fork(ForkRequest(model="m", request_id="r"))
+
+    with url_of(scheme, api) as url:
+        asyncio.run(work(url))
+
+
+def test_what_grpc_cannot_carry_is_refused_by_name() -> None:
+    async def work() -> None:
+        async with Folio("grpc://127.0.0.1:1") as folio:
+            with pytest.raises(RequestError, match="metadata cannot be sent over gRPC"):
+                await folio.generate(CompletionRequest(model="m", prompt="a", metadata={"a": "b"}))
+            with pytest.raises(RequestError, match="not to be had over gRPC"):
+                await folio.responses(ResponsesRequest(model="m", input="a"))
+
+    run(work())
+
+
+def test_an_answer_that_is_cut_off_is_not_taken_for_whole() -> None:
+    """A connection that ends after a whole event looks like the end of a stream."""
+
+    async def cut(scope: Any, receive: Any, send: Any) -> None:
+        chunk = {"id": "c", "created": 0, "model": "m", "choices": [{"text": "a"}]}
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": f"data: {json.dumps(chunk)}\n\n".encode()})
+
+    async def work(url: str) -> None:
+        async with Folio(url) as folio:
+            with pytest.raises(UnavailableError, match="broken off"):
+                await texts_of(folio.generate_stream(CompletionRequest(model="m", prompt="a")))
+
+    with listening(cut) as url:  # type: ignore[arg-type]
+        asyncio.run(work(url))
+
+
+def test_other_schemes_are_refused() -> None:
+    with pytest.raises(ValueError, match="ftp://; it may be http, https, grpc or grpcs"):
+        Folio("ftp://x")
+
+
+@pytest.mark.processes
+def test_calls_by_url_need_no_ray() -> None:
+    code = """
+import sys
+sys.modules["ray"] = None  # makes an import of it fail
+from app.client import Folio
+Folio("http://x"), Folio("grpc://x")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -1,0 +1,110 @@
+"""The messages beside the HTTP bodies that they stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc_tools import protoc
+from pydantic import BaseModel
+
+from app.client import LoadReport, MemoryReport, PinCard, PinList
+from app.errors import RequestError
+from app.openai import bodies, operator_replies, replies, tool_bodies
+from app.openai.client_fields import ClientFields
+from app.proto import convert
+from app.proto import folio_pb2 as pb
+from vmem import GroupReport, PinReport
+
+ROOT = Path(__file__).parents[3]
+# Of OpenAI's bodies, and of use over HTTP only: they change no output, or are refused.
+HTTP_ONLY = {*ClientFields.model_fields, "stream", "stream_options", "suffix"} | {
+    *("modalities", "reasoning_effort", "verbosity", "functions", "function_call", "audio", "prediction"),
+    *("web_search_options", "refusal", "annotations", "parsed", "provider_specific_fields"),
+}
+# Fields that have another shape, by the names that they have as messages.
+SHAPES = {
+    "prompt": {"text", "token_ids", "texts", "token_id_lists"},
+    "tool_choice": {"tool_choice", "called_tool"},
+    "stop_reason": {"stop_string", "stop_token_id"},
+}
+
+
+def fields_of(kind: Any) -> set[str]:
+    if issubclass(kind, BaseModel):
+        return set(kind.model_fields)
+    return {field.name for field in dataclasses.fields(kind)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "also"),
+    [
+        (bodies.CompletionRequest, pb.GenerateRequest, {"unlimited", "include_usage", "session"}),
+        (bodies.ChatCompletionRequest, pb.ChatRequest, {"include_usage", "session"}),
+        (bodies.PinRequest, pb.PinRequest, set()),
+        (bodies.Message, pb.Message, set()),
+        (tool_bodies.FunctionDefinition, pb.Tool, set()),
+        (tool_bodies.ToolCall, pb.ToolCall, set()),
+        (tool_bodies.FunctionCall, pb.FunctionCall, set()),
+        (replies.Completion, pb.Completion, set()),
+        (replies.CompletionChoice, pb.CompletionChoice, set()),
+        (replies.ChatCompletion, pb.ChatCompletion, set()),
+        (replies.ChatChoice, pb.ChatChoice, set()),
+        (replies.AssistantMessage, pb.AssistantMessage, set()),
+        (replies.ChatCompletionChunk, pb.ChatCompletionChunk, set()),
+        (replies.ChatChunkChoice, pb.ChatChunkChoice, set()),
+        (replies.ChatDelta, pb.ChatDelta, set()),
+        (tool_bodies.ToolCallDelta, pb.ToolCallDelta, set()),
+        (replies.ChatTokenLogprob, pb.TokenLogprob, {"text_offset"}),
+        (replies.TopLogprob, pb.TopLogprob, set()),
+        (replies.PromptLogprob, pb.PromptLogprob, {"token_id"}),
+        (replies.Usage, pb.Usage, set()),
+        (replies.PromptTokensDetails, pb.PromptTokensDetails, set()),
+        (operator_replies.LoadFigures, pb.LoadFigures, set()),
+        (operator_replies.ReplicaLoad, pb.ReplicaLoad, set()),
+        (LoadReport, pb.LoadReport, set()),
+        (PinCard, pb.PinCard, set()),
+        (PinList, pb.PinList, set()),
+        (MemoryReport, pb.MemoryReport, set()),
+        (PinReport, pb.PinReport, set()),
+        (GroupReport, pb.GroupReport, set()),
+    ],
+)
+def test_messages_have_every_field(kind: Any, message: Any, also: set[str]) -> None:
+    """A field that HTTP gets and gRPC does not would be missing only there."""
+    expected: set[str] = set()
+    for name in fields_of(kind) - HTTP_ONLY - {"object"}:
+        ours = SHAPES.get(name, {name})
+        expected |= {"text", "token_ids"} if name == "prompt" and kind is bodies.PinRequest else ours
+    found: set[str] = set()
+    for field in message.DESCRIPTOR.fields:
+        grouped = field.name in ("sampling", "scheduling")
+        found |= {inner.name for inner in field.message_type.fields} if grouped else {field.name}
+    assert found == expected | also
+
+
+def test_the_generated_code_is_that_of_the_proto(tmp_path: Path) -> None:
+    """`make proto` was forgotten."""
+    outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
+    assert protoc.main(["protoc", f"-I{ROOT}", *outputs, f"{ROOT}/app/proto/folio.proto"]) == 0
+    for name in ("folio_pb2.py", "folio_pb2.pyi", "folio_pb2_grpc.py"):
+        assert (ROOT / "app/proto" / name).read_text() == (tmp_path / "app/proto" / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"seed": 2**63}, "seed"),
+        ({"n": "two"}, "n: "),
+        ({"n": 2**31}, "n: "),
+        ({"logit_bias": {"x": 1.0}}, "logit_bias"),
+        ({"stop": ["\ud800"]}, "stop"),
+        ({"weather": "fine"}, "weather cannot be sent over gRPC"),
+    ],
+)
+def test_what_a_message_cannot_have_is_refused_by_its_name(fields: dict[str, Any], message: str) -> None:
+    """And not cut, rounded or left out."""
+    with pytest.raises(RequestError, match=message):
+        convert.generate_message({"model": "m", "prompt": "a"} | fields)

@@ -116,7 +116,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="say what is wrong with the file, and start nothing")
     parser.add_argument("--port", type=int, help="instead of http_options.port")
     parser.add_argument("--grace-s", type=float, default=60.0, help="for requests under way when the signal comes")
+    parser.add_argument(
+        "--environment",
+        action="store_true",
+        help="print what to export before `ray start` on this node, and start nothing",
+    )
     options = parser.parse_args(arguments)
+    if options.environment:
+        for name, value in environment(_haproxy_directory()).items():
+            print(f"export {name}={shlex.quote(value)}")
+        return 0
     sys.path.insert(0, os.getcwd())  # as `serve run` has it, for `import_path`
     is_local = "RAY_ADDRESS" not in os.environ
     try:
@@ -146,25 +155,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def prepared_environment(*, has_tls: bool = False) -> Iterator[None]:
-    """Variables for the processes of a cluster that is started within, unless they are set already; HAProxy takes HTTP
-    requests where it can, and else Serve's proxy, which is right, too, but slower."""
-    values = dict(ENVIRONMENT)
-    directory = Path(tempfile.mkdtemp(prefix="folio-", dir="/tmp"))  # a short path, of this user alone
+    """Variables for the processes of a cluster that is started within, unless they are set already."""
+    directory = _haproxy_directory()
+    values = environment(directory, has_tls=has_tls)
+    os.environ.update(values)
     try:
-        if os.environ.get(haproxy.SWITCH, "1") == "1":
-            try:
-                haproxy.check(has_tls=has_tls)
-                values |= haproxy.environment(directory)
-            except haproxy.NoHAProxyError as error:
-                os.environ.pop(haproxy.SWITCH, None)
-                logger.warning("Serve's proxy takes HTTP requests, which is slower than HAProxy: %s", error)
-        values = {name: value for name, value in values.items() if name not in os.environ}
-        os.environ.update(values)
         yield
     finally:
         for name in values:
             os.environ.pop(name, None)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def environment(directory: Path, *, has_tls: bool = False) -> dict[str, str]:
+    """Variables for a node's processes that are not set yet. HAProxy takes HTTP requests where it can, and else Serve's
+    proxy, which is right, too, but slower.
+
+    Args:
+        directory: of HAProxy's files.
+    """
+    values = dict(ENVIRONMENT)
+    if os.environ.get(haproxy.SWITCH, "1") == "1":
+        try:
+            haproxy.check(has_tls=has_tls)
+            values |= haproxy.environment(directory)
+        except haproxy.NoHAProxyError as error:
+            logger.warning("Serve's proxy takes HTTP requests, which is slower than HAProxy: %s", error)
+            os.environ.pop(haproxy.SWITCH, None)
+            values[haproxy.SWITCH] = "0"
+    return {name: value for name, value in values.items() if name not in os.environ}
+
+
+def _haproxy_directory() -> Path:
+    """A new one, with a short path, of this user alone."""
+    return Path(tempfile.mkdtemp(prefix="folio-", dir="/tmp"))
 
 
 def run(config: ServeDeploySchema, signals: Signals, grace_s: float, dashboard: str | None = None) -> int:

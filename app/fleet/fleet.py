@@ -21,7 +21,7 @@ _LEAST_LAG_S, _MOST_LATE_S = 0.1, 2.0
 # Seconds a second by which two clocks may run apart.
 _CLOCK_DRIFT = 1e-3
 # What this router sent so long ago counts for a third in `assigned_share`.
-ASSIGNED_MEMORY_S = 20.0
+ASSIGNED_MEMORY_S = 60.0
 _QUEUED_TOKENS, _QUEUED_S, _NUM_REQUESTS = map(LOAD_FIELDS.index, ("queued_tokens", "queued_s", "num_requests"))
 
 

@@ -148,6 +148,29 @@ def test_who_is_silent_does_not_look_empty(name: str) -> None:
     assert max(chosen.values()) <= 32
 
 
+def test_empty_replicas_get_equal_work() -> None:
+    """Regression: all reported that they had nothing to do, and chance decided among them. Long and short prompts came
+    out uneven: of three replicas one got 1.3 times the mean."""
+    fleet, names = fleet_of(), NAMES
+    policy = PrefixAware(fleet)
+    work: Counter[str] = Counter()
+    for i in range(60):
+        prompt, now = request(i, document=i, num_units=5 + 45 * (i % 4 == 0)), 1.0 + i
+        work[send(fleet, policy, prompt, names, now)] += prompt.num_tokens
+        for name in names:
+            fleet.report(name, report(now + 0.5), now + 0.5)
+    assert max(work.values()) < 1.1 * sum(work.values()) / len(names)
+
+
+def test_the_longer_queue_is_no_matter_of_chance() -> None:
+    """Regression: all of the cost was increased at random, and so a queue of 10 s was taken for one of 10.5 s."""
+    fleet = fleet_of(["a", "b"])
+    for name, queued_s in (("a", 10.5), ("b", 10.0)):
+        fleet.report(name, report(0.1, queued_s=queued_s), 0.1)
+    policy = PrefixAware(fleet)
+    assert {policy.rank(request(num_units=1), ["a", "b"], 0.2)[0] for _ in range(100)} == {"b"}
+
+
 def test_old_reports_count_for_nothing() -> None:
     fleet = fleet_of()
     fleet.report("b", report(0.1, keys_of(1, 10)), 0.1)

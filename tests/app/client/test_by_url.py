@@ -43,10 +43,14 @@ ROOT = Path(__file__).parents[3]
 SCHEMES = ("http", "grpc")
 PROMPT = "The key of room 417 is 93. The key of room 417 is"
 QUESTION: dict[str, Any] = {"model": "builtin", "messages": [{"role": "user", "content": "What is Folio?"}]}
-TOOL = {
-    "type": "function",
-    "function": {"name": "look", "parameters": {"type": "object", "properties": {"b": {}, "a": {}}}},
+# In this order, which is not that of the names.
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"b": {"const": 1}, "a": {"const": 2}},
+    "required": ["b", "a"],
+    "additionalProperties": False,
 }
+TOOL = {"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}
 
 
 @contextmanager
@@ -83,6 +87,9 @@ def told(answer: Any) -> dict[str, Any]:
     fields: dict[str, Any] = answer.model_dump(exclude={"id", "created"})
     if fields["usage"] is not None:
         del fields["usage"]["prompt_tokens_details"]
+    for choice in fields["choices"]:
+        for call in choice.get("message", {}).get("tool_calls") or ():
+            del call["id"]
     return fields
 
 
@@ -94,8 +101,7 @@ async def everything(url: str) -> list[Any]:
         {"prompt": [[5, 6, 7], [8]], "max_tokens": 2, "stop_token_ids": list(range(100)), "min_tokens": 1},
         {"prompt": [5, 6, 7], "max_tokens": 2, "echo": True, "logprobs": 2, "prompt_logprobs": 2},
         {"prompt": "a", "max_tokens": 3, "n": 2, "best_of": 2, "use_beam_search": True, "early_stopping": "never"},
-        {"prompt": "a", "max_tokens": 16, "guided_json": {"properties": {"b": {"const": 1}, "a": {"const": 2}},
-                                                         "required": ["b", "a"], "type": "object"}},
+        {"prompt": "a", "max_tokens": 16, "guided_json": PARAMETERS},
         {"prompt": "a", "max_tokens": 4, "logit_bias": {"70": 100.0}, "bad_words": ["b"], "ignore_eos": True},
     ]  # fmt: skip
     chats: list[dict[str, Any]] = [
@@ -150,7 +156,8 @@ def test_answers_are_the_same_by_every_way(urls: dict[str, str]) -> None:
     assert len(over_http) == 25
     for http, grpc in zip(over_http, over_grpc, strict=True):
         assert http == grpc
-    assert over_http[18]["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "look"
+    [call] = over_http[18]["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"b": 1, "a": 2}
 
 
 def test_pins_and_load(url: str) -> None:

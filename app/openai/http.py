@@ -24,6 +24,7 @@ from app.errors import FolioError, UnknownPinError
 from app.openai import errors, examples
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, PinRequest
 from app.openai.description import CHAT_STREAM, COMPLETION_STREAM, DESCRIPTION, ERRORS, RESPONSE_STREAM, describe
+from app.openai.frames import Frames, on_one_line
 from app.openai.json_route import json_routes
 from app.openai.operator_replies import LoadReport, PinCard, PinDeleted, PinList
 from app.openai.replies import (
@@ -43,7 +44,6 @@ logger = logging.getLogger(__name__)
 _PROMETHEUS = "text/plain; version=1.0.0; charset=utf-8"
 # Longer lists are written outside of the event loop.
 _MOST_TOKENS = 10_000
-_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 Session = Annotated[
     str | None,
@@ -249,21 +249,13 @@ def _dumped(answer: BaseModel) -> str:
     return json.dumps(answer.model_dump()) if isinstance(answer, ErrorBody) else answer.model_dump_json()
 
 
-def _on_one_line(dumped: str) -> str:
-    """JSON and events may have these characters as they are; but clients that split a stream by Python's idea of a
-    line, such as httpx's and requests' `iter_lines`, would break there."""
-    return dumped if dumped.isascii() else dumped.translate(_LINE_ENDS)
-
-
 async def _stream(chunks: AsyncIterator[BaseModel]) -> Response:
     """Server-sent events as chat completions have them."""
 
     def failed(error: Exception) -> str:
         return f"data: {_dumped(errors.error_response(error)[1])}\n\n"
 
-    return await _sent(
-        chunks, lambda chunk: f"data: {_on_one_line(chunk.model_dump_json())}\n\n", failed, "data: [DONE]\n\n"
-    )
+    return await _sent(chunks, Frames().event, failed, "data: [DONE]\n\n")
 
 
 async def _stream_events(events: AsyncIterator[StreamEvent]) -> Response:
@@ -273,7 +265,7 @@ async def _stream_events(events: AsyncIterator[StreamEvent]) -> Response:
     def shown(event: StreamEvent) -> str:
         nonlocal last_number
         last_number = event.sequence_number
-        return f"event: {event.type}\ndata: {_on_one_line(event.model_dump_json())}\n\n"
+        return f"event: {event.type}\ndata: {on_one_line(event.model_dump_json())}\n\n"
 
     def failed(error: Exception) -> str:
         detail = errors.error_response(error)[1].error
@@ -300,12 +292,12 @@ def note_broken_stream(error: Exception) -> None:
 
 
 async def _sent(
-    items: AsyncIterator[Any], shown: Callable[[Any], str], failed: Callable[[Exception], str], end: str
+    items: AsyncIterator[Any], shown: Callable[[Any], str | bytes], failed: Callable[[Exception], str], end: str
 ) -> Response:
     """The first item is awaited here, so that a request refused at once gets its status."""
     first = await anext(items)
 
-    async def events() -> AsyncIterator[str]:
+    async def events() -> AsyncIterator[str | bytes]:
         try:
             async with aclosing(cast(Any, items)):
                 yield shown(first)

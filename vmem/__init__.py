@@ -27,7 +27,7 @@ from vmem.prefix import PrefixMatch, TokenChain
 from vmem.report import GroupReport, MemoryReport, PinReport
 from vmem.select import select_backend
 from vmem.sequence import Demand, SequenceMemory, View, ViewPolicy
-from vmem.summary import CHANGE_BYTES, KEY_BYTES, NO_KEYS, CachedKeys, key_of
+from vmem.summary import CHANGE_BYTES, KEY_BYTES, NO_KEYS, CachedKeys, key_of, split_keys
 from vmem.swap import SwappedGroup
 from vmem.tensors import CacheTensors
 
@@ -81,4 +81,5 @@ __all__ = [
     "plan_groups",
     "plan_layout",
     "select_backend",
+    "split_keys",
 ]

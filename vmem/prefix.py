@@ -40,6 +40,9 @@ class TokenChain:
     Args:
         unit_tokens: tokens a unit has.
         keys: what else must be equal for contents to be equal: a cache salt, an adapter's id, an image's hash.
+
+    Attributes:
+        root: the hash of the keys, which the first unit's goes on from.
     """
 
     def __init__(self, unit_tokens: int, keys: tuple[str, ...] = (), hash: Hash = stable_hash) -> None:
@@ -48,7 +51,7 @@ class TokenChain:
         self.units: list[bytes] = []
         self.digests: list[Digest] = []
         self._hash = hash
-        self._root = hash(b"", b"".join(f"{len(key.encode())}:{key}".encode() for key in keys))
+        self.root = hash(b"", b"".join(f"{len(key.encode())}:{key}".encode() for key in keys))
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Hash the whole units of `token_ids` that are not hashed yet; the ones that are must be the same tokens."""
@@ -60,7 +63,7 @@ class TokenChain:
         size = 4 * self.unit_tokens
         for start in range(0, len(content), size):
             unit = content[start : start + size]
-            self.digests.append(self._hash(self.digests[-1] if self.digests else self._root, unit))
+            self.digests.append(self._hash(self.digests[-1] if self.digests else self.root, unit))
             self.units.append(unit)
 
     def cut(self, num_tokens: int) -> None:

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from vmem.errors import IntegrityError
 
 # With a million prefixes known, one in 300 million is taken for one that is cached and is not.
@@ -32,6 +34,12 @@ _ROOMY = 0.75
 def key_of(digest: bytes) -> bytes:
     """What a summary says of a prefix with this digest (`TokenChain.digests`)."""
     return digest[:KEY_BYTES]
+
+
+def split_keys(keys: bytes) -> list[bytes]:
+    """One by one."""
+    split: list[bytes] = np.frombuffer(keys, dtype=f"V{KEY_BYTES}").tolist()
+    return split
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
-from vmem import CHANGE_BYTES, KEY_BYTES
+from vmem import CHANGE_BYTES, split_keys
 
 
 class PrefixDirectory:
@@ -77,7 +75,7 @@ class PrefixDirectory:
             added, removed = _changed(changes[-num_new * CHANGE_BYTES :])
         else:
             added, removed = _changed(changes)
-            now = (set(_split(keys)) - removed) | added
+            now = (set(split_keys(keys)) - removed) | added
             added, removed = now - reported, reported - now
         self._versions[slot] = version
         if self._strides.get(slot) != stride:
@@ -137,10 +135,6 @@ class PrefixDirectory:
                 replicas[key] = left
             else:
                 del replicas[key]
-
-
-def _split(keys: bytes) -> list[bytes]:
-    return np.frombuffer(keys, dtype=f"V{KEY_BYTES}").tolist()
 
 
 def _changed(changes: bytes) -> tuple[set[bytes], set[bytes]]:

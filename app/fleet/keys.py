@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 
-from vmem import TokenChain, key_of
+from kernels import KernelError
+from kernels.chain import CpuChain
+from vmem import KEY_BYTES, TokenChain, key_of, split_keys
+
+logger = logging.getLogger(__name__)
 
 _ADAPTER = "adapter:"
 
@@ -39,5 +45,19 @@ def prompt_keys(
 ) -> list[bytes]:
     """Of each whole unit the key of the prefix that ends with it, as replicas report them."""
     chain = TokenChain(unit_tokens, extra_keys(cache_salt, adapter, tenant))
+    if (hashed := compiled_hashing()) is not None:
+        token_ids = prompt_token_ids if isinstance(prompt_token_ids, list) else list(prompt_token_ids)
+        return split_keys(hashed(token_ids, unit_tokens, chain.root, KEY_BYTES))
     chain.extend(prompt_token_ids)
     return [key_of(digest) for digest in chain.digests]
+
+
+@cache
+def compiled_hashing() -> CpuChain | None:
+    """What hashes a prompt in one call. The first time on a machine it is compiled, which takes a second: ask before
+    there are requests. `None` where that cannot be done; then prompts are hashed unit by unit."""
+    try:
+        return CpuChain()
+    except KernelError as error:
+        logger.warning("routers hash prompts unit by unit, which takes several times as long: %s", error)
+        return None

@@ -24,7 +24,7 @@ from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, Reque
 
 from app.errors import DeadlineError, NoReplicaError, OverloadedError
 from app.fleet.fleet import Fleet, RoutedRequest, Sent
-from app.fleet.keys import prompt_keys
+from app.fleet.keys import compiled_hashing, prompt_keys
 from app.fleet.policies import make_policy
 from app.serving.messages import Expected, ForkCall, GenerateRequest, report_from_stats
 
@@ -85,6 +85,7 @@ class FolioRouter(FIFOMixin, RequestRouter):
         """
         self._fleet = Fleet(stale_after_s=stale_after_s)
         self._isolate_tenants = isolate_tenants
+        compiled_hashing()  # now, and not when a request waits for it
         self._policy = make_policy(policy, self._fleet, seed=random.getrandbits(64))
         self._wait_for_replica_s = wait_for_replica_s
         self._by_name: dict[str, RunningReplica] = {}

@@ -89,14 +89,12 @@ class OverloadedError(FolioError):
         retry_after_s: when there may be room again; `None` if that is not known.
         num_queued: requests that wait where it was refused, of which about half will have begun by then.
         replica: the one that refused; empty when it was not one of them.
-        closed_s: for so long the ingress that refused lets in nobody else either; 0 if that is not known.
     """
 
-    def __init__(self, message: str, retry_after_s: float | None = None, closed_s: float = 0.0) -> None:
-        super().__init__(message, retry_after_s, closed_s)  # all, or it could not be pickled
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message, retry_after_s)  # all, or it could not be pickled
         self.message = message
         self.retry_after_s = retry_after_s
-        self.closed_s = closed_s
         self.num_queued = 0
         self.replica = ""
 

@@ -16,6 +16,7 @@ from app.edge.quota import AddressQuotas, Quota
 from app.edge.refusal import Headers, Refusal
 from app.edge.request_log import log_request
 from app.edge.settings import HttpSettings, RateLimits
+from app.edge.shares import Shares
 from app.edge.watcher import Watcher
 from app.errors import RateLimitError
 from app.openai.errors import error_response
@@ -33,6 +34,7 @@ class Guard:
         app: what is guarded.
         keys: who may call; `None`: everybody.
         echoes_id: answers carry `x-request-id`; not where something in front, such as Serve's proxy, sees to that.
+        shares: of this ingress, whose limits hold over several; `None`: over this one.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Guard:
         *,
         echoes_id: bool = True,
         watcher: Watcher | None = None,
+        shares: Shares | None = None,
     ) -> None:
         self._app = app
         self._settings = settings
@@ -51,7 +54,7 @@ class Guard:
         self._watcher = watcher or Watcher()
         self._addresses = None
         if settings.address_limits != RateLimits():
-            self._addresses = AddressQuotas(settings.address_limits, settings.max_addresses)
+            self._addresses = AddressQuotas(settings.address_limits, settings.max_addresses, shares)
         self._num_running = 0
         self._mean_s = 1.0  # that an answer takes
 

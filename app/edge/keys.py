@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from app.edge.quota import Quota
 from app.edge.settings import KeyEntry, KeyFile, KeySource, RateLimits
+from app.edge.shares import Shares
 from app.edge.watcher import Watcher
 from app.errors import ConfigError
 
@@ -48,9 +49,16 @@ class KeyRing:
         ConfigError: it cannot be read, or has an error, at the start.
     """
 
-    def __init__(self, source: KeySource, default_limits: RateLimits, watcher: Watcher | None = None) -> None:
+    def __init__(
+        self,
+        source: KeySource,
+        default_limits: RateLimits,
+        watcher: Watcher | None = None,
+        shares: Shares | None = None,
+    ) -> None:
         self._source = source
         self._default_limits = default_limits
+        self._shares = shares or Shares()
         self._watcher = watcher or Watcher()
         self._seen = self._signature()
         self._checked_at = time.monotonic()
@@ -111,13 +119,15 @@ class KeyRing:
         keys = []
         for entry in entries:
             limits = entry.limits or self._default_limits
-            quota = old.get(entry.name)
+            quota = old.pop(entry.name, None)
             if quota is None:
-                quota = Quota(limits)
+                quota = Quota(limits, self._shares, f"key:{entry.name}")
             elif quota.limits != limits:
                 quota.limit(limits)
             keys.append(ApiKey(_digest_of(entry), entry, quota))
         self._keys = tuple(keys)
+        for quota in old.values():
+            quota.close()
 
     def _signature(self) -> tuple[int, ...] | None:
         """Of the file; `None` when it is not there. A link that is turned to another file changes it, too."""

@@ -8,6 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 from app.edge.guard import Guard
 from app.edge.keys import KeyRing
 from app.edge.settings import HttpSettings
+from app.edge.shares import Shares
 from app.edge.watcher import Watcher
 
 # Browsers show these to a page only when they are named.
@@ -18,10 +19,17 @@ _EXPOSED = [
 ]
 
 
-def protect(api: FastAPI, settings: HttpSettings, *, echoes_id: bool = True, watcher: Watcher | None = None) -> FastAPI:
-    """Add the middleware to it; `echoes_id` as in `Guard`. Raises `ConfigError` when the API keys cannot be read."""
-    keys = None if settings.api_keys is None else KeyRing(settings.api_keys, settings.key_limits, watcher)
-    api.add_middleware(Guard, settings=settings, keys=keys, echoes_id=echoes_id, watcher=watcher)
+def protect(
+    api: FastAPI,
+    settings: HttpSettings,
+    *,
+    echoes_id: bool = True,
+    watcher: Watcher | None = None,
+    shares: Shares | None = None,
+) -> FastAPI:
+    """Add the middleware to it, as in `Guard`. Raises `ConfigError` when the API keys cannot be read."""
+    keys = None if settings.api_keys is None else KeyRing(settings.api_keys, settings.key_limits, watcher, shares)
+    api.add_middleware(Guard, settings=settings, keys=keys, echoes_id=echoes_id, watcher=watcher, shares=shares)
     if settings.cors_origins:  # outside of the guard: browsers ask without a key first, and want to read refusals
         api.add_middleware(
             CORSMiddleware,

@@ -1,83 +1,47 @@
-"""How much a caller may ask for: token buckets, and how many requests at once."""
+"""How much a caller may ask for: requests and tokens in a minute, and how many requests at once."""
 
 from __future__ import annotations
 
 import ipaddress
-import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable
 
 from app.edge.settings import RateLimits
+from app.edge.shares import Limit, Shares
 from app.errors import RateLimitError, RequestError
 
-Clock = Callable[[], float]
-
-
-class TokenBucket:
-    """Fills evenly up to a minute's worth; what is taken may have to be paid back. Any thread may call it.
-
-    Args:
-        per_minute: how much it holds, and how much flows in within a minute. It begins full.
-    """
-
-    def __init__(self, per_minute: int, clock: Clock = time.monotonic) -> None:
-        self.per_minute = per_minute
-        self._clock = clock
-        self._level = float(per_minute)
-        self._filled_at = clock()
-        self._lock = threading.Lock()
-
-    def take(self, amount: float) -> float:
-        """Take it if it is there. Returns 0.0, or for how many seconds to wait when it is not."""
-        with self._lock:
-            missing = amount - self._fill()
-            if missing > 0:
-                return missing * 60 / self.per_minute
-            self._level -= amount
-            return 0.0
-
-    def owe(self, amount: float) -> None:
-        """Take it whether it is there or not; a negative amount is given back."""
-        with self._lock:
-            self._level = min(self._fill() - amount, self.per_minute)
-
-    def resize(self, per_minute: int) -> None:
-        """From now on; the share that was left stays the same."""
-        with self._lock:
-            self._level = self._fill() * per_minute / self.per_minute
-            self.per_minute = per_minute
-
-    @property
-    def level(self) -> float:
-        """What is there now; negative while there is something to pay back."""
-        with self._lock:
-            return self._fill()
-
-    def _fill(self) -> float:
-        now = self._clock()
-        self._level = min(self.per_minute, self._level + (now - self._filled_at) * self.per_minute / 60)
-        self._filled_at = now
-        return self._level
+# Of the mean time that a caller's request runs: each new one counts so much.
+_WEIGHT = 0.1
+# Of names of addresses' limits.
+_PREFIX = "address:"
 
 
 class Quota:
     """What one caller may still ask for. It is taken at the start of a request and given back, where that applies, at
-    its end."""
+    its end. Levels are those of all ingresses together.
 
-    def __init__(self, limits: RateLimits, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
+    Args:
+        name: of the caller, the same in every ingress.
+        shares: of this ingress; `None`: it shares nothing.
+    """
+
+    def __init__(self, limits: RateLimits, shares: Shares | None = None, name: str = "") -> None:
+        self._shares = shares or Shares()
+        self._name = name
         self._num_running = 0
-        self._requests: TokenBucket | None = None
-        self._tokens: TokenBucket | None = None
-        self.limits = limits
+        self._changed_at = self._shares.clock()
+        self._ran_s = 0.0  # all that run together, since one has ended
+        self._mean_s = 1.0  # that a request runs
+        self._running: Limit | None = None
+        self._requests: Limit | None = None
+        self._tokens: Limit | None = None
         self.limit(limits)
 
     def limit(self, limits: RateLimits) -> None:
         """Change the limits; requests that run stay counted."""
         self.limits = limits
-        self._requests = self._resized(self._requests, limits.requests_per_minute)
-        self._tokens = self._resized(self._tokens, limits.tokens_per_minute)
+        self._running = self._resized(self._running, "running", limits.concurrent_requests, refills=False)
+        self._requests = self._resized(self._requests, "requests", limits.requests_per_minute)
+        self._tokens = self._resized(self._tokens, "tokens", limits.tokens_per_minute)
 
     def begin(self) -> None:
         """A request begins; `end` must follow.
@@ -85,24 +49,31 @@ class Quota:
         Raises:
             RateLimitError: not now.
         """
-        most = self.limits.concurrent_requests
-        if most is not None and self._num_running >= most:
-            raise RateLimitError(
-                f"{most} of your requests are being answered, as many as may be; wait for one to end", 1.0
-            )
         if self._tokens is not None and (level := self._tokens.level) <= 0:
             raise RateLimitError(
-                f"you may use {self._tokens.per_minute} tokens a minute, and have used them; wait, or ask for less",
-                (1 - level) * 60 / self._tokens.per_minute,
+                f"you may use {self._tokens.most} tokens a minute, and have used them; wait, or ask for less",
+                (1 - level) * 60 / self._tokens.most,
+            )
+        running = self._running
+        if running is not None and running.take(1) > 0:
+            raise RateLimitError(
+                f"{running.most} of your requests are being answered, as many as may be; wait for one to end",
+                self._mean_s / running.most,
             )
         if self._requests is not None and (wait_s := self._requests.take(1)) > 0:
-            raise RateLimitError(f"you may send {self._requests.per_minute} requests a minute; wait", wait_s)
-        self._num_running += 1
+            if running is not None:
+                running.owe(-1)
+            raise RateLimitError(f"you may send {self._requests.most} requests a minute; wait", wait_s)
+        self._count(1)
 
     def end(self) -> None:
         """The request that began has ended."""
         assert self._num_running > 0
-        self._num_running -= 1
+        self._count(-1)
+        self._mean_s += _WEIGHT * (self._ran_s - self._mean_s)  # Little: all time, by the number of those that end
+        self._ran_s = 0.0
+        if self._running is not None:
+            self._running.owe(-1)
 
     def take_prompt(self, num_tokens: int) -> None:
         """A prompt is going to be computed.
@@ -113,13 +84,13 @@ class Quota:
         """
         if self._tokens is None:
             return
-        if num_tokens > self._tokens.per_minute:
+        if num_tokens > self._tokens.most:
             raise RequestError(
-                f"the prompt has {num_tokens} tokens, and you may use {self._tokens.per_minute} a minute: shorten it"
+                f"the prompt has {num_tokens} tokens, and you may use {self._tokens.most} a minute: shorten it"
             )
         if (wait_s := self._tokens.take(num_tokens)) > 0:
             raise RateLimitError(
-                f"you may use {self._tokens.per_minute} tokens a minute, and fewer are left than the {num_tokens} of "
+                f"you may use {self._tokens.most} tokens a minute, and fewer are left than the {num_tokens} of "
                 "this prompt; wait, or shorten it",
                 wait_s,
             )
@@ -132,30 +103,48 @@ class Quota:
     @property
     def is_fresh(self) -> bool:
         """Whether a new quota would be the same."""
-        buckets = (self._requests, self._tokens)
-        return not self._num_running and all(b is None or b.level >= b.per_minute for b in buckets)
+        return not self._num_running and all(limit.level >= limit.most for limit in self._limits())
+
+    def close(self) -> None:
+        """It is forgotten."""
+        for limit in self._limits():
+            limit.close()
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """OpenAI's `x-ratelimit-…`: what is left, and how long until all is there again."""
         found: list[tuple[bytes, bytes]] = []
-        for name, bucket in ((b"requests", self._requests), (b"tokens", self._tokens)):
-            if bucket is not None:
-                level = bucket.level
-                full_in_s = (bucket.per_minute - level) * 60 / bucket.per_minute
+        for name, limit in ((b"requests", self._requests), (b"tokens", self._tokens)):
+            if limit is not None:
+                level = limit.level
+                full_in_s = (limit.most - level) * 60 / limit.most
                 found += [
-                    (b"x-ratelimit-limit-" + name, b"%d" % bucket.per_minute),
+                    (b"x-ratelimit-limit-" + name, b"%d" % limit.most),
                     (b"x-ratelimit-remaining-" + name, b"%d" % max(level, 0.0)),  # a debt is nothing left to clients
                     (b"x-ratelimit-reset-" + name, b"%.3fs" % full_in_s),
                 ]
         return found
 
-    def _resized(self, bucket: TokenBucket | None, per_minute: int | None) -> TokenBucket | None:
-        if per_minute is None:
+    def _count(self, change: int) -> None:
+        now = self._shares.clock()
+        self._ran_s += self._num_running * (now - self._changed_at)
+        self._changed_at = now
+        self._num_running += change
+
+    def _limits(self) -> list[Limit]:
+        return [limit for limit in (self._running, self._requests, self._tokens) if limit is not None]
+
+    def _resized(self, limit: Limit | None, what: str, most: int | None, *, refills: bool = True) -> Limit | None:
+        if most is None:
+            if limit is not None:
+                limit.close()
             return None
-        if bucket is None:
-            return TokenBucket(per_minute, self._clock)
-        bucket.resize(per_minute)
-        return bucket
+        if limit is None:
+            limit = self._shares.limit(f"{self._name}/{what}", most, refills=refills)
+            if not refills:
+                limit.owe(self._num_running)
+        elif limit.most != most:
+            limit.resize(most)
+        return limit
 
 
 class AddressQuotas:
@@ -165,12 +154,13 @@ class AddressQuotas:
     there is no such one, further addresses share one quota.
     """
 
-    def __init__(self, limits: RateLimits, max_addresses: int, clock: Clock = time.monotonic) -> None:
+    def __init__(self, limits: RateLimits, max_addresses: int, shares: Shares | None = None) -> None:
         self._limits = limits
         self._max_addresses = max_addresses
-        self._clock = clock
+        self._shares = shares or Shares()
+        self._shares.unknown = self._hear_of
         self._quotas: OrderedDict[str, Quota] = OrderedDict()  # the one that has called last is last
-        self._shared = Quota(limits, clock)
+        self._shared = Quota(limits, self._shares, _PREFIX + "*")
 
     def __len__(self) -> int:
         return len(self._quotas)
@@ -187,9 +177,14 @@ class AddressQuotas:
             oldest = next(iter(self._quotas))
             if not self._quotas[oldest].is_fresh:
                 return self._shared
-            del self._quotas[oldest]
-        quota = self._quotas[address] = Quota(self._limits, self._clock)
+            self._quotas.pop(oldest).close()
+        quota = self._quotas[address] = Quota(self._limits, self._shares, _PREFIX + address)
         return quota
+
+    def _hear_of(self, name: str) -> None:
+        """An address has used much of a limit in another ingress."""
+        if name.startswith(_PREFIX):
+            self.of(name.removeprefix(_PREFIX).rpartition("/")[0])
 
 
 def _network_of(address: str) -> str:

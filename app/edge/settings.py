@@ -12,7 +12,7 @@ class _Settings(BaseModel):
 
 
 class RateLimits(_Settings):
-    """What one caller may ask of one ingress replica; `None`: as much as it likes.
+    """What one caller may ask of all ingress replicas together (see `shares.py`); `None`: as much as it likes.
 
     Attributes:
         requests_per_minute: may also come at once after a minute without any.
@@ -40,7 +40,7 @@ class KeySource(_Settings):
 
 
 class HttpSettings(_Settings):
-    """Protection of the HTTP interface. Limits are those of each ingress replica.
+    """Protection of the HTTP interface. Limits of callers hold over all ingress replicas, other ones for each of them.
 
     Attributes:
         api_keys: who may call; `None`: everybody who can reach the port.
@@ -49,7 +49,7 @@ class HttpSettings(_Settings):
         key_limits: of each key that has none of its own.
         address_limits: of each client address, where there are no keys, and of those that send a wrong one.
         max_addresses: as many are told apart; when more call at once, the further ones share the limits of one.
-        max_concurrent_requests: of all callers together; more are answered 503.
+        max_concurrent_requests: of all callers together, in one ingress replica; more are answered 503.
         max_body_bytes: of a request; longer ones are answered 413.
         body_timeout_s: a body that has not arrived after so long is answered 408.
         max_headers: number of header lines, and

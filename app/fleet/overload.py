@@ -38,14 +38,23 @@ class Refusals:
     is done for them. How many begin the replicas say, but not how many come through other doors: so the door opens
     wider all the time, and less wide when all refuse again (additive increase, multiplicative decrease, as TCP).
 
+    Doors of several ingresses let in their share each: of all requests that come, as many come to this one. By how
+    much one opens wider is its share once more: a refusal makes only the door slower that hears it, so else as many
+    times as many calls would be in vain.
+
     Times are seconds of one clock. One thread at a time.
+
+    Attributes:
+        num_arrived: requests that have come to the door so far.
     """
 
     def __init__(self) -> None:
+        self.num_arrived = 0
+        self._share = 1.0
         self._by_replica: dict[str, _Refusal] = {}
         self._crowded_until = -math.inf
         self._room_at = self._filled_at = self._slowed_at = -math.inf
-        self._begin_per_s = self._admitted_per_s = self._tickets = 0.0
+        self._all_begin_per_s = self._admitted_per_s = self._tickets = 0.0
 
     def note(self, replica: str, retry_after_s: float, num_queued: int, now: float) -> None:
         """A replica has refused a request: so many wait, and half of them begin within `retry_after_s`."""
@@ -60,15 +69,15 @@ class Refusals:
         """All replicas have refused, each as `note` has it; returns after how many seconds the first may have room."""
         self._by_replica = {r: refusal for r, refusal in self._by_replica.items() if now - refusal.at < _CROWDED_S}
         refusals = self._by_replica.values()
-        self._begin_per_s = sum(refusal.begin_per_s for refusal in refusals)
+        self._all_begin_per_s = sum(refusal.begin_per_s for refusal in refusals)
         if now >= self._crowded_until:
             self._tickets, self._filled_at, self._slowed_at = 0.0, now, now
             # Or as wide as it was: they may say too little.
             learnt = min(self._admitted_per_s, _MOST_SHARE * self._begin_per_s)
-            self._admitted_per_s = max(_FIRST_SHARE * self._begin_per_s, learnt, _LEAST_PER_S)
+            self._admitted_per_s = max(_FIRST_SHARE * self._begin_per_s, learnt, self._least_per_s)
         elif now - self._slowed_at >= _SLOWER_AFTER_S:
             self._fill(now)
-            self._admitted_per_s = max(_SLOWER * self._admitted_per_s, _LEAST_PER_S)
+            self._admitted_per_s = max(_SLOWER * self._admitted_per_s, self._least_per_s)
             self._slowed_at = now
         self._crowded_until = now + _CROWDED_S
         self._room_at = min((refusal.room_at for refusal in refusals), default=now)
@@ -76,6 +85,7 @@ class Refusals:
 
     def refuse(self, now: float) -> float | None:
         """`None`: a request may come in. Else it is crowded, and that is when to come again, in seconds."""
+        self.num_arrived += 1
         if now >= self._crowded_until:
             return None
         self._fill(now)
@@ -84,14 +94,36 @@ class Refusals:
             return None
         return max(self._room_at - now, 0.0)
 
-    def closed_s(self, now: float) -> float:
-        """After a refusal by the door: when it lets in somebody again, in seconds."""
-        self._fill(now)
-        return max(1 - self._tickets, 0.0) / self._admitted_per_s
+    def give_back(self) -> None:
+        """A request that was let in came to nothing."""
+        self._tickets += 1
+
+    def is_crowded(self, now: float) -> bool:
+        """Whether the door may refuse somebody."""
+        return now < self._crowded_until
+
+    @property
+    def share(self) -> float:
+        """Of all requests that come to all doors, those that come to this one: more than 0."""
+        return self._share
+
+    @share.setter
+    def share(self, share: float) -> None:
+        self._admitted_per_s *= share / self._share
+        self._share = share
+
+    @property
+    def _begin_per_s(self) -> float:
+        """Requests for which the replicas have room, of those that come to this door."""
+        return self._all_begin_per_s * self._share
+
+    @property
+    def _least_per_s(self) -> float:
+        return _LEAST_PER_S * self._share
 
     def _fill(self, now: float) -> None:
         passed_s = now - self._filled_at
-        self._admitted_per_s += _FASTER_PER_S * min(self._admitted_per_s, self._begin_per_s) * passed_s
+        self._admitted_per_s += _FASTER_PER_S * self._share * min(self._admitted_per_s, self._begin_per_s) * passed_s
         # Those of a moment at most: after a pause there shall be no rush.
         most = max(self._admitted_per_s * _ASKED_LAST_S, 1.0)
         self._tickets = min(self._tickets + self._admitted_per_s * passed_s, most)

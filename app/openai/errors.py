@@ -26,8 +26,6 @@ from app.openai.replies import ErrorBody, ErrorDetail
 _MOST_COMPLAINTS = 5
 # Fields that are not known here have any name.
 _LONGEST_NAME = 100
-# Seconds for which everybody is refused, for whoever answers in front of us.
-CLOSED_HEADER = "X-Folio-Closed-For"
 # Of pydantic's kinds of errors; others say it well enough.
 _COMPLAINTS = {
     "extra_forbidden": "unknown field",
@@ -75,13 +73,10 @@ def error_response(error: BaseException) -> tuple[int, ErrorBody]:
 
 
 def error_headers(error: BaseException) -> dict[str, str]:
-    """`Retry-After` in whole seconds and `CLOSED_HEADER`, when the error knows them."""
-    headers = {}
+    """`Retry-After` in whole seconds, when the error knows it."""
     if isinstance(error, OverloadedError | UnavailableError) and error.retry_after_s is not None:
-        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
-    if isinstance(error, OverloadedError) and error.closed_s > 0:
-        headers[CLOSED_HEADER] = f"{error.closed_s:.3f}"
-    return headers
+        return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+    return {}
 
 
 def validation_error(errors: Sequence[Any], given: Any) -> ErrorBody:

@@ -5,12 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 
-from app.errors import OverloadedError, UnavailableError
+from app.edge.door import overloaded
+from app.errors import UnavailableError
 from app.fleet.overload import Refusals
 
 # How long a client of a server that is stopped should wait: by then another one may answer at its address.
 _DRAINED_AFTER_S = 5.0
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """Of a request that the door has let in when its head came."""
+
+    is_used: bool = False
+
+
+_TICKET: ContextVar[_Ticket | None] = ContextVar("ticket", default=None)
 
 
 class Admission:
@@ -31,6 +44,22 @@ class Admission:
         return self._num_inside
 
     @contextmanager
+    def knock(self) -> Iterator[float | None]:
+        """See `app.edge.door.Gate`. Who `enter`s while this is open has been let in already."""
+        retry_after_s = self._refusals.refuse(time.monotonic())
+        if retry_after_s is not None:
+            yield retry_after_s
+            return
+        ticket = _Ticket()
+        token = _TICKET.set(ticket)
+        try:
+            yield None
+        finally:
+            _TICKET.reset(token)
+            if not ticket.is_used:  # something was wrong with it: another may come instead
+                self._refusals.give_back()
+
+    @contextmanager
     def enter(self) -> Iterator[None]:
         """A request is inside while this is open.
 
@@ -39,14 +68,11 @@ class Admission:
             OverloadedError: all replicas are full, and as many as they can take have been let in.
         """
         self.check_open()
-        now = time.monotonic()
-        retry_after_s = self._refusals.refuse(now)
-        if retry_after_s is not None:
-            raise OverloadedError(
-                f"all engine replicas have as many requests waiting as may; try again in {max(retry_after_s, 1):.0f} s",
-                retry_after_s,
-                self._refusals.closed_s(now),
-            )
+        ticket = _TICKET.get()
+        if ticket is not None and not ticket.is_used:
+            ticket.is_used = True
+        elif (retry_after_s := self._refusals.refuse(time.monotonic())) is not None:
+            raise overloaded(retry_after_s)
         self._num_inside += 1
         try:
             yield

@@ -14,8 +14,10 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from app.edge.door import Door
 from app.edge.exchange import current_exchange
 from app.edge.settings import HttpSettings
+from app.edge.shares import Shares
 from app.edge.unread import ReadsRefusedBodies
 from app.engine.model_loader import load_tokenizer
 from app.errors import (
@@ -39,6 +41,7 @@ from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, Tokenize
 from app.serving.admission import Admission
 from app.serving.calls import Replicas
 from app.serving.grpc_ingress import GrpcIngress
+from app.serving.limits import SharedLimits, num_ingresses
 from app.serving.messages import GenerateRequest, ReplicaFacts
 from app.serving.metrics import EdgeMeter, Measured, MetricsPage, RequestMeter
 from app.serving.reports import add_memory_route, load_report, pin_list
@@ -108,21 +111,29 @@ class Ingress(GrpcIngress):
         refusals = Refusals()
         self._replicas = Replicas(engine, refusals, batch_window)
         self._admission = Admission(refusals)
+        context = serve.get_replica_context()
+        self._shares = Shares()
+        self._limits = SharedLimits(
+            self._shares, refusals, context.app_name, context.replica_id.unique_id, num_ingresses
+        )
         self._created = int(time.time())
         self._max_model_len: int | None = None
         self._meter = RequestMeter()
         self._edge = EdgeMeter()
-        self._metrics = MetricsPage(serve.get_replica_context().app_name)
+        self._metrics = MetricsPage(context.app_name)
         # What is there now stays: half a million objects, of libraries most of all. A full collection of garbage would
         # look at them, and hold the event loop for 0.3 s, whenever large bodies have made many objects.
         gc.collect()
         gc.freeze()
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        api = build_api(self, self._http, echoes_id=False, watcher=self._edge)  # Serve's server echoes
+        # Serve's server echoes ids.
+        api = build_api(self, self._http, echoes_id=False, watcher=self._edge, shares=self._shares)
+        api.add_middleware(Door, gate=self._admission, watcher=self._edge)
         api.add_middleware(ReadsRefusedBodies)
         add_memory_route(api, self)
         self._api = api  # for gRPC
+        self._limits.start()
         return api
 
     def record_routing_stats(self) -> dict[str, Any]:

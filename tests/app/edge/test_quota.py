@@ -1,4 +1,4 @@
-"""Token buckets and quotas, with a clock of their own."""
+"""Limits and quotas of one ingress, with a clock of their own."""
 
 from __future__ import annotations
 
@@ -7,56 +7,54 @@ import time
 
 import pytest
 
-from app.edge.quota import AddressQuotas, Quota, TokenBucket
+from app.edge.quota import AddressQuotas, Quota
 from app.edge.settings import RateLimits
+from app.edge.shares import Limit, Shares
 from app.errors import RateLimitError, RequestError
+from tests.app.edge.limited import Clock
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+def limit_of(most: int, clock: Clock) -> Limit:
+    return Shares(clock).limit("a", most)
 
 
-def test_a_bucket_says_how_long_to_wait_and_is_right() -> None:
+def test_a_limit_says_how_long_to_wait_and_is_right() -> None:
     clock = Clock()
-    bucket = TokenBucket(60, clock)
-    assert bucket.take(60) == 0
-    wait_s = bucket.take(2)
+    limit = limit_of(60, clock)
+    assert limit.take(60) == 0
+    wait_s = limit.take(2)
     assert wait_s == pytest.approx(2)
     clock.now += wait_s - 0.01
-    assert bucket.take(2) > 0
+    assert limit.take(2) > 0
     clock.now += 0.02
-    assert bucket.take(2) == 0
+    assert limit.take(2) == 0
 
 
-def test_a_bucket_never_holds_more_than_a_minute() -> None:
+def test_a_limit_never_holds_more_than_a_minute() -> None:
     clock = Clock()
-    bucket = TokenBucket(60, clock)
+    limit = limit_of(60, clock)
     clock.now += 1e6
-    assert bucket.level == 60
-    bucket.owe(-5)
-    assert bucket.level == 60
+    assert limit.level == 60
+    limit.owe(-5)
+    assert limit.level == 60
 
 
 def test_what_is_owed_is_paid_back_first() -> None:
     clock = Clock()
-    bucket = TokenBucket(60, clock)
-    bucket.owe(90)
-    assert bucket.level == -30
-    assert bucket.take(1) == pytest.approx(31)
+    limit = limit_of(60, clock)
+    limit.owe(90)
+    assert limit.level == -30
+    assert limit.take(1) == pytest.approx(31)
     clock.now += 31
-    assert bucket.take(1) == 0
+    assert limit.take(1) == 0
 
 
-def test_a_resized_bucket_keeps_its_share() -> None:
+def test_a_resized_limit_keeps_its_share() -> None:
     clock = Clock()
-    bucket = TokenBucket(60, clock)
-    bucket.take(45)
-    bucket.resize(120)
-    assert bucket.level == pytest.approx(30)
+    limit = limit_of(60, clock)
+    limit.take(45)
+    limit.resize(120)
+    assert limit.level == pytest.approx(30)
 
 
 def test_threads_lose_nothing() -> None:
@@ -67,23 +65,23 @@ def test_threads_lose_nothing() -> None:
             time.sleep(0.001)
             return level - float(self)
 
-    bucket = TokenBucket(1_000_000, Clock())
+    limit = limit_of(1_000_000, Clock())
 
     def take() -> None:
         for _ in range(20):
-            bucket.take(Amount(1))
+            limit.take(Amount(1))
 
     threads = [threading.Thread(target=take) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert bucket.level == 1_000_000 - 80
+    assert limit.level == 1_000_000 - 80
 
 
 def test_requests_a_minute() -> None:
     clock = Clock()
-    quota = Quota(RateLimits(requests_per_minute=2), clock)
+    quota = Quota(RateLimits(requests_per_minute=2), Shares(clock))
     for _ in range(2):
         quota.begin()
         quota.end()
@@ -95,7 +93,7 @@ def test_requests_a_minute() -> None:
 
 
 def test_requests_at_once() -> None:
-    quota = Quota(RateLimits(concurrent_requests=1, requests_per_minute=10), Clock())
+    quota = Quota(RateLimits(concurrent_requests=1, requests_per_minute=10), Shares(Clock()))
     quota.begin()
     with pytest.raises(RateLimitError, match="1 of your requests"):
         quota.begin()
@@ -104,9 +102,36 @@ def test_requests_at_once() -> None:
     assert dict(quota.headers())[b"x-ratelimit-remaining-requests"] == b"8"  # who was refused has not paid
 
 
+def test_who_waits_for_a_request_to_end_hears_how_long_they_take() -> None:
+    """It was one second, however long the answers."""
+    clock = Clock()
+    quota = Quota(RateLimits(concurrent_requests=2), Shares(clock))
+    for _ in range(100):
+        for _ in range(2):
+            quota.begin()
+        clock.now += 40.0
+        for _ in range(2):
+            quota.end()
+    for _ in range(2):
+        quota.begin()
+    with pytest.raises(RateLimitError) as refused:
+        quota.begin()
+    assert refused.value.retry_after_s == pytest.approx(20.0, rel=0.3)  # one of two ends in about half of the time
+
+
+def test_who_has_no_requests_left_takes_no_slot() -> None:
+    quota = Quota(RateLimits(concurrent_requests=1, requests_per_minute=1), Shares(clock := Clock()))
+    quota.begin()
+    quota.end()
+    with pytest.raises(RateLimitError, match="a minute"):
+        quota.begin()
+    clock.now += 60
+    quota.begin()
+
+
 def test_prompts_and_outputs_are_tokens() -> None:
     clock = Clock()
-    quota = Quota(RateLimits(tokens_per_minute=60), clock)
+    quota = Quota(RateLimits(tokens_per_minute=60), Shares(clock))
     quota.begin()
     quota.take_prompt(50)
     with pytest.raises(RateLimitError, match="fewer are left than the 20") as refused:
@@ -134,7 +159,7 @@ def test_ending_what_never_began_is_a_defect() -> None:
 
 def test_the_number_of_addresses_is_bounded() -> None:
     clock = Clock()
-    quotas = AddressQuotas(RateLimits(requests_per_minute=60), 2, clock)
+    quotas = AddressQuotas(RateLimits(requests_per_minute=60), 2, Shares(clock))
     first, second = quotas.of("a"), quotas.of("b")
     first.begin()
     second.begin()
@@ -151,14 +176,14 @@ def test_the_number_of_addresses_is_bounded() -> None:
 
 def test_a_running_request_keeps_its_address() -> None:
     """Forgetting it would let the address run as many again."""
-    quotas = AddressQuotas(RateLimits(concurrent_requests=1), 1, Clock())
+    quotas = AddressQuotas(RateLimits(concurrent_requests=1), 1, Shares(Clock()))
     quotas.of("a").begin()
     assert quotas.of("b") is not quotas.of("a")
     assert len(quotas) == 1
 
 
 def test_ipv6_clients_count_by_network() -> None:
-    quotas = AddressQuotas(RateLimits(requests_per_minute=1), 100, Clock())
+    quotas = AddressQuotas(RateLimits(requests_per_minute=1), 100, Shares(Clock()))
     assert quotas.of("2001:db8::1") is quotas.of("2001:db8::ffff:2")
     assert quotas.of("2001:db8:0:1::1") is not quotas.of("2001:db8::1")
     assert quotas.of("::ffff:10.0.0.1") is quotas.of("10.0.0.1")

@@ -1,0 +1,143 @@
+"""The books of callers' limits as a Ray actor, and an ingress's side of it.
+
+The actor has a name, and whichever ingress finds none creates and owns it: it ends with that ingress, and so with the
+application, and the others make a new one, which learns from their reports what has been used. An ingress that cannot
+reach it grants its share of each limit (`app/edge/shares.py`). Where there is one ingress there is no actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+
+from app.edge.shares import BEAT_S, HURRY_S, Answer, Books, Shares, Use
+from app.fleet.overload import Refusals
+from app.serving.ledger import NAMESPACE
+
+logger = logging.getLogger(__name__)
+
+# With nothing to report an ingress only says that it lives.
+IDLE_BEAT_S = 1.0
+# An answer that takes longer is not waited for.
+ANSWER_TIMEOUT_S = 1.0
+
+
+class LimitsActor:
+    """`Books` of one application."""
+
+    def __init__(self) -> None:
+        self._books = Books()
+
+    def exchange(self, ingress: str, uses: Mapping[str, Use], num_arrived: int) -> Answer:
+        """See `Books.exchange`."""
+        return self._books.exchange(ingress, uses, num_arrived)
+
+
+def num_ingresses() -> int:
+    """As this ingress can tell: its deployment's setting, and its own number among them."""
+    context = serve.get_replica_context()
+    return max(context.world_size or 1, context.rank.rank + 1)
+
+
+class SharedLimits:
+    """Reports for one ingress, as a task of its event loop. No request waits for it.
+
+    Args:
+        refusals: the door of the ingress, which has to know its share.
+        app_name: ingresses of the same one share.
+        ingress: its name, unlike any other's.
+        num_replicas: how many ingresses there should be, as Serve says at the moment; it may know of one only.
+    """
+
+    def __init__(
+        self, shares: Shares, refusals: Refusals, app_name: str, ingress: str, num_replicas: Callable[[], int]
+    ) -> None:
+        self._shares = shares
+        self._refusals = refusals
+        self._name = f"folio-limits:{app_name}"
+        self._ingress = ingress
+        self._num_replicas = num_replicas
+        self._actor: Any = None
+        self._problem: str | None = None
+        self._hurried = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._shares.num_ingresses = num_replicas()
+        self._refusals.share = 1 / num_replicas()
+
+    def start(self) -> None:
+        """Begin; within the event loop of the requests."""
+        if self._task is None:
+            loop = asyncio.get_running_loop()
+            self._shares.on_hurry = lambda: self._hurried.is_set() or loop.call_soon_threadsafe(self._hurried.set)
+            self._task = loop.create_task(self._run(), name="folio-limits")
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._beat()
+            except Exception:  # limits go on as shares; the next beat may do better
+                logger.exception("the limits of callers could not be exchanged")
+            await asyncio.sleep(HURRY_S)
+            try:
+                is_busy = self._shares.has_reports or self._refusals.is_crowded(time.monotonic())
+                async with asyncio.timeout(BEAT_S if is_busy else IDLE_BEAT_S):
+                    await self._hurried.wait()
+            except TimeoutError:
+                pass
+            self._hurried.clear()
+
+    async def _beat(self) -> None:
+        num_replicas = self._num_replicas()
+        if self._actor is None:
+            self._actor = await asyncio.to_thread(self._find, num_replicas > 1)
+        if self._actor is None:
+            self._shares.num_ingresses, self._refusals.share = 1, 1.0
+            return
+        uses = self._shares.reports()
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                answer: Answer = await self._actor.exchange.remote(self._ingress, uses, self._refusals.num_arrived)
+        except (RayError, ValueError, TimeoutError) as error:
+            if not isinstance(error, TimeoutError):  # it has died, or has just been found dead
+                self._actor = None
+            self._shares.lost(uses, max(num_replicas, self._shares.num_ingresses))
+            self._say(type(error).__name__)
+            return
+        self._shares.adopt(answer)
+        self._refusals.share = answer.door_share
+        self._say(None)
+
+    def _say(self, problem: str | None) -> None:
+        """Once, and once again when it is over."""
+        if problem is not None and self._problem is None:
+            logger.warning(
+                "limits of callers are not shared (%s): this ingress grants 1/%d of each",
+                problem,
+                self._shares.num_ingresses,
+            )
+        elif problem is None and self._problem is not None:
+            logger.info("limits of callers are shared again, by %d ingresses", self._shares.num_ingresses)
+        self._problem = problem
+
+    def _find(self, makes: bool) -> Any:
+        """The actor. `makes`: if there is none; else it is `None`."""
+        if not makes:
+            try:
+                return ray.get_actor(self._name, NAMESPACE)
+            except ValueError:
+                return None
+        options: Any = {
+            "name": self._name,
+            "namespace": NAMESPACE,
+            "get_if_exists": True,
+            "num_cpus": 0,
+            "max_restarts": 0,  # ingresses make a new one, also when its owner has gone
+        }
+        return ray.remote(LimitsActor).options(**options).remote()

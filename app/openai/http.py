@@ -19,6 +19,7 @@ from starlette.routing import Match
 from app.edge.exchange import note_error, request_id
 from app.edge.protect import protect
 from app.edge.settings import HttpSettings
+from app.edge.shares import Shares
 from app.edge.watcher import Watcher
 from app.errors import FolioError, UnknownPinError
 from app.openai import errors, examples
@@ -83,8 +84,10 @@ def build_api(
     *,
     echoes_id: bool = True,
     watcher: Watcher | None = None,
+    shares: Shares | None = None,
 ) -> FastAPI:
-    """The ASGI application, guarded as the settings say; `echoes_id` as in `Guard`. `watcher` hears of refusals.
+    """The ASGI application, guarded as the settings say; `echoes_id` and `shares` as in `Guard`. `watcher` hears of
+    refusals.
 
     Raises:
         ConfigError: the API keys cannot be read.
@@ -104,7 +107,7 @@ def build_api(
     _add_operation(api, service)
     _add_error_handlers(api)
     describe(api)
-    return protect(api, settings or HttpSettings(), echoes_id=echoes_id, watcher=watcher)
+    return protect(api, settings or HttpSettings(), echoes_id=echoes_id, watcher=watcher, shares=shares)
 
 
 def _add_generation(api: FastAPI, service: Service) -> None:

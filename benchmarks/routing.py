@@ -4,23 +4,35 @@ Simulated are the steps of the engines only: they take the time that a device's 
 Scheduler, KV memory, prefix cache, reports, routers and the autoscaling policy are the real ones. A report is made
 every second, and heard a tenth of a second later. There are two routers, each with its own books.
 
-**Routing.** The Mooncake conversation trace on Llama-2-70B on eight A800, the machine of Mooncake's paper: a model of
+**Routing.** 4, 16, 64 and 256 replicas, and two kinds of requests.
+
+The Mooncake conversation trace on Llama-2-70B on eight A800, the machine of Mooncake's paper: a model of
 it, nothing that we measured. The trace's times are multiples of 3 s. Requests come at random times of such a tick: if
 all came at once, no router could know what another does (a variant lets them). It is replayed faster or slower, so
-that each replica has the same load at every fleet size, that of the trace on 16. Ray's `PrefixCacheAffinityRouter`
-takes part with its own tree and its decisions (`simulator/ray_affinity.py`), as it comes, and with a threshold of
-imbalance of 10 requests. It knows true queue lengths, and all routers share its tree; the others know what reports say
-and what the router itself has sent.
+that each replica has the same load at every fleet size, that of the trace on 16. 4 replicas get its first part only.
+
+The second kind are sessions of agents (`traffic.agents`): one of eight instructions, a task, and then again and again
+a call of a tool, a pause, and the same prompt with what the tool returned. They are drawn with a fixed seed, not
+traced. A turn comes when the one before has ended and the tool has returned; larger fleets get more sessions, not
+faster ones.
+
+Ray's `PrefixCacheAffinityRouter` takes part with its own tree and its decisions (`simulator/ray_affinity.py`), as it
+comes, and with a threshold of imbalance of 10 requests; and its `KVAwareRouter` with the decisions of Dynamo's service
+(`simulator/kv_aware.py`). They know true queues and caches, and all routers share what they know; the others know what
+reports say and what the router itself has sent.
 
     hit share   of prompt tokens, found in a replica's cache; also over the shares of one infinite cache, and of one
                 as large as all replicas' together. That one sees a request at a time, and keeps no outputs.
     load        of the replica with the most over the mean: seconds in steps, and prompt tokens computed. The figure is
-                the worse of both.
+                the worse of both. Below the fleet's size stand the same of two placements that look at nothing else
+                and find every prefix anywhere: as requests come, and with all known beforehand
+                (`single_cache.load_bounds`). With 256 replicas a long prompt is a third of what a replica computes at
+                all.
     missed      tokens a request by which the expected and the actual hits differed.
     speed       simulated seconds a second of one process; x replicas: replica-seconds a second.
 
 **Variants.** One, two and eight routers; reports every 0.5, 1 and 5 s, and none at all: then prefix_aware must do what
-least_loaded does. A fleet of 256.
+least_loaded does.
 
 **Decision.** `PrefixAware.rank`, and the look-up of what is expected of the chosen replica, where 64 replicas have
 100,000 blocks cached each; prompts of 12,000 tokens that go on from one of the cached ones.
@@ -29,13 +41,14 @@ least_loaded does. A fleet of 256.
 model, too); replicas take 20 s to start. Compared with the smallest fixed fleet with no more late requests.
 
 --real adds what `benchmarks.routing_real` measures on a real Ray Serve, `sim_vs_real_ttft_error` among it.
---sweep varies the weights of `CostWeights` one at a time, on the first requests of the trace. --quick replays the first
-1,500 requests on 16 replicas, with three policies.
+--sweep varies the weights of `CostWeights` one at a time, on the first requests of the trace. --quick replays 1,000
+requests of either kind on 16 replicas, with three policies.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -46,7 +59,7 @@ from app.fleet.cost import CostWeights
 from benchmarks import harness, routing_real, workloads
 from benchmarks.simulator import autoscaling, decision, pictures, single_cache, traffic
 from benchmarks.simulator.device import roofline
-from benchmarks.simulator.jobs import RAY_POLICIES, Job, Source, Summary, run_all, simulate, single_hit_share
+from benchmarks.simulator.jobs import KV_AWARE, RAY_POLICIES, Job, Source, Summary, run_all, simulate, single_hit_share
 from benchmarks.simulator.ray_affinity import prefix_tree
 
 DEVICE = roofline(
@@ -62,12 +75,16 @@ DEVICE = roofline(
     unit_tokens=traffic.MOONCAKE_UNIT,
 )
 OURS = "prefix_aware"
-POLICIES = (OURS, "least_loaded", "round_robin", "consistent_hash")
+POLICIES = (OURS, "least_loaded", "round_robin", "consistent_hash", *RAY_POLICIES, KV_AWARE)
 # The fleet that carries the trace as it is; others get it as much faster as they are larger.
 USUAL = 16
-LARGEST = 256
-QUICK_REQUESTS, VARIANT_REQUESTS, SWEEP_REQUESTS = 1500, 3000, 6000
-SWEEP = {"work": (0, 2, 8, 16), "decodes": (0, 0.1)}
+SIZES = (4, USUAL, 64, 256)
+# Of agents' sessions, and of the trace where the fleet is small: replaying all of it would take as long as on a large
+# one, and shows nothing more.
+AGENTS_REQUESTS, SMALL_REQUESTS = 6000, 4000
+AGENTS_POLICIES = (OURS, "least_loaded", "consistent_hash", "ray_affinity", KV_AWARE)
+QUICK_REQUESTS, VARIANT_REQUESTS, SWEEP_REQUESTS = 1000, 3000, 6000
+SWEEP = {"work": (0, 2, 8, 16), "decodes": (0, 0.1), "even": (0, 0.5, 2, 4)}
 DECISION_REPLICAS, DECISION_BLOCKS, DECISION_PROMPTS = 64, 100_000, 2000
 
 Figures = dict[str, float]
@@ -87,6 +104,10 @@ def source_for(path: Path, num_replicas: int, count: int | None) -> Source:
     return Source("chat", path, count, num_replicas / USUAL)
 
 
+def agents_for(num_replicas: int, count: int) -> Source:
+    return Source("agents", count=count, factor=num_replicas / USUAL)
+
+
 def row(summary: Summary, single: float = 0.0, infinite: float = 0.0) -> str:
     shares = f"{summary.hit_share / infinite:8.3f}{summary.hit_share / single:8.3f}" if single else ""
     return (
@@ -100,46 +121,48 @@ HEAD = "hits    /inf   /one  ttft mean   p50     p99    busy prefill  missed   s
 SHORT_HEAD = "hits  ttft mean   p50     p99    busy prefill  missed   speed x replicas"
 
 
-def compare(path: Path, sizes: Sequence[int], policies: Sequence[str], count: int | None) -> tuple[Figures, Any]:
-    """All policies at all fleet sizes."""
+def compare(sources: Mapping[int, Source], policies: Sequence[str], prefix: str = "") -> tuple[Figures, Any]:
+    """All policies at all fleet sizes, with figures of this prefix."""
     figures: Figures = {}
     raw: list[dict[str, Any]] = []
-    sources = {n: source_for(path, n, count) for n in sizes}
-    arrivals = sources[sizes[0]].arrivals()
-    infinite = single_cache.infinite_hit_share(arrivals, DEVICE.unit_tokens)
-    figures["infinite_cache_block_hits"] = single_cache.infinite_block_hits(arrivals)
-    print(
-        f"\nrouting: {len(arrivals)} requests, {sum(a.num_tokens for a in arrivals) / len(arrivals):.0f} tokens of "
-        f"prompt on average; {DEVICE.name}, by its data sheet, {DEVICE.cache_tokens} tokens of cache each\n"
-        f"one infinite cache: {figures['infinite_cache_block_hits']:.2%} of blocks are hits (whole trace: 36.64 %), "
-        f"{infinite:.2%} of tokens in whole blocks"
-    )
     tasks: list[Callable[[], Summary | float]] = []
-    for n in sizes:
-        tasks.append(partial(single_hit_share, sources[n], DEVICE, n))
-        tasks += [partial(simulate, Job(policy=p, num_replicas=n, device=DEVICE, source=sources[n])) for p in policies]
-    single = 0.0
-    ours: list[Summary] = []
-    others: list[Summary] = []
-    for result in run_all(tasks):
-        if isinstance(result, float):
-            single, n = result, sizes[len(ours)]
-            print(f"\n{n} replicas, the trace {n / USUAL:g} times as fast; one cache: {single:.1%}\n{'':17s}{HEAD}")
-            continue
-        print(f"{result.policy:16s}{row(result, single, infinite)}", flush=True)
-        raw.append(asdict(result) | {"single_hit_share": single, "infinite_hit_share": infinite})
-        if result.policy == OURS:
-            ours.append(result)
-            others = []
-        else:
-            others.append(result)
-        if len(others) == len(policies) - 1:
-            figures |= figures_of(ours[-1], others, single)
+    for n, source in sources.items():
+        tasks.append(partial(single_hit_share, source, DEVICE, n))
+        tasks += [partial(simulate, Job(policy=p, num_replicas=n, device=DEVICE, source=source)) for p in policies]
+    results = run_all(tasks)
+    for n, source in sources.items():
+        arrivals, single = source.arrivals(), next(results)
+        assert isinstance(single, float)
+        infinite = single_cache.infinite_hit_share(arrivals, DEVICE.unit_tokens)
+        bounds = single_cache.load_bounds(arrivals, DEVICE.unit_tokens, n)
+        print(
+            f"\n{n} replicas, {source.kind}: {len(arrivals)} requests, "
+            f"{sum(a.num_tokens for a in arrivals) / len(arrivals):.0f} tokens of prompt on average; hits of one "
+            f"cache: {single:.1%}, of an infinite one {infinite:.1%}; load as they come: {bounds[0]:.3f}, known "
+            f"beforehand: {bounds[1]:.3f}\n{'':17s}{HEAD}"
+        )
+        summaries: list[Summary] = []
+        for result in itertools.islice(results, len(policies)):
+            assert isinstance(result, Summary)
+            print(f"{result.policy:16s}{row(result, single, infinite)}", flush=True)
+            summaries.append(result)
+            raw.append(
+                asdict(result)
+                | {"requests": source.kind, "single_hit_share": single, "infinite_hit_share": infinite}
+                | {"load_as_they_come": bounds[0], "load_known_beforehand": bounds[1]}
+            )
+            raw[-1]["fleet_sizes"] = result.fleet_sizes[-1:]
+        suffix = "" if n == USUAL else f"_{n}"
+        figures |= {
+            prefix + name + suffix: value
+            for name, value in (
+                figures_of(summaries[0], summaries[1:], single) | {"load_as_they_come": bounds[0]}
+            ).items()
+        }
     return figures, raw
 
 
 def figures_of(ours: Summary, others: Sequence[Summary], single: float) -> Figures:
-    suffix = "" if ours.num_replicas == USUAL else f"_{ours.num_replicas}"
     figures = {
         "hit_share": ours.hit_share,
         "hit_share_of_single_cache": ours.hit_share / single,
@@ -150,20 +173,18 @@ def figures_of(ours: Summary, others: Sequence[Summary], single: float) -> Figur
         "missed_tokens": ours.missed_tokens,
         "simulator_replica_speed": ours.replica_speed,
     }
-    figures |= {f"p99_ttft_vs_{o.policy}": ours.ttft_p99_s / o.ttft_p99_s for o in others}
-    return {key + suffix: value for key, value in figures.items()}
+    return figures | {f"p99_ttft_vs_{o.policy}": ours.ttft_p99_s / o.ttft_p99_s for o in others}
 
 
 def vary(path: Path) -> tuple[Figures, Any]:
-    """Routers, report periods, and a large fleet."""
-    source, large = source_for(path, USUAL, VARIANT_REQUESTS), source_for(path, LARGEST, None)
+    """Routers and report periods."""
+    source = source_for(path, USUAL, VARIANT_REQUESTS)
     base = partial(Job, device=DEVICE, num_replicas=USUAL, source=source)
     jobs = {f"{n} router{'s' * (n > 1)}": base(policy=OURS, num_routers=n) for n in (1, 2, 8)}
     jobs |= {f"reports every {period} s": base(policy=OURS, report_period_s=period) for period in (0.5, 5.0)}
     jobs |= {f"no reports, {p}": base(policy=p, report_period_s=None) for p in (OURS, "least_loaded")}
     stamped = replace(source, as_stamped=True)
     jobs |= {f"as stamped, {p}": base(policy=p, source=stamped) for p in available([OURS, "ray_affinity"])}
-    jobs[f"{LARGEST} replicas"] = Job(policy=OURS, device=DEVICE, num_replicas=LARGEST, source=large)
     print(f"\nvariants of {OURS}: {USUAL} replicas, the first {VARIANT_REQUESTS} requests\n{'':30s}{SHORT_HEAD}")
     results: dict[str, Summary] = {}
     for name, result in zip(jobs, run_all([partial(simulate, job) for job in jobs.values()]), strict=True):
@@ -180,7 +201,6 @@ def vary(path: Path) -> tuple[Figures, Any]:
         "blind_equals_least_loaded": float(same),
         "p99_ttft_8_routers_vs_1": results["8 routers"].ttft_p99_s / results["1 router"].ttft_p99_s,
         "p99_ttft_5_s_reports_vs_1": results["reports every 5.0 s"].ttft_p99_s / results["2 routers"].ttft_p99_s,
-        f"simulator_replica_speed_{LARGEST}": results[f"{LARGEST} replicas"].replica_speed,
     }, {name: asdict(result) for name, result in results.items()}
 
 
@@ -191,7 +211,7 @@ def sweep(path: Path) -> Any:
     base = partial(Job, policy=OURS, num_replicas=USUAL, device=DEVICE, source=source)
     tasks: list[Callable[[], Summary | float]] = [partial(single_hit_share, source, DEVICE, USUAL)]
     tasks += [partial(simulate, base(weights=CostWeights(**w))) for w in weights]
-    others = available(["least_loaded", *RAY_POLICIES])
+    others = available(["least_loaded", *RAY_POLICIES, KV_AWARE])
     tasks += [partial(simulate, base(policy=policy)) for policy in others]
     results = run_all(tasks)
     single = next(results)
@@ -237,10 +257,17 @@ def main() -> None:
         print(f"there is no {args.trace}; get it from {traffic.MOONCAKE_ORIGIN}")
     raw: dict[str, Any] = {}
     if args.quick:
-        policies = available([OURS, "least_loaded", "ray_affinity"])
-        figures, raw["routing"] = compare(args.trace, [USUAL], policies, QUICK_REQUESTS)
+        chat = {USUAL: source_for(args.trace, USUAL, QUICK_REQUESTS)}
+        agents = {USUAL: agents_for(USUAL, QUICK_REQUESTS)}
+        policies = agents_policies = available([OURS, "least_loaded", KV_AWARE])
     else:
-        figures, raw["routing"] = compare(args.trace, args.replicas, available([*POLICIES, *RAY_POLICIES]), None)
+        chat = {n: source_for(args.trace, n, None if n >= USUAL else SMALL_REQUESTS) for n in args.replicas}
+        agents = {n: agents_for(n, AGENTS_REQUESTS) for n in args.replicas}
+        policies, agents_policies = available(POLICIES), available(AGENTS_POLICIES)
+    figures, raw["routing"] = compare(chat, policies)
+    more, raw["agents"] = compare(agents, agents_policies, "agents_")
+    figures |= more
+    if not args.quick:
         variants, raw["variants"] = vary(args.trace)
         figures |= variants
     if args.sweep:
@@ -252,7 +279,7 @@ def main() -> None:
         real, raw["real"] = routing_real.measure(args.quick)
         figures |= real
     path = harness.results_folder(args) / f"routing{'-quick' if args.quick else ''}.png"
-    pictures.draw(raw["routing"], raw["autoscaling"], path)
+    pictures.draw(raw["routing"], raw["agents"], raw["autoscaling"], path)
     harness.finish("routing", args, figures, raw)
 
 
@@ -260,7 +287,7 @@ def parse() -> argparse.Namespace:
     parser = harness.arguments(__doc__)
     parser.add_argument("--trace", type=Path, default=traffic.MOONCAKE_TRACE, help="of conversations, JSON lines")
     parser.add_argument("--azure-trace", type=Path, default=workloads.AZURE_TRACE, help="of code completions, CSV")
-    parser.add_argument("--replicas", type=int, nargs="+", default=[4, USUAL, 64])
+    parser.add_argument("--replicas", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--real", action="store_true", help="run benchmarks.routing_real as well, with its figures")
     parser.add_argument("--sweep", action="store_true", help="vary the weights of the cost")
     return parser.parse_args()

@@ -6,7 +6,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from app.fleet.autoscaling import ReplicaLoad, ScalingPolicy
@@ -19,8 +19,8 @@ from benchmarks.simulator.replica import Served, SimulatedReplica
 from benchmarks.simulator.traffic import Arrival
 from vmem import key_of
 
-# A router's books, and how many unfinished requests the replica of a name has at this moment.
-MakePolicy = Callable[[Fleet, Callable[[str], int]], Policy]
+# Of a router's books, and of the replicas by name as they are at this moment: rivals know more than reports say.
+MakePolicy = Callable[[Fleet, Callable[[str], SimulatedReplica]], Policy]
 
 # How Serve passes reports on: every replica is asked this often, and routers hear it so much later (measured).
 REPORT_PERIOD_S, REPORT_LAG_S = 1.0, 0.1
@@ -102,6 +102,7 @@ class Cluster:
         self._routers: list[_Router] = []
         self._sent: dict[str, tuple[_Router, Sent | None]] = {}
         self._names: list[str] = []  # of the replicas that take requests
+        self._followers: dict[int, Arrival] = {}  # by the number of the request that they follow
         self._left = 0
         self._outcome = Outcome([], [], 0.0, 0, 0, 0, [])
         for _ in range(num_replicas):
@@ -109,14 +110,17 @@ class Cluster:
         for _ in range(num_routers):
             fleet = Fleet()
             fleet.update(self._names)
-            self._routers.append(_Router(fleet, policy(fleet, self._num_unfinished)))
+            self._routers.append(_Router(fleet, policy(fleet, self._replica)))
         for i, member in enumerate(self._members.values()):  # not all at the same moment
             self._report_at(i / num_replicas * (report_period_s or 0.0), member)
 
     def run(self, arrivals: Sequence[Arrival]) -> Outcome:
         self._left = len(arrivals)
         for arrival in arrivals:
-            self._at(arrival.at, partial(self._arrive, arrival))
+            if arrival.follows is None:
+                self._at(arrival.at, partial(self._arrive, arrival))
+            else:
+                self._followers[arrival.follows] = arrival
         if self._scaling is not None:
             self._at(_SCALING_PERIOD_S, self._scale)
         while self._events:
@@ -132,9 +136,10 @@ class Cluster:
     def _at(self, time_s: float, happen: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (time_s, next(self._numbers), happen))
 
-    def _num_unfinished(self, name: str) -> int:
+    def _replica(self, name: str) -> SimulatedReplica:
         replica = self._members[name].replica
-        return replica.num_unfinished if replica is not None else 0
+        assert replica is not None, f"{name} does not run"
+        return replica
 
     # ---- requests ----
 
@@ -168,6 +173,10 @@ class Cluster:
         router, sent = self._sent.pop(served.arrival.request_id)
         if sent is not None:
             router.fleet.ended(sent, now)
+        follower = self._followers.pop(served.arrival.number, None)
+        if follower is not None:
+            at = now + follower.pause_s
+            self._at(at, partial(self._arrive, replace(follower, at=at)))
 
     # ---- reports ----
 
@@ -226,7 +235,7 @@ class Cluster:
     def _stop(self, member: _Member, now: float) -> None:
         member.drains = True
         self._change(now)
-        if not self._num_unfinished(member.name):
+        if member.replica is None or not member.replica.num_unfinished:
             self._close(member, now)
 
     def _change(self, now: float) -> None:

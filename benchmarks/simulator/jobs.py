@@ -22,16 +22,22 @@ from app.fleet.policies import Policy, PrefixAware, make_policy
 from benchmarks.simulator import single_cache, traffic
 from benchmarks.simulator.cluster import REPORT_PERIOD_S, Cluster, MakePolicy, Scaling
 from benchmarks.simulator.device import Device
+from benchmarks.simulator.kv_aware import KvAware, KvIndex
 from benchmarks.simulator.ray_affinity import RayAffinity, prefix_tree
+from benchmarks.simulator.replica import SimulatedReplica
 
 T = TypeVar("T")
 
 RAY_POLICIES = {"ray_affinity": float("inf"), "ray_affinity_10": 10.0}  # their thresholds of imbalance
+KV_AWARE = "kv_aware"
+# These know all of the replicas as they are, and need no reports.
+OMNISCIENT = (*RAY_POLICIES, KV_AWARE, "round_robin")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where requests come from: "chat" and "code" traces, or what stands in for them when there is no file.
+    """Where requests come from: "chat" and "code" traces, or what stands in for them when there is no file; "agents"
+    are always drawn.
 
     Attributes:
         count: so many requests; `None`: all of the trace.
@@ -40,8 +46,8 @@ class Source:
         as_stamped: see `traffic.mooncake`.
     """
 
-    kind: Literal["chat", "code"]
-    path: Path | None
+    kind: Literal["chat", "code", "agents"]
+    path: Path | None = None
     count: int | None = None
     factor: float = 1.0
     bursts: tuple[float, float] | None = None
@@ -52,6 +58,8 @@ class Source:
         return self.path is not None and self.path.is_file()
 
     def arrivals(self) -> list[traffic.Arrival]:
+        if self.kind == "agents":
+            return traffic.agents(self.count or 12_000, self.factor, seed=0)
         path = self.path if self.is_trace else None
         arrivals = traffic.faster(_read(self.kind, path, self.count, self.as_stamped), self.factor)
         return list(traffic.in_bursts(arrivals, *self.bursts) if self.bursts is not None else arrivals)
@@ -142,9 +150,9 @@ def simulate(job: Job) -> Summary:
     cluster = Cluster(
         job.device,
         job.num_replicas,
-        policy_maker(job.policy, job.weights),
+        policy_maker(job.policy, job.device, job.weights),
         num_routers=job.num_routers,
-        report_period_s=job.report_period_s,
+        report_period_s=None if job.policy in OMNISCIENT else job.report_period_s,
         scaling=scaling,
     )
     start = time.perf_counter()
@@ -178,14 +186,21 @@ def single_hit_share(source: Source, device: Device, num_replicas: int) -> float
     return single_cache.hit_share(source.arrivals(), device, num_replicas * device.cache_tokens)
 
 
-def policy_maker(name: str, weights: CostWeights | None = None) -> MakePolicy:
+def policy_maker(name: str, device: Device, weights: CostWeights | None = None) -> MakePolicy:
+    rng = random.Random(0)
     if name in RAY_POLICIES:
-        tree, rng = prefix_tree(), random.Random(0)
+        tree = prefix_tree()
 
-        def ray_affinity(fleet: Fleet, queue_len: Callable[[str], int]) -> Policy:
+        def ray_affinity(fleet: Fleet, replica: Callable[[str], SimulatedReplica]) -> Policy:
+            def queue_len(of: str) -> int:
+                return replica(of).num_unfinished
+
             return RayAffinity(tree, queue_len, rng, imbalanced_threshold=RAY_POLICIES[name])
 
         return ray_affinity
+    if name == KV_AWARE:
+        index = KvIndex()
+        return lambda fleet, replica: KvAware(index, replica, rng, unit_tokens=device.unit_tokens)
     seeds = itertools.count()
     if weights is not None:
         return lambda fleet, _: PrefixAware(fleet, weights, seed=next(seeds))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from app.engine.load import LoadMeter, make_report
@@ -15,7 +16,10 @@ from app.fleet.report import ReplicaReport
 from benchmarks.simulator.device import Device
 from benchmarks.simulator.memory import make_memory, prompt_of
 from benchmarks.simulator.traffic import Arrival
+from vmem import CachedKeys, key_of
 
+# More keys than any of these caches has.
+_ALL_KEYS = 1 << 20
 # Generated tokens are beyond all of those that prompts have.
 _GENERATED = 1 << 24
 _SAMPLING = SamplingParams(max_tokens=1)
@@ -25,11 +29,12 @@ _SAMPLING = SamplingParams(max_tokens=1)
 class Served:
     """A request at a replica, and when what happened. Seconds of simulated time.
 
-    `cached_tokens`: of the prompt, found in the prefix cache.
+    `cached_tokens`: of the prompt, found in the prefix cache. `due_tokens`: to be computed, as it looked on arrival.
     """
 
     arrival: Arrival
     replica: int
+    due_tokens: int = 0
     first_token_at: float | None = None
     ended_at: float | None = None
     cached_tokens: int = 0
@@ -86,6 +91,7 @@ class SimulatedReplica:
     Attributes:
         busy_s: seconds in steps.
         prefill_tokens: of prompts, computed.
+        prefill_due_tokens: of prompts without a first token yet, what was not cached when they arrived.
     """
 
     def __init__(self, index: int, device: Device, now: float = 0.0, *, leaps: bool = True) -> None:
@@ -93,12 +99,14 @@ class SimulatedReplica:
         self.now = now
         self.busy_s = 0.0
         self.prefill_tokens = 0
+        self.prefill_due_tokens = 0
         self.num_steps = 0
         self.meter = LoadMeter()
         self._device = device
         self._leaps = leaps
         self._leap: _Leap | None = None
         self._served: dict[str, Served] = {}
+        self._active_units: Counter[bytes] = Counter()  # keys of unfinished requests' prompts
         self._memory = make_memory(device, device.cache_tokens)
         self._recovery = RecoveryModel(device.step_tokens)
         self._scheduler = Scheduler(
@@ -119,11 +127,23 @@ class SimulatedReplica:
         """When it has to be called again if nobody comes; `None` while it is idle."""
         return self._leap.ends_at if self._leap is not None else None
 
+    def active_units_with(self, keys: Sequence[bytes]) -> int:
+        """Units of the prompts of unfinished requests, with another one's; those that several have count once."""
+        shared = next((i for i, key in enumerate(keys) if key not in self._active_units), len(keys))
+        return len(self._active_units) + len(keys) - shared
+
+    def cached_keys(self) -> CachedKeys:
+        """Of all prefixes that are cached now."""
+        return self._memory.cached_keys(_ALL_KEYS)
+
     def submit(self, arrival: Arrival, expected_cached_tokens: int, now: float) -> Served:
         """A request arrives."""
-        served = Served(arrival, self.index)
-        self._served[arrival.request_id] = served
         chain, prompt = prompt_of(arrival, self._memory)
+        due_tokens = len(prompt) - self._memory.match(chain, prompt).num_tokens
+        served = Served(arrival, self.index, due_tokens)
+        self._served[arrival.request_id] = served
+        self.prefill_due_tokens += due_tokens
+        self._active_units.update(map(key_of, arrival.digests))
         group = SequenceGroup(0, arrival.number)
         request = Request(
             arrival.request_id, prompt, _SAMPLING, arrival.num_output_tokens, None, chain, group, prompt.copy()
@@ -204,12 +224,14 @@ class SimulatedReplica:
             if served.first_token_at is None:
                 served.first_token_at = self.now
                 served.cached_tokens = request.num_cached_tokens or 0
+                self.prefill_due_tokens -= served.due_tokens
             # Like no other request's: what a client does with its answer is in the trace's prompts.
             request.token_ids += [_GENERATED + served.arrival.number] * leap.num_steps
             request.num_computed += leap.num_steps - 1
             request.furthest = request.num_computed
             if request.num_output_tokens >= request.max_tokens:
                 del self._served[request.request_id]
+                self._active_units -= Counter(map(key_of, served.arrival.digests))
                 self.meter.note_ended(request, self.now)
                 self._scheduler.remove(request)
                 served.ended_at = self.now

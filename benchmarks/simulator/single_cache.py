@@ -1,7 +1,8 @@
-"""The caches that many replicas would like to be."""
+"""What no fleet does better: the hits of one cache that has all, and the load of a placement that is free to choose."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 from benchmarks.simulator.device import Device
@@ -33,13 +34,39 @@ def hit_share(arrivals: Sequence[Arrival], device: Device, cache_tokens: int) ->
 def infinite_hit_share(arrivals: Sequence[Arrival], unit_tokens: int) -> float:
     """Of all prompt tokens, those in whole units that some prompt before had, too; never a prompt's last token, because
     that is computed in any case."""
+    return sum(_hits(arrivals, unit_tokens)) / sum(arrival.num_tokens for arrival in arrivals)
+
+
+def _hits(arrivals: Sequence[Arrival], unit_tokens: int) -> list[int]:
+    """Tokens of each prompt in whole units that some prompt before had, too, the last token excepted."""
     seen: set[bytes] = set()
-    hits = 0
+    hits = []
     for arrival in arrivals:
         known = next((i for i, digest in enumerate(arrival.digests) if digest not in seen), len(arrival.digests))
-        hits += min(known, (arrival.num_tokens - 1) // unit_tokens) * unit_tokens
+        hits.append(min(known, (arrival.num_tokens - 1) // unit_tokens) * unit_tokens)
         seen.update(arrival.digests)
-    return hits / sum(arrival.num_tokens for arrival in arrivals)
+    return hits
+
+
+def load_bounds(arrivals: Sequence[Arrival], unit_tokens: int, num_replicas: int) -> tuple[float, float]:
+    """Prompt tokens computed, of the replica with the most over the mean, when each request may go anywhere and finds
+    there what any prompt before had: no queue and no cache is looked at, only what each replica has computed so far.
+
+    Returns:
+        when requests are placed as they come, each where least has been computed; and when all are known beforehand,
+        and the longest are placed first. The first is what a router can hope for: it cannot know that the trace ends,
+        and the last long prompts make the difference.
+    """
+    computed = [arrival.num_tokens - hit for arrival, hit in zip(arrivals, _hits(arrivals, unit_tokens), strict=True)]
+    return _max_over_mean(computed, num_replicas), _max_over_mean(sorted(computed, reverse=True), num_replicas)
+
+
+def _max_over_mean(jobs: Sequence[int], num_replicas: int) -> float:
+    """Of jobs placed in this order, each where there is least."""
+    totals = [0] * num_replicas
+    for job in jobs:
+        heapq.heapreplace(totals, totals[0] + job)
+    return max(totals) * num_replicas / sum(totals)
 
 
 def infinite_block_hits(arrivals: Sequence[Arrival]) -> float:

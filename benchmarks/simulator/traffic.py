@@ -25,6 +25,15 @@ _RATE, _SYSTEM = 3.4, 512
 _FIRST, _ADDED, _OUTPUT, _THINKS_S, _GOES_ON = 9400.0, 3600.0, 343.0, 60.0, 0.36
 _LONGEST = 120_000
 
+# Of agents' sessions, at 16 replicas: sessions a second; kinds of agents, the most popular first, and the most and the
+# least tokens of their instructions; means of the task's tokens and of those that a tool returns; turns.
+_SESSIONS_PER_S, _KINDS, _INSTRUCTIONS = 1.3, 8, (6144, 2048)
+_TASK, _RETURNED, _TURNS = 8000.0, 5000.0, 8.0
+# Tokens of an answer: the mean of Mooncake's tool and agent requests (arXiv 2407.00079, section 4.2).
+_CALL = 182.0
+# Seconds that tools take, means and shares: a search, or one that makes an image or speech (InferCept, ICML 2024).
+_FAST_S, _SLOW_S, _SLOW_SHARE = 0.69, 18.6, 0.3
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrival:
@@ -36,6 +45,8 @@ class Arrival:
         tail: the token that the rest of the prompt consists of: the same rest, the same token.
         rest: that token if there is a rest.
         session: which conversation it belongs to, where that is known.
+        follows, pause_s: it comes so long after the end of the request of that number, whenever that is; `at` is when
+            it would come if requests took no time.
     """
 
     number: int
@@ -48,6 +59,8 @@ class Arrival:
     tail: int
     rest: tuple[int, ...] = ()
     session: str | None = None
+    follows: int | None = None
+    pause_s: float = 0.0
 
 
 def mooncake(path: Path, count: int | None = None, *, as_stamped: bool = False) -> list[Arrival]:
@@ -96,6 +109,41 @@ def conversations(count: int, seed: int) -> list[Arrival]:
             num_output_tokens = _lognormal(rng, _OUTPUT, 0.8)
     drawn.sort(key=lambda request: request[0])
     return [arrival_of(i, *request, tail=next(ids) + 1) for i, request in enumerate(drawn[:count])]
+
+
+def agents(count: int, factor: float, seed: int) -> list[Arrival]:
+    """Sessions of agents that call tools, pause until these return, and come back with all that was said so far; about
+    so many requests. No trace: drawn from the distributions above, of which pauses and answers are documented ones.
+
+    Args:
+        factor: so many times as many sessions a second; a session itself is no faster.
+    """
+    rng, ids = random.Random(seed), itertools.count(1)
+    kinds = [[next(ids) for _ in range(n // MOONCAKE_UNIT)] for n in _evenly(*_INSTRUCTIONS, _KINDS)]
+    drawn: list[tuple[float, int, int, list[int], int, float]] = []  # the last two: session, pause
+    begins_at, session = 0.0, 0
+    while len(drawn) < count:
+        begins_at += rng.expovariate(_SESSIONS_PER_S * factor)
+        at, pause_s, session = begins_at, 0.0, session + 1
+        blocks = rng.choices(kinds, [1 / rank for rank in range(1, _KINDS + 1)])[0]
+        num_tokens = len(blocks) * MOONCAKE_UNIT + _lognormal(rng, _TASK, 1.0)
+        while num_tokens < _LONGEST:
+            blocks = blocks + [next(ids) for _ in range(num_tokens // MOONCAKE_UNIT - len(blocks))]
+            num_output_tokens = _lognormal(rng, _CALL, 0.8)
+            drawn.append((at, num_tokens, num_output_tokens, blocks, session, pause_s))
+            if rng.random() < 1 / _TURNS:
+                break
+            pause_s = _lognormal(rng, 1000 * (_SLOW_S if rng.random() < _SLOW_SHARE else _FAST_S), 0.5) / 1000
+            at += pause_s
+            num_tokens += num_output_tokens + _lognormal(rng, _RETURNED, 1.1)
+    drawn.sort(key=lambda request: request[0])
+    last: dict[int, int] = {}  # of each session, the number of its last request
+    arrivals = []
+    for number, (at, num_tokens, num_output_tokens, blocks, of, pause_s) in enumerate(drawn):
+        arrival = arrival_of(number, at, num_tokens, num_output_tokens, blocks, next(ids) + 1)
+        arrivals.append(replace(arrival, session=f"s{of}", follows=last.get(of), pause_s=pause_s))
+        last[of] = number
+    return arrivals
 
 
 def azure(path: Path) -> list[Arrival]:
@@ -151,6 +199,10 @@ def _unit(block: int) -> bytes:
 def block_of(key: bytes) -> int:
     """Back from the unit's key (`vmem.key_of`)."""
     return int.from_bytes(key[1:6], "big")
+
+
+def _evenly(first: int, last: int, count: int) -> list[int]:
+    return [first + (last - first) * i // (count - 1) for i in range(count)]
 
 
 def _lognormal(rng: random.Random, mean: float, sigma: float) -> int:

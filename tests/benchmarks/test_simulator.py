@@ -15,8 +15,11 @@ from benchmarks.simulator import single_cache, traffic
 from benchmarks.simulator.autoscaling import num_flaps
 from benchmarks.simulator.cluster import Cluster, MakePolicy, Scaling
 from benchmarks.simulator.device import Device, roofline
+from benchmarks.simulator.kv_aware import KvAware, KvIndex
 from benchmarks.simulator.outcome import Outcome
 from benchmarks.simulator.ray_affinity import RayAffinity
+from benchmarks.simulator.replica import SimulatedReplica
+from vmem import key_of
 
 UNIT = traffic.MOONCAKE_UNIT
 DEVICE = Device(
@@ -206,9 +209,78 @@ def test_ray_affinity(threshold: float, to_the_same: bool) -> None:
     """With a threshold of 0, queues are never balanced while somebody runs."""
     tree, rng = Tree(), random.Random(0)
 
-    def make(fleet: Fleet, queue_len: Callable[[str], int]) -> Policy:
-        return RayAffinity(tree, queue_len, rng, imbalanced_threshold=threshold)
+    def make(fleet: Fleet, replica: Callable[[str], SimulatedReplica]) -> Policy:
+        return RayAffinity(tree, lambda name: replica(name).num_unfinished, rng, imbalanced_threshold=threshold)
 
     same = [replace(prompt(i, [1, 2, 3]), at=0.001 * i) for i in range(8)]
     outcome = Cluster(DEVICE, 3, make).run(same)
     assert (len({served.replica for served in outcome.served}) == 1) == to_the_same
+
+
+def kv_aware(temperature: float = 0.0) -> MakePolicy:
+    index, rng = KvIndex(), random.Random(0)
+    return lambda fleet, replica: KvAware(index, replica, rng, unit_tokens=UNIT, temperature=temperature)
+
+
+def test_kv_aware_weighs_prefixes_against_what_is_in_use() -> None:
+    """The cost is in blocks: 4 cached ones of a prompt are worth as much as 4 more that are computed or in use."""
+    first = replace(prompt(0, [1, 2, 3, 4]), at=0.0)
+    again = replace(prompt(1, [1, 2, 3, 4], rest=20), at=5.0)  # idle fleet: goes where the prefix is
+    long = replace(prompt(2, list(range(100, 160))), at=10.0)
+    beside = replace(prompt(3, list(range(200, 204))), at=10.001)  # to one of the others
+    outcome = Cluster(DEVICE, 3, kv_aware(), report_period_s=None).run([first, again, long, beside])
+    where = {served.arrival.number: served.replica for served in outcome.served}
+    assert where[1] == where[0]
+    assert where[3] != where[2]
+    # Where the prefix is, so much is under way that it is computed elsewhere.
+    begin = [replace(prompt(0, [1, 2, 3, 4]), at=0.0), replace(prompt(1, [1, 2, 3, 4, *range(100, 160)]), at=5.0)]
+    late = replace(prompt(2, [1, 2, 3, 4]), at=5.001)
+    outcome = Cluster(DEVICE, 3, kv_aware(), report_period_s=None).run([*begin, late])
+    assert outcome.served[0].replica == outcome.served[1].replica != outcome.served[2].replica
+
+
+def test_kv_aware_forgets_what_has_ended() -> None:
+    replica = SimulatedReplica(0, DEVICE)
+    request = prompt(0, [1, 2, 3], rest=0)
+    replica.submit(request, 0, 0.0)
+    assert (replica.prefill_due_tokens, replica.active_units_with([])) == (3 * UNIT, 3)
+    other = [key_of(digest) for digest in prompt(1, [1, 2, 9]).digests]
+    assert replica.active_units_with(other) == 4  # two are shared
+    assert len(list(replica.advance(100.0))) == 1
+    assert (replica.prefill_due_tokens, replica.active_units_with(other)) == (0, 3)
+    assert KvIndex().cached_units(other, [replica]) == [2]
+    replica.close()
+
+
+def test_kv_aware_with_a_temperature_draws() -> None:
+    same = [replace(prompt(i, [1, 2, 3]), at=5.0 * i) for i in range(30)]
+    outcome = Cluster(DEVICE, 3, kv_aware(temperature=1.0), report_period_s=None).run(same)
+    assert len({served.replica for served in outcome.served}) == 3
+
+
+def test_agents_come_back_when_the_turn_before_has_ended() -> None:
+    """With fixed times, as traces have them, a slow fleet would get a turn before it has answered the last one."""
+    sent = traffic.agents(120, 4.0, seed=1)
+    assert [arrival.number for arrival in sent] == list(range(len(sent)))
+    before = {arrival.number: arrival for arrival in sent}
+    for arrival in sent:
+        if arrival.follows is not None:
+            last = before[arrival.follows]
+            assert last.session == arrival.session
+            assert arrival.num_tokens > last.num_tokens + last.num_output_tokens
+            assert arrival.digests[: len(last.digests)] == last.digests
+    outcome = Cluster(DEVICE, 3, named("prefix_aware")).run(sent)
+    ended = {served.arrival.number: served.ended_at for served in outcome.served}
+    assert len(ended) == len(sent)
+    for served in outcome.served:
+        if served.arrival.follows is not None:
+            assert served.arrival.at == pytest.approx((ended[served.arrival.follows] or 0.0) + served.arrival.pause_s)
+
+
+def test_load_bounds() -> None:
+    """Six replicas' worth of short prompts, and a long one at the end: only who knows of it can even that out."""
+    sent = [prompt(i, [10 * i]) for i in range(12)] + [prompt(12, list(range(200, 206)))]
+    as_they_come, known = single_cache.load_bounds(sent, UNIT, 3)
+    assert as_they_come > 1.4
+    assert known == pytest.approx(1.0, abs=0.05)
+    assert single_cache.load_bounds([prompt(0, [1]), prompt(1, [1])], UNIT, 2)[0] > 1.5  # the second is found

@@ -1,26 +1,39 @@
-"""What a streamed token costs: processor time of Serve's proxy, the ingress and the replica together.
+"""What a streamed token costs, hop by hop, and what each hop adds to the first one.
 
-The built-in model on one thread behind a real Ray Serve, and clients that stream at once, each the same number of
-tokens. Three ways: *whole* answers, *each step*, which sends every token by itself, and *paced*, the default, which
-sends the first token at once and then as many together as the budget of items a second asks for. What streaming costs
-is the processor time of these processes above that of whole answers, per token; the engine's thread and the clients are
-not counted.
+The built-in model on one thread behind a real Ray Serve, through HAProxy and through Serve's proxy, each in a cluster
+of its own, and clients that stream at once, each the same number of tokens. Three ways: *whole* answers, *each step*,
+which sends every token by itself, and *paced*, the default, which sends the first token at once and then as many
+together as the budget of items a second asks for. What streaming costs is the processor time of all of the cluster's
+processes above that of whole answers, and above what they need when idle, per token. The engine's thread and the
+clients are not counted.
 
---quick: 16 clients instead of 32, once instead of three times.
+The first token is timed with one client at a time, by each way in that has one hop fewer: HTTP, HTTP straight to the
+ingress (where HAProxy does the same), a handle of the ingress, one of the engine replica.
+
+--quick: 16 clients instead of 32, once instead of three times, HAProxy only.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
 import os
 import statistics
+import subprocess
+import sys
 import time
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.engine.params import SamplingParams
+from app.openai.bodies import CompletionRequest
+from app.serving.messages import GenerateRequest
 from benchmarks import harness
-from benchmarks.served import Served, processes_called, served
+from benchmarks.served import Served, served
 
 if TYPE_CHECKING:
     import httpx
@@ -28,39 +41,81 @@ if TYPE_CHECKING:
 NEW_TOKENS = 200
 EACH_STEP = {"items_per_s": 1e9, "min_interval_s": 0.0, "max_interval_s": 0.0}
 PACED: dict[str, float] = {}
-TIMEOUT_S = 300.0
+TIMEOUT_S, IDLE_S = 300.0, 5.0
+FIRST_TOKENS = 30  # requests, one after the other, of each way in
+EDGES = {"haproxy": "1", "proxy": "0"}
+HOPS = ("edge", "ingress loop", "ingress rest", "replica loop", "replica rest", "controller", "ray")
+_TITLES = {
+    "ray::ServeReplica:folio-streaming:Ingress": "ingress",
+    "ray::ServeReplica:folio-streaming:EngineReplica": "replica",
+    "ray::ServeController": "controller",
+    "ray::ProxyActor": "edge",
+    "ray::HAProxyManager": "edge",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One crowd of clients: `cpu_s` of the server processes, `items` that arrived, and when the first did."""
+    """One crowd of clients: processor time by hop, how many items arrived, and when the first did (median)."""
 
-    cpu_s: float
+    hops: dict[str, float]
     seconds: float
     items: int
     first_s: float
 
 
-def thread_s() -> dict[str, float]:
-    """Processor time so far of each thread of the proxy and of all replicas."""
-    seconds = {}
-    for pid in processes_called("ray::ServeReplica") + processes_called("ray::ProxyActor"):
-        for thread in (Path("/proc") / str(pid) / "task").iterdir():
-            try:
-                fields = (thread / "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it has ended meanwhile
-                continue
-            seconds[thread.name] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+class Meter:
+    """Processor time of this cluster's processes since the last look, by hop; what they need when idle is left out."""
+
+    def __init__(self) -> None:
+        self._idle: dict[str, float] = {}
+        self._begin()
+        time.sleep(IDLE_S)
+        self._idle = {hop: spent / IDLE_S for hop, spent in self.spent().items()}
+
+    def spent(self) -> dict[str, float]:
+        """Seconds of each hop; a new look begins. The busiest thread of the ingress is its event loop; in the replica
+        the engine's thread is busier, which is left out."""
+        before, start = self._threads, self._start
+        self._begin()
+        used: defaultdict[str, list[float]] = defaultdict(list)
+        for (kind, thread), seconds in self._threads.items():
+            used[kind].append(seconds - before.get((kind, thread), 0.0))
+        ingress, replica = (sorted(used.pop(kind, [])) for kind in ("ingress", "replica"))
+        spent = {hop: sum(used[hop]) for hop in HOPS}
+        spent |= {"ingress loop": sum(ingress[-1:]), "ingress rest": sum(ingress[:-1])}
+        spent |= {"replica loop": sum(replica[-2:-1]), "replica rest": sum(replica[:-2])}
+        return {hop: of_hop - self._idle.get(hop, 0.0) * (self._start - start) for hop, of_hop in spent.items()}
+
+    def _begin(self) -> None:
+        self._threads, self._start = thread_s(), time.perf_counter()
+
+
+def thread_s() -> dict[tuple[str, str], float]:
+    """Processor time so far of each thread of the processes that this one has begun: (kind, thread id) → seconds."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            children[int((folder / "stat").read_text().rpartition(")")[2].split()[1])].append(int(folder.name))
+        except OSError:  # it has ended meanwhile
+            continue
+    seconds: dict[tuple[str, str], float] = {}
+    waiting = children[os.getpid()]
+    while waiting:
+        pid = waiting.pop()
+        waiting += children[pid]
+        folder = Path("/proc") / str(pid)
+        try:
+            title = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            kind = "edge" if "haproxy" in title.partition(" ")[0].rpartition("/")[2] else _TITLES.get(title, "ray")
+            for task in (folder / "task").iterdir():
+                seconds[kind, task.name] = int((task / "schedstat").read_text().split()[0]) / 1e9
+        except OSError:
+            continue
     return seconds
 
 
-def cpu_s(before: dict[str, float], after: dict[str, float]) -> float:
-    """Of all threads but the busiest, which is the engine's."""
-    spent = sorted(seconds - before.get(thread, 0.0) for thread, seconds in after.items())
-    return sum(spent[:-1])
-
-
-def crowd(url: str, num_clients: int, *, stream: bool) -> Run:
+def crowd(url: str, meter: Meter, num_clients: int, *, stream: bool) -> Run:
     """All of them ask at once."""
 
     async def one(client: httpx.AsyncClient, number: int) -> tuple[int, float]:
@@ -81,22 +136,88 @@ def crowd(url: str, num_clients: int, *, stream: bool) -> Run:
         async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits) as client:
             return list(await asyncio.gather(*(one(client, number) for number in range(num_clients))))
 
-    before, start = thread_s(), time.perf_counter()
+    meter.spent()
+    start = time.perf_counter()
     results = asyncio.run(all_of_them())
     seconds = time.perf_counter() - start
     first_s = statistics.median(first for _, first in results)
-    return Run(cpu_s(before, thread_s()), seconds, sum(items for items, _ in results), first_s)
+    return Run(meter.spent(), seconds, sum(items for items, _ in results), first_s)
 
 
 def measure(server: Served, num_clients: int, repeats: int, *, stream: bool) -> list[Run]:
-    crowd(server.url, num_clients, stream=stream)
-    return [crowd(server.url, num_clients, stream=stream) for _ in range(repeats)]
+    meter = Meter()
+    crowd(server.url, meter, num_clients, stream=stream)
+    return [crowd(server.url, meter, num_clients, stream=stream) for _ in range(repeats)]
 
 
-def main() -> None:
-    args = harness.arguments(__doc__).parse_args()
-    harness.needs("ray", "httpx")
-    num_clients, repeats = (16, 1) if args.quick else (32, 3)
+def first_tokens(server: Served) -> dict[str, list[float]]:
+    """Seconds until the first token by each way in, which take turns."""
+    import httpx
+
+    body: dict[str, Any] = {"model": "builtin", "prompt": "A room", "max_tokens": 2, "ignore_eos": True}
+    client = httpx.Client(timeout=TIMEOUT_S)
+
+    def http(url: str) -> Callable[[], object]:
+        def ask() -> None:
+            with client.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        times.append(time.perf_counter())
+
+        return ask
+
+    def by_handle(handle: Any, call: object) -> Callable[[], object]:
+        streaming = handle.options(stream=True, _by_reference=False)
+
+        def ask() -> None:
+            for _ in streaming.remote(call):
+                times.append(time.perf_counter())
+
+        return ask
+
+    request = CompletionRequest.model_validate(body)
+    call = GenerateRequest("bench", [1, 2, 3, 4], SamplingParams(max_tokens=2, ignore_eos=True))
+    ways = {"http": http(server.url)}
+    if direct := direct_url():
+        ways["http to ingress"] = http(direct)
+    ways["handle of ingress"] = by_handle(server.ingress.generate_stream, request)
+    ways["handle of replica"] = by_handle(server.engines.generate_stream, call)
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(FIRST_TOKENS + 5):
+        for way, ask in ways.items():
+            times: list[float] = []
+            start = time.perf_counter()
+            ask()
+            if number >= 5:
+                seconds[way].append(times[0] - start)
+    return seconds
+
+
+def direct_url() -> str | None:
+    """Of the ingress replica's own HTTP port, where there is HAProxy in front of that."""
+    import ray
+    from ray.serve.context import _get_global_client
+
+    if os.environ["RAY_SERVE_ENABLE_HA_PROXY"] != "1":
+        return None
+    client: Any = _get_global_client()
+    groups = ray.get(client._controller.get_target_groups.remote(from_proxy_manager=True))
+    [target] = next(group.targets for group in groups if group.protocol == "HTTP")
+    return f"http://127.0.0.1:{target.port}"
+
+
+def answers(url: str) -> bool:
+    """Whether the server lets requests in."""
+    import httpx
+
+    try:
+        return httpx.get(f"{url}/ready", timeout=5.0).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def one_edge(num_clients: int, repeats: int) -> dict[str, Any]:
+    """All runs in one cluster: ways of answering → runs, and seconds until the first token."""
     engine = {"model": "builtin", "num_threads": 1, "prefix_cache": False, "max_num_seqs": num_clients}
     runs: dict[str, list[Run]] = {}
     with served("folio-streaming", {"engine": engine}) as server:
@@ -104,24 +225,75 @@ def main() -> None:
             application: dict[str, Any] = {"engine": engine, "streaming": streaming}
             changed = Served(server.name, server.url, application)
             changed.deploy()
+            changed.wait_until(lambda: answers(server.url))  # HAProxy hears a little later
             if name == "each step":
+                firsts = first_tokens(changed)
                 runs["whole"] = measure(changed, num_clients, repeats, stream=False)
             runs[name] = measure(changed, num_clients, repeats, stream=True)
-    num_tokens = num_clients * NEW_TOKENS
-    medians = {name: statistics.median(run.cpu_s for run in mode) for name, mode in runs.items()}
-    print(f"\n{num_clients} clients, {NEW_TOKENS} tokens each; medians of {repeats}")
-    print(f"{'':10} {'CPU s':>8} {'seconds':>8} {'items':>7} {'first item s':>13}")
+    return {"runs": {name: [asdict(run) for run in mode] for name, mode in runs.items()}, "first_s": firsts}
+
+
+def in_a_process(edge: str, *arguments: str) -> dict[str, Any]:
+    """`one_edge` behind that edge: Ray reads which it is when it is imported."""
+    environment = os.environ | {"RAY_SERVE_ENABLE_HA_PROXY": EDGES[edge]}
+    command = [sys.executable, "-m", "benchmarks.streaming", "--inside", *arguments]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=harness.ROOT) as process:
+        assert process.stdout is not None
+        lines = process.stdout.read().splitlines()
+    if process.returncode:
+        sys.exit(f"the run behind {edge} failed; see above")
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
+
+
+def medians_of(runs: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Way of answering → seconds of each hop, and of all; medians."""
+    medians = {}
     for name, mode in runs.items():
-        seconds, first = (statistics.median(getattr(run, field) for run in mode) for field in ("seconds", "first_s"))
-        print(f"{name:10} {medians[name]:8.2f} {seconds:8.2f} {mode[0].items:7} {first:13.3f}")
+        medians[name] = {hop: statistics.median(run["hops"][hop] for run in mode) for hop in HOPS}
+        medians[name]["all"] = statistics.median(sum(run["hops"].values()) for run in mode)
+    return medians
+
+
+def main() -> None:
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--edge", choices=tuple(EDGES), help="only this one")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    harness.needs("ray", "httpx")
+    num_clients, repeats = (16, 1) if args.quick else (32, 3)
+    if args.inside:
+        print(json.dumps(one_edge(num_clients, repeats)))
+        return
+    edges = [args.edge] if args.edge else list(EDGES)[: 1 if args.quick else 2]
+    raw = {edge: in_a_process(edge, *(["--quick"] if args.quick else [])) for edge in edges}
     figures: dict[str, float] = {}
-    for name in ("each step", "paced"):
-        key = name.replace(" ", "_")
-        added = medians[name] - medians["whole"]
-        figures[f"{key}_us_per_token"] = added / num_tokens * 1e6
-        figures[f"{key}_us_per_item"] = added / runs[name][0].items * 1e6
-        figures[f"{key}_tokens_per_item"] = num_tokens / runs[name][0].items
-    raw = {name: [[run.cpu_s, run.seconds, run.items, run.first_s] for run in mode] for name, mode in runs.items()}
+    num_tokens = num_clients * NEW_TOKENS
+    for edge, result in raw.items():
+        medians = medians_of(result["runs"])
+        print(f"\n{edge}: {num_clients} clients, {NEW_TOKENS} tokens each; medians of {repeats}, us of a token")
+        print(f"{'':10} {'tok/s':>7} {'items':>6} {'first s':>8}" + "".join(f" {hop:>12}" for hop in (*HOPS, "all")))
+        suffix = "" if edge == "haproxy" else f"_{edge}"
+        for name, mode in result["runs"].items():
+            seconds, first = (statistics.median(run[field] for run in mode) for field in ("seconds", "first_s"))
+            added = {hop: medians[name][hop] - (name != "whole") * medians["whole"][hop] for hop in (*HOPS, "all")}
+            us = {hop: 1e6 * spent / num_tokens for hop, spent in added.items()}
+            items = mode[0]["items"]
+            print(
+                f"{name:10} {num_tokens / seconds:7.0f} {items:6} {first:8.3f}"
+                + "".join(f" {v:12.1f}" for v in us.values())
+            )
+            if name == "whole":
+                continue
+            key = name.replace(" ", "_")
+            figures[f"{key}_us_per_token{suffix}"] = us["all"]
+            figures |= {f"{key}_{hop.replace(' ', '_')}_us{suffix}": us[hop] for hop in HOPS}
+            figures[f"{key}_tokens_per_item{suffix}"] = num_tokens / items
+        for way, times in result["first_s"].items():
+            figures[f"ttft_ms_{way.replace(' ', '_')}{suffix}"] = 1e3 * statistics.median(times)
+            print(f"first token by {way}: {1e3 * statistics.median(times):.2f} ms")
+    if "each_step_us_per_token" in figures:
+        figures["us_per_token_all_processes"] = max(figures["each_step_us_per_token"], figures["paced_us_per_token"])
     harness.finish("streaming", args, figures, raw)
 
 

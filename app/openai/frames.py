@@ -13,8 +13,8 @@ _EMPTY = {Completion: '"text":""', ChatCompletionChunk: '"content":""'}
 
 
 class Frames:
-    """Writes the chunks of one stream. Of most chunks only the text is new: what stands around it is written once, since
-    writing it takes most of the time."""
+    """Writes the chunks of one stream. Of most chunks only the text is new: what stands around it is written once,
+    since writing it takes most of the time."""
 
     def __init__(self) -> None:
         self._around: dict[tuple[str, int], tuple[str, str]] = {}  # by id and index of the choice

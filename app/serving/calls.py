@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 from ray.serve import metrics
@@ -20,6 +21,7 @@ from app.serving.batch import Batch
 from app.serving.failures import FAILURES, broken_off, translated, unwrap
 from app.serving.interleave import interleave
 from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts
+from app.serving.shared import SharedReader
 
 # A message may have 4 MiB. An output token takes up to 16 bytes, id and text: so all outputs of a call with so many
 # tokens fit into half of that, even if its reader was so slow that they come in one.
@@ -34,10 +36,18 @@ class Replicas:
     Args:
         refusals: by replicas whose queue was full.
         batch_window: of the calls of one request, so many are sent at once.
+        shared: streams that those of several requests share; `None`: each has its own only.
     """
 
-    def __init__(self, handle: DeploymentHandle[Any], refusals: Refusals, batch_window: int = 32) -> None:
+    def __init__(
+        self,
+        handle: DeploymentHandle[Any],
+        refusals: Refusals,
+        batch_window: int = 32,
+        shared: SharedReader | None = None,
+    ) -> None:
         self._handle = handle
+        self._shared = shared
         self._batch_window = batch_window
         self._refusals = refusals
         self._sent_again = metrics.Counter(
@@ -143,9 +153,10 @@ class Replicas:
         async with batch.turn() if batch else nullcontext():
             attempts, begun = Attempts(call, self._refusals, arrived, batch), False
             method = self._streaming(call.params).generate_stream
+            shared = self._shared if fits_by_value(call.params) else None
             while True:
                 try:
-                    async with aclosing(_pieces_of(method, attempts.next_call())) as pieces:
+                    async with aclosing(_pieces_of(method, attempts.next_call(), shared)) as pieces:
                         async for piece in pieces:
                             begun = True
                             yield piece
@@ -181,22 +192,44 @@ def _answer_of(answer: asyncio.Future[Any], timeout_s: float) -> Any:
     raise error
 
 
-async def _pieces_of(method: Any, call: GenerateRequest | ForkCall) -> AsyncGenerator[Piece, None]:
+async def _pieces_of(
+    method: Any, call: GenerateRequest | ForkCall, shared: SharedReader | None = None
+) -> AsyncGenerator[Piece, None]:
     """What a replica's stream brings, up to its end. Nothing is sent before the first piece is asked for: what has been
-    sent has to be cancelled."""
-    response = method.remote(call)
-    finished = False
+    sent has to be cancelled.
+
+    Args:
+        shared: by which all but the first pieces may come; `None`: they do not.
+    """
+    expected = None
+    if shared is not None and isinstance(call, GenerateRequest):
+        expected = shared.expect()
+        call = replace(call, share=expected.share)
+    response, finished = None, False
     try:
+        response = method.remote(call)
         with translated():
-            async for pieces in response:
-                finished = pieces[-1].ends_request
-                for piece in pieces:
+            async for item in response:
+                if isinstance(item, int):  # the rest is in the shared stream of that number
+                    assert shared is not None
+                    assert expected is not None
+                    async with aclosing(shared.rest(expected, item)) as rest:
+                        async for piece in rest:
+                            finished = piece.ends_request
+                            yield piece
+                    continue
+                if shared is not None and expected is not None and expected.replica is None:
+                    shared.begun(expected, item[0].replica)
+                finished = item[-1].ends_request
+                for piece in item:
                     yield piece
             if not finished:
                 raise broken_off()
     finally:
-        if not finished:  # dropping the generator would not stop the replica
+        if response is not None and not finished:  # dropping the generator would not stop the replica
             response.cancel()
+        if shared is not None and expected is not None:
+            shared.forget(expected)
 
 
 async def _only_item_of(response: Any) -> list[Piece]:

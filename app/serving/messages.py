@@ -34,6 +34,9 @@ class GenerateRequest:
         crowded: replicas whose queues were full a moment ago: to be asked last.
         refused_by: those that have refused this request: not to be asked.
         stopped: replicas whose engines have stopped: not to be asked.
+        share: where its pieces may go, all but the first (`app.serving.shared`).
+        repeat_key: the same when this call is sent once more because the first one's caller has died
+            (`app.serving.repeats`). Other calls of the same HTTP request have other keys.
     """
 
     request_id: str
@@ -50,6 +53,25 @@ class GenerateRequest:
     crowded: tuple[str, ...] = ()
     refused_by: tuple[str, ...] = ()
     stopped: tuple[str, ...] = ()
+    share: Share | None = None
+    repeat_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What an ingress calls a request whose pieces may come by a shared stream."""
+
+    ingress: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShareCall:
+    """Asks a replica for a shared stream to an ingress, under this number."""
+
+    ingress: str
+    connection: int
+    replica: str
 
 
 @dataclass(frozen=True, slots=True)

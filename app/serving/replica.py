@@ -8,7 +8,7 @@ import math
 import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,11 +23,21 @@ from app.fleet.autoscaling import ReplicaLoad
 from app.logs import configure_logs
 from app.openai.pieces import Piece, PieceCollector
 from app.serving.ledger import BudgetMember, device_of_this_replica
-from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts, ReplicaStatus, ToldPrefixes, report_as_stats
+from app.serving.messages import (
+    ForkCall,
+    GenerateRequest,
+    ReplicaFacts,
+    ReplicaStatus,
+    ShareCall,
+    ToldPrefixes,
+    report_as_stats,
+)
 from app.serving.metrics import EngineMeter, ReadyGauge, RoutingAudit, SpeculationMeter
 from app.serving.pace import StreamPace
 from app.serving.peers import Peers
 from app.serving.ranks import actors_of_this_replica
+from app.serving.repeats import Repeats
+from app.serving.shared import Entry, SharedStreams
 from vmem import BudgetAnswer, MemoryReport
 
 # How long a replica without an engine stays, so that what it has answered gets out.
@@ -70,6 +80,8 @@ class EngineReplica:
         self._guesses = SpeculationMeter()
         self._meter = EngineMeter()
         self._ready = ReadyGauge()
+        self._shared = SharedStreams()
+        self._alone = Repeats()
         self._pace = pace or StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0)
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
@@ -93,12 +105,29 @@ class EngineReplica:
         """The same as a stream of one item."""
         yield await self.generate(request)
 
-    async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[list[Piece]]:
+    async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[list[Piece] | int]:
         """The outputs as they are generated: a piece of each that has grown, as often as `StreamPace`
-        allows."""
+        allows. A number: that of the shared stream which has all that follow."""
         async with aclosing(self._pieces(partial(self._deltas, request))) as lists:
-            async for pieces in lists:
-                yield pieces
+            if request.share is None:
+                async for pieces in lists:
+                    yield pieces
+                return
+            async with aclosing(self._shared.divert(lists, request.share)) as own:
+                async for item in own:
+                    yield item
+
+    async def share(self, call: ShareCall) -> AsyncIterator[list[Entry]]:
+        """The shared stream of an ingress.
+
+        Raises:
+            UnknownRequestError: this is another replica.
+        """
+        if call.replica != self._name:
+            raise UnknownRequestError(f"the replica {call.replica!r} is gone", "request_id")
+        async with aclosing(self._shared.messages(call)) as messages:
+            async for entries in messages:
+                yield entries
 
     async def fork(self, call: ForkCall) -> list[Piece]:
         """More outputs of a request from where one of its outputs is, each in one piece.
@@ -190,6 +219,15 @@ class EngineReplica:
             self._leaving.start()
 
     async def _deltas(self, request: GenerateRequest, pace: Pace) -> AsyncGenerator[list[Delta], None]:
+        if request.repeat_key is None:
+            turn: AbstractAsyncContextManager[None] = nullcontext()
+        else:
+            turn = self._alone.turn(request.repeat_key)
+        async with turn, aclosing(self._computed(request, pace)) as deltas:
+            async for some in deltas:
+                yield some
+
+    async def _computed(self, request: GenerateRequest, pace: Pace) -> AsyncGenerator[list[Delta], None]:
         expected = request.expected
         if expected is not None and expected.replica != self._name:  # it was to go elsewhere
             expected = None

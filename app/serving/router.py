@@ -26,7 +26,7 @@ from app.errors import DeadlineError, NoReplicaError, OverloadedError
 from app.fleet.fleet import Fleet, RoutedRequest, Sent
 from app.fleet.keys import compiled_hashing, prompt_keys
 from app.fleet.policies import make_policy
-from app.serving.messages import Expected, ForkCall, GenerateRequest, report_from_stats
+from app.serving.messages import Expected, ForkCall, GenerateRequest, ShareCall, report_from_stats
 
 logger = logging.getLogger(__name__)
 
@@ -234,7 +234,7 @@ class FolioRouter(FIFOMixin, RequestRouter):
         call = pending.args[0] if pending.args else None
         if isinstance(call, GenerateRequest):
             names = [name for name in names if name not in call.stopped and name not in call.refused_by]
-        if isinstance(call, ForkCall) and call.replica in names:
+        if isinstance(call, ForkCall | ShareCall) and call.replica in names:
             ranked = [call.replica]  # no other could do it; without this one any may say so
         else:
             ranked = self._policy.rank(request, names, now)

@@ -6,6 +6,7 @@ import asyncio
 import math
 import threading
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +17,11 @@ from app.engine import AsyncEngine, Delta, SamplingParams
 from app.engine.async_engine import Pace
 from app.errors import DeadlineError, OverloadedError, UnavailableError, UnknownRequestError
 from app.serving import replica as replica_module
-from app.serving.messages import Expected, ForkCall, GenerateRequest, ToldPrefixes
+from app.serving.messages import Expected, ForkCall, GenerateRequest, Share, ShareCall, ToldPrefixes
 from app.serving.pace import StreamPace
+from app.serving.repeats import Repeats
 from app.serving.replica import EngineReplica
+from app.serving.shared import SharedStreams
 from vmem import CachedPrefix
 
 DELTAS = [
@@ -79,6 +82,7 @@ def replica_with(engine: Engine) -> Any:
     replica._closing, replica._leaving, replica._member = False, None, None
     replica._engine, replica._audit, replica._name = engine, Audit(), "here"
     replica._pace = StreamPace(10, min_interval_s=0.05, max_interval_s=1.0)
+    replica._shared, replica._alone = SharedStreams(), Repeats()
     return replica
 
 
@@ -304,3 +308,43 @@ def test_a_stopped_engine_ends_its_process_at_the_first_call(monkeypatch: pytest
 
     asyncio.run(run())
     assert timers == [replica_module.os._exit]
+
+
+def test_a_repeated_request_never_runs_beside_the_first() -> None:
+    """Regression: a request whose ingress had died was computed twice at once when it was sent again."""
+
+    async def run() -> None:
+        engine = Engine(DELTAS)
+        replica = replica_with(engine)
+        request = replace(REQUEST, repeat_key="k")
+        first = replica.generate_stream(request)
+        await anext(first)
+        second = asyncio.ensure_future(replica.generate(request))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert len(engine.asked) == 1
+        await first.aclose()
+        assert [piece.text for piece in await second] == ["ac", "b"]
+        assert (len(engine.asked), engine.closed) == (2, 2)
+        assert not replica._alone._running
+
+    asyncio.run(run())
+
+
+def test_only_its_own_shared_stream() -> None:
+    """A replica that was asked in place of another one would bring pieces of the wrong requests."""
+
+    async def run() -> None:
+        replica = replica_with(Engine(DELTAS))
+        with pytest.raises(UnknownRequestError):
+            await anext(replica.share(ShareCall("i", 1, "there")))
+        stream = replica.share(ShareCall("i", 1, "here"))
+        opening = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        request = replace(REQUEST, share=Share("i", 7))
+        own = [item async for item in replica.generate_stream(request)]
+        assert [item if isinstance(item, int) else [p.text for p in item] for item in own] == [["a"], 1]
+        assert [entry[:2] for entry in await opening] == [(7, "b"), (7, "c")]
+        await stream.aclose()
+
+    asyncio.run(run())

@@ -11,11 +11,13 @@ from starlette.types import Message, Receive, Scope
 
 from app.edge.refusal import Refusal
 from app.edge.settings import HttpSettings
+from app.haproxy import ATTEMPT_HEADER
 
 # Of clients' own ids: whatever is none of these could forge lines of a log.
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _LENGTH = re.compile(rb"[0-9]{1,18}")
-_WANTED = {b"x-request-id", b"authorization", b"x-api-key", b"content-length", b"transfer-encoding"}
+_ATTEMPT = ATTEMPT_HEADER.encode()
+_WANTED = {b"x-request-id", b"authorization", b"x-api-key", b"content-length", b"transfer-encoding", _ATTEMPT}
 _NO_BODY = {"GET", "HEAD", "OPTIONS"}
 
 
@@ -25,9 +27,11 @@ class ClientGone(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What the guard wants of the headers. `key`: the one presented. `has_body`: or may have one."""
+    """What the guard wants of the headers. `attempt_of`: names all attempts of HAProxy to have this request answered;
+    `None` without HAProxy. `key`: the one presented. `has_body`: or may have one."""
 
     request_id: str
+    attempt_of: str | None
     key: str | None
     content_length: bytes | None
     has_body: bool
@@ -44,8 +48,10 @@ def read_head(scope: Scope) -> Head:
     if scheme.lower() != b"bearer":
         key = found.get(b"x-api-key", b"")
     length = found.get(b"content-length")
+    attempt_of = found.get(_ATTEMPT, b"")
     return Head(
         request_id=given.decode() if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex,
+        attempt_of=attempt_of.decode() if _REQUEST_ID.fullmatch(attempt_of) else None,
         key=key.strip().decode("latin-1") or None,
         content_length=length,
         has_body=scope["method"] not in _NO_BODY or length is not None or b"transfer-encoding" in found,

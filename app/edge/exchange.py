@@ -29,6 +29,7 @@ class Exchange:
         "_is_running",
         "_quota",
         "_settings",
+        "attempt_of",
         "begun_at",
         "cached_tokens",
         "error_code",
@@ -42,11 +43,12 @@ class Exchange:
         "status",
     )
 
-    def __init__(self, settings: HttpSettings, request_id: str) -> None:
+    def __init__(self, settings: HttpSettings, request_id: str, attempt_of: str | None = None) -> None:
         self._settings = settings
         self._quota: Quota | None = None
         self._is_running = False  # it counts as one of its caller's
         self.request_id = request_id
+        self.attempt_of = attempt_of
         self.begun_at = time.monotonic()
         self.first_byte_at: float | None = None  # of an answer that is streamed
         self.status: int | None = None

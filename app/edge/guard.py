@@ -63,7 +63,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         head = read_head(scope)
-        exchange = Exchange(self._settings, head.request_id)
+        exchange = Exchange(self._settings, head.request_id, head.attempt_of)
         reply = _Reply(send, exchange, self._echoes_id)
         is_limited = _path_of(scope) not in self._settings.open_paths
         is_running = False

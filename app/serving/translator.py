@@ -36,6 +36,9 @@ from app.serving.messages import ForkCall, GenerateRequest
 
 # Of their own: long texts must not keep the event loop's other threads.
 _NUM_THREADS = 4
+# A body of at most so many bytes is translated in the event loop, which takes as long as handing it to a thread does; and
+# a thread's turn comes 5 ms late when others compute.
+_LOOP_BYTES = 2048
 # Log probabilities of an answer, alternatives included, that its prompts may ask for: they cost the engine little, and
 # each of its outputs repeats them. That many are 5 MB of JSON.
 MAX_PROMPT_LOGPROBS = 200_000
@@ -65,9 +68,13 @@ class Translator:
         self._adapters = tuple(adapters)
 
     async def in_thread(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call one of the other methods so, as `asyncio.to_thread` would; for large bodies one at a time."""
+        """Call one of the other methods so, as `asyncio.to_thread` would; for large bodies one at a time, for small ones
+        at once. Of a handle's request nobody knows how large it is."""
         exchange = current_exchange()
-        return await self._lanes.run(0 if exchange is None else exchange.num_body_bytes, method, *args, **kwargs)
+        num_bytes = 0 if exchange is None else exchange.num_body_bytes
+        if 0 < num_bytes <= _LOOP_BYTES:
+            return method(*args, **kwargs)
+        return await self._lanes.run(num_bytes, method, *args, **kwargs)
 
     async def whole(self, build: Callable[[list[list[Piece]]], T], outputs: list[list[Piece]]) -> T:
         """What `build` makes of whole outputs; outside of the event loop if they have many log probabilities."""
@@ -89,7 +96,7 @@ class Translator:
         params = request.sampling_params()
         request_id = _new_id("cmpl")
         calls = [
-            _call_of(f"{request_id}-{i}" if i else request_id, prompt, params, request, adapter, session)
+            _call_of(f"{request_id}-{i}" if i else request_id, prompt, params, request, adapter, session, i)
             for i, prompt in enumerate(prompts)
         ]
         answer = CompletionAnswer(
@@ -220,10 +227,13 @@ def _call_of(
     request: GenerationBody,
     adapter: str | None,
     session: str | None,
+    number: int = 0,
 ) -> GenerateRequest:
     tenant, timeout_s = request.tenant, request.timeout_s
-    exchange = current_exchange()
+    exchange, repeat_key = current_exchange(), None
     if exchange is not None:
+        if exchange.attempt_of is not None:
+            repeat_key = f"{exchange.attempt_of} {number}"
         tenant, timeout_s = exchange.admit(
             request_id,
             model=request.model,
@@ -243,4 +253,5 @@ def _call_of(
         user=request.user or None,
         timeout_s=timeout_s,
         session=session or request.prompt_cache_key,
+        repeat_key=repeat_key,
     )

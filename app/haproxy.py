@@ -66,6 +66,10 @@ def check(*, has_tls: bool) -> None:
         raise NoHAProxyError(f"Folio knows HAProxy's configuration of Ray {RAY}x, and this is Ray {version}")
     if has_tls:
         raise NoHAProxyError("http_options has ssl_certfile, which Serve does not give to HAProxy")
+    try:
+        trusted_addresses()
+    except ValueError as error:
+        raise NoHAProxyError(f"FORWARDED_ALLOW_IPS: {error}") from error
 
 
 def environment(directory: Path, binary: str | None = None) -> dict[str, str]:
@@ -81,9 +85,11 @@ def environment(directory: Path, binary: str | None = None) -> dict[str, str]:
     if len(os.fsencode(directory)) > _MOST_PATH_BYTES:
         raise NoHAProxyError(f"{directory} is too long for the paths of Unix sockets below it")
     launcher = write_launcher(directory, binary or find_binary())
-    ports = _free_ports(4)
+    ports, trusted = _free_ports(4), trusted_addresses()
     return {
         SWITCH: "1",
+        # uvicorn, in an ingress, has to believe what HAProxy tells of its clients.
+        "FORWARDED_ALLOW_IPS": "*" if "*" in trusted else ",".join(dict.fromkeys([*trusted, "127.0.0.1", "::1"])),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(launcher),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "admin.sock"),
@@ -216,6 +222,9 @@ def _header_rules(trusted: Sequence[str]) -> str:
         "unless { req.hdr(x-request-id) -m found }",
         # What Serve says of the applications is for those who may call them: it goes to one, which has no such path.
         "http-request set-path /-/routes/ if { path -i /-/routes }",
+        # HAProxy's own answers, and not an application's: clients send again what has met 503.
+        "http-response set-var(txn.answered) bool(true)",
+        "http-after-response set-status 503 if { status 502 504 } !{ var(txn.answered) -m found }",
     ]
     return "".join(f"    {rule}\n" for rule in rules)
 

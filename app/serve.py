@@ -55,6 +55,8 @@ ENVIRONMENT = {
     # largest bodies.
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
+    # Of gRPC clients, where there are any: Serve would take 2 GiB of anybody. Bodies have their own bound.
+    "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(16 << 20),
     # Our methods never block their event loop, so they share it with Serve's: else each item changes threads twice.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     # Serve's controller looks after its replicas ten times a second by default, each time asking for the cluster's

@@ -113,7 +113,7 @@ class OverGrpc:
                 return known
         details = error.details() or error.code().name
         match error.code():  # by gRPC itself, or by Serve
-            case grpc.StatusCode.UNAVAILABLE:
+            case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.NOT_FOUND:  # the latter: no application is there yet
                 return unreachable(self._url, details)
             case grpc.StatusCode.CANCELLED:
                 return broken_off(self._url)
@@ -121,7 +121,7 @@ class OverGrpc:
                 return DeadlineError(details)
             case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" not in details:
                 return OverloadedError(details)
-            case grpc.StatusCode.RESOURCE_EXHAUSTED | grpc.StatusCode.NOT_FOUND | grpc.StatusCode.UNIMPLEMENTED:
+            case grpc.StatusCode.RESOURCE_EXHAUSTED | grpc.StatusCode.UNIMPLEMENTED:
                 return RequestError(details)
         return EngineError(f"{error.code().name}: {details}")
 

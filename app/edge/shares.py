@@ -62,6 +62,7 @@ class Use(NamedTuple):
         asked: since the last report, with what was refused.
         unit: what the next request is likely to ask for; less is of no use.
         level: as the ingress believes.
+        left: of its lease.
     """
 
     most: int
@@ -71,6 +72,7 @@ class Use(NamedTuple):
     asked: float
     unit: float
     level: float
+    left: float
 
 
 class Grant(NamedTuple):
@@ -114,6 +116,7 @@ class Limit:
         self._leased_at: float | None = None
         self._filled_at = shares.clock()
         self._used = self._asked = self._unit = 0.0  # since the last report
+        self._left = 0.0  # of the lease, when it was made
         self._num_asked = 0
 
     def take(self, amount: float) -> float:
@@ -163,7 +166,8 @@ class Limit:
         with self._lock:
             self._fill()
             unit = self._unit or self._asked / max(self._num_asked, 1)
-            use = Use(self.most, self._refills, self._used, self._held, self._asked, unit, self._level)
+            left = self._left = max(self._lease, 0.0)
+            use = Use(self.most, self._refills, self._used, self._held, self._asked, unit, self._level, left)
             self._used = self._asked = self._unit = 0.0
             self._num_asked = 0
             return use
@@ -179,9 +183,11 @@ class Limit:
         with self._lock:
             self._filled_at = self._leased_at = self._shares.clock()
             self._level, self._lease = grant.level - self._used, grant.lease - self._used
-            self._spare, self._granted = grant.spare - self._used, grant.lease
-            if self._lease > 0 or self._used:  # to be renewed, or given back
+            self._spare, self._granted = grant.spare - max(self._used, 0.0), grant.lease
+            # To be renewed, or given back; and what others may not have before it is known to be given back.
+            if self._lease > 0 or self._used or self._left > grant.lease:
                 self._tell()
+            self._left = 0.0
 
     def reveal(self) -> None:
         """Report at the next opportunity, if there is anything to say."""
@@ -411,9 +417,10 @@ class Books:
     def leave(self, ingress: str) -> None:
         """It answers nothing any more."""
         del self._ingresses[ingress]
-        for account in self._accounts.values():
+        for name, account in list(self._accounts.items()):
             account.leases.pop(ingress, None)
-            account.held.pop(ingress, None)
+            if account.held.pop(ingress, None) is not None:
+                self._note(name, account)
 
     def _account(self, name: str, use: Use, ingress: str, now: float) -> _Account | None:
         """With what was used entered; `None`: there is no room for it."""
@@ -436,10 +443,14 @@ class Books:
             if not use.held:
                 del account.held[ingress]
             account.fill(now)
+        self._note(name, account)
+        return account
+
+    def _note(self, name: str, account: _Account) -> None:
+        """The others have to hear of it."""
         self._num_changes += 1
         account.change = self._num_changes
         self._accounts.move_to_end(name)
-        return account
 
     def _lease(self, account: _Account, ingress: str, use: Use, now: float) -> Grant:
         lease = account.leases.setdefault(ingress, _Lease(at=now - BEAT_S))
@@ -455,10 +466,12 @@ class Books:
         amount = min(max(lease.unit, lease.rate * _DEMAND_S), max(due, kept), free)
         if amount < lease.unit:  # of no use: all of it or nothing, so that in the mean it is what is due
             amount = lease.unit if lease.unit <= free and self._rng.random() * lease.unit < due else 0.0
-        lease.amount = amount if amount >= 1 else 0.0
+        amount = lease.amount = amount if amount >= 1 else 0.0
+        if not account.refills:  # it may use what it had while the answer is on its way, and nobody pays that back
+            lease.amount = max(amount, use.left)
         if not lease.amount and lease.demand(now) < 1e-3:
             del account.leases[ingress]
-        return Grant(account.level, lease.amount, max(free - lease.amount - 2 * BEAT_S * others, 0.0))
+        return Grant(account.level, amount, max(free - lease.amount - 2 * BEAT_S * others, 0.0))
 
     def _news(self, ingress: str, since: int, known: Mapping[str, Grant], now: float) -> Iterator[tuple[str, Grant]]:
         """Of callers who have used much of a limit elsewhere since that change, the latest first."""

@@ -78,6 +78,13 @@ class SharedLimits:
             self._shares.on_hurry = lambda: self._hurried.is_set() or loop.call_soon_threadsafe(self._hurried.set)
             self._task = loop.create_task(self._run(), name="folio-limits")
 
+    async def close(self) -> None:
+        """End."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._task = None
+
     async def _run(self) -> None:
         while True:
             try:
@@ -95,13 +102,14 @@ class SharedLimits:
 
     async def _beat(self) -> None:
         num_replicas = self._num_replicas()
-        if self._actor is None:
-            self._actor = await asyncio.to_thread(self._find, num_replicas > 1)
-        if self._actor is None:
-            self._shares.num_ingresses, self._refusals.share = 1, 1.0
-            return
-        uses = self._shares.reports()
+        uses: dict[str, Use] = {}
         try:
+            if self._actor is None:
+                self._actor = await asyncio.to_thread(self._find, num_replicas > 1)
+            if self._actor is None:
+                self._shares.num_ingresses, self._refusals.share = 1, 1.0
+                return
+            uses = self._shares.reports()
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 answer: Answer = await self._actor.exchange.remote(self._ingress, uses, self._refusals.num_arrived)
         except (RayError, ValueError, TimeoutError) as error:

@@ -107,7 +107,8 @@ def thread_s() -> dict[tuple[str, str], float]:
         folder = Path("/proc") / str(pid)
         try:
             title = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-            kind = "edge" if "haproxy" in title.partition(" ")[0].rpartition("/")[2] else _TITLES.get(title, "ray")
+            kind = "edge" if "haproxy" in title.partition(" ")[0].rpartition("/")[2] else "ray"
+            kind = next((hop for name, hop in _TITLES.items() if title.startswith(name)), kind)
             for task in (folder / "task").iterdir():
                 seconds[kind, task.name] = int((task / "schedstat").read_text().split()[0]) / 1e9
         except OSError:

@@ -36,8 +36,8 @@ from app.serving.messages import ForkCall, GenerateRequest
 
 # Of their own: long texts must not keep the event loop's other threads.
 _NUM_THREADS = 4
-# A body of at most so many bytes is translated in the event loop, which takes as long as handing it to a thread does; and
-# a thread's turn comes 5 ms late when others compute.
+# A body of at most so many bytes is translated in the event loop: it takes no longer than handing it to a thread, whose
+# turn comes 5 ms late when others compute.
 _LOOP_BYTES = 2048
 # Log probabilities of an answer, alternatives included, that its prompts may ask for: they cost the engine little, and
 # each of its outputs repeats them. That many are 5 MB of JSON.
@@ -68,8 +68,8 @@ class Translator:
         self._adapters = tuple(adapters)
 
     async def in_thread(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call one of the other methods so, as `asyncio.to_thread` would; for large bodies one at a time, for small ones
-        at once. Of a handle's request nobody knows how large it is."""
+        """Call one of the other methods so, as `asyncio.to_thread` would; for large bodies one at a time, and for small
+        ones in the event loop. Of a handle's request nobody knows how large it is."""
         exchange = current_exchange()
         num_bytes = 0 if exchange is None else exchange.num_body_bytes
         if 0 < num_bytes <= _LOOP_BYTES:

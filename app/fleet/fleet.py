@@ -97,7 +97,7 @@ class Fleet:
         self._loads = np.zeros((len(LOAD_FIELDS), 0))
         self._assigned = np.zeros(0)
         self._assigned_at = 0.0
-        self._step = _FIRST_GUESS
+        self._step: StepTimes | None = _FIRST_GUESS  # None: to be taken from the reports
         self.unit_tokens: int | None = None
 
     # ---- what happens ----
@@ -134,7 +134,7 @@ class Fleet:
         report = replace(report, made_at=report.made_at + replica.least_lag_s - _LEAST_LAG_S)
         last, replica.report = replica.report, report
         self.unit_tokens = report.unit_tokens
-        self._step = self._median_step()
+        self._step = None
         self._directory.report(replica.slot, report.keys, report.changes, report.stride, report.keys_version)
         resync = last is not None and self._has_drifted(last, report)
         replica.num_resyncs += resync
@@ -156,7 +156,7 @@ class Fleet:
         seconds = 0.0
         if replica.report is not None:
             new = request.num_tokens - cached_tokens
-            seconds = self._step.prefill_s(new, cached_tokens, replica.report.step_tokens)
+            seconds = self._median_step().prefill_s(new, cached_tokens, replica.report.step_tokens)
         noted = self._directory.expect(replica.slot, request.keys)
         sent = Sent(noted, replica, now, request.num_tokens - cached_tokens, seconds)
         replica.sent[sent] = None
@@ -209,14 +209,19 @@ class Fleet:
     def num_requests(self, replica_ids: Sequence[str], now: float) -> list[float]:
         """Unfinished requests at each: the reported ones and what was sent since. When one of them has not reported
         lately, this router's own at all of them: others cannot be compared."""
-        if all(self.is_fresh(replica_id, now) for replica_id in replica_ids):
+        if len(self.fresh(replica_ids, now)) == len(replica_ids):
             return [float(self._loads[_NUM_REQUESTS, self._replicas[r].slot]) for r in replica_ids]
         return [float(self._replicas[r].num_in_flight) for r in replica_ids]
 
     def is_fresh(self, replica_id: str, now: float) -> bool:
         """Whether the replica has reported lately."""
-        replica = self._replicas.get(replica_id)
-        return replica is not None and replica.report is not None and now - replica.report.made_at < self._stale_after_s
+        return bool(self.fresh([replica_id], now))
+
+    def fresh(self, replica_ids: Iterable[str], now: float) -> list[str]:
+        """Those that have reported lately."""
+        oldest = now - self._stale_after_s
+        known = ((r, replica.report) for r in replica_ids if (replica := self._replicas.get(r)) is not None)
+        return [r for r, report in known if report is not None and report.made_at > oldest]
 
     def cached_tokens(self, request: RoutedRequest, replica_ids: Sequence[str]) -> Array:
         """Of the request's prompt, tokens that each replica is expected to have cached: never all of them, because a
@@ -238,7 +243,8 @@ class Fleet:
         slots, _ = self._slots(replica_ids)
         self._decay(now)
         columns = self._loads[:, slots]
-        columns[:3] = np.array([[self._step.fixed_s], [self._step.token_s], [self._step.attended_s]])
+        step = self._median_step()
+        columns[0], columns[1], columns[2] = step.fixed_s, step.token_s, step.attended_s
         columns[-1] = self._assigned[slots]
         return Loads(*columns)
 
@@ -255,10 +261,11 @@ class Fleet:
         return known
 
     def _median_step(self) -> StepTimes:
-        steps = [r.report.step for r in self._replicas.values() if r.report is not None and r.report.step.token_s > 0]
-        if not steps:
-            return _FIRST_GUESS
-        return StepTimes(*np.median([(s.fixed_s, s.token_s, s.attended_s) for s in steps], axis=0).tolist())
+        if self._step is None:  # reports come many at a time, each of which may change it
+            reported = [r.report.step for r in self._replicas.values() if r.report is not None]
+            known = [(s.fixed_s, s.token_s, s.attended_s) for s in reported if s.token_s > 0]
+            self._step = StepTimes(*np.median(known, axis=0).tolist()) if known else _FIRST_GUESS
+        return self._step
 
     def _has_drifted(self, last: ReplicaReport, report: ReplicaReport) -> bool:
         expected = report.expected_cached_tokens - last.expected_cached_tokens

@@ -114,7 +114,7 @@ class PrefixAware:
         self._sessions: OrderedDict[str, str] = OrderedDict()
 
     def rank(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
-        known = [r for r in replica_ids if self._fleet.is_fresh(r, now)]
+        known = self._fleet.fresh(replica_ids, now)
         if not known:
             return self._least_loaded.rank(request, replica_ids, now)
         loads = self._fleet.loads(known, now)
@@ -123,7 +123,7 @@ class PrefixAware:
         cost = ttft_s + harm_s * (1 + _HARM_NOISE * self._random.random(len(known)))
         # Where nothing costs anything, because there is no prompt, replicas get the same share.
         order = np.lexsort((loads.assigned_share, cost))
-        ranked = [known[i] for i in order]
+        ranked = [known[i] for i in order.tolist()]
         if request.session is not None:
             self._prefer_session(request.session, known, cost.tolist(), ranked)
         if len(known) < len(replica_ids):

@@ -92,6 +92,7 @@ class FolioRouter(FIFOMixin, RequestRouter):
         self._waiting: dict[asyncio.Future[RunningReplica], _Waiting] = {}
         # (replica, internal request id) → entries in the books, one for each attempt, the oldest first
         self._placed: defaultdict[tuple[str, str], deque[Sent]] = defaultdict(deque)
+        self._heard: dict[str, float] = {}  # of each replica, when it made its last report
         self._unreadable: set[str] = set()  # replicas whose reports are of another version
         self._decision_us = metrics.Histogram(
             "folio_routing_decision_us",
@@ -124,7 +125,7 @@ class FolioRouter(FIFOMixin, RequestRouter):
         for name, replica in self._by_name.items():
             self._take_report(name, replica, now)
         self._known_prefixes.set(self._fleet.num_known_prefixes)
-        self._silent.set(sum(not self._fleet.is_fresh(name, now) for name in self._by_name))
+        self._silent.set(len(self._by_name) - len(self._fleet.fresh(self._by_name, now)))
         if self._fleet.num_resyncs > self._num_resyncs:
             self._resyncs.inc(self._fleet.num_resyncs - self._num_resyncs)
         self._num_resyncs = self._fleet.num_resyncs
@@ -206,13 +207,17 @@ class FolioRouter(FIFOMixin, RequestRouter):
         self._by_name = {replica.replica_id.unique_id: replica for replica in replicas}
         self._fleet.update(self._by_name)
         self._unreadable &= self._by_name.keys()
+        self._heard = {name: made_at for name, made_at in self._heard.items() if name in self._by_name}
         for key in [key for key in self._placed if key[0] not in self._by_name]:
             del self._placed[key]
 
     def _take_report(self, name: str, replica: RunningReplica, now: float) -> None:
         stats = replica.routing_stats
+        if name in self._heard and self._heard[name] == stats.get("made_at"):
+            return  # Serve tells the reports of all replicas whenever one of them is new
         report = report_from_stats(stats) if stats else None
         if report is not None:
+            self._heard[name] = report.made_at
             self._fleet.report(name, report, now)
         elif stats and name not in self._unreadable:
             self._unreadable.add(name)

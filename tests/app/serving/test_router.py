@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from dataclasses import asdict, replace
 from typing import Any
@@ -183,6 +184,50 @@ def test_a_report_of_another_version_is_none(replicas: list[Replica], caplog: py
 
     asyncio.run(run())
     assert caplog.text.count("of another version") == 1
+
+
+def test_only_new_reports_are_read(replicas: list[Replica], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: Serve tells the reports of all replicas whenever one is new, and all of them were read again: 0.4 ms
+    of the router's loop with 64 replicas, ten times a second."""
+    read = []
+
+    def noting(stats: dict[str, Any]) -> Any:
+        read.append(stats["num_running"])
+        return report_from_stats(stats)
+
+    monkeypatch.setattr("app.serving.router.report_from_stats", noting)
+
+    async def run() -> None:
+        for i, replica in enumerate(replicas):
+            replica.routing_stats = now_with([], num_running=i)
+        router = router_for(replicas)
+        router.update_replicas(copy.deepcopy(replicas))  # type: ignore[arg-type]
+        assert read == [0, 1, 2]
+        replicas[1].routing_stats = now_with([], num_running=7)
+        router.update_replicas(replicas)  # type: ignore[arg-type]
+        assert read == [0, 1, 2, 7]
+        router.update_replicas(replicas[:1])  # type: ignore[arg-type]
+        router.update_replicas(replicas)  # type: ignore[arg-type]
+        assert read == [0, 1, 2, 7, 7, 2]  # those that come back are not known any more
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("ahead_s", [-3600.0, 3600.0])
+def test_the_clocks_of_replicas_do_not_matter(replicas: list[Replica], ahead_s: float) -> None:
+    """Reports of machines whose clocks are an hour off are as fresh as any, and grow old as soon."""
+
+    async def run() -> None:
+        made_at = time.monotonic() + ahead_s
+        keys = prompt_keys(PROMPT, UNIT, None)
+        for replica in replicas:
+            replica.routing_stats = report_as_stats(report(made_at, keys if replica is replicas[1] else []))
+        router = router_for(replicas, stale_after_s=100.0)
+        assert await choose(router, pending()) == "b"
+        assert len(router._fleet.fresh("abc", time.monotonic() + 99.0)) == 3
+        assert not router._fleet.fresh("abc", time.monotonic() + 100.0)
+
+    asyncio.run(run())
 
 
 def test_calls_of_one_client_request_have_one_id(replicas: list[Replica]) -> None:

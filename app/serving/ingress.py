@@ -45,6 +45,7 @@ from app.serving.limits import SharedLimits, num_ingresses
 from app.serving.messages import GenerateRequest, ReplicaFacts
 from app.serving.metrics import EdgeMeter, Measured, MetricsPage, RequestMeter
 from app.serving.reports import add_memory_route, load_report, pin_list
+from app.serving.shared import SharedReader
 from app.serving.translator import Translator
 from vmem import BudgetAnswer, MemoryReport
 
@@ -109,7 +110,9 @@ class Ingress(GrpcIngress):
         self._model_names = (model_name, *adapters)
         self._translator = Translator(load_tokenizer(model), model_name, adapters)
         refusals = Refusals()
-        self._replicas = Replicas(engine, refusals, batch_window)
+        # The router shares this event loop: from one of its own, each item of a stream would change threads twice.
+        engine._init(_run_router_in_separate_loop=False)
+        self._replicas = Replicas(engine, refusals, batch_window, SharedReader(engine))
         self._admission = Admission(refusals)
         context = serve.get_replica_context()
         self._shares = Shares()

@@ -11,6 +11,7 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from app.client import (
@@ -18,6 +19,7 @@ from app.client import (
     CompletionRequest,
     ContextLengthError,
     DeadlineError,
+    EngineError,
     Folio,
     FolioError,
     ForbiddenError,
@@ -31,6 +33,7 @@ from app.client import (
     UnknownModelError,
     UnknownPinError,
 )
+from app.client.over_grpc import OverGrpc
 from app.edge.settings import HttpSettings, KeySource
 from app.openai.http import build_api
 from app.openai.responses_body import ResponsesRequest
@@ -68,8 +71,8 @@ def server() -> Iterator[LocalServer]:
 
 @pytest.fixture(scope="module")
 def urls(server: LocalServer) -> Iterator[dict[str, str]]:
-    with url_of("http", server.api) as http, url_of("grpc", server.api) as grpc:
-        yield {"http": http, "grpc": grpc}
+    with url_of("http", server.api) as over_http, url_of("grpc", server.api) as over_grpc:
+        yield {"http": over_http, "grpc": over_grpc}
 
 
 @pytest.fixture(params=SCHEMES)
@@ -154,8 +157,8 @@ def test_answers_are_the_same_by_every_way(urls: dict[str, str]) -> None:
     """Every field of a body, and of an answer, comes through gRPC as through JSON, and as the same types."""
     over_http, over_grpc = run(everything(urls["http"])), run(everything(urls["grpc"]))
     assert len(over_http) == 25
-    for http, grpc in zip(over_http, over_grpc, strict=True):
-        assert http == grpc
+    for expected, answer in zip(over_http, over_grpc, strict=True):
+        assert answer == expected
     [call] = over_http[18]["choices"][0]["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == {"b": 1, "a": 2}
 
@@ -281,6 +284,27 @@ def test_keys_reports_and_times_to_come_back(scheme: str, tmp_path: Path) -> Non
 
     with url_of(scheme, api) as url:
         asyncio.run(work(url))
+
+
+@pytest.mark.parametrize(
+    ("status", "details", "kind"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, "refused", UnavailableError),
+        (grpc.StatusCode.NOT_FOUND, "Application metadata not set.", UnavailableError),  # while Serve starts
+        (grpc.StatusCode.CANCELLED, "", UnavailableError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "Request dropped due to backpressure", OverloadedError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max (2 vs. 1)", RequestError),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", DeadlineError),
+        (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", RequestError),
+        (grpc.StatusCode.UNKNOWN, "?", EngineError),
+    ],
+)
+def test_errors_of_what_is_in_front_of_the_server(
+    status: grpc.StatusCode, details: str, kind: type[FolioError]
+) -> None:
+    """These have none of our JSON. What may be sent again, and what not, is told by the kind."""
+    raised = grpc.aio.AioRpcError(status, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+    assert type(OverGrpc("grpc://x:1", {})._error(raised)) is kind
 
 
 def test_what_grpc_cannot_carry_is_refused_by_name() -> None:

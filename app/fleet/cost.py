@@ -2,7 +2,7 @@
 
     cost    = TTFT + harm
     TTFT    = queue + P + steps * decode_s + wait for room in the cache and in the batch
-    harm    = P * (work + decodes * running sequences + even * share / mean share)
+    harm    = P * (work + decodes * running sequences + even * min(share / mean share, 2))
 
     P       seconds to compute the prompt without what is cached there
     share   of the last minute that this router's requests take there
@@ -30,6 +30,9 @@ from app.fleet.report import num_attended
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
+# More of a router's work than so many times the mean counts as this. On a quiet fleet a lone session is all the work
+# there is, at one replica, and must not be driven from its prefix.
+_MOST_OF_MEAN = 2.0
 # Until a replica has seen requests end, a cache that is full is expected to turn over in this time.
 _TURNOVER_S = 60.0
 
@@ -100,7 +103,7 @@ def request_cost(loads: Loads, num_tokens: int, cached: Array, weights: CostWeig
     ttft_s = loads.queued_s + own_s + num_steps * loads.decode_s + room_s
 
     mean_share = loads.assigned_share.mean()
-    shares = loads.assigned_share / mean_share if mean_share > 0 else loads.assigned_share
+    shares = np.minimum(loads.assigned_share / mean_share, _MOST_OF_MEAN) if mean_share > 0 else loads.assigned_share
     harm_s = (weights.work + weights.decodes * loads.num_decodes + weights.even * shares) * own_s
     return ttft_s, harm_s
 

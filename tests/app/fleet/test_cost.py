@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.fleet.cost import LOAD_FIELDS, CostWeights, Loads, request_cost
@@ -86,6 +86,7 @@ def test_work_is_spread_evenly() -> None:
     assert harm_s[1] < harm_s[0]
 
 
+@settings(deadline=None)
 @given(
     num_tokens=st.integers(0, 100_000),
     cached_share=st.floats(0, 1),
@@ -109,6 +110,7 @@ def test_any_load_has_a_finite_cost(
     assert min(ttft_s + harm_s) >= 0
 
 
+@settings(deadline=None)
 @given(more=st.sampled_from(["queued_s", "queued_tokens", "decode_s", "num_requests", "num_decodes", "assigned_share"]))
 def test_more_load_never_costs_less(more: str) -> None:
     columns = dict.fromkeys(LOAD_FIELDS, 0.5) | {more: [0.5, 0.9]}

@@ -162,6 +162,20 @@ def test_empty_replicas_get_equal_work() -> None:
     assert max(work.values()) < 1.1 * sum(work.values()) / len(names)
 
 
+def test_a_lone_session_stays_where_its_prefix_is() -> None:
+    """Its home has all of the work that there is, many times the mean."""
+    names = [f"r{i}" for i in range(64)]
+    fleet = fleet_of(names)
+    policy = PrefixAware(fleet)
+    chosen = set()
+    for turn in range(1, 20):
+        now = float(turn)
+        chosen.add(send(fleet, policy, request(turn, num_units=10 * turn), names, now))
+        for name in names:
+            fleet.report(name, report(now + 0.5), now + 0.5)
+    assert len(chosen) == 1
+
+
 def test_the_longer_queue_is_no_matter_of_chance() -> None:
     """Regression: all of the cost was increased at random, and so a queue of 10 s was taken for one of 10.5 s."""
     fleet = fleet_of(["a", "b"])

@@ -5,7 +5,7 @@ of its own, and clients that stream at once, each the same number of tokens. Thr
 which sends every token by itself, and *paced*, the default, which sends the first token at once and then as many
 together as the budget of items a second asks for. What streaming costs is the processor time of all of the cluster's
 processes above that of whole answers, and above what they need when idle, per token. The engine's thread and the
-clients are not counted.
+clients are not counted. Nothing else may run meanwhile: what is taken off for idling is in proportion to the duration.
 
 The first token is timed with one client at a time, by each way in that has one hop fewer: HTTP, HTTP straight to the
 ingress (where HAProxy does the same), a handle of the ingress, one of the engine replica.

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 # A shared stream without requests ends after this: a replica that is to stop waits for it.
 _IDLE_S = 1.0
-# One that could not be had, or broke, is not asked for again before this.
+# After one that could not be had, or broke, none is asked for before this.
 _AGAIN_S = 1.0
 # Output tokens of a message, beside those of its last piece, which may have as many as `calls.fits_by_value` allows.
 _MOST_TOKENS = 32_768
@@ -188,7 +188,7 @@ class SharedReader:
         self._expected: dict[int, Expected] = {}
         self._num_streams: Counter[str] = Counter()  # that have begun, by replica
         self._readers: dict[str, asyncio.Task[None]] = {}  # by replica
-        self._not_before: dict[str, float] = {}
+        self._not_before = 0.0
         self._users: dict[int, set[int]] = {}  # of each connection that is open
 
     def expect(self) -> Expected:
@@ -201,11 +201,9 @@ class SharedReader:
         """Its first piece has come, by its own stream."""
         expected.replica = replica
         self._num_streams[replica] += 1
-        if self._num_streams[replica] > 1 and replica not in self._readers:
-            now = time.monotonic()
-            if now >= self._not_before.get(replica, 0.0):
-                # In a context of its own: Serve would cancel it with the request that happens to begin it.
-                self._readers[replica] = asyncio.create_task(self._read(replica), context=contextvars.Context())
+        if self._num_streams[replica] > 1 and replica not in self._readers and time.monotonic() >= self._not_before:
+            # In a context of its own: Serve would cancel it with the request that happens to begin it.
+            self._readers[replica] = asyncio.create_task(self._read(replica), context=contextvars.Context())
 
     def forget(self, expected: Expected) -> None:
         del self._expected[expected.share.number]
@@ -245,7 +243,7 @@ class SharedReader:
         finally:
             if not has_ended:
                 response.cancel()
-                self._not_before[replica] = time.monotonic() + _AGAIN_S
+                self._not_before = time.monotonic() + _AGAIN_S
             del self._users[connection], self._readers[replica]
             for number in users:
                 self._expected[number].arrived.put_nowait(None)

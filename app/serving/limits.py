@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 IDLE_BEAT_S = 1.0
 # An answer that takes longer is not waited for.
 ANSWER_TIMEOUT_S = 1.0
+# An actor takes some seconds to start, of which nothing need be said.
+_STARTS_S = 15.0
 
 
 class LimitsActor:
@@ -66,6 +68,7 @@ class SharedLimits:
         self._num_replicas = num_replicas
         self._actor: Any = None
         self._problem: str | None = None
+        self._says_from = time.monotonic() + _STARTS_S
         self._hurried = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._shares.num_ingresses = num_replicas()
@@ -124,6 +127,9 @@ class SharedLimits:
 
     def _say(self, problem: str | None) -> None:
         """Once, and once again when it is over."""
+        if problem is not None and time.monotonic() < self._says_from:
+            return
+        self._says_from = 0.0
         if problem is not None and self._problem is None:
             logger.warning(
                 "limits of callers are not shared (%s): this ingress grants 1/%d of each",

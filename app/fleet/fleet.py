@@ -219,9 +219,12 @@ class Fleet:
 
     def fresh(self, replica_ids: Iterable[str], now: float) -> list[str]:
         """Those that have reported lately."""
-        oldest = now - self._stale_after_s
-        known = ((r, replica.report) for r in replica_ids if (replica := self._replicas.get(r)) is not None)
-        return [r for r, report in known if report is not None and report.made_at > oldest]
+        known, oldest = self._replicas.get, now - self._stale_after_s
+        return [
+            r
+            for r in replica_ids
+            if (replica := known(r)) is not None and replica.report is not None and replica.report.made_at > oldest
+        ]
 
     def cached_tokens(self, request: RoutedRequest, replica_ids: Sequence[str]) -> Array:
         """Of the request's prompt, tokens that each replica is expected to have cached: never all of them, because a

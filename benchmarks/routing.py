@@ -26,8 +26,8 @@ reports say and what the router itself has sent.
     load        of the replica with the most over the mean: seconds in steps, and prompt tokens computed. The figure is
                 the worse of both. Below the fleet's size stand the same of two placements that look at nothing else
                 and find every prefix anywhere: as requests come, and with all known beforehand
-                (`single_cache.load_bounds`). With 256 replicas a long prompt is a third of what a replica computes at
-                all.
+                (`single_cache.load_bounds`). With 256 replicas one of the longest prompts is a third of the tokens
+                that a replica computes at all, and half of the seconds.
     missed      tokens a request by which the expected and the actual hits differed.
     speed       simulated seconds a second of one process; x replicas: replica-seconds a second.
 
@@ -134,7 +134,7 @@ def compare(sources: Mapping[int, Source], policies: Sequence[str], prefix: str 
         arrivals, single = source.arrivals(), next(results)
         assert isinstance(single, float)
         infinite = single_cache.infinite_hit_share(arrivals, DEVICE.unit_tokens)
-        bounds = single_cache.load_bounds(arrivals, DEVICE.unit_tokens, n)
+        bounds = single_cache.load_bounds(arrivals, DEVICE, n)
         print(
             f"\n{n} replicas, {source.kind}: {len(arrivals)} requests, "
             f"{sum(a.num_tokens for a in arrivals) / len(arrivals):.0f} tokens of prompt on average; hits of one "

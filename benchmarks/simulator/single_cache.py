@@ -48,22 +48,31 @@ def _hits(arrivals: Sequence[Arrival], unit_tokens: int) -> list[int]:
     return hits
 
 
-def load_bounds(arrivals: Sequence[Arrival], unit_tokens: int, num_replicas: int) -> tuple[float, float]:
-    """Prompt tokens computed, of the replica with the most over the mean, when each request may go anywhere and finds
-    there what any prompt before had: no queue and no cache is looked at, only what each replica has computed so far.
+def load_bounds(arrivals: Sequence[Arrival], device: Device, num_replicas: int) -> tuple[float, float]:
+    """Load of the replica with the most over the mean, when each request may go anywhere and finds there what any
+    prompt before had: no queue and no cache is looked at, only what each replica has computed so far. Balanced are
+    once prompt tokens and once the seconds that they take alone; of both results the worse.
 
     Returns:
         when requests are placed as they come, each where least has been computed; and when all are known beforehand,
         and the longest are placed first. The first is what a router can hope for: it cannot know that the trace ends,
         and the last long prompts make the difference.
     """
-    computed = [arrival.num_tokens - hit for arrival, hit in zip(arrivals, _hits(arrivals, unit_tokens), strict=True)]
-    return _max_over_mean(computed, num_replicas), _max_over_mean(sorted(computed, reverse=True), num_replicas)
+    hits = _hits(arrivals, device.unit_tokens)
+    tokens = [float(arrival.num_tokens - hit) for arrival, hit in zip(arrivals, hits, strict=True)]
+    seconds = [
+        device.step_s(round(n), round(n * hit + n * (n + 1) / 2), 0) for n, hit in zip(tokens, hits, strict=True)
+    ]
+    come, known = (
+        max(_max_over_mean(sorted(jobs, reverse=True) if known else jobs, num_replicas) for jobs in (tokens, seconds))
+        for known in (False, True)
+    )
+    return come, known
 
 
-def _max_over_mean(jobs: Sequence[int], num_replicas: int) -> float:
+def _max_over_mean(jobs: Sequence[float], num_replicas: int) -> float:
     """Of jobs placed in this order, each where there is least."""
-    totals = [0] * num_replicas
+    totals = [0.0] * num_replicas
     for job in jobs:
         heapq.heapreplace(totals, totals[0] + job)
     return max(totals) * num_replicas / sum(totals)

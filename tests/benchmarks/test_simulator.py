@@ -280,7 +280,7 @@ def test_agents_come_back_when_the_turn_before_has_ended() -> None:
 def test_load_bounds() -> None:
     """Six replicas' worth of short prompts, and a long one at the end: only who knows of it can even that out."""
     sent = [prompt(i, [10 * i]) for i in range(12)] + [prompt(12, list(range(200, 206)))]
-    as_they_come, known = single_cache.load_bounds(sent, UNIT, 3)
+    as_they_come, known = single_cache.load_bounds(sent, DEVICE, 3)
     assert as_they_come > 1.4
     assert known == pytest.approx(1.0, abs=0.05)
-    assert single_cache.load_bounds([prompt(0, [1]), prompt(1, [1])], UNIT, 2)[0] > 1.5  # the second is found
+    assert single_cache.load_bounds([prompt(0, [1]), prompt(1, [1])], DEVICE, 2)[0] > 1.5  # the second is found

@@ -159,7 +159,7 @@ def test_empty_replicas_get_equal_work() -> None:
         work[send(fleet, policy, prompt, names, now)] += prompt.num_tokens
         for name in names:
             fleet.report(name, report(now + 0.5), now + 0.5)
-    assert max(work.values()) < 1.1 * sum(work.values()) / len(names)
+    assert max(work.values()) < 1.2 * sum(work.values()) / len(names), work
 
 
 def test_a_lone_session_stays_where_its_prefix_is() -> None:

@@ -3,7 +3,6 @@ no more than what it was at."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -72,7 +71,7 @@ def test_conversations_stay_where_they_are_cached(server: Served, client: openai
     assert cached_tokens > 0.5 * prompt_tokens
     reports = server.reports()
     assert len(reports) == 3
-    assert sum(bool(report.keys) for report in reports) >= 2  # and they are not all at one replica
+    assert sum(bool(report.keys or report.changes) for report in reports) >= 2  # and they are not all at one replica
     assert sum(report.cached_tokens for report in reports) >= cached_tokens
 
 
@@ -140,7 +139,8 @@ def test_a_replica_is_killed_under_load(server: Served) -> None:
 
 
 def test_an_ingress_is_killed_under_load(server: Served) -> None:
-    """Serve's proxy sends to the next one what nothing has come of yet, and ends streams that have begun."""
+    """HAProxy sends to the next one what nothing has come of yet; a stream that has begun is broken off, which no client
+    can take for its end."""
     url = f"{server.url}/v1/completions"
     body = {"model": "builtin", "prompt": "What is Folio?", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
     assert httpx.post(url, json=body | {"max_tokens": 1}, timeout=DEADLINE_S).status_code == 200
@@ -153,6 +153,6 @@ def test_an_ingress_is_killed_under_load(server: Served) -> None:
                 assert not any(other.done() for other in others)
             [ingress] = processes_called(f"ray::ServeReplica:{server.name}:Ingress")
             os.kill(ingress, signal.SIGKILL)
-            *_, last = lines
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "unavailable"
+            with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
+                list(lines)
         assert [other.result().json()["usage"]["completion_tokens"] for other in others] == [1500] * 4

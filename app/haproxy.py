@@ -191,7 +191,7 @@ def _amendments(text: str, trusted: Sequence[str]) -> list[tuple[str, str]]:
         (
             r"^defaults$",
             f"defaults\n    timeout http-request {HEAD_TIMEOUT_S}s\n    option http-buffer-request\n"
-            "    option http-ignore-probes",
+            "    option http-ignore-probes\n    option disable-h2-upgrade",
         ),
         (r"^    errorfile 502 .*\n    errorfile 503 .*\n    errorfile 504 .*$", "\n".join(errors)),
         # Statistics are for this machine.
@@ -221,7 +221,7 @@ def _header_rules(trusted: Sequence[str]) -> str:
         f"http-request set-header x-request-id %[req.hdr({ATTEMPT_HEADER})] "
         "unless { req.hdr(x-request-id) -m found }",
         # What Serve says of the applications is for those who may call them: it goes to one, which has no such path.
-        "http-request set-path /-/routes/ if { path -i /-/routes }",
+        "http-request set-path /-/routes/ if { path,url_dec -i -m str /-/routes }",
         # HAProxy's own answers, and not an application's: clients send again what has met 503.
         "http-response set-var(txn.answered) bool(true)",
         "http-after-response set-status 503 if { status 502 504 } !{ var(txn.answered) -m found }",

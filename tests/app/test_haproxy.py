@@ -583,6 +583,11 @@ def test_what_is_no_http_reaches_nobody(usual: Front, application: Application, 
     assert usual.get("/victim").json["path"] == "/victim"
 
 
+def test_http_2_is_not_spoken(usual: Front) -> None:
+    """HAProxy would, even without TLS: a hundred requests for a connection, and refusals that clients cannot read."""
+    assert is_clean(usual.exchange(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"), 400)
+
+
 @pytest.mark.parametrize(
     ("lines", "status"),
     [
@@ -677,9 +682,9 @@ def test_addresses_that_haproxy_cannot_read(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_is_shown_to_everybody(usual: Front, application: Application) -> None:
     """Neither the list of applications, nor statistics."""
     count = len(application.scopes)
-    for path in ("/-/routes", "/-/ROUTES"):
+    for path in ("/-/routes", "/-/ROUTES", "/-/%72outes"):
         assert usual.get(path).json["path"] == "/-/routes/"
-    assert len(application.scopes) == count + 2  # it is the application's to refuse
+    assert len(application.scopes) == count + 3  # it is the application's to refuse
     for variable, path in (("STATS", "/stats"), ("METRICS", "/metrics")):
         port = int(usual.variables[f"RAY_SERVE_HAPROXY_{variable}_PORT"])
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=DEADLINE_S) as answer:

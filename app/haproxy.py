@@ -37,6 +37,9 @@ BUFFER_BYTES = 72 << 10
 MAX_CONNECTIONS = 20_000
 # For HAProxy's own files and its connections to ingresses, out of the limit on open files.
 _OWN_FILES = 2_000
+# A machine that is gone does not say so. Its connections end when it has acknowledged nothing for so long, and what it
+# had not begun to answer another ingress gets; otherwise clients would wait as long as for the longest answer.
+GONE_AFTER_S = 20
 # Serve starts another ingress in about this time.
 _REPLACED_AFTER_S = 5
 # Bytes of the longest path of a Unix socket, less what Serve and HAProxy append: a node's id, a name, a process id.
@@ -111,6 +114,8 @@ def environment(directory: Path, binary: str | None = None) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "3600",
         # What an ingress has taken, and not begun to answer when it died, another one gets.
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+        # It may be what the ingress died of.
+        "RAY_SERVE_HAPROXY_RETRIES": "2",
         "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
         # When ingresses come or go, a new process takes over, and the old one ends with its last stream.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
@@ -172,7 +177,8 @@ def amend(text: str, trusted: Sequence[str] = ("127.0.0.1", "::1")) -> str:
 
 def _amendments(text: str, trusted: Sequence[str]) -> list[tuple[str, str]]:
     """(what is looked for, what it becomes)."""
-    applications = re.findall(r"^    use_backend (\S+) if is_\1$", text, flags=re.MULTILINE)
+    http, grpc, _ = text.partition("\nfrontend grpc_frontend\n")
+    applications = re.findall(r"^    use_backend (\S+) if is_\1$", http, flags=re.MULTILINE)
     unreachable = "no ingress has answered; send the request again"
     errors = [
         _error(400, "the request is not one of HTTP/1.1, or its headers are too long", "invalid_http"),
@@ -191,7 +197,9 @@ def _amendments(text: str, trusted: Sequence[str]) -> list[tuple[str, str]]:
         (
             r"^defaults$",
             f"defaults\n    timeout http-request {HEAD_TIMEOUT_S}s\n    option http-buffer-request\n"
-            "    option http-ignore-probes\n    option disable-h2-upgrade",
+            "    option http-ignore-probes\n    option disable-h2-upgrade\n"
+            f"    option srvtcpka\n    srvtcpka-idle {GONE_AFTER_S // 2}s\n    srvtcpka-intvl {GONE_AFTER_S // 4}s\n"
+            f"    srvtcpka-cnt 2\n    default-server tcp-ut {GONE_AFTER_S}s",
         ),
         (r"^    errorfile 502 .*\n    errorfile 503 .*\n    errorfile 504 .*$", "\n".join(errors)),
         # Statistics are for this machine.
@@ -200,16 +208,21 @@ def _amendments(text: str, trusted: Sequence[str]) -> list[tuple[str, str]]:
         (r"^(?=    # Health check endpoint$)", _header_rules(trusted)),
         (r"^(?=    # Static routing based on path)", "".join(_not_ready_rule(text, name) for name in applications)),
         (r"^    http-request return status 404 .*$", no_application if applications else _not_ready()),
+        *([(r"^(?=    # Health check endpoint \(gRPC)", f"    {_forwarded_rule(trusted)}\n")] if grpc else []),
     ]
 
 
-def _header_rules(trusted: Sequence[str]) -> str:
+def _forwarded_rule(trusted: Sequence[str]) -> str:
     is_forwarded = "{ req.hdr(x-forwarded-for) -m found }"
     if "*" not in trusted:
         is_forwarded = "{ src " + " ".join(trusted) + " } " + is_forwarded
+    return f"http-request set-header x-forwarded-for %[src] unless {is_forwarded}"
+
+
+def _header_rules(trusted: Sequence[str]) -> str:
     no_http = "the request's method, or a character in its headers, is not one of HTTP"
     rules = [
-        f"http-request set-header x-forwarded-for %[src] unless {is_forwarded}",
+        _forwarded_rule(trusted),
         # uvicorn would refuse these, in plain text.
         _return(400, no_http, "invalid_http").strip() + " "
         r"if { req.hdrs -m reg '[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]' } or !{ method " + " ".join(_METHODS) + " }",

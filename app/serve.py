@@ -158,14 +158,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @contextmanager
 def prepared_environment(*, has_tls: bool = False) -> Iterator[None]:
     """Variables for the processes of a cluster that is started within, unless they are set already."""
-    directory = _haproxy_directory()
+    directory, before = _haproxy_directory(), dict(os.environ)
     values = environment(directory, has_tls=has_tls)
     os.environ.update(values)
     try:
         yield
     finally:
         for name in values:
-            os.environ.pop(name, None)
+            os.environ.pop(name)
+            if name in before:
+                os.environ[name] = before[name]
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -183,9 +185,9 @@ def environment(directory: Path, *, has_tls: bool = False) -> dict[str, str]:
             values |= haproxy.environment(directory)
         except haproxy.NoHAProxyError as error:
             logger.warning("Serve's proxy takes HTTP requests, which is slower than HAProxy: %s", error)
-            os.environ.pop(haproxy.SWITCH, None)
             values[haproxy.SWITCH] = "0"
-    return {name: value for name, value in values.items() if name not in os.environ}
+    decided_here = {haproxy.SWITCH, "FORWARDED_ALLOW_IPS"}  # from what is set
+    return {name: value for name, value in values.items() if name not in os.environ or name in decided_here}
 
 
 def _haproxy_directory() -> Path:

@@ -134,7 +134,11 @@ def cluster(num_cpus: int = 4) -> Iterator[str]:
     with prepared_environment():
         ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
         try:
-            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            servicers = ["app.proto.folio_pb2_grpc.add_FolioServicer_to_server"]
+            serve.start(
+                http_options={"host": "127.0.0.1", "port": port},
+                grpc_options={"port": free_port(), "grpc_servicer_functions": servicers},
+            )
             yield f"http://127.0.0.1:{port}"
         finally:
             serve.shutdown()

@@ -40,7 +40,7 @@ _STATUSES = {
     503: grpc.StatusCode.UNAVAILABLE,
 }
 # Of a call's metadata; what the API would know other headers by is none of gRPC's.
-_HEADERS = {"authorization", "x-api-key", "x-request-id"}
+_HEADERS = {"authorization", "x-api-key", "x-request-id", "x-forwarded-for"}
 ERROR_METADATA = "folio-error"
 # Of an error's message, which is in the status and in the metadata: both together must fit into 8 KiB, where characters
 # that are not ASCII take up to twelve bytes.

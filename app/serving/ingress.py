@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from app.edge.door import Door
 from app.edge.exchange import current_exchange
@@ -29,6 +30,7 @@ from app.errors import (
     UnknownPinError,
 )
 from app.fleet.overload import Refusals
+from app.haproxy import trusted_addresses
 from app.logs import configure_logs
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, GenerationBody, PinRequest
 from app.openai.http import build_api, note_broken_stream
@@ -135,7 +137,8 @@ class Ingress(GrpcIngress):
         api.add_middleware(Door, gate=self._admission, watcher=self._edge)
         api.add_middleware(ReadsRefusedBodies)
         add_memory_route(api, self)
-        self._api = api  # for gRPC
+        trusting: Any = ProxyHeadersMiddleware
+        self._api = trusting(api, trusted_addresses())  # for gRPC; for HTTP uvicorn has it
         self._limits.start()
         return api
 

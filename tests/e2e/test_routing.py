@@ -139,8 +139,8 @@ def test_a_replica_is_killed_under_load(server: Served) -> None:
 
 
 def test_an_ingress_is_killed_under_load(server: Served) -> None:
-    """HAProxy sends to the next one what nothing has come of yet; a stream that has begun is broken off, which no client
-    can take for its end."""
+    """HAProxy sends to the next one what nothing has come of yet; a stream that has begun loses its connection, which
+    no client takes for its end."""
     url = f"{server.url}/v1/completions"
     body = {"model": "builtin", "prompt": "What is Folio?", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
     assert httpx.post(url, json=body | {"max_tokens": 1}, timeout=DEADLINE_S).status_code == 200

@@ -63,7 +63,13 @@ def build(args: AppArgs) -> Application:
     )(Ingress)
     replica = engine.bind(config, args.shared_kv_memory_bytes, stream_pace(args.streaming))
     application: Application = ingress.bind(
-        args.engine.model, args.served_name, replica, tuple(args.engine.adapters), args.http, config.max_num_seqs
+        args.engine.model,
+        args.served_name,
+        replica,
+        tuple(args.engine.adapters),
+        args.http,
+        config.max_num_seqs,
+        args.routing.wait_for_replica_s,
     )
     return application
 

@@ -19,6 +19,7 @@ from app.openai.pieces import Piece
 from app.serving.attempts import Attempts
 from app.serving.batch import Batch
 from app.serving.failures import FAILURES, broken_off, translated, unwrap
+from app.serving.heartbeat import SILENCE_S, heard
 from app.serving.interleave import interleave
 from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts
 from app.serving.shared import SharedReader
@@ -37,6 +38,7 @@ class Replicas:
         refusals: by replicas whose queue was full.
         batch_window: of the calls of one request, so many are sent at once.
         shared: streams that those of several requests share; `None`: each has its own only.
+        wait_for_replica_s: that the router lets a call wait when there is none.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class Replicas:
         refusals: Refusals,
         batch_window: int = 32,
         shared: SharedReader | None = None,
+        wait_for_replica_s: float = 10.0,
     ) -> None:
         self._handle = handle
+        self._first_s = wait_for_replica_s + SILENCE_S
         self._shared = shared
         self._batch_window = batch_window
         self._refusals = refusals
@@ -79,7 +83,7 @@ class Replicas:
     async def fork_stream(self, call: ForkCall) -> AsyncGenerator[Piece, None]:
         """The forks piece by piece. Close it to cancel them."""
         method = self._streaming(call.params).fork_stream
-        async with aclosing(_pieces_of(method, call)) as pieces:
+        async with aclosing(_pieces_of(method, call, self._first_s)) as pieces:
             async for piece in pieces:
                 yield piece
 
@@ -144,7 +148,7 @@ class Replicas:
         has died, and would go on to the end."""
         if not fits_by_value(call.params):
             return cast(list[Piece], await _result_of(self._handle.generate.remote(call)))
-        return await _only_item_of(self._streaming(call.params).generate_at_once.remote(call))
+        return await _only_item_of(self._streaming(call.params).generate_at_once.remote(call), self._first_s)
 
     async def _stream(
         self, call: GenerateRequest, arrived: float | None, batch: Batch | None
@@ -156,7 +160,7 @@ class Replicas:
             shared = self._shared if fits_by_value(call.params) else None
             while True:
                 try:
-                    async with aclosing(_pieces_of(method, attempts.next_call(), shared)) as pieces:
+                    async with aclosing(_pieces_of(method, attempts.next_call(), self._first_s, shared)) as pieces:
                         async for piece in pieces:
                             begun = True
                             yield piece
@@ -193,12 +197,13 @@ def _answer_of(answer: asyncio.Future[Any], timeout_s: float) -> Any:
 
 
 async def _pieces_of(
-    method: Any, call: GenerateRequest | ForkCall, shared: SharedReader | None = None
+    method: Any, call: GenerateRequest | ForkCall, first_s: float, shared: SharedReader | None = None
 ) -> AsyncGenerator[Piece, None]:
     """What a replica's stream brings, up to its end. Nothing is sent before the first piece is asked for: what has been
     sent has to be cancelled.
 
     Args:
+        first_s: that the first item, or sign of life, may take.
         shared: by which all but the first pieces may come; `None`: they do not.
     """
     expected = None
@@ -209,7 +214,7 @@ async def _pieces_of(
     try:
         response = method.remote(call)
         with translated():
-            async for item in response:
+            async for item in heard(response, SILENCE_S, first_s):
                 if isinstance(item, int):  # the rest is in the shared stream of that number
                     assert shared is not None
                     assert expected is not None
@@ -232,12 +237,12 @@ async def _pieces_of(
             shared.forget(expected)
 
 
-async def _only_item_of(response: Any) -> list[Piece]:
+async def _only_item_of(response: Any, first_s: float) -> list[Piece]:
     """Of a replica's stream; it is cancelled when this task is."""
     pieces: list[Piece] | None = None
     try:
         with translated():
-            async for item in response:
+            async for item in heard(response, SILENCE_S, first_s):
                 pieces = item
             if pieces is None:
                 raise broken_off()

@@ -94,6 +94,7 @@ class Ingress(GrpcIngress):
         adapters: names of the LoRA adapters that the engine has.
         http: how the HTTP interface is protected.
         batch_window: of the prompts of one request, so many are sent at once.
+        wait_for_replica_s: that the router lets a request wait when there is no replica.
     """
 
     _asking: asyncio.Task[ReplicaFacts] | None = None  # a replica whether it is well
@@ -106,6 +107,7 @@ class Ingress(GrpcIngress):
         adapters: Sequence[str] = (),
         http: HttpSettings | None = None,
         batch_window: int = 32,
+        wait_for_replica_s: float = 10.0,
     ) -> None:
         configure_logs()
         self._http = http
@@ -114,7 +116,7 @@ class Ingress(GrpcIngress):
         refusals = Refusals()
         # The router shares this event loop: from one of its own, each item of a stream would change threads twice.
         engine._init(_run_router_in_separate_loop=False)
-        self._replicas = Replicas(engine, refusals, batch_window, SharedReader(engine))
+        self._replicas = Replicas(engine, refusals, batch_window, SharedReader(engine), wait_for_replica_s)
         self._admission = Admission(refusals)
         context = serve.get_replica_context()
         self._shares = Shares()

@@ -7,7 +7,7 @@ import gc
 import math
 import os
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from app.errors import ConfigError, OverloadedError, RequestError, UnavailableEr
 from app.fleet.autoscaling import ReplicaLoad
 from app.logs import configure_logs
 from app.openai.pieces import Piece, PieceCollector
+from app.serving.heartbeat import beating
 from app.serving.ledger import BudgetMember, device_of_this_replica
 from app.serving.messages import (
     ForkCall,
@@ -102,20 +103,20 @@ class EngineReplica:
         return await self._whole(self._deltas(request, _only_at_the_end))
 
     async def generate_at_once(self, request: GenerateRequest) -> AsyncIterator[list[Piece]]:
-        """The same as a stream of one item."""
-        yield await self.generate(request)
+        """The same as a stream of one item, and signs of life until it comes, as all streams have them."""
+        async with aclosing(beating(_once(self.generate(request)))) as items:
+            async for item in items:
+                yield item
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[list[Piece] | int]:
         """The outputs as they are generated: a piece of each that has grown, as often as `StreamPace`
         allows. A number: that of the shared stream which has all that follow."""
-        async with aclosing(self._pieces(partial(self._deltas, request))) as lists:
-            if request.share is None:
-                async for pieces in lists:
-                    yield pieces
-                return
-            async with aclosing(self._shared.divert(lists, request.share)) as own:
-                async for item in own:
-                    yield item
+        async with (
+            aclosing(self._pieces(partial(self._deltas, request))) as lists,
+            aclosing(beating(self._shared.divert(lists, request.share))) as items,
+        ):
+            async for item in items:
+                yield item
 
     async def share(self, call: ShareCall) -> AsyncIterator[list[Entry]]:
         """The shared stream of an ingress.
@@ -125,7 +126,7 @@ class EngineReplica:
         """
         if call.replica != self._name:
             raise UnknownRequestError(f"the replica {call.replica!r} is gone", "request_id")
-        async with aclosing(self._shared.messages(call)) as messages:
+        async with aclosing(beating(self._shared.messages(call))) as messages:
             async for entries in messages:
                 yield entries
 
@@ -139,7 +140,7 @@ class EngineReplica:
 
     async def fork_stream(self, call: ForkCall) -> AsyncIterator[list[Piece]]:
         """The same as they are generated."""
-        async with aclosing(self._pieces(partial(self._forked, call))) as lists:
+        async with aclosing(beating(self._pieces(partial(self._forked, call)))) as lists:
             async for pieces in lists:
                 yield pieces
 
@@ -299,6 +300,10 @@ class EngineReplica:
             self._engine.close()
             if self._member is not None:
                 self._member.close()
+
+
+async def _once(item: Awaitable[T]) -> AsyncGenerator[T, None]:
+    yield await item
 
 
 async def _beside(call: Callable[[], T]) -> T:

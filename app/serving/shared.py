@@ -36,6 +36,7 @@ from app.engine.request import FinishReason
 from app.errors import FolioError, UnavailableError
 from app.openai.pieces import Piece
 from app.serving.failures import FAILURES
+from app.serving.heartbeat import SILENCE_S, heard
 from app.serving.messages import Share, ShareCall
 
 logger = logging.getLogger(__name__)
@@ -233,7 +234,7 @@ class SharedReader:
         response: Any = self._handle.options(stream=True, _by_reference=False).share.remote(call)
         has_ended = False
         try:
-            async for entries in response:
+            async for entries in heard(response, SILENCE_S):
                 for entry in entries:
                     if (expected := self._expected.get(entry[0])) is not None:  # else its reader has left
                         expected.arrived.put_nowait(_piece_of(entry, replica))

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.engine.params import SamplingParams
-from app.openai.bodies import CompletionRequest
 from app.serving.messages import GenerateRequest
 from benchmarks import harness
 from benchmarks.served import Served, served
@@ -175,6 +174,8 @@ def first_tokens(server: Served) -> dict[str, list[float]]:
                 times.append(time.perf_counter())
 
         return ask
+
+    from app.openai.bodies import CompletionRequest
 
     request = CompletionRequest.model_validate(body)
     call = GenerateRequest("bench", [1, 2, 3, 4], SamplingParams(max_tokens=2, ignore_eos=True))

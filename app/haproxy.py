@@ -14,6 +14,7 @@ import importlib.metadata
 import ipaddress
 import json
 import os
+import random
 import re
 import resource
 import shlex
@@ -22,9 +23,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from pathlib import Path
 
+# Where statistics are wanted by TCP, for scrapers.
+STATISTICS_PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
+# Nobody gets these who asks for any free port, as Ray's processes do.
+_PORTS = range(20_000, 30_000)
 # "1" is HAProxy, "0" Serve's proxy; Serve's default is "0", that of `python -m app.serve` "1".
 SWITCH = "RAY_SERVE_ENABLE_HA_PROXY"
 RAY = "2.60."
@@ -43,7 +48,7 @@ GONE_AFTER_S = 20
 # Serve starts another ingress in about this time.
 _REPLACED_AFTER_S = 5
 # Bytes of the longest path of a Unix socket, less what Serve and HAProxy append: a node's id, a name, a process id.
-_MOST_PATH_BYTES = 30
+_MOST_PATH_BYTES = 24
 # Names the request in all attempts: the engine replicas run only one at a time.
 ATTEMPT_HEADER = "x-folio-attempt-of"
 # Of these uvicorn's parser knows all, and of others few.
@@ -88,7 +93,7 @@ def environment(directory: Path, binary: str | None = None) -> dict[str, str]:
     if len(os.fsencode(directory)) > _MOST_PATH_BYTES:
         raise NoHAProxyError(f"{directory} is too long for the paths of Unix sockets below it")
     launcher = write_launcher(directory, binary or find_binary())
-    ports, trusted = _free_ports(4), trusted_addresses()
+    ports, trusted = _free_ports(2), trusted_addresses()
     return {
         SWITCH: "1",
         # uvicorn, in an ingress, has to believe what HAProxy tells of its clients.
@@ -100,10 +105,8 @@ def environment(directory: Path, binary: str | None = None) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "server-state"),
         # Others may run on this machine.
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(ports[0]),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports[1]),
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports[2]),
-        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(ports[3]),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports[0]),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(ports[1]),
         "RAY_SERVE_HAPROXY_MAXCONN": str(_max_connections()),
         # It takes a tenth of a core where an engine takes all.
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, max(1, (os.cpu_count() or 1) // 4))),
@@ -114,8 +117,6 @@ def environment(directory: Path, binary: str | None = None) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "3600",
         # What an ingress has taken, and not begun to answer when it died, another one gets.
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
-        # It may be what the ingress died of.
-        "RAY_SERVE_HAPROXY_RETRIES": "2",
         "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
         # When ingresses come or go, a new process takes over, and the old one ends with its last stream.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
@@ -157,16 +158,17 @@ def write_launcher(directory: Path, binary: str) -> Path:
     return launcher
 
 
-def amend(text: str, trusted: Sequence[str] = ("127.0.0.1", "::1")) -> str:
+def amend(text: str, trusted: Sequence[str] = ("127.0.0.1", "::1"), sockets: Path | None = None) -> str:
     """Serve's configuration with Folio's limits, answers and headers.
 
     Args:
+        sockets: where statistics listen, on Unix sockets; `None`: at their ports, for this machine only.
         trusted: addresses of proxies in front, whose `X-Forwarded-For` is believed; "*": everybody's.
 
     Raises:
         ValueError: a line that is looked for is not there: this is not the configuration of Ray 2.60.
     """
-    for pattern, replacement in _amendments(text, trusted):
+    for pattern, replacement in _amendments(text, trusted, sockets):
         text, number = re.subn(pattern, lambda _, new=replacement: new, text, flags=re.MULTILINE)  # type: ignore[misc]
         if not number:
             raise ValueError(
@@ -175,7 +177,7 @@ def amend(text: str, trusted: Sequence[str] = ("127.0.0.1", "::1")) -> str:
     return text
 
 
-def _amendments(text: str, trusted: Sequence[str]) -> list[tuple[str, str]]:
+def _amendments(text: str, trusted: Sequence[str], sockets: Path | None) -> list[tuple[str, str]]:
     """(what is looked for, what it becomes)."""
     http, grpc, _ = text.partition("\nfrontend grpc_frontend\n")
     applications = re.findall(r"^    use_backend (\S+) if is_\1$", http, flags=re.MULTILINE)
@@ -202,14 +204,21 @@ def _amendments(text: str, trusted: Sequence[str]) -> list[tuple[str, str]]:
             f"    srvtcpka-cnt 2\n    default-server tcp-ut {GONE_AFTER_S}s",
         ),
         (r"^    errorfile 502 .*\n    errorfile 503 .*\n    errorfile 504 .*$", "\n".join(errors)),
-        # Statistics are for this machine.
-        (r"^    bind \*?(?=:\d+\n    mode http\n    http-request use-service)", "    bind 127.0.0.1"),
-        (r"^  bind \*(?=:\d+\n  stats enable)", "  bind 127.0.0.1"),
+        _private(r"    bind \*?", r"\n    mode http\n    http-request use-service", sockets, "prometheus.sock"),
+        _private(r"  bind \*", r"\n  stats enable", sockets, "statistics.sock"),
         (r"^(?=    # Health check endpoint$)", _header_rules(trusted)),
         (r"^(?=    # Static routing based on path)", "".join(_not_ready_rule(text, name) for name in applications)),
         (r"^    http-request return status 404 .*$", no_application if applications else _not_ready()),
         *([(r"^(?=    # Health check endpoint \(gRPC)", f"    {_forwarded_rule(trusted)}\n")] if grpc else []),
     ]
+
+
+def _private(before: str, after: str, sockets: Path | None, name: str) -> tuple[str, str]:
+    """Statistics, which Serve has listen everywhere. A port that was free when the cluster began need not be so when
+    HAProxy starts, which it then would not."""
+    if sockets is None:
+        return f"^{before}(?=:\\d+{after})", "  bind 127.0.0.1"
+    return f"^{before}:\\d+(?={after})", f"  bind {sockets / name} mode 600"
 
 
 def _forwarded_rule(trusted: Sequence[str]) -> str:
@@ -282,11 +291,14 @@ def _max_connections() -> int:
 
 def _free_ports(number: int) -> list[int]:
     """Of this machine, now."""
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
+    found: list[int] = []
+    for port in random.sample(_PORTS, len(_PORTS)):
+        if len(found) == number:
+            break
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+    return found
 
 
 def trusted_addresses() -> list[str]:
@@ -304,7 +316,8 @@ def main(arguments: Sequence[str]) -> None:
     """Amend the configuration and become HAProxy."""
     binary, *options = arguments
     path = Path(options[options.index("-f") + 1])
-    path.write_text(amend(path.read_text(), trusted_addresses()))
+    ports_are_wanted = any(name in os.environ for name in STATISTICS_PORTS)
+    path.write_text(amend(path.read_text(), trusted_addresses(), None if ports_are_wanted else path.parent))
     os.execv(binary, [binary, *options])
 
 

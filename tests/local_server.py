@@ -30,6 +30,7 @@ from app.serving.metrics import RequestMeter
 from app.serving.pace import StreamPace
 from app.serving.repeats import Repeats
 from app.serving.replica import EngineReplica
+from app.serving.shared import SharedStreams
 from app.serving.translator import Translator
 
 
@@ -44,7 +45,7 @@ class LocalServer:
         replica: Any = object.__new__(EngineReplica)
         replica._closing, replica._leaving, replica._member = False, None, None
         replica._engine, replica._name = self.engine, "local"
-        replica._alone = Repeats()
+        replica._shared, replica._alone = SharedStreams(), Repeats()
         replica._pace = StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0)
         ingress: Any = object.__new__(Ingress.__bases__[0])  # what Serve makes of it needs a cluster
         ingress._translator = Translator(load_tokenizer(config.model), "builtin", ())

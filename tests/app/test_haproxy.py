@@ -19,7 +19,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -60,8 +59,6 @@ PATHS = {
     "server_state_file": "SERVER_STATE_FILE",
 }
 NUMBERS = {
-    "stats_port": "STATS_PORT",
-    "metrics_port": "METRICS_PORT",
     "maxconn": "MAXCONN",
     "nbthread": "NBTHREAD",
     "bufsize": "TUNE_BUFSIZE",
@@ -685,12 +682,25 @@ def test_what_is_shown_to_everybody(usual: Front, application: Application) -> N
     for path in ("/-/routes", "/-/ROUTES", "/-/%72outes"):
         assert usual.get(path).json["path"] == "/-/routes/"
     assert len(application.scopes) == count + 3  # it is the application's to refuse
-    for variable, path in (("STATS", "/stats"), ("METRICS", "/metrics")):
-        port = int(usual.variables[f"RAY_SERVE_HAPROXY_{variable}_PORT"])
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=DEADLINE_S) as answer:
-            assert answer.status == 200
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.2", port))
+    directory = Path(usual.variables["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).parent
+    for name, path in (("statistics.sock", "/stats"), ("prometheus.sock", "/metrics")):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(directory / name))
+            connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+            assert connection.recv(12) == b"HTTP/1.1 200"
+
+
+def test_statistics_at_ports(usual: Front) -> None:
+    """Where somebody has named them: on this machine only. Regression: a port that was free when the cluster began was
+    not when HAProxy did, which then did not start."""
+    text = written(usual.variables, usual.port, backend_of([1])).read_text()
+    at_ports, at_sockets = haproxy.amend(text), haproxy.amend(text, sockets=Path("/tmp/x"))
+    assert sorted(re.findall(r"^ +bind (.*)$", at_ports, re.MULTILINE)) == sorted(
+        ["127.0.0.1:8404", "127.0.0.1:9101", f"127.0.0.1:{usual.port}"]
+    )
+    assert sorted(re.findall(r"^ +bind (.*)$", at_sockets, re.MULTILINE)) == sorted(
+        ["/tmp/x/prometheus.sock mode 600", "/tmp/x/statistics.sock mode 600", f"127.0.0.1:{usual.port}"]
+    )
 
 
 def test_an_ingress_that_ends_without_an_answer() -> None:
@@ -751,7 +761,7 @@ def text() -> Iterator[str]:
 def test_a_configuration_of_another_ray(text: str) -> None:
     """None of what is changed may be left as it was, without anybody knowing."""
     assert haproxy.amend(text) != text
-    patterns = [pattern for pattern, _ in haproxy._amendments(text, ["*"])]
+    patterns = [pattern for pattern, _ in haproxy._amendments(text, ["*"], None)]
     assert patterns
     for pattern in patterns:
         other = re.sub(pattern, "    # something else", text, flags=re.MULTILINE)
@@ -780,7 +790,7 @@ def test_the_launcher_where_names_have_spaces(tmp_path: Path, text: str) -> None
         [launcher, "-db", "-f", config, "-dR", "-sf", "1 2"], check=True, capture_output=True, text=True
     )
     assert done.stdout.splitlines() == [str(binary), "-db", "-f", str(config), "-dR", "-sf", "1 2"]
-    assert config.read_text() == haproxy.amend(text, haproxy.trusted_addresses())
+    assert config.read_text() == haproxy.amend(text, haproxy.trusted_addresses(), directory)
 
 
 def test_a_directory_that_leaves_no_room_for_sockets(tmp_path: Path) -> None:

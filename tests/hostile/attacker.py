@@ -129,6 +129,9 @@ class Attacker:
                 tasks.create_task(one(item))
 
 
+# What HAProxy answers to what is no HTTP: its parser knows no other words.
+NO_HTTP = (400, b"<html><body><h1>400 Bad request</h1>\nYour browser sent an invalid request.\n</body></html>\n")
+
 Attack = Callable[[Attacker], Awaitable[None]]
 
 
@@ -139,7 +142,7 @@ def _fault_of(answer: Answer, method: str, is_http: bool) -> str | None:
         return "an error of ours in a stream" if b'"type":"server_error"' in answer.body.replace(b" ", b"") else None
     if status != 503 and not 400 <= status < 500:
         return "an error of ours"
-    if method == "HEAD" or not is_http:
+    if method == "HEAD" or not is_http or (status, answer.body) == NO_HTTP:
         return None
     try:
         error = answer.json["error"]

@@ -35,7 +35,8 @@ ATTACKS = structures.ATTACKS | bodies.ATTACKS | protocol.ATTACKS | crowds.ATTACK
 ATTACK_DEADLINE_S = 1200.0
 # Of those that must not come to any harm.
 PROCESSES = {
-    "proxy": "ray::ProxyActor",
+    "fallback": "ray::ProxyActor",
+    "haproxy_manager": "ray::HAProxyManager",
     "controller": "ray::ServeController",
     "ingress": f"ray::ServeReplica:{NAME}:Ingress",
     "replica": f"ray::ServeReplica:{NAME}:EngineReplica",

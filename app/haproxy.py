@@ -117,7 +117,6 @@ def environment(directory: Path, binary: str | None = None) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "3600",
         # What an ingress has taken, and not begun to answer when it died, another one gets.
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
-        "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
         # When ingresses come or go, a new process takes over, and the old one ends with its last stream.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
         # An ingress that is to go stays until every HAProxy knows; Serve's default is 30 s.

@@ -67,7 +67,7 @@ NUMBERS = {
     "observe_error_limit": "OBSERVE_ERROR_LIMIT",
     "hard_stop_after_s": "HARD_STOP_AFTER_S",
 }
-WORDS = {"retry_on": "RETRY_ON", "health_check_inter": "HEALTH_CHECK_INTER"}
+WORDS = {"retry_on": "RETRY_ON"}
 
 
 def config_of(variables: dict[str, str], port: int, **changed: Any) -> HAProxyConfig:

@@ -95,7 +95,7 @@ def server(cluster_url: str) -> Iterator[Server]:
     engine = shared_engine(args)
     deployment: Any = serve.deployment(autoscaling_config=AUTOSCALING, **replica_resources(engine))(EngineReplica)
     with deleted_at_the_end(NAME):
-        yield Server(serve.run(deployment.bind(engine, SHARED_BYTES), name=NAME, route_prefix=None))
+        yield Server(serve.run(deployment.bind(engine, SHARED_BYTES), name=NAME, route_prefix="/shared"))
 
 
 def test_budgets_add_up_whoever_comes_and_goes(server: Server) -> None:

@@ -12,7 +12,8 @@
 - `decodes`: what runs there waits while the prompt is computed.
 - `even`: later requests find the replica busier. At any moment many replicas have empty queues, equal for this request;
   without this term chance decides among them, and work piles up on some. In the simulator, on the Mooncake trace, the
-  replica with the most computed 1.29 times the mean of 64, and 1.87 times that of 256; with it, 1.09 and 1.28.
+  replica with the most computed 1.29 times the mean of 64, and 1.87 times that of 256; with it,
+  1.09 and 1.28 (`work` was 4 then).
 
 Every term of harm is in proportion to P, so nothing depends on how fast a model is, and a replica that has the prefix
 keeps its advantage. Every rate is what replicas have measured (`StepTimes`, `freed_tokens_per_s`). That cached blocks

@@ -114,8 +114,6 @@ class Ingress(GrpcIngress):
         self._model_names = (model_name, *adapters)
         self._translator = Translator(load_tokenizer(model), model_name, adapters)
         refusals = Refusals()
-        # The router shares this event loop: from one of its own, each item of a stream would change threads twice.
-        engine._init(_run_router_in_separate_loop=False)
         self._replicas = Replicas(engine, refusals, batch_window, SharedReader(engine), wait_for_replica_s)
         self._admission = Admission(refusals)
         context = serve.get_replica_context()

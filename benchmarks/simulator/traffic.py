@@ -31,7 +31,8 @@ _SESSIONS_PER_S, _KINDS, _INSTRUCTIONS = 1.3, 8, (6144, 2048)
 _TASK, _RETURNED, _TURNS = 8000.0, 5000.0, 8.0
 # Tokens of an answer: the mean of Mooncake's tool and agent requests (arXiv 2407.00079, section 4.2).
 _CALL = 182.0
-# Seconds that tools take, means and shares: a search, or one that makes an image or speech (InferCept, ICML 2024).
+# Seconds that tools take, means and shares: a search, or one that makes an image or speech. Assumed, of the size that
+# InferCept (ICML 2024) reports; not checked against its table.
 _FAST_S, _SLOW_S, _SLOW_SHARE = 0.69, 18.6, 0.3
 
 
@@ -113,7 +114,8 @@ def conversations(count: int, seed: int) -> list[Arrival]:
 
 def agents(count: int, factor: float, seed: int) -> list[Arrival]:
     """Sessions of agents that call tools, pause until these return, and come back with all that was said so far; about
-    so many requests. No trace: drawn from the distributions above, of which pauses and answers are documented ones.
+    so many requests. No trace: drawn from the distributions above, of which the mean answer is a published one, and the
+    pauses are assumed.
 
     Args:
         factor: so many times as many sessions a second; a session itself is no faster.

@@ -33,7 +33,7 @@ from tests.nightly import examples
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 180.0
-NUM_NODES = examples(usual=2, nightly=3)
+NUM_NODES = 2
 # Two raylets more take a quarter of all other tests' time.
 pytestmark = pytest.mark.skipif(
     examples(1, 2) == 1, reason="takes 80 s: pytest --hypothesis-profile=nightly tests/e2e/test_nodes.py"

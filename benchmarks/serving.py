@@ -28,7 +28,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +285,7 @@ async def run_all(
     of."""
     goal = Targets(args.ttft_s, args.tpot_s)
     figures: dict[str, float] = {}
-    raw: dict[str, Any] = {"targets": asdict(goal), "dtype": args.dtype}
+    raw: dict[str, Any] = {"targets": asdict(goal), "dtype": args.dtype, "layers": sizes.num_layers}
     async with connect(servers) as targets:
         if bare is not None:
             figures |= await beside_bare(targets[0], bare, sizes, raw)
@@ -404,6 +404,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--only-targets", action="store_true", help="do not start Folio; the first target sets the rates"
     )
+    parser.add_argument(
+        "--layers", type=int, help="of the model; fewer where steps are so slow that their noise hides what HTTP adds"
+    )
     parser.add_argument("--num-threads", type=int, help="of Folio's engine, by default one for each core")
     parser.add_argument("--yield-cpu", action="store_true", help="see EngineConfig; both engines do")
     parser.add_argument(
@@ -425,6 +428,8 @@ def main() -> None:
     args = parse()
     harness.needs("aiohttp", "psutil", *([] if args.only_targets else ["ray"]))
     sizes = QUICK if args.quick else Sizes()
+    if args.layers is not None:
+        sizes = replace(sizes, num_layers=args.layers)
     others = [(name, url.rstrip("/")) for name, _, url in (target.partition("=") for target in args.target)]
     # As in `make serve`: else everybody goes before the server.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray reads it so

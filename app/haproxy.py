@@ -40,6 +40,7 @@ CLIENT_TIMEOUT_S = 60
 # Requests up to this size, head and body, are sent to another ingress when theirs dies before it has answered.
 BUFFER_BYTES = 72 << 10
 MAX_CONNECTIONS = 20_000
+LONGEST_ANSWER_S = 3600
 # For HAProxy's own files and its connections to ingresses, out of the limit on open files.
 _OWN_FILES = 2_000
 # A machine that is gone does not say so. Its connections end when it has acknowledged nothing for so long, and what it
@@ -51,6 +52,12 @@ _REPLACED_AFTER_S = 5
 _MOST_PATH_BYTES = 24
 # Names the request in all attempts: the engine replicas run only one at a time.
 ATTEMPT_HEADER = "x-folio-attempt-of"
+# A word for each, and a few more, is what HAProxy reads in a line; it reads 64.
+_ADDRESSES_A_LINE = 40
+# What an ingress may have begun before it died, and another one may begin again: generating changes nothing. Anything
+# else but GET and HEAD, also of other applications, is sent again only if the connection was refused.
+_REPEATABLE = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
+_REPEATABLE_CALLS = "/folio.v1.Folio/"
 # Of these uvicorn's parser knows all, and of others few.
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 # Names of headers, as a regular expression.
@@ -114,11 +121,11 @@ def environment(directory: Path, binary: str | None = None) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(CLIENT_TIMEOUT_S),
         # One that refuses a connection is asked no more until it is well.
         "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
-        "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "3600",
+        "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": str(LONGEST_ANSWER_S),
         # What an ingress has taken, and not begun to answer when it died, another one gets.
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
         # When ingresses come or go, a new process takes over, and the old one ends with its last stream.
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_ANSWER_S),
         # An ingress that is to go stays until every HAProxy knows; Serve's default is 30 s.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
         # Ingresses count requests. Serve would have HAProxy write a line for each, and read it in Python.
@@ -188,6 +195,11 @@ def _amendments(text: str, trusted: Sequence[str], sockets: Path | None) -> list
         *(_error(status, unreachable, "unavailable", _REPLACED_AFTER_S) for status in (502, 503, 504)),
     ]
     no_application = _return(404, "there is no application at this path", "not_found")
+    grpc_rules = [
+        *_forwarded_rules(trusted),
+        f"http-request set-header {ATTEMPT_HEADER} %[uuid]",
+        f"http-request disable-l7-retry unless {{ path_beg {_REPEATABLE_CALLS} }}",
+    ]
     return [
         # Better a few connections less, if the system allows fewer files, than none.
         # More header lines than the ingress allows reach it, and have its answer.
@@ -199,16 +211,17 @@ def _amendments(text: str, trusted: Sequence[str], sockets: Path | None) -> list
             r"^defaults$",
             f"defaults\n    timeout http-request {HEAD_TIMEOUT_S}s\n    option http-buffer-request\n"
             "    option http-ignore-probes\n    option disable-h2-upgrade\n"
+            f"    timeout tunnel {LONGEST_ANSWER_S}s\n"  # of other applications' WebSockets
             f"    option srvtcpka\n    srvtcpka-idle {GONE_AFTER_S // 2}s\n    srvtcpka-intvl {GONE_AFTER_S // 4}s\n"
             f"    srvtcpka-cnt 2\n    default-server tcp-ut {GONE_AFTER_S}s",
         ),
         (r"^    errorfile 502 .*\n    errorfile 503 .*\n    errorfile 504 .*$", "\n".join(errors)),
         _private(r"    bind \*?", r"\n    mode http\n    http-request use-service", sockets, "prometheus.sock"),
         _private(r"  bind \*", r"\n  stats enable", sockets, "statistics.sock"),
-        (r"^(?=    # Health check endpoint$)", _header_rules(trusted)),
-        (r"^(?=    # Static routing based on path)", "".join(_not_ready_rule(text, name) for name in applications)),
+        (r"^(?=    # Health check endpoint$)", _lines(_header_rules(trusted))),
+        *((f"^backend {name}\n", f"backend {name}\n{_lines(_not_ready_rules(text, name))}") for name in applications),
         (r"^    http-request return status 404 .*$", no_application if applications else _not_ready()),
-        *([(r"^(?=    # Health check endpoint \(gRPC)", f"    {_forwarded_rule(trusted)}\n")] if grpc else []),
+        *([(r"^(?=    # Health check endpoint \(gRPC)", _lines(grpc_rules))] if grpc else []),
     ]
 
 
@@ -220,17 +233,25 @@ def _private(before: str, after: str, sockets: Path | None, name: str) -> tuple[
     return f"^{before}:\\d+(?={after})", f"  bind {sockets / name} mode 600"
 
 
-def _forwarded_rule(trusted: Sequence[str]) -> str:
-    is_forwarded = "{ req.hdr(x-forwarded-for) -m found }"
-    if "*" not in trusted:
-        is_forwarded = "{ src " + " ".join(trusted) + " } " + is_forwarded
-    return f"http-request set-header x-forwarded-for %[src] unless {is_forwarded}"
+def _lines(rules: Sequence[str]) -> str:
+    return "".join(f"    {rule}\n" for rule in rules)
 
 
-def _header_rules(trusted: Sequence[str]) -> str:
+def _forwarded_rules(trusted: Sequence[str]) -> list[str]:
+    forwarded = "http-request set-header x-forwarded-for %[src] unless"
+    if "*" in trusted:
+        return [f"{forwarded} {{ req.hdr(x-forwarded-for) -m found }}"]
+    starts = range(0, len(trusted), _ADDRESSES_A_LINE)
+    return [
+        *("acl is_from_proxy src " + " ".join(trusted[start : start + _ADDRESSES_A_LINE]) for start in starts),
+        f"{forwarded} is_from_proxy {{ req.hdr(x-forwarded-for) -m found }}",
+    ]
+
+
+def _header_rules(trusted: Sequence[str]) -> list[str]:
     no_http = "the request's method, or a character in its headers, is not one of HTTP"
-    rules = [
-        _forwarded_rule(trusted),
+    return [
+        *_forwarded_rules(trusted),
         # uvicorn would refuse these, in plain text.
         _return(400, no_http, "invalid_http").strip() + " "
         r"if { req.hdrs -m reg '[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]' } or !{ method " + " ".join(_METHODS) + " }",
@@ -239,6 +260,7 @@ def _header_rules(trusted: Sequence[str]) -> str:
         "http-request del-header x-request-id unless { req.fhdr(x-request-id) -m reg ^[!-~]{1,128}$ }",
         "http-request del-header x-request-id if { req.fhdr_cnt(x-request-id) gt 1 }",
         f"http-request set-header {ATTEMPT_HEADER} %[uuid]",
+        "http-request disable-l7-retry unless { method GET HEAD } or { path_end " + " ".join(_REPEATABLE) + " }",
         f"http-request set-header x-request-id %[req.hdr({ATTEMPT_HEADER})] "
         "unless { req.hdr(x-request-id) -m found }",
         # What Serve says of the applications is for those who may call them: it goes to one, which has no such path.
@@ -247,16 +269,18 @@ def _header_rules(trusted: Sequence[str]) -> str:
         "http-response set-var(txn.answered) bool(true)",
         "http-after-response set-status 503 if { status 502 504 } !{ var(txn.answered) -m found }",
     ]
-    return "".join(f"    {rule}\n" for rule in rules)
 
 
-def _not_ready_rule(text: str, application: str) -> str:
+def _not_ready_rules(text: str, application: str) -> list[str]:
     """While an application's ingress starts, Serve's proxy would let those who ask whether it is ready wait."""
     sections = re.split(r"^(?=\S)", text, flags=re.MULTILINE)
-    [section] = (section for section in sections if section.startswith(f"backend {application}\n"))
+    section = "".join(section for section in sections if section.startswith(f"backend {application}\n"))
     ingresses = re.findall(r"^    server (\S+) (?!.* backup$)", section, flags=re.MULTILINE)
-    none_up = "".join(f" !{{ srv_is_up({application}/{ingress}) }}" for ingress in ingresses)
-    return f"{_not_ready()} if is_{application} {{ path_end /ready }}{none_up}\n"
+    up = "var(txn.is_up)"
+    return [
+        *(f"http-request set-{up} bool(true) if {{ srv_is_up({application}/{ingress}) }}" for ingress in ingresses),
+        f"{_not_ready().strip()} if {{ path_end /ready }} !{{ {up} -m found }}",
+    ]
 
 
 def _not_ready() -> str:
@@ -285,7 +309,7 @@ def _max_connections() -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
-    return max(min(MAX_CONNECTIONS, hard - _OWN_FILES), hard // 2)
+    return min(MAX_CONNECTIONS, max(hard - _OWN_FILES, hard // 2))
 
 
 def _free_ports(number: int) -> list[int]:

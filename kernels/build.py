@@ -37,9 +37,14 @@ def load_library(name: str, march: str = "native") -> ctypes.CDLL:
         march: the processor it is for, as the compiler names it.
 
     Raises:
-        KernelError: there is no compiler, or it failed.
+        KernelError: there is no compiler, it failed, or the folder for what it makes does not do.
     """
-    return ctypes.CDLL(str(_build(_FOLDER / f"{name}.cpp", march)))
+    source = _FOLDER / f"{name}.cpp"
+    try:
+        return ctypes.CDLL(str(_build(source, march)))
+    except (OSError, subprocess.SubprocessError) as error:
+        where = f"compiled in {_cache()}; set XDG_CACHE_HOME to another folder"
+        raise KernelError(f"{source.name} cannot be {where}: {error}") from error
 
 
 def _build(source: Path, march: str) -> Path:
@@ -51,14 +56,11 @@ def _build(source: Path, march: str) -> Path:
     headers = "".join(path.read_text() for path in sorted(_FOLDER.glob("*.h")))
     for part in (source.read_text(), headers, version, " ".join(_FLAGS), march, _cpu_flags()):
         key.update(part.encode())
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "folio"
+    folder = _cache()
     library = folder / f"{source.stem}-{key.hexdigest()[:16]}.so"
     if library.exists():
         return library
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise KernelError(f"no folder for compiled kernels; set XDG_CACHE_HOME to one: {error}") from error
+    folder.mkdir(parents=True, exist_ok=True)
     logger.info("compiling %s for this processor into %s", source.name, library)
     with tempfile.TemporaryDirectory(dir=folder) as build:
         built = Path(build) / library.name
@@ -69,6 +71,10 @@ def _build(source: Path, march: str) -> Path:
             raise KernelError(f"{compiler} failed on {source.name}:\n{result.stderr[-2000:]}")
         built.replace(library)  # atomic: another process may be building the same one
     return library
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "folio"
 
 
 def has_matrix_tiles() -> bool:

@@ -112,14 +112,15 @@ class PrefixSummary:
         if 1 << halvings == last.stride and num_new <= len(self._changed):
             new = itertools.islice(reversed(self._changed), num_new)
             changed = {key for of, key in new if of >= halvings}
+            if len(changed) > MOST_CHANGES:
+                return CachedKeys(_joined(reported, most), b"", last.stride, last.version + len(changed))
             # Two prefixes may have one key: it is there as long as either is.
             added = b"".join(bytes([any(key in keys for keys in reported)]) + key for key in changed)
             changes, version = last.changes + added, last.version + len(changed)
             if len(changes) <= MOST_CHANGES * CHANGE_BYTES:
                 return CachedKeys(last.keys, changes, last.stride, version)
-            if len(changed) <= MOST_CHANGES:
-                kept = changes[-max(MOST_CHANGES // 2, len(changed)) * CHANGE_BYTES :]
-                return CachedKeys(_joined(reported, most), kept, last.stride, version)
+            kept = changes[-max(MOST_CHANGES // 2, len(changed)) * CHANGE_BYTES :]
+            return CachedKeys(_joined(reported, most), kept, last.stride, version)
         return CachedKeys(_joined(reported, most), b"", 1 << halvings, last.version + 1)
 
     def check_integrity(self, expected: Collection[tuple[bytes, int]]) -> None:

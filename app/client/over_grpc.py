@@ -92,7 +92,12 @@ class OverGrpc:
         return method(message, metadata=self._metadata, timeout=None if timeout_s is None else timeout_s + _GRACE_S)
 
     def _channel(self) -> Any:
-        options = [("grpc.max_receive_message_length", -1)]  # who asks for much gets it
+        options = [
+            ("grpc.max_receive_message_length", -1),  # who asks for much gets it
+            # By default a server that was away is looked for ever more seldom, up to once in two minutes.
+            ("grpc.initial_reconnect_backoff_ms", 500),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+        ]
         if self._has_tls:
             return grpc.aio.secure_channel(self._target, grpc.ssl_channel_credentials(), options)
         return grpc.aio.insecure_channel(self._target, options)

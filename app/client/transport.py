@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -27,18 +28,22 @@ class PerLoop(Generic[T]):
         self._connect = connect
         self._close = close
         self._open: dict[asyncio.AbstractEventLoop, T] = {}
+        self._lock = threading.Lock()  # loops run in threads of their own
 
     def get(self) -> T:
         """That of the running loop."""
         loop = asyncio.get_running_loop()
-        if loop not in self._open:
-            self._open = {other: value for other, value in self._open.items() if not other.is_closed()}
-            self._open[loop] = self._connect()
-        return self._open[loop]
+        with self._lock:
+            if loop not in self._open:
+                self._open = {other: value for other, value in self._open.items() if not other.is_closed()}
+                self._open[loop] = self._connect()
+            return self._open[loop]
 
     async def close(self) -> None:
         """That of the running loop."""
-        if (value := self._open.pop(asyncio.get_running_loop(), None)) is not None:
+        with self._lock:
+            value = self._open.pop(asyncio.get_running_loop(), None)
+        if value is not None:
             await self._close(value)
 
 

@@ -103,7 +103,7 @@ class Quota:
     @property
     def is_fresh(self) -> bool:
         """Whether a new quota would be the same."""
-        return not self._num_running and all(limit.level >= limit.most for limit in self._limits())
+        return not self._num_running and all(limit.is_fresh for limit in self._limits())
 
     def close(self) -> None:
         """It is forgotten."""

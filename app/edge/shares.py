@@ -92,6 +92,11 @@ class Answer(NamedTuple):
     grants: dict[str, Grant]
     is_new: bool
 
+    def without_leases(self) -> Answer:
+        """It has come so late that they may have ended."""
+        grants = {name: Grant(grant.level, 0.0, 0.0) for name, grant in self.grants.items()}
+        return self._replace(grants=grants)
+
 
 class Limit:
     """One limit of one caller, as one ingress has it. Any thread may call it.
@@ -160,6 +165,11 @@ class Limit:
         with self._lock:
             self._fill()
             return self._level
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether a new one would be the same, and the books know."""
+        return self.level >= self.most and (self._shares.num_ingresses == 1 or not self._used)
 
     def report(self) -> Use:
         """What has happened since the last report."""

@@ -213,10 +213,6 @@ class Fleet:
             return [float(self._loads[_NUM_REQUESTS, self._replicas[r].slot]) for r in replica_ids]
         return [float(self._replicas[r].num_in_flight) for r in replica_ids]
 
-    def is_fresh(self, replica_id: str, now: float) -> bool:
-        """Whether the replica has reported lately."""
-        return bool(self.fresh([replica_id], now))
-
     def fresh(self, replica_ids: Iterable[str], now: float) -> list[str]:
         """Those that have reported lately."""
         known, oldest = self._replicas.get, now - self._stale_after_s

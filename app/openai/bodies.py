@@ -32,13 +32,16 @@ def _kind_of(prompt: object) -> str:
     return "text"
 
 
-def _printable(name: str) -> str:
+def _in_path(name: str) -> str:
     """As it can stand in a path."""
     if not name.isprintable():
         raise ValueError("it has a character that cannot be printed; leave that out")
+    if {".", ".."} & set(name.split("/")):
+        raise ValueError("'.' and '..' would be changed in a path; choose another name")
     return name
 
 
+PinName = Annotated[Name, AfterValidator(_in_path)]
 Prompt = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[TokenIds, Tag("tokens")]
@@ -55,7 +58,7 @@ class GenerationBody(SamplingBody, ClientFields):
     """The lower goes first, and is preempted last. 0 by default."""
     cache_salt: Name | None = None
     """Only requests with the same one share cached prefixes."""
-    pin: Name | None = None
+    pin: PinName | None = None
     """Keep the prompt, as far as it fills whole blocks, in the prefix cache of every replica under this name, until it
     is unpinned. It is computed there before the answer begins. The same prompt may be pinned again; another one under
     that name is an error."""
@@ -271,7 +274,7 @@ class ChatCompletionRequest(GenerationBody):
 class PinRequest(StrictBody):
     """A prefix to keep in the cache under a name: either a prompt, or messages that conversations begin with."""
 
-    name: Annotated[Name, AfterValidator(_printable), Field(examples=["rules"])]
+    name: Annotated[PinName, Field(examples=["rules"])]
     """The same prefix may be pinned again; another one under that name is an error."""
     prompt: str | TokenIds | None = None
     """Text or token ids that prompts begin with. At least one block of tokens."""

@@ -205,8 +205,10 @@ def _add_operation(api: FastAPI, service: Service) -> None:
         return cards[request.name]
 
     @api.delete("/v1/pins/{name:path}", tags=["operation"])
-    async def unpin(name: str) -> PinDeleted:
+    async def unpin(name: str, request: Request) -> PinDeleted:
         """Let a pinned prefix go."""
+        if not request.scope["path"].endswith(name):  # Starlette drops a newline at the end
+            raise UnknownPinError("no pin has a newline in its name", "name")
         await service.unpin(name)
         return PinDeleted(id=name)
 

@@ -71,6 +71,8 @@ def chat_body(message: pb.ChatRequest) -> Fields:
         fields["response_format"] = {"type": form["type"]}
         if form["type"] == "json_schema":
             fields["response_format"]["json_schema"] = _with_object(schema, "schema", "response_format.schema")
+        elif schema:
+            raise RequestError(f"response_format: only json_schema has {' and '.join(schema)}", "response_format")
     return fields
 
 
@@ -189,6 +191,8 @@ def _grouped(fields: Fields, session: str | None) -> Fields:
         else:
             top[name] = value
     sampling = found["sampling"]
+    if sampling.get("guided_choice") == []:  # as if there were none
+        raise RequestError("guided_choice: at least one choice is needed", "guided_choice")
     if isinstance(sampling.get("stop"), str):
         sampling["stop"] = [sampling["stop"]]
     if isinstance(sampling.get("early_stopping"), bool):

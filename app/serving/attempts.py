@@ -52,7 +52,7 @@ class Attempts:
         self._arrived = arrived
         self._refused_by: tuple[str, ...] = ()
         self._stopped: tuple[str, ...] = ()
-        self._num_repeats = self._num_offers = 0
+        self._num_repeats = 0
 
     def next_call(self) -> GenerateRequest:
         """The call to send now, with the time that is left to it.
@@ -109,7 +109,6 @@ class Attempts:
         if error.retry_after_s is not None:
             self._refusals.note(error.replica, error.retry_after_s, error.num_queued, now)
             self._retry_after_s = min(self._retry_after_s, error.retry_after_s)
-        self._num_offers += 1
         self._refused_by = (*self._refused_by, error.replica)
         if len(self._refused_by) >= _MOST_OFFERS and not self._may_wait():
             self._refusals.all_refused(now)  # so many are as good as all

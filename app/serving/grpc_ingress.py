@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 
 from app.edge.refusal import Refusal
 from app.errors import RequestError
+from app.haproxy import ATTEMPT_HEADER
 from app.openai.errors import error_response
 from app.openai.events import DONE, event_data
 from app.openai.lanes import LOOP_BYTES, Lanes
@@ -29,18 +30,17 @@ from app.proto import convert
 from app.proto import folio_pb2 as pb
 from app.serving.asgi_call import asgi_call, http_scope
 
+# Any other is the caller's fault, or ours; 413 not RESOURCE_EXHAUSTED, since it would be as long the next time.
 _STATUSES = {
-    400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
     408: grpc.StatusCode.DEADLINE_EXCEEDED,
-    413: grpc.StatusCode.INVALID_ARGUMENT,  # not RESOURCE_EXHAUSTED: it would be as long the next time
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
 }
 # Of a call's metadata; what the API would know other headers by is none of gRPC's.
-_HEADERS = {"authorization", "x-api-key", "x-request-id", "x-forwarded-for"}
+_HEADERS = {"authorization", "x-api-key", "x-request-id", "x-forwarded-for", ATTEMPT_HEADER}
 ERROR_METADATA = "folio-error"
 # Of an error's message, which is in the status and in the metadata: both together must fit into 8 KiB, where characters
 # that are not ASCII take up to twelve bytes.
@@ -211,6 +211,8 @@ def _chat(request: pb.ChatRequest, kind: type[M], streams: bool) -> _Call[M]:
 def _json(fields: Callable[[], Fields]) -> bytes:
     try:
         return json.dumps(fields(), ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"half of a surrogate pair is no text: {error}") from None
     except ValueError as error:
         raise RequestError(f"a number is not finite: {error}") from None
 
@@ -249,7 +251,8 @@ def _fail(context: RayServegRPCContext, status: int, answer: Fields) -> None:
     """The call ends with this error of the API."""
     message = str(answer["error"]["message"])
     message = message[: _LONGEST_MESSAGE if message.isascii() else _LONGEST_OTHER_MESSAGE]
-    context.set_code(_STATUSES.get(status, grpc.StatusCode.INTERNAL))
+    other = grpc.StatusCode.INVALID_ARGUMENT if status < 500 else grpc.StatusCode.INTERNAL
+    context.set_code(_STATUSES.get(status, other))
     context.set_details(message)
     told = [(name, value) for name, value in context.trailing_metadata() if name != "request_id"]
     error = json.dumps({"error": answer["error"] | {"message": message}})

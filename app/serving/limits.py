@@ -67,6 +67,8 @@ class SharedLimits:
         self._ingress = ingress
         self._num_replicas = num_replicas
         self._actor: Any = None
+        self._uses: dict[str, Use] = {}  # reported by the exchange under way
+        self._exchange: asyncio.Future[Answer] | None = None
         self._problem: str | None = None
         self._says_from = time.monotonic() + _STARTS_S
         self._hurried = asyncio.Event()
@@ -81,13 +83,6 @@ class SharedLimits:
             self._shares.on_hurry = lambda: self._hurried.is_set() or loop.call_soon_threadsafe(self._hurried.set)
             self._task = loop.create_task(self._run(), name="folio-limits")
 
-    async def close(self) -> None:
-        """End."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-            self._task = None
-
     async def _run(self) -> None:
         while True:
             try:
@@ -97,7 +92,7 @@ class SharedLimits:
             await asyncio.sleep(HURRY_S)
             try:
                 is_busy = self._shares.has_reports or self._refusals.is_crowded(time.monotonic())
-                async with asyncio.timeout(BEAT_S if is_busy else IDLE_BEAT_S):
+                async with asyncio.timeout(BEAT_S if is_busy and self._actor is not None else IDLE_BEAT_S):
                     await self._hurried.wait()
             except TimeoutError:
                 pass
@@ -105,23 +100,32 @@ class SharedLimits:
 
     async def _beat(self) -> None:
         num_replicas = self._num_replicas()
-        uses: dict[str, Use] = {}
         try:
             if self._actor is None:
                 self._actor = await asyncio.to_thread(self._find, num_replicas > 1)
             if self._actor is None:
                 self._shares.num_ingresses, self._refusals.share = 1, 1.0
                 return
-            uses = self._shares.reports()
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                answer: Answer = await self._actor.exchange.remote(self._ingress, uses, self._refusals.num_arrived)
-        except (RayError, ValueError, TimeoutError) as error:
-            if not isinstance(error, TimeoutError):  # it has died, or has just been found dead
-                self._actor = None
+            is_late = self._exchange is not None
+            if self._exchange is None:
+                self._uses = self._shares.reports()
+                exchange = self._actor.exchange.remote(self._ingress, self._uses, self._refusals.num_arrived)
+                self._exchange = asyncio.wrap_future(exchange.future())
+            done, _ = await asyncio.wait([self._exchange], timeout=ANSWER_TIMEOUT_S)
+            if not done:  # the books may have entered it, or will: another report waits until that is known
+                self._shares.lost({}, max(num_replicas, self._shares.num_ingresses))
+                self._say("no answer")
+                return
+            ended, self._exchange = self._exchange, None
+            answer = ended.result()
+        except (RayError, ValueError) as error:  # it has died, or has just been found dead
+            self._actor = None
+            uses, self._uses = self._uses, {}
             self._shares.lost(uses, max(num_replicas, self._shares.num_ingresses))
             self._say(type(error).__name__)
             return
-        self._shares.adopt(answer)
+        self._uses = {}
+        self._shares.adopt(answer.without_leases() if is_late else answer)
         self._refusals.share = answer.door_share
         self._say(None)
 

@@ -224,9 +224,14 @@ class EngineReplica:
             turn: AbstractAsyncContextManager[None] = nullcontext()
         else:
             turn = self._alone.turn(request.repeat_key)
-        async with turn, aclosing(self._computed(request, pace)) as deltas:
-            async for some in deltas:
-                yield some
+        try:
+            async with turn, aclosing(self._computed(request, pace)) as deltas:
+                async for some in deltas:
+                    yield some
+        except (OverloadedError, UnavailableError) as error:
+            error.replica = self._name  # the request may be sent to another one
+            self._leave_if_stopped()
+            raise
 
     async def _computed(self, request: GenerateRequest, pace: Pace) -> AsyncGenerator[list[Delta], None]:
         expected = request.expected
@@ -245,17 +250,12 @@ class EngineReplica:
             expected_cached_tokens=expected.cached_tokens if expected is not None else None,
             pace=pace,
         )
-        try:
-            async with aclosing(deltas):
-                async for some in deltas:
-                    if expected is not None:
-                        self._audit.note(expected.cached_tokens, some[0].num_cached_tokens)
-                        expected = None
-                    yield some
-        except (OverloadedError, UnavailableError) as error:
-            error.replica = self._name  # the request may be sent to another one
-            self._leave_if_stopped()
-            raise
+        async with aclosing(deltas):
+            async for some in deltas:
+                if expected is not None:
+                    self._audit.note(expected.cached_tokens, some[0].num_cached_tokens)
+                    expected = None
+                yield some
 
     async def _forked(self, call: ForkCall, pace: Pace) -> AsyncGenerator[list[Delta], None]:
         if call.replica != self._name:  # that one is gone

@@ -216,9 +216,10 @@ class SharedReader:
     async def rest(self, expected: Expected, connection: int) -> AsyncGenerator[Piece, None]:
         """Its pieces in the shared stream. Its own stream says how it has ended: also when this breaks off."""
         number = expected.share.number
-        if connection not in self._users:
-            return
-        self._users[connection].add(number)
+        if (users := self._users.get(connection)) is not None:
+            users.add(number)
+        else:  # it has ended; what came before that is there
+            expected.arrived.put_nowait(None)
         try:
             while (piece := await expected.arrived.get()) is not None:
                 yield piece
@@ -231,9 +232,10 @@ class SharedReader:
         connection = next(self._numbers)
         users = self._users[connection] = set()
         call = ShareCall(self._ingress, connection, replica)
-        response: Any = self._handle.options(stream=True, _by_reference=False).share.remote(call)
+        response: Any = None
         has_ended = False
         try:
+            response = self._handle.options(stream=True, _by_reference=False).share.remote(call)
             async for entries in heard(response, SILENCE_S):
                 for entry in entries:
                     if (expected := self._expected.get(entry[0])) is not None:  # else its reader has left
@@ -243,7 +245,8 @@ class SharedReader:
             logger.info("no shared stream from %s: %s", replica, error)
         finally:
             if not has_ended:
-                response.cancel()
+                if response is not None:
+                    response.cancel()
                 self._not_before = time.monotonic() + _AGAIN_S
             del self._users[connection], self._readers[replica]
             for number in users:

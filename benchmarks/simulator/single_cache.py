@@ -76,16 +76,3 @@ def _max_over_mean(jobs: Sequence[float], num_replicas: int) -> float:
     for job in jobs:
         heapq.heapreplace(totals, totals[0] + job)
     return max(totals) * num_replicas / sum(totals)
-
-
-def infinite_block_hits(arrivals: Sequence[Arrival]) -> float:
-    """The trace's own count: of all blocks of prompts, whole or not, those that some prompt before had, too."""
-    seen: set[bytes | int] = set()
-    hits = blocks = 0
-    for arrival in arrivals:
-        whole_and_rest: tuple[bytes | int, ...] = (*arrival.digests, *arrival.rest)
-        for block in whole_and_rest:
-            hits += block in seen
-            blocks += 1
-            seen.add(block)
-    return hits / blocks

@@ -44,7 +44,6 @@ class Arrival:
         at: seconds from the beginning.
         units, digests: of the prompt's whole units, as `TokenChain` has them.
         tail: the token that the rest of the prompt consists of: the same rest, the same token.
-        rest: that token if there is a rest.
         session: which conversation it belongs to, where that is known.
         follows, pause_s: it comes so long after the end of the request of that number, whenever that is; `at` is when
             it would come if requests took no time.
@@ -58,7 +57,6 @@ class Arrival:
     units: Sequence[bytes]
     digests: Sequence[bytes]
     tail: int
-    rest: tuple[int, ...] = ()
     session: str | None = None
     follows: int | None = None
     pause_s: float = 0.0
@@ -189,8 +187,7 @@ def arrival_of(
 ) -> Arrival:
     """Args as `Arrival`'s; `blocks`: numbers that stand for its whole units, and all that precedes them."""
     units = [_unit(i) for i in blocks]
-    rest = (tail,) if num_tokens > len(blocks) * MOONCAKE_UNIT else ()
-    return Arrival(number, f"r{number}", at, num_tokens, max(num_output_tokens, 1), units, units, tail, rest)
+    return Arrival(number, f"r{number}", at, num_tokens, max(num_output_tokens, 1), units, units, tail)
 
 
 def _unit(block: int) -> bytes:

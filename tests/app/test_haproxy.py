@@ -81,11 +81,11 @@ def config_of(variables: dict[str, str], port: int, **changed: Any) -> HAProxyCo
     return HAProxyConfig(**(values | known | changed))
 
 
-def written(variables: dict[str, str], port: int, backend: BackendConfig | None, **changed: Any) -> Path:
+def written(variables: dict[str, str], port: int, *backends: BackendConfig, **changed: Any) -> Path:
     """What Serve writes, by its own template."""
     path = variables["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]
-    backends = {} if backend is None else {backend.name: backend}
-    HAProxyApi(config_of(variables, port, **changed), backends, path)._generate_config_file_internal()
+    by_name = {backend.name: backend for backend in backends}
+    HAProxyApi(config_of(variables, port, **changed), by_name, path)._generate_config_file_internal()
     return Path(path)
 
 
@@ -151,7 +151,7 @@ def short_directory() -> Iterator[Path]:
 
 
 @contextmanager
-def front(backend: BackendConfig | None, *, head_timeout_s: int | None = None, **changed: Any) -> Iterator[Front]:
+def front(*backends: BackendConfig, head_timeout_s: int | None = None, **changed: Any) -> Iterator[Front]:
     """HAProxy, started as Serve starts it, until the end.
 
     Args:
@@ -169,7 +169,7 @@ def front(backend: BackendConfig | None, *, head_timeout_s: int | None = None, *
             binary = str(hurried)
         variables = haproxy.environment(directory, binary)
         [port] = haproxy._free_ports(1)
-        path = written(variables, port, backend, **changed)
+        path = written(variables, port, *backends, **changed)
         arguments = [variables["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(path), "-dR"]
         log = directory / "log"
         with log.open("wb") as output:
@@ -707,14 +707,16 @@ def test_an_ingress_that_ends_without_an_answer() -> None:
     """Another one gets the request, under the same id, if it fits into a buffer; and none gets it that had begun."""
     with peers("hang up", "answer") as (bad, good), front(backend_of([bad.port, good.port])) as found:
         while not bad.heads:
-            assert found.exchange(request("POST", "/x", b"x" * 60_000)).body == b"ok"
+            assert found.exchange(request("POST", "/v1/completions", b"x" * 60_000)).body == b"ok"
         [lost], again = bad.heads, good.heads[-1]
         assert {
             name: lost[name] for name in (haproxy.ATTEMPT_HEADER, "x-request-id", "content-length")
         }.items() <= again.items()
-        answers = [found.exchange(request("POST", "/x", b"x" * 200_000)) for _ in range(2)]
-        assert sorted(answer.status for answer in answers) == [200, 503]
-        assert is_clean(max(answers, key=lambda answer: answer.status), 503)
+        for path, size in (("/v1/completions", 200_000), ("/x", 1)):  # nobody knows what /x has done before it died
+            until(lambda: re.search(",UP,.*\n.*,UP,", found.command("show stat")), "one is asked no more")
+            answers = [found.exchange(request("POST", path, b"x" * size)) for _ in range(2)]
+            assert sorted(answer.status for answer in answers) == [200, 503]
+            assert is_clean(max(answers, key=lambda answer: answer.status), 503)
         ids = [head[haproxy.ATTEMPT_HEADER] for head in good.heads]
         assert len(set(ids)) == len(ids)  # one for each request
         bad.does, asked = "break off", len(bad.heads) + len(good.heads)
@@ -740,8 +742,28 @@ def test_no_ingress() -> None:
         assert found.get("/ready").body == b"ok"
 
 
+def test_a_large_fleet_behind_many_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: HAProxy reads 64 words a line, and did not start with 16 ingresses."""
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", ",".join(f"10.0.{i}.1" for i in range(150)))
+    [dead] = haproxy._free_ports(1)
+    with peers("answer") as (peer,), front(backend_of([dead] * 99 + [peer.port])) as found:
+        until(lambda: found.get("/ready").body == b"ok", "the one that answers is not found")
+        assert found.get("/x").body == b"ok"
+
+
+def test_ready_is_asked_of_the_application_of_its_path() -> None:
+    """Regression: where the one at / was down, no other was ready."""
+    [dead] = haproxy._free_ports(1)
+    with peers("answer") as (other,):
+        down, up = backend_of([dead]), backend_of([other.port])
+        both = [down, BackendConfig("http-other", "/other", servers=up.servers, app_name="other")]
+        with front(*both) as found:
+            assert found.get("/other/ready").body == b"ok"
+            assert is_clean(found.get("/ready"), 503)
+
+
 def test_no_application_yet() -> None:
-    with front(None, has_received_routes=False, has_received_servers=False) as found:
+    with front(has_received_routes=False, has_received_servers=False) as found:
         for path in ("/v1/models", "/ready", "/-/routes"):
             assert is_clean(found.get(path), 503)
 

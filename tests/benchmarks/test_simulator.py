@@ -124,9 +124,7 @@ def test_single_cache() -> None:
     assert single_cache.infinite_hit_share(sent, UNIT) * tokens == pytest.approx((2 + 2) * UNIT)
 
 
-def test_infinite_cache_counts_the_rest_of_a_prompt_as_a_block() -> None:
-    sent = [prompt(0, [1, 2]), prompt(1, [1, 2, 3]), replace(prompt(2, [1, 2]), rest=(1000,), tail=1000)]
-    assert single_cache.infinite_block_hits(sent) == pytest.approx((2 + 3) / (3 + 4 + 3))
+def test_a_prompt_of_less_than_a_unit_hits_nothing() -> None:
     assert single_cache.infinite_hit_share([prompt(0, [1], rest=0), prompt(1, [1], rest=0)], UNIT) == 0
 
 

@@ -47,8 +47,6 @@ async def edges(app_name: str) -> AsyncIterator[tuple[Edge, Edge]]:
         await until(lambda: first.shares.connected and second.shares.connected)
         yield first, second
     finally:
-        for edge in (first, second):
-            await edge.limits.close()
         ray.kill(ray.get_actor(f"folio-limits:{app_name}", NAMESPACE))
 
 

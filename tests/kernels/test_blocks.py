@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -44,6 +46,27 @@ def test_wrong_tensors_are_named() -> None:
             copy(source, target, rows, rows[:1])
         with pytest.raises(ValueError, match="target_rows must be"):
             copy(source, target, rows, rows.int())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("fails", ["folder", "compiler", "loading"])
+def test_what_keeps_a_kernel_from_being_built_has_one_type(
+    fails: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Regression: routers were not made where the cache was read-only or not for code, though they can do without."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if fails == "folder":
+        (tmp_path / "folio").write_text("no folder")
+    elif fails == "compiler":
+        monkeypatch.setattr(build.shutil, "which", lambda name: "/bin/false")
+    else:
+        monkeypatch.setattr(build.ctypes, "CDLL", Mock(side_effect=OSError("failed to map segment")))
+    build.load_library.cache_clear()
+    try:
+        with pytest.raises(build.KernelError, match=r"copy\.cpp"):
+            build.load_library("copy")
+    finally:
+        build.load_library.cache_clear()
 
 
 def test_without_a_compiler_blocks_are_copied_by_indexing(

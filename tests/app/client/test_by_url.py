@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Coroutine, Iterator
@@ -251,6 +252,26 @@ def test_nobody_listens(scheme: str) -> None:
                 await folio.generate(CompletionRequest(model="m", prompt="a"))
             with pytest.raises(UnavailableError, match="not ready after 0"):
                 await folio.ready(timeout_s=0)
+
+    run(work())
+
+
+def test_a_server_that_starts_late_is_found_soon() -> None:
+    """Regression: gRPC looked for it again ever more seldom, up to two minutes later."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    async def work() -> None:
+        async with Folio(f"grpc://127.0.0.1:{port}") as folio:
+            waiting = asyncio.create_task(folio.ready(timeout_s=60))
+            await asyncio.sleep(5.5)  # by default it is tried 5.2 s after the first time, and then after 9.3 s
+            assert not waiting.done()
+            with socket.create_server(("127.0.0.1", port)) as server:
+                server.settimeout(2.5)
+                connection, _ = await asyncio.to_thread(server.accept)
+                connection.close()
+            waiting.cancel()
 
     run(work())
 

@@ -126,8 +126,8 @@ def test_clocks_that_differ(ahead_s: float) -> None:
     assert fleet.cached_tokens(request(), ["a"]).tolist() == [10 * UNIT]
     fleet.report("a", report(14.0 + ahead_s), 14.1)
     assert fleet.cached_tokens(request(), ["a"]).tolist() == [0]
-    assert fleet.is_fresh("a", 18.9)
-    assert not fleet.is_fresh("a", 19.1)
+    assert fleet.fresh(["a"], 18.9)
+    assert not fleet.fresh(["a"], 19.1)
 
 
 def test_clocks_that_run_apart_or_stand_still() -> None:
@@ -137,11 +137,11 @@ def test_clocks_that_run_apart_or_stand_still() -> None:
     for i in range(2000):
         apart_s += 5e-4 * 5
         fleet.report("a", report(5.0 * i - apart_s), 5.0 * i + 0.1)
-    assert fleet.is_fresh("a", 5.0 * i + 4.0)
+    assert fleet.fresh(["a"], 5.0 * i + 4.0)
     now = 5.0 * i + 3600
     for i in range(1, 3):
         fleet.report("a", report(now - 3595 + i - apart_s), now + i)
-        assert fleet.is_fresh("a", now + i)
+        assert fleet.fresh(["a"], now + i)
 
 
 def test_a_replica_that_vanishes() -> None:
@@ -156,7 +156,7 @@ def test_a_replica_that_vanishes() -> None:
     assert fleet.num_known_prefixes == 0
     assert fleet.cached_tokens(request(), ["b", "c"]).tolist() == [0, 0]  # "c" has the slot that was "a"'s
     assert fleet.loads(["b", "c"], 3.0).num_requests.tolist() == [0, 0]
-    assert not fleet.is_fresh("a", 3.0)
+    assert not fleet.fresh(["a"], 3.0)
 
 
 def test_many_replicas_come_and_go() -> None:
@@ -174,10 +174,10 @@ def test_many_replicas_come_and_go() -> None:
 def test_reports_grow_old() -> None:
     fleet = Fleet(stale_after_s=5.0)
     fleet.update(["a"])
-    assert not fleet.is_fresh("a", 0.0)
+    assert not fleet.fresh(["a"], 0.0)
     fleet.report("a", report(10.0), 10.0)
-    assert fleet.is_fresh("a", 14.8)
-    assert not fleet.is_fresh("a", 15.0)
+    assert fleet.fresh(["a"], 14.8)
+    assert not fleet.fresh(["a"], 15.0)
 
 
 def test_drift_makes_it_forget_expectations() -> None:

@@ -193,8 +193,12 @@ def test_operation(client: TestClient) -> None:
     assert client.delete("/v1/pins/a/b").json() == {"id": "a/b", "object": "pin", "deleted": True}
     gone = client.delete("/v1/pins/a/b")
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "pin_not_found")
-    unspeakable = client.post("/v1/pins", json={"name": "\n", "prompt": "x"})  # no path has it: nobody could unpin it
-    assert (unspeakable.status_code, unspeakable.json()["error"]["param"]) == (400, "name")
+    for name in ("\n", "a/..", "."):  # no path has it: nobody could unpin it
+        unspeakable = client.post("/v1/pins", json={"name": name, "prompt": "x"})
+        assert (unspeakable.status_code, unspeakable.json()["error"]["param"]) == (400, "name")
+        unspeakable = client.post("/v1/completions", json={"model": "m", "prompt": "x", "pin": name})
+        assert (unspeakable.status_code, unspeakable.json()["error"]["param"]) == (400, "pin")
+    assert client.delete("/v1/pins/a/b%0A").status_code == 404
 
 
 def test_metrics_are_text_or_an_error(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,3 +108,20 @@ def test_what_a_message_cannot_have_is_refused_by_its_name(fields: dict[str, Any
     """And not cut, rounded or left out."""
     with pytest.raises(RequestError, match=message):
         convert.generate_message({"model": "m", "prompt": "a"} | fields)
+
+
+def test_a_call_of_a_tool_need_not_say_that_it_is_one() -> None:
+    called = pb.ToolCall(id="c", function=pb.FunctionCall(name="f", arguments="{}"))
+    message = pb.ChatRequest(model="m", messages=[pb.Message(role="assistant", tool_calls=[called])])
+    body = bodies.ChatCompletionRequest.model_validate(convert.chat_body(message))
+    [sent] = body.messages
+    assert sent.tool_calls is not None
+    assert sent.tool_calls[0].type == "function"
+
+
+def test_what_a_message_would_drop_in_silence_is_refused() -> None:
+    with pytest.raises(RequestError, match="guided_choice"):
+        convert.generate_message({"model": "m", "prompt": "x", "guided_choice": []})
+    form = pb.ResponseFormat(type="json_object", schema="{}")
+    with pytest.raises(RequestError, match="only json_schema has schema"):
+        convert.chat_body(pb.ChatRequest(model="m", response_format=form))

@@ -126,6 +126,10 @@ def test_no_bound_of_tokens_is_not_the_default_one() -> None:
             pb.GenerateRequest(model="m", text="a", scheduling=pb.Scheduling(timeout_s=-1)),
             "INVALID_ARGUMENT", "invalid_value", "timeout_s",
         ),
+        (
+            pb.GenerateRequest(model="m", text="a", scheduling=pb.Scheduling(session="s" * 40_000)),
+            "INVALID_ARGUMENT", "headers_too_large", None,
+        ),
     ],
 )  # fmt: skip
 def test_errors_have_their_status_and_the_json(

@@ -243,6 +243,22 @@ def test_a_shared_stream_that_breaks_alone_is_heard_of(monkeypatch: pytest.Monke
     asyncio.run(run())
 
 
+def test_a_reader_that_comes_after_its_end_has_what_came() -> None:
+    """Regression: who was slow with its first piece lost the others, and got an error."""
+
+    async def run() -> None:
+        reader = SharedReader(Replica())  # type: ignore[arg-type]
+        expected = reader.expect()
+        for text, end in (("a", None), ("b", "stop")):
+            expected.arrived.put_nowait(Piece(text, (1,), 0, end, replica="r"))
+        assert [piece.text async for piece in reader.rest(expected, connection=99)] == ["a", "b"]
+        unfinished = reader.expect()
+        unfinished.arrived.put_nowait(Piece("a", (1,), 0, None, replica="r"))
+        assert [piece.text async for piece in reader.rest(unfinished, connection=99)] == ["a"]
+
+    asyncio.run(run())
+
+
 def test_it_ends_when_nobody_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica that is to stop waits for it. A request that begins just then has its own stream."""
     monkeypatch.setattr(shared_module, "_IDLE_S", 0.01)

@@ -361,9 +361,8 @@ def _added_s(server: Served) -> float:
 def _arrival(number: int, turn: Turn) -> Arrival:
     chain = TokenChain(UNIT)
     chain.extend(turn.prompt)
-    rest = tuple(turn.prompt[len(chain.units) * UNIT :])
     return Arrival(
-        number, f"t{number}", turn.at, len(turn.prompt), turn.num_output_tokens, chain.units, chain.digests, 0, rest
+        number, f"t{number}", turn.at, len(turn.prompt), turn.num_output_tokens, chain.units, chain.digests, 0
     )
 
 

@@ -68,7 +68,7 @@ ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     # Threads of a step that wait for each other soon give their core away: by default they spin for milliseconds, and
     # beside anything else on the same cores, such as another replica, a step takes ten times as long. libgomp looks at
-    # the count (a few microseconds: a step without any takes a tenth longer), other OpenMP libraries at the policy.
+    # the count (up to 60 us; a step without any takes a tenth longer), other OpenMP libraries at the policy.
     "OMP_WAIT_POLICY": "passive",
     "GOMP_SPINCOUNT": "1000",
     # Ray would run its workers at a lower priority than anything else on the machine.

@@ -25,8 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from ray.serve._private import constants
+from ray.serve._private.common import RequestProtocol
 from ray.serve._private.direct_ingress_http_util import ASGIDIReceiveProxy
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve._private.http_util import (
@@ -35,7 +37,7 @@ from ray.serve._private.http_util import (
     parse_request_timeout_header,
     parse_session_id_header,
 )
-from ray.serve.config import HTTPOptions
+from ray.serve.config import HTTPOptions, gRPCOptions
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app import haproxy, serve
@@ -51,6 +53,7 @@ pytestmark = pytest.mark.processes
 
 DEADLINE_S = 30.0
 BACKEND = "http-folio"
+GENERATE = "/folio.v1.Folio/Generate"
 # Instead of 10 s for a head and 60 s for a client that does not move.
 HURRIED_S = 1
 PATHS = {
@@ -667,6 +670,100 @@ def test_whose_address_counts(application: Application, monkeypatch: pytest.Monk
                 # What a proxy got from its own client is not what it says itself.
                 chain = asked_from(trusted, found.port, X_Forwarded_For="8.8.8.8, 9.9.9.9")
                 assert chain["client"] == "9.9.9.9"
+
+
+# Writes its port and the metadata of each call; "dies" in the first, without an answer, or "answers".
+GRPC_PEER = """
+import json, os, sys
+from concurrent import futures
+import grpc
+class Calls(grpc.GenericRpcHandler):
+    def service(self, call):
+        def answer(message, context):
+            if call.method.endswith("/Healthz"):
+                return b"\\x0a\\x07success"
+            print(json.dumps(dict(context.invocation_metadata()) | {"path": call.method}), flush=True)
+            if sys.argv[1] == "dies":
+                os._exit(1)
+            return b""
+        return grpc.unary_unary_rpc_method_handler(answer)
+server = grpc.server(futures.ThreadPoolExecutor(2))
+server.add_generic_rpc_handlers([Calls()])
+print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+server.start()
+server.wait_for_termination()
+"""
+
+
+class GrpcPeer:
+    """An ingress that speaks gRPC. A process, so that it can die."""
+
+    def __init__(self, does: str) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", GRPC_PEER, does], stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self._lines = self.process.stdout
+        self.port = int(self._lines.readline())
+
+    def heard(self) -> list[dict[str, str]]:
+        """The metadata of all calls. It ends."""
+        self.process.kill()
+        return [json.loads(line) for line in self.process.communicate()[0].splitlines()]
+
+
+@contextmanager
+def grpc_front(*kinds: str) -> Iterator[tuple[grpc.Channel, list[GrpcPeer]]]:
+    """A client's channel to HAProxy, and the ingresses behind it."""
+    found = [GrpcPeer(does) for does in kinds]
+    [http_port, port] = haproxy._free_ports(2)
+    servers = [ServerConfig(f"ingress-{i}", "127.0.0.1", peer.port) for i, peer in enumerate(found)]
+    backend = BackendConfig("grpc-folio", "/", servers=servers, app_name="folio", protocol=RequestProtocol.GRPC)
+    functions = ["app.proto.folio_pb2_grpc.add_FolioServicer_to_server"]
+    options = gRPCOptions(port=port, grpc_servicer_functions=functions)
+    try:
+        with front(backend_of([http_port]), backend, grpc_options=options) as haproxy_:
+            up = re.compile("^grpc-folio,ingress-.*,UP,", re.MULTILINE)
+            until(lambda: len(up.findall(haproxy_.command("show stat"))) == len(kinds), "not all are up")
+            with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+                yield channel, found
+    finally:
+        for peer in found:
+            peer.process.kill()
+            peer.process.wait()
+
+
+def call(channel: grpc.Channel, path: str, **metadata: str) -> grpc.StatusCode:
+    try:
+        named = [(name.replace("_", "-"), value) for name, value in metadata.items()]
+        channel.unary_unary(path)(b"", timeout=DEADLINE_S, metadata=named)
+    except grpc.RpcError as error:
+        return error.code()  # type: ignore[no-any-return]
+    return grpc.StatusCode.OK
+
+
+def test_whose_address_counts_by_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    for listed, counts in (("127.0.0.1", "8.8.8.8"), ("10.0.0.7", "127.0.0.1")):
+        monkeypatch.setenv("FORWARDED_ALLOW_IPS", listed)
+        with grpc_front("answers") as (channel, [peer]):
+            assert call(channel, GENERATE, x_forwarded_for="8.8.8.8") is grpc.StatusCode.OK
+            assert call(channel, GENERATE) is grpc.StatusCode.OK
+            assert [seen["x-forwarded-for"] for seen in peer.heard()] == [counts, "127.0.0.1"]
+
+
+def test_a_call_whose_ingress_ends_without_an_answer() -> None:
+    """Another ingress gets it under the same id, which no client can name; but not what may not be done twice."""
+    with grpc_front("dies", "answers") as (channel, [bad, good]):
+        while bad.process.poll() is None:
+            assert call(channel, GENERATE, **{haproxy.ATTEMPT_HEADER: "forged"}) is grpc.StatusCode.OK
+        [lost], others = bad.heard(), good.heard()
+    ids = [seen[haproxy.ATTEMPT_HEADER] for seen in others]
+    assert ids[-1] == lost[haproxy.ATTEMPT_HEADER]
+    assert "forged" not in ids
+    assert len(set(ids)) == len(ids)
+    with grpc_front("dies", "answers") as (channel, [bad, good]):
+        while bad.process.poll() is None:
+            status = call(channel, "/another.Service/Change")
+        assert status is not grpc.StatusCode.OK
+        assert len(bad.heard()) == 1
 
 
 def test_addresses_that_haproxy_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,6 @@ from app.edge.settings import HttpSettings
 from app.edge.unread import ReadsRefusedBodies
 from tests.hostile.wire import Answer, Dropped, connected, request
 from tests.local_server import LocalServer, listening
-from tests.nightly import examples
 
 pytestmark = pytest.mark.processes
 
@@ -523,8 +522,10 @@ def test_a_body_that_waits_to_be_asked_for(usual: Front) -> None:
 
 def test_a_victim_among_idle_connections(usual: Front) -> None:
     """They cost HAProxy a few KiB each."""
-    number = examples(2000, 10_000)
+    number = 10_000
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard <= haproxy._OWN_FILES + number:
+        pytest.skip(f"only {hard} files may be open here")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     rss = usual.rss_bytes
 

@@ -84,7 +84,7 @@ SIZES = (4, USUAL, 64, 256)
 AGENTS_REQUESTS, SMALL_REQUESTS = 6000, 4000
 AGENTS_POLICIES = (OURS, "least_loaded", "consistent_hash", "ray_affinity", KV_AWARE)
 QUICK_REQUESTS, VARIANT_REQUESTS, SWEEP_REQUESTS = 1000, 3000, 6000
-SWEEP = {"work": (0, 2, 8, 16), "decodes": (0, 0.1), "even": (0, 0.5, 2, 4)}
+SWEEP = {"work": (0, 2, 8, 16), "even": (0, 0.5, 2, 4)}
 DECISION_REPLICAS, DECISION_BLOCKS, DECISION_PROMPTS = 64, 100_000, 2000
 
 Figures = dict[str, float]

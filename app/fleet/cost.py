@@ -2,22 +2,22 @@
 
     cost    = TTFT + harm
     TTFT    = queue + P + steps * decode_s + wait for room in the cache and in the batch
-    harm    = P * (work + decodes * running sequences + even * min(share / mean share, 2))
+    harm    = P * (work + even * min(share / mean share, 2))
 
     P       seconds to compute the prompt without what is cached there
     share   of the last minute that this router's requests take there
 
 - `work`: what is computed is as much less for everybody else. A prompt leaves its prefix when the queue there is longer
   by more than `1 + work` times what the prefix saves.
-- `decodes`: what runs there waits while the prompt is computed.
 - `even`: later requests find the replica busier. At any moment many replicas have empty queues, equal for this request;
   without this term chance decides among them, and work piles up on some. In the simulator, on the Mooncake trace, the
   replica with the most computed 1.29 times the mean of 64, and 1.87 times that of 256; with it,
   1.09 and 1.28 (`work` was 4 then).
 
 Every term of harm is in proportion to P, so nothing depends on how fast a model is, and a replica that has the prefix
-keeps its advantage. Every rate is what replicas have measured (`StepTimes`, `freed_tokens_per_s`). That cached blocks
-are given up was tried as a harm in the simulator, and brought nothing.
+keeps its advantage. Every rate is what replicas have measured (`StepTimes`, `freed_tokens_per_s`). Two more harms were
+tried in the simulator, and brought nothing: that cached blocks are given up, and that sequences which generate there
+wait while the prompt is computed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ class Loads:
     step_tokens: Array
     queued_tokens: Array
     queued_s: Array
-    num_decodes: Array
     decode_s: Array
     num_requests: Array
     max_num_seqs: Array
@@ -74,12 +73,10 @@ class CostWeights:
     Attributes:
         work: seconds of prefill. Without it prompts leave their prefix too readily: they wait a little less, and there
             are two copies, for which others' are given up.
-        decodes: seconds that running sequences wait, all together.
         even: seconds of prefill, where this router has assigned as much work as to the mean replica.
     """
 
     work: float = 5.0
-    decodes: float = 0.02
     even: float = 1.0
 
 
@@ -105,7 +102,7 @@ def request_cost(loads: Loads, num_tokens: int, cached: Array, weights: CostWeig
 
     mean_share = loads.assigned_share.mean()
     shares = np.minimum(loads.assigned_share / mean_share, _MOST_OF_MEAN) if mean_share > 0 else loads.assigned_share
-    harm_s = (weights.work + weights.decodes * loads.num_decodes + weights.even * shares) * own_s
+    harm_s = (weights.work + weights.even * shares) * own_s
     return ttft_s, harm_s
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from app.fleet.cost import LOAD_FIELDS, CostWeights, Loads, request_cost
 
-NO_HARM = CostWeights(work=0, decodes=0, even=0)
+NO_HARM = CostWeights(work=0, even=0)
 
 
 def loads(num_replicas: int = 2, **columns: Any) -> Loads:
@@ -70,15 +70,13 @@ def test_a_full_batch_is_waited_for() -> None:
 
 def test_harm() -> None:
     own_s = 1.1
-    of = loads(num_decodes=[0, 10])
-    assert cost(of, weights=CostWeights(work=2, decodes=0, even=0))[1] == pytest.approx([2 * own_s] * 2)
-    assert cost(of, weights=CostWeights(work=0, decodes=0.1, even=0))[1] == pytest.approx([0, own_s])
+    assert cost(loads(), weights=CostWeights(work=2, even=0))[1] == pytest.approx([2 * own_s] * 2)
 
 
 def test_work_is_spread_evenly() -> None:
     """Regression: replicas with empty queues cost the same, whatever they had been given lately, and with 64 replicas
     one of them computed 1.5 times the mean."""
-    even = CostWeights(work=0, decodes=0, even=2)
+    even = CostWeights(work=0, even=2)
     assert cost(loads(assigned_share=[0.1, 0.3]), weights=even)[1] == pytest.approx([1.1, 3.3])
     assert cost(loads(assigned_share=0.0), weights=even)[1] == [0, 0]
     # What is cached counts for more than that: 0.11 s are left of 1.1 s, and 5 times the others' share.
@@ -111,7 +109,7 @@ def test_any_load_has_a_finite_cost(
 
 
 @settings(deadline=None)
-@given(more=st.sampled_from(["queued_s", "queued_tokens", "decode_s", "num_requests", "num_decodes", "assigned_share"]))
+@given(more=st.sampled_from(["queued_s", "queued_tokens", "decode_s", "num_requests", "assigned_share"]))
 def test_more_load_never_costs_less(more: str) -> None:
     columns = dict.fromkeys(LOAD_FIELDS, 0.5) | {more: [0.5, 0.9]}
     ttft_s, harm_s = cost(loads(**columns), weights=CostWeights())

@@ -123,7 +123,7 @@ def test_work_weighs_prefixes() -> None:
     """A queue a little longer than what the prefix saves: it depends on what work is worth to the others."""
     fleet = fleet_of()
     fleet.report("b", report(0.1, keys_of(1, 10), queued_s=0.3, queued_tokens=300), 0.1)
-    none = CostWeights(work=0, decodes=0)
+    none = CostWeights(work=0)
     assert PrefixAware(fleet, none).rank(request(), NAMES, 0.5)[0] != "b"
     assert PrefixAware(fleet).rank(request(), NAMES, 0.5)[0] == "b"
 

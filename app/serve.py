@@ -7,7 +7,7 @@ sends it:
 
 1. `/ready` and new requests are answered 503 with Retry-After;
 2. requests under way are finished, for as long as `--grace-s` says;
-3. Serve is shut down, which takes 10 s at most, and the status is 0.
+3. Serve is shut down, which takes 5 s at most, and the status is 0.
 
 A second signal ends it at once.
 """
@@ -77,7 +77,7 @@ ENVIRONMENT = {
 HOST = "127.0.0.1"  # where the file names none: Serve's default is every address of the machine
 
 _POLL_S, _LOOK_S = 0.5, 0.1
-# The last answers are on their way through Serve's proxies when no ingress has any left.
+# The last answers are on their way through HAProxy, or Serve's proxy, when no ingress has any left.
 _LAST_BYTES_S = 1.0
 # For an ingress to say how many requests it has; for Serve to stop its processes; and for that and Ray's together.
 _ANSWER_S, _SHUTDOWN_S, _END_S = 3.0, 3.0, 5.0
@@ -252,8 +252,8 @@ def wait_until_running(names: Sequence[str], signals: Signals) -> int:
 
 
 def wait_until_routed(url: str, signals: Signals) -> None:
-    """Returns when Serve's proxy here knows of the applications; or a signal has come; or it has long not said so, as
-    when this machine has none."""
+    """Returns when HAProxy, or Serve's proxy, here knows of the applications; or a signal has come; or it has long not
+    said so, as when this machine has none."""
     ends_at = time.monotonic() + _ROUTED_S
     while not signals.came and time.monotonic() < ends_at:
         try:

@@ -33,7 +33,7 @@ class Guard:
     Args:
         app: what is guarded.
         keys: who may call; `None`: everybody.
-        echoes_id: answers carry `x-request-id`; not where something in front, such as Serve's proxy, sees to that.
+        echoes_id: answers carry `x-request-id`; not where something in front, such as Serve's server, sees to that.
         shares: of this ingress, whose limits hold over several; `None`: over this one.
     """
 

@@ -64,7 +64,7 @@ class _Body:
         """Returns when there is no more of it, or more than is read."""
         if self._ended.is_set():
             return
-        # Serve's proxy reads by itself.
+        # Serve reads by itself.
         reading = None if self._num_waiting else asyncio.create_task(self.receive())
         try:
             async with asyncio.timeout(_MOST_S):

@@ -6,8 +6,8 @@ from __future__ import annotations
 class Watcher:
     """Hears it, and does nothing with it. Those that count derive from this."""
 
-    def refused(self, code: str, number: int = 1) -> None:
-        """So many requests were not let in; `code` is the one of their answers."""
+    def refused(self, code: str) -> None:
+        """A request was not let in; `code` is the one of their answers."""
 
     def keys_read(self, problem: str | None) -> None:
         """The API keys are those of the file now; or the file has this problem, and they are those from before."""

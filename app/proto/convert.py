@@ -103,10 +103,6 @@ def answer_fields(message: Any) -> Fields:
     return _with_prompt_logprobs(plain(message)) | {"choices": [_choice(choice) for choice in message.choices]}
 
 
-def reports_message(reports: Mapping[str, Fields]) -> pb.MemoryReports:
-    return filled(pb.MemoryReports(), {"replicas": reports})
-
-
 def reports_fields(message: pb.MemoryReports) -> dict[str, Fields]:
     return {name: {"pins": [], "groups": []} | plain(report) for name, report in message.replicas.items()}
 

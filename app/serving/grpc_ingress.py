@@ -74,8 +74,8 @@ class _Call(Generic[M]):
 class GrpcIngress:
     """What `folio.proto` says, by an ASGI application.
 
-    The answers of a call that fails are empty messages: of a stream, too, because Serve's proxy takes down the status
-    with a message only.
+    The answers of a call that fails are empty messages: of a stream, too, because Serve's proxy, where it is used,
+    takes down the status with a message only.
     """
 
     _api: ASGIApp  # guarded

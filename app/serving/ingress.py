@@ -84,8 +84,8 @@ class Ingress(GrpcIngress):
 
     Over HTTP it speaks the OpenAI API; another Ray application calls the same methods through its
     `DeploymentHandle`, with the same bodies: `generate`, `chat`, `responses`, and these with `_stream`; `fork`,
-    `fork_stream`; `tokenize`, `detokenize`; and `report`, `load`, `set_budget`, `pin`, `pins`, `unpin`. Requests of one
-    `session` go to the same replica where that costs little.
+    `fork_stream`; `tokenize`, `detokenize`; and `ready`, `report`, `reports`, `load`, `set_budget`, `pin`, `pins`,
+    `unpin`. Requests of one `session` go to the same replica where that costs little.
 
     Args:
         model: whose tokenizer to load.

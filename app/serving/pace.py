@@ -1,6 +1,6 @@
 """How often streams send what has been generated.
 
-An item of a stream costs its way through the replica, the ingress and Serve's proxy, however many tokens it has. So the
+An item of a stream costs its way through the replica, the ingress and HAProxy, however many tokens it has. So the
 first token of a request leaves at once, and those after it as often as a budget of items a second allows that all
 streams of a replica share: few streams send every step, many send several tokens at a time.
 """

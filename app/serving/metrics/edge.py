@@ -17,8 +17,8 @@ class EdgeMeter(Watcher):
         )
         self._is_stale = False
 
-    def refused(self, code: str, number: int = 1) -> None:
-        self._refused.inc(number, {"code": code})
+    def refused(self, code: str) -> None:
+        self._refused.inc(tags={"code": code})
 
     def keys_read(self, problem: str | None) -> None:
         self._is_stale = problem is not None

@@ -26,8 +26,8 @@ class Counts(Watcher):
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def refused(self, code: str, number: int = 1) -> None:
-        self.told += [code] * number
+    def refused(self, code: str) -> None:
+        self.told.append(code)
 
 
 class Gate:

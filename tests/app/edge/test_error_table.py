@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
-from app import errors
+from app import errors, haproxy
 from app.edge.refusal import Refusal
 from app.openai.errors import _HTTP_CODES, error_response, http_error, validation_error
 from app.openai.replies import ErrorBody
@@ -44,7 +46,16 @@ def sent() -> set[Row]:
         *(row(refusal.status, refusal.answer) for refusal in refusals),
         *(row(status, http_error(status, "x")) for status in _HTTP_CODES),
         row(400, validation_error(bad_json, None)),
+        *by_haproxy(),
     }
+
+
+def by_haproxy() -> set[Row]:
+    """Its own answers; 502 and 504 become 503."""
+    configuration = "".join(replacement for _, replacement in haproxy._amendments("", ["127.0.0.1"], None))
+    answers = re.findall(r"status (\d+) content-type application/json string '(.*?)'", configuration)
+    found = [(int(status), json.loads(body)["error"]) for status, body in answers]
+    return {(status, error["type"], error["code"]) for status, error in found if status not in (502, 504)}
 
 
 def test_the_table_of_errors() -> None:

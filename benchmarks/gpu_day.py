@@ -87,7 +87,12 @@ def facts(fake: bool) -> list[Job]:
             for name in ("granularity", "triton", "dlpack", "run_unmap", "context", "alias", "graph")
         ),
         _pytest(
-            "backend", "tests/vmem/test_backend_contract.py", "", fake, tiny="page and (fake or stand_in)", limit_s=60
+            "backend",
+            "tests/vmem/backends/test_backend_contract.py",
+            "",
+            fake,
+            tiny="page and (fake or stand_in)",
+            limit_s=60,
         ),
         _pytest("decode", tests, "test_splits", fake, tiny="test_splits and dtype0-3", limit_s=120),
         _pytest("prefill", tests, "test_ragged_batch", fake, tiny="test_ragged_batch and dtype0-16", limit_s=150),
@@ -347,7 +352,7 @@ def make_environment(folder: Path, fake: bool) -> dict[str, str]:
         "PYTHONFAULTHANDLER": "1",
     }
     if fake:
-        stand_in = importlib.import_module("tests.vmem.stand_in_driver")  # building it needs a C compiler
+        stand_in = importlib.import_module("tests.vmem.backends.stand_in_driver")  # building it needs a C compiler
         environment |= {
             "LD_LIBRARY_PATH": f"{stand_in.build()}:{environment.get('LD_LIBRARY_PATH', '')}",
             "CUDA_VISIBLE_DEVICES": "",

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from vmem.backend import AddressRange
-from vmem.dlpack import CPU, CUDA, export_uint8
+from vmem.backends.base import AddressRange
+from vmem.backends.dlpack import CPU, CUDA, export_uint8
 
 
 class DriverError(RuntimeError):

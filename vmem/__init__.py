@@ -1,9 +1,10 @@
 """KV memory: blocks, block tables, pages, regions, backends. Knows nothing of models, requests or Ray."""
 
-from vmem.backend import AddressRange, Backend, MemoryInfo
-from vmem.background import MappingOptions
-from vmem.contents import BlockContents, CopyBlocks, LocalContents
-from vmem.cuda import CudaBackend
+from vmem.backends import select_backend
+from vmem.backends.base import AddressRange, Backend, MemoryInfo
+from vmem.backends.cuda import CudaBackend
+from vmem.backends.host import HostBackend
+from vmem.budget import BudgetAnswer
 from vmem.errors import (
     BudgetError,
     IntegrityError,
@@ -15,21 +16,19 @@ from vmem.errors import (
     VmemError,
 )
 from vmem.group import LayerGroup, longest_sequence
-from vmem.host import HostBackend
-from vmem.hot import CachedPrefix
 from vmem.layout import KVLayout, LayerSpec, LayoutKind, StateLayout, plan_groups, plan_layout
+from vmem.mapper_policy import MappingOptions
 from vmem.memory import KVMemory
-from vmem.mirror import MirroredBackend, mirror
-from vmem.orders import Peers
-from vmem.pages import BudgetAnswer
-from vmem.peer import PeerMemory
-from vmem.prefix import PrefixMatch, TokenChain
-from vmem.report import GroupReport, MemoryReport, PinReport
-from vmem.select import select_backend
+from vmem.pins import PinReport
+from vmem.prefix_summary import CHANGE_BYTES, KEY_BYTES, NO_KEYS, CachedKeys, CachedPrefix, key_of, split_keys
+from vmem.prefix_tree import PrefixMatch, TokenChain
+from vmem.report import GroupReport, MemoryReport
 from vmem.sequence import Demand, SequenceMemory, View, ViewPolicy
-from vmem.summary import CHANGE_BYTES, KEY_BYTES, NO_KEYS, CachedKeys, key_of, split_keys
-from vmem.swap import SwappedGroup
-from vmem.tensors import CacheTensors
+from vmem.swapping import SwappedGroup
+from vmem.tensor_parallel.mirror import MirroredBackend, mirror
+from vmem.tensor_parallel.orders import Peers
+from vmem.tensor_parallel.peer import PeerMemory
+from vmem.tensors import BlockContents, CacheTensors, CopyBlocks, LocalContents
 
 __all__ = [
     "CHANGE_BYTES",

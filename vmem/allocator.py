@@ -6,14 +6,14 @@ import math
 import time
 from collections.abc import Sequence
 
-from vmem.backend import Backend
+from vmem.backends.base import Backend
+from vmem.budget import PagePool
 from vmem.errors import OutOfPages, VmemError
 from vmem.group import GroupMemory
 from vmem.mapper import Mapper
-from vmem.pages import PagePool
-from vmem.prefix import PrefixIndex
+from vmem.mapping_work import Attach, Detach, Hide
+from vmem.prefix_tree import PrefixIndex
 from vmem.region import Region
-from vmem.work import Attach, Detach, Hide
 
 
 class BlockAllocator:

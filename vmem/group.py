@@ -9,9 +9,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 
-from vmem.backend import AddressRange, Backend
+from vmem.backends.base import AddressRange, Backend, must
 from vmem.block_pool import BlockPool
-from vmem.books import must
 from vmem.errors import IntegrityError, VmemError
 from vmem.layout import KVLayout, StateLayout
 from vmem.region import HOLE, Region

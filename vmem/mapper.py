@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from vmem.backend import Backend
+from vmem.backends.base import Backend
 from vmem.errors import IntegrityError, OutOfPages, VmemError
-from vmem.work import MappingCounts, Work
+from vmem.mapping_work import MappingCounts, Work
 
 logger = logging.getLogger(__name__)
 

@@ -20,30 +20,24 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from vmem.accounts import Accounts
 from vmem.allocator import BlockAllocator
-from vmem.backend import Backend
-from vmem.background import Background, MappingOptions
-from vmem.contents import BlockContents, LocalContents, UnlockedContents
-from vmem.copies import BlockCopies
+from vmem.backends.base import Backend
+from vmem.budget import BudgetAnswer, PagePool
 from vmem.errors import IntegrityError, LayoutError, MapError, OutOfPages, PinError, VmemError
-from vmem.figures import Figures
 from vmem.group import GroupMemory, LayerGroup
-from vmem.hot import CachedPrefix
 from vmem.mapper import Mapper
-from vmem.pages import BudgetAnswer, PagePool
+from vmem.mapper_policy import Background, MappingOptions
+from vmem.mapping_work import Detach, Work
 from vmem.pins import Pins
-from vmem.prefix import Hash, PrefixCounts, PrefixIndex, PrefixMatch, TokenChain, stable_hash
-from vmem.report import MemoryReport
-from vmem.reuse import LEAST_PARTIAL_TOKENS, PrefixReuse
+from vmem.prefix_cache import LEAST_PARTIAL_TOKENS, PrefixReuse
+from vmem.prefix_summary import CachedKeys, CachedPrefix
+from vmem.prefix_tree import Hash, PrefixCounts, PrefixIndex, PrefixMatch, TokenChain, stable_hash
+from vmem.report import Accounts, Figures, MemoryReport
 from vmem.sequence import Demand, GroupTable, SequenceMemory, ViewPolicy
-from vmem.summary import CachedKeys
-from vmem.swap import SwappedGroup, SwapSpace
-from vmem.swapping import Swapping
-from vmem.tables import BlockTables
-from vmem.tensors import CacheTensors
+from vmem.swapping import SwappedGroup, Swapping, SwapSpace
+from vmem.tables import BlockCopies, BlockTables
+from vmem.tensors import BlockContents, CacheTensors, LocalContents, UnlockedContents
 from vmem.views import SequenceViews
-from vmem.work import Detach, Work
 
 logger = logging.getLogger(__name__)
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
+from vmem.budget import PagePool
 from vmem.errors import PinError
 from vmem.group import GroupMemory
-from vmem.hot import CachedPrefix
-from vmem.pages import PagePool
-from vmem.prefix import TokenChain, decode_tokens
-from vmem.report import PinReport
+from vmem.prefix_summary import CachedPrefix
+from vmem.prefix_tree import TokenChain, decode_tokens
 from vmem.sequence import GroupTable, SequenceMemory
+
+
+@dataclass(frozen=True, slots=True)
+class PinReport:
+    """One pinned prefix. `num_bytes` counts blocks that it shares with other pins as well."""
+
+    name: str
+    num_tokens: int
+    num_bytes: int
 
 
 class Pins:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from vmem.prefix import PrefixPath
+from vmem.prefix_tree import PrefixPath
 from vmem.region import Region
 
 View = Literal["region", "block_table"]

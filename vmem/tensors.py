@@ -1,12 +1,17 @@
-"""The KV memory of a rank as tensors: what kernels read and write, and what block copies copy."""
+"""The KV memory of a rank as tensors: what kernels read and write, and what block copies copy.
+
+What blocks hold, moved about: copied to other blocks, saved to host memory, restored from there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 
-from vmem.backend import AddressRange, Backend
+from vmem.backends.base import AddressRange, Backend
 from vmem.group import LayerGroup
 from vmem.layout import KVLayout
 
@@ -76,3 +81,152 @@ class CacheTensors:
         """A group's homes as `[num_blocks, home_bytes / 8]` int64: blocks copy several times faster so than by
         bytes."""
         return [home.view(torch.int64).view(-1, self.groups[g].layout.home_bytes // 8) for home in self._homes[g]]
+
+
+# (source, target, source rows, target rows): `target[target_rows[i]] = source[source_rows[i]]`, in the order of what
+# the device does. `[num_blocks, words]` int64 with adjacent words, and `[n]` int64 on the device.
+CopyBlocks = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+# Of each home so many bytes are gathered at once: on a device that much memory is taken beside the cache.
+_STAGING_BYTES = 64 << 20
+
+
+def copy_by_index(
+    source: torch.Tensor, target: torch.Tensor, source_rows: torch.Tensor, target_rows: torch.Tensor
+) -> None:
+    """`CopyBlocks` in plain torch, through a copy between. `kernels`, which this package may not import, has better."""
+    target.index_copy_(0, target_rows, source.index_select(0, source_rows))
+
+
+class BlockContents(Protocol):
+    """Moves the contents of blocks, in the order of the calls and of what the device does."""
+
+    def copy(self, g: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy blocks of a layer group onto others of it."""
+        ...
+
+    def save(self, key: int, g: int, block_ids: Sequence[int]) -> None:
+        """Copy blocks of a layer group to host memory; `key` is what the copy is called from now on.
+
+        Raises:
+            OutOfSwap, RuntimeError, MemoryError: there is no host memory for it; the second is torch's word for that.
+        """
+        ...
+
+    def restore(self, key: int, rows: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Write rows of a copy, the first block's is row 0, into blocks of its group, before whatever the device does
+        next."""
+        ...
+
+    def discard(self, key: int) -> None:
+        """Forget a copy, if there is one."""
+        ...
+
+
+class UnlockedContents:
+    """`BlockContents` for callers that hold the memory's lock: it is let go of while blocks are moved, and while host
+    memory is taken or given back.
+
+    Args:
+        unlocked: lets go of the lock for a while (`Mapper.unlocked`).
+    """
+
+    def __init__(self, contents: BlockContents, unlocked: Callable[[], AbstractContextManager[None]]) -> None:
+        self._contents = contents
+        self._unlocked = unlocked
+
+    def copy(self, g: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        with self._unlocked():
+            self._contents.copy(g, sources, targets)
+
+    def save(self, key: int, g: int, block_ids: Sequence[int]) -> None:
+        with self._unlocked():
+            self._contents.save(key, g, block_ids)
+
+    def restore(self, key: int, rows: Sequence[int], block_ids: Sequence[int]) -> None:
+        with self._unlocked():
+            self._contents.restore(key, rows, block_ids)
+
+    def discard(self, key: int) -> None:
+        with self._unlocked():
+            self._contents.discard(key)
+
+
+class LocalContents:
+    """The `BlockContents` of this process's own memory.
+
+    On CUDA a step's stream only gathers and scatters; the way over the bus runs on a stream of its own, beside the next
+    steps, from and to pinned memory.
+
+    Args:
+        copy_blocks: how blocks are copied, gathered and scattered.
+    """
+
+    def __init__(self, tensors: CacheTensors, copy_blocks: CopyBlocks = copy_by_index) -> None:
+        self._tensors = tensors
+        self._copy_blocks = copy_blocks
+        self._stream: torch.cuda.Stream | None = None
+        self._saved: dict[int, tuple[int, list[torch.Tensor]]] = {}  # key → group, of each home [num_rows, words]
+
+    def copy(self, g: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        for blocks in self._tensors.home_words(g):
+            rows = (torch.tensor(side, dtype=torch.int64, device=blocks.device) for side in (sources, targets))
+            self._copy_blocks(blocks, blocks, *rows)
+
+    def save(self, key: int, g: int, block_ids: Sequence[int]) -> None:
+        self._saved[key] = (g, [self._copy_out(blocks, block_ids) for blocks in self._tensors.home_words(g)])
+
+    def restore(self, key: int, rows: Sequence[int], block_ids: Sequence[int]) -> None:
+        if not rows:
+            return
+        g, copies = self._saved[key]
+        for blocks, copy in zip(self._tensors.home_words(g), copies, strict=True):
+            self._copy_in(blocks, copy, rows, block_ids)
+
+    def discard(self, key: int) -> None:
+        self._saved.pop(key, None)
+
+    def _copy_out(self, blocks: torch.Tensor, block_ids: Sequence[int]) -> torch.Tensor:
+        count, words = len(block_ids), blocks.shape[1]
+        sources = torch.tensor(block_ids, dtype=torch.int64, device=blocks.device)
+        rows = torch.arange(count, device=blocks.device)
+        if blocks.device.type == "cpu":
+            copy = torch.empty(count, words, dtype=torch.int64)
+            self._copy_blocks(blocks, copy, sources, rows)
+            return copy
+        host = torch.empty(count, words, dtype=torch.int64, pin_memory=True)
+        stream = self._side_stream()
+        for part in _parts(count, 8 * words):
+            staged = torch.empty(len(sources[part]), words, dtype=torch.int64, device=blocks.device)
+            self._copy_blocks(blocks, staged, sources[part], rows[: len(staged)])
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                host[part].copy_(staged, non_blocking=True)
+            staged.record_stream(stream)
+        return host
+
+    def _copy_in(self, blocks: torch.Tensor, copy: torch.Tensor, rows: Sequence[int], block_ids: Sequence[int]) -> None:
+        targets = torch.tensor(block_ids, dtype=torch.int64, device=blocks.device)
+        if blocks.device.type == "cpu":
+            self._copy_blocks(copy, blocks, torch.tensor(rows, dtype=torch.int64), targets)
+            return
+        stream = self._side_stream()
+        for part in _parts(len(rows), 8 * blocks.shape[1]):
+            with torch.cuda.stream(stream):
+                # Row by row, because a gather on the host would be a copy more and not from pinned memory.
+                staged = torch.empty(len(rows[part]), blocks.shape[1], dtype=torch.int64, device=blocks.device)
+                for i, row in enumerate(rows[part]):
+                    staged[i].copy_(copy[row], non_blocking=True)
+            torch.cuda.current_stream().wait_stream(stream)
+            self._copy_blocks(staged, blocks, torch.arange(len(staged), device=blocks.device), targets[part])
+            staged.record_stream(torch.cuda.current_stream())
+
+    def _side_stream(self) -> torch.cuda.Stream:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        return self._stream
+
+
+def _parts(count: int, row_bytes: int) -> list[slice]:
+    step = max(1, _STAGING_BYTES // row_bytes)
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]

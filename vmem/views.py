@@ -7,14 +7,14 @@ import time
 from collections.abc import Iterator, Sequence
 
 from vmem.allocator import BlockAllocator
-from vmem.backend import Backend
-from vmem.background import Background, MappingOptions
+from vmem.backends.base import Backend
 from vmem.errors import MapError, VmemError
 from vmem.group import GroupMemory
 from vmem.mapper import Mapper
+from vmem.mapper_policy import Background, MappingOptions
+from vmem.mapping_work import Hide, Show
 from vmem.region import HOLE, Region
 from vmem.sequence import Demand, GroupTable, SequenceMemory
-from vmem.work import Hide, Show
 
 logger = logging.getLogger(__name__)
 

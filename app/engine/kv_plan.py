@@ -21,10 +21,10 @@ from vmem import (
     StateLayout,
     VmemError,
     longest_sequence,
-    mirror,
     plan_groups,
     select_backend,
 )
+from vmem.tensor_parallel.mirror import mirror
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ from app.engine.params import SamplingParams
 from app.engine.request import Request, SequenceGroup
 from app.engine.scheduler import Scheduled
 from app.errors import ModelError
-from vmem import KVMemory, LayerGroup, ViewPolicy, mirror, select_backend
+from vmem import KVMemory, LayerGroup, ViewPolicy, select_backend
+from vmem.tensor_parallel.mirror import mirror
 
 logger = logging.getLogger(__name__)
 

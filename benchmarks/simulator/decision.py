@@ -19,7 +19,7 @@ from app.fleet.keys import prompt_keys
 from app.fleet.policies import PrefixAware
 from app.fleet.report import ReplicaReport, StepTimes
 from vmem import NO_KEYS, CachedKeys, key_of
-from vmem.summary import PrefixSummary
+from vmem.prefix_summary import PrefixSummary
 
 _UNIT_TOKENS = 16
 # Units of a prompt that all share, of one, and of a prompt that goes on from one that is cached: the cached ones.

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.gpu_day import ROOT, STAGES, Job, Outcome, Stage, main, read_facts, table
 from tests.conftest import keep_shard
 from tests.nightly import examples
-from tests.vmem.stand_in_driver import skip_without_stand_in
+from tests.vmem.backends.stand_in_driver import skip_without_stand_in
 
 # Starts a child that only SIGKILL ends, says who that is, and then hangs.
 HANGS = """

@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from kernels import CacheScales, Masking, Rotary, VarlenBatch
-from vmem.host import HostBackend
+from vmem.backends.host import HostBackend
 from vmem.layout import LayerSpec, LayoutKind, plan_layout
 
 SHARED_BYTES = 227 * 1024  # that a block of an H100 may have

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vmem import Backend, LocalContents, PeerMemory
-from vmem.orders import failed
+from vmem.tensor_parallel.orders import failed
 
 
 class DirectPeers:

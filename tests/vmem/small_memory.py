@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.vmem.backends.fake_driver import CUresult, FakeDriver
+from tests.vmem.backends.stand_in_driver import StandInDriver, skip_without_stand_in
 from tests.vmem.direct_peers import DirectPeers
-from tests.vmem.fake_driver import CUresult, FakeDriver
-from tests.vmem.stand_in_driver import StandInDriver, skip_without_stand_in
 from vmem import (
     BlockContents,
     CacheTensors,
@@ -33,10 +33,10 @@ from vmem import (
     TokenChain,
     plan_layout,
 )
-from vmem.dlpack import CPU
+from vmem.backends.cuda import CPU
 from vmem.mapper import Mapper
-from vmem.mirror import MirroredContents
-from vmem.prefix import Hash, stable_hash
+from vmem.prefix_tree import Hash, stable_hash
+from vmem.tensor_parallel.mirror import MirroredContents
 
 BLOCK_TOKENS = 16
 PAGE_BYTES = 4096

@@ -19,7 +19,8 @@ from tests.vmem.small_memory import (
     no_thread,
 )
 from tests.vmem.test_memory import DEADLINE_S, begin, finish, until
-from vmem import CHANGE_BYTES, NO_KEYS, Demand, KVMemory, LocalContents, MapError, figures
+from vmem import CHANGE_BYTES, NO_KEYS, Demand, KVMemory, LocalContents, MapError
+from vmem import report as figures
 
 __all__ = ["no_thread"]  # a fixture
 

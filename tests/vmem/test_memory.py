@@ -44,7 +44,7 @@ from vmem import (
     VmemError,
     plan_layout,
 )
-from vmem.background import PromptDemand
+from vmem.mapper_policy import PromptDemand
 
 __all__ = ["no_thread"]  # a fixture
 

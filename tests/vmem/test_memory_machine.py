@@ -46,7 +46,7 @@ from vmem import (
     VmemError,
 )
 from vmem.mapper import Mapper
-from vmem.prefix import stable_hash
+from vmem.prefix_tree import stable_hash
 
 # What is drawn must not depend on what happened, or threads would make examples impossible to repeat.
 CHOICE = st.integers(0, 7)

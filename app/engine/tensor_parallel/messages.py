@@ -20,7 +20,7 @@ class Order(enum.IntEnum):
     CONNECT = 1  # join the process group
     LOAD = 2  # load its shard of the model
     OBSERVE = 3  # find out what the layers need
-    MEMORY = 4  # see `vmem.orders.MemoryOrder`
+    MEMORY = 4  # see `vmem.tensor_parallel.orders.MemoryOrder`
     OPEN = 5  # run on the memory of that number
     STEP = 6  # compute a step
     OWN_LOGITS = 7  # compute one sequence by the model's own attention

@@ -23,7 +23,7 @@ from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingReader
 from app.engine.tensor_parallel.spec import ERRORS, JOIN_TIMEOUT_S, MEMORY, STEPS, RankSpec
 from kernels import select_block_copy, select_provider
 from vmem import Backend, CacheTensors, LocalContents, PeerMemory, select_backend
-from vmem.orders import failed
+from vmem.tensor_parallel.orders import failed
 
 logger = logging.getLogger(__name__)
 

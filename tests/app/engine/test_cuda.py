@@ -21,11 +21,11 @@ from tests.app.engine.strict_pointers import StrictProvider, strict_copy
 from tests.app.engine.tensor_parallel import test_decoding
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
-from tests.vmem.fake_driver import FakeDriver
+from tests.vmem.backends.fake_driver import FakeDriver
+from tests.vmem.backends.stand_in_driver import StandInDriver, skip_without_stand_in
 from tests.vmem.small_memory import pages_read
-from tests.vmem.stand_in_driver import StandInDriver, skip_without_stand_in
 from vmem import CudaBackend, Demand, KVMemory, MapError, select_backend
-from vmem.dlpack import CPU
+from vmem.backends.cuda import CPU
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 

@@ -19,9 +19,9 @@ from app.engine import SamplingParams, kv_plan
 from app.engine.batch import StepPlan
 from app.engine.engine import Engine
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
-from tests.vmem.fake_driver import FakeDriver
+from tests.vmem.backends.fake_driver import FakeDriver
 from vmem import CudaBackend, KVMemory
-from vmem.dlpack import CPU
+from vmem.backends.cuda import CPU
 
 Outputs = dict[tuple[str, int], list[int]]
 

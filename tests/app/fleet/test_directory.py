@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.fleet.directory import PrefixDirectory
-from vmem import KEY_BYTES, NO_KEYS, CachedKeys, key_of, summary
-from vmem.summary import PrefixSummary
+from vmem import KEY_BYTES, NO_KEYS, CachedKeys, key_of
+from vmem import prefix_summary as summary
+from vmem.prefix_summary import PrefixSummary
 
 NUM_SLOTS = 3
 # Two prompts that share their first three units.

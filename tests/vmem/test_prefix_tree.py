@@ -27,7 +27,7 @@ from vmem import (
     SequenceMemory,
     VmemError,
 )
-from vmem.prefix import stable_hash
+from vmem.prefix_tree import stable_hash
 
 __all__ = ["no_thread"]  # a fixture
 

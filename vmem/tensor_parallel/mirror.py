@@ -19,12 +19,20 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from vmem.backend import AddressRange, Backend, MemoryInfo
-from vmem.books import must, one_at_a_time
-from vmem.contents import BlockContents, CopyBlocks, LocalContents, copy_by_index
+from vmem.backends.base import AddressRange, Backend, MemoryInfo, must, one_at_a_time
 from vmem.errors import IntegrityError, VmemError
-from vmem.orders import ALL_RANKS, Answers, MemoryOrder, MemoryRequest, Peers, failed, failure_of, pack, unpack
-from vmem.tensors import CacheTensors
+from vmem.tensor_parallel.orders import (
+    ALL_RANKS,
+    Answers,
+    MemoryOrder,
+    MemoryRequest,
+    Peers,
+    failed,
+    failure_of,
+    pack,
+    unpack,
+)
+from vmem.tensors import BlockContents, CacheTensors, CopyBlocks, LocalContents, copy_by_index
 
 
 class _PeersOfOneMemory:

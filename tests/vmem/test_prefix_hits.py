@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.vmem.small_memory import make_memory
-from tests.vmem.test_prefix import prompt, run
+from tests.vmem.test_prefix_tree import prompt, run
 from vmem import KVMemory, PinError, TokenChain
-from vmem.hot import HotNodes
+from vmem.prefix_summary import HotNodes
 
 UNIT = 16
 
@@ -62,7 +62,7 @@ def test_what_is_not_cached_any_more_is_not_hot() -> None:
 
 
 def test_only_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vmem.hot._REMEMBERED", 2)
+    monkeypatch.setattr("vmem.prefix_summary._REMEMBERED", 2)
     memory, _ = make_memory()
     for seed in (1, 2, 3):
         ask(memory, prompt(20, seed), 2)

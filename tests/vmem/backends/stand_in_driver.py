@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.vmem.fake_driver import FakeDriver
+from tests.vmem.backends.fake_driver import FakeDriver
 
 _SOURCE = Path(__file__).with_name("libcuda.c")
 _FLAGS = ["-std=gnu11", "-O2", "-fvisibility=hidden", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]

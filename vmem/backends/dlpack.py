@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.utils.dlpack
 
-from vmem.backend import AddressRange
+from vmem.backends.base import AddressRange
 
 CPU, CUDA = 1, 2  # DLDeviceType
 _UINT = 1  # DLDataTypeCode

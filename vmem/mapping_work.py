@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from vmem.backend import Backend
+from vmem.backends.base import Backend
+from vmem.budget import PagePool
 from vmem.errors import OutOfPages, VmemError
 from vmem.group import GroupMemory
-from vmem.pages import PagePool
 from vmem.region import Region
 
 

@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vmem.backend import Backend
+from vmem.backends.base import Backend
+from vmem.budget import PagePool
 from vmem.errors import LayoutError
 from vmem.group import GroupMemory
-from vmem.pages import PagePool
-from vmem.prefix import PrefixIndex
+from vmem.mapping_work import Attach, Destroy, Detach, Hide, Show, Work
+from vmem.prefix_tree import PrefixIndex
 from vmem.region import HOLE, Region
-from vmem.work import Attach, Destroy, Detach, Hide, Show, Work
 
 # How soon to look again whether the device has passed a fence.
 _FENCE_POLL_S = 0.002

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from vmem.backend import Backend
-from vmem.cuda import CudaBackend
+from vmem.backends.base import Backend
+from vmem.backends.cuda import CudaBackend
+from vmem.backends.host import HostBackend
 from vmem.errors import MapError
-from vmem.host import HostBackend
 
 
 def select_backend(device: torch.device, *, capacity_bytes: int, headroom_bytes: int = 0) -> Backend:

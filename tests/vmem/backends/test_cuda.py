@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.vmem.fake_driver import CUresult, FakeDriver
+from tests.vmem.backends.fake_driver import CUresult, FakeDriver
 from vmem import AddressRange, CudaBackend, MapError, OutOfPages
-from vmem.dlpack import CPU
+from vmem.backends.cuda import CPU
 
 PAGE = FakeDriver.granularity_bytes
 

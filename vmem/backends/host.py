@@ -19,8 +19,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from vmem.backend import AddressRange, MemoryInfo
-from vmem.books import Books, one_at_a_time
+from vmem.backends.base import AddressRange, Books, MemoryInfo, one_at_a_time
 from vmem.errors import MapError, OutOfPages
 
 _PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE

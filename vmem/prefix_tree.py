@@ -18,8 +18,7 @@ import numpy as np
 
 from vmem.errors import IntegrityError
 from vmem.group import GroupMemory
-from vmem.hot import CachedPrefix, HotNodes
-from vmem.summary import PrefixSummary, key_of
+from vmem.prefix_summary import CachedPrefix, HotNodes, PrefixSummary, key_of
 
 Digest = bytes
 Hash = Callable[[Digest, bytes], Digest]

@@ -7,12 +7,11 @@ import pickle
 import threading
 from collections.abc import Callable, Sequence
 
-from vmem.backend import AddressRange, Backend
-from vmem.contents import BlockContents
+from vmem.backends.base import AddressRange, Backend
 from vmem.errors import IntegrityError, OutOfPages, OutOfSwap, VmemError
 from vmem.group import LayerGroup
-from vmem.orders import Answer, MemoryOrder, MemoryRequest, pack, unpack
-from vmem.tensors import CacheTensors
+from vmem.tensor_parallel.orders import Answer, MemoryOrder, MemoryRequest, pack, unpack
+from vmem.tensors import BlockContents, CacheTensors
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.vmem.fake_driver import FakeDriver
-from tests.vmem.stand_in_driver import StandInDriver, build, skip_without_stand_in
+from tests.vmem.backends.fake_driver import FakeDriver
+from tests.vmem.backends.stand_in_driver import StandInDriver, build, skip_without_stand_in
 
 PAGE = FakeDriver.granularity_bytes
 NUM_PAGES = 12

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from tests.vmem.backends.fake_driver import FakeDriver
+from tests.vmem.backends.stand_in_driver import StandInDriver, skip_without_stand_in
 from tests.vmem.direct_peers import DirectPeers
-from tests.vmem.fake_driver import FakeDriver
-from tests.vmem.stand_in_driver import StandInDriver, skip_without_stand_in
 from vmem import (
     AddressRange,
     Backend,
@@ -20,7 +20,7 @@ from vmem import (
     MirroredBackend,
     OutOfPages,
 )
-from vmem.dlpack import CPU
+from vmem.backends.cuda import CPU
 
 NUM_PAGES = 8
 

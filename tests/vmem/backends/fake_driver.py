@@ -24,7 +24,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from vmem.host import _libc
+from vmem.backends.host import _libc
 
 _MAP_FIXED = 0x10
 _HOLE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

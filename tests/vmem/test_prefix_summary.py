@@ -8,7 +8,7 @@ import pytest
 
 from tests.vmem.small_memory import groups
 from vmem import CHANGE_BYTES, KEY_BYTES, NO_KEYS, CachedKeys, HostBackend, IntegrityError, KVMemory, key_of
-from vmem.summary import MOST_CHANGES, PrefixSummary
+from vmem.prefix_summary import MOST_CHANGES, PrefixSummary
 
 UNIT = 16
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from vmem.errors import IntegrityError
 from vmem.group import GroupMemory
-from vmem.prefix import PrefixIndex, PrefixMatch, PrefixNode, PrefixPath, TokenChain
+from vmem.prefix_tree import PrefixIndex, PrefixMatch, PrefixNode, PrefixPath, TokenChain
 from vmem.sequence import SequenceMemory
 from vmem.tables import BlockTables
 

@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from vmem.backend import AddressRange, MemoryInfo
-from vmem.books import Books, must, one_at_a_time
-from vmem.dlpack import CPU, CUDA, export_uint8
+from vmem.backends.base import AddressRange, Books, MemoryInfo, must, one_at_a_time
+from vmem.backends.dlpack import CPU, CUDA, export_uint8
 from vmem.errors import MapError, OutOfPages, VmemError
 
 # Sixteen pages of 2 MiB to a call: fewer calls are cheaper a page, longer ones keep others waiting.

@@ -24,7 +24,7 @@ test: $(VENV)/.dev $(VENV)/.oldest compiler
 	$(PYTEST) tests/hostile
 	@echo "==> Running a third of the models' tests with $(firstword $(OLDEST))"
 	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n auto --shard 0/3 \
-	  tests/app/engine/test_models.py tests/app/engine/test_fuse.py tests/app/engine/test_recurrent.py
+	  tests/app/engine/model/test_models.py tests/app/engine/model/test_fusion.py tests/app/engine/execution/test_recurrent.py
 
 test-fast: $(VENV)/.dev compiler
 	@echo "==> Running the tests that are fast and start no processes"

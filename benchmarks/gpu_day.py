@@ -100,7 +100,7 @@ def facts(fake: bool) -> list[Job]:
         _pytest("block copies", tests, "test_copy_blocks", fake, tiny="test_copy_blocks and 100", limit_s=60),
         _pytest(
             "tokens as on the CPU",
-            "tests/app/engine/test_cuda.py",
+            "tests/app/engine/execution/test_cuda.py",
             "test_a_real_device and llama",
             fake,
             tiny="test_cuda_is_never",

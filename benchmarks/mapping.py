@@ -26,10 +26,10 @@ from pathlib import Path
 
 import torch
 
-from app.engine.batch import demands, next_demands
-from app.engine.params import SamplingParams
-from app.engine.recovery import RecoveryModel
+from app.engine.execution.batch import demands, next_demands
+from app.engine.preemption import RecoveryModel
 from app.engine.request import Request, SequenceGroup
+from app.engine.sampling.params import SamplingParams
 from app.engine.scheduler import Scheduler
 from benchmarks import harness, workloads
 from benchmarks.facts import record

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import app.engine.engine
-import app.engine.executor
+import app.engine.execution.executor
 from app.engine import LLM, SamplingParams
 
 NEW_TOKENS = 64
@@ -146,7 +146,7 @@ def step_parts(llm: LLM, num_steps: int = 10) -> dict[str, float]:
         "plan": (app.engine.engine, "plan_step"),
         "ahead": (engine.memory, "plan"),
         "executor": (engine._executor, "run"),
-        "build": (app.engine.executor, "build_batch"),
+        "build": (app.engine.execution.executor, "build_batch"),
         "fence": (engine.memory, "launched"),
         "sample": (engine._decoding, "choose"),
         "apply": (engine._decoding, "apply"),

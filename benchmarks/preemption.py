@@ -35,9 +35,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from app.config import RecoveryPolicy
 from app.engine import LLM, SamplingParams
-from app.engine.batch import demands
 from app.engine.engine import Engine
-from app.engine.recovery import Recovery, RecoveryCost
+from app.engine.execution.batch import demands
+from app.engine.preemption import Recovery, RecoveryCost
 from app.engine.request import Request
 from benchmarks import harness
 from benchmarks.facts import record

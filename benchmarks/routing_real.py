@@ -34,9 +34,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from app.engine.model_loader import BUILTIN_FOLDER
+from app.engine.model.loader import BUILTIN_FOLDER
+from app.engine.report import StepTimes
 from app.fleet.policies import PrefixAware
-from app.fleet.report import StepTimes
 from benchmarks import harness
 from benchmarks.served import Served, served
 from benchmarks.simulator.cluster import Cluster

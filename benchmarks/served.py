@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.fleet.report import ReplicaReport
+from app.engine.report import ReplicaReport
 from app.serving.messages import report_from_stats
 
 _POLL_S = 0.1

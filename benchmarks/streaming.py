@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.engine.params import SamplingParams
+from app.engine.sampling.params import SamplingParams
 from app.serving.messages import GenerateRequest
 from benchmarks import harness
 from benchmarks.served import Served, served

@@ -33,7 +33,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from app.engine import LLM, SamplingParams
-from app.engine.model_loader import random_model
+from app.engine.model.loader import random_model
 from benchmarks import facts, harness, overhead
 from benchmarks.rivals import TransformersGenerate, folio_rate
 

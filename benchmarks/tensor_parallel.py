@@ -32,8 +32,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from app.engine import LLM, SamplingParams
-from app.engine.batch import StepPlan
 from app.engine.cores import num_threads
+from app.engine.execution.batch import StepPlan
 from app.engine.tensor_parallel import shared_memory
 from app.engine.tensor_parallel.communicator import Communicator
 from app.engine.tensor_parallel.messages import pack_step, unpack_step

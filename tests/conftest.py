@@ -141,7 +141,7 @@ SLOW = {
         (
             "kernels/test_attention.py",  # 180 s with its compilations, which are kept; 20 s without
             "benchmarks/test_gpu_day.py",  # 60
-            "app/engine/test_models.py",  # 100
+            "app/engine/model/test_models.py",  # 100
             "kernels/test_triton.py",  # 80
             "app/engine/tensor_parallel/test_equal_tokens.py",  # 70
             "app/engine/tensor_parallel/test_faults.py",  # 55

@@ -19,7 +19,7 @@ from ray.exceptions import RayTaskError
 
 from app.config import EngineConfig
 from app.engine import AsyncEngine
-from app.engine.model_loader import load_tokenizer
+from app.engine.model.loader import load_tokenizer
 from app.errors import FolioError
 from app.fleet.overload import Refusals
 from app.openai.http import build_api

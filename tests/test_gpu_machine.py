@@ -32,7 +32,7 @@ PACKAGES = ("vmem", "kernels", "app/engine", "benchmarks")
 TESTS = ("tests/kernels", "tests/vmem", "tests/app/engine")
 ENGINE_TESTS = (
     "tests/app/engine/test_engine.py::test_more_requests_than_sequences",
-    "tests/app/engine/test_structure.py::test_without_llguidance_only_structures_are_refused",
+    "tests/app/engine/sampling/test_structure.py::test_without_llguidance_only_structures_are_refused",
 )
 
 
@@ -91,7 +91,7 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_module_is_imported(tried: dict[str, Any]) -> None:
-    """`app.engine.structure` wanted llguidance, and half of the benchmarks httpx, Ray or aiohttp."""
+    """`app.engine.sampling.structure` wanted llguidance, and half of the benchmarks httpx, Ray or aiohttp."""
     assert tried["failed_imports"] == []
 
 

@@ -3,8 +3,8 @@
 from app.config import EngineConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.llm import LLM, Completion, Output
-from app.engine.params import SamplingParams, Structure
 from app.engine.request import Delta, FinishReason, RequestOptions, TokenLogprobs
+from app.engine.sampling.params import SamplingParams, Structure
 
 __all__ = [
     "LLM",

@@ -17,17 +17,15 @@ from typing import Unpack
 
 from app.config import EngineConfig
 from app.engine.cores import yield_cpu
-from app.engine.delta_queue import DeltaQueue
 from app.engine.engine import Engine
-from app.engine.load import MOST_KEYS, Activity
-from app.engine.params import SamplingParams
-from app.engine.request import Delta, RequestOptions
+from app.engine.load_report import MOST_KEYS, Activity
+from app.engine.report import ReplicaReport
+from app.engine.request import Delta, DeltaQueue, RequestOptions
+from app.engine.sampling.params import SamplingParams
 from app.engine.speculation import SpeculationCounts
-from app.engine.start_times import StartTimes
-from app.engine.tensor_parallel.processes import spawn_ranks
-from app.engine.tensor_parallel.spec import Launch
+from app.engine.startup import StartTimes
+from app.engine.tensor_parallel.processes import Launch, spawn_ranks
 from app.errors import EngineError, FolioError, OverloadedError, RequestError, UnavailableError, UnknownRequestError
-from app.fleet.report import ReplicaReport
 from vmem import BudgetAnswer, CachedPrefix, IntegrityError, KVMemory, MemoryReport
 
 logger = logging.getLogger(__name__)

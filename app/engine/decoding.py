@@ -11,16 +11,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from app.engine.batch import Array
-from app.engine.beam import BeamSearch, likeliest
+from app.engine.execution.batch import Array
 from app.engine.faults import failure_of
 from app.engine.generation import BestOf, EndedOutputs, Generation
-from app.engine.load import LoadMeter
-from app.engine.logprobs import prompt_logprobs
-from app.engine.params import SamplingParams
+from app.engine.load_report import LoadMeter
 from app.engine.request import Delta, Request, SequenceGroup, TokenLogprobs
-from app.engine.sampler import Sampled, sample, sample_apart
-from app.engine.sampling_state import SamplingState
+from app.engine.sampling.beam import BeamSearch, likeliest
+from app.engine.sampling.logprobs import prompt_logprobs
+from app.engine.sampling.params import SamplingParams
+from app.engine.sampling.sampler import Sampled, sample, sample_apart
+from app.engine.sampling.state import SamplingState
 from app.engine.scheduler import Scheduled, Scheduler
 from app.engine.speculation import Speculation
 from app.engine.vocabulary import Vocabulary

@@ -15,41 +15,42 @@ from typing import Unpack
 import torch
 
 from app.config import EngineConfig
-from app.engine.batch import demands, memory_of, next_demands, num_attended, plan_step
-from app.engine.beam import BeamSearch
-from app.engine.deadlines import Deadlines, check_timeout
 from app.engine.decoding import Decoding
-from app.engine.executor import Executor
+from app.engine.execution.batch import demands, memory_of, next_demands, num_attended, plan_step
+from app.engine.execution.executor import Executor
+from app.engine.execution.self_test import self_test
 from app.engine.faults import SequenceFailure, failure_of, serving
 from app.engine.generation import Generation
 from app.engine.intake import Intake, check_fork
-from app.engine.kv_plan import build_memory
-from app.engine.load import MOST_KEYS, Activity, LoadMeter, free_tokens, make_report, retry_after_s
-from app.engine.lora_queue import AdapterQueue
-from app.engine.lora_store import AdapterReport, AdapterStore
-from app.engine.lora_weights import check_sources
-from app.engine.model_loader import LoadedModel
-from app.engine.params import SamplingParams
-from app.engine.pinned import encode_pinned
-from app.engine.recovery import RecoveryModel
-from app.engine.request import Delta, Request, RequestOptions, SequenceGroup
-from app.engine.restoring import (
+from app.engine.load_report import MOST_KEYS, Activity, LoadMeter, free_tokens, make_report, retry_after_s
+from app.engine.lora.queue import AdapterQueue
+from app.engine.lora.store import AdapterReport, AdapterStore
+from app.engine.lora.weights import check_sources
+from app.engine.model.kv_plan import build_memory
+from app.engine.model.loader import LoadedModel
+from app.engine.preemption import RecoveryModel
+from app.engine.prefix_keys import adapter_of
+from app.engine.report import ReplicaReport
+from app.engine.request import Deadlines, Delta, Request, RequestOptions, SequenceGroup, check_timeout
+from app.engine.sampling.beam import BeamSearch
+from app.engine.sampling.params import SamplingParams
+from app.engine.scheduler import Scheduled, Scheduler
+from app.engine.speculation import Speculation, SpeculationCounts
+from app.engine.startup import KEYS as WARM_UP_KEYS
+from app.engine.startup import (
     MOST_TOLD_PREFIXES,
     MOST_TOLD_TOKENS,
     Restored,
+    StartClock,
+    StartTimes,
     prefix_fingerprint,
+    warm_up,
+    warm_up_rounds,
     worth_restoring,
 )
-from app.engine.scheduler import Scheduled, Scheduler
-from app.engine.self_test import self_test
-from app.engine.speculation import Speculation, SpeculationCounts
-from app.engine.start_times import StartClock, StartTimes
 from app.engine.tensor_parallel.adapters import AdapterPeers
-from app.engine.tensor_parallel.processes import spawn_ranks
-from app.engine.tensor_parallel.spec import Launch
-from app.engine.vocabulary import Vocabulary
-from app.engine.warm_up import KEYS as WARM_UP_KEYS
-from app.engine.warm_up import warm_up, warm_up_rounds
+from app.engine.tensor_parallel.processes import Launch, spawn_ranks
+from app.engine.vocabulary import Vocabulary, encode_pinned
 from app.errors import (
     ConfigError,
     DeadlineError,
@@ -61,8 +62,6 @@ from app.errors import (
     UnknownPinError,
     UnknownRequestError,
 )
-from app.fleet.keys import adapter_of
-from app.fleet.report import ReplicaReport
 from kernels import KernelError
 from vmem import (
     BudgetAnswer,
@@ -177,7 +176,7 @@ class Engine:
         return self._clock.times
 
     def warm_up(self) -> None:
-        """Run what the first requests would otherwise wait for (`app.engine.warm_up`), in the thread that will call
+        """Run what the first requests would otherwise wait for (`app.engine.startup`), in the thread that will call
         `step`. Nothing is left of it but step times, with which reports then begin.
 
         Raises:

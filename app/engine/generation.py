@@ -7,9 +7,9 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from app.engine.beam import BeamSearch
-from app.engine.params import SamplingParams
 from app.engine.request import Delta, Request, RequestOptions, TokenLogprobs
+from app.engine.sampling.beam import BeamSearch
+from app.engine.sampling.params import SamplingParams
 
 # Outputs that have ended are remembered as long as they are no more, and have with their prompts no more tokens.
 _ENDED_OUTPUTS, _ENDED_TOKENS = 2000, 1 << 20

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from app.engine.beam import BeamSearch
 from app.engine.generation import BestOf, Generation
-from app.engine.model_loader import LoadedModel
-from app.engine.params import SamplingParams
+from app.engine.model.loader import LoadedModel
+from app.engine.prefix_keys import extra_keys
 from app.engine.request import Request, RequestOptions, SequenceGroup
-from app.engine.sampling_state import SamplingState
+from app.engine.sampling.beam import BeamSearch
+from app.engine.sampling.params import SamplingParams
+from app.engine.sampling.state import SamplingState
 from app.engine.scheduler import Scheduler
 from app.engine.vocabulary import Vocabulary
 from app.errors import ContextLengthError, RequestError
-from app.fleet.keys import extra_keys
 from vmem import KVMemory, PinError
 
 

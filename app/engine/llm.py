@@ -11,8 +11,8 @@ from typing import Any, Self, Unpack
 
 from app.config import EngineConfig
 from app.engine.engine import Engine
-from app.engine.params import SamplingParams
 from app.engine.request import Delta, FinishReason, RequestOptions, TokenLogprobs
+from app.engine.sampling.params import SamplingParams
 from app.errors import EngineError, RequestError
 
 

@@ -1,15 +1,23 @@
-"""One request on its way through the engine."""
+"""One request on its way through the engine.
+
+A request's deltas on their way from the engine's thread to whoever asked, a list at a time.
+
+When requests have to be finished.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypedDict
 
-from app.engine.detokenizer import TextStream
-from app.engine.params import SamplingParams
-from app.engine.sampling_state import SamplingState
-from app.errors import FolioError
+from app.engine.sampling.params import SamplingParams
+from app.engine.sampling.state import SamplingState
+from app.engine.sampling.token_text import TextStream
+from app.errors import FolioError, RequestError
 from vmem import SequenceMemory, SwappedGroup, TokenChain
 
 FinishReason = Literal["stop", "length"]
@@ -243,3 +251,94 @@ class Request:
         if reason is not None:
             text += self.text.flush()
         return text, reason, stop_reason
+
+
+class DeltaQueue:
+    """Deltas between one loop's callbacks, which put them, and one task of that loop, which takes them.
+
+    A reader that is busy elsewhere, or does not want to be woken before a certain time, finds all that has come
+    meanwhile: so what handing over costs does not depend on the number of steps. The end of a request wakes it at once.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._deltas: list[Delta] = []
+        self._ended = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._not_before = 0.0
+
+    def put(self, delta: Delta) -> None:
+        """In the loop's thread."""
+        self._deltas.append(delta)
+        self._ended = self._ended or delta.ends_request
+        if self._ended or self._loop.time() >= self._not_before:
+            self._wake()
+
+    async def take(self, not_before: float = 0.0) -> list[Delta]:
+        """All deltas that are there, at least one, in order; waits for it.
+
+        Args:
+            not_before: on the loop's clock; sooner only if the request has ended.
+        """
+        self._not_before = not_before
+        while not self._deltas or (not self._ended and self._loop.time() < not_before):
+            self._waiter = self._loop.create_future()
+            waits = self._loop.time() < not_before < math.inf
+            timer = self._loop.call_at(not_before, self._wake) if waits else None
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                if timer is not None:
+                    timer.cancel()
+        taken, self._deltas = self._deltas, []
+        return taken
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+# Entries of requests that have ended are dropped when there are more of them than of others, and than this.
+_FEW = 64
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Raise `RequestError` unless it is a time that can pass."""
+    if not 0 < timeout_s < math.inf:
+        raise RequestError(
+            f"timeout_s is {timeout_s}; it must be above 0 and finite, or left out for no limit", "timeout_s"
+        )
+
+
+class Deadlines:
+    """Deadlines of requests, on any clock that never goes back. O(log n) each, and O(1) when none has passed."""
+
+    def __init__(self) -> None:
+        self._at: dict[str, float] = {}
+        self._heap: list[tuple[float, str]] = []  # has entries that `_at` has no more, too
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def add(self, request_id: str, at_s: float) -> None:
+        """Set the deadline of a request, in place of one it may have."""
+        self._at[request_id] = at_s
+        heapq.heappush(self._heap, (at_s, request_id))
+        if len(self._heap) > 2 * len(self._at) + _FEW:
+            self._heap = [(at, name) for name, at in self._at.items()]
+            heapq.heapify(self._heap)
+
+    def discard(self, request_id: str) -> None:
+        """Forget the deadline of a request, if it has one."""
+        self._at.pop(request_id, None)
+
+    def expired(self, now: float) -> list[str]:
+        """Requests whose deadline has come, the earliest first. They are forgotten."""
+        passed = []
+        while self._heap and self._heap[0][0] <= now:
+            at, request_id = heapq.heappop(self._heap)
+            if self._at.get(request_id) == at:
+                del self._at[request_id]
+                passed.append(request_id)
+        return passed

@@ -9,9 +9,9 @@ from types import MappingProxyType
 
 from app.config import RecoveryPolicy
 from app.engine.faults import SequenceFailure, is_one_requests
-from app.engine.recovery import Recovery, RecoveryModel
+from app.engine.preemption import Recovery, RecoveryModel
 from app.engine.request import Request, SequenceGroup
-from app.engine.waiting import WaitingQueue
+from app.engine.waiting_queue import WaitingQueue
 from vmem import KVMemory, OutOfPages, OutOfSwap, PrefixMatch, ViewPolicy
 
 logger = logging.getLogger(__name__)

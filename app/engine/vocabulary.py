@@ -1,17 +1,26 @@
-"""What a model's tokens mean: to a request's parameters, and as text."""
+"""What a model's tokens mean: to a request's parameters, and as text.
+
+From what the settings or a caller want pinned to the tokens that other prompts will begin with.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import cached_property, partial
+from typing import Any
 
-from app.engine.bad_words import BadWords, encode_bad_words
-from app.engine.detokenizer import TextStream
-from app.engine.model_loader import LoadedModel
-from app.engine.params import SamplingParams
-from app.engine.sampling_state import Matcher, SamplingState, check_token_ids
-from app.engine.structure import StructureCompiler, is_available
-from app.errors import RequestError
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from app.config import EngineConfig
+from app.engine.model.loader import LoadedModel
+from app.engine.sampling.params import SamplingParams
+from app.engine.sampling.penalties import BadWords, encode_bad_words
+from app.engine.sampling.state import Matcher, SamplingState, check_token_ids
+from app.engine.sampling.structure import StructureCompiler, is_available
+from app.engine.sampling.token_text import TextStream
+from app.errors import ConfigError, RequestError
 
 _KNOWN_BAD_WORDS = 64
 
@@ -103,3 +112,57 @@ class Vocabulary:
             if len(self._known_bad_words) > _KNOWN_BAD_WORDS:
                 self._known_bad_words.pop(next(iter(self._known_bad_words)), None)
         return known
+
+
+# What may follow a prefix, as different as can be.
+_ENDS = ("a", " Z", "\n")
+
+
+def encode_pinned(config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, list[int]]:
+    """Name → tokens of every prefix that the settings pin.
+
+    Raises:
+        ConfigError: there is no tokenizer or chat template for them.
+    """
+    if not config.pinned_prompts and not config.pinned_system_prompts:
+        return {}
+    if tokenizer is None:
+        raise ConfigError("pinned prompts are text and need a tokenizer, but skip_tokenizer_init is set")
+    prefixes = {name: text_prefix(tokenizer, text) for name, text in config.pinned_prompts.items()}
+    for name, text in config.pinned_system_prompts.items():
+        try:
+            prefixes[name] = conversation_prefix(tokenizer, [{"role": "system", "content": text}])
+        except RequestError as error:
+            raise ConfigError(f"the system prompt {name!r} cannot be pinned: {error}") from error
+    return prefixes
+
+
+def text_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens with which every prompt begins that begins with this text: its last ones may join with what follows,
+    and some tokenizers end a prompt with a token of their own."""
+    return _common([tokenizer.encode(text + end) for end in _ENDS])
+
+
+def conversation_prefix(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> list[int]:
+    """The tokens with which every conversation begins that begins with these messages.
+
+    What a template writes after them depends on what follows, so it is asked twice, and what is common counts.
+
+    Raises:
+        RequestError: there is no template, or it refuses the messages.
+    """
+    if tokenizer.chat_template is None:
+        raise RequestError("this model has no chat template", "messages")
+    rendered: list[list[int]] = []
+    for text in _ENDS:
+        try:
+            ids: Any = tokenizer.apply_chat_template([*messages, {"role": "user", "content": text}], return_dict=False)
+        except TemplateError as error:
+            raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
+        rendered.append(list(ids))
+    return _common(rendered)
+
+
+def _common(prompts: Sequence[Sequence[int]]) -> list[int]:
+    columns = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False))
+    return [column[0] for column in columns]

@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING
 from app.errors import ConfigError
 
 if TYPE_CHECKING:  # it imports torch, and a configuration is checked without
-    from app.fleet.report import ReplicaReport
+    from app.engine.report import ReplicaReport
 
 _PREFIX = "folio_"
 # Above this a demand is the next whole number of replicas; sums of floats come out slightly over.
 _EPSILON = 1e-6
-# What a replica's `busy_share` is averaged over (app.engine.load).
+# What a replica's `busy_share` is averaged over (app.engine.load_report).
 _BUSY_S = 10.0
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from app.fleet.report import num_attended
+from app.engine.report import num_attended
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 

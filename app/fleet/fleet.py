@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from app.engine.report import ReplicaReport, StepTimes
 from app.fleet.cost import LOAD_FIELDS, Array, Loads
 from app.fleet.directory import PrefixDirectory
-from app.fleet.report import ReplicaReport, StepTimes
 
 # Until the first replica has computed something. Only which costs are greater matters then.
 _FIRST_GUESS = StepTimes(fixed_s=0.01, token_s=1e-4)

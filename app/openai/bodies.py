@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from app.engine.params import SamplingParams, Structure
+from app.engine.sampling.params import SamplingParams, Structure
 from app.errors import RequestError
 from app.openai.client_fields import ClientFields, Name
 from app.openai.sampling_body import SamplingBody, TokenIds

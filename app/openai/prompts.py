@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from app.engine.pinned import conversation_prefix, text_prefix
+from app.engine.vocabulary import conversation_prefix, text_prefix
 from app.errors import RequestError
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, Message, PinRequest
 from app.openai.strict import check_json

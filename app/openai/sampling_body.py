@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from app.engine.params import (
+from app.engine.sampling.params import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,
@@ -37,7 +37,7 @@ class StreamOptions(StrictBody):
 
 class SamplingBody(StrictBody):
     """How to choose tokens, and when to stop. A null is the default of each field. Bounds are those of
-    `app.engine.params.SamplingParams`."""
+    `app.engine.sampling.params.SamplingParams`."""
 
     model: Annotated[Text, Field(max_length=256, examples=["builtin"])]
     """The served model, or an adapter of it."""

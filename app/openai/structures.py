@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 
-from app.engine.params import Structure
+from app.engine.sampling.params import Structure
 from app.errors import RequestError
 from app.openai.strict import JsonObject, StrictBody
 

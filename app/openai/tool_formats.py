@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from app.engine.params import Structure
+from app.engine.sampling.params import Structure
 from app.errors import RequestError
 from app.openai.tool_bodies import Tool
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from app.engine.params import Structure
+from app.engine.sampling.params import Structure
 from app.errors import RequestError
 from app.openai.tool_bodies import NamedToolChoice, Tool, ToolChoice
 from app.openai.tool_formats import ToolFormat, arguments_schema, tool_format

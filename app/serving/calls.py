@@ -12,7 +12,7 @@ from ray.serve import metrics
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from app.engine.params import SamplingParams
+from app.engine.sampling.params import SamplingParams
 from app.errors import OverloadedError, UnavailableError
 from app.fleet.overload import Refusals
 from app.openai.pieces import Piece

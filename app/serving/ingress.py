@@ -20,7 +20,7 @@ from app.edge.exchange import current_exchange
 from app.edge.settings import HttpSettings
 from app.edge.shares import Shares
 from app.edge.unread import ReadsRefusedBodies
-from app.engine.model_loader import load_tokenizer
+from app.engine.model.loader import load_tokenizer
 from app.errors import (
     DeadlineError,
     FolioError,

@@ -26,9 +26,9 @@ from ray import serve
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from app.engine.report import ReplicaReport
 from app.errors import ConfigError, UnavailableError
 from app.fleet.ledger import Beat, Holding, Ledger, Membership, Order
-from app.fleet.report import ReplicaReport
 from vmem.errors import BudgetError
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from app.engine.params import SamplingParams
-from app.fleet.report import ReplicaReport, StepTimes
+from app.engine.report import ReplicaReport, StepTimes
+from app.engine.sampling.params import SamplingParams
 from vmem import CachedPrefix, MemoryReport, PinReport
 
 _REPORT_FIELDS = {field.name for field in fields(ReplicaReport)}

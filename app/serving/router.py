@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 from ray.serve import metrics
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from app.engine.prefix_keys import compiled_hashing, prompt_keys
 from app.errors import DeadlineError, NoReplicaError, OverloadedError
 from app.fleet.fleet import Fleet, RoutedRequest, Sent
-from app.fleet.keys import compiled_hashing, prompt_keys
 from app.fleet.policies import make_policy
 from app.serving.messages import Expected, ForkCall, GenerateRequest, ShareCall, report_from_stats
 

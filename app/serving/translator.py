@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from app.edge.exchange import current_exchange
-from app.engine.params import SamplingParams
+from app.engine.sampling.params import SamplingParams
 from app.errors import RequestError, UnknownModelError, UnknownRequestError
 from app.openai.answers import CompletionAnswer
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, GenerationBody, PinRequest

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from app.engine.report import ReplicaReport
 from app.fleet.autoscaling import ReplicaLoad, ScalingPolicy
 from app.fleet.fleet import Fleet, RoutedRequest, Sent
 from app.fleet.policies import Policy
-from app.fleet.report import ReplicaReport
 from benchmarks.simulator.device import Device
 from benchmarks.simulator.outcome import Lifetime, Outcome
 from benchmarks.simulator.replica import Served, SimulatedReplica

@@ -13,11 +13,11 @@ import tracemalloc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
-from app.engine.load import MOST_KEYS
+from app.engine.load_report import MOST_KEYS
+from app.engine.prefix_keys import prompt_keys
+from app.engine.report import ReplicaReport, StepTimes
 from app.fleet.fleet import Fleet, RoutedRequest
-from app.fleet.keys import prompt_keys
 from app.fleet.policies import PrefixAware
-from app.fleet.report import ReplicaReport, StepTimes
 from vmem import NO_KEYS, CachedKeys, key_of
 from vmem.prefix_summary import PrefixSummary
 

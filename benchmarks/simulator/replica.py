@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from app.engine.load import LoadMeter, make_report
-from app.engine.params import SamplingParams
-from app.engine.recovery import RecoveryModel
+from app.engine.load_report import LoadMeter, make_report
+from app.engine.preemption import RecoveryModel
+from app.engine.report import ReplicaReport
 from app.engine.request import Request, SequenceGroup
+from app.engine.sampling.params import SamplingParams
 from app.engine.scheduler import Scheduled, Scheduler
-from app.fleet.report import ReplicaReport
 from benchmarks.simulator.device import Device
 from benchmarks.simulator.memory import make_memory, prompt_of
 from benchmarks.simulator.traffic import Arrival

@@ -15,8 +15,8 @@ import openai
 import pytest
 
 from app.engine import SamplingParams
+from app.engine.prefix_keys import prompt_keys
 from app.errors import UnknownRequestError
-from app.fleet.keys import prompt_keys
 from app.openai.bodies import CompletionRequest, ForkRequest, PinRequest
 from app.serving.messages import GenerateRequest
 from benchmarks.served import Served, processes_called

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from app.engine.faults import serving
+from app.engine.report import StepTimes
 from app.engine.request import Request
-from app.fleet.report import StepTimes
 from vmem import IntegrityError
 
 # Tokens of a piece. Longer ones make look-ups in long texts faster, and single steps slower.

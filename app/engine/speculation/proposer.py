@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from app.engine.report import StepTimes
 from app.engine.request import Request
-from app.fleet.report import StepTimes
 
 
 class Proposer(Protocol):

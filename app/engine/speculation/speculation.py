@@ -6,17 +6,16 @@ import logging
 from collections.abc import Callable, Sequence
 
 from app.config import EngineConfig
+from app.engine.execution.model_runner import ObservedLayers
 from app.engine.faults import SequenceFailure, is_one_requests
-from app.engine.model_loader import LoadedModel
-from app.engine.model_runner import ObservedLayers
+from app.engine.model.loader import LoadedModel
+from app.engine.report import StepTimes
 from app.engine.request import Request
-from app.engine.speculation.draft import DraftProposer
-from app.engine.speculation.draft_model import DraftModel
+from app.engine.speculation.draft import DraftModel, DraftProposer
 from app.engine.speculation.length import LengthControl
 from app.engine.speculation.ngram import NgramProposer
 from app.engine.speculation.proposer import Proposer, SpeculationCounts
 from app.errors import ConfigError
-from app.fleet.report import StepTimes
 from vmem import IntegrityError
 
 logger = logging.getLogger(__name__)

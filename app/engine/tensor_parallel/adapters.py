@@ -7,8 +7,8 @@ import struct
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from app.engine.lora import LoRALayers, Updates
-from app.engine.lora_files import AdapterFiles
+from app.engine.lora.layers import LoRALayers, Updates
+from app.engine.lora.store import AdapterFiles
 from app.engine.tensor_parallel.messages import Order
 from app.engine.tensor_parallel.ranks import Ranks
 from app.errors import EngineError, FolioError, ModelError

@@ -20,13 +20,13 @@ from typing import TypeVar
 import torch
 
 from app.config import EngineConfig
-from app.engine.tensor_parallel import shared_memory, spec
+from app.engine.tensor_parallel import processes as spec
+from app.engine.tensor_parallel import shared_memory
 from app.engine.tensor_parallel.communicator import Communicator, open_store
-from app.engine.tensor_parallel.links import Link
-from app.engine.tensor_parallel.messages import Order
+from app.engine.tensor_parallel.messages import Link, Order
+from app.engine.tensor_parallel.processes import ERRORS, MEMORY, STEPS, Launch, RankProcesses, RankSpec
 from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingWriter
 from app.engine.tensor_parallel.sockets import SocketAddress, SocketListener
-from app.engine.tensor_parallel.spec import ERRORS, MEMORY, STEPS, Launch, RankProcesses, RankSpec
 from app.errors import EngineError, FolioError, UnavailableError
 
 logger = logging.getLogger(__name__)

@@ -1,26 +1,33 @@
-"""A peer: does what rank 0 says, step after step, until it is told to stop or rank 0 is gone."""
+"""A peer: does what rank 0 says, step after step, until it is told to stop or rank 0 is gone.
+
+`python -m app.engine.tensor_parallel.worker PARENT`: a peer that `ChildProcesses` has started.
+
+PARENT is the process id of rank 0; what to do comes through standard input.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import pickle
 import select
 import signal
+import sys
 import threading
 import time
 
 import torch
 
-from app.engine.batch import build_batch
-from app.engine.cores import yield_cpu
-from app.engine.model_loader import LoadedModel, load_model
-from app.engine.model_runner import ModelRunner
+from app.engine.cores import num_threads, yield_cpu
+from app.engine.execution.batch import build_batch
+from app.engine.execution.model_runner import ModelRunner
+from app.engine.model.loader import LoadedModel, load_model
 from app.engine.tensor_parallel.adapters import PeerAdapters
 from app.engine.tensor_parallel.communicator import Communicator, join_store
-from app.engine.tensor_parallel.links import PeerLink
-from app.engine.tensor_parallel.messages import Order, unpack_arrays, unpack_step
+from app.engine.tensor_parallel.messages import Order, PeerLink, unpack_arrays, unpack_step
+from app.engine.tensor_parallel.processes import ERRORS, JOIN_TIMEOUT_S, MEMORY, STEPS, RankSpec
 from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingReader
-from app.engine.tensor_parallel.spec import ERRORS, JOIN_TIMEOUT_S, MEMORY, STEPS, RankSpec
 from kernels import select_block_copy, select_provider
 from vmem import Backend, CacheTensors, LocalContents, PeerMemory, select_backend
 from vmem.tensor_parallel.orders import failed
@@ -218,3 +225,25 @@ def _watch_leader(worker: RankWorker) -> None:
             signal.pidfd_send_signal(leader, signal.SIGKILL)
     logger.error("rank %d ends: rank 0 is gone", spec.rank)
     os._exit(1)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    # Even if it is stopped: a child does not outlive the thread that started it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which then says what to do
+    try:
+        spec: RankSpec = pickle.load(sys.stdin.buffer)
+    except EOFError:  # rank 0 did not come that far
+        return
+    logging.basicConfig(format=f"%(asctime)s %(levelname)s rank {spec.rank} %(name)s: %(message)s")
+    device = torch.device("cuda", spec.rank) if spec.config.device == "cuda" else torch.device("cpu")
+    run_to_the_end(RankWorker(spec, num_threads(spec.config), device))
+
+
+if __name__ == "__main__":
+    main()

@@ -7,10 +7,10 @@ from typing import Any
 
 from ray.serve import metrics
 
-from app.engine.load import Activity
+from app.engine.load_report import Activity
+from app.engine.report import ReplicaReport
 from app.engine.speculation import SpeculationCounts
-from app.engine.start_times import StartTimes
-from app.fleet.report import ReplicaReport
+from app.engine.startup import StartTimes
 from vmem import MemoryReport
 
 _TOKENS: list[float] = [1, 16, 64, 256, 1024, 4096, 16_384, 65_536]

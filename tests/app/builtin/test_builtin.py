@@ -8,7 +8,7 @@ import pytest
 
 from app.builtin import corpus
 from app.engine import LLM, SamplingParams
-from app.engine.model_loader import BUILTIN_FOLDER
+from app.engine.model.loader import BUILTIN_FOLDER
 
 
 def test_answers_follow_from_questions() -> None:

@@ -10,7 +10,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.deadlines import Deadlines, check_timeout
+from app.engine.request import Deadlines, check_timeout
 from app.errors import RequestError
 
 NAMES = st.sampled_from("abcdef")

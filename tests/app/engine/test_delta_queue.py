@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 
-from app.engine.delta_queue import DeltaQueue
-from app.engine.request import Delta
+from app.engine.request import Delta, DeltaQueue
 
 GOES_ON, LAST = Delta("r", (1,), "a"), Delta("r", (2,), "b", "stop")
 

@@ -11,11 +11,11 @@ import torch
 
 from app.config import EngineConfig
 from app.engine import engine as engine_module
-from app.engine import kv_plan
-from app.engine.batch import StepBatch
 from app.engine.engine import Engine
-from app.engine.params import SamplingParams
+from app.engine.execution.batch import StepBatch
+from app.engine.model import kv_plan
 from app.engine.request import Delta
+from app.engine.sampling.params import SamplingParams
 from app.errors import ConfigError, ContextLengthError, RequestError
 from app.machine import Machine
 from tests.conftest import ARCHITECTURES, VOCAB_SIZE, MakeCheckpoint

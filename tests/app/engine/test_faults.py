@@ -25,11 +25,11 @@ from app.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.faults import FAILED
 from app.engine.generation import Generation
-from app.engine.params import SamplingParams, Structure
 from app.engine.request import Delta, Request, SequenceGroup
-from app.engine.sampling_state import SamplingState
+from app.engine.sampling.params import SamplingParams, Structure
+from app.engine.sampling.state import SamplingState
 from app.errors import EngineError, FolioError, RequestError
-from tests.app.engine.adapters import make_adapter
+from tests.app.engine.lora.adapters import make_adapter
 from tests.app.small_tokenizers import byte_level
 from tests.conftest import SMALL, MakeCheckpoint
 from vmem import SequenceMemory
@@ -367,21 +367,21 @@ CASES = [
     *cases("vocabulary.Vocabulary", "_matcher", "structured", expected=REFUSED),
     *cases("vocabulary.Vocabulary", "stop_token_ids", "beams", expected=REFUSED),
     *cases("vocabulary", "check_token_ids", "rich", expected=REFUSED),
-    *cases("structure.StructureCompiler", "check matcher", "structured", structure_of_victims, REFUSED),
-    *cases("sampling_state.SamplingState", "__init__", "rich", expected=REFUSED),
-    *cases("deadlines.Deadlines", "add", "rich", expected=REFUSED),
-    *cases("lora_queue.AdapterQueue", "add", "rich", expected=REFUSED),
-    *cases("lora_store.AdapterStore", "ready", "adapter", adapter_of_victims),
-    *cases("lora_files.AdapterFiles", "read", "adapter", adapter_of_victims),
-    *cases("lora.LoRALayers", "insert", "adapter", always),
-    *cases("load.LoadMeter", "note_begun", "plain"),
+    *cases("sampling.structure.StructureCompiler", "check matcher", "structured", structure_of_victims, REFUSED),
+    *cases("sampling.state.SamplingState", "__init__", "rich", expected=REFUSED),
+    *cases("request.Deadlines", "add", "rich", expected=REFUSED),
+    *cases("lora.queue.AdapterQueue", "add", "rich", expected=REFUSED),
+    *cases("lora.store.AdapterStore", "ready", "adapter", adapter_of_victims),
+    *cases("lora.store.AdapterFiles", "read", "adapter", adapter_of_victims),
+    *cases("lora.layers.LoRALayers", "insert", "adapter", always),
+    *cases("load_report.LoadMeter", "note_begun", "plain"),
     # A step has its next tokens.
     *(Case(f"vmem.memory.KVMemory.{name}", "plain") for name in ("match", "reuse", "promise", "append", "begin")),
     # Its tokens are guessed.
     *cases("speculation.speculation", "_can_speculate", "guessed", expected=WITHOUT_GUESSES),
     *cases("speculation.speculation.Speculation", "_cut", "guessed", expected=WITHOUT_GUESSES),
     *cases("speculation.ngram.NgramIndex", "extend find", "guessed", expected=WITHOUT_GUESSES),
-    *cases("sampling_state.SamplingState", "can_look_ahead", "guessed", expected=WITHOUT_GUESSES),
+    *cases("sampling.state.SamplingState", "can_look_ahead", "guessed", expected=WITHOUT_GUESSES),
     *cases("speculation.speculation.Speculation", "verified", "guessed"),
     *cases("speculation.length.LengthControl", "note", "guessed"),
     *cases("decoding.Decoding", "_roll_back", "guessed"),
@@ -389,28 +389,28 @@ CASES = [
     # A token is chosen.
     *cases("decoding", "_of_prompt", "rich"),
     *cases("decoding", "prompt_logprobs", "rich", with_number(6)),
-    *cases("sampling_state.SamplingState", "fork forbidden noise_key counts", "rich"),
-    *cases("sampling_state", "noise_key", "plain", by_seed),
-    *cases("bad_words.BadWords", "completing", "rich"),
-    *cases("sampler", "process _drop_unlikely _draw_truncated", "rich", with_params),
-    *cases("sampler", "_draw_plain", "plain", with_params),
-    *cases("sampler", "token_logprobs", "rich", with_number(7)),
-    *cases("processing", "penalise", "rich", with_params),
-    *cases("penalties.TokenCounts", "fork token_ids in_output", "rich"),
-    *cases("structure.StructureMatcher", "fill fork _note_error", "structured"),
+    *cases("sampling.state.SamplingState", "fork forbidden noise_key counts", "rich"),
+    *cases("sampling.state", "noise_key", "plain", by_seed),
+    *cases("sampling.penalties.BadWords", "completing", "rich"),
+    *cases("sampling.sampler", "process _drop_unlikely _draw_truncated", "rich", with_params),
+    *cases("sampling.sampler", "_draw_plain", "plain", with_params),
+    *cases("sampling.sampler", "token_logprobs", "rich", with_number(7)),
+    *cases("sampling.logits", "penalise", "rich", with_params),
+    *cases("sampling.penalties.TokenCounts", "fork token_ids in_output", "rich"),
+    *cases("sampling.structure.StructureMatcher", "fill fork _note_error", "structured"),
     *cases("decoding.Decoding", "_beams", "beams"),
     *cases("decoding", "likeliest", "beams", with_number(10)),
-    *cases("beam.BeamSearch", "num_candidates", "beams"),
+    *cases("sampling.beam.BeamSearch", "num_candidates", "beams"),
     # It is added.
     *cases("request.Request", "append _take", "rich"),
-    *cases("sampling_state.SamplingState", "append", "rich"),
-    *cases("penalties.TokenCounts", "add _append", "rich"),
-    *cases("structure.StructureMatcher", "accept finished", "structured"),
-    *cases("detokenizer.TextStream", "push _decode flush", "rich"),
+    *cases("sampling.state.SamplingState", "append", "rich"),
+    *cases("sampling.penalties.TokenCounts", "add _append", "rich"),
+    *cases("sampling.structure.StructureMatcher", "accept finished", "structured"),
+    *cases("sampling.token_text.TextStream", "push _decode flush", "rich"),
     *cases("decoding.Decoding", "_append _fork_all fork _ended", "rich"),
     *cases("decoding.Decoding", "_advance _best", "beams"),
     Case("vmem.memory.KVMemory.fork", "rich"),
-    *cases("beam.BeamSearch", "advance hypotheses _normalised _is_full", "beams"),
+    *cases("sampling.beam.BeamSearch", "advance hypotheses _normalised _is_full", "beams"),
     *cases("generation.Generation", "emit num_unfinished", "rich"),
     *cases("generation.BestOf", "hold best", "best"),
     *cases("generation.EndedOutputs", "add", "rich"),
@@ -420,27 +420,27 @@ CASES = [
 # Of these there is no row above: calls of one request whose failure is another's matter, or that are part of one above.
 EXEMPT = {
     "app.engine.scheduler.*": "composes the step out of the memory's books",
-    "app.engine.batch.*": "lays the step out",
+    "app.engine.execution.batch.*": "lays the step out",
     "vmem.memory.KVMemory.*": "the memory's books: a call happens or changes nothing, else the engine stops",
     "app.engine.decoding.Decoding._add": "the boundary itself",
     "app.engine.faults.serving.*": "the boundary itself",
     "app.engine.decoding.Decoding.end": "frees what the request has: it has to be done whatever happened",
     "app.engine.speculation.*.forget": "the same",
-    "app.engine.load.LoadMeter.note_ended": "the same: adds up two numbers",
+    "app.engine.load_report.LoadMeter.note_ended": "the same: adds up two numbers",
     "app.engine.engine.Engine._pin": "is nothing but KVMemory.pin",
     "app.engine.engine.Engine.submit": "is nothing but Engine._add",
     "app.engine.*.check_integrity": "for tests",
     "app.engine.speculation.ngram.NgramIndex._sealed": "part of NgramIndex.extend",
-    "app.engine.sampling_state.SamplingState._note_length": "part of SamplingState.append",
-    "app.engine.structure.StructureMatcher.__init__": "part of StructureMatcher.fork",
-    "app.engine.structure.StructureCompiler._try": "part of StructureCompiler.check",
-    "app.engine.detokenizer.TextStream.__init__": "part of Vocabulary.text",
-    "app.engine.penalties.TokenCounts.__init__": "part of SamplingState.counts",
+    "app.engine.sampling.state.SamplingState._note_length": "part of SamplingState.append",
+    "app.engine.sampling.structure.StructureMatcher.__init__": "part of StructureMatcher.fork",
+    "app.engine.sampling.structure.StructureCompiler._try": "part of StructureCompiler.check",
+    "app.engine.sampling.token_text.TextStream.__init__": "part of Vocabulary.text",
+    "app.engine.sampling.penalties.TokenCounts.__init__": "part of SamplingState.counts",
     "app.engine.generation.BestOf.__init__": "part of Intake.take",
-    "app.engine.beam.BeamSearch.__init__": "part of Intake.take",
+    "app.engine.sampling.beam.BeamSearch.__init__": "part of Intake.take",
     "app.engine.request.Request.__post_init__": "part of Intake.take and Decoding.fork",
-    "app.engine.sampler._sorts": "compares two numbers",
-    "app.engine.params.*": "looks at numbers that have been checked",
+    "app.engine.sampling.sampler._sorts": "compares two numbers",
+    "app.engine.sampling.params.*": "looks at numbers that have been checked",
     "app.engine.request.*.num_*": "counts",
     "app.engine.request.*.most_tokens": "counts",
     "app.engine.request.Delta.*": "looks at its own fields",
@@ -495,11 +495,11 @@ def test_every_call_for_one_request_is_among_the_cases(run: Run) -> None:
     kinds += tuple(
         getattr(importlib.import_module(f"app.engine.{module}"), name)
         for module, name in (
-            ("structure", "StructureMatcher"),
-            ("detokenizer", "TextStream"),
-            ("penalties", "TokenCounts"),
+            ("sampling.structure", "StructureMatcher"),
+            ("sampling.token_text", "TextStream"),
+            ("sampling.penalties", "TokenCounts"),
             ("generation", "BestOf"),
-            ("beam", "BeamSearch"),
+            ("sampling.beam", "BeamSearch"),
             ("scheduler", "Scheduled"),
             ("speculation.ngram", "NgramIndex"),
         )
@@ -585,7 +585,7 @@ def test_a_call_that_fails_for_every_row_fails_the_step(run: Run, monkeypatch: p
         def note(*_: object) -> None:
             raise RuntimeError("injected")
 
-        patch(patches, "app.engine.sampler._likeliest", note)
+        patch(patches, "app.engine.sampling.sampler._likeliest", note)
         with pytest.raises(RuntimeError, match="injected"):
             run.engine.step()
     run.engine.check_integrity()
@@ -607,7 +607,7 @@ def test_a_panic_of_the_tokenizer_is_its_requests(run: Run, expected: Outputs, m
         if run.owner(text) == "victim 0":
             raise PanicException("byte index 3 is not a char boundary")
 
-    patch(monkeypatch, "app.engine.detokenizer.TextStream._decode", note)
+    patch(monkeypatch, "app.engine.sampling.token_text.TextStream._decode", note)
     outputs, errors = run("plain")
     assert {name: outputs[name] for name in OTHERS} == expected
     assert [str(error) for error in errors.pop("victim 0")] == [FAILED]
@@ -619,7 +619,7 @@ def test_what_the_client_caused_is_told_as_it_is(run: Run, expected: Outputs, mo
         if run.owner(matcher) == "victim 0":
             raise RequestError("this regular expression is too much", "structure")
 
-    patch(monkeypatch, "app.engine.structure.StructureMatcher.fill", note)
+    patch(monkeypatch, "app.engine.sampling.structure.StructureMatcher.fill", note)
     outputs, errors = run("structured")
     assert {name: outputs[name] for name in OTHERS} == expected
     assert [str(error) for error in errors.pop("victim 0")] == ["this regular expression is too much"]

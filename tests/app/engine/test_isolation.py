@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from app.config import EngineConfig
-from app.engine import SamplingParams, kv_plan
-from app.engine.batch import StepPlan
+from app.engine import SamplingParams
 from app.engine.engine import Engine
+from app.engine.execution.batch import StepPlan
+from app.engine.model import kv_plan
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
 from tests.vmem.backends.fake_driver import FakeDriver
 from vmem import CudaBackend, KVMemory

@@ -12,9 +12,9 @@ import pytest
 from app.config import EngineConfig
 from app.engine import AsyncEngine, SamplingParams
 from app.engine.engine import Engine
-from app.engine.load import LoadMeter, retry_after_s
+from app.engine.load_report import LoadMeter, retry_after_s
+from app.engine.report import StepTimes
 from app.errors import DeadlineError, OverloadedError, RequestError
-from app.fleet.report import StepTimes
 from tests.conftest import SMALL, MakeCheckpoint
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from app.engine import LLM
-from app.engine.attention import CachedAttention
+from app.engine.execution.attention import CachedAttention
 from app.errors import ModelError
 from kernels import Masking, VarlenBatch
 from tests.architectures import LATENT, SHARED_EXPERTS

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from app.engine.detokenizer import TextStream
-from app.engine.model_loader import load_tokenizer
-from app.engine.params import SamplingParams, Structure
+from app.engine.model.loader import load_tokenizer
 from app.engine.request import Delta, Request, SequenceGroup
-from app.engine.sampling_state import SamplingState
-from tests.app.engine.sampling_helpers import Allowed
+from app.engine.sampling.params import SamplingParams, Structure
+from app.engine.sampling.state import SamplingState
+from app.engine.sampling.token_text import TextStream
+from tests.app.engine.sampling.helpers import Allowed
 from vmem import TokenChain
 
 EOS = frozenset({0})

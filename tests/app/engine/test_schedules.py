@@ -24,10 +24,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from app.config import EngineConfig
 from app.engine import engine as engine_module
 from app.engine.engine import Engine
-from app.engine.noise import gumbel
-from app.engine.params import SamplingParams
-from app.engine.sampler import sample
-from app.engine.sampling_state import SamplingState
+from app.engine.sampling.noise import gumbel
+from app.engine.sampling.params import SamplingParams
+from app.engine.sampling.sampler import sample
+from app.engine.sampling.state import SamplingState
 from app.errors import RequestError
 from tests.conftest import HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
 from tests.nightly import examples

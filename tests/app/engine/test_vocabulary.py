@@ -10,8 +10,8 @@ import pytest
 
 from app.config import EngineConfig
 from app.engine.engine import Engine
-from app.engine.params import SamplingParams, Structure
 from app.engine.request import Delta
+from app.engine.sampling.params import SamplingParams, Structure
 from app.engine.vocabulary import Vocabulary
 from app.errors import RequestError
 

@@ -11,9 +11,9 @@ import pytest
 from ray.serve._private.common import DeploymentID, TimeSeries, TimeStampedValue
 from ray.serve.config import AutoscalingContext
 
+from app.engine.report import ReplicaReport, StepTimes
 from app.errors import ConfigError
 from app.fleet.autoscaling import LOAD_FIELDS, LOAD_METRICS, ReplicaLoad, ScalingPolicy, ScalingState, ScalingTargets
-from app.fleet.report import ReplicaReport, StepTimes
 from app.serving.autoscaling import KVAwareScaling
 
 TICK_S = 0.1  # as Serve's controller

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from app.engine.model_loader import load_tokenizer
+from app.engine.model.loader import load_tokenizer
 from app.engine.request import Delta, TokenLogprobs
 from app.openai.answers import CompletionAnswer
 from app.openai.logprobs import LEAST_LOGPROB

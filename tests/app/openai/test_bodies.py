@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from app.engine.params import MAX_LOGPROBS, SamplingParams, Structure
+from app.engine.sampling.params import MAX_LOGPROBS, SamplingParams, Structure
 from app.errors import RequestError
 from app.openai.bodies import MAX_MESSAGES, MAX_PROMPTS, ChatCompletionRequest, CompletionRequest, ForkRequest, Message
 from app.openai.responses_body import ResponsesRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.engine.model_loader import load_tokenizer
+from app.engine.model.loader import load_tokenizer
 from app.engine.request import TokenLogprobs
 from app.openai.chat_answers import ChatAnswer
 from app.openai.pieces import Piece

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from app.engine.model_loader import load_tokenizer
+from app.engine.model.loader import load_tokenizer
 from app.errors import RequestError
 from app.openai.bodies import ChatCompletionRequest
 from app.openai.prompts import encode_chat

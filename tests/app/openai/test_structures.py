@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from app.engine.params import Structure
+from app.engine.sampling.params import Structure
 from app.errors import RequestError
 from app.openai.structures import ResponseFormat, guided_structure, only_structure, structure_of
 

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from app.engine.model_loader import load_tokenizer
+from app.engine.model.loader import load_tokenizer
 from app.errors import ContextLengthError
 from app.openai.text_bounds import TextBounds
 from tests.app.small_tokenizers import byte_level, sentencepiece, wordpiece

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, normalizers
 from transformers import PreTrainedTokenizerBase
 
-from app.engine.model_loader import load_tokenizer
+from app.engine.model.loader import load_tokenizer
 from app.errors import RequestError
 from app.openai.bodies import ChatCompletionRequest, PinRequest
 from app.openai.prompts import encode_chat, encode_pin

@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from app.engine.model_loader import load_tokenizer
+from app.engine.model.loader import load_tokenizer
 from app.openai.token_texts import TokenTexts
 
 TEXT = "Hello wörld, 3 € and 🙂 \n\t end"

@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from app.engine.structure import StructureCompiler
+from app.engine.sampling.structure import StructureCompiler
 from app.errors import RequestError
 from app.openai.bodies import ChatCompletionRequest
 from app.openai.prompts import encode_chat

@@ -15,7 +15,7 @@ import pytest
 from ray import cloudpickle
 from ray.exceptions import RayTaskError
 
-from app.engine.model_loader import load_tokenizer
+from app.engine.model.loader import load_tokenizer
 from app.engine.request import TokenLogprobs
 from app.errors import (
     ContextLengthError,

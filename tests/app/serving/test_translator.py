@@ -9,7 +9,7 @@ import pytest
 
 from app.edge.exchange import Exchange, enter, leave
 from app.edge.settings import HttpSettings
-from app.engine.model_loader import load_tokenizer
+from app.engine.model.loader import load_tokenizer
 from app.serving.translator import Translator
 
 

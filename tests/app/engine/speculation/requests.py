@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from app.engine.params import SamplingParams
 from app.engine.request import Request, SequenceGroup
+from app.engine.sampling.params import SamplingParams
 from vmem import TokenChain
 
 

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from app.config import EngineConfig
-from app.engine.executor import Executor
-from app.engine.params import SamplingParams
+from app.engine.execution.executor import Executor
 from app.engine.request import Request
-from app.engine.sampler import sample
+from app.engine.sampling.params import SamplingParams
+from app.engine.sampling.sampler import sample
 from app.engine.scheduler import Scheduled
-from app.engine.speculation.draft import DraftProposer
-from app.engine.speculation.draft_model import DraftModel
+from app.engine.speculation.draft import DraftModel, DraftProposer
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.errors import ConfigError
 from tests.app.engine.speculation.requests import generate, make_request

@@ -11,9 +11,9 @@ import torch
 
 from app.config import EngineConfig
 from app.engine.engine import Engine
-from app.engine.params import SamplingParams
+from app.engine.report import StepTimes
+from app.engine.sampling.params import SamplingParams
 from app.errors import ConfigError, EngineError
-from app.fleet.report import StepTimes
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
 

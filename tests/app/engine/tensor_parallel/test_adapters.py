@@ -10,11 +10,11 @@ import torch
 
 from app.config import EngineConfig
 from app.engine.engine import Engine
-from app.engine.params import SamplingParams
 from app.engine.request import Delta
+from app.engine.sampling.params import SamplingParams
 from app.engine.tensor_parallel.adapters import PeerAdapters
 from app.errors import ModelError
-from tests.app.engine.adapters import Merged, make_adapter
+from tests.app.engine.lora.adapters import Merged, make_adapter
 from tests.app.engine.tensor_parallel.thread_ranks import ThreadRanks
 from tests.conftest import ARCHITECTURES, MakeCheckpoint
 

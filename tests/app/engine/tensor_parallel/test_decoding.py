@@ -8,8 +8,7 @@ from typing import Any
 
 from app.engine import Delta, SamplingParams
 from app.engine.engine import Engine, EngineConfig
-from app.engine.tensor_parallel.processes import spawn_ranks
-from app.engine.tensor_parallel.spec import Launch
+from app.engine.tensor_parallel.processes import Launch, spawn_ranks
 from tests.app.engine.tensor_parallel.test_equal_tokens import prompts
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
 from tests.conftest import ARCHITECTURES, MakeCheckpoint

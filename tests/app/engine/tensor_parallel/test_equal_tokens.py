@@ -13,9 +13,8 @@ import torch
 
 from app.engine import SamplingParams
 from app.engine.engine import Engine, EngineConfig
-from app.engine.linear import PackedLinear
-from app.engine.tensor_parallel.processes import spawn_ranks
-from app.engine.tensor_parallel.spec import Launch
+from app.engine.model.linear import PackedLinear
+from app.engine.tensor_parallel.processes import Launch, spawn_ranks
 from app.engine.tensor_parallel.worker import RankWorker
 from app.errors import ModelError
 from tests.app.engine.tensor_parallel.thread_ranks import ThreadRanks, socket_ranks, thread_ranks

@@ -17,7 +17,8 @@ import torch
 
 from app.engine import LLM, AsyncEngine, EngineConfig, SamplingParams
 from app.engine.engine import Engine
-from app.engine.tensor_parallel import spec, worker
+from app.engine.tensor_parallel import processes as spec
+from app.engine.tensor_parallel import worker
 from app.engine.tensor_parallel.processes import ChildProcesses
 from app.errors import ConfigError, ModelError, UnavailableError
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from app.config import EngineConfig
-from app.engine.model_loader import load_model
+from app.engine.model.loader import load_model
 from app.engine.tensor_parallel.communicator import Communicator
 from tests.conftest import SMALL, VOCAB_SIZE
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from app.engine.tensor_parallel.spec import RankSpec
+from app.engine.tensor_parallel.processes import RankSpec
 from app.engine.tensor_parallel.worker import RankWorker
 
 

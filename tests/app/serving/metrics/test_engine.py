@@ -9,9 +9,9 @@ import pytest
 
 from app.config import EngineConfig
 from app.engine.engine import Engine
-from app.engine.params import SamplingParams
+from app.engine.sampling.params import SamplingParams
 from app.engine.speculation import SpeculationCounts
-from app.engine.start_times import StartTimes
+from app.engine.startup import StartTimes
 from app.serving.metrics import EngineMeter, ReadyGauge, SpeculationMeter
 from tests.app.serving.metrics.conftest import Told
 

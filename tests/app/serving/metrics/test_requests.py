@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from app.engine.params import SamplingParams
+from app.engine.sampling.params import SamplingParams
 from app.errors import (
     DeadlineError,
     EngineError,

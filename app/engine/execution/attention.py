@@ -1,0 +1,148 @@
+"""The bridge between a Hugging Face model's attention layers and Folio's kernels.
+
+transformers calls the registered function once a layer. The function finds its engine's state on the module it is
+given, so that several engines can live in one process and nothing is global.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from app.engine.execution.batch import StepBatch
+from app.errors import ModelError
+from kernels import AttentionProvider, Masking, VarlenBatch
+from vmem import CacheTensors, LayerSpec, View
+
+IMPLEMENTATION = "folio"
+_STATE = "folio_attention_state"
+
+
+class AttentionState(Protocol):
+    """Who answers a layer's attention call."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
+    ) -> torch.Tensor:
+        """Query `[num_tokens, num_q_heads, key_dim]`, key and value of the same new tokens `[num_tokens,
+        num_kv_heads, dim]`; returns `[num_tokens, num_q_heads, value_dim]`."""
+        ...
+
+
+def folio_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: query `[1, heads, tokens, dim]`; returns `[1, tokens, heads, dim]`."""
+    masking = Masking(
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window_left=-1 if sliding_window is None else sliding_window - 1,  # theirs counts the query's own token
+        softcap=softcap or 0.0,
+        sinks=None if s_aux is None else s_aux.float().contiguous(),
+    )
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return bound(module).attend(layer, query, key, value, masking)[None], None
+
+
+def register() -> None:
+    """Make `attn_implementation="folio"` known. No mask function goes with it, so transformers builds no masks."""
+    AttentionInterface.register(IMPLEMENTATION, folio_attention)
+
+
+def bind(model: nn.Module, state: AttentionState) -> None:
+    """Let every attention layer of the model be answered by `state`."""
+    for module in model.modules():
+        setattr(module, _STATE, state)
+
+
+def bound(module: nn.Module) -> AttentionState:
+    """Who answers this layer."""
+    state: AttentionState = getattr(module, _STATE)
+    return state
+
+
+class GeometryProbe:
+    """Answers by attention over the call's own tokens, and notes each layer's geometry on the way.
+
+    The geometry is observed rather than read from the config because configs name it in many ways.
+    """
+
+    def __init__(self, provider: AttentionProvider) -> None:
+        self._provider = provider
+        self._specs: dict[int, list[LayerSpec]] = {}
+        self.windows: dict[int, int] = {}  # layer → tokens a query sees, its own included
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
+    ) -> torch.Tensor:
+        self._specs.setdefault(layer, []).append(LayerSpec(key.shape[1], key.shape[2], value.shape[2]))
+        if masking.window_left >= 0:
+            self.windows[layer] = masking.window_left + 1
+        num_tokens = torch.tensor([len(query)], dtype=torch.int32)
+        starts = torch.tensor([0, len(query)], dtype=torch.int32)
+        batch = VarlenBatch(starts, num_tokens, torch.zeros(1, 1, dtype=torch.int32), len(query), len(query))
+        return self._provider.attend(query, key[None], value[None], batch.to(query.device), masking)
+
+    def layers(self, *, required: frozenset[int], allowed: frozenset[int]) -> dict[int, LayerSpec]:
+        """The geometry of every layer that attends, after one forward.
+
+        Raises `ModelError` unless all `required` layers asked, only `allowed` ones, and none of them twice.
+        """
+        calls = {layer: len(specs) for layer, specs in sorted(self._specs.items())}
+        if not required <= calls.keys() <= allowed or any(count > 1 for count in calls.values()):
+            raise ModelError(
+                f"{sum(calls.values())} attention calls from layers {sorted(calls)} in one forward of a model that "
+                f"should attend in layers {sorted(required)}: it does not run all of its attention through "
+                "transformers' AttentionInterface"
+            )
+        return {layer: specs[0] for layer, specs in sorted(self._specs.items())}
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerCache:
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+class CachedAttention:
+    """Answers from the KV cache: write the new tokens, then attend over everything cached.
+
+    `batch` must be set before each forward.
+    """
+
+    batch: StepBatch
+
+    def __init__(self, tensors: CacheTensors, provider: AttentionProvider) -> None:
+        self._provider = provider
+        layers = [layer for group in tensors.groups for layer in group.layers]
+        self._group_of = {layer: tensors.group_of(layer) for layer in layers}
+        self._caches: dict[View, dict[int, _LayerCache]] = {
+            "region": {layer: _LayerCache(*tensors.region_view(layer)) for layer in layers},
+            "block_table": {layer: _LayerCache(*tensors.home_view(layer)) for layer in layers},
+        }
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
+    ) -> torch.Tensor:
+        parts = [(part, self._caches[part.view][layer]) for part in self.batch.parts[self._group_of[layer]]]
+        for part, cache in parts:  # all of them first: a sequence may share what another one computes in this step
+            self._provider.write(key[part.tokens], value[part.tokens], cache.key, cache.value, part.slots)
+        outs = [
+            self._provider.attend(query[part.tokens], cache.key, cache.value, part.attention, masking)
+            for part, cache in parts
+        ]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -1,0 +1,122 @@
+"""The model as the engine uses it: on this rank alone, or on all ranks of a tensor-parallel group at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from app.config import EngineConfig
+from app.engine.cores import num_threads
+from app.engine.execution.batch import StepPlan, build_batch
+from app.engine.execution.model_runner import ModelRunner, ObservedLayers
+from app.engine.model.loader import load_model, resolve_device
+from app.engine.tensor_parallel.messages import Order, pack_arrays, pack_step
+from app.engine.tensor_parallel.processes import LOAD_TIMEOUT_S, Launch
+from app.engine.tensor_parallel.ranks import Ranks
+from app.errors import FolioError, ModelError, UnavailableError
+from kernels import KernelError, select_provider
+from vmem import KVMemory, MirroredBackend
+
+
+class Executor:
+    """Runs forwards. With peers every forward is announced to them and then computed here, too.
+
+    When a forward of several ranks fails the ranks do not agree any more about what comes next: they are ended, and
+    `UnavailableError` is raised from then on.
+
+    Args:
+        launch: how peers are started.
+
+    Raises:
+        ConfigError, ModelError: the model cannot be loaded; nothing is left behind.
+        KernelError: the kernels asked for are not there.
+        UnavailableError: a peer died.
+
+    Attributes:
+        ranks: the peers, `None` without.
+    """
+
+    def __init__(self, config: EngineConfig, launch: Launch) -> None:
+        torch.set_num_threads(num_threads(config))
+        self._limit_s: float | None = LOAD_TIMEOUT_S  # first forwards may compile kernels
+        self.ranks = Ranks(config, launch) if config.tensor_parallel_size > 1 else None
+        try:
+            comm = None if self.ranks is None else self.ranks.connect(resolve_device(config.device))
+            if self.ranks is None:
+                self.model = load_model(config)
+            else:
+                self.model = self.ranks.load(lambda: load_model(config, comm))
+            self._runner = self._observe(config)
+        except BaseException:
+            self.close()
+            raise
+
+    def _observe(self, config: EngineConfig) -> ModelRunner:
+        provider = select_provider(config.attention, self.model.module.device)
+        if self.ranks is None:
+            return ModelRunner(self.model, provider)
+        try:
+            with self.ranks.step(bytes([Order.OBSERVE]), self._limit_s):
+                return ModelRunner(self.model, provider)
+        except UnavailableError as error:
+            if error.__cause__ is None:  # a rank was lost
+                raise
+            if isinstance(error.__cause__, FolioError | KernelError):
+                raise error.__cause__ from error
+            raise ModelError(
+                f"{config.model!r} cannot be run by {config.tensor_parallel_size} ranks: {error.__cause__}; "
+                "what the other ranks logged may say more"
+            ) from error
+
+    @property
+    def layers(self) -> ObservedLayers:
+        return self._runner.layers
+
+    def open(self, memory: KVMemory) -> None:
+        """Run on this memory from now on."""
+        if self.ranks is not None:
+            assert isinstance(memory.backend, MirroredBackend)
+            self.ranks.command(Order.OPEN, bytes([memory.backend.number]))
+        self._runner.open(memory.tensors)
+
+    def run(self, plan: StepPlan, memory: KVMemory) -> torch.Tensor:
+        """Logits `[num_logits, vocab_size]` of a step, on the CPU."""
+        if self.ranks is None:
+            return self._run(plan, memory)
+        with self.ranks.step(bytes([Order.STEP]) + pack_step(plan), self._limit_s):
+            return self._run(plan, memory)
+
+    def own_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Logits `[num_tokens, vocab_size]` of one sequence by the model's own attention, on the CPU."""
+        if self.ranks is None:
+            return self._runner.own_logits(token_ids)
+        message = pack_arrays([token_ids.numpy().astype(np.int64)])
+        with self.ranks.step(bytes([Order.OWN_LOGITS]) + message, self._limit_s):
+            return self._runner.own_logits(token_ids)
+
+    def started(self) -> None:
+        """From now on forwards have to be done in a step's time."""
+        self._limit_s = None
+
+    @property
+    def available(self) -> bool:
+        """Whether all ranks are there."""
+        return self.ranks is None or self.ranks.available
+
+    def check(self) -> None:
+        """Raise `UnavailableError` if a rank is lost."""
+        if self.ranks is not None:
+            self.ranks.check()
+
+    def close(self) -> None:
+        """End the peers."""
+        if self.ranks is not None:
+            self.ranks.close()
+
+    def _run(self, plan: StepPlan, memory: KVMemory) -> torch.Tensor:
+        batch = build_batch(plan, memory.tensors, self.model.module.device)
+        try:
+            logits = self._runner.run(batch)
+        finally:
+            memory.launched()  # a part of a step that fails may be running too
+        return logits.cpu()  # waits for the device

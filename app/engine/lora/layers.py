@@ -1,0 +1,297 @@
+"""Linear layers that add what the adapters of a step's sequences say, each to its own rows (LoRA, Punica).
+
+The base model computes all rows at once, whoever they are for; then `scale · x A^T B^T` is added for the rows of each
+adapter. Weights of an adapter are in a *slot*, by which a step's plan names it. Without adapters in a step a layer does
+nothing but look.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from app.engine.execution.recurrent import PackedMixer
+from app.engine.lora.weights import LowRank
+from app.engine.tensor_parallel.sharding import Cut, ShardPlan
+
+# Experts that are linear layers see the tokens that are routed to them, in an order of their own.
+_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
+
+# (slot, its rows): neighbours if they can be.
+Spans = tuple[tuple[int, slice | torch.Tensor], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterBatch:
+    """Which rows of a step are whose.
+
+    Attributes:
+        tokens: of `[num_tokens]` rows, in every layer but the last.
+        samples: of `[num_samples]` rows, those whose logits are computed.
+    """
+
+    tokens: Spans
+    samples: Spans
+
+
+def adapter_batch(
+    slots: np.ndarray[Any, Any],
+    num_tokens: np.ndarray[Any, Any],
+    sample_rows: np.ndarray[Any, Any],
+    device: torch.device,
+) -> AdapterBatch | None:
+    """The rows of each adapter; `None` if no sequence has one.
+
+    Args:
+        slots: `[num_seqs]`, each sequence's adapter, or -1. Sequences with the same one should be neighbours: other
+            rows have to be gathered.
+        num_tokens: `[num_seqs]`.
+        sample_rows: `[num_samples]`, the tokens whose logits are computed.
+        device: where the model is.
+    """
+    if not (slots >= 0).any():
+        return None
+    of_tokens = np.repeat(slots, num_tokens)
+    return AdapterBatch(_spans(of_tokens, device), _spans(of_tokens[sample_rows], device))
+
+
+def _spans(slots: np.ndarray[Any, Any], device: torch.device) -> Spans:
+    """The rows of each slot in `[num_rows]` slots."""
+    spans: list[tuple[int, slice | torch.Tensor]] = []
+    for slot in np.unique(slots[slots >= 0]).tolist():
+        rows = np.flatnonzero(slots == slot)
+        if rows[-1] - rows[0] + 1 == len(rows):
+            spans.append((slot, slice(int(rows[0]), int(rows[-1]) + 1)))
+        else:
+            spans.append((slot, torch.from_numpy(rows).to(device)))
+    return tuple(spans)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One of the layers that a linear layer stands for, and what an adapter adds to it."""
+
+    up: torch.Tensor  # [rank, num_columns]: as few rows are multiplied with faster
+    ranks: slice
+    columns: slice
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one adapter adds to one linear layer, which may stand for several that were merged.
+
+    Attributes:
+        down: `[rank, in_features]`, of all parts together: they have one input.
+    """
+
+    down: torch.Tensor
+    parts: tuple[_Part, ...]
+
+    def add(self, x: torch.Tensor, out: torch.Tensor, rows: slice | torch.Tensor) -> None:
+        """Add it to some rows of `out` `[num_rows, out_features]`, of `x` `[num_rows, in_features]`."""
+        low = x[rows] @ self.down.T
+        for part in self.parts:
+            if isinstance(rows, slice):
+                out[rows, part.columns].addmm_(low[:, part.ranks], part.up)
+            else:
+                out[:, part.columns].index_add_(0, rows, low[:, part.ranks] @ part.up)
+
+
+class _Step:
+    """The step that is computed, as all layers of a model see it."""
+
+    tokens: Spans = ()
+    samples: Spans = ()
+
+
+class LoRALinear(nn.Module):
+    """A linear layer with adapters.
+
+    Args:
+        base: any layer with the attributes of `nn.Linear`, whatever its weight looks like.
+        for_samples: its rows are not the step's tokens but those that sample.
+    """
+
+    def __init__(self, base: nn.Module, shape: tuple[int, int], step: _Step, *, for_samples: bool) -> None:
+        super().__init__()
+        self.base = base
+        self.out_features, self.in_features = shape
+        self.updates: dict[int, Update] = {}  # by slot
+        self._step = step
+        self._for_samples = for_samples
+
+    @property
+    def weight(self) -> Any:
+        """The base layer's, for models that look at it; packed layers have none."""
+        return self.base.weight
+
+    @property
+    def bias(self) -> Any:
+        return self.base.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x)
+        spans = self._step.samples if self._for_samples else self._step.tokens
+        if spans:
+            x_rows, out_rows = x.reshape(-1, self.in_features), out.view(-1, self.out_features)
+            for slot, rows in spans:
+                update = self.updates.get(slot)
+                if update is not None:  # an adapter need not change every layer
+                    update.add(x_rows, out_rows, rows)
+        return out
+
+
+# An adapter, ready to be put into a slot.
+Updates = Mapping[LoRALinear, Update]
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A layer as the checkpoint names it: some columns of a linear layer's output."""
+
+    linear: LoRALinear
+    columns: slice
+
+
+class LoRALayers:
+    """The layers of a model that adapters can change. Adapters come and go between steps.
+
+    Attributes:
+        shapes: path in the checkpoint → (out_features, in_features) of each of them.
+        head: the path of the output layer, if it is one of them.
+    """
+
+    def __init__(self, model: PreTrainedModel, plan: ShardPlan | None = None) -> None:
+        """Wrap every linear layer of a loaded model, merged and packed as they may be by now.
+
+        Args:
+            plan: how its weights were cut, if this rank has only a part of them.
+        """
+        self._plan = plan
+        self._step = _Step()
+        self._targets: dict[str, _Target] = {}
+        self._paths: dict[LoRALinear, list[str]] = {}
+        self.head: str | None = None
+        self._output = model.get_output_embeddings()
+        self._wrap(model, "")
+        self.dtype, self.device = model.dtype, model.device
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, int]]:
+        return {path: self._whole_shape(path) for path in self._targets}
+
+    def _whole_shape(self, path: str) -> tuple[int, int]:
+        target, cut = self._targets[path], self._cut(path)
+        shape = [target.columns.stop - target.columns.start, target.linear.in_features]
+        if cut is not None and self._plan is not None:
+            shape[cut.dim] = self._plan.spans[path][-1][1]
+        return shape[0], shape[1]
+
+    def _cut(self, path: str) -> Cut | None:
+        """This rank's part of a weight, `None` for all of it."""
+        cut = None if self._plan is None else self._plan.cuts.get(f"{path}.weight")
+        return cut if isinstance(cut, Cut) else None
+
+    def _share(self, path: str, whole: LowRank) -> LowRank:
+        """This rank's part of an adapter. Where inputs are cut it adds a part of the sum, which the ranks collect with
+        the layer's own."""
+        cut = self._cut(path)
+        if cut is None:
+            return whole
+        return LowRank(whole.down, cut.of(whole.up)) if cut.dim == 0 else LowRank(cut.of(whole.down), whole.up)
+
+    def _wrap(self, parent: nn.Module, prefix: str) -> None:
+        for name, child in list(parent.named_children()):
+            path = f"{prefix}{name}"
+            shape = _linear_shape(child)
+            if isinstance(child, PackedMixer):  # it runs sequence by sequence
+                continue
+            if shape is None:
+                self._wrap(child, f"{path}.")
+            elif not _EXPERT.search(path):
+                linear = LoRALinear(child, shape, self._step, for_samples=child is self._output)
+                setattr(parent, name, linear)
+                self._enter(linear, prefix, getattr(child, "merged", ()) or ((name, shape[0]),))
+                if child is self._output:
+                    self.head = path
+
+    def _enter(self, linear: LoRALinear, prefix: str, parts: tuple[tuple[str, int], ...]) -> None:
+        start = 0
+        for name, rows in parts:
+            self._targets[prefix + name] = _Target(linear, slice(start, start + rows))
+            self._paths.setdefault(linear, []).append(prefix + name)
+            start += rows
+        assert start == linear.out_features
+
+    @contextmanager
+    def observed(self, num_tokens: int, num_samples: int) -> Iterator[None]:
+        """One forward of so many tokens shows which layers see every token once, in order: the others cannot tell whose
+        rows they compute, and are no targets from then on."""
+        seen: dict[LoRALinear, list[int]] = {linear: [] for linear in self._paths}
+
+        def note(linear: LoRALinear, args: tuple[torch.Tensor]) -> None:
+            seen[linear].append(args[0].numel() // linear.in_features)
+
+        hooks = [linear.register_forward_pre_hook(note) for linear in seen]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for linear, rows in seen.items():
+            if rows != [num_samples if linear._for_samples else num_tokens]:
+                for path in self._paths.pop(linear):
+                    del self._targets[path]
+
+    def stack(self, weights: Mapping[str, LowRank]) -> Updates:
+        """An adapter's weights as layers use them. From any thread, once the model has been observed."""
+        updates: dict[LoRALinear, Update] = {}
+        for linear, paths in self._paths.items():
+            changed = {path: self._share(path, weights[path]) for path in paths if path in weights}
+            if not changed:
+                continue
+            parts, start = [], 0
+            for path, low_rank in changed.items():
+                end = start + len(low_rank.down)
+                parts.append(_Part(low_rank.up.T.contiguous(), slice(start, end), self._targets[path].columns))
+                start = end
+            downs = [low_rank.down for low_rank in changed.values()]
+            updates[linear] = Update(torch.cat(downs) if len(downs) > 1 else downs[0], tuple(parts))
+        return updates
+
+    def insert(self, slot: int, updates: Updates) -> None:
+        """Put an adapter into a slot, which must be empty."""
+        for linear, update in updates.items():
+            assert slot not in linear.updates
+            linear.updates[slot] = update
+
+    def remove(self, slot: int) -> None:
+        """Empty a slot, and let go of its memory."""
+        for linear in self._paths:
+            linear.updates.pop(slot, None)
+
+    def set_batch(self, batch: AdapterBatch | None) -> None:
+        """The step that the next forward computes."""
+        self._step.tokens, self._step.samples = ((), ()) if batch is None else (batch.tokens, batch.samples)
+
+
+def num_bytes(updates: Updates) -> int:
+    return sum(update.down.nbytes + sum(part.up.nbytes for part in update.parts) for update in updates.values())
+
+
+def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
+    """(out_features, in_features) of a linear layer, packed or quantized or not; `None` for other modules."""
+    if isinstance(module, nn.Linear):  # of which a rank may have a part: its attributes do not know
+        return module.weight.shape[0], module.weight.shape[1]
+    sizes: tuple[Any, Any] = (getattr(module, "out_features", None), getattr(module, "in_features", None))
+    if sizes == (None, None):
+        sizes = (getattr(module, "nf", None), getattr(module, "nx", None))  # transformers' Conv1D
+    return sizes if isinstance(sizes[0], int) and isinstance(sizes[1], int) else None

@@ -1,0 +1,294 @@
+"""Fewer and larger operations in a loaded CPU model: one-pass norms, merged gate and up projections.
+
+Modules are recognised by shape and then by behaviour: a replacement that does not give the module's own output on
+random input is not made. So an architecture with a twist of its own keeps its own code.
+
+Attention layers in fewer operations: one product for queries, keys and values, rotated in place.
+
+Recognised, like everything in `fuse.py`, by shape and then by behaviour: a layer is replaced only if it hands the
+attention function the same queries, keys and values, and makes the same of the answer. What else it says (scale,
+window, soft cap, sinks) is noted on that occasion.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from app.engine.execution.attention import IMPLEMENTATION, AttentionState, bind, bound
+from kernels import CpuElementwise, Masking
+
+# Relative to the largest value; bfloat16 rounds once here and several times in the original.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+class FusedRMSNorm(nn.Module):
+    """`x / rms(x) * (weight + offset)`; offset 1 for Gemma's kind."""
+
+    def __init__(self, ops: CpuElementwise, weight: torch.Tensor, eps: float, offset: float) -> None:
+        super().__init__()
+        self._ops = ops
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self._eps = eps
+        self._offset = offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._ops.rms_norm(x, self.weight, self._eps, self._offset)
+
+
+class FusedSwiGLU(nn.Module):
+    """`down(silu(gate(x)) * up(x))` with gate and up in one matrix product."""
+
+    def __init__(self, ops: CpuElementwise, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
+        super().__init__()
+        self._ops = ops
+        self.gate_up_proj = merge_linears({"gate_proj": gate, "up_proj": up})
+        self.down_proj = down
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(self._ops.silu_mul(self.gate_up_proj(x)))
+        return out
+
+
+def merge_linears(layers: Mapping[str, nn.Linear]) -> nn.Linear:
+    """One layer with the outputs of several, one after the other; `merged` says how many are whose. All of them have a
+    bias, or none."""
+    parts = list(layers.values())
+    merged: Any = nn.Linear(parts[0].in_features, 1, bias=parts[0].bias is not None, device="meta")
+    merged.merged = tuple((name, len(layer.weight)) for name, layer in layers.items())  # of which a rank has a part
+    merged.weight = nn.Parameter(torch.cat([layer.weight for layer in parts]), requires_grad=False)
+    if parts[0].bias is not None:
+        merged.bias = nn.Parameter(torch.cat([layer.bias for layer in parts]), requires_grad=False)
+    layer: nn.Linear = merged
+    return layer
+
+
+@torch.inference_mode()
+def fuse_modules(model: nn.Module, ops: CpuElementwise) -> int:
+    """Replace what can be replaced; returns how many modules. Call it before the linear layers are packed."""
+    num_fused = 0
+    for name in [name for name, _ in model.named_children()]:  # no list that would keep what is replaced
+        child = model.get_submodule(name)
+        fused, size = _fused_norm(child, ops) or _fused_swiglu(child, ops) or (None, 0)
+        if fused is not None and _same_output(child, fused, size):
+            setattr(model, name, fused)
+            num_fused += 1
+        else:
+            num_fused += fuse_modules(child, ops)
+    return num_fused
+
+
+def _fused_norm(module: nn.Module, ops: CpuElementwise) -> tuple[nn.Module, int] | None:
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not (type(module).__name__.endswith("RMSNorm") and isinstance(weight, torch.Tensor) and isinstance(eps, float)):
+        return None
+    if weight.dtype not in TOLERANCE or weight.ndim != 1:
+        return None
+    offset = 1.0 if type(module).__name__.startswith("Gemma") else 0.0
+    return FusedRMSNorm(ops, weight.detach(), eps, offset), weight.numel()
+
+
+def _fused_swiglu(module: nn.Module, ops: CpuElementwise) -> tuple[nn.Module, int] | None:
+    children = dict(module.named_children())
+    gate, up, down = (children.get(name) for name in ("gate_proj", "up_proj", "down_proj"))
+    if not (type(gate) is type(up) is type(down) is nn.Linear) or len(children) > 4:
+        return None
+    assert isinstance(gate, nn.Linear)
+    assert isinstance(up, nn.Linear)
+    assert isinstance(down, nn.Linear)
+    if gate.weight.dtype not in TOLERANCE or (gate.bias is None) != (up.bias is None):
+        return None
+    return FusedSwiGLU(ops, gate, up, down), gate.in_features
+
+
+def _same_output(module: nn.Module, fused: nn.Module, size: int) -> bool:
+    dtype = next(fused.parameters()).dtype
+    generator = torch.Generator().manual_seed(0)
+    for scale in (1.0, 100.0):  # clamped states are only seen when they are large
+        x = (torch.randn(1, 5, size, generator=generator) * scale).to(dtype)
+        expected, actual = module(x).float(), fused(x).float()
+        if not (actual - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max():  # NaN is not
+            return False
+    return True
+
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_NORMS = ("q_norm", "k_norm")
+_ARGUMENTS = ["hidden_states", "position_embeddings", "attention_mask"]
+_TOKENS = 5
+
+
+class FusedAttention(nn.Module):
+    """A layer of attention with rotary positions.
+
+    Attributes:
+        config: the model's; it says whether attention is Folio's, or one of transformers' own.
+    """
+
+    def __init__(self, ops: CpuElementwise, original: Any, layer: int, masking: Masking) -> None:
+        super().__init__()
+        self.config = original.config
+        self.qkv_proj = merge_linears({name: getattr(original, name) for name in _PROJECTIONS[:3]})
+        self.o_proj: nn.Module = original.o_proj
+        self.q_norm: nn.Module | None = getattr(original, "q_norm", None)
+        self.k_norm: nn.Module | None = getattr(original, "k_norm", None)
+        self._ops, self._layer, self._masking = ops, layer, masking
+        self._head_dim: int = original.head_dim
+        self._heads = [len(getattr(original, name).weight) // self._head_dim for name in _PROJECTIONS[:3]]
+        self._original = (original,)  # no child: its weights are here
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.config._attn_implementation != IMPLEMENTATION:
+            result: tuple[torch.Tensor, torch.Tensor | None] = self._original[0](
+                hidden_states, position_embeddings, attention_mask, **kwargs
+            )
+            return result
+        cos, sin = position_embeddings
+        heads = self.qkv_proj(hidden_states).view(-1, sum(self._heads), self._head_dim)
+        query, key, value = heads.split(self._heads, dim=1)
+        if self.q_norm is None or self.k_norm is None:
+            self._ops.rotate(heads[:, : -self._heads[2]], cos, sin)
+        else:
+            query, key = self.q_norm(query), self.k_norm(key)
+            self._ops.rotate(query, cos, sin)
+            self._ops.rotate(key, cos, sin)
+        out = bound(self).attend(self._layer, query, key, value, self._masking)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+    def take_over(self) -> None:
+        """Let the original use this layer's weights and drop its own, so that it still can be asked."""
+        original = self._original[0]
+        columns = self.qkv_proj.weight.split([n * self._head_dim for n in self._heads])
+        start = 0
+        for name, part in zip(_PROJECTIONS[:3], columns, strict=True):
+            setattr(original, name, _Columns(self, "qkv_proj", slice(start, start + len(part))))
+            start += len(part)
+        original.o_proj = _Columns(self, "o_proj", slice(None))
+
+    @property
+    def num_key_value_groups(self) -> int:
+        """What the original repeats keys and values by; kernels see it from the shapes."""
+        groups: int = self._original[0].num_key_value_groups
+        return groups
+
+    @num_key_value_groups.setter
+    def num_key_value_groups(self, groups: int) -> None:
+        self._original[0].num_key_value_groups = groups
+
+
+class _Columns(nn.Module):
+    """Some outputs of a layer, whatever has become of that since."""
+
+    def __init__(self, fused: FusedAttention, name: str, columns: slice) -> None:
+        super().__init__()
+        self._fused, self._name, self._columns = (fused,), name, columns
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = getattr(self._fused[0], self._name)(x)[..., self._columns]
+        return out.contiguous()
+
+
+class _Recorder(AttentionState):
+    """Notes what a layer asks, and answers something."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
+    ) -> torch.Tensor:
+        self.layer, self.masking = layer, masking
+        self.states = [tensor.clone() for tensor in (query, key, value)]
+        return query * 0.5
+
+
+@torch.inference_mode()
+def fuse_attention(model: nn.Module, ops: CpuElementwise) -> int:
+    """Replace what can be replaced; returns how many layers. Call it before the linear layers are packed."""
+    ropes = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
+    if len(ropes) != 1 or list(inspect.signature(ropes[0].forward).parameters) != ["x", "position_ids"]:
+        return 0  # positions differ from layer to layer, or come some other way
+    dtype = next(model.parameters()).dtype
+    # One grid of positions, or one each for time, height and width: transformers 5.17 wants those given.
+    grids = (3,) if hasattr(ropes[0], "mrope_section") else ()
+    angles = ropes[0](torch.zeros(1, 1, 1, dtype=dtype), torch.zeros(*grids, 1, 1, dtype=torch.int64))
+    # Some models have one tensor of complex numbers instead of cosines and sines.
+    if not isinstance(angles, tuple) or dtype not in TOLERANCE or angles[0].dtype != dtype:
+        return 0
+    return _fuse_children(model, ops, angles[0].shape[-1])
+
+
+def _fuse_children(parent: nn.Module, ops: CpuElementwise, rotary_dim: int) -> int:
+    num_fused = 0
+    for name in [name for name, _ in parent.named_children()]:  # no list that would keep what is replaced
+        child = parent.get_submodule(name)
+        if not _looks_fusable(child):
+            num_fused += _fuse_children(child, ops, rotary_dim)
+            continue
+        fused = _fused(child, ops, rotary_dim)
+        if fused is not None:
+            fused.take_over()
+            setattr(parent, name, fused)
+            num_fused += 1
+    return num_fused
+
+
+def _looks_fusable(module: nn.Module) -> bool:
+    children = dict(module.named_children())
+    if set(children) - set(_NORMS) != set(_PROJECTIONS) or len(children) not in (4, 6):
+        return False
+    linears: list[Any] = [children[name] for name in _PROJECTIONS]
+    if any(type(linear) is not nn.Linear for linear in linears):
+        return False
+    query, key, value, out = linears
+    if {linear.bias is None for linear in linears[:3]} == {True, False} or len(key.weight) != len(value.weight):
+        return False
+    if out.weight.shape[1] != len(query.weight):  # of a rank's part; `in_features` says the whole
+        return False  # queries come with something else
+    head_dim = getattr(module, "head_dim", None)
+    if not isinstance(head_dim, int) or len(query.weight) % head_dim or len(key.weight) % head_dim:
+        return False
+    norms = [children[name] for name in _NORMS if name in children]
+    if any(getattr(norm.weight, "shape", None) != (head_dim,) for norm in norms):
+        return False  # over all heads together
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    return [p.name for p in parameters[:3]] == _ARGUMENTS and set(required) <= set(_ARGUMENTS)
+
+
+def _fused(original: Any, ops: CpuElementwise, rotary_dim: int) -> FusedAttention | None:
+    """The replacement, if it does the same."""
+    dtype, size = original.q_proj.weight.dtype, original.q_proj.weight.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    fused: FusedAttention | None = None
+    for scale in (1.0, 100.0):  # clipped states are only seen when they are large
+        x = (torch.randn(1, _TOKENS, size, generator=generator) * scale).to(dtype)
+        cos, sin = torch.randn(2, 1, _TOKENS, rotary_dim, generator=generator).to(dtype)
+        # Far positions, lest something depends on them in another way.
+        positions = torch.randint(1 << 20, (1, _TOKENS), generator=generator)
+        theirs, ours = _Recorder(), _Recorder()
+        bind(original, theirs)
+        expected, _ = original(x, (cos, sin), None, position_ids=positions)
+        if fused is None:
+            fused = FusedAttention(ops, original, theirs.layer, theirs.masking)
+        bind(fused, ours)
+        actual, _ = fused(x, (cos, sin), None, position_ids=positions)
+        pairs = zip([*theirs.states, expected], [*ours.states, actual], strict=True)
+        if not all(_close(wanted, found) for wanted, found in pairs):
+            return None
+    return fused
+
+
+def _close(expected: torch.Tensor, actual: torch.Tensor) -> bool:
+    if expected.shape != actual.shape:
+        return False
+    difference = (actual.float() - expected.float()).abs().max()
+    return bool((difference <= TOLERANCE[expected.dtype] * expected.float().abs().max()).item())

@@ -1,0 +1,216 @@
+"""From a model's layers and the settings to a KV memory: layer groups, page size, budget."""
+
+from __future__ import annotations
+
+import logging
+
+from app.config import EngineConfig
+from app.engine.execution.model_runner import ObservedLayers
+from app.engine.execution.recurrent import state_bytes
+from app.engine.model.loader import LoadedModel
+from app.engine.sampling.logprobs import CHUNK_ELEMENTS
+from app.errors import ConfigError
+from app.machine import SPARE_SHARE, Machine, check_resources, resident_bytes
+from kernels import select_block_copy
+from vmem import (
+    KVLayout,
+    KVMemory,
+    LayerGroup,
+    MappingOptions,
+    Peers,
+    StateLayout,
+    VmemError,
+    longest_sequence,
+    plan_groups,
+    select_backend,
+)
+from vmem.tensor_parallel.mirror import mirror
+
+logger = logging.getLogger(__name__)
+
+# Pages at most, and mappings at most. On Linux every page may be a mapping of its own, at home and in regions, with a
+# hole beside it at home. These are for the 65,530 that a process may have by default (vm.max_map_count); a CUDA context
+# had about 520,000 in somebody's measurement.
+MAX_PAGES = {"cpu": 24_000, "cuda": 200_000}
+MAX_MAPPINGS = {"cpu": 50_000, "cuda": 400_000}
+_MAP_COUNT = 65_530
+# On a CUDA device, what is left to torch, and the share of the rest that the cache may take.
+_HEADROOM_BYTES, _CUDA_SHARE = 2 << 30, 0.9
+# Longer blocks are tried until the budget has no more pages than that.
+_LONGER_BLOCK_TOKENS = (32, 64, 128, 256, 512, 1024)
+# What sampling takes of memory for each logit that it works on at once: float32, ranks, masks, noise.
+_SAMPLING_BYTES_A_LOGIT = 40
+
+
+def build_memory(
+    config: EngineConfig,
+    model: LoadedModel,
+    layers: ObservedLayers,
+    ranks: Peers | None = None,
+    *,
+    share: float = 1.0,
+) -> KVMemory:
+    """A memory for these layers.
+
+    Args:
+        ranks: those that have the same memory; the settings say what each of them has.
+        share: of what the settings give, if another model's memory has the rest.
+
+    Raises:
+        ConfigError: the settings do not fit the machine, or leave no room for two blocks of each group.
+        VmemError: the device refuses, or the numbers make no layout.
+    """
+    device = model.module.device
+    machine = Machine.read()
+    on_cpu = device.type == "cpu"
+    ceiling, swap_bytes = _ceilings(config, model, machine, on_cpu=on_cpu)
+    budget = int(share * ceiling)
+    # Pages are limited by the memory's budget. The anchor page is beside it, and its size is not planned yet.
+    capacity = 2 * budget
+    backend, contents = mirror(
+        select_backend(device, capacity_bytes=capacity, headroom_bytes=_HEADROOM_BYTES),
+        ranks,
+        capacity_bytes=capacity,
+        headroom_bytes=_HEADROOM_BYTES,
+        copy_blocks=select_block_copy(device),
+    )
+    # Two memories of one process hold about as many blocks, and their mappings count together.
+    part = 1.0 if share == 1 else 0.5
+    most_pages, max_mappings = (
+        int(part * min(most["cuda"], most["cpu"] * machine.max_map_count / _MAP_COUNT if on_cpu else most["cuda"]))
+        for most in (MAX_PAGES, MAX_MAPPINGS)
+    )
+    try:
+        if not on_cpu and not config.kv_memory_bytes:
+            budget = int(share * _CUDA_SHARE * backend.memory_info().available_bytes)
+        # A ceiling nobody asked for is no reason to have longer blocks.
+        smallest_page_bytes = budget // most_pages if config.kv_memory_bytes else 0
+        groups = _plan_groups(config, model, layers, backend.granularity_bytes, smallest_page_bytes)
+        page_bytes = groups[0].layout.page_bytes
+        num_pages = min(budget // page_bytes, most_pages)
+        smallest = sum(group.layout.block_bytes for group in groups)
+        if num_pages * page_bytes < 2 * smallest:
+            raise ConfigError(f"kv_memory_bytes {budget} is below two blocks of {smallest} bytes; {machine}")
+        step_tokens = config.max_num_batched_tokens
+        capacity = longest_sequence(groups, num_pages, step_tokens)
+        memory = KVMemory(
+            backend,
+            groups,
+            budget_bytes=num_pages * page_bytes,
+            floor_bytes=config.kv_memory_floor_bytes,
+            num_regions=min(config.max_num_seqs, step_tokens),  # each running sequence decodes in every step
+            max_tokens=min(config.max_model_len or model.max_positions, capacity),
+            step_tokens=step_tokens,
+            options=MappingOptions(
+                idle_release_s=config.kv_idle_release_s,
+                cache_release_s=config.prefix_cache_release_s,
+                max_mappings=max_mappings,
+            ),
+            prefix_cache=config.prefix_cache,
+            pin_quota=config.pin_quota,
+            swap_bytes=swap_bytes,
+            contents=contents,
+        )
+    except (ConfigError, VmemError):
+        backend.close()
+        raise
+    for group in groups:
+        logger.info(
+            "KV cache of %d layers%s: %s, %d pages of %d bytes each, %.1f %% padding",
+            len(group.layers) or len(layers.states),
+            f" with a window of {group.window_tokens} tokens" if group.window_tokens else "",
+            "a state a sequence" if group.is_state else f"blocks of {group.layout.block_tokens} tokens",
+            group.layout.num_slices,
+            group.layout.page_bytes,
+            group.layout.padding * 100,
+        )
+    logger.info("KV cache: up to %.1f MiB, or %d tokens of one sequence", num_pages * page_bytes / 2**20, capacity)
+    if on_cpu and num_pages == most_pages and budget > (num_pages + 1) * page_bytes:
+        logger.info(
+            "KV cache: %.1f MiB would be allowed, but vm.max_map_count, %d, has mappings for %d pages only; set "
+            "kv_memory_bytes to have longer blocks, or raise vm.max_map_count (sysctl)",
+            budget / 2**20,
+            machine.max_map_count,
+            num_pages,
+        )
+    return memory
+
+
+def _ceilings(config: EngineConfig, model: LoadedModel, machine: Machine, *, on_cpu: bool) -> tuple[int, int]:
+    """Bytes of KV cache and of swap space at most, of one rank; on a CUDA device 0 for the cache if nothing is said.
+
+    The default is a quarter of the machine's memory, or what is available beside a step's work if that is less. Swap
+    space, without which requests are computed again, gets what the cache leaves, up to `swap_bytes`.
+
+    Raises:
+        ConfigError: settings do not fit the machine.
+    """
+    ranks = config.tensor_parallel_size
+    token_bytes = _step_bytes_a_token(model) if on_cpu else 0
+    sampling_bytes = _SAMPLING_BYTES_A_LOGIT * max(CHUNK_ELEMENTS, model.vocab_size) if on_cpu else 0
+    weight_bytes = resident_bytes()
+    step_bytes = token_bytes * config.max_num_batched_tokens + sampling_bytes
+    problems = check_resources(config, machine, reserved_bytes=weight_bytes + step_bytes)
+    left = machine.memory_bytes // ranks - weight_bytes - sampling_bytes
+    if token_bytes * config.max_num_batched_tokens > left:
+        problems.append(
+            f"max_num_batched_tokens is {config.max_num_batched_tokens}; at most {max(left, 0) // token_bytes}: each "
+            f"takes up to {token_bytes} bytes in a step, and beside the weights {max(left, 0)} are left: {machine}"
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+    room = int(machine.available_bytes // ranks - step_bytes - SPARE_SHARE * machine.memory_bytes // ranks)
+    ceiling = config.kv_memory_bytes or (max(0, min(machine.memory_bytes // 4 // ranks, room)) if on_cpu else 0)
+    if on_cpu and ceiling > room:
+        logger.warning("kv_memory_bytes is %d, of which %d bytes are there now: %s", ceiling, max(room, 0), machine)
+    swap_bytes = min(config.swap_bytes, max(0, room - (ceiling if on_cpu else 0)))
+    if swap_bytes < config.swap_bytes:
+        logger.info("swap space: %d of %d bytes (swap_bytes): %s", swap_bytes, config.swap_bytes, machine)
+    return ceiling, swap_bytes
+
+
+def _step_bytes_a_token(model: LoadedModel) -> int:
+    """What a step takes for each of its tokens, about: a layer has two rows of the hidden size and three of the width
+    between its projections at once, and every token has logits where those of prompts are asked for."""
+    config = model.module.config.get_text_config()
+    hidden = config.hidden_size
+    widths = getattr(config, "intermediate_size", None) or 4 * hidden
+    widest = max(widths) if isinstance(widths, list | tuple) else widths
+    return int((2 * hidden + 3 * widest + model.vocab_size) * model.dtype.itemsize)
+
+
+def _plan_groups(
+    config: EngineConfig,
+    model: LoadedModel,
+    layers: ObservedLayers,
+    granularity_bytes: int,
+    smallest_page_bytes: int,
+) -> list[LayerGroup]:
+    """Layers that see the same window share a block table; recurrent states are a group of their own. Blocks are longer
+    than the planner says if their pages are smaller than `smallest_page_bytes`, because there would be too many."""
+    members: dict[int | None, list[int]] = {}
+    for layer in layers.attention:
+        members.setdefault(layers.windows.get(layer), []).append(layer)
+    specs = [[layers.attention[layer] for layer in group] for group in members.values()]
+
+    def plan(block_tokens: int | None) -> tuple[KVLayout, ...]:
+        return plan_groups(
+            specs,
+            model.dtype,
+            granularity_bytes=granularity_bytes,
+            kind=config.kv_layout,
+            block_tokens=block_tokens,
+            expected_tokens=config.expected_tokens,
+        )
+
+    layouts = plan(config.block_tokens)
+    longer = iter(_LONGER_BLOCK_TOKENS if config.block_tokens is None else ())
+    while layouts[0].page_bytes < smallest_page_bytes and (block_tokens := next(longer, None)):
+        layouts = plan(block_tokens)
+    groups = [
+        LayerGroup(tuple(group), layout, window)
+        for (window, group), layout in zip(members.items(), layouts, strict=True)
+    ]
+    if layers.states:
+        groups.append(LayerGroup((), StateLayout(state_bytes(layers.states), layouts[0].page_bytes)))
+    return groups

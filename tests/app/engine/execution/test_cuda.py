@@ -1,0 +1,240 @@
+"""The engine over the CUDA backend: on the fake driver everywhere, on a real device with marker gpu."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from app.engine import LLM, EngineConfig, SamplingParams
+from app.engine.engine import Engine
+from app.engine.execution import executor, self_test
+from app.engine.execution.batch import StepBatch
+from app.engine.execution.model_runner import ModelRunner
+from app.engine.model import kv_plan
+from app.engine.tensor_parallel import communicator
+from app.engine.tensor_parallel.processes import spawn_ranks
+from app.errors import ConfigError
+from tests.app.engine.execution.strict_pointers import StrictProvider, strict_copy
+from tests.app.engine.tensor_parallel import test_decoding
+from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
+from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
+from tests.vmem.backends.fake_driver import FakeDriver
+from tests.vmem.backends.stand_in_driver import StandInDriver, skip_without_stand_in
+from tests.vmem.small_memory import pages_read
+from vmem import CudaBackend, Demand, KVMemory, MapError, select_backend
+from vmem.backends.cuda import CPU
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randint(1, VOCAB_SIZE - 1, (n,), generator=generator).tolist() for n in (1, 17, 63, 200, 300)]
+
+
+Driver = FakeDriver | StandInDriver
+
+
+@pytest.fixture(params=[FakeDriver, StandInDriver])
+def use_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Driver]]:
+    """A function that makes engines use a device without a GPU, over a fake of the driver's bindings or over the real
+    bindings and a stand-in for the library. Its steps finish late, one after the other: what a step may still read must
+    stay mapped. No kernel may be given a tensor whose address is a hole, which Triton refuses."""
+    if request.param is StandInDriver:
+        skip_without_stand_in()
+    drivers: list[Driver] = []
+
+    def use() -> Driver:
+        drivers.append(request.param(32 << 20))
+        _install(drivers[-1], monkeypatch)
+        return drivers[-1]
+
+    yield use
+    [driver] = drivers
+    driver.finish_work()
+    assert driver.leftovers == (0, 0, 0, 0, 0)
+    assert driver.violations == []
+
+
+def _install(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def backend(*_: object, **__: object) -> CudaBackend:
+        return CudaBackend(driver=driver, tensor_device=CPU)
+
+    run, ensure = ModelRunner.run, KVMemory.ensure
+    select_provider, select_block_copy = executor.select_provider, kv_plan.select_block_copy
+    reading: list[set[int]] = [set()]
+
+    def ensure_and_note(memory: KVMemory, demands: Iterable[Demand]) -> None:
+        demands = list(demands)
+        ensure(memory, demands)
+        reading[0] = pages_read(memory, demands)
+
+    def launch_and_run(runner: ModelRunner, batch: StepBatch) -> torch.Tensor:
+        driver.launch(reading[0])
+        if driver.num_running > 2:
+            driver.finish_work(1)
+        return run(runner, batch)
+
+    monkeypatch.setattr(kv_plan, "select_backend", backend)
+    monkeypatch.setattr(self_test, "select_backend", backend)
+    monkeypatch.setattr(executor, "select_provider", lambda *args: StrictProvider(select_provider(*args), driver))
+    monkeypatch.setattr(kv_plan, "select_block_copy", lambda device: strict_copy(select_block_copy(device), driver))
+    monkeypatch.setattr(KVMemory, "ensure", ensure_and_note)
+    monkeypatch.setattr(ModelRunner, "run", launch_and_run)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("view", ["region", "block_table"])
+def test_the_fake_device_gives_the_same_tokens(
+    name: str, view: Any, make_checkpoint: MakeCheckpoint, use_device: Callable[[], Driver]
+) -> None:
+    model_type, settings = ARCHITECTURES[name]
+    folder = make_checkpoint(model_type, **settings)
+    shared = {"skip_tokenizer_init": True, "kv_view": view, "max_num_batched_tokens": 96, "max_model_len": 400}
+    with LLM(folder, kv_memory_bytes=4 << 20, **shared) as llm:
+        expected = [c.token_ids for c in llm.generate(prompts(), GREEDY)]
+    use_device()
+    with LLM(folder, kv_memory_bytes=4 << 20, **shared) as llm:
+        assert generate(llm, prompts()) == expected
+
+
+@pytest.mark.parametrize("view", ["region", "block_table", "auto"])
+def test_no_kernel_is_given_the_address_of_a_hole(
+    view: Any, make_checkpoint: MakeCheckpoint, use_device: Callable[[], Driver]
+) -> None:
+    """Triton refuses a tensor that begins at a hole. Homes and regions began with one when block 0 or slot 0 had given
+    its page back: after a window had moved on, and after idle release."""
+    folder = make_checkpoint("gemma2", **ARCHITECTURES["gemma2"][1])
+    shared = {"skip_tokenizer_init": True, "kv_view": view, "max_num_batched_tokens": 96, "max_model_len": 400}
+    with LLM(folder, kv_memory_bytes=4 << 20, **shared) as llm:
+        expected = [c.token_ids for c in llm.generate(prompts(), GREEDY)]
+    driver = use_device()
+    released = {"kv_idle_release_s": 0.0, "prefix_cache_release_s": 0.0}
+    with LLM(folder, kv_memory_bytes=4 << 20, **shared, **released) as llm:
+        assert generate(llm, prompts()) == expected  # of Gemma's windows of 48 tokens all but one prompt leave some
+        driver.finish_work()
+        until(lambda: not llm.engine.report().physical_bytes)
+        # One that runs on while others, which have lower slots and blocks, are gone and their pages with them.
+        for i, prompt in enumerate(prompts()):
+            most = 24 if i < len(prompts()) - 1 else 60
+            llm.engine.submit(str(i), prompt, replace(GREEDY, max_tokens=most))
+        while llm.engine.has_work:
+            llm.engine.step()
+            driver.finish_work()
+            time.sleep(0.001)  # lets the mapper run
+        llm.engine.check_integrity()
+
+
+def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy tokens of the prompts, the books checked after every step."""
+    for i, prompt in enumerate(prompts):
+        llm.engine.submit(str(i), prompt, GREEDY)
+    tokens: list[list[int]] = [[] for _ in prompts]
+    while llm.engine.has_work:
+        for delta in llm.engine.step():
+            tokens[int(delta.request_id)].extend(delta.token_ids)
+        llm.engine.check_integrity()
+    return tokens
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_is_never_silently_something_else() -> None:
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        LLM("builtin", device="cuda")
+    with pytest.raises(MapError, match="no CUDA device"):
+        select_backend(torch.device("cuda"), capacity_bytes=1 << 20)
+    with pytest.raises(MapError, match="no memory backend for mps"):
+        select_backend(torch.device("mps"), capacity_bytes=1 << 20)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt2", "bamba"])
+@pytest.mark.parametrize("view", ["region", "block_table", "auto"])
+def test_a_real_device_gives_the_same_tokens(name: str, view: Any, make_checkpoint: MakeCheckpoint) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    folder = make_checkpoint(name, **(HYBRIDS[name] if name in HYBRIDS else ARCHITECTURES[name][1]))
+    shared = {
+        "skip_tokenizer_init": True,
+        "kv_view": view,
+        "max_num_batched_tokens": 96,
+        "dtype": "float32",
+        "prefix_cache_release_s": 0.0,
+    }
+    with LLM(folder, device="cpu", kv_memory_bytes=64 << 20, **shared) as llm:
+        expected = [c.token_ids for c in llm.generate(prompts(), GREEDY)]
+    with LLM(folder, device="cuda", kv_memory_bytes=1 << 30, max_model_len=400, **shared) as llm:
+        assert [c.token_ids for c in llm.generate(prompts(), GREEDY)] == expected
+        llm.engine.check_integrity()
+        until(lambda: not llm.engine.report().physical_bytes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("speculation", ["off", "ngram"])
+def test_every_way_of_decoding_on_a_device(speculation: str, make_checkpoint: MakeCheckpoint) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    expected = test_decoding.generate(folder)
+    settings = {"device": "cuda", "kv_memory_bytes": 1 << 30, "speculation": speculation}
+    assert test_decoding.generate(folder, **settings) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("over_nccl", [True, False])
+def test_two_ranks_on_real_devices(
+    name: str, over_nccl: bool, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes with a device each; or threads that share one, which NCCL would not have."""
+    if torch.cuda.device_count() < 1 + over_nccl:
+        pytest.skip(f"{torch.cuda.device_count()} CUDA devices")
+    folder = make_checkpoint(name, **ARCHITECTURES[name][1])
+    shared = EngineConfig(
+        model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=400, max_num_batched_tokens=96
+    )
+    with LLM(folder, device="cpu", skip_tokenizer_init=True, dtype="float32") as llm:
+        expected = [c.token_ids for c in llm.generate(prompts(), GREEDY)]
+    monkeypatch.setattr(communicator, "uses_nccl", lambda _: over_nccl)
+    config = replace(shared, device="cuda", kv_memory_bytes=512 << 20, tensor_parallel_size=2)
+    engine = Engine(config, spawn_ranks if over_nccl else thread_ranks)
+    try:
+        for i, prompt in enumerate(prompts()):
+            engine.submit(str(i), prompt, GREEDY)
+        actual: list[list[int]] = [[] for _ in expected]
+        while engine.has_work:
+            for delta in engine.step():
+                actual[int(delta.request_id)].extend(delta.token_ids)
+        assert actual == expected
+        engine.check_integrity()
+    finally:
+        engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["swap", "recompute"])
+def test_preemption_on_a_real_device_changes_nothing(policy: Any, make_checkpoint: MakeCheckpoint) -> None:
+    """Blocks of 16 tokens are pages of 2 MiB there; 14 of them are half of what the prompts want."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    shared = {"skip_tokenizer_init": True, "max_model_len": 128, "block_tokens": 16, "dtype": "float32"}
+    short = [prompt[:70] for prompt in prompts()]
+    with LLM(folder, device="cpu", kv_memory_bytes=64 << 20, **shared) as llm:
+        expected = [c.token_ids for c in llm.generate(short, GREEDY)]
+    with LLM(folder, device="cuda", kv_memory_bytes=14 * 2 << 20, preemption=policy, **shared) as llm:
+        assert [c.token_ids for c in llm.generate(short, GREEDY)] == expected
+        assert llm.engine._scheduler.num_preempted[policy] > 0
+        llm.engine.check_integrity()

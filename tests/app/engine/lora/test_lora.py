@@ -1,0 +1,512 @@
+"""Adapters in one batch give what models with merged weights give; they come and go, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import re
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from app.config import EngineConfig
+from app.engine.async_engine import AsyncEngine
+from app.engine.engine import Engine
+from app.engine.lora.layers import LoRALayers, LoRALinear, adapter_batch
+from app.engine.lora.weights import LowRank, check_sources
+from app.engine.request import Delta
+from app.engine.sampling.params import SamplingParams
+from app.errors import ConfigError, ModelError, UnknownModelError
+from tests.app.engine.lora.adapters import Merged, make_adapter, write_adapter
+from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
+
+NUM_TOKENS = 8
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+ATTENTION = r"(q|k|v|o)_proj$"
+# Of three adapters each: the layers, settings of PEFT's, and the scales they mean.
+TWO = {"": 2.0}
+ADAPTERS: dict[str, list[tuple[str, dict[str, Any], dict[str, float]]]] = {
+    "llama": [
+        (r"layers.*_proj$", {"target_modules": "all-linear"}, TWO),
+        (r"_proj$|lm_head", {"rank": 2, "use_rslora": True, "lora_alpha": 3}, {"": 3 / math.sqrt(2)}),
+        (
+            r"layers\.1\..*(gate|q)_proj$",
+            {
+                "target_modules": r".*layers\.1\..*(gate|q)_proj",
+                "rank_pattern": {"q_proj": 6},
+                "alpha_pattern": {"mlp.gate_proj": 2},
+            },
+            {"gate_proj": 0.5, "q_proj": 8 / 6},
+        ),
+    ],
+    "qwen2": [(ATTENTION, {}, TWO), (r"(q|v)_proj$", {"rank": 1}, TWO), (r"up_proj$", {}, TWO)],
+    "gpt2": [(r"c_attn$", {"fan_in_fan_out": True}, TWO), (r"c_(proj|fc)$", {}, TWO), (r"h\..*c_", {}, TWO)],
+    "gemma2": [(r"_proj$", {"target_modules": "all-linear"}, TWO), (ATTENTION, {}, TWO), (r"mlp", {}, TWO)],
+    "mixtral": [(ATTENTION, {}, TWO), (r"(q|v)_proj$", {}, TWO), (r"o_proj$", {"rank": 8}, TWO)],
+}
+
+
+def checkpoint(make_checkpoint: MakeCheckpoint, name: str) -> Path:
+    return make_checkpoint(ARCHITECTURES[name][0], **ARCHITECTURES[name][1])
+
+
+def make_engine(model: Path, adapters: dict[str, Path], **settings: Any) -> Engine:
+    defaults: dict[str, Any] = {
+        "kv_memory_bytes": 16 << 20,
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 16,
+        "num_threads": 1,
+    }
+    sources = {name: str(folder) for name, folder in adapters.items()}
+    return Engine(EngineConfig(model=str(model), adapters=sources, **(defaults | settings)))
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(9)
+    return [torch.randint(VOCAB_SIZE - 1, (n,), generator=generator).tolist() for n in lengths]
+
+
+def run(engine: Engine) -> dict[str, list[Delta]]:
+    deltas: dict[str, list[Delta]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            deltas.setdefault(delta.request_id, []).append(delta)
+        engine.check_integrity()
+    return deltas
+
+
+def tokens(deltas: list[Delta]) -> list[int]:
+    assert all(delta.error is None for delta in deltas), deltas
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def record_logits(engine: Engine) -> dict[str, list[torch.Tensor]]:
+    """Fills up with the rows from which each request's tokens are chosen."""
+    rows: dict[str, list[torch.Tensor]] = {}
+    compute = engine._compute
+
+    def note(scheduled: Any) -> torch.Tensor:
+        logits = compute(scheduled)
+        wanted = [s.request.request_id for s in scheduled for _ in range(s.num_logits)]
+        for request_id, row in zip(wanted, logits, strict=True):
+            rows.setdefault(request_id, []).append(row.float())
+        return logits
+
+    engine._compute = note  # type: ignore[method-assign]
+    return rows
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small products are no faster with several, and far slower beside other processes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def llama(make_checkpoint: MakeCheckpoint) -> Path:
+    return checkpoint(make_checkpoint, "llama")
+
+
+@pytest.fixture
+def three(tmp_path: Path, llama: Path) -> dict[str, Path]:
+    """Three adapters of a small llama, which answer differently."""
+    folders = {name: tmp_path / name for name in "abc"}
+    for seed, folder in enumerate(folders.values()):
+        make_adapter(folder, llama, r"layers.*_proj$", seed=seed)
+    return folders
+
+
+@pytest.fixture
+def expected(llama: Path, three: dict[str, Path]) -> Iterator[Any]:
+    """(adapter, prompt) → what the merged model generates."""
+    models: dict[str | None, Merged] = {}
+
+    def generate(name: str | None, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+        if name not in models:
+            models[name] = Merged(llama, three[name] if name else None)
+        return models[name].generate(prompt, num_tokens)
+
+    return generate
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_one_batch_equals_merged_models(make_checkpoint: MakeCheckpoint, tmp_path: Path, name: str) -> None:
+    """Base and three adapters at once, prompts in chunks beside decodes, fused and packed layers."""
+    model = checkpoint(make_checkpoint, name)
+    merged: dict[str | None, Merged] = {None: Merged(model)}
+    for i, (pattern, settings, scales) in enumerate(ADAPTERS[name]):
+        make_adapter(tmp_path / str(i), model, pattern, seed=i, **settings)
+        merged[str(i)] = Merged(model, tmp_path / str(i), scales)
+    engine = make_engine(model, {str(i): tmp_path / str(i) for i in range(3)}, max_num_batched_tokens=40)
+    logits = record_logits(engine)
+    jobs = {f"{key}-{n}": (key, prompt) for n, prompt in enumerate(prompts(33, 7)) for key in merged}
+    for request_id, (key, prompt) in jobs.items():
+        engine.submit(request_id, prompt, GREEDY, adapter=key)
+    outputs = {request_id: tokens(deltas) for request_id, deltas in run(engine).items()}
+    engine.close()
+    for request_id, (key, prompt) in jobs.items():
+        wanted = merged[key].logits(prompt + outputs[request_id])[len(prompt) - 1 : -1]
+        assert outputs[request_id] == wanted.argmax(-1).tolist(), request_id
+        difference = (torch.stack(logits[request_id]) - wanted).abs().max() / wanted.abs().max()
+        assert difference <= 1e-4, f"{request_id}: {difference}"
+    firsts = torch.stack([rows[0] for rows in logits.values()])
+    apart = torch.pdist(firsts, p=torch.inf).min()
+    assert apart > 0.1, apart  # or nothing would have been tested
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("slots", [[0, 0, 1, -1], [1, 0, -1, 1], [-1, -1, -1, -1]])
+def test_rows_side_by_side_and_apart(slots: list[int], dtype: torch.dtype) -> None:
+    """One sequence after the other gives the same as all at once, whether an adapter's rows are neighbours or not."""
+    torch.manual_seed(0)
+    model = Tiny().to(dtype)
+    layers = LoRALayers(model)  # type: ignore[arg-type]
+    for slot in range(2):
+        shapes = {"inner": (12, 12), "head": (20, 12)}
+        weights = {
+            path: LowRank(torch.randn(2, columns, dtype=dtype), torch.randn(rows, 2, dtype=dtype))
+            for path, (rows, columns) in shapes.items()
+        }
+        layers.insert(slot, layers.stack(weights))
+    assert model.inner.weight.dtype == model.inner.bias.dtype == dtype  # as before, for models that ask
+    num_tokens = np.array([3, 1, 2, 4])
+    sample_rows = num_tokens.cumsum() - 1
+    x = torch.randn(1, 10, 12, dtype=dtype)
+    with torch.inference_mode():
+        layers.set_batch(adapter_batch(np.array(slots), num_tokens, sample_rows, torch.device("cpu")))
+        together = model(x, sample_rows)
+        apart, start = [], 0
+        for slot, n in zip(slots, num_tokens.tolist(), strict=True):
+            one = adapter_batch(np.array([slot]), np.array([n]), np.array([n - 1]), torch.device("cpu"))
+            layers.set_batch(one)
+            apart.append(model(x[:, start : start + n], np.array([n - 1])))
+            start += n
+        layers.set_batch(None)
+        plain = model(x, sample_rows)
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(together, torch.cat(apart, dim=1), rtol=tolerance, atol=tolerance)
+    changed = ((together - plain).abs().amax(-1) > tolerance)[0].tolist()
+    assert changed == [slot >= 0 for slot in slots]
+
+
+class Tiny(nn.Module):
+    """Two linear layers, the second only for rows that sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = None
+        self.inner, self.head = nn.Linear(12, 12), nn.Linear(12, 20)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, x: torch.Tensor, rows: np.ndarray[Any, Any]) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.inner(x)[:, rows])
+        return out
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def test_the_longest_unused_goes_and_comes_back(llama: Path, three: dict[str, Path], expected: Any) -> None:
+    [prompt] = prompts(20)
+    engine = make_engine(llama, three, max_loaded_adapters=2)
+    for name, kept in (("a", "a"), ("b", "ab"), ("a", "ab"), ("c", "ac"), ("b", "bc")):
+        engine.submit("r", prompt, GREEDY, adapter=name)
+        assert tokens(run(engine)["r"]) == expected(name, prompt)
+        assert sorted(engine.adapters().loaded) == list(kept)
+        assert min(engine.adapters().loaded.values()) > 10_000
+    assert (engine.adapters().num_loads, engine.adapters().num_evictions) == (4, 2)
+    engine.close()
+
+
+def test_an_adapter_in_use_stays_and_others_wait(llama: Path, three: dict[str, Path], expected: Any) -> None:
+    """With one slot adapters take turns, first come first served: nobody starves, and who needs none does not wait."""
+    engine = make_engine(llama, three, max_loaded_adapters=1)
+    jobs = [(name, prompt) for prompt in prompts(20, 9) for name in ("a", "b", None, "c")]
+    for i, (name, prompt) in enumerate(jobs):
+        engine.submit(str(i), prompt, GREEDY, adapter=name)
+    outputs: dict[str, list[int]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.error is None
+            outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
+        assert len(engine.adapters().loaded) <= 1
+        if len(outputs) == 3:
+            assert sorted(outputs) == ["0", "2", "6"]
+            assert engine.load().num_waiting == 5
+    assert [int(i) for i in outputs if jobs[int(i)][0]] == [0, 1, 3, 4, 5, 7]
+    assert outputs == {str(i): expected(name, prompt) for i, (name, prompt) in enumerate(jobs)}
+    engine.close()
+
+
+def test_nobody_else_waits_for_a_file(llama: Path, three: dict[str, Path], expected: Any) -> None:
+    [prompt] = prompts(20)
+    engine = make_engine(llama, three)
+    engine.submit("b", prompt, GREEDY, adapter="b")
+    run(engine)
+    assert engine._adapters._store is not None
+    files, come = engine._adapters._store._files, threading.Event()
+    read = files.read
+
+    def read_late(name: str) -> Any:
+        assert come.wait(60)
+        return read(name)
+
+    files.read = read_late  # type: ignore[method-assign]
+    for name in ("a", "b", None):
+        engine.submit(str(name), prompt, GREEDY, adapter=name)
+    deltas = [delta for _ in range(NUM_TOKENS + 2) for delta in engine.step()]
+    for name in ("b", None):
+        assert tokens([delta for delta in deltas if delta.request_id == str(name)]) == expected(name, prompt)
+    engine.submit("gone", prompt, GREEDY, adapter="c")
+    engine.step()
+    engine.cancel("gone")
+    come.set()
+    assert {i: tokens(deltas) for i, deltas in run(engine).items()} == {"a": expected("a", prompt)}
+    engine.close()
+
+
+def test_servers_hear_of_it(llama: Path, three: dict[str, Path], expected: Any) -> None:
+    """An unknown adapter is refused before anything is sent, and one that cannot be loaded fails its request."""
+    [prompt] = prompts(20)
+    (three["b"] / "adapter_config.json").write_text("{}")
+    sources = {name: str(folder) for name, folder in three.items()}
+    engine = AsyncEngine(
+        EngineConfig(
+            model=str(llama), adapters=sources, kv_memory_bytes=16 << 20, skip_tokenizer_init=True, num_threads=1
+        )
+    )
+
+    async def generate(name: str) -> list[int]:
+        lists = engine.generate(prompt, GREEDY, adapter=name)
+        return [token async for deltas in lists for delta in deltas for token in delta.token_ids]
+
+    async def ask_all() -> list[list[int] | BaseException]:
+        return await asyncio.gather(*map(generate, "abd"), return_exceptions=True)
+
+    try:
+        good, damaged, unknown = asyncio.run(ask_all())
+        assert good == expected("a", prompt)
+        assert isinstance(damaged, ModelError)
+        assert isinstance(unknown, UnknownModelError)
+        assert engine.healthy
+    finally:
+        engine.close()
+
+
+def test_preempted_requests_keep_their_adapter(llama: Path, three: dict[str, Path], expected: Any) -> None:
+    """Too few blocks for all, and two slots for three adapters: nothing is mixed up, and nobody waits for ever."""
+    engine = make_engine(
+        llama, three, max_loaded_adapters=2, kv_memory_bytes=9 * 16 * 768, max_model_len=60, max_num_batched_tokens=30
+    )
+    jobs = list(zip("abacbc", prompts(44, 44, 15, 25, 15, 44), strict=True))
+    for i, (name, prompt) in enumerate(jobs):
+        engine.submit(str(i), prompt, GREEDY, adapter=name)
+    outputs = {request_id: tokens(deltas) for request_id, deltas in run(engine).items()}
+    assert outputs == {str(i): expected(name, prompt) for i, (name, prompt) in enumerate(jobs)}
+    assert sum(engine._scheduler.num_preempted.values())
+    engine.close()
+
+
+def test_forks_have_their_adapter(llama: Path, three: dict[str, Path], expected: Any) -> None:
+    """Several outputs of a request, a fork of one that runs, and one of a request that has ended and whose adapter has
+    been dropped since."""
+    [prompt] = prompts(30)
+    engine = make_engine(llama, three, max_loaded_adapters=1)
+    engine.submit("r", prompt, replace(GREEDY, n=2), adapter="a")
+    deltas = [delta for _ in range(4) for delta in engine.step()]
+    engine.fork("r", "running", replace(GREEDY, max_tokens=2))
+    for request_id, more in run(engine).items():
+        deltas += [replace(delta, index=2) if request_id == "running" else delta for delta in more]
+    outputs = [tokens([delta for delta in deltas if delta.index == i]) for i in range(3)]
+    whole = expected("a", prompt)
+    assert outputs[:2] == [whole, whole]
+    assert outputs[2] in [whole[i : i + 2] for i in range(NUM_TOKENS)]
+    engine.submit("other", prompt, GREEDY, adapter="b")
+    run(engine)
+    assert list(engine.adapters().loaded) == ["b"]
+    engine.fork("r", "ended", GREEDY, index=1)
+    deltas = run(engine)["ended"]
+    assert tokens(deltas) == expected("a", prompt + whole)
+    assert deltas[0].num_cached_tokens == 32
+    engine.close()
+
+
+def test_guesses_are_checked_with_the_adapter(llama: Path, three: dict[str, Path], expected: Any) -> None:
+    """The tokens of a guess are the sequence's, too, as are the logits that it is checked by."""
+    engine = make_engine(llama, three, speculation="ngram")
+    repeated = {name: prompt * 3 for name, prompt in zip((*"abc", None), prompts(5, 6, 7, 5), strict=True)}
+    for name, prompt in repeated.items():
+        engine.submit(str(name), prompt, replace(GREEDY, max_tokens=40), adapter=name)
+    outputs = {request_id: tokens(deltas) for request_id, deltas in run(engine).items()}
+    assert outputs == {str(name): expected(name, prompt, 40) for name, prompt in repeated.items()}
+    counts = engine.speculation
+    assert counts is not None
+    assert counts.draft_tokens
+    engine.close()
+
+
+def test_prefixes_are_not_shared_between_adapters(llama: Path, three: dict[str, Path], expected: Any) -> None:
+    [prompt] = prompts(40)
+    engine = make_engine(llama, three)
+    for cached in (0, 32):
+        for name in (None, "a", "b"):
+            engine.submit("r", prompt, GREEDY, adapter=name)
+            deltas = run(engine)["r"]
+            assert tokens(deltas) == expected(name, prompt)
+            assert deltas[0].num_cached_tokens == cached
+    engine.close()
+
+
+def test_under_load_nothing_is_left(llama: Path, three: dict[str, Path]) -> None:
+    """Requests begin and are cancelled at any time, also while their adapter is being read; at the end all is free."""
+    generator = np.random.default_rng(4)
+    engine = make_engine(llama, three, max_loaded_adapters=2)
+    lengths = generator.integers(5, 60, 25).tolist()
+    for i, prompt in enumerate(prompts(*lengths)):
+        engine.submit(str(i), prompt, GREEDY, adapter=[None, *"abc"][generator.integers(4)])
+        if i % 3 == 0:
+            engine.cancel(str(generator.integers(i + 1)))
+        for delta in engine.step() if i % 2 else ():
+            assert delta.error is None
+        assert len(engine.adapters().loaded) <= 2
+    for deltas in run(engine).values():
+        tokens(deltas)
+    linears = [module for module in engine.model.module.modules() if isinstance(module, LoRALinear)]
+    assert max(len(linear.updates) for linear in linears) == 2
+    weights = [weakref.ref(update.down) for linear in linears for update in linear.updates.values()]
+    engine.close()
+    gc.collect()
+    assert weights
+    assert not any(weight() is not None for weight in weights)
+
+
+def test_a_damaged_adapter_fails_its_requests_only(
+    llama: Path, three: dict[str, Path], expected: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And is tried again when the next request asks."""
+    [prompt] = prompts(12)
+    weights = three["b"] / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:1000])
+    engine = make_engine(llama, three, max_loaded_adapters=1)
+    for i, name in enumerate(("b", "a", "b", None)):
+        engine.submit(str(i), prompt, GREEDY, adapter=name)
+    outputs = run(engine)
+    for i in (0, 2):
+        [delta] = outputs[str(i)]
+        assert isinstance(delta.error, ModelError)
+        assert "cannot read" in str(delta.error)
+    assert tokens(outputs["1"]) == expected("a", prompt)
+    assert tokens(outputs["3"]) == expected(None, prompt)
+    assert caplog.text.count("cannot read") == 1  # nobody reads it again for those who are gone
+    engine.close()
+    weights.write_bytes(whole)
+    engine = make_engine(llama, three, max_loaded_adapters=1)
+    engine.submit("0", prompt, GREEDY, adapter="b")
+    assert tokens(run(engine)["0"]) == expected("b", prompt)
+    make_adapter(three["b"], llama, r"q_proj$", seed=5)  # another adapter in the same folder
+    for name in ("a", "b"):
+        engine.submit(name, prompt, GREEDY, adapter=name)
+    outputs = run(engine)
+    assert tokens(outputs["a"]) == expected("a", prompt)
+    assert "has changed since" in str(outputs["b"][0].error)
+    engine.close()
+
+
+UP = "base_model.model.model.layers.0.mlp.up_proj"
+WRONG: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, Any], str]] = {
+    "dora": ({}, {"use_dora": True}, "use_dora=True"),
+    "saved modules": ({}, {"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    "bias": ({}, {"bias": "all"}, "bias='all'"),
+    "parameters": ({}, {"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
+    "changed base": ({}, {"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
+    "new": ({}, {"use_something_new": {"a": 1}}, "use_something_new"),
+    "kind": ({}, {"peft_type": "LOHA"}, "'LOHA'"),
+    "rank": ({}, {"r": 0, "lora_alpha": 1}, "a rank is 0"),
+    "no rank": ({}, {"r": None}, "is damaged"),
+    "pattern": ({}, {"target_modules": "(up"}, "is damaged"),
+    "other rank": ({}, {"r": 8}, "does not fit"),
+    "other size": ({f"{UP}.lora_A.weight": (4, 32)}, {}, "made for another"),
+    "missing layer": ({}, {"target_modules": ["up_proj", "q_proj"]}, "layers.0.self_attn.q_proj needs"),
+    "one side": ({f"{UP}.lora_A.weight": ()}, {}, "does not fit"),
+    "no layer": ({"base_model.model.model.layers.9.mlp.up_proj.lora_A.weight": (4, 64)}, {}, "layers.9.mlp.up_proj"),
+    "embedding": ({"base_model.model.model.embed_tokens.lora_embedding_A": (4, 512)}, {}, "embed_tokens"),
+    "magnitude": ({f"{UP}.lora_magnitude_vector": (96,)}, {}, "lora_magnitude_vector"),
+}
+
+
+def test_what_is_not_supported_is_named(llama: Path, tmp_path: Path) -> None:
+    for name, (tensors, settings, _) in WRONG.items():
+        weights = make_adapter(tmp_path / name, llama, r"up_proj$")
+        for key, shape in tensors.items():
+            weights[key] = torch.zeros(shape)
+            if not shape:
+                del weights[key]
+        write_adapter(tmp_path / name, weights, **{"r": 4, "lora_alpha": 8, "target_modules": ["up_proj"]} | settings)
+    engine = make_engine(llama, {name: tmp_path / name for name in WRONG}, max_loaded_adapters=1)
+    for name in WRONG:
+        engine.submit(name, [1, 2, 3], GREEDY, adapter=name)
+    deltas = run(engine)
+    for name, (_, _, message) in WRONG.items():
+        [delta] = deltas[name]
+        assert isinstance(delta.error, ModelError), name
+        assert message in str(delta.error), f"{name}: {delta.error}"
+    assert not engine.adapters().loaded
+    engine.close()
+
+
+@pytest.mark.parametrize(("name", "refused"), [("mixtral", r"experts|gate"), ("lfm2", r"\.conv\.")])
+def test_experts_and_mixers_are_no_targets(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, name: str, refused: str
+) -> None:
+    """They compute tokens in an order of their own."""
+    settings = HYBRIDS[name] if name in HYBRIDS else ARCHITECTURES[name][1]
+    make_adapter(tmp_path / "a", make_checkpoint("llama", **ARCHITECTURES["llama"][1]), "q_proj")
+    engine = make_engine(make_checkpoint(name, **settings), {"a": tmp_path / "a"})
+    assert engine.model.adapters is not None
+    paths = " ".join(engine.model.adapters.shapes)
+    assert "self_attn.q_proj" in paths
+    assert "lm_head" in paths
+    assert re.search(refused, paths) is None
+    engine.close()
+
+
+def test_names_are_checked_before_anything_is_loaded(llama: Path, three: dict[str, Path], tmp_path: Path) -> None:
+    check_sources({"hub": "owner/name", "here": str(three["a"])})
+    for source, message in ((tmp_path / "typo", "neither a folder"), (tmp_path, "no adapter_config.json")):
+        with pytest.raises(ConfigError, match=message):
+            make_engine(llama, {"a": source})
+    with pytest.raises(ConfigError, match="empty name"):
+        check_sources({"": str(three["a"])})
+    engine = make_engine(llama, three)
+    with pytest.raises(UnknownModelError, match="has a, b, c"):
+        engine.submit("r", [1], GREEDY, adapter="d")
+    assert not engine.has_work
+    engine.close()
+
+
+def test_without_adapters_the_model_is_as_it_was(llama: Path) -> None:
+    engine = make_engine(llama, {})
+    assert not any(isinstance(module, LoRALinear) for module in engine.model.module.modules())
+    with pytest.raises(UnknownModelError, match="has none"):
+        engine.submit("r", [1], GREEDY, adapter="a")
+    engine.close()

@@ -1,0 +1,114 @@
+"""Fused modules give what the originals give, and whatever differs keeps its own code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from app.engine.execution import attention
+from app.engine.execution.attention import GeometryProbe
+from app.engine.model.fusion import FusedAttention, FusedRMSNorm, FusedSwiGLU, fuse_attention, fuse_modules
+from kernels import CpuElementwise
+from kernels.reference import ReferenceProvider
+from tests.conftest import ARCHITECTURES
+
+
+@pytest.mark.parametrize(
+    ("name", "norms", "mlps"),
+    [("llama", 7, 3), ("qwen3", 13, 3), ("gemma2", 13, 0), ("mixtral", 7, 0), ("opt", 0, 0)],
+)
+def test_what_is_fused(name: str, norms: int, mlps: int) -> None:
+    """Gemma's MLP is gated by GELU and Mixtral's experts are no linear layers: they stay as they are."""
+    torch.manual_seed(0)
+    model_type, settings = ARCHITECTURES[name]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings)).eval()
+    tokens = torch.randint(400, (1, 30))
+    with torch.inference_mode():
+        expected = model(tokens).logits
+        assert fuse_modules(model, CpuElementwise()) == norms + mlps
+        torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-5)
+    kinds = [type(module) for module in model.modules()]
+    assert (kinds.count(FusedRMSNorm), kinds.count(FusedSwiGLU)) == (norms, mlps)
+
+
+def test_a_twist_is_noticed() -> None:
+    class ShiftedRMSNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(16)), 1e-6
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.rms_norm(x, (16,), self.weight, self.eps) + 0.01
+
+    model = nn.Sequential(ShiftedRMSNorm())
+    assert fuse_modules(model, CpuElementwise()) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("llama", 3), ("qwen2", 3), ("qwen3", 3), ("mistral", 3), ("mixtral", 3), ("gpt_oss", 0), ("opt", 0), ("phi3", 0)],
+)
+def test_which_attention_is_fused(name: str, layers: int) -> None:
+    """OPT has no rotary positions, GPT-OSS half as many cosines, Phi-3 one projection as it is. The layer that was
+    there still answers for transformers' own attention, with the same weights."""
+    torch.manual_seed(0)
+    model_type, settings = ARCHITECTURES[name]
+    attention.register()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings)).eval()
+    tokens = torch.randint(400, (1, 30))
+    provider = GeometryProbe(ReferenceProvider())
+    attention.bind(model, provider)
+    with torch.inference_mode():
+        expected = model(tokens, use_cache=False).logits
+        model.set_attn_implementation(attention.IMPLEMENTATION)
+        assert fuse_attention(model, CpuElementwise()) == layers
+        fused = [module for module in model.modules() if isinstance(module, FusedAttention)]
+        assert len(fused) == layers
+        attention.bind(model, provider)
+        torch.testing.assert_close(model(tokens, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(model(tokens, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+    if layers:
+        assert [name for name, _ in fused[0].qkv_proj.merged] == ["q_proj", "k_proj", "v_proj"]  # type: ignore[union-attr, misc]
+        assert fused[0]._masking.window_left == (47 if name == "mistral" else -1)
+        paths = [path for path, _ in model.named_parameters()]
+        assert not any("q_proj" in path for path in paths)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_attention_is_fused_in_half_precision(name: str) -> None:
+    """Where the original rounds oftener."""
+    torch.manual_seed(0)
+    model_type, settings = ARCHITECTURES[name]
+    attention.register()
+    config = AutoConfig.for_model(model_type, **settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention.IMPLEMENTATION)
+    assert fuse_attention(model.eval(), CpuElementwise()) == 3
+
+
+@pytest.mark.parametrize("twist", ["clip", "positions", "scale"])
+def test_a_twist_of_attention_is_noticed(twist: str) -> None:
+    """Clipping shows in large states only, and what depends on positions far from the beginning."""
+
+    class Twisted(LlamaAttention):
+        def forward(
+            self, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any, **kwargs: Any
+        ) -> Any:
+            if twist == "clip":
+                hidden_states = hidden_states.clamp(-50, 50)
+            elif twist == "positions" and kwargs["position_ids"].max() > 8192:
+                hidden_states = hidden_states * 1.2
+            out, weights = super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
+            return (out * 0.9 if twist == "scale" else out), weights
+
+    attention.register()
+    config = AutoConfig.for_model("llama", **ARCHITECTURES["llama"][1])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.IMPLEMENTATION).eval()
+    for layer in model.model.layers[:2]:
+        layer.self_attn.__class__ = Twisted
+    assert fuse_attention(model, CpuElementwise()) == 1

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from app.engine.model import linear
+from app.engine.model.linear import Int8Product, OneDnnProduct, PackedLinear, Product, choose_product, pack_linears
+from app.errors import ConfigError
+from kernels import CpuLinear, KernelError
+
+
+def products(dtype: torch.dtype) -> list[Product]:
+    own = CpuLinear()
+    there: list[Product] = [] if own.unsupported(dtype) else [own]
+    if linear._onednn_supports(dtype):
+        there.append(OneDnnProduct())
+    return there or pytest.skip(f"no products of {dtype} here")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_packed_equals_plain(dtype: torch.dtype, bias: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(48, 80, bias=bias, dtype=dtype)
+    for product in products(dtype):
+        packed = PackedLinear(plain.weight.detach(), plain.bias.detach() if bias else None, product)
+        for rows in (1, 3, 70):
+            x = torch.randn(1, rows, 48, dtype=dtype)
+            torch.testing.assert_close(packed(x), plain(x), rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=2e-2)
+
+
+_MANY_NUMBERS_OF_ROWS = """
+import psutil, torch
+from app.engine.model.linear import OneDnnProduct
+
+def private_mib():
+    memory = psutil.Process().memory_info()
+    return (memory.rss - memory.shared) / (1 << 20)
+
+product = OneDnnProduct()
+weight, x = product.pack(torch.ones(64, 64)), torch.ones(300, 64)
+product(x, weight, None)
+before = private_mib()
+for rows in range(1, 300):
+    product(x[:rows], weight, None)
+print(private_mib() - before)
+"""
+
+
+@pytest.mark.processes
+def test_numbers_of_rows_take_no_memory() -> None:
+    out = subprocess.run([sys.executable, "-c", _MANY_NUMBERS_OF_ROWS], check=True, capture_output=True, text=True)
+    assert float(out.stdout) < 100  # 300 to 600 MiB unless only a few are kept
+
+
+def test_every_linear_of_a_model_is_replaced() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Conv1D(4, 8), nn.ReLU()), nn.Embedding(4, 4))
+    x = torch.randn(1, 5, 8)
+    expected = model[1][0](model[0](x)).relu()  # type: ignore[index]
+    assert pack_linears(model, OneDnnProduct()) == 2
+    torch.testing.assert_close(model[1](model[0](x)), expected)
+    assert [type(m).__name__ for m in model[1]] == ["PackedLinear", "ReLU"]  # type: ignore[union-attr]
+
+
+def test_unsupported_dtypes_stay_unpacked_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert choose_product(torch.float64) is None
+    assert "stay unpacked" in caplog.text
+
+
+def test_matrix_tiles_are_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    if CpuLinear().unsupported(torch.bfloat16):
+        pytest.skip("no products of bfloat16 here")
+    assert isinstance(choose_product(torch.bfloat16), CpuLinear)
+    monkeypatch.setattr(linear, "has_matrix_tiles", lambda: True)
+    assert isinstance(choose_product(torch.bfloat16), OneDnnProduct)
+    assert isinstance(choose_product(torch.float32), CpuLinear)
+    assert isinstance(choose_product(torch.bfloat16, int8=True), Int8Product)
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other kernels take over, but none has 8-bit weights: that is said, instead of serving something else."""
+
+    def fail() -> CpuLinear:
+        raise KernelError("no C++ compiler")
+
+    monkeypatch.setattr(linear, "CpuLinear", fail)
+    assert isinstance(choose_product(torch.float32), OneDnnProduct)
+    with pytest.raises(ConfigError, match=r"'int8'.*no C\+\+ compiler; use 'none'"):
+        choose_product(torch.float32, int8=True)

@@ -1,0 +1,84 @@
+"""`load_format: dummy`: random weights that are a whole, sound model, made from `config.json` alone."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from app.config import EngineConfig
+from app.engine import LLM, SamplingParams
+from app.engine.model.loader import load_model, random_model
+from app.errors import ConfigError
+from tests.conftest import ARCHITECTURES, HYBRIDS
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+PROMPTS = [[(7 * i + 3 * j) % 500 for j in range(90)] for i in range(2)]
+
+
+def config_folder(folder: Path, name: str, **settings: Any) -> Path:
+    """A folder with a `config.json` and nothing else, of a model whose logits differ by more than they are rounded."""
+    model_type, defaults = ARCHITECTURES[name] if name in ARCHITECTURES else (name, HYBRIDS[name])
+    AutoConfig.for_model(model_type, **(defaults | {"initializer_range": 0.2} | settings)).save_pretrained(folder)
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    return folder
+
+
+def greedy_tokens(folder: Path, load_format: str, dtype: str) -> list[list[int]]:
+    settings: dict[str, Any] = {"skip_tokenizer_init": True, "kv_memory_bytes": 16 << 20, "num_threads": 1}
+    with LLM(folder, load_format=load_format, dtype=dtype, **settings) as llm:
+        return [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt_oss", "bamba"])
+def test_tokens_are_those_of_the_same_weights_from_a_checkpoint(name: str, dtype: str, tmp_path: Path) -> None:
+    """Buffers are no part of a checkpoint: rotary frequencies that were left unmade would give other tokens."""
+    folder = config_folder(tmp_path / "config", name, tie_word_embeddings=name == "qwen2")
+    torch.manual_seed(3)
+    tokens = greedy_tokens(folder, "dummy", dtype)
+    torch.manual_seed(4)
+    assert tokens == greedy_tokens(folder, "dummy", dtype), "two loads should give the same weights"
+    assert len(set(map(tuple, tokens))) == len(PROMPTS), "outputs should depend on the prompt"
+    assert len(set(tokens[0])) > 1
+    config, saved = AutoConfig.from_pretrained(folder), tmp_path / "saved"
+    model = random_model(config, torch.device("cpu"), dtype=getattr(torch, dtype), attn_implementation="eager")
+    model.save_pretrained(saved)
+    assert tokens == greedy_tokens(saved, "auto", dtype)
+
+
+def test_weights_are_in_the_dtype_of_the_config_and_tied(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what else draws random numbers in this process does not see that a model was made."""
+    monkeypatch.setattr("app.engine.model.loader._optimise", lambda *_, **__: None)  # packs weights, and unties them
+    folder = config_folder(tmp_path, "qwen2", dtype="bfloat16", tie_word_embeddings=True)
+    state = torch.random.get_rng_state()
+    with caplog.at_level(logging.WARNING):
+        model = load_model(EngineConfig(model=str(folder), load_format="dummy", skip_tokenizer_init=True)).module
+    assert "random weights" in caplog.text
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_the_choice_is_checked() -> None:
+    with pytest.raises(ConfigError, match="load_format is 'random'; choose one of auto, dummy"):
+        EngineConfig(model="builtin", load_format="random")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"'dummy'.*tensor_parallel_size 2; use 1"):
+        EngineConfig(model="builtin", load_format="dummy", tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_nothing_is_made_elsewhere_than_on_the_device(name: str, tmp_path: Path) -> None:
+    """A copy on the host of what is too large for it, or rotary frequencies that the device cannot read."""
+    config = AutoConfig.from_pretrained(config_folder(tmp_path, name))
+    model = random_model(config, torch.device("meta"), dtype="auto", attn_implementation="eager")
+    devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    assert devices == {"meta"}
+    assert len(list(model.buffers())) > 0

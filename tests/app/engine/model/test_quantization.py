@@ -1,0 +1,78 @@
+"""8-bit weights: nearly the same logits in a fraction of the memory, and errors where they cannot be had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.config import EngineConfig
+from app.engine import LLM, SamplingParams
+from app.engine.model.linear import PackedLinear
+from app.engine.model.loader import load_model
+from app.errors import ConfigError
+from kernels import CpuLinear
+from tests.conftest import ARCHITECTURES, MakeCheckpoint
+
+needs_avx512 = pytest.mark.usefixtures("avx512")
+
+
+@pytest.fixture(scope="module")
+def avx512() -> None:
+    """Not at import: that compiles the kernel, and fails on a machine without a compiler."""
+    if CpuLinear().unsupported(torch.float32) is not None:
+        pytest.skip("8-bit weights need a processor with AVX-512")
+
+
+def load(folder: Path, quantization: str) -> tuple[torch.Tensor, int]:
+    """Logits of some tokens, and the bytes of all linear layers."""
+    config = EngineConfig(model=str(folder), quantization=quantization, skip_tokenizer_init=True)  # type: ignore[arg-type]
+    module = load_model(config).module
+    module.set_attn_implementation("eager")
+    with torch.inference_mode():
+        logits = module(input_ids=torch.arange(3, 90)[None], use_cache=False).logits[0]
+    return logits, sum(part._packed.nbytes for part in module.modules() if isinstance(part, PackedLinear))
+
+
+@needs_avx512
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+def test_logits_are_nearly_the_same(name: str, make_checkpoint: MakeCheckpoint) -> None:
+    """Random weights are the hard case: nothing stands out."""
+    model_type, settings = ARCHITECTURES[name]
+    folder = make_checkpoint(model_type, **settings)
+    (expected, whole_bytes), (actual, quantized_bytes) = load(folder, "none"), load(folder, "int8")
+    difference = ((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item()
+    assert 1e-4 < difference < 0.05, f"relative difference {difference:.3f}"
+    assert quantized_bytes < 0.3 * whole_bytes, "float32 weights should have become bytes, and a scale for each output"
+
+
+@needs_avx512
+def test_the_builtin_model_answers_the_same() -> None:
+    """In float32: the checkpoint's bfloat16 needs more of the processor than AVX-512, and failed where that was all."""
+    prompts = ["The key of room 417 is 93. The key of room 417 is", "What is Folio?", "Hello"]
+    params = SamplingParams(max_tokens=8, temperature=0)
+    with LLM("builtin", dtype="float32", kv_memory_bytes=16 << 20) as llm:
+        expected = [completion.text for completion in llm.generate(prompts, params)]
+    with LLM("builtin", dtype="float32", kv_memory_bytes=16 << 20, quantization="int8") as llm:
+        assert [completion.text for completion in llm.generate(prompts, params)] == expected
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_alone_is_as_in_a_crowd_in_half_precision(quantization: str, make_checkpoint: MakeCheckpoint) -> None:
+    """Products used to round differently with the number of rows, so that near-ties went the other way."""
+    if CpuLinear().unsupported(torch.bfloat16):
+        pytest.skip("the products that torch has depend on the number of rows")
+    prompts = [[(i * 37 + j * 11) % 500 for j in range(5 + i)] for i in range(20)]
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    settings = {"dtype": "bfloat16", "quantization": quantization, "prefix_cache": False, "skip_tokenizer_init": True}
+    with LLM(folder, kv_memory_bytes=8 << 20, **settings) as llm:  # type: ignore[arg-type]
+        crowd = [completion.token_ids for completion in llm.generate(prompts, params)]
+        assert [llm.generate([prompt], params)[0].token_ids for prompt in prompts[::3]] == crowd[::3]
+
+
+def test_a_dtype_without_8_bit_products_is_refused(make_checkpoint: MakeCheckpoint) -> None:
+    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
+    with pytest.raises(ConfigError, match=r"'int8'.*float16.*use 'none'"):
+        load_model(EngineConfig(model=str(folder), dtype="float16", quantization="int8", skip_tokenizer_init=True))

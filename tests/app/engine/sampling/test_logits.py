@@ -1,0 +1,190 @@
+"""What requests change about logits: as transformers' processors do, each and together."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from app.engine.sampling.logits import process
+from app.engine.sampling.params import SamplingParams
+from app.engine.sampling.penalties import BadWords
+from app.engine.sampling.sampler import sample
+from app.engine.sampling.state import SamplingState
+from tests.app.engine.sampling.helpers import Allowed, chi_square_excess
+
+VOCAB_SIZE = 300
+EOS = frozenset({2, 5})
+
+
+def random_logits(num_rows: int, seed: int = 0) -> torch.Tensor:
+    return 3 * torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def state(prompt: list[int], output: list[int], words: BadWords | None = None, **params: object) -> SamplingState:
+    named = params | ({"bad_words": ["a word"]} if words else {})
+    made = SamplingState(SamplingParams(**named), prompt, bad_words=words, eos_token_ids=EOS)  # type: ignore[arg-type]
+    for token in output:
+        made.append(token)
+    return made
+
+
+def processed(logits: torch.Tensor, *states: SamplingState) -> torch.Tensor:
+    changed = logits.clone()
+    process(changed, states, [0] * len(states))
+    return changed
+
+
+def by_transformers(logits: torch.Tensor, token_ids: list[int], *processors: LogitsProcessor) -> torch.Tensor:
+    return LogitsProcessorList(processors)(torch.tensor([token_ids]), logits)
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3])
+def test_repetition_penalty(penalty: float) -> None:
+    """Prompt and output count alike, however often a token occurs."""
+    logits = random_logits(1)
+    prompt, output = [1, 7, 7, 299], [8, 7, 0]
+    expected = by_transformers(logits, prompt + output, RepetitionPenaltyLogitsProcessor(penalty))
+    assert torch.equal(processed(logits, state(prompt, output, repetition_penalty=penalty)), expected)
+
+
+def test_presence_and_frequency_count_the_output_alone() -> None:
+    """As OpenAI defines them: logit − count · frequency − (count > 0) · presence."""
+    logits = random_logits(1)
+    changed = processed(logits, state([1, 7, 8], [8, 7, 8, 9], presence_penalty=0.7, frequency_penalty=-0.4))
+    count = torch.bincount(torch.tensor([8, 7, 8, 9]), minlength=VOCAB_SIZE)
+    torch.testing.assert_close(changed[0], logits[0] + 0.4 * count - 0.7 * (count > 0), rtol=0, atol=1e-6)
+    assert torch.equal(changed[0, 10:], logits[0, 10:])
+    assert changed[0, 1] == logits[0, 1]
+
+
+def test_counts_grow_with_the_output() -> None:
+    """Counted as tokens come, or all at once, by a state or by its fork: the same, also past the first room."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, VOCAB_SIZE, 40).tolist()
+    params = {"repetition_penalty": 1.2, "frequency_penalty": 0.1, "presence_penalty": 0.3}
+    growing = state(prompt, [], **params)
+    logits = random_logits(1)
+    output: list[int] = []
+    for token in rng.integers(0, VOCAB_SIZE, 250).tolist():
+        output.append(token)
+        growing.append(token)
+        if len(output) % 25 == 1:
+            expected = processed(logits, state(prompt, output, **params))
+            assert torch.equal(processed(logits, growing), expected)
+            fork = growing.fork()
+            fork.append(3)
+            assert torch.equal(processed(logits, fork), processed(logits, state(prompt, [*output, 3], **params)))
+            assert torch.equal(processed(logits, growing), expected), "a fork's tokens are its own"
+    assert len(growing.counts.token_ids) > 128
+
+
+@pytest.mark.parametrize("output", [[], [4], [10], [9, 10], [10, 11], [4, 9, 10], [9, 4, 10], [9, 10, 9, 10, 11]])
+def test_bad_words(output: list[int]) -> None:
+    """Single tokens always; the last token of several only when the others come right before."""
+    sequences = [[3], [10, 11], [9, 10, 12], [10, 13], [9, 10, 11, 14], [4, 9]]
+    logits = random_logits(1)
+    expected = by_transformers(logits, output or [0], NoBadWordsLogitsProcessor(sequences))
+    changed = processed(logits, state([9, 10], output, BadWords(sequences)))
+    assert torch.equal(changed, expected)
+
+
+@pytest.mark.parametrize("num_output", [0, 2, 3, 4])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_min_tokens(num_output: int, ignore_eos: bool) -> None:
+    """With ignore_eos the end-of-sequence token is an ordinary one; stop_token_ids never are."""
+    logits = random_logits(1)
+    output = [7] * num_output
+    ending = [11] if ignore_eos else [2, 5, 11]
+    expected = by_transformers(logits, output or [7], MinLengthLogitsProcessor(3, ending)) if num_output else None
+    changed = processed(logits, state([1], output, min_tokens=3, stop_token_ids=[11], ignore_eos=ignore_eos))
+    if expected is None:
+        expected = logits.clone()
+        expected[0, ending] = -torch.inf
+    assert torch.equal(changed, expected)
+
+
+def test_logit_bias() -> None:
+    logits = random_logits(1)
+    bias = {0: 1.5, 299: -100.0, 17: 0.25}
+    expected = by_transformers(logits, [0], SequenceBiasLogitsProcessor([[[t], b] for t, b in bias.items()]))
+    assert torch.equal(processed(logits, state([1], [], logit_bias=bias)), expected)
+
+
+@pytest.mark.parametrize("vocab_size", [31, 32, 33, 300])
+def test_structures_allow_what_their_bits_say(vocab_size: int) -> None:
+    """Also in a last word that is not full, and beside rows that have no structure."""
+    logits = torch.randn(4, vocab_size)
+    states = [state([1], []) for _ in range(4)]
+    for i, allowed in ((0, range(vocab_size)), (2, [0, 30, vocab_size - 1]), (3, [5])):
+        states[i].matcher = Allowed(allowed)
+    changed = processed(logits, *states)
+    for i, made in enumerate(states):
+        allowed = made.matcher.token_ids if isinstance(made.matcher, Allowed) else range(vocab_size)
+        expected = torch.full((vocab_size,), -torch.inf)
+        expected[list(allowed)] = logits[i, list(allowed)]
+        assert torch.equal(changed[i], expected)
+
+
+def test_rows_do_not_mix() -> None:
+    """Each of many different rows is changed as it would be alone."""
+    bad = BadWords([[3], [7, 8]])
+    states = [
+        state([1, 2], [7], bad),
+        state([1], []),
+        state([9, 9], [9, 4], repetition_penalty=1.5),
+        state([1], [3], logit_bias={4: 2.0, 5: -1.0}, presence_penalty=1.0),
+        state([1], [], min_tokens=2),
+        state([1], [6, 6], bad, frequency_penalty=0.5, min_tokens=5, logit_bias={6: 1.0}),
+    ]
+    logits = random_logits(len(states))
+    together = processed(logits, *states)
+    for i, one in enumerate(states):
+        assert torch.equal(together[i : i + 1], processed(logits[i : i + 1], one)), f"row {i}"
+    assert torch.equal(together[1], logits[1])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.7},
+        {"min_p": 0.05},
+        {"top_k": 20},
+        {"top_p": 0.8},
+        {"min_p": 0.02, "top_k": 30, "top_p": 0.9, "temperature": 1.4},
+        {"min_p": 1.0},
+        {"top_k": 10_000, "top_p": 0.5},
+    ],
+    ids=str,
+)
+def test_draws_as_often_as_transformers_would(params: dict[str, float]) -> None:
+    """Chi-square over the positions of one output."""
+    num_draws = 4000
+    for seed in range(3):
+        logits = random_logits(1, seed)
+        warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(float(params.get("temperature", 1.0)))]
+        if "min_p" in params:
+            warpers.append(MinPLogitsWarper(params["min_p"]))
+        if "top_k" in params:
+            warpers.append(TopKLogitsWarper(int(params["top_k"])))
+        if "top_p" in params:
+            warpers.append(TopPLogitsWarper(params["top_p"]))
+        expected = by_transformers(logits, [0], *warpers)[0].double().softmax(-1)
+        rows = [SamplingState(SamplingParams(seed=seed, **params), [1])] * num_draws  # type: ignore[arg-type]
+        tokens = sample(logits.expand(num_draws, -1), rows, range(num_draws)).token_ids
+        counts = torch.bincount(torch.tensor(tokens), minlength=VOCAB_SIZE)
+        excess = chi_square_excess(counts.numpy(), expected.numpy() * num_draws)
+        assert excess < 1, f"{excess:.2f} times the critical value"
+        assert not counts[expected == 0].any()

@@ -1,0 +1,329 @@
+"""Frequencies match the exact distribution, and a row's token depends on nothing else in the batch."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from app.engine.sampling import logprobs, sampler
+from app.engine.sampling.params import SamplingParams, Structure
+from app.engine.sampling.penalties import BadWords
+from app.engine.sampling.state import SamplingState
+from app.errors import RequestError
+from tests.app.engine.sampling.helpers import Allowed, chi_square_excess, exact_distribution
+
+NUM_DRAWS = 4000
+
+
+def request(**params: object) -> SamplingState:
+    return SamplingState(SamplingParams(**params), [1])  # type: ignore[arg-type]
+
+
+def sample(logits: torch.Tensor, rows: list[SamplingState]) -> list[int]:
+    return sampler.sample(logits, rows).token_ids
+
+
+def frequencies(logits: torch.Tensor, **params: object) -> torch.Tensor:
+    requests = [request(seed=i, **params) for i in range(NUM_DRAWS)]
+    tokens = sample(logits.expand(NUM_DRAWS, -1), requests)
+    return torch.bincount(torch.tensor(tokens), minlength=logits.numel()) / NUM_DRAWS
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({}, 8),
+        ({"temperature": 0.5}, 8),
+        ({"top_k": 3}, 3),
+        ({"top_p": 0.85}, 4),  # 0.4 + 0.25 + 0.15 + 0.08 passes 0.85
+        ({"top_k": 3, "top_p": 0.6}, 2),  # of 0.5, 0.3125, 0.1875
+    ],
+)
+def test_frequencies_match_the_distribution(params: dict[str, float], kept: int) -> None:
+    """Chi-square against the exact probabilities at the 0.1 % level."""
+    probs = torch.tensor([0.4, 0.25, 0.15, 0.08, 0.05, 0.04, 0.02, 0.01])
+    exact = probs ** (1 / params.get("temperature", 1.0))
+    exact[kept:] = 0
+    exact /= exact.sum()
+    seen = frequencies(probs.log(), **params)
+    assert seen[kept:].sum() == 0
+    chi_square = (NUM_DRAWS * (seen - exact)[:kept] ** 2 / exact[:kept]).sum().item()
+    critical = {2: 10.8, 3: 13.8, 4: 16.3, 8: 24.3}[kept]
+    assert chi_square < critical, f"chi-square {chi_square:.1f}"
+
+
+PROMPT, OUTPUT = [1, 2, 3], [3, 4, 4, 9]
+EOS = frozenset({15})
+WORDS = [(0,), (4, 9, 5), (9, 6), (8, 7)]
+FEATURES: dict[str, dict[str, object]] = {
+    "temperature": {"temperature": 0.6},
+    "top_k": {"top_k": 6},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.06},
+    "repetition": {"repetition_penalty": 1.4},
+    "presence": {"presence_penalty": 0.9, "frequency_penalty": -0.3},
+    "bias": {"logit_bias": {3: 1.0, 7: -2.0, 15: 0.5}},
+    "bad_words": {"bad_words": ["some"]},
+    "min_tokens": {"min_tokens": 5, "stop_token_ids": [10]},
+    "structure": {"structure": Structure("choice", "[]")},
+}
+NAMES = list(FEATURES)
+TOGETHER = [(name,) for name in NAMES] + [*itertools.combinations(NAMES, 2), tuple(NAMES)]
+
+
+def state_with(features: tuple[str, ...], index: int, **more: object) -> SamplingState:
+    """A sequence after OUTPUT that has some of the features."""
+    params: dict[str, object] = {"seed": index} | more
+    for name in features:
+        params |= FEATURES[name]
+    state = SamplingState(
+        SamplingParams(**params),  # type: ignore[arg-type]
+        PROMPT,
+        matcher=Allowed(range(0, 16, 3)) if "structure" in features else None,
+        bad_words=BadWords(WORDS) if "bad_words" in features else None,
+        eos_token_ids=EOS,
+    )
+    if state.matcher is not None:
+        state.matcher.token_ids |= {*OUTPUT}  # type: ignore[attr-defined]
+    for token in OUTPUT:
+        state.append(token)
+    return state
+
+
+@pytest.mark.parametrize("features", TOGETHER, ids="+".join)
+def test_every_combination_draws_by_the_exact_distribution(features: tuple[str, ...]) -> None:
+    """Chi-square at the 0.01 % level, against float64 probabilities of each token by the definitions."""
+    num_draws = 1000
+    logits = 1.5 * torch.randn(16, generator=torch.Generator().manual_seed(2))
+    states = [state_with(features, index) for index in range(num_draws)]
+    exact = exact_distribution(
+        logits.double().numpy(),
+        states[0].params,
+        prompt=PROMPT,
+        output=OUTPUT,
+        bad_words=WORDS if "bad_words" in features else (),
+        eos=EOS,
+        allowed={*range(0, 16, 3), *OUTPUT} if "structure" in features else None,
+    )
+    seen = np.bincount(sample(logits.expand(num_draws, -1), states), minlength=16)
+    possible = exact > 0
+    assert not seen[~possible].any()
+    excess = chi_square_excess(seen, exact * num_draws)
+    assert excess < 1, f"{excess:.2f} times the critical value"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sequence_is_the_same_alone_and_in_any_crowd(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with all kinds of parameters, in any order and in chunks of any size; their log probabilities too."""
+    generator = torch.Generator().manual_seed(0)
+    # so many that many of the random settings differ, and tokens up to 15 likely, for what is special about them
+    mixed = random.Random(0)
+    settings = [
+        (tuple(mixed.sample(NAMES, mixed.randrange(6))), {"temperature": 0.0} if i % 4 == 0 else {}) for i in range(24)
+    ]
+    steps = [
+        (3 * torch.randn(len(settings), 700, generator=generator) + 3 * (torch.arange(700) < 16)).to(dtype)
+        for _ in range(6)
+    ]
+
+    def run(which: list[int]) -> dict[int, list[object]]:
+        states = [state_with(settings[i][0], i, logprobs=i % 3 or None, **settings[i][1]) for i in which]
+        found: dict[int, list[object]] = {i: [] for i in which}
+        for logits in steps:
+            sampled = sampler.sample(logits[which], states)
+            assert all(sampled.sound)
+            for i, state, token, logprob in zip(which, states, sampled.token_ids, sampled.logprobs, strict=True):
+                found[i].append((token, logprob))
+                state.append(token)
+        return found
+
+    together = run(list(range(len(settings))))
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 700 * 5)
+    order = list(together)
+    mixed.shuffle(order)
+    assert run(order) == together
+    for i in together:
+        assert run([i])[i] == together[i], f"{settings[i]} in row {i}"
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_top_p_cuts_a_single_row_of_a_large_vocabulary_like_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's logsumexp adds up one row of 32,768 numbers in parallel parts, and several row by row. Probabilities from
+    it were others in the last bits, and alone, a request with top_p between the two had a token more or less."""
+    num_different = 0
+    for seed in range(20):
+        logits = 3 * torch.randn(1, 40_000, generator=torch.Generator().manual_seed(seed))
+        sums = torch.stack([logits.logsumexp(-1)[0], logits.expand(2, -1).logsumexp(-1)[0]])
+        if sums[0] == sums[1]:
+            continue
+        num_different += 1
+        # So the least likely token of all that can be drawn is drawn.
+        monkeypatch.setattr(sampler, "gumbel", lambda keys, token_ids, row=logits[0]: -2 * row[token_ids].double())
+        ordered = logits[0].sort(descending=True).values
+        between = (ordered[:20] - sums[:, None]).double().exp().cumsum(-1).mean(0)
+        for top_p in between.tolist():
+            states = [request(top_p=top_p)] * 2
+            assert sample(logits.expand(2, -1), states) == sample(logits, states[:1]) * 2
+    if not num_different:
+        pytest.skip("this torch adds up one row and several alike")
+
+
+def test_tokens_ahead_are_those_chosen_later() -> None:
+    """Drafts: rows at later positions of a state draw what they will when the tokens before have been noted."""
+    logits = 2 * torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
+    params = {"seed": 5, "top_k": 9, "min_p": 0.01, "logit_bias": {3: 1.0}, "min_tokens": 3, "stop_token_ids": [1, 2]}
+    params |= {"bad_words": ["some"]}
+
+    def fresh() -> SamplingState:
+        return SamplingState(
+            SamplingParams(**params),  # type: ignore[arg-type]
+            [1],
+            bad_words=BadWords([(4,), (0,)]),
+            eos_token_ids=frozenset({15}),
+        )
+
+    state = fresh()
+    assert state.can_look_ahead
+    ahead = sampler.sample(logits, [state] * 6, range(6)).token_ids
+    for i, token in enumerate(ahead):
+        assert sample(logits[i : i + 1], [state]) == [token]
+        state.append(token)
+    others = [fresh(), request(temperature=0), fresh()]
+    mixed = sampler.sample(logits[[0, 1, 2]], others, [0, 0, 2]).token_ids
+    assert mixed == [ahead[0], int(logits[1].argmax()), ahead[2]]
+
+
+def test_contradictions_are_told_apart_from_broken_logits() -> None:
+    """Nothing may follow: a token would be one that is forbidden. The other rows go on."""
+    logits = torch.randn(4, 16)
+    logits[3] = torch.nan
+    contradiction = [
+        SamplingState(
+            SamplingParams(temperature=t, structure=Structure("choice", "[]"), bad_words=["x"], top_k=k),
+            [1],
+            matcher=Allowed([3, 4]),
+            bad_words=BadWords([(3,), (4,)]),
+        )
+        for t, k in ((0.0, 0), (1.0, 5))
+    ]
+    sampled = sampler.sample(logits, [contradiction[0], request(temperature=0), contradiction[1], request(top_k=2)])
+    assert sampled.blocked == {0, 2}
+    assert sampled.sound == [False, True, False, False]
+    assert sampled.token_ids[1] == int(logits[1].argmax())
+
+
+def test_plain_greedy_rows_cost_one_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are never copied or processed, alone or beside others, and logits stay as they are."""
+    seen = []
+
+    def chosen(logits: torch.Tensor, *rest: object) -> object:
+        seen.append(len(logits))
+        return choose(logits, *rest)  # type: ignore[arg-type]
+
+    choose = sampler._choose
+    monkeypatch.setattr(sampler, "_choose", chosen)
+    logits = torch.randn(40, 50).bfloat16()
+    before = logits.clone()
+    greedy = [request(temperature=0) for _ in range(39)]
+    assert sample(logits[:39], greedy) == logits[:39].float().argmax(-1).tolist()
+    assert seen == []
+    assert sample(logits, [*greedy, request(logit_bias={7: 100.0}, temperature=0)])[39] == 7
+    assert seen == [1]
+    assert torch.equal(logits, before)
+
+
+def test_flat_distribution_needs_more_candidates_than_usual() -> None:
+    """top_p over a flat vocabulary keeps more tokens than are sorted at first."""
+    seen = frequencies(torch.zeros(2000), top_p=0.9)
+    assert 1500 < seen.count_nonzero() <= 1801
+
+
+def test_alone_and_in_a_crowd() -> None:
+    """A seeded request draws the same tokens whatever its neighbours ask for."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 1000, generator=generator)
+    settings = [{}, {"top_k": 7}, {"top_p": 0.9}, {"temperature": 0.0}, {"top_p": 0.99, "temperature": 3.0}]
+    together = [request(seed=i, **s) for i, s in enumerate(settings)]
+    crowd = [sample(logits, together) for _ in range(20)]
+    for i, setting in enumerate(settings):
+        alone = request(seed=i, **setting)
+        assert [sample(logits[i : i + 1], [alone])[0] for _ in range(20)] == [tokens[i] for tokens in crowd]
+
+
+def test_equal_logits_do_not_depend_on_the_neighbours() -> None:
+    """bfloat16 logits tie often, and topk orders ties differently for another k: a neighbour's top_k showed."""
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(40):
+        logits = torch.randn(2, 3000, generator=generator).bfloat16()
+        for params in ({"top_k": 50}, {"top_p": 0.9}):
+            alone = sample(logits[:1], [request(seed=seed, **params)])
+            together = sample(logits, [request(seed=seed, **params), request(seed=1, top_k=1000)])
+            assert together[0] == alone[0]
+
+
+def test_the_lowest_of_equals_is_drawn_whatever_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise that makes up for the logits leaves equal sums; top_k sorts the likeliest, here the last, first."""
+    logits = torch.arange(400.0)[None] / 8
+    monkeypatch.setattr(sampler, "gumbel", lambda keys, token_ids: -token_ids.double() / 8)
+    assert sample(logits, [request(top_k=50)]) == [350]
+
+
+def test_what_is_kept_does_not_change_the_noise() -> None:
+    """Whether all tokens are looked at, or the likeliest of them sorted: what both can draw, both draw."""
+    logits = 3 * torch.randn(1, 3000, generator=torch.Generator().manual_seed(0)).expand(300, -1)
+    top = set(logits[0].topk(50).indices.tolist())
+    settings = [{}, {"top_k": 50}, {"top_p": 0.99}, {"min_p": 1e-4}]
+    plain, *others = (sample(logits, [request(seed=i, **params) for i in range(300)]) for params in settings)
+    for tokens in others:
+        both = [(a, b) for a, b in zip(plain, tokens, strict=True) if a in top]
+        assert len(both) > 100
+        assert all(a == b for a, b in both)
+
+
+@pytest.mark.parametrize("top_p", [1e-46, 1e-300])
+def test_tiny_top_p_keeps_the_likeliest(top_p: float) -> None:
+    """It is 0 in float32: every token was excluded, and the whole step failed."""
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    assert sample(logits, [request(top_p=top_p)]) == [1]
+
+
+def test_broken_logits_stay_inside_the_vocabulary() -> None:
+    logits = torch.full((2, 5), torch.nan)
+    assert all(0 <= token < 5 for token in sample(logits, [request(), request(top_k=2)]))
+
+
+def test_tiny_temperature_is_greedy() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    assert sample(logits, [request(temperature=1e-40)]) == [1]
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+    ],
+)
+def test_bad_params_name_the_field(params: dict[str, object], field: str) -> None:
+    with pytest.raises(RequestError) as error:
+        SamplingParams(**params)  # type: ignore[arg-type]
+    assert error.value.param == field

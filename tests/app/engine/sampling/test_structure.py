@@ -1,0 +1,365 @@
+"""Outputs sampled at random under the masks have the structure, whatever the tokenizer."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from app.engine import LLM, SamplingParams
+from app.engine.sampling import structure as structure_module
+from app.engine.sampling.params import Structure
+from app.engine.sampling.structure import StructureCompiler, StructureMatcher
+from app.engine.sampling.token_text import TokenBytes
+from app.errors import EngineError, RequestError
+from tests.app.small_tokenizers import byte_level, sentencepiece, wordpiece
+
+BUILTIN = "app/builtin/model"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "<tool_call>", "<|im_end|>", "é"]}, "maxItems": 3},
+        "nested": {"$ref": "#/$defs/leaf"},
+    },
+    "required": ["name", "age", "nested"],
+    "additionalProperties": False,
+    "$defs": {"leaf": {"anyOf": [{"type": "null"}, {"type": "number"}]}},
+}
+GRAMMAR = """
+start: sum
+sum: product ("+" product)~0..2
+product: NUMBER | "(" NUMBER "*" NUMBER ")"
+NUMBER: /[1-9][0-9]{0,2}/
+"""
+CASES: dict[str, tuple[Structure, Callable[[str], object]]] = {
+    "schema": (Structure("json", json.dumps(SCHEMA)), lambda text: _must_be_valid(json.loads(text))),
+    "regex": (
+        Structure("regex", r"[0-9]{3}-[a-f]{2,5}/(x|ü)?"),
+        lambda text: _must(re.fullmatch(r"[0-9]{3}-[a-f]{2,5}/(x|ü)?", text), text),
+    ),
+    "choice": (
+        Structure("choice", json.dumps(["yes", "no", "<tool_call>", 'a "b"\n\\', "<|im_end|>"])),
+        lambda text: _must(text in ("yes", "no", "<tool_call>", 'a "b"\n\\', "<|im_end|>"), text),
+    ),
+    "grammar": (Structure("grammar", GRAMMAR), lambda text: _must(eval(text) > 0, text)),
+}
+
+
+def _must(holds: object, text: str) -> None:
+    assert holds, text
+
+
+def _must_be_valid(instance: object) -> None:
+    import jsonschema  # a GPU machine may lack it, and still has to collect this file
+
+    jsonschema.validate(instance, SCHEMA)
+
+
+def load(name: str) -> PreTrainedTokenizerBase:
+    made = {"byte_level": byte_level, "sentencepiece": sentencepiece}
+    return made[name]() if name in made else AutoTokenizer.from_pretrained(BUILTIN)
+
+
+def allowed(matcher: StructureMatcher, vocab_size: int) -> list[int]:
+    mask = np.full((vocab_size + 31) // 32, -1, np.int32)  # what is there before does not matter
+    matcher.fill(mask)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    assert not bits[vocab_size:].any()
+    return [int(token_id) for token_id in np.flatnonzero(bits)]
+
+
+def write(matcher: StructureMatcher, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Accept a text whose characters are all tokens."""
+    for character in text:
+        matcher.accept(tokenizer.backend_tokenizer.token_to_id(character))
+
+
+@pytest.mark.parametrize("tokenizer_name", ["byte_level", "sentencepiece", "builtin"])
+@pytest.mark.parametrize("case", CASES)
+def test_random_outputs_have_the_structure(case: str, tokenizer_name: str) -> None:
+    structure, check = CASES[case]
+    tokenizer = load(tokenizer_name)
+    vocab_size, eos = len(tokenizer) + 45, tokenizer.eos_token_id
+    compiler = StructureCompiler(tokenizer, vocab_size, {eos})
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        matcher = compiler.matcher(structure)
+        output: list[int] = []
+        while not output or output[-1] != eos:
+            candidates = allowed(matcher, vocab_size)
+            assert matcher.error is None
+            assert max(candidates) < len(tokenizer)
+            output.append(int(rng.choice(candidates)))
+            matcher.accept(output[-1])
+        assert matcher.finished
+        # Behind another token, as behind a prompt: the first space of a sentencepiece text would be dropped.
+        before = tokenizer.encode("x", add_special_tokens=False)
+        text = tokenizer.decode(before + output, skip_special_tokens=True)
+        check(text.removeprefix(tokenizer.decode(before)))
+
+
+def test_json_object_and_any_json() -> None:
+    tokenizer = byte_level()
+    compiler = StructureCompiler(tokenizer, len(tokenizer), {0})
+    begins = [tokenizer.decode([t])[0] for t in allowed(compiler.matcher(Structure("json", "{}")), len(tokenizer))]
+    assert set(begins) == {"{"}
+    bare = Structure("json", '{"title": "anything"}')
+    begins = [tokenizer.decode([t])[0] for t in allowed(compiler.matcher(bare), len(tokenizer))]
+    assert set(begins) > {"{", "[", '"', "1", "t"}
+
+
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ('{"a":1,"b":[1,2]}', True),
+        ('{"a": 1, "b": [1, 2]}', True),
+        ('{ "a": 1}', False),
+        ('{"a":  1}', False),
+        ('{"a" :1}', False),
+        ('{"a":[ 1]}', False),
+        ("{ }", False),
+    ],
+)
+def test_json_is_compact_unless_the_schema_says_otherwise(text: str, holds: bool) -> None:
+    """A gap took a line break and 64 blanks, and small models wrote all of them."""
+    tokenizer = byte_level()
+    compiler = StructureCompiler(tokenizer, len(tokenizer), {0})
+
+    def fits(spec: str) -> bool:
+        matcher = compiler.matcher(Structure("json", spec))
+        try:
+            write(matcher, text.replace(" ", "Ġ"), tokenizer)
+        except EngineError:
+            return False
+        return matcher.finished
+
+    assert fits('{"type": "object"}') == holds
+    assert fits('{"type": "object", "x-guidance": {"whitespace_pattern": "[ ]"}}')
+
+
+WIDE = {
+    "2,000 choices": Structure("choice", json.dumps([f"option {i}" for i in range(2000)])),
+    "64 KiB of choices": Structure("choice", json.dumps([f"{i}" + "x" * 50 for i in range(1100)])),
+    "500 optional properties": Structure("json", json.dumps({"properties": {f"p{i}": {} for i in range(500)}})),
+    "1,500 rules": Structure("grammar", "start: " + "|".join(f'"o{i}"' for i in range(1500))),
+}
+
+
+@pytest.mark.parametrize("case", WIDE)
+def test_a_wide_structure_works(case: str) -> None:
+    """The parser stopped at 2,000 items behind the first token, and its "internal error" failed everybody's step."""
+    tokenizer = byte_level()
+    matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(WIDE[case])
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        matcher.accept(int(rng.choice(allowed(matcher, len(tokenizer)))))
+        assert matcher.error is None
+
+
+@pytest.mark.parametrize(
+    ("structure", "remedy"),
+    [
+        (Structure("grammar", "start: " + "|".join(f'"o{i}"' for i in range(2500))), "fewer alternatives"),
+        (Structure("json", json.dumps({"properties": {f"p{i}": {} for i in range(1500)}})), "fewer optional prop"),
+    ],
+)
+def test_what_is_too_wide_is_refused_before_a_stream_begins(structure: Structure, remedy: str) -> None:
+    """It shows behind the first token only."""
+    tokenizer = byte_level()
+    with pytest.raises(RequestError, match=f"too complex for the parser .*{remedy}") as raised:
+        StructureCompiler(tokenizer, len(tokenizer), {0}).check(structure)
+    assert raised.value.param == "structure"
+
+
+def test_a_limit_met_later_belongs_to_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`accept` took every reason but two for a mistake of the engine's."""
+    monkeypatch.setattr(structure_module, "_TRIED_TOKENS", 0)
+    tokenizer = byte_level()
+    matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(
+        Structure("grammar", "start: " + "|".join(f'"o{i}"' for i in range(2500)))
+    )
+    write(matcher, "o", tokenizer)
+    assert isinstance(matcher.error, RequestError)
+    assert matcher.finished
+
+
+def test_only_the_ends_follow_a_complete_structure() -> None:
+    tokenizer = byte_level()
+    ends = {0, tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    matcher = StructureCompiler(tokenizer, len(tokenizer), ends).matcher(Structure("regex", "ab+"))
+    write(matcher, "a", tokenizer)
+    assert not ends & set(allowed(matcher, len(tokenizer)))
+    write(matcher, "b", tokenizer)
+    assert ends < set(allowed(matcher, len(tokenizer)))
+    assert not matcher.finished
+    for end in ends:
+        matcher.accept(end)
+        assert matcher.finished
+        assert set(allowed(matcher, len(tokenizer))) == ends
+
+
+def test_without_an_end_of_sequence_token_only_finished_tells() -> None:
+    tokenizer = byte_level()
+    for vocab_size in (len(tokenizer), len(tokenizer) + 1, len(tokenizer) + 64):
+        matcher = StructureCompiler(tokenizer, vocab_size, ()).matcher(Structure("choice", '["ab", "ac"]'))
+        write(matcher, "a", tokenizer)
+        assert not matcher.finished
+        write(matcher, "c", tokenizer)
+        assert matcher.finished
+        assert allowed(matcher, vocab_size) == []
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers() -> None:
+    tokenizer = byte_level()
+    for vocab_size in (257, 288, len(tokenizer) - 1):
+        compiler = StructureCompiler(tokenizer, vocab_size, {0})
+        assert allowed(compiler.matcher(Structure("regex", ".*")), vocab_size)  # `allowed` looks at the bits after
+        with pytest.raises(RequestError, match="nothing this model can write"):
+            compiler.check(Structure("grammar", f"start: <[{len(tokenizer) - 1}]>"))
+
+
+def test_forks_go_their_own_ways() -> None:
+    tokenizer = byte_level()
+    matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(Structure("choice", '["abc", "abd"]'))
+    write(matcher, "ab", tokenizer)
+    fork = matcher.fork()
+    write(fork, "d", tokenizer)
+    assert fork.finished
+    assert not matcher.finished
+    write(matcher, "c", tokenizer)
+    assert matcher.finished
+
+
+def test_a_token_that_does_not_follow_is_refused() -> None:
+    tokenizer = byte_level()
+    matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(Structure("choice", '["abc"]'))
+    with pytest.raises(EngineError, match="does not follow"):
+        write(matcher, "x", tokenizer)
+    assert allowed(matcher, len(tokenizer)) == [0]
+    assert matcher.error is not None
+    matcher.accept(0)  # that ends it
+
+
+@pytest.mark.parametrize(
+    ("structure", "message"),
+    [
+        (Structure("json", "{"), "not valid JSON"),
+        (Structure("json", "[" * 50_000), "not valid JSON"),
+        (Structure("json", '{"a": NaN}'), "NaN"),
+        (Structure("json", "[1]"), "object"),
+        (Structure("json", '{"type": "foo"}'), "foo"),
+        (Structure("json", '{"not": {"type": "string"}}'), "not"),
+        (Structure("json", '{"$ref": "http://localhost/schema"}'), "retriev"),
+        (Structure("json", '{"type": "integer", "minimum": 5, "maximum": 1}'), "minimum"),
+        (Structure("json", '{"x-guidance": 1}'), "x-guidance"),
+        (Structure("regex", "a(b"), "unclosed"),
+        (Structure("regex", "(?=a)b"), "look"),
+        (Structure("regex", r"(a)\1"), "backreference"),
+        (Structure("regex", "[^\\x00-\U0010ffff]"), "nothing"),
+        (Structure("regex", "\ud800"), "Unicode"),
+        (Structure("regex", "a" * 70_000), "65536"),
+        (Structure("choice", "[]"), "at least one"),
+        (Structure("choice", '["a", 1]'), "strings"),
+        (Structure("choice", '"a"'), "list"),
+        (Structure("grammar", ""), "no start rule"),
+        (Structure("grammar", "start: nothing"), "nothing"),
+        (Structure("grammar", 'start: start "x"'), "nothing satisfies"),
+        (Structure("grammar", "start: <nonsense>"), "nonsense"),
+    ],
+)
+def test_what_cannot_be_is_refused(structure: Structure, message: str) -> None:
+    tokenizer = byte_level()
+    with pytest.raises(RequestError, match=message) as raised:
+        StructureCompiler(tokenizer, len(tokenizer), {0}).check(structure)
+    assert raised.value.param == "structure"
+    assert len(str(raised.value)) < 700
+
+
+def test_a_tokenizer_whose_tokens_depend_on_their_neighbours_is_refused() -> None:
+    with pytest.raises(RequestError, match="WordPiece"):
+        StructureCompiler(wordpiece(), 3, ()).check(Structure("regex", "a"))
+
+
+def test_without_llguidance_only_structures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with what the engine needs alone the import failed in the middle of `generate`, and an engine with
+    a tokenizer did not start: it warms up with a structure."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    structured = SamplingParams(max_tokens=2, structure=Structure("regex", "a"))
+    with LLM("builtin", kv_memory_bytes=16 << 20) as llm:
+        with pytest.raises(RequestError, match="needs the package llguidance") as raised:
+            llm.generate(["a"], structured)
+        assert raised.value.param == "structure"
+        llm.engine.warm_up()
+        assert len(llm.generate(["a"], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
+
+
+def test_a_parser_that_gives_up_ends_only_its_own_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structure_module, "_MAX_LEXER_STATES", 100)
+    tokenizer = byte_level()
+    matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(Structure("regex", "(a|b)*a(a|b){18}"))
+    rng = np.random.default_rng(0)
+    for _ in range(1000):
+        write(matcher, "ab"[rng.integers(2)], tokenizer)
+        candidates = allowed(matcher, len(tokenizer))
+        if matcher.error is not None:
+            break
+    assert matcher.error is not None
+    assert "too complex" in str(matcher.error)
+    assert "\n" not in str(matcher.error)
+    assert candidates == [0]
+    assert matcher.finished
+    assert matcher.fork().error is matcher.error
+
+
+def test_compiled_structures_are_kept_and_the_longest_unused_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structure_module, "MAX_CACHED", 2)
+    compiled = []
+    original = StructureCompiler._compile
+    monkeypatch.setattr(
+        StructureCompiler,
+        "_compile",
+        lambda self, structure: compiled.append(structure.spec) or original(self, structure),
+    )
+    tokenizer = byte_level()
+    compiler = StructureCompiler(tokenizer, len(tokenizer), {0})
+    for spec in ("a", "b", "a", "c", "a", "b"):
+        compiler.check(Structure("regex", spec))
+    assert compiled == ["a", "b", "c", "b"]
+
+
+def test_threads_that_come_first_together_build_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built, outcomes, barrier, all_came = [], [], threading.Barrier(8), threading.Event()
+    original = structure_module.token_bytes
+
+    def build_when_all_have_come(tokenizer: PreTrainedTokenizerBase) -> TokenBytes:
+        built.append(tokenizer)
+        assert all_came.wait(60)
+        return original(tokenizer)
+
+    monkeypatch.setattr(structure_module, "token_bytes", build_when_all_have_come)
+    tokenizer = byte_level()
+    compiler = StructureCompiler(tokenizer, len(tokenizer), {0})
+    assert not built
+
+    def use(number: int) -> None:
+        if barrier.wait() == 0:
+            all_came.set()
+        matcher = compiler.matcher(Structure("choice", json.dumps([f"a{number % 3}"])))
+        write(matcher, f"a{number % 3}", tokenizer)
+        outcomes.append(matcher.finished)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == [True] * 8
+    assert len(built) == 1

@@ -1,0 +1,164 @@
+"""Text comes out whole characters at a time, and never a part of a stop string."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerBase
+
+from app.engine.model.loader import load_tokenizer
+from app.engine.sampling.token_text import TextStream
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return load_tokenizer("builtin")
+
+
+def stream(tokenizer: PreTrainedTokenizerBase, text: str, stop: list[str]) -> tuple[list[str], bool]:
+    """Pieces as they come out, and whether a stop string ended them."""
+    output = TextStream(tokenizer.backend_tokenizer, tokenizer.encode("Say: "), stop)
+    pieces = []
+    for token in tokenizer.encode(text):
+        piece, stopped = output.push(token)
+        pieces.append(piece)
+        if stopped:
+            return pieces, True
+    return [*pieces, output.flush()], False
+
+
+@pytest.mark.parametrize("text", ["The key of room 417 is 93.", "naïve café 🙂🙂 日本語", " a\n\tb", "🏳️‍🌈"])
+def test_pieces_join_to_the_text(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    pieces, _ = stream(tokenizer, text, [])
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert len(pieces) > 2
+
+
+def test_half_a_character_is_never_emitted(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokens = tokenizer.encode("🙂")
+    assert len(tokens) > 1
+    output = TextStream(tokenizer.backend_tokenizer, [], [])
+    assert [output.push(token)[0] for token in tokens[:-1]] == [""] * (len(tokens) - 1)
+    assert output.flush() == ""
+
+
+def test_special_tokens_are_text_only_where_they_are_kept(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Calls of tools begin with one in some models, and could not be told from text without it."""
+    [end], [user] = (tokenizer.encode(token) for token in ("<|end|>", "<|user|>"))
+    tokens = [*tokenizer.encode("a "), user, *tokenizer.encode("b é"), end]
+    for kept, text in (((), "a b é"), ((user,), "a <|user|>b é")):
+        output = TextStream(tokenizer.backend_tokenizer, [], ["never"], kept=kept)
+        assert "".join(output.push(token)[0] for token in tokens) + output.flush() == text
+    output = TextStream(tokenizer.backend_tokenizer, [], ["|>b"], kept=(user,))
+    assert "".join(output.push(token)[0] for token in tokens[:4]) == "a <|user"
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected", "stopped"),
+    [
+        ("one two three", [" two"], "one", True),
+        ("one two three", ["three", "two"], "one ", True),
+        ("one two three", ["o three"], "one tw", True),  # across tokens
+        ("ababac", ["abac"], "ab", True),  # begins again inside a false start
+        ("one two three", ["threes"], "one two three", False),  # held back, then released
+        ("one two", ["one two three"], "one two", False),
+    ],
+)
+def test_stop_strings(
+    tokenizer: PreTrainedTokenizerBase, text: str, stop: list[str], expected: str, stopped: bool
+) -> None:
+    pieces, met = stream(tokenizer, text, stop)
+    assert ("".join(pieces), met) == (expected, stopped)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected", "met"),
+    [
+        ("one two three", [" two"], "one two", " two"),
+        ("one two three", ["three", "two"], "one two", "two"),
+        ("one two three", ["o three"], "one two three", "o three"),
+        ("one two three", ["ne two", "two", "wo"], "one two", "ne two"),  # all complete at once: the longest
+        ("one two three", ["one two three", "two"], "one two", "two"),  # complete first, though it began later
+        ("one two", ["one two three"], "one two", None),
+    ],
+)
+def test_a_stop_string_may_be_part_of_the_text(
+    tokenizer: PreTrainedTokenizerBase, text: str, stop: list[str], expected: str, met: str | None
+) -> None:
+    output = TextStream(tokenizer.backend_tokenizer, [], stop, include_stop_str=True)
+    pieces = []
+    for token in tokenizer.encode(text):
+        piece, stopped = output.push(token)
+        pieces.append(piece)
+        if stopped:
+            break
+    pieces.append(output.flush())
+    assert ("".join(pieces), output.met) == (expected, met)
+
+
+def letters() -> Tokenizer:
+    """Every text of a and b up to three letters is a token."""
+    texts = ["".join(c) for n in (1, 2, 3) for c in itertools.product("ab", repeat=n)]
+    tokenizer = Tokenizer(models.WordLevel({text: i for i, text in enumerate(texts)}, unk_token="a"))
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+LETTERS = letters()
+SHORT = st.text("ab", min_size=1, max_size=3)
+
+
+@settings(deadline=None)
+@given(st.lists(SHORT, max_size=8), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3), st.booleans())
+def test_stops_do_not_depend_on_how_text_is_cut(tokens: list[str], stop: list[str], include: bool) -> None:
+    """The same as when each letter is a token, which is looked at here one after the other."""
+    output = TextStream(LETTERS, [], stop, include_stop_str=include)
+    seen, stopped = "", False
+    for token in tokens:
+        piece, stopped = output.push(LETTERS.token_to_id(token))
+        seen += piece
+        if stopped:
+            break
+    seen += output.flush()
+    text = expected = "".join(tokens)
+    met = None
+    for end in range(1, len(text) + 1):
+        complete = [s for s in stop if text[:end].endswith(s)]
+        if complete:
+            met = max(complete, key=len)
+            expected = text[: end if include else end - len(met)]
+            break
+    assert (seen, output.met, stopped) == (expected, met, met is not None)
+
+
+def test_text_is_held_back_only_while_it_may_be_a_stop(tokenizer: PreTrainedTokenizerBase) -> None:
+    output = TextStream(tokenizer.backend_tokenizer, [], ["room 5"])
+    emitted = ""
+    for token in tokenizer.encode("The room 4"):
+        emitted += output.push(token)[0]
+    assert emitted == "The room 4"
+
+
+def test_a_prompt_cut_inside_a_character_is_not_echoed(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The decoder took a prompt that ends in half a character for output, and emitted all of it."""
+    first, *rest = tokenizer.encode("é")
+    output = TextStream(tokenizer.backend_tokenizer, [*tokenizer.encode("secret prompt"), first], [])
+    emitted = "".join(output.push(token)[0] for token in (*rest, *tokenizer.encode(" and on")))
+    assert "secret" not in emitted
+    assert emitted.endswith(" and on")
+
+
+def test_bytes_that_are_no_character_do_not_stop_the_stream() -> None:
+    """A byte-fallback tokenizer can rewrite text that is out already; the library raises then."""
+    vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"a": 256, "b": 257}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    output = TextStream(tokenizer, [256], [])
+    emitted = "".join(output.push(token)[0] for token in (0x0A, 0xE2, 256, 257, 257))
+    assert emitted.startswith("\n")
+    assert emitted.endswith("bb")

@@ -1,0 +1,420 @@
+"""What an engine does before its first request: warm up, take over prefixes; and what is left of it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.config import EngineConfig
+from app.engine import AsyncEngine, SamplingParams
+from app.engine.engine import Engine
+from app.engine.model.loader import BUILTIN_FOLDER, load_model
+from app.engine.startup import (
+    SAMPLED,
+    STRUCTURED,
+    StartClock,
+    StartTimes,
+    prefix_fingerprint,
+    process_age_s,
+    warm_up_rounds,
+    worth_restoring,
+)
+from app.errors import ConfigError, EngineError, ModelError, UnavailableError
+from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
+from vmem import CachedPrefix, IntegrityError
+
+GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+
+
+def config(make_checkpoint: MakeCheckpoint, model: str = "llama", **settings: Any) -> EngineConfig:
+    architecture = HYBRIDS[model] if model in HYBRIDS else ARCHITECTURES[model][1]
+    defaults = {"kv_memory_bytes": 16 << 20, "skip_tokenizer_init": True, "block_tokens": 16, "max_num_seqs": 8}
+    return EngineConfig(
+        model=str(make_checkpoint(model, **architecture)), **(defaults | {"max_num_batched_tokens": 96} | settings)
+    )
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB_SIZE - 1, (length,), generator=generator).tolist()
+
+
+def run(engine: Engine, prompt: Sequence[int], **options: Any) -> int:
+    """Compute a prompt; returns how much of it was cached."""
+    engine.submit("r", prompt, GREEDY, **options)
+    cached = 0
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.error is None
+            cached = delta.num_cached_tokens
+    engine.check_integrity()
+    return cached
+
+
+# ---- checkpoints that are not whole ----
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(BUILTIN_FOLDER, tmp_path / "model"))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 1000, -1])
+def test_a_truncated_file_is_named(damaged: Path, num_bytes: int) -> None:
+    """`SafetensorError: Error while deserializing header` with a traceback, and no file name."""
+    path = damaged / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    with pytest.raises(ModelError, match=r"model\.safetensors is truncated or damaged") as refused:
+        load_model(EngineConfig(model=str(damaged)))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\3\4" + b"z" * 500, b"no weights"])
+def test_damaged_weights_of_the_older_format_are_told_in_one_line(damaged: Path, content: bytes) -> None:
+    (damaged / "model.safetensors").unlink()
+    (damaged / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin is truncated or damaged") as refused:
+        load_model(EngineConfig(model=str(damaged)))
+    assert "\n" not in str(refused.value)
+
+
+def test_another_models_tokenizer_is_refused(damaged: Path) -> None:
+    """It was accepted, and requests whose text had such a token failed."""
+    path = damaged / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocab_size = json.loads((damaged / "config.json").read_text())["vocab_size"]
+    vocabulary[max(vocabulary, key=vocabulary.__getitem__)] = vocab_size
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelError, match=rf"token ids up to {vocab_size}, but the model's vocab_size is {vocab_size}"):
+        load_model(EngineConfig(model=str(damaged)))
+
+
+# ---- times ----
+
+
+def test_phases_add_up() -> None:
+    clock = StartClock()
+    clock.lap("model_s")
+    clock.lap("memory_s")
+    clock.move(5.0, "model_s", "weights_s")
+    times = clock.times
+    assert times.weights_s == 5.0
+    assert times.model_s < -4
+    assert times.ready_s == pytest.approx(times.model_s + times.memory_s + 5.0)
+    assert 0 < times.process_s <= process_age_s()
+    assert times.process_s not in (0.0, times.ready_s)
+    assert str(StartTimes(weights_s=1.0, self_test_s=2.0, process_s=9.0)) == (
+        "3.00 s (weights 1.00, self test 2.00, process 9.00)"
+    )
+    assert list(times.phases())[:2] == ["weights", "model"]
+
+
+# ---- warm-up ----
+
+
+def fits(most: int) -> Callable[[Sequence[int]], bool]:
+    return lambda lengths: sum(lengths) <= most
+
+
+def test_rounds_fill_a_step_and_grow() -> None:
+    rounds = warm_up_rounds(
+        vocab_size=100, max_model_len=50, max_num_seqs=6, step_tokens=100, has_structures=True, fits=fits(1000)
+    )
+    assert [[len(prompt) for prompt, _ in prompts] for prompts in rounds] == [
+        [48, 48, 4],
+        [8],
+        [8],
+        [8],
+        [8] * 4,
+        [8] * 6,
+    ]
+    kinds = {params.structure is not None for prompts in rounds for _, params in prompts}
+    assert kinds == {True, False}
+    assert {params.temperature for _, params in rounds[-1]} == {0, SAMPLED.temperature}
+    assert all(len(prompt) + (params.max_tokens or 0) <= 50 for prompts in rounds for prompt, params in prompts)
+
+
+@pytest.mark.parametrize(("longest", "num_seqs", "room"), [(2, 1, 2), (9, 64, 20), (4, 3, 1)])
+def test_rounds_fit_wherever_one_sequence_does(longest: int, num_seqs: int, room: int) -> None:
+    rounds = warm_up_rounds(
+        vocab_size=9,
+        max_model_len=longest,
+        max_num_seqs=num_seqs,
+        step_tokens=64,
+        has_structures=False,
+        fits=fits(room),
+    )
+    for prompts in rounds:
+        lengths = [len(prompt) + (params.max_tokens or 0) for prompt, params in prompts]
+        assert 1 <= len(lengths) <= num_seqs
+        assert max(lengths) <= longest
+        assert len(lengths) == 1 or sum(lengths) <= room
+    assert not any(params.structure == STRUCTURED.structure for prompts in rounds for _, params in prompts)
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma2", "bamba"])
+def test_a_warm_engine_is_as_good_as_new(model: str, make_checkpoint: MakeCheckpoint) -> None:
+    """But for its step times: nothing is cached, counted, or to be forked; and its outputs are the same."""
+    cold, warm = (Engine(config(make_checkpoint, model)) for _ in range(2))
+    fresh = warm.report()
+    warm.warm_up()
+    warm.check_integrity()
+    report = warm.report()
+    for name in ("queried_tokens", "hit_tokens", "evicted_blocks", "cached_prefixes", "active_bytes", "cached_bytes"):
+        assert getattr(report, name) == getattr(fresh, name) == 0, name
+    assert not warm.hot_prefixes()
+    load = warm.load()
+    assert (load.keys, load.busy_share, load.freed_tokens_per_s, load.num_running) == (b"", 0, 0, 0)
+    assert load.step.token_s > 0 or load.step.fixed_s > 0
+    assert cold.load().step == type(load.step)()
+    assert warm._decoding.ended.get("warm-up 0", 0) is None
+    assert warm.start_times.warm_up_s > 0
+    outputs = []
+    for engine in (cold, warm):
+        engine.submit("r", tokens(150), GREEDY)
+        outputs.append([delta.token_ids for _ in range(40) if engine.has_work for delta in engine.step()])
+        engine.close()
+    assert outputs[0] == outputs[1] != []
+
+
+def test_guesses_of_the_warm_up_do_not_count(make_checkpoint: MakeCheckpoint) -> None:
+    engine = Engine(config(make_checkpoint, speculation="ngram"))
+    lengths = engine._speculation._lengths  # type: ignore[union-attr]
+    engine.warm_up()
+    assert engine.speculation is not None
+    assert engine.speculation.draft_tokens == 0
+    assert engine._speculation._lengths is not lengths  # type: ignore[union-attr]
+    run(engine, tokens(20) * 3)
+    engine.close()
+
+
+def test_a_server_that_cannot_get_ready_says_why(
+    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And leaves nothing behind, instead of hanging where somebody waits for it."""
+    closed = []
+    close = Engine.close
+    monkeypatch.setattr(Engine, "close", lambda engine: (closed.append(engine), close(engine)))
+
+    def fail(*_: object) -> None:
+        raise EngineError("injected")
+
+    monkeypatch.setattr(Engine, "step", fail)
+    with pytest.raises(EngineError, match="injected"):
+        AsyncEngine(config(make_checkpoint))
+    assert len(closed) == 1
+
+
+def test_a_server_that_can_not_even_be_closed_says_why_it_is_not_ready(
+    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the thread ended in `close`, and whoever made the engine waited for ever."""
+    close, ended = Engine.close, threading.Event()
+
+    def close_and_fail(engine: Engine) -> None:
+        close(engine)
+        raise RuntimeError("cannot be closed")
+
+    def fail(*_: object) -> None:
+        raise EngineError("injected")
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: ended.set())
+    monkeypatch.setattr(Engine, "close", close_and_fail)
+    monkeypatch.setattr(Engine, "step", fail)
+    errors: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            AsyncEngine(config(make_checkpoint))
+        except EngineError as error:
+            errors.append(error)
+
+    starter = threading.Thread(target=start, daemon=True)
+    starter.start()
+    starter.join(60)
+    assert [str(error) for error in errors] == ["injected"]
+    assert ended.wait(10)
+
+
+# ---- prefixes of other engines ----
+
+
+def prefix(length: int, hits: int, seed: int = 0, name: str | None = None, keys: tuple[str, ...] = ()) -> CachedPrefix:
+    return CachedPrefix(tuple(tokens(length, seed)), keys, hits, name)
+
+
+def test_what_several_engines_tell_is_one_list() -> None:
+    told = [
+        [prefix(32, 0, 9, "rules"), prefix(64, 3), prefix(16, 4, 1)],
+        [prefix(64, 2), prefix(64, 4, keys=("tenant:a",)), prefix(32, 0, 8, "rules"), prefix(32, 0, 7, "more")],
+    ]
+    chosen = worth_restoring(told, 130)
+    assert [(p.pin_name, len(p.token_ids), p.keys, p.hits) for p in chosen] == [
+        ("rules", 32, (), 0),
+        ("more", 32, (), 0),
+        (None, 64, (), 5),
+        (None, 16, (), 4),
+    ]
+    assert chosen[0].token_ids == tuple(tokens(32, 9))
+    assert [p.hits for p in worth_restoring(told, 1000)] == [0, 0, 5, 4, 4]
+
+
+def test_a_new_engine_has_what_others_are_asked_for(make_checkpoint: MakeCheckpoint) -> None:
+    old, new = (Engine(config(make_checkpoint)) for _ in range(2))
+    old.pin("pin", "rules", tokens(48, 5), tenant="a")
+    while old.has_work:
+        old.step()
+    for _ in range(2):
+        run(old, tokens(65))
+        run(old, tokens(65, 1), tenant="a", cache_salt="s")
+    restored = new.restore([old.hot_prefixes()], 60)
+    assert (restored.pinned, restored.hot, restored.failed, restored.late) == (1, 2, 0, 0)
+    new.check_integrity()
+    assert [(pin.name, pin.num_tokens) for pin in new.report().pins] == [("rules", 48)]
+    assert sorted(new.load().keys) == sorted(old.load().keys)  # what routers are told first
+    assert new._decoding.ended.get("restore 1", 0) is None
+    assert new.report().queried_tokens == 0
+    for engine in (old, new):
+        assert run(engine, tokens(65)) == 64
+        assert run(engine, tokens(65, 1), tenant="a", cache_salt="s") == 64
+        assert run(engine, tokens(65, 1)) == 0
+        assert run(engine, [*tokens(48, 5), 7], tenant="a") == 48
+        engine.unpin("rules")
+        engine.close()
+
+
+def test_a_restored_prefix_may_be_refused_and_others_are_not(make_checkpoint: MakeCheckpoint) -> None:
+    """Another adapter, a longer context, and a pin beyond the quota, of a replica with other settings."""
+    engine = Engine(config(make_checkpoint, pin_quota=0.0))
+    told = [
+        prefix(32, 9, 1, keys=("adapter:pirate",)),
+        prefix(2000, 8, 2),
+        prefix(32, 0, 3, "rules"),
+        prefix(32, 1, 4),
+    ]
+    restored = engine.restore([told], 60)
+    assert (restored.pinned, restored.hot, restored.failed, restored.late) == (0, 1, 3, 0)
+    assert run(engine, [*tokens(32, 4), 7]) == 32
+    engine.close()
+
+
+def test_engines_whose_token_ids_mean_the_same() -> None:
+    """And whose keys do."""
+
+    def fingerprint(template: str | None = None, vocabulary: dict[str, int] | None = None, **settings: Any) -> str:
+        tokenizer = copy.copy(model.tokenizer)
+        assert tokenizer is not None
+        if template is not None:
+            tokenizer.chat_template = template
+        if vocabulary is not None:
+            tokenizer.get_vocab = lambda: vocabulary  # type: ignore[method-assign]
+        return prefix_fingerprint(replace(engine_config, **settings), replace(model, tokenizer=tokenizer))
+
+    engine_config = EngineConfig(model="builtin", kv_memory_bytes=16 << 20)
+    model = load_model(engine_config)
+    own = fingerprint()
+    assert own == fingerprint() == fingerprint(kv_memory_bytes=32 << 20, max_num_seqs=3)
+    others = [
+        fingerprint("{{ messages }}"),
+        fingerprint(vocabulary={"a": 1}),
+        fingerprint(isolate_tenants=False),
+        fingerprint(model="another"),
+    ]
+    assert len({own, *others}) == 5
+
+
+def test_what_the_settings_pin_is_not_told() -> None:
+    """Replicas of newer settings pin something else under that name, or nothing."""
+    engine = Engine(EngineConfig(model="builtin", kv_memory_bytes=16 << 20, pinned_prompts={"rules": "x y z " * 40}))
+    assert [pin.name for pin in engine.report().pins] == ["rules"]
+    assert engine.hot_prefixes() == []
+    engine.close()
+
+
+def test_restoring_ends_in_time(make_checkpoint: MakeCheckpoint, caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(config(make_checkpoint))
+    restored = engine.restore([[prefix(64, 1), prefix(48, 0, 1, "rules")]], 0.0)
+    assert (restored.pinned, restored.hot, restored.late) == (0, 0, 2)
+    assert "no time to restore 'rules'" in caplog.text
+    assert not engine.has_work
+    engine.check_integrity()
+    assert run(engine, tokens(65)) == 0
+    engine.close()
+
+
+def test_a_step_that_fails_while_restoring_is_no_reason_not_to_start(
+    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: one prefix of another replica could keep all new ones from starting."""
+    engine = Engine(config(make_checkpoint))
+    compute, calls = engine._compute, []
+
+    def fail_at_second(scheduled: list[Any]) -> Any:
+        calls.append(scheduled)
+        if len(calls) == 2:
+            raise RuntimeError("injected")
+        return compute(scheduled)
+
+    monkeypatch.setattr(engine, "_compute", fail_at_second)
+    restored = engine.restore([[prefix(64, 2, 1), prefix(160, 1)]], 60)
+    assert (restored.pinned, restored.hot, restored.failed, restored.late) == (0, 1, 1, 0)
+    assert "injected" in caplog.text
+    engine.check_integrity()
+    assert run(engine, tokens(65, 1)) == 64
+    engine.close()
+
+
+@pytest.mark.parametrize("error", [IntegrityError("injected"), UnavailableError("injected")])
+def test_a_broken_engine_does_not_go_on_restoring(
+    error: Exception, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(config(make_checkpoint))
+
+    def fail() -> list[Any]:
+        raise error
+
+    monkeypatch.setattr(engine, "step", fail)
+    with pytest.raises(type(error), match="injected"):
+        engine.restore([[prefix(64, 2)]], 60)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"), [({}, 1), ({"restore_prefixes_s": 0.0}, 0), ({"prefix_cache": False}, 0)]
+)
+def test_a_server_asks_before_it_is_ready(
+    settings: dict[str, Any], asked: int, make_checkpoint: MakeCheckpoint
+) -> None:
+    calls: list[int] = []
+
+    def others(fingerprint: str) -> list[list[CachedPrefix]]:
+        assert fingerprint
+        calls.append(1)
+        return [[], [prefix(64, 2)]]
+
+    engine = AsyncEngine(config(make_checkpoint, warm_up=False, **settings), prefixes_of_others=others)
+    assert len(calls) == asked
+    assert (engine.start_times.prefixes_s > 0) == bool(asked)
+    assert engine.start_times.warm_up_s == 0
+
+    async def first() -> int:
+        return [d async for deltas in engine.generate([*tokens(64), 7], GREEDY) for d in deltas][-1].num_cached_tokens
+
+    assert asyncio.run(first()) == 64 * asked
+    engine.close()
+
+
+def test_a_negative_limit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="restore_prefixes_s is -1"):
+        EngineConfig(model="builtin", restore_prefixes_s=-1)

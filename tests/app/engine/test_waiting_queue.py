@@ -1,0 +1,234 @@
+"""Whose turn it is: first come first served, and by turns of tenants."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict, deque
+from dataclasses import dataclass
+
+import pytest
+
+pytest.importorskip("hypothesis")
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.engine.request import Request, SequenceGroup
+from app.engine.sampling.params import SamplingParams
+from app.engine.waiting_queue import WaitingQueue
+from vmem import TokenChain
+
+ARRIVALS = itertools.count()
+PARAMS = SamplingParams(max_tokens=1)
+
+
+def group_of(
+    tenant: str | None = None, priority: int = 0, num_tokens: int = 1, arrival: int | None = None
+) -> SequenceGroup:
+    group = SequenceGroup(priority, next(ARRIVALS) if arrival is None else arrival, tenant=tenant)
+    Request("", [0] * num_tokens, PARAMS, 1, None, TokenChain(16), group, [0] * num_tokens)
+    return group
+
+
+def test_without_turns_tenants_make_no_difference() -> None:
+    queue = WaitingQueue()
+    groups = [group_of(tenant, priority) for tenant, priority in zip("abab", (0, 1, 1, 0), strict=True)]
+    for group in groups:
+        queue.add(group)
+    queue.charge(groups[0], 10**6)
+    assert [queue.pop() for _ in groups] == [groups[0], groups[3], groups[1], groups[2]]
+    assert queue.peek() is None
+
+
+@pytest.mark.parametrize("quantum", [None, 8])
+def test_whoever_is_added_late_stands_where_it_arrived(quantum: int | None) -> None:
+    queue = WaitingQueue(quantum)
+    groups = [group_of(arrival=arrival) for arrival in range(5)]
+    for i in (0, 3, 4, 1, 2):
+        queue.add(groups[i])
+    assert list(queue) == [groups[i] for i in (0, 3, 4, 1, 2)]
+    assert [queue.pop() for _ in groups] == groups
+
+
+def test_a_request_that_waits_for_room_is_passed_only_by_a_higher_priority() -> None:
+    queue = WaitingQueue(8)
+    large, other = group_of("a", num_tokens=100), group_of("b")
+    queue.add(large)
+    queue.add(other)
+    assert queue.peek() is large
+    queue.charge(large, 1000)  # others of the tenant go on being computed meanwhile
+    assert queue.peek() is large
+    urgent = group_of("b", priority=-1)
+    queue.add(urgent)
+    assert queue.pop() is urgent
+    assert queue.peek() is other  # its turn came
+
+
+def test_who_comes_back_has_its_debts_and_no_savings() -> None:
+    queue = WaitingQueue(10)
+    for _ in range(60):
+        queue.add(group_of("busy"))
+
+    def next_tenants(count: int) -> list[str | None]:
+        tenants = []
+        for _ in range(count):
+            group = queue.pop()
+            queue.charge(group, 10)
+            tenants.append(group.tenant)
+        return tenants
+
+    queue.add(group_of("idle"))
+    queue.add(group_of("owing"))
+    assert next_tenants(3) == ["busy", "idle", "owing"]
+    queue.charge(group_of("owing"), 70)  # its output: it owes seven rounds
+    assert next_tenants(4) == ["busy"] * 4  # three of them
+    for _ in range(4):
+        queue.add(group_of("idle"))
+        queue.add(group_of("owing"))
+    assert next_tenants(13) == ["idle", "busy"] * 4 + ["owing", "busy"] * 2 + ["owing"]
+
+
+def test_forgotten_when_nobody_waits() -> None:
+    """What nobody else wanted is free, so that who used it need not wait behind those who come now."""
+    queue = WaitingQueue(10)
+    first = group_of("a")
+    queue.add(first)
+    queue.pop()
+    queue.charge(first, 10**9)
+    groups = [group_of("a"), group_of("b")]
+    for group in groups:
+        queue.add(group)
+    assert [queue.pop(), queue.pop()] == groups
+
+
+def test_thousands_of_tenants_are_forgotten_again() -> None:
+    """Memory follows who waits and who owes, not who was ever there."""
+    queue = WaitingQueue(64)
+    queue.add(group_of("always"))
+    queue.add(group_of("always"))
+    most = 0
+    for i in range(5000):
+        queue.add(group_of(f"tenant {i}"))
+        while len(queue) > 4:
+            group = queue.pop()
+            queue.charge(group, 100)
+            if group.tenant == "always":
+                queue.add(group_of("always"))
+        most = max(most, len(queue._levels[0]._ring))
+    assert most < 20
+    assert sum(queue.lengths()) == len(queue)
+    for group in list(queue):
+        queue.remove(group)
+    assert not queue._levels
+    assert not queue._priorities
+    assert not queue.lengths()
+
+
+@dataclass
+class Work:
+    """What a tenant sends again and again: tokens of prompt and of output."""
+
+    sizes: list[tuple[int, int]]
+
+
+WORK = st.builds(Work, st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)).filter(any), min_size=1, max_size=4))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    work=st.lists(WORK, min_size=2, max_size=4),
+    num_slots=st.integers(1, 4),
+    quantum=st.sampled_from([1, 8, 32]),
+    others=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 20)), max_size=20),
+)
+def test_what_backlogged_tenants_get_differs_by_a_constant(
+    work: list[Work], num_slots: int, quantum: int, others: list[tuple[int, int]]
+) -> None:
+    """As many slots as run at once, a token a step for each; tenants that come and go beside them."""
+    queue = WaitingQueue(quantum)
+    sizes = {f"tenant {i}": itertools.cycle(w.sizes) for i, w in enumerate(work)}
+    outputs: dict[SequenceGroup, int] = {}
+    longest = max(prompt + output for w in work for prompt, output in w.sizes)
+    most_output = max(output for w in work for _, output in w.sizes)
+    bound = 3 * quantum + 2 * (longest + num_slots * most_output)
+    service = dict.fromkeys(sizes, 0)
+    coming = deque(sorted(others))
+
+    def add(tenant: str, prompt: int, output: int) -> None:
+        group = group_of(tenant, num_tokens=max(prompt, 1))
+        outputs[group] = output
+        queue.add(group)
+
+    def charge(group: SequenceGroup, num_tokens: int) -> None:
+        queue.charge(group, num_tokens)
+        if group.tenant in service:
+            service[group.tenant] += num_tokens
+
+    for tenant in sizes:
+        for _ in range(2):
+            add(tenant, *next(sizes[tenant]))
+    running: list[SequenceGroup] = []
+    for step in range(400):
+        while coming and coming[0][0] <= step:
+            add(f"other {len(coming) % 3}", 1, coming.popleft()[1])
+        while len(running) < num_slots:
+            group = queue.pop()
+            charge(group, sum(len(r.token_ids) for r in group.members))
+            running.append(group)
+            if group.tenant in sizes:
+                add(group.tenant, *next(sizes[group.tenant]))
+        for group in list(running):
+            if outputs[group]:
+                outputs[group] -= 1
+                charge(group, 1)
+            else:
+                running.remove(group)
+        assert max(service.values()) - min(service.values()) <= bound, f"step {step}: {service}"
+
+
+PRIORITIES = st.sampled_from([-1, 0, 0, 3])
+OPERATIONS = st.one_of(
+    st.tuples(st.just("add"), st.sampled_from([None, "a", "b", "c"]), PRIORITIES),
+    st.tuples(st.just("add"), st.sampled_from([None, "a", "b", "c"]), PRIORITIES),
+    st.tuples(st.just("pop"), st.integers(0, 50), st.integers(0, 50)),
+    st.tuples(st.just("remove"), st.integers(0, 50), st.just(0)),
+    st.tuples(st.just("charge"), st.integers(0, 50), st.integers(0, 60)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(operations=st.lists(OPERATIONS, max_size=80), quantum=st.sampled_from([None, 1, 16]))
+def test_order_and_books(operations: list[tuple[str, object, int]], quantum: int | None) -> None:
+    """Priority goes first, within a tenant who came first does, and somebody is next as long as anybody waits."""
+    queue = WaitingQueue(quantum)
+    waiting: dict[tuple[int, str | None], list[SequenceGroup]] = defaultdict(list)
+    begun: list[SequenceGroup] = []
+
+    def leave(group: SequenceGroup) -> None:
+        waiting[group.priority, group.tenant].remove(group)
+
+    for name, what, number in operations:
+        everybody = sorted((g for groups in waiting.values() for g in groups), key=lambda g: g.arrival)
+        if name == "add":
+            group = group_of(what, number)  # type: ignore[arg-type]
+            waiting[number, group.tenant].append(group)
+            queue.add(group)
+        elif name == "pop" and everybody:
+            group = queue.pop()
+            assert group.priority == min(g.priority for g in everybody)
+            assert group is waiting[group.priority, group.tenant][0]
+            if quantum is None:
+                assert group is min(everybody, key=lambda g: g.rank)
+            leave(group)
+            begun.append(group)
+            queue.charge(group, number)
+        elif name == "remove" and everybody:
+            group = everybody[int(what) % len(everybody)]  # type: ignore[call-overload]
+            queue.remove(group)
+            leave(group)
+        elif name == "charge" and begun:
+            queue.charge(begun[int(what) % len(begun)], number)  # type: ignore[call-overload]
+        count = sum(map(len, waiting.values()))
+        assert len(queue) == sum(queue.lengths()) == count
+        assert (queue.peek() is None) == (count == 0)
+        assert queue.peek() is queue.peek()
+        assert set(queue) == {g for groups in waiting.values() for g in groups}

@@ -24,12 +24,12 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from app.args import AppArgs
-from app.checkpoint import checkpoint_faults, rank_faults
-from app.config import EngineConfig
+from app.config.args import AppArgs
+from app.config.checkpoint import checkpoint_faults, rank_faults
+from app.config.engine import EngineConfig
+from app.config.machine import Machine, check_resources
 from app.errors import ConfigError
 from app.fleet.autoscaling import ScalingTargets
-from app.machine import Machine, check_resources
 
 FOLIO = "app.main:build"
 DEPLOYMENTS = ("Ingress", "EngineReplica")

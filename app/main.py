@@ -7,11 +7,11 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from app.args import AppArgs, RoutingArgs, StreamingArgs
 from app.checks import check_args
-from app.config import EngineConfig
+from app.config.args import AppArgs, RoutingArgs, StreamingArgs
+from app.config.engine import EngineConfig
+from app.fleet.streams import StreamPace
 from app.serving.ingress import Ingress
-from app.serving.pace import StreamPace
 from app.serving.replica import EngineReplica
 
 __all__ = ["AppArgs", "build"]

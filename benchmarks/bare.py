@@ -11,7 +11,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine import AsyncEngine, SamplingParams
 from benchmarks.load import Ask, Clock, Record, closed_loop, open_loop
 

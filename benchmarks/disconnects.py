@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from app.builtin import corpus
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from benchmarks import harness
 from benchmarks.served import cluster
 

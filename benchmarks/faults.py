@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from benchmarks import chaos, harness, parts
 from benchmarks.asking import DTYPE, OUTCOMES, Client, Outcomes
 from benchmarks.served import cluster, processes_called
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
     """Faults of ranks."""
     from ray import serve
 
-    from app.args import AppArgs
+    from app.config.args import AppArgs
     from app.main import HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S, build
 
     count = 4 if args.quick else 50

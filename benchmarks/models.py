@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine import SamplingParams
 from app.engine.engine import Engine
 from app.errors import ConfigError, ModelError

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from app.config import RecoveryPolicy
+from app.config.engine import RecoveryPolicy
 from app.engine import LLM, SamplingParams
 from app.engine.engine import Engine
 from app.engine.execution.batch import demands

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from app.engine.report import ReplicaReport
-from app.serving.messages import report_from_stats
+from app.fleet.messages import report_from_stats
 
 _POLL_S = 0.1
 # Between those that Ray takes for its workers and those that systems give away.

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.engine.sampling.params import SamplingParams
-from app.serving.messages import GenerateRequest
+from app.fleet.messages import GenerateRequest
 from benchmarks import harness
 from benchmarks.served import Served, served
 

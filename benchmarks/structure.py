@@ -25,7 +25,7 @@ GENERATED = ("app/proto/folio_pb2.py", "app/proto/folio_pb2_grpc.py")
 LAYERS = (
     ("vmem", "kernels"),
     ("app.errors", "app.compat"),
-    ("app.config",),
+    ("app.config.engine",),
     ("app.engine", "app.builtin"),
     ("app.fleet",),
     ("app.exchange", "app.http_errors"),

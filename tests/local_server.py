@@ -17,21 +17,21 @@ import uvicorn
 from fastapi import FastAPI
 from ray.exceptions import RayTaskError
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
+from app.edge.admission import Admission
 from app.engine import AsyncEngine
 from app.engine.model.loader import load_tokenizer
 from app.errors import FolioError
 from app.fleet.overload import Refusals
+from app.fleet.retry import Repeats
+from app.fleet.streams import StreamPace
 from app.openai.http import build_api
-from app.serving.admission import Admission
+from app.openai.translate import Translator
 from app.serving.calls import Replicas
 from app.serving.ingress import Ingress
 from app.serving.metrics import RequestMeter
-from app.serving.pace import StreamPace
-from app.serving.repeats import Repeats
 from app.serving.replica import EngineReplica
-from app.serving.shared import SharedStreams
-from app.serving.translator import Translator
+from app.serving.shared_streams import SharedStreams
 
 
 class LocalServer:

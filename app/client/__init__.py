@@ -23,8 +23,8 @@ from app.errors import (
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, Message, PinRequest
 from app.openai.operator_replies import LoadReport, PinCard, PinList
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, Usage
-from app.openai.responses_body import ResponsesRequest
-from app.openai.responses_replies import ResponseObject, StreamEvent
+from app.openai.responses.body import ResponsesRequest
+from app.openai.responses.replies import ResponseObject, StreamEvent
 from vmem import BudgetAnswer, MemoryReport
 
 __all__ = [

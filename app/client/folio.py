@@ -11,8 +11,8 @@ from app.errors import EngineError, UnavailableError
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, PinRequest
 from app.openai.operator_replies import LoadReport, PinList
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
-from app.openai.responses_body import ResponsesRequest
-from app.openai.responses_replies import ResponseObject, StreamEvent
+from app.openai.responses.body import ResponsesRequest
+from app.openai.responses.replies import ResponseObject, StreamEvent
 from vmem import BudgetAnswer, MemoryReport
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from pydantic_core import from_json
 
 from app.client.transport import PerLoop, broken_off, no_such_call, unreachable
 from app.errors import DeadlineError, EngineError, FolioError, OverloadedError, RequestError, UnavailableError
-from app.openai.events import DONE, event_data
+from app.http_errors import error_of
 from app.openai.operator_replies import LoadReport, PinCard, PinDeleted, PinList
-from app.openai.received import error_of
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
-from app.openai.responses_replies import ResponseObject, StreamEvent
+from app.openai.responses.replies import ResponseObject, StreamEvent
+from app.openai.sse import DONE, event_data
 from vmem import MemoryReport
 
 _CONNECT_TIMEOUT_S = 10.0

@@ -1,4 +1,7 @@
-"""What every HTTP request passes on its way in and out: limits, keys, quotas, headers, the log."""
+"""What every HTTP request passes on its way in and out: limits, keys, quotas, headers, the log.
+
+Puts the guard around an application.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,20 @@ import json
 import logging
 import time
 
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.edge.arrival import ClientGone, Head, check_size, read_body, read_head, replay
-from app.edge.exchange import Exchange, enter, leave
+from app.config.http import HttpSettings, RateLimits
 from app.edge.keys import KeyRing
 from app.edge.quota import AddressQuotas, Quota
-from app.edge.refusal import Headers, Refusal
+from app.edge.request_body import ClientGone, Head, check_size, read_body, read_head, replay
 from app.edge.request_log import log_request
-from app.edge.settings import HttpSettings, RateLimits
 from app.edge.shares import Shares
-from app.edge.watcher import Watcher
 from app.errors import RateLimitError
-from app.openai.errors import error_response
+from app.exchange import Exchange, Watcher, enter, leave
+from app.http_errors import Headers, Refusal, error_response
 
 logger = logging.getLogger(__name__)
 
@@ -190,3 +193,34 @@ def _path_of(scope: Scope) -> str:
     """Within the application, which may be mounted somewhere."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
+
+
+# Browsers show these to a page only when they are named.
+_EXPOSED = [
+    "x-request-id",
+    "retry-after",
+    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+]
+
+
+def protect(
+    api: FastAPI,
+    settings: HttpSettings,
+    *,
+    echoes_id: bool = True,
+    watcher: Watcher | None = None,
+    shares: Shares | None = None,
+) -> FastAPI:
+    """Add the middleware to it, as in `Guard`. Raises `ConfigError` when the API keys cannot be read."""
+    keys = None if settings.api_keys is None else KeyRing(settings.api_keys, settings.key_limits, watcher, shares)
+    api.add_middleware(Guard, settings=settings, keys=keys, echoes_id=echoes_id, watcher=watcher, shares=shares)
+    if settings.cors_origins:  # outside of the guard: browsers ask without a key first, and want to read refusals
+        api.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=_EXPOSED,
+            max_age=3600,
+        )
+    return api

@@ -17,11 +17,11 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from app.config.http import KeyEntry, KeyFile, KeySource, RateLimits
 from app.edge.quota import Quota
-from app.edge.settings import KeyEntry, KeyFile, KeySource, RateLimits
 from app.edge.shares import Shares
-from app.edge.watcher import Watcher
 from app.errors import ConfigError
+from app.exchange import Watcher
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections import OrderedDict
 
-from app.edge.settings import RateLimits
+from app.config.http import RateLimits
 from app.edge.shares import Limit, Shares
 from app.errors import RateLimitError, RequestError
 

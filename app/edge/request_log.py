@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from starlette.types import Scope
 
-from app.edge.exchange import Exchange
+from app.exchange import Exchange
 
 logger = logging.getLogger(__name__)
 

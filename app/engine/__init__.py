@@ -1,6 +1,6 @@
 """The engine, without Ray: `LLM` for scripts, `AsyncEngine` for servers."""
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.llm import LLM, Completion, Output
 from app.engine.request import Delta, FinishReason, RequestOptions, TokenLogprobs

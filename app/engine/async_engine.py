@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Unpack
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine.cores import yield_cpu
 from app.engine.engine import Engine
 from app.engine.load_report import MOST_KEYS, Activity

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from app.config import EngineConfig
-from app.machine import Machine
+from app.config.engine import EngineConfig
+from app.config.machine import Machine
 
 
 def num_threads(config: EngineConfig) -> int:

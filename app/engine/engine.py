@@ -14,7 +14,7 @@ from typing import Unpack
 
 import torch
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine.decoding import Decoding
 from app.engine.execution.batch import demands, memory_of, next_demands, num_attended, plan_step
 from app.engine.execution.executor import Executor

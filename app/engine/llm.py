@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine.engine import Engine
 from app.engine.request import Delta, FinishReason, RequestOptions, TokenLogprobs
 from app.engine.sampling.params import SamplingParams

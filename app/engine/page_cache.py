@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from huggingface_hub import try_to_load_from_cache
 
-from app.machine import Machine
+from app.config.machine import Machine
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from app.config import RecoveryPolicy
+from app.config.engine import RecoveryPolicy
 from app.engine.faults import SequenceFailure, is_one_requests
 from app.engine.preemption import Recovery, RecoveryModel
 from app.engine.request import Request, SequenceGroup

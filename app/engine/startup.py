@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine.model.loader import LoadedModel
 from app.engine.sampling.params import SamplingParams, Structure
 from vmem import CachedPrefix

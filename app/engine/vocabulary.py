@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine.model.loader import LoadedModel
 from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.penalties import BadWords, encode_bad_words

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from app.edge.exchange import current_exchange
 from app.engine.request import TokenLogprobs
+from app.exchange import current_exchange
+from app.fleet.messages import Piece, public_id
 from app.openai.logprobs import Offsets, completion_logprobs, prompt_logprobs
-from app.openai.pieces import Piece, public_id
 from app.openai.replies import (
     Completion,
     CompletionChoice,

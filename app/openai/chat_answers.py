@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from app.engine.request import TokenLogprobs
+from app.fleet.messages import Piece, public_id
 from app.openai.answers import Tally
 from app.openai.logprobs import chat_logprobs, prompt_logprobs
-from app.openai.pieces import Piece, public_id
 from app.openai.replies import (
     AssistantMessage,
     ChatChoice,
@@ -23,7 +23,7 @@ from app.openai.replies import (
     Usage,
 )
 from app.openai.token_texts import TokenTexts
-from app.openai.tool_bodies import FunctionCall, ToolCall, ToolCallDelta
+from app.openai.tools.bodies import FunctionCall, ToolCall, ToolCallDelta
 
 
 class ToolParser(Protocol):

@@ -16,17 +16,24 @@ from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Match
 
-from app.edge.exchange import note_error, request_id
-from app.edge.protect import protect
-from app.edge.settings import HttpSettings
+from app import http_errors as errors
+from app.config.http import HttpSettings
+from app.edge.guard import protect
 from app.edge.shares import Shares
-from app.edge.watcher import Watcher
 from app.errors import FolioError, UnknownPinError
-from app.openai import errors, examples
-from app.openai.bodies import ChatCompletionRequest, CompletionRequest, PinRequest
+from app.exchange import Watcher, note_error, request_id
+from app.openai import description as examples
+from app.openai.bodies import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizedText,
+    DetokenizeRequest,
+    PinRequest,
+    TokenizeRequest,
+    Tokens,
+)
 from app.openai.description import CHAT_STREAM, COMPLETION_STREAM, DESCRIPTION, ERRORS, RESPONSE_STREAM, describe
-from app.openai.frames import Frames, on_one_line
-from app.openai.json_route import json_routes
+from app.openai.json_body import json_routes
 from app.openai.operator_replies import LoadReport, PinCard, PinDeleted, PinList
 from app.openai.replies import (
     ChatCompletion,
@@ -36,9 +43,9 @@ from app.openai.replies import (
     ModelCard,
     ModelList,
 )
-from app.openai.responses_body import ResponsesRequest
-from app.openai.responses_replies import ErrorEvent, ResponseObject, StreamEvent
-from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
+from app.openai.responses.body import ResponsesRequest
+from app.openai.responses.replies import ErrorEvent, ResponseObject, StreamEvent
+from app.openai.sse import Frames, on_one_line
 
 logger = logging.getLogger(__name__)
 

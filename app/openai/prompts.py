@@ -11,12 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from app.engine.vocabulary import conversation_prefix, text_prefix
 from app.errors import RequestError
-from app.openai.bodies import ChatCompletionRequest, CompletionRequest, Message, PinRequest
-from app.openai.strict import check_json
+from app.openai.base import check_json
+from app.openai.bodies import ChatCompletionRequest, CompletionRequest, Message, PinRequest, TokenizeRequest
 from app.openai.text_encoder import TextEncoder
-from app.openai.token_bodies import TokenizeRequest
-from app.openai.tool_bodies import Tool, ToolCall
-from app.openai.tool_formats import tool_template
+from app.openai.tools.bodies import Tool, ToolCall
+from app.openai.tools.formats import tool_template
 
 # Of a text and the name of its field: raises a `RequestError` when it is too long.
 CheckLength = Callable[[str, str], None]

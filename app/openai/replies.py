@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from app.openai.lean import LeanReply
-from app.openai.tool_bodies import ToolCall, ToolCallDelta
+from app.openai.base import LeanReply
+from app.openai.tools.bodies import ToolCall, ToolCallDelta
 
 ChoiceEnd = Literal["stop", "length", "tool_calls"]
 

@@ -14,15 +14,12 @@ from ray.serve.handle import DeploymentHandle
 
 from app.engine.sampling.params import SamplingParams
 from app.errors import OverloadedError, UnavailableError
+from app.fleet.messages import ForkCall, GenerateRequest, Piece, ReplicaFacts
 from app.fleet.overload import Refusals
-from app.openai.pieces import Piece
-from app.serving.attempts import Attempts
-from app.serving.batch import Batch
+from app.fleet.retry import Attempts, Batch
+from app.fleet.streams import SILENCE_S, heard, interleave
 from app.serving.failures import FAILURES, broken_off, translated, unwrap
-from app.serving.heartbeat import SILENCE_S, heard
-from app.serving.interleave import interleave
-from app.serving.messages import ForkCall, GenerateRequest, ReplicaFacts
-from app.serving.shared import SharedReader
+from app.serving.shared_streams import SharedReader
 
 # A message may have 4 MiB. An output token takes up to 16 bytes, id and text: so all outputs of a call with so many
 # tokens fit into half of that, even if its reader was so slow that they come in one.

@@ -2,12 +2,15 @@
 
 So keys, limits, validation, the log and the errors are those of HTTP, and there is no other way in. Serve calls the
 methods by the names that `folio.proto` gives them.
+
+A call of an ASGI application by this process itself.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -17,18 +20,15 @@ from urllib.parse import unquote
 import grpc
 from pydantic_core import from_json
 from ray.serve.grpc_util import RayServegRPCContext
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message
 
-from app.edge.refusal import Refusal
 from app.errors import RequestError
 from app.haproxy import ATTEMPT_HEADER
-from app.openai.errors import error_response
-from app.openai.events import DONE, event_data
+from app.http_errors import Refusal, error_of, error_response
 from app.openai.lanes import LOOP_BYTES, Lanes
-from app.openai.received import error_of
+from app.openai.sse import DONE, event_data
 from app.proto import convert
 from app.proto import folio_pb2 as pb
-from app.serving.asgi_call import asgi_call, http_scope
 
 # Any other is the caller's fault, or ours; 413 not RESOURCE_EXHAUSTED, since it would be as long the next time.
 _STATUSES = {
@@ -263,3 +263,59 @@ def _client_of(peer: str) -> tuple[str, int]:
     """(Address, port) of what gRPC calls `ipv4:127.0.0.1:5000`, or `ipv6:%5B::1%5D:5000`."""
     host, _, port = unquote(peer).partition(":")[2].rpartition(":")
     return host.strip("[]") or peer, int(port) if port.isdigit() else 0
+
+
+# What the application may send ahead of its reader.
+_MOST_AHEAD = 2
+
+
+def http_scope(method: str, path: str, headers: Iterable[tuple[bytes, bytes]], client: tuple[str, int]) -> Any:
+    """Of a request by such a path within the application."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": "2",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "root_path": "",
+        "query_string": b"",
+        "headers": list(headers),
+        "client": client,
+        "server": None,
+    }
+
+
+async def asgi_call(
+    application: ASGIApp, scope: Any, body: Callable[[], Awaitable[bytes]]
+) -> AsyncGenerator[Message, None]:
+    """What the application sends, as it comes. Close it to cancel the request.
+
+    Args:
+        body: makes it, when the application asks for it: what is refused by its head alone has none.
+    """
+    messages: asyncio.Queue[Message | None] = asyncio.Queue()
+    room = asyncio.Semaphore(_MOST_AHEAD)
+    is_asked = False
+
+    async def receive() -> Message:
+        nonlocal is_asked
+        if is_asked:
+            await asyncio.Event().wait()  # a client that goes away cancels the call
+        is_asked = True
+        return {"type": "http.request", "body": await body(), "more_body": False}
+
+    async def send(message: Message) -> None:
+        await room.acquire()
+        messages.put_nowait(message)
+
+    task = asyncio.ensure_future(application(scope, receive, send))
+    task.add_done_callback(lambda _: messages.put_nowait(None))
+    try:
+        while (message := await messages.get()) is not None:
+            room.release()
+            yield message
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+    await task  # raises what it has raised

@@ -15,11 +15,10 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from app.edge.door import Door
-from app.edge.exchange import current_exchange
-from app.edge.settings import HttpSettings
+from app.config.http import HttpSettings
+from app.edge.admission import Admission, Door
+from app.edge.request_body import ReadsRefusedBodies
 from app.edge.shares import Shares
-from app.edge.unread import ReadsRefusedBodies
 from app.engine.model.loader import load_tokenizer
 from app.errors import (
     DeadlineError,
@@ -29,26 +28,33 @@ from app.errors import (
     UnavailableError,
     UnknownPinError,
 )
+from app.exchange import current_exchange
+from app.fleet.messages import GenerateRequest, Piece, ReplicaFacts
 from app.fleet.overload import Refusals
 from app.haproxy import trusted_addresses
 from app.logs import configure_logs
-from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, GenerationBody, PinRequest
+from app.openai.bodies import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizedText,
+    DetokenizeRequest,
+    ForkRequest,
+    GenerationBody,
+    PinRequest,
+    TokenizeRequest,
+    Tokens,
+)
 from app.openai.http import build_api, note_broken_stream
-from app.openai.operator_replies import LoadReport, PinList
-from app.openai.pieces import Piece
+from app.openai.operator_replies import LoadReport, PinList, add_memory_route, load_report, pin_list
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, ModelCard, ModelList
-from app.openai.responses_body import ResponsesRequest
-from app.openai.responses_replies import ResponseObject, StreamEvent
-from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
-from app.serving.admission import Admission
+from app.openai.responses.body import ResponsesRequest
+from app.openai.responses.replies import ResponseObject, StreamEvent
+from app.openai.translate import Translator
 from app.serving.calls import Replicas
 from app.serving.grpc_ingress import GrpcIngress
 from app.serving.limits import SharedLimits, num_ingresses
-from app.serving.messages import GenerateRequest, ReplicaFacts
 from app.serving.metrics import EdgeMeter, Measured, MetricsPage, RequestMeter
-from app.serving.reports import add_memory_route, load_report, pin_list
-from app.serving.shared import SharedReader
-from app.serving.translator import Translator
+from app.serving.shared_streams import SharedReader
 from vmem import BudgetAnswer, MemoryReport
 
 # While the server starts, and later: a replica that has answered before may be busy.

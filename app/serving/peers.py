@@ -11,7 +11,7 @@ from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from app.serving.messages import ToldPrefixes
+from app.fleet.messages import ToldPrefixes
 from vmem import CachedPrefix
 
 logger = logging.getLogger(__name__)

@@ -15,30 +15,30 @@ from typing import Any, TypeVar
 import ray
 from ray import serve
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine import AsyncEngine, Delta
 from app.engine.async_engine import Pace
 from app.errors import ConfigError, OverloadedError, RequestError, UnavailableError, UnknownRequestError
 from app.fleet.autoscaling import ReplicaLoad
-from app.logs import configure_logs
-from app.openai.pieces import Piece, PieceCollector
-from app.serving.heartbeat import beating
-from app.serving.ledger import BudgetMember, device_of_this_replica
-from app.serving.messages import (
+from app.fleet.messages import (
     ForkCall,
     GenerateRequest,
+    Piece,
+    PieceCollector,
     ReplicaFacts,
     ReplicaStatus,
     ShareCall,
     ToldPrefixes,
     report_as_stats,
 )
+from app.fleet.retry import Repeats
+from app.fleet.streams import StreamPace, beating
+from app.logs import configure_logs
+from app.serving.ledger import BudgetMember, device_of_this_replica
 from app.serving.metrics import EngineMeter, ReadyGauge, RoutingAudit, SpeculationMeter
-from app.serving.pace import StreamPace
 from app.serving.peers import Peers
-from app.serving.ranks import actors_of_this_replica
-from app.serving.repeats import Repeats
-from app.serving.shared import Entry, SharedStreams
+from app.serving.shared_streams import Entry, SharedStreams
+from app.serving.tp_actors import actors_of_this_replica
 from vmem import BudgetAnswer, MemoryReport
 
 # How long a replica without an engine stays, so that what it has answered gets out.

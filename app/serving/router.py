@@ -25,8 +25,8 @@ from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, Reque
 from app.engine.prefix_keys import compiled_hashing, prompt_keys
 from app.errors import DeadlineError, NoReplicaError, OverloadedError
 from app.fleet.fleet import Fleet, RoutedRequest, Sent
+from app.fleet.messages import Expected, ForkCall, GenerateRequest, ShareCall, report_from_stats
 from app.fleet.policies import make_policy
-from app.serving.messages import Expected, ForkCall, GenerateRequest, ShareCall, report_from_stats
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from app.address import claim
 from app.errors import ConfigError
+from app.serve import claim
 
 
 def free_port() -> int:

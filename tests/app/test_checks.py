@@ -12,12 +12,12 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-import app.config
+import app.config.engine
 import app.fleet.policies
 import vmem
-from app.args import AppArgs
 from app.checks import check_args, load_config
-from app.config import EngineConfig
+from app.config.args import AppArgs
+from app.config.engine import EngineConfig
 from app.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -206,10 +206,10 @@ def test_an_application_that_is_deployed_is_held_to_the_same(tmp_path: Path) -> 
 
 
 def test_names_that_are_written_twice_are_the_same() -> None:
-    """`app.config` does not import those who use them, since a check must not take as long as that."""
-    assert get_args(app.config.LayoutKind) == get_args(vmem.LayoutKind)
-    assert get_args(app.config.ViewPolicy) == get_args(vmem.ViewPolicy)
-    assert get_args(app.config.PolicyName) == get_args(app.fleet.policies.PolicyName)
+    """`app.config.engine` does not import those who use them, since a check must not take as long as that."""
+    assert get_args(app.config.engine.LayoutKind) == get_args(vmem.LayoutKind)
+    assert get_args(app.config.engine.ViewPolicy) == get_args(vmem.ViewPolicy)
+    assert get_args(app.config.engine.PolicyName) == get_args(app.fleet.policies.PolicyName)
 
 
 @pytest.mark.processes

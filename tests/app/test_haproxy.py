@@ -41,10 +41,10 @@ from ray.serve.config import HTTPOptions, gRPCOptions
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app import haproxy, serve
-from app.edge import unread
+from app.config.http import HttpSettings
+from app.edge import request_body as unread
 from app.edge.guard import Guard
-from app.edge.settings import HttpSettings
-from app.edge.unread import ReadsRefusedBodies
+from app.edge.request_body import ReadsRefusedBodies
 from tests.hostile.wire import Answer, Dropped, connected, request
 from tests.local_server import LocalServer, listening
 

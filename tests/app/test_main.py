@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from app.args import AppArgs, RoutingArgs, StreamingArgs
-from app.config import EngineConfig
+from app.config.args import AppArgs, RoutingArgs, StreamingArgs
+from app.config.engine import EngineConfig
 from app.errors import ConfigError
 from app.main import bounded, build, max_ongoing_requests, replica_resources, shared_engine
 

@@ -23,7 +23,7 @@ from app.client import (
     RequestError,
     UnknownModelError,
 )
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.main import AppArgs, build
 from app.proto import folio_pb2 as pb
 from app.proto.folio_pb2_grpc import FolioStub

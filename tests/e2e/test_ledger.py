@@ -14,12 +14,12 @@ from pydantic import ValidationError
 from ray import serve
 from ray.exceptions import RayActorError
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine import SamplingParams
 from app.errors import ConfigError
+from app.fleet.messages import GenerateRequest
 from app.main import AppArgs, build, replica_resources, shared_engine
 from app.serving.ledger import NAMESPACE, ledger_name
-from app.serving.messages import GenerateRequest
 from app.serving.replica import EngineReplica
 from tests.e2e.conftest import deleted_at_the_end
 from vmem import MemoryReport

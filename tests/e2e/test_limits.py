@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 import ray
 
+from app.config.http import RateLimits
 from app.edge.quota import Quota
-from app.edge.settings import RateLimits
 from app.edge.shares import Shares
 from app.errors import RateLimitError
 from app.fleet.overload import Refusals

@@ -17,8 +17,8 @@ import pytest
 from app.engine import SamplingParams
 from app.engine.prefix_keys import prompt_keys
 from app.errors import UnknownRequestError
+from app.fleet.messages import GenerateRequest
 from app.openai.bodies import CompletionRequest, ForkRequest, PinRequest
-from app.serving.messages import GenerateRequest
 from benchmarks.served import Served, processes_called
 from tests.e2e.conftest import deleted_at_the_end
 

@@ -24,7 +24,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from app.builtin import corpus
 from app.client import Folio
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.errors import RequestError, UnavailableError, UnknownModelError, UnknownRequestError
 from app.main import AppArgs, build
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, Message, PinRequest

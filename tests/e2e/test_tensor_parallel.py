@@ -12,10 +12,10 @@ import httpx
 import pytest
 from ray import serve
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.errors import ConfigError
 from app.main import AppArgs, build
-from app.serving.ranks import ActorProcesses
+from app.serving.tp_actors import ActorProcesses
 from benchmarks.served import processes_called
 from tests.e2e.conftest import deleted_at_the_end
 

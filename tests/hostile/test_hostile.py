@@ -19,9 +19,9 @@ import httpx
 import pytest
 from ray import serve
 
-from app.args import AppArgs
-from app.config import EngineConfig
-from app.edge.settings import HttpSettings
+from app.config.args import AppArgs
+from app.config.engine import EngineConfig
+from app.config.http import HttpSettings
 from app.main import build
 from benchmarks import disconnects, harness
 from benchmarks.served import cluster, processes_called

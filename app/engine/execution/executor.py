@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine.cores import num_threads
 from app.engine.execution.batch import StepPlan, build_batch
 from app.engine.execution.model_runner import ModelRunner, ObservedLayers

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
+from app.config.machine import SPARE_SHARE, Machine, check_resources, resident_bytes
 from app.engine.execution.model_runner import ObservedLayers
 from app.engine.execution.recurrent import state_bytes
 from app.engine.model.loader import LoadedModel
 from app.engine.sampling.logprobs import CHUNK_ELEMENTS
 from app.errors import ConfigError
-from app.machine import SPARE_SHARE, Machine, check_resources, resident_bytes
 from kernels import select_block_copy
 from vmem import (
     KVLayout,

@@ -22,7 +22,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
+from app.config.machine import Machine, check_resources
 from app.engine.execution import attention, recurrent
 from app.engine.lora.layers import LoRALayers
 from app.engine.model.fusion import fuse_attention, fuse_modules
@@ -31,7 +32,6 @@ from app.engine.page_cache import read_once, weight_files
 from app.engine.tensor_parallel.communicator import Communicator
 from app.engine.tensor_parallel.sharding import install_collectives, load_share
 from app.errors import ConfigError, ModelError
-from app.machine import Machine, check_resources
 from kernels import CpuElementwise, KernelError
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine.cores import num_threads
 from app.engine.execution.batch import num_attended, plan_step
 from app.engine.execution.executor import Executor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine.execution.model_runner import ObservedLayers
 from app.engine.faults import SequenceFailure, is_one_requests
 from app.engine.model.loader import LoadedModel

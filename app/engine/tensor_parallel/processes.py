@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine.tensor_parallel.communicator import StoreAddress
 from app.engine.tensor_parallel.shared_memory import MemoryAddress
 from app.engine.tensor_parallel.sockets import SocketAddress

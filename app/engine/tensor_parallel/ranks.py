@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine.tensor_parallel import processes as spec
 from app.engine.tensor_parallel import shared_memory
 from app.engine.tensor_parallel.communicator import Communicator, open_store

@@ -1,4 +1,7 @@
-"""What an ingress replica counts of its requests, over HTTP and by handle."""
+"""What an ingress replica counts of its requests, over HTTP and by handle.
+
+What an ingress replica counts of requests that it does not let in.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from types import TracebackType
 
 from ray.serve import metrics
 
-from app.openai.errors import error_response
-from app.openai.pieces import Piece
-from app.serving.messages import GenerateRequest
+from app.exchange import Watcher
+from app.fleet.messages import GenerateRequest, Piece
+from app.http_errors import error_response
 
 _FIRST_S: list[float] = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60]
 _TOKEN_S: list[float] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1]
@@ -177,3 +180,25 @@ def outcome_of(error: BaseException | None) -> str:
         return "cancelled"
     status, _ = error_response(error)
     return _OUTCOMES.get(status, "invalid" if status < 500 else "failed")
+
+
+class EdgeMeter(Watcher):
+    """Counts refusals, and shows whether the API keys are those of their file."""
+
+    def __init__(self) -> None:
+        self._refused = metrics.Counter("folio_refused_requests", "Requests that were not let in, by why.", ("code",))
+        self._stale = metrics.Gauge(
+            "folio_api_keys_stale", "1 while the file of API keys cannot be used, and the keys are those from before."
+        )
+        self._is_stale = False
+
+    def refused(self, code: str) -> None:
+        self._refused.inc(tags={"code": code})
+
+    def keys_read(self, problem: str | None) -> None:
+        self._is_stale = problem is not None
+        self.repeat()
+
+    def repeat(self) -> None:
+        """See `RequestMeter.repeat`."""
+        self._stale.set(int(self._is_stale))

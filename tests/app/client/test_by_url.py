@@ -35,10 +35,10 @@ from app.client import (
     UnknownPinError,
 )
 from app.client.over_grpc import OverGrpc
-from app.edge.settings import HttpSettings, KeySource
+from app.config.http import HttpSettings, KeySource
 from app.openai.http import build_api
-from app.openai.responses_body import ResponsesRequest
-from app.serving.reports import add_memory_route
+from app.openai.operator_replies import add_memory_route
+from app.openai.responses.body import ResponsesRequest
 from tests.app.openai.test_http import FakeService
 from tests.grpc_server import grpc_listening
 from tests.local_server import LocalServer, listening

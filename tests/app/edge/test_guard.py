@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from app.edge.exchange import current_exchange
+from app.config.http import HttpSettings, KeySource, RateLimits
 from app.edge.guard import Guard
 from app.edge.keys import KeyRing
-from app.edge.settings import HttpSettings, KeySource, RateLimits
-from app.edge.watcher import Watcher
+from app.exchange import Watcher, current_exchange
 from tests.app.edge.asgi import Answer, bearer, call, scope_of
 
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789ab"

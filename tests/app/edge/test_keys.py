@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from app.config.http import KeyEntry, KeySource, RateLimits
 from app.edge import keys
 from app.edge.keys import KeyRing, read_keys
-from app.edge.settings import KeyEntry, KeySource, RateLimits
-from app.edge.watcher import Watcher
 from app.errors import ConfigError
+from app.exchange import Watcher
 
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789ab"
 LIMITS = RateLimits(requests_per_minute=5)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from app.edge.settings import HttpSettings
+from app.config.http import HttpSettings
 from app.errors import ConfigError, EngineError, OverloadedError, RequestError
 from app.logs import WithheldMessages
 from app.openai.bodies import CompletionRequest

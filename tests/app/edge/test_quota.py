@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from app.config.http import RateLimits
 from app.edge.quota import AddressQuotas, Quota
-from app.edge.settings import RateLimits
 from app.edge.shares import Limit, Shares
 from app.errors import RateLimitError, RequestError
 from tests.app.edge.limited import Clock

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+from app.config.http import RateLimits
 from app.edge.quota import AddressQuotas, Quota
-from app.edge.settings import RateLimits
 from app.edge.shares import DEAD_S, Books, Shares, Use
 from app.errors import RateLimitError
 from tests.app.edge.limited import Clock, Cluster

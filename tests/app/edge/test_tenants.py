@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from app.edge.settings import HttpSettings
+from app.config.http import HttpSettings
 from app.openai.http import build_api
 from app.openai.operator_replies import PinCard, PinList
 from tests.app.edge.asgi import bearer, call

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import pytest
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine import AsyncEngine, Delta, SamplingParams, async_engine
 from app.errors import EngineError, RequestError, UnavailableError
 from tests.conftest import ARCHITECTURES, MakeCheckpoint

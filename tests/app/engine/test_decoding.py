@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine import Delta, SamplingParams, Structure, generation
 from app.engine.engine import Engine
 from app.errors import EngineError, RequestError

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
+from app.config.machine import Machine
 from app.engine import engine as engine_module
 from app.engine.engine import Engine
 from app.engine.execution.batch import StepBatch
@@ -17,7 +18,6 @@ from app.engine.model import kv_plan
 from app.engine.request import Delta
 from app.engine.sampling.params import SamplingParams
 from app.errors import ConfigError, ContextLengthError, RequestError
-from app.machine import Machine
 from tests.conftest import ARCHITECTURES, VOCAB_SIZE, MakeCheckpoint
 from vmem import MapError, OutOfPages, View
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine.engine import Engine
 from app.engine.faults import FAILED
 from app.engine.generation import Generation

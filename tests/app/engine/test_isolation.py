@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine import SamplingParams
 from app.engine.engine import Engine
 from app.engine.execution.batch import StepPlan

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine import AsyncEngine, SamplingParams
 from app.engine.engine import Engine
 from app.engine.load_report import LoadMeter, retry_after_s

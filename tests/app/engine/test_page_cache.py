@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from app.config.machine import Machine
 from app.engine import page_cache
 from app.engine.page_cache import missing_runs, read_once, weight_files
-from app.machine import Machine
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 DEADLINE_S = 60

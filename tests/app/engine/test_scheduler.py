@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine import SamplingParams
 from app.engine.engine import Engine
 from app.engine.request import SequenceGroup

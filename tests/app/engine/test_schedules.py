@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine import engine as engine_module
 from app.engine.engine import Engine
 from app.engine.sampling.noise import gumbel

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine import AsyncEngine, SamplingParams
 from app.engine.engine import Engine
 from app.engine.model.loader import BUILTIN_FOLDER, load_model

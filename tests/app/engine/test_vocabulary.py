@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine.engine import Engine
 from app.engine.request import Delta
 from app.engine.sampling.params import SamplingParams, Structure

@@ -9,9 +9,17 @@ from pydantic import BaseModel, ValidationError
 
 from app.engine.sampling.params import MAX_LOGPROBS, SamplingParams, Structure
 from app.errors import RequestError
-from app.openai.bodies import MAX_MESSAGES, MAX_PROMPTS, ChatCompletionRequest, CompletionRequest, ForkRequest, Message
-from app.openai.responses_body import ResponsesRequest
-from app.openai.token_bodies import DetokenizeRequest, TokenizeRequest
+from app.openai.bodies import (
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ForkRequest,
+    Message,
+    TokenizeRequest,
+)
+from app.openai.responses.body import ResponsesRequest
 
 USER = {"role": "user", "content": "x"}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}

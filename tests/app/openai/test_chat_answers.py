@@ -6,10 +6,10 @@ from typing import Any
 
 from app.engine.model.loader import load_tokenizer
 from app.engine.request import TokenLogprobs
+from app.fleet.messages import Piece
 from app.openai.chat_answers import ChatAnswer
-from app.openai.pieces import Piece
 from app.openai.token_texts import TokenTexts
-from app.openai.tool_bodies import FunctionCallDelta, ToolCallDelta
+from app.openai.tools.bodies import FunctionCallDelta, ToolCallDelta
 
 TOKENIZER = load_tokenizer("builtin")
 TOKENS = TokenTexts(TOKENIZER)

@@ -24,10 +24,19 @@ from app.errors import (
     UnknownPinError,
     UnknownRequestError,
 )
-from app.openai import examples, json_route
-from app.openai.bodies import ChatCompletionRequest, CompletionRequest, PinRequest
+from app.openai import description as examples
+from app.openai import json_body as json_route
+from app.openai.bodies import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizedText,
+    DetokenizeRequest,
+    PinRequest,
+    TokenizeRequest,
+    Tokens,
+)
 from app.openai.http import build_api
-from app.openai.json_counts import too_much
+from app.openai.json_body import too_much
 from app.openai.operator_replies import LoadFigures, LoadReport, PinCard, PinList
 from app.openai.replies import (
     AssistantMessage,
@@ -43,9 +52,8 @@ from app.openai.replies import (
     PromptTokensDetails,
     Usage,
 )
-from app.openai.responses_body import ResponsesRequest
-from app.openai.responses_replies import ArgumentsDeltaEvent, ResponseObject, StreamEvent
-from app.openai.token_bodies import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
+from app.openai.responses.body import ResponsesRequest
+from app.openai.responses.replies import ArgumentsDeltaEvent, ResponseObject, StreamEvent
 
 USAGE = Usage(
     prompt_tokens=1,
@@ -102,7 +110,7 @@ class FakeService:
         yield ChatCompletionChunk(id="c", created=0, model="m", choices=[choice])
 
     async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject:
-        raise NotImplementedError  # see tests/app/serving/test_responses.py
+        raise NotImplementedError  # see tests/app/openai/responses/test_responses.py
 
     async def responses_stream(
         self, request: ResponsesRequest, session: str | None = None

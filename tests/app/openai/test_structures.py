@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from app.engine.sampling.params import Structure
 from app.errors import RequestError
-from app.openai.structures import ResponseFormat, guided_structure, only_structure, structure_of
+from app.openai.sampling_body import ResponseFormat, guided_structure, only_structure, structure_of
 
 
 @dataclass

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from app.engine.model.loader import load_tokenizer
 from app.errors import ContextLengthError
-from app.openai.text_bounds import TextBounds
+from app.openai.text_encoder import TextBounds
 from tests.app.small_tokenizers import byte_level, sentencepiece, wordpiece
 
 

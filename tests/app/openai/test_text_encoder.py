@@ -14,7 +14,7 @@ from app.engine.model.loader import load_tokenizer
 from app.errors import RequestError
 from app.openai.bodies import ChatCompletionRequest, PinRequest
 from app.openai.prompts import encode_chat, encode_pin
-from app.openai.responses_body import ResponsesRequest
+from app.openai.responses.body import ResponsesRequest
 from app.openai.text_encoder import MAX_SPELLED, TextEncoder
 from tests.app.small_tokenizers import byte_level, sentencepiece
 

@@ -12,8 +12,9 @@ from pydantic import BaseModel
 
 from app.client import LoadReport, MemoryReport, PinCard, PinList
 from app.errors import RequestError
-from app.openai import bodies, operator_replies, replies, tool_bodies
-from app.openai.client_fields import ClientFields
+from app.openai import bodies, operator_replies, replies
+from app.openai.base import ClientFields
+from app.openai.tools import bodies as tool_bodies
 from app.proto import convert
 from app.proto import folio_pb2 as pb
 from vmem import GroupReport, PinReport

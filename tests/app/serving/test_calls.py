@@ -23,11 +23,10 @@ from ray.exceptions import (
 
 from app.engine import SamplingParams
 from app.errors import DeadlineError, EngineError, FolioError, NoReplicaError, OverloadedError, UnavailableError
+from app.fleet.messages import ForkCall, GenerateRequest, Piece
 from app.fleet.overload import Refusals
-from app.openai.pieces import Piece
 from app.serving.calls import Replicas, fits_by_value
 from app.serving.failures import unwrap
-from app.serving.messages import ForkCall, GenerateRequest
 
 CALL = GenerateRequest("r", [1, 2], SamplingParams())
 BEGUN, END = Piece("a", (1,)), Piece("b", (2,), 0, "stop")

@@ -12,15 +12,14 @@ import grpc
 import httpx
 import pytest
 
-from app.edge.settings import HttpSettings, KeySource, RateLimits
+from app.config.http import HttpSettings, KeySource, RateLimits
 from app.errors import RequestError
 from app.openai.bodies import CompletionRequest
 from app.openai.http import build_api
 from app.openai.replies import Completion
 from app.proto import folio_pb2 as pb
 from app.proto.folio_pb2_grpc import FolioStub
-from app.serving.asgi_call import asgi_call, http_scope
-from app.serving.grpc_ingress import _client_of
+from app.serving.grpc_ingress import _client_of, asgi_call, http_scope
 from tests.app.openai.test_http import FakeService
 from tests.grpc_server import MAX_MESSAGE_BYTES, grpc_listening
 from tests.local_server import listening

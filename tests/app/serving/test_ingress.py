@@ -15,6 +15,7 @@ import pytest
 from ray import cloudpickle
 from ray.exceptions import RayTaskError
 
+from app.edge.admission import Admission
 from app.engine.model.loader import load_tokenizer
 from app.engine.request import TokenLogprobs
 from app.errors import (
@@ -28,20 +29,17 @@ from app.errors import (
     UnknownModelError,
     UnknownRequestError,
 )
+from app.fleet.messages import ForkCall, GenerateRequest, Piece
 from app.fleet.overload import Refusals
-from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest
-from app.openai.pieces import Piece
-from app.openai.responses_body import ResponsesRequest
+from app.openai import translate as translator
+from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, TokenizeRequest
+from app.openai.responses.body import ResponsesRequest
 from app.openai.text_encoder import TextEncoder
-from app.openai.token_bodies import TokenizeRequest
-from app.serving import translator
-from app.serving.admission import Admission
+from app.openai.translate import Translator
 from app.serving.calls import Replicas
 from app.serving.failures import unwrap
 from app.serving.ingress import Ingress
-from app.serving.messages import ForkCall, GenerateRequest
 from app.serving.metrics import RequestMeter
-from app.serving.translator import Translator
 
 TOKENIZER = load_tokenizer("builtin")
 

@@ -13,11 +13,10 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from app.errors import DeadlineError, FolioError, RequestError, UnavailableError, UnknownPinError
-from app.openai.bodies import PinRequest
-from app.openai.token_bodies import DetokenizeRequest, TokenizeRequest
+from app.fleet.messages import ReplicaStatus
+from app.openai.bodies import DetokenizeRequest, PinRequest, TokenizeRequest
 from app.serving import calls as calls_module
 from app.serving import ingress as ingress_module
-from app.serving.messages import ReplicaStatus
 from tests.app.serving.test_ingress import TOKENIZER, Engines, completion, ingress_with
 from vmem import PinReport
 

@@ -10,8 +10,8 @@ from ray.exceptions import RayActorError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
+from app.fleet.messages import ToldPrefixes
 from app.serving import peers
-from app.serving.messages import ToldPrefixes
 from app.serving.peers import Peers
 from vmem import CachedPrefix
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine import AsyncEngine, Delta, SamplingParams
 from app.engine.async_engine import Pace
 from app.errors import DeadlineError, OverloadedError, UnavailableError, UnknownRequestError
+from app.fleet.messages import Expected, ForkCall, GenerateRequest, Share, ShareCall, ToldPrefixes
+from app.fleet.retry import Repeats
+from app.fleet.streams import StreamPace
 from app.serving import replica as replica_module
-from app.serving.messages import Expected, ForkCall, GenerateRequest, Share, ShareCall, ToldPrefixes
-from app.serving.pace import StreamPace
-from app.serving.repeats import Repeats
 from app.serving.replica import EngineReplica
-from app.serving.shared import SharedStreams
+from app.serving.shared_streams import SharedStreams
 from vmem import CachedPrefix
 
 DELTAS = [

@@ -15,7 +15,7 @@ from ray.serve.request_router import PendingRequest
 from app.engine import SamplingParams
 from app.engine.prefix_keys import prompt_keys
 from app.errors import DeadlineError, NoReplicaError, OverloadedError
-from app.serving.messages import Expected, ForkCall, GenerateRequest, report_as_stats, report_from_stats
+from app.fleet.messages import Expected, ForkCall, GenerateRequest, report_as_stats, report_from_stats
 from app.serving.router import FolioRouter
 from tests.app.fleet.reports import IDLE, UNIT, report
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.engine import Engine
 from app.engine.lora.layers import LoRALayers, LoRALinear, adapter_batch

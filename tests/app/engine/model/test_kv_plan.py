@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
+from app.config.machine import SPARE_SHARE, Machine
 from app.engine.engine import Engine
 from app.engine.model import kv_plan
 from app.engine.sampling.params import SamplingParams
 from app.errors import ConfigError
-from app.machine import SPARE_SHARE, Machine
 from tests.conftest import SMALL, VOCAB_SIZE, MakeCheckpoint
 
 GIB = 1 << 30

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine import LLM, SamplingParams
 from app.engine.model.loader import load_model, random_model
 from app.errors import ConfigError

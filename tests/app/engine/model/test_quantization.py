@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine import LLM, SamplingParams
 from app.engine.model.linear import PackedLinear
 from app.engine.model.loader import load_model

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine.execution.executor import Executor
 from app.engine.request import Request
 from app.engine.sampling.params import SamplingParams

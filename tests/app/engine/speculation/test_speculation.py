@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine.engine import Engine
 from app.engine.report import StepTimes
 from app.engine.sampling.params import SamplingParams

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine.engine import Engine
 from app.engine.request import Delta
 from app.engine.sampling.params import SamplingParams

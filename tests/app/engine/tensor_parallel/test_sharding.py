@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine.model.loader import load_model
 from app.engine.tensor_parallel.communicator import Communicator
 from tests.conftest import SMALL, VOCAB_SIZE

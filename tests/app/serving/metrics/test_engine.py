@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.config import EngineConfig
+from app.config.engine import EngineConfig
 from app.engine.engine import Engine
 from app.engine.sampling.params import SamplingParams
 from app.engine.speculation import SpeculationCounts

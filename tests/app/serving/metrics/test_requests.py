@@ -16,8 +16,7 @@ from app.errors import (
     UnavailableError,
     UnknownModelError,
 )
-from app.openai.pieces import Piece
-from app.serving.messages import GenerateRequest
+from app.fleet.messages import GenerateRequest, Piece
 from app.serving.metrics import RequestMeter
 from tests.app.serving.metrics.conftest import Told
 

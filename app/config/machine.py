@@ -1,0 +1,180 @@
+"""What memory, mappings and cores this process may use, and which settings do not fit. Imports nothing heavy: it is
+asked before anything starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from app.config.engine import EngineConfig
+
+# The scheduler looks at every running sequence in each step, and each may have a range of addresses of its own.
+MOST_SEQS = 1 << 16
+# A step of more tokens takes seconds on any device, and nothing else begins or ends meanwhile.
+MOST_STEP_TOKENS = 1 << 20
+# Of the memory, left to what grows beside weights, steps and the KV cache: the interpreter, requests, page tables.
+SPARE_SHARE = 1 / 16
+_DEFAULT_MAP_COUNT = 65_530  # Linux's vm.max_map_count
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What this process may use of the machine it is on.
+
+    Attributes:
+        memory_bytes: all memory, or the lowest limit of the control groups that the process is in.
+        available_bytes: what of that can be had now without swapping: free, or the page cache's.
+        limited: whether a control group is what limits the memory.
+        num_cores: by affinity and by the control groups' processor quota, rounded up.
+        max_map_count: memory mappings of one process at most, vm.max_map_count.
+    """
+
+    memory_bytes: int
+    available_bytes: int
+    limited: bool
+    num_cores: int
+    max_map_count: int
+
+    @classmethod
+    def read(cls, root: Path = Path("/")) -> Self:
+        """Control groups of version 1 and 2, at their usual places.
+
+        Args:
+            root: where `proc` and `sys` are.
+
+        Raises:
+            OSError: there is no /proc.
+        """
+        meminfo = _fields((root / "proc/meminfo").read_text())
+        memory, available = (meminfo[name] << 10 for name in ("MemTotal:", "MemAvailable:"))
+        groups = list(_limits(root))
+        lowest = min((limit for limit, _ in groups), default=memory)
+        return cls(
+            memory_bytes=min(memory, lowest),
+            available_bytes=max(0, min([available, *(limit - used for limit, used in groups)])),
+            limited=lowest < memory,
+            num_cores=min([len(os.sched_getaffinity(0)), *_quotas(root)]),
+            max_map_count=_number(root / "proc/sys/vm/max_map_count") or _DEFAULT_MAP_COUNT,
+        )
+
+    def __str__(self) -> str:
+        limit = "this container's memory limit is" if self.limited else "this machine has"
+        return f"{limit} {_gib(self.memory_bytes)}, of which {_gib(self.available_bytes)} are available"
+
+
+def resident_bytes(root: Path = Path("/")) -> int:
+    """What this process has in memory now, but for shared memory: a KV cache counts there at each of its addresses."""
+    status = _fields((root / "proc/self/status").read_text())
+    return (status["RssAnon:"] + status["RssFile:"]) << 10
+
+
+def check_resources(config: EngineConfig, machine: Machine, *, reserved_bytes: int = 0) -> list[str]:
+    """Why the settings do not fit the machine, a line for each that does not: name, value, what is allowed and why.
+
+    A ceiling may be more than is available now, because it is taken as needed, and another replica that has the memory
+    may be about to stop; a floor may not. Defaults are no problem: they shrink to what there is.
+
+    Args:
+        reserved_bytes: of each rank, what its weights and its steps take of the machine's memory, if that is known.
+    """
+    problems: list[str] = []
+    defaults = {field.name: field.default for field in fields(config)}
+
+    def at_most(name: str, most: int, why: str) -> None:
+        value = getattr(config, name)
+        if value != defaults[name] and value > most:
+            problems.append(f"{name} is {value}; at most {max(most, 0)}: {why}")
+
+    ranks = config.tensor_parallel_size
+    why = f"{machine}" if ranks == 1 else f"{machine}, and {ranks} ranks share them"
+    most_bytes = machine.memory_bytes // ranks
+    if config.device != "cuda":
+        taken = f"; weights and steps take {_gib(reserved_bytes)}" if reserved_bytes else ""
+        at_most("kv_memory_bytes", most_bytes - reserved_bytes, why + taken)
+        at_most("kv_memory_floor_bytes", machine.available_bytes // ranks, why)
+        cores = f"this process may use {machine.num_cores} cores, and more threads would wait for each other"
+        at_most("num_threads", machine.num_cores, cores)
+    at_most("swap_bytes", most_bytes, why)
+    at_most("max_num_seqs", MOST_SEQS, "every step looks at each running sequence")
+    at_most("max_num_batched_tokens", MOST_STEP_TOKENS, "a step would take too long")
+    return problems
+
+
+def _limits(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, used) in bytes of each control group that limits this process's memory. The page cache that nobody has
+    used lately does not count as used (`kubectl top` counts alike)."""
+    for folder, unified in _groups(root, "memory"):
+        limit_name, used_name, cache_name = (
+            ("memory.max", "memory.current", "inactive_file")
+            if unified
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        )
+        limit, used = _number(folder / limit_name), _number(folder / used_name)
+        if limit is None or used is None:
+            continue
+        try:
+            cached = _fields((folder / "memory.stat").read_text()).get(cache_name, 0)
+        except OSError:
+            cached = 0
+        yield limit, max(0, used - cached)
+
+
+def _quotas(root: Path) -> Iterator[int]:
+    """Cores that each control group with a quota allows, rounded up."""
+    for folder, unified in _groups(root, "cpu"):
+        if unified:
+            quota, period = _words(folder / "cpu.max", 2)
+        else:
+            [quota], [period] = _words(folder / "cpu.cfs_quota_us", 1), _words(folder / "cpu.cfs_period_us", 1)
+        if quota.isdigit() and period.isdigit() and int(period):  # "max" or -1: none
+            yield max(1, -(-int(quota) // int(period)))
+
+
+def _groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+    """(folder, whether of version 2) of the control groups above this process that can be seen. In a container the
+    topmost is the container's own, whatever /proc calls it."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    mounts = root / "sys/fs/cgroup"
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = mounts / controllers if controllers else mounts
+        if controllers and not top.is_dir():
+            top = mounts / controller  # "cpu" may be mounted together with "cpuacct", under either name
+        names = [name for name in path.split("/") if name not in ("", "..")]
+        for depth in range(len(names), -1, -1):
+            folder = top.joinpath(*names[:depth])
+            if folder.is_dir():
+                yield folder, not controllers
+
+
+def _number(path: Path) -> int | None:
+    [word] = _words(path, 1)
+    return int(word) if word.isdigit() else None
+
+
+def _words(path: Path, count: int) -> list[str]:
+    """The file's first words, empty where there are none."""
+    try:
+        words = path.read_text().split()
+    except OSError:
+        words = []
+    return (words + [""] * count)[:count]
+
+
+def _fields(text: str) -> dict[str, int]:
+    """First word → second of the lines where that is a number."""
+    lines = map(str.split, text.splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

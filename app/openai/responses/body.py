@@ -1,0 +1,295 @@
+"""The body of `POST /v1/responses`, and the chat completion that it comes to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from app.errors import RequestError
+from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, only_text, refused, text_or
+from app.openai.bodies import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOP_LOGPROBS,
+    ChatCompletionRequest,
+    GenerationBody,
+    Message,
+)
+from app.openai.sampling_body import JsonObjectFormat, JsonSchema, JsonSchemaFormat, ResponseFormat, TextFormat
+from app.openai.tools.bodies import (
+    MAX_TOOLS,
+    ChosenFunction,
+    FunctionCall,
+    FunctionDefinition,
+    FunctionName,
+    NamedToolChoice,
+    Tool,
+    ToolCall,
+)
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class InputText(StrictBody):
+    type: Literal["input_text"]
+    text: Text
+
+
+class GivenOutputText(StrictBody):
+    """Text of an answer before. Its annotations and log probabilities are not looked at."""
+
+    type: Literal["output_text"]
+    text: Text
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+Part = Annotated[InputText | GivenOutputText, Field(discriminator="type"), only_text]
+
+
+class InputMessage(StrictBody):
+    """A message, one that the client wrote or one of an answer before."""
+
+    type: Literal["message"] | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[
+        Annotated[Text, Tag("text")] | Annotated[ListOf[Part], at_most(MAX_PARTS, "parts"), Tag("parts")],
+        text_or("parts"),
+    ]
+    id: Text | None = None
+    status: ItemStatus | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+    """Not shown to the model."""
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class GivenFunctionCall(StrictBody):
+    """A call of an answer before."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: Text
+    id: Text | None = None
+    status: ItemStatus | None = None
+
+
+class FunctionCallOutput(StrictBody):
+    """What the function has returned."""
+
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Annotated[
+        Annotated[Text, Tag("text")]
+        | Annotated[ListOf[Annotated[InputText, only_text]], at_most(MAX_PARTS, "parts"), Tag("parts")],
+        text_or("parts"),
+    ]
+    id: Text | None = None
+    status: ItemStatus | None = None
+
+    @property
+    def text(self) -> str:
+        return self.output if isinstance(self.output, str) else "".join(part.text for part in self.output)
+
+
+def _type_of(item: object) -> object:
+    if isinstance(item, dict):
+        return item.get("type") or "message"
+    return getattr(item, "type", None) or "message"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[GivenFunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")],
+    Discriminator(
+        _type_of,
+        custom_error_type="unknown_item",
+        custom_error_message="items here are of the type 'message', 'function_call' or 'function_call_output'",
+    ),
+]
+
+
+class FunctionTool(StrictBody):
+    """A function that may be called, as `FunctionDefinition`, one level less deep."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: Text | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(StrictBody):
+    type: Literal["function"]
+    name: FunctionName
+
+
+class NamedSchemaFormat(StrictBody):
+    """JSON that the schema describes. `name`, `description` and `strict` are accepted: it is followed in any case."""
+
+    type: Literal["json_schema"]
+    name: Text
+    schema_: Annotated[JsonObject, Field(alias="schema")]
+    description: Text | None = None
+    strict: bool | None = None
+
+
+class TextConfig(StrictBody):
+    format: Annotated[TextFormat | JsonObjectFormat | NamedSchemaFormat | None, Field(discriminator="type")] = None
+    """What the answer looks like: text, a JSON object, or JSON that follows a schema."""
+    verbosity: Annotated[Literal["medium"] | None, refused("say in the instructions how long it may be", "medium")] = (
+        None
+    )
+    """Anything but "medium", which changes nothing, is refused: say it in the instructions."""
+
+
+class Reasoning(StrictBody):
+    """What a model thinks is part of its text here."""
+
+    effort: Annotated[
+        Literal["none"] | None, refused("what a model thinks is part of its text here; leave it out", "none")
+    ] = None
+    """Any effort but "none" is refused."""
+    summary: Annotated[None, refused("what a model thinks is part of its text here; leave it out")] = None
+
+
+class ResponsesRequest(GenerationBody):
+    """`POST /v1/responses`. Nothing is stored, so every request has its whole conversation in `input`."""
+
+    input: Annotated[
+        Annotated[Text, Tag("text")]
+        | Annotated[ListOf[InputItem], Field(min_length=1), at_most(MAX_MESSAGES, "items"), Tag("items")],
+        text_or("items"),
+        Field(examples=["What is Folio?"]),
+    ]
+    """The user's text, or the conversation so far: messages, calls of functions, and what these have returned."""
+    instructions: Text | None = None
+    """A system message that goes before the input."""
+    max_output_tokens: Annotated[int | None, Field(ge=1)] = None
+    """Tokens to generate at most; by default as many as the context has room for."""
+    text: TextConfig | None = None
+    """The form of the answer."""
+    tools: Annotated[ListOf[FunctionTool] | None, Field(max_length=MAX_TOOLS), at_most(MAX_TOOLS, "tools")] = None
+    """Functions that the model may call. There are no tools that run on the server."""
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    """"none": tools are not shown; "auto", the default: the model decides; "required", or one by its name: it calls."""
+    parallel_tool_calls: bool | None = None
+    """Whether a forced answer may call several at once. True by default."""
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    """Log probabilities of each token, and so many alternatives."""
+    include: (
+        Annotated[
+            ListOf[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], at_most(MAX_PARTS, "names")
+        ]
+        | None
+    ) = None
+    """`message.output_text.logprobs`: log probabilities of each token. The other one adds nothing: what a model thinks
+    is part of its text."""
+    reasoning: Reasoning | None = None
+    """What a model thinks is part of its text here: nothing that changes something can be set."""
+    truncation: Annotated[
+        Literal["disabled"] | None,
+        refused("nothing is cut off here: send less of the conversation, or 'disabled'", "disabled"),
+    ] = None
+    """A conversation that is too long is an error: "auto" is refused."""
+    n: Annotated[int | None, Field(ge=1, le=1)] = None
+    """A response has one output."""
+    prompt_logprobs: Annotated[None, refused("responses have no place for them; use /v1/completions")] = None
+    """Refused: a response has no place for them."""
+    background: Annotated[
+        Literal[False] | None, refused("a response lives as long as its connection here; leave it out", False)
+    ] = None
+    """Refused when true: a response lives as long as its connection."""
+    previous_response_id: Annotated[None, refused("nothing is stored here; send the whole conversation as input")] = (
+        None
+    )
+    """Refused: nothing is stored."""
+    conversation: Annotated[None, refused("nothing is stored here; send the whole conversation as input")] = None
+    """Refused: nothing is stored."""
+    prompt: Annotated[None, refused("prompt templates are not stored here; use instructions and input")] = None
+    """Refused: nothing is stored."""
+    max_tool_calls: int | None = None
+    """A bound of calls of tools that run on the server, of which there are none."""
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())
+
+    def as_chat(self) -> ChatCompletionRequest:
+        """The same as a chat completion."""
+        shared = {name: getattr(self, name) for name in GenerationBody.model_fields}
+        return ChatCompletionRequest(
+            **shared,
+            messages=self._messages(),
+            max_completion_tokens=self.max_output_tokens,
+            logprobs=self.wants_logprobs or None,
+            top_logprobs=self.top_logprobs,
+            **_tool_fields(self.tools or (), self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=self._response_format(),
+        )
+
+    def _messages(self) -> list[Message]:
+        messages = [Message(role="system", content=self.instructions)] if self.instructions is not None else []
+        if isinstance(self.input, str):
+            return [*messages, Message(role="user", content=self.input)]
+        calling: Message | None = None  # an assistant's message that a call just before belongs to, too
+        for item in self.input:
+            if isinstance(item, GivenFunctionCall):
+                call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
+                if calling is None:
+                    calling = Message(role="assistant", tool_calls=[call])
+                    messages.append(calling)
+                else:
+                    calling.tool_calls = [*(calling.tool_calls or ()), call]
+                continue
+            calling = None
+            if isinstance(item, FunctionCallOutput):
+                messages.append(Message(role="tool", content=item.text, tool_call_id=item.call_id))
+            else:
+                messages.append(Message(role=item.role, content=item.text))
+                calling = messages[-1] if item.role == "assistant" else None
+        return messages
+
+    def _response_format(self) -> ResponseFormat | None:
+        given = self.text.format if self.text is not None else None
+        if not isinstance(given, NamedSchemaFormat):
+            return given
+        return JsonSchemaFormat(
+            type="json_schema", json_schema=JsonSchema.model_validate({"name": given.name, "schema": given.schema_})
+        )
+
+
+def _tool_fields(tools: Sequence[FunctionTool], choice: str | NamedFunction | None) -> dict[str, Any]:
+    """As chat completions have them. `auto` and `none` may be said without tools: clients do."""
+    functions = [tool.model_dump(exclude={"type"}) for tool in tools]
+    return {
+        "tools": [Tool(type="function", function=FunctionDefinition(**function)) for function in functions] or None,
+        "tool_choice": NamedToolChoice(type="function", function=ChosenFunction(name=choice.name))
+        if isinstance(choice, NamedFunction)
+        else choice,
+    }
+
+
+# What fields of a chat completion are called here.
+_FIELDS = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
+
+
+@contextmanager
+def in_terms_of_responses() -> Iterator[None]:
+    """Errors of the chat completion that a response comes to name the response's fields."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param not in _FIELDS:
+            raise
+        field = _FIELDS[error.param]
+        raise type(error)(re.sub(rf"\b{error.param}\b", field, error.message), field) from error

@@ -1,0 +1,226 @@
+"""The answer of `/v1/responses`, and the events that it is streamed as."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from app.openai.replies import ChatTokenLogprob
+from app.openai.responses.body import FunctionTool, ItemStatus, NamedFunction
+from app.openai.sampling_body import JsonObjectFormat, TextFormat
+
+
+class OutputText(BaseModel):
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[ChatTokenLogprob] = []
+
+
+class OutputMessage(BaseModel):
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    status: ItemStatus
+    content: list[OutputText]
+
+
+class OutputFunctionCall(BaseModel):
+    """`arguments` is JSON as text; `call_id` is what the function's output has to name."""
+
+    id: str
+    type: Literal["function_call"] = "function_call"
+    call_id: str
+    name: str
+    arguments: str
+    status: ItemStatus
+
+
+OutputItem = OutputMessage | OutputFunctionCall
+
+
+class InputTokensDetails(BaseModel):
+    """`cached_tokens` of the input were found in the prefix cache. What is written to it is not counted: always 0."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(BaseModel):
+    """What a model thinks is part of its text here, and not counted apart: always 0."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails = OutputTokensDetails()
+    total_tokens: int
+
+
+class FailureDetail(BaseModel):
+    """Why a response that had begun has failed."""
+
+    code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
+    message: str
+
+
+class IncompleteDetails(BaseModel):
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class SchemaFormatEcho(BaseModel):
+    """As it was asked for."""
+
+    model_config = ConfigDict(serialize_by_alias=True, validate_by_name=True)
+
+    type: Literal["json_schema"] = "json_schema"
+    name: str
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextEcho(BaseModel):
+    format: TextFormat | JsonObjectFormat | SchemaFormatEcho = TextFormat(type="text")
+    verbosity: Literal["medium"] = "medium"
+
+
+class ReasoningEcho(BaseModel):
+    effort: Literal["none"] | None = None
+    summary: None = None
+
+
+class ResponseObject(BaseModel):
+    """A response, and what it was asked to be. `id` can be forked, while it runs and for a while after."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: FailureDetail | None = None
+    incomplete_details: IncompleteDetails | None = None
+    model: str
+    output: list[OutputItem]
+    usage: ResponseUsage | None = None
+    instructions: str | None
+    metadata: dict[str, str]
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    parallel_tool_calls: bool
+    temperature: float
+    top_p: float
+    top_logprobs: int
+    text: TextEcho
+    tools: list[FunctionTool]
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction
+    reasoning: ReasoningEcho
+    truncation: Literal["disabled"] = "disabled"
+    background: Literal[False] = False
+    store: Literal[False] = False
+    previous_response_id: None = None
+    service_tier: Literal["default"] = "default"
+    prompt_cache_key: str | None
+    safety_identifier: str | None
+    user: str | None
+
+
+class _Event(BaseModel):
+    sequence_number: int
+
+
+class ResponseEvent(_Event):
+    """Of the response as a whole: it has begun, or ended in one of three ways."""
+
+    type: Literal[
+        "response.created",
+        "response.in_progress",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+    ]
+    response: ResponseObject
+
+
+class ItemEvent(_Event):
+    """Item `output_index` of the output begins, or is complete."""
+
+    type: Literal["response.output_item.added", "response.output_item.done"]
+    output_index: int
+    item: OutputItem
+
+
+class PartEvent(_Event):
+    """A message's only part begins, or is complete."""
+
+    type: Literal["response.content_part.added", "response.content_part.done"]
+    item_id: str
+    output_index: int
+    content_index: Literal[0] = 0
+    part: OutputText
+
+
+class TextDeltaEvent(_Event):
+    """More text of a message."""
+
+    type: Literal["response.output_text.delta"] = "response.output_text.delta"
+    item_id: str
+    output_index: int
+    content_index: Literal[0] = 0
+    delta: str
+    logprobs: list[ChatTokenLogprob]
+
+
+class TextDoneEvent(_Event):
+    """All text of a message."""
+
+    type: Literal["response.output_text.done"] = "response.output_text.done"
+    item_id: str
+    output_index: int
+    content_index: Literal[0] = 0
+    text: str
+    logprobs: list[ChatTokenLogprob]
+
+
+class ArgumentsDeltaEvent(_Event):
+    """More of a call's arguments."""
+
+    type: Literal["response.function_call_arguments.delta"] = "response.function_call_arguments.delta"
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class ArgumentsDoneEvent(_Event):
+    """All of a call's arguments."""
+
+    type: Literal["response.function_call_arguments.done"] = "response.function_call_arguments.done"
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
+
+
+class ErrorEvent(_Event):
+    """The server has failed so badly that it cannot say more."""
+
+    type: Literal["error"] = "error"
+    code: str | None
+    message: str
+    param: str | None
+
+
+StreamEvent = (
+    ResponseEvent
+    | ItemEvent
+    | PartEvent
+    | TextDeltaEvent
+    | TextDoneEvent
+    | ArgumentsDeltaEvent
+    | ArgumentsDoneEvent
+    | ErrorEvent
+)

@@ -1,0 +1,264 @@
+"""From bodies to calls of engine replicas, and to what will make answers of their pieces."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from app.engine.sampling.params import SamplingParams
+from app.errors import RequestError, UnknownModelError, UnknownRequestError
+from app.exchange import current_exchange
+from app.fleet.messages import ForkCall, GenerateRequest, Piece, split_public_id
+from app.openai.answers import CompletionAnswer
+from app.openai.bodies import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizedText,
+    DetokenizeRequest,
+    ForkRequest,
+    GenerationBody,
+    PinRequest,
+    TokenizeRequest,
+    Tokens,
+)
+from app.openai.chat_answers import ChatAnswer
+from app.openai.lanes import Lanes
+from app.openai.prompts import (
+    CheckLength,
+    decode_tokens,
+    encode_chat,
+    encode_completion,
+    encode_pin,
+    encode_tokenize,
+    prompt_texts,
+)
+from app.openai.responses.answers import ResponseAnswer
+from app.openai.responses.body import ResponsesRequest, in_terms_of_responses
+from app.openai.text_encoder import TextBounds, TextEncoder
+from app.openai.token_texts import TokenTexts
+from app.openai.tools.use import tool_use
+
+# Of their own: long texts must not keep the event loop's other threads.
+_NUM_THREADS = 4
+# A body of at most so many bytes is translated in the event loop: it takes no longer than handing it to a thread, whose
+# turn comes 5 ms late when others compute.
+_LOOP_BYTES = 2048
+# Log probabilities of an answer, alternatives included, that its prompts may ask for: they cost the engine little, and
+# each of its outputs repeats them. That many are 5 MB of JSON.
+MAX_PROMPT_LOGPROBS = 200_000
+# Answers with log probabilities of more tokens are put together in threads, as bodies of so many bytes a token are.
+_LOOP_TOKENS, _TOKEN_BYTES = 200, 64
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Translator:
+    """Everything that needs the tokenizer. It may take long: call it `in_thread`. Every method raises `RequestError`s.
+    Texts that are longer than `max_model_len` tokens can be are refused before they are tokenised.
+
+    Args:
+        model_name: what clients call the model.
+        adapters: names of its LoRA adapters, which clients ask for as for models.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model_name: str, adapters: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._encoder = TextEncoder(tokenizer)
+        self._tokens = TokenTexts(tokenizer)
+        self._bounds = TextBounds(tokenizer)
+        self._lanes = Lanes("translator", _NUM_THREADS)
+        self._model_name = model_name
+        self._adapters = tuple(adapters)
+
+    async def in_thread(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call one of the other methods so, as `asyncio.to_thread` would; for large bodies one at a time, and for small
+        ones in the event loop. Of a handle's request nobody knows how large it is."""
+        exchange = current_exchange()
+        num_bytes = 0 if exchange is None else exchange.num_body_bytes
+        if 0 < num_bytes <= _LOOP_BYTES:
+            return method(*args, **kwargs)
+        return await self._lanes.run(num_bytes, method, *args, **kwargs)
+
+    async def whole(self, build: Callable[[list[list[Piece]]], T], outputs: list[list[Piece]]) -> T:
+        """What `build` makes of whole outputs; outside of the event loop if they have many log probabilities."""
+        pieces = [piece for of_prompt in outputs for piece in of_prompt]
+        num_prompt = sum(len(piece.prompt_logprobs) for piece in pieces) * len(pieces)
+        num_tokens = num_prompt + sum(len(piece.logprobs) for piece in pieces)
+        if num_tokens < _LOOP_TOKENS:
+            return build(outputs)
+        return await self._lanes.run(num_tokens * _TOKEN_BYTES, build, outputs)
+
+    def completion(
+        self, request: CompletionRequest, session: str | None, max_model_len: int
+    ) -> tuple[list[GenerateRequest], CompletionAnswer]:
+        """A call for each prompt, and what their pieces come to."""
+        adapter = self.adapter_of(request.model)
+        prompts = encode_completion(self._encoder, request, self._length_check(max_model_len))
+        tops = (request.logprobs if request.echo else None, request.prompt_logprobs)
+        _check_entries(sum(map(len, prompts)) * request.num_outputs, *tops)
+        params = request.sampling_params()
+        request_id = _new_id("cmpl")
+        calls = [
+            _call_of(f"{request_id}-{i}" if i else request_id, prompt, params, request, adapter, session, i)
+            for i, prompt in enumerate(prompts)
+        ]
+        answer = CompletionAnswer(
+            request_id,
+            request.model,
+            self._tokens,
+            prompts,
+            num_outputs=request.num_outputs,
+            num_top=request.logprobs,
+            num_prompt_top=request.prompt_logprobs,
+            echo=prompt_texts(self._tokenizer, request) if request.echo else None,
+            only_echoes=request.only_echoes,
+        )
+        return calls, answer
+
+    def response(
+        self, request: ResponsesRequest, session: str | None, max_model_len: int
+    ) -> tuple[list[GenerateRequest], ResponseAnswer]:
+        """The same for a response."""
+        with in_terms_of_responses():
+            calls, chat = self.chat(request.as_chat(), session, max_model_len, "resp")
+        return calls, ResponseAnswer(request, chat)
+
+    def chat(
+        self, request: ChatCompletionRequest, session: str | None, max_model_len: int, kind: str = "chatcmpl"
+    ) -> tuple[list[GenerateRequest], ChatAnswer]:
+        """The one call, and what its pieces come to. `kind`: how the id begins."""
+        adapter = self.adapter_of(request.model)
+        tools = tool_use(self._tokenizer, request.tools, request.tool_choice, request.parallel_tool_calls)
+        prompt = encode_chat(self._encoder, request, self._length_check(max_model_len))
+        if tools is None:
+            params = request.sampling_params()
+        else:
+            params = request.sampling_params(tools.structure, tools.kept_token_ids)
+        _check_entries(len(prompt) * params.n, params.prompt_logprobs)
+        call = _call_of(_new_id(kind), prompt, params, request, adapter, session)
+        answer = ChatAnswer(
+            call.request_id,
+            request.model,
+            self._tokens,
+            prompt,
+            num_top=params.logprobs,
+            num_prompt_top=params.prompt_logprobs,
+            parser=None if tools is None else tools.parser,
+        )
+        return [call], answer
+
+    def fork(self, request: ForkRequest) -> tuple[ForkCall, CompletionAnswer]:
+        """The same for a fork. Raises `UnknownRequestError` if the id is not one that could be forked."""
+        self.adapter_of(request.model)
+        fork_of, replica = split_public_id(request.request_id)
+        if not replica:
+            raise UnknownRequestError(
+                f"{request.request_id!r} is not the id of an answer to one prompt, and only such can be forked",
+                "request_id",
+            )
+        call = ForkCall(_new_id("cmpl"), fork_of, request.index, replica, request.sampling_params())
+        answer = CompletionAnswer(
+            call.request_id,
+            request.model,
+            self._tokens,
+            [[]],
+            num_outputs=request.num_outputs,
+            num_top=request.logprobs,
+        )
+        return call, answer
+
+    def tokens(self, request: TokenizeRequest, max_model_len: int) -> Tokens:
+        """The tokens of a text or a conversation."""
+        self._check_model(request.model)
+        tokens = encode_tokenize(self._encoder, request, self._length_check(max_model_len))
+        texts = [self._tokens.chat_token(token_id) for token_id in tokens] if request.return_token_strs else None
+        return Tokens(count=len(tokens), max_model_len=max_model_len, tokens=tokens, token_strs=texts)
+
+    def text(self, request: DetokenizeRequest) -> DetokenizedText:
+        """The text of tokens."""
+        self._check_model(request.model)
+        return DetokenizedText(prompt=decode_tokens(self._tokenizer, request.tokens))
+
+    def prefix(self, request: PinRequest) -> list[int]:
+        """What prompts that begin so have in common."""
+        return encode_pin(self._encoder, request)
+
+    def _check_model(self, model: str | None) -> None:
+        """Raises `UnknownModelError`, or `ForbiddenError` when the caller's API key does not allow it."""
+        name = self._model_name if model is None else model
+        self.adapter_of(name)
+        if (exchange := current_exchange()) is not None:
+            exchange.check_model(name)
+
+    def _length_check(self, max_model_len: int) -> CheckLength:
+        return lambda text, param: self._bounds.check(text, max_model_len, param)
+
+    def adapter_of(self, model: str) -> str | None:
+        """Of the model that a request names; `None`: the model itself. Raises `UnknownModelError`."""
+        if model == self._model_name:
+            return None
+        if model not in self._adapters:
+            served = ", ".join(map(repr, (self._model_name, *self._adapters)))
+            raise UnknownModelError(f"the model {model!r} does not exist; this server has {served}", "model")
+        return model
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+def _check_entries(num_prompt_tokens: int, *num_top: int | None) -> None:
+    """Raise `RequestError` for too many log probabilities of prompts.
+
+    Args:
+        num_prompt_tokens: times outputs, since each of these begins with them.
+        num_top: alternatives of each; `None`: not wanted.
+    """
+    entries = num_prompt_tokens * sum(1 + top for top in num_top if top is not None)
+    if entries > MAX_PROMPT_LOGPROBS:
+        raise RequestError(
+            f"the answer would have {entries} log probabilities of prompts; at most {MAX_PROMPT_LOGPROBS}: ask for "
+            "fewer prompts, outputs or alternatives at once",
+            "logprobs",
+        )
+
+
+def _call_of(
+    request_id: str,
+    prompt: list[int],
+    params: SamplingParams,
+    request: GenerationBody,
+    adapter: str | None,
+    session: str | None,
+    number: int = 0,
+) -> GenerateRequest:
+    tenant, timeout_s = request.tenant, request.timeout_s
+    exchange, repeat_key = current_exchange(), None
+    if exchange is not None:
+        if exchange.attempt_of is not None:
+            repeat_key = f"{exchange.attempt_of} {number}"
+        tenant, timeout_s = exchange.admit(
+            request_id,
+            model=request.model,
+            tenant=tenant,
+            priority=request.priority or 0,
+            pins=request.pin is not None,
+            timeout_s=timeout_s,
+        )
+    return GenerateRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        params=params,
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt,
+        adapter=adapter,
+        tenant=tenant,
+        user=request.user or None,
+        timeout_s=timeout_s,
+        session=session or request.prompt_cache_key,
+        repeat_key=repeat_key,
+    )

@@ -1,0 +1,152 @@
+"""Refusals from the head of a request alone."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlparse
+
+import pytest
+from fastapi import FastAPI, Request
+
+from app.edge.admission import Door
+from app.exchange import Watcher
+from tests.app.edge.asgi import Answer, call, scope_of
+from tests.local_server import listening
+
+PATH = "/v1/completions"
+
+
+class Counts(Watcher):
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def refused(self, code: str) -> None:
+        self.told.append(code)
+
+
+class Gate:
+    """`retry_after_s`: what it says to everybody."""
+
+    def __init__(self, retry_after_s: float | None) -> None:
+        self.retry_after_s = retry_after_s
+
+    @contextmanager
+    def knock(self) -> Iterator[float | None]:
+        yield self.retry_after_s
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    body = (await receive())["body"]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def never() -> dict[str, Any]:
+    raise AssertionError("the body of a refused request was asked for")
+
+
+def test_a_refusal_reads_no_body() -> None:
+    """Bodies were read, parsed and validated first: 4 times as many as could be answered."""
+    watcher = Counts()
+    door = Door(echo, Gate(2.3), watcher)
+    for path in (PATH, "/v1/chat/completions", "/v1/responses"):
+        for _ in range(2):  # what servers do to an answer must not be in the next one
+            answer = asyncio.run(call(door, "POST", path, [("content-length", "1000000")], receive=never))
+            assert (answer.status, answer.error["code"], answer.error["type"]) == (
+                429,
+                "overloaded",
+                "rate_limit_error",
+            )
+            assert answer.headers["retry-after"] == "3"
+            assert "3 s" in answer.error["message"]
+            assert int(answer.headers["content-length"]) == len(answer.body)
+            answer.messages[0]["headers"] = []
+            answer.messages[0]["status"] = 200
+    assert watcher.told == ["overloaded"] * 6
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers"),
+    [
+        ("GET", PATH, []),
+        ("POST", "/v1/pins", []),
+        ("POST", "/tokenize", []),
+        ("POST", PATH + "/", []),
+        ("POST", PATH, [("origin", "https://a.page")]),  # which could not read it without CORS's headers
+    ],
+)
+def test_what_is_no_work_for_engines_passes(method: str, path: str, headers: list[tuple[str, str]]) -> None:
+    answer = asyncio.run(call(Door(echo, Gate(2.0), Counts()), method, path, headers, b"x"))
+    assert (answer.status, answer.body) == (200, b"x")
+
+
+def test_an_application_that_is_mounted_has_the_same_door() -> None:
+    answer = Answer()
+
+    async def send(message: Any) -> None:
+        answer.messages.append(dict(message))
+
+    scope = scope_of("POST", "/mounted" + PATH) | {"root_path": "/mounted"}
+    asyncio.run(Door(echo, Gate(2.0), Counts())(scope, never, send))
+    assert answer.status == 429
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[Gate, str, int]]:
+    """Behind the HTTP server that Serve has, too."""
+    gate, api = Gate(1.0), FastAPI()
+
+    @api.post(PATH)
+    async def length(request: Request) -> dict[str, int]:
+        return {"length": len(await request.body())}
+
+    api.add_middleware(Door, gate=gate, watcher=Counts())
+    with listening(api) as url:
+        host, port = urlparse(url).hostname, urlparse(url).port
+        assert host is not None
+        assert port is not None
+        yield gate, host, port
+
+
+@pytest.mark.parametrize("size", [0, 1000, 8 << 20])
+def test_a_client_that_still_sends_gets_its_answer_and_keeps_its_connection(
+    served: tuple[Gate, str, int], size: int
+) -> None:
+    """A connection that is closed while the client sends is an error of its system, and the answer is lost."""
+    gate, host, port = served
+    client = http.client.HTTPConnection(host, port, timeout=60)
+    client.connect()
+    connection = client.sock
+    for retry_after_s, status in ((1.0, 429), (1.0, 429), (None, 200), (1.0, 429)):
+        gate.retry_after_s = retry_after_s
+        client.request("POST", PATH, b"x" * size)
+        answer = client.getresponse()
+        body = json.loads(answer.read())
+        assert answer.status == status
+        assert status == 429 or body == {"length": size}
+        assert client.sock is connection
+    client.close()
+
+
+def test_the_answer_comes_before_the_body(served: tuple[Gate, str, int]) -> None:
+    """And a client that waits for leave to send its body (Expect: 100-continue) need not send it."""
+    gate, host, port = served
+    gate.retry_after_s = 1.0
+    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\nexpect: 100-continue\r\n\r\n".encode()
+    with socket.create_connection((host, port), timeout=60) as client:
+        client.sendall(head)
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 429 ")
+        gate.retry_after_s = None
+        client.sendall(b"12345" + head + b"12345")  # the rest of the one, and the next one
+        received = b""
+        while not received.endswith(b'{"length":5}'):
+            more = client.recv(1 << 16)
+            assert more, received
+            received += more
+    assert b" 200 OK" in received

@@ -1,0 +1,96 @@
+"""Refusals of long bodies, through real sockets: clients that are still sending read them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.config.http import HttpSettings
+from app.edge import request_body as unread
+from app.edge.guard import Guard
+from app.edge.request_body import ReadsRefusedBodies
+
+LONG = 9 << 20
+
+
+async def never(scope: Scope, receive: Receive, send: Send) -> None:
+    raise AssertionError("the body was not refused")
+
+
+def like_serve(app: ASGIApp) -> ASGIApp:
+    """Its proxy reads by itself what an application may want, for as long as that answers."""
+
+    async def pumping(scope: Scope, receive: Receive, send: Send) -> None:
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+
+        async def pump() -> None:
+            while True:
+                await queue.put(await receive())
+
+        task = asyncio.create_task(pump())
+        try:
+            await app(scope, queue.get, send)
+        finally:
+            task.cancel()
+
+    return pumping
+
+
+@pytest.fixture(params=[False, True], ids=["alone", "like Serve"])
+def address(request: pytest.FixtureRequest) -> Iterator[tuple[str, int]]:
+    guarded: ASGIApp = Guard(never, HttpSettings(max_body_bytes=1000))
+    app = ReadsRefusedBodies(like_serve(guarded) if request.param else guarded)
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    yield listening.getsockname()
+    server.should_exit = True
+    thread.join()
+    listening.close()
+
+
+def answer_to(address: tuple[str, int], head: bytes, parts: list[bytes]) -> tuple[bytes, Any]:
+    """(status line, error) after everything has been sent, as most clients do."""
+    with socket.create_connection(address, timeout=30) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + head + b"\r\n\r\n")
+        for part in parts:
+            client.sendall(part)
+        received = b"".join(iter(lambda: client.recv(65536), b""))
+    top, _, body = received.partition(b"\r\n\r\n")
+    return top.splitlines()[0], json.loads(body)["error"]["code"]
+
+
+def test_who_still_sends_reads_why_it_was_refused(address: tuple[str, int]) -> None:
+    """A Python client met EPIPE, and never saw the 413."""
+    told, chunk = b"content-length: %d" % LONG, b"%x\r\n" % (1 << 16) + b"x" * (1 << 16) + b"\r\n"
+    status, code = answer_to(address, told, [b"x" * LONG])
+    assert (status.split()[1], code) == (b"413", "body_too_large")
+    status, code = answer_to(address, b"transfer-encoding: chunked", [chunk] * (LONG >> 16) + [b"0\r\n\r\n"])
+    assert (status.split()[1], code) == (b"413", "body_too_large")
+
+
+def test_endless_bodies_are_not_read_to_their_end(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unread, "_MOST_BYTES", LONG)
+    chunk, sent = b"10000\r\n" + b"x" * (1 << 16) + b"\r\n", 0
+    with socket.create_connection(address, timeout=30) as client, contextlib.suppress(ConnectionError):
+        client.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        while True:
+            client.sendall(chunk)
+            sent += len(chunk)
+    assert LONG <= sent < 8 * LONG  # what the machine's buffers hold comes on top
+
+
+def test_nor_waited_for(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client would wait for its answer for as long as the server for its body."""
+    monkeypatch.setattr(unread, "_MOST_S", 0.1)
+    assert answer_to(address, b"content-length: %d" % LONG, [b"x"])[1] == "body_too_large"

@@ -1,0 +1,245 @@
+"""`/v1/responses` through OpenAI's own client, over an ingress whose replicas answer at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response
+from pydantic import BaseModel
+from ray.exceptions import RayTaskError
+from starlette.testclient import TestClient
+
+from app.engine.request import TokenLogprobs
+from app.errors import ContextLengthError, EngineError, OverloadedError
+from app.fleet.messages import Piece
+from app.openai.http import build_api
+from app.openai.responses.body import ResponsesRequest
+from tests.app.serving.test_ingress import CALL, TOKENIZER, Engines, ingress_with
+
+FUNCTION = {"type": "function", "name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}, "strict": False}
+USER = {"role": "user", "content": "x"}
+
+
+class Pieces(Engines):
+    """Replicas that send these pieces, or fail after them."""
+
+    def __init__(self, *texts: str, finish_reason: Any = "stop", error: Exception | None = None) -> None:
+        super().__init__()
+        self._texts, self._finish_reason, self._late_error = texts, finish_reason, error
+
+    def _remote(self, call: Any, **how: Any) -> Any:
+        response = super()._remote(call, **how)
+        last = len(self._texts) - 1
+
+        def pieces() -> Iterator[Piece]:
+            for i, text in enumerate(self._texts):
+                ends = i == last and self._late_error is None
+                reason = self._finish_reason if ends else None
+                logprobs = (TokenLogprobs(300 + i, -0.5, 1, ()),)
+                yield Piece(text, (300 + i,), 0, reason, num_cached_tokens=2, logprobs=logprobs, replica="r7")
+            if self._late_error is not None:
+                raise RayTaskError("generate", "traceback", self._late_error)
+
+        # Who awaits it all gets a list; a failure comes after what has been streamed.
+        response._pieces = pieces if self._late_error is not None else lambda: list(pieces())
+        return response
+
+
+def client_of(engines: Engines) -> openai.OpenAI:
+    api = TestClient(build_api(ingress_with(engines)), base_url="http://folio")
+    return openai.OpenAI(base_url="http://folio/v1", api_key="none", max_retries=0, http_client=api)
+
+
+def test_a_response_is_what_the_client_reads() -> None:
+    client = client_of(engines := Engines(text="Hello"))
+    answer = client.responses.create(
+        model="m", input="Who?", instructions="Be brief.", metadata={"a": "b"}, max_output_tokens=9, top_p=0.5
+    )
+    assert answer.output_text == "Hello"
+    assert (answer.status, answer.store, answer.metadata, answer.top_p) == ("completed", False, {"a": "b"}, 0.5)
+    assert answer.usage is not None
+    [call] = engines.calls
+    assert answer.usage.input_tokens == len(call.prompt_token_ids)
+    assert answer.usage.input_tokens_details.cached_tokens == 1
+    assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
+    assert (call.params.max_tokens, call.params.top_p) == (9, 0.5)
+    assert TOKENIZER.decode(call.prompt_token_ids) == "<|system|>Be brief.<|end|><|user|>Who?<|end|><|assistant|>"
+    assert answer.id == f"{call.request_id}.r7"  # can be forked
+    # Its types are checked here, which the client does not do.
+    raw = client.responses.with_raw_response.create(model="m", input="Who?", tools=[FUNCTION]).text  # type: ignore[list-item]
+    Response.model_validate_json(raw)
+
+
+def test_the_events_of_a_text() -> None:
+    client = client_of(Pieces("Hel", "", "lo"))
+    events: list[Any] = list(client.responses.create(model="m", input=[USER], stream=True))  # type: ignore[list-item]
+    assert [event.type for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "Hello"
+    assert (events[2].item.status, events[2].item.content) == ("in_progress", [])
+    assert events[-2].item == events[-1].response.output[0]
+    assert len({event.item_id for event in events if hasattr(event, "item_id")}) == 1
+    with client.responses.stream(model="m", input="x") as stream:
+        assert stream.get_final_response().output_text == "Hello"
+
+
+def test_a_part_begins_without_log_probabilities() -> None:
+    async def run() -> None:
+        request = ResponsesRequest.model_validate({"model": "m", "input": "x", "top_logprobs": 0})
+        events = [event async for event in ingress_with(Pieces("Hel", "lo")).responses_stream(request)]
+        [begun] = [event for event in events if event.type == "response.content_part.added"]
+        [ended] = [event for event in events if event.type == "response.content_part.done"]
+        assert (len(begun.part.logprobs), len(ended.part.logprobs)) == (0, 2)
+
+    asyncio.run(run())
+
+
+def test_output_that_is_cut_off() -> None:
+    client = client_of(Pieces("Hel", finish_reason="length"))
+    answer = client.responses.create(model="m", input="x", max_output_tokens=1)
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.output[0].status == "incomplete"  # type: ignore[union-attr]
+
+
+def test_an_empty_answer_is_a_message() -> None:
+    answer = client_of(Pieces("")).responses.create(model="m", input="x")
+    assert (len(answer.output), answer.output_text) == (1, "")
+
+
+class Answer(BaseModel):
+    x: int
+
+
+def test_output_that_follows_a_schema() -> None:
+    client = client_of(engines := Engines(text='{"x": 5}'))
+    assert client.responses.parse(model="m", input="x", text_format=Answer).output_parsed == Answer(x=5)
+    structure = engines.calls[0].params.structure
+    assert (structure.kind, json.loads(structure.spec)["required"]) == ("json", ["x"])
+
+
+def test_calls_of_functions_and_what_they_return() -> None:
+    """The output of an answer is part of the next input as it is."""
+    client = client_of(engines := Pieces("Well.", f"\n{CALL}"))
+    create: Any = client.responses.create
+    first = create(model="m", input=[USER], tools=[FUNCTION])
+    message, call = first.output
+    assert message.content[0].text == "Well."
+    assert (call.name, json.loads(call.arguments), call.status) == ("f", {"x": 1}, "completed")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "five"}
+    create(model="m", input=[USER, *first.output, result, USER], tools=[FUNCTION], tool_choice="none")
+    prompt = TOKENIZER.decode(engines.calls[1].prompt_token_ids)
+    assert "<|assistant|>Well.\n<tool_call>" in prompt  # one message, as the model wrote it
+    assert "<tool_response>\nfive\n" in prompt
+    create(model="m", input="x", tools=[FUNCTION], tool_choice={"type": "function", "name": "f"})
+    assert engines.calls[2].params.structure is not None
+
+    events = list(create(model="m", input="x", tools=[FUNCTION], stream=True))
+    deltas = [event for event in events if event.type == "response.function_call_arguments.delta"]
+    [done] = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert json.loads("".join(event.delta for event in deltas)) == json.loads(done.arguments) == {"x": 1}
+    final = events[-1].response
+    assert [item.type for item in final.output] == ["message", "function_call"]
+    assert {event.output_index for event in deltas} == {1}
+    added = [event.item.id for event in events if event.type == "response.output_item.added"]
+    assert added == [item.id for item in final.output]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (EngineError("a step failed"), "server_error"),
+        (OverloadedError("too many"), "rate_limit_exceeded"),
+        (ContextLengthError("too long", "prompt"), "invalid_prompt"),
+    ],
+)
+def test_a_stream_that_fails_later_ends_with_a_failed_response(
+    error: Exception, code: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    client = client_of(Pieces("Hel", error=error))
+    *_, last = client.responses.create(model="m", input="x", stream=True)
+    assert last.type == "response.failed"
+    assert last.response.error is not None
+    assert (last.response.error.code, last.response.error.message) == (code, str(error))
+    assert (last.response.status, last.response.output_text) == ("failed", "Hel")
+    assert last.response.output[0].status == "incomplete"  # type: ignore[union-attr]
+    [record] = [record for record in caplog.records if "failed" in record.getMessage()]
+    unexpected = code == "server_error"
+    assert (record.levelno, record.exc_info is not None) == (logging.ERROR if unexpected else logging.INFO, unexpected)
+
+
+def test_a_stream_refused_at_once_has_a_status() -> None:
+    client = client_of(Engines(OverloadedError("too many", 30.0)))
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.responses.create(model="m", input="x", stream=True)
+    assert int(caught.value.response.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"input": []}, "input", "must have at least 1"),
+        ({"input": [{"type": "item_reference", "id": "i"}]}, "input", "items here are of the type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "input_image"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input", "tool call 'c'"),
+        ({"store": True}, "store", "not stored"),
+        ({"previous_response_id": "resp-1"}, "previous_response_id", "whole conversation as input"),
+        ({"conversation": "c"}, "conversation", "whole conversation as input"),
+        ({"background": True}, "background", "lives as long as its connection"),
+        ({"truncation": "auto"}, "truncation", "nothing is cut off"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "'function'"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"reasoning": {"effort": "high"}}, "reasoning", "part of its text"),
+        ({"extra_body": {"n": 2}}, "n", "less than or equal to 1"),
+        ({"extra_body": {"guided_json": {}}, "text": {"format": {"type": "json_object"}}}, "text", "only one of text"),
+    ],
+)
+def test_what_is_refused_names_the_field(fields: dict[str, Any], param: str, message: str) -> None:
+    client = client_of(Engines())
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        client.responses.create(**({"model": "m", "input": "x"} | fields))
+    assert caught.value.param == param
+
+
+def test_what_changes_nothing_is_taken() -> None:
+    fields: dict[str, Any] = {
+        "store": False,
+        "background": False,
+        "truncation": "disabled",
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"effort": "none"},
+        "service_tier": "auto",
+        "safety_identifier": "s",
+        "max_tool_calls": 3,
+        "tools": [],
+        "tool_choice": "auto",
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "stream_options": {"include_obfuscation": False},
+    }
+    nulls = dict.fromkeys(("conversation", "previous_response_id", "temperature", "metadata", "user", "prompt"))
+    client = client_of(engines := Engines())
+    client.responses.create(model="m", input="x", prompt_cache_key="k", **fields, **nulls)
+    plain = client_of(others := Engines())
+    plain.responses.create(model="m", input="x")
+    [call], [other] = engines.calls, others.calls
+    assert (call.prompt_token_ids, call.params) == (other.prompt_token_ids, other.params)
+    assert (call.session, other.session) == ("k", None)

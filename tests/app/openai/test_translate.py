@@ -1,0 +1,32 @@
+"""Where requests are translated."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from app.config.http import HttpSettings
+from app.engine.model.loader import load_tokenizer
+from app.exchange import Exchange, enter, leave
+from app.openai.translate import Translator
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "at_once"), [(300, True), (2048, True), (2049, False), (1 << 20, False), (0, False)]
+)
+def test_small_bodies_do_not_change_threads(num_bytes: int, at_once: bool) -> None:
+    """Regression: the first token of each request waited for a thread's turn. `0`: a handle's, of unknown size."""
+
+    async def run() -> bool:
+        translator = Translator(load_tokenizer("builtin"), "builtin", ())
+        exchange = Exchange(HttpSettings(), "id")
+        exchange.num_body_bytes = num_bytes
+        token = enter(exchange)
+        try:
+            return await translator.in_thread(threading.get_ident) == threading.get_ident()
+        finally:
+            leave(token)
+
+    assert asyncio.run(run()) == at_once

@@ -1,0 +1,299 @@
+"""Shared streams: a reader and a replica's side of them in one loop, joined by calls that can be broken."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorUnavailableError
+
+from app.engine import SamplingParams
+from app.errors import EngineError, FolioError, UnavailableError
+from app.fleet.messages import GenerateRequest, Piece, Share, ShareCall
+from app.fleet.overload import Refusals
+from app.serving import shared_streams as shared_module
+from app.serving.calls import Replicas
+from app.serving.shared_streams import SharedReader, SharedStreams
+
+NUM = 8
+
+
+class Call:
+    """A call as Serve carries it out: the method runs in a task of its own, and what it yields arrives later."""
+
+    def __init__(self, generator: AsyncGenerator[Any, None]) -> None:
+        self.items: list[Any] = []  # that have been sent
+        self.cancelled = False
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+        self._task = asyncio.create_task(self._run(generator))
+
+    async def _run(self, generator: AsyncGenerator[Any, None]) -> None:
+        try:
+            async with aclosing(generator):
+                async for item in generator:
+                    self.items.append(item)
+                    self._queue.put_nowait(item)
+            self._queue.put_nowait(StopAsyncIteration())
+        except FolioError as error:
+            self._queue.put_nowait(error)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self._task.cancel()
+
+    def break_off(self) -> None:
+        """As when the process at the other end is gone, or the connection."""
+        self._task.cancel()
+        self._queue.put_nowait(ActorUnavailableError("gone", None))
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        while not isinstance(item := await self._queue.get(), Exception):
+            yield item
+        if not isinstance(item, StopAsyncIteration):
+            raise item
+
+
+class Replica:
+    """A handle of one replica, whose requests get a piece each in every `step`."""
+
+    def __init__(self) -> None:
+        self.streams = SharedStreams()
+        self.own: list[Call] = []
+        self.shared: list[Call] = []
+        self.pieces: list[asyncio.Queue[Piece | FolioError]] = []
+        self.closed = 0
+        self.generate_stream = SimpleNamespace(remote=self._generate)
+        self.share = SimpleNamespace(remote=self._share)
+
+    def options(self, **_: Any) -> Replica:
+        return self
+
+    def step(self, text: str, end: bool = False, requests: range = range(NUM)) -> None:
+        for number in requests:
+            piece = Piece(f"{number}{text}", (number,), 0, "stop" if end else None, replica="r")
+            self.pieces[number].put_nowait(piece)
+
+    def _generate(self, call: GenerateRequest) -> Call:
+        self.pieces.append(asyncio.Queue())
+        self.own.append(Call(self._diverted(self._lists(self.pieces[-1]), call)))
+        return self.own[-1]
+
+    async def _diverted(
+        self, lists: AsyncGenerator[list[Piece], None], call: GenerateRequest
+    ) -> AsyncGenerator[list[Piece] | int, None]:
+        async with aclosing(lists), aclosing(self.streams.divert(lists, call.share)) as own:  # as `EngineReplica` does
+            async for item in own:
+                yield item
+
+    async def _lists(self, pieces: asyncio.Queue[Piece | FolioError]) -> AsyncGenerator[list[Piece], None]:
+        try:
+            while True:
+                piece = await pieces.get()
+                if isinstance(piece, FolioError):
+                    raise piece
+                yield [piece]
+                if piece.ends_request:
+                    return
+        finally:
+            self.closed += 1
+
+    def _share(self, call: ShareCall) -> Call:
+        self.shared.append(Call(self.streams.messages(call)))
+        return self.shared[-1]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0)
+
+
+class Crowd:
+    """Requests that have begun, and a shared stream that is open."""
+
+    def __init__(self) -> None:
+        self.replica = Replica()
+        self.reader = SharedReader(self.replica)  # type: ignore[arg-type]
+        replicas = Replicas(self.replica, Refusals(), shared=self.reader)  # type: ignore[arg-type]
+        self.texts: list[list[str]] = [[] for _ in range(NUM)]
+        self.tasks = [asyncio.create_task(self._ask(replicas, number)) for number in range(NUM)]
+
+    async def begin(self) -> None:
+        await until(lambda: len(self.replica.pieces) == NUM)
+        self.replica.step("a")
+        await until(lambda: bool(self.replica.streams._outlets))
+        await self.all_have("a")
+
+    async def all_have(self, text: str, requests: range = range(NUM)) -> None:
+        await until(lambda: all(f"{number}{text}" in self.texts[number] for number in requests))
+
+    async def _ask(self, replicas: Replicas, number: int) -> None:
+        call = GenerateRequest(f"request {number}", [1], SamplingParams(max_tokens=10))
+        async with aclosing(replicas.generate_stream([call])) as pieces:
+            async for _, piece in pieces:
+                self.texts[number].append(piece.text)
+
+
+def test_a_step_of_all_streams_is_one_message() -> None:
+    """Regression: each of 32 streams was a message a step, of 240 to 460 us each."""
+
+    async def run() -> None:
+        crowd = Crowd()
+        await crowd.begin()
+        for text in "bcd":
+            crowd.replica.step(text)
+            await crowd.all_have(text)
+        crowd.replica.step("e", end=True)
+        await asyncio.gather(*crowd.tasks)
+        assert crowd.texts == [[f"{number}{text}" for text in "abcde"] for number in range(NUM)]
+        [shared] = crowd.replica.shared
+        assert [len(entries) for entries in shared.items] == [NUM] * 4
+        # The first piece does not wait for others, and the second item names the shared stream.
+        assert [[type(item) for item in call.items] for call in crowd.replica.own] == [[list, int]] * NUM
+        assert not crowd.reader._expected
+        assert not crowd.reader._num_streams
+
+    asyncio.run(run())
+
+
+def test_a_single_stream_has_no_other_beside_it() -> None:
+    async def run() -> None:
+        replica = Replica()
+        replicas = Replicas(replica, Refusals(), shared=SharedReader(replica))  # type: ignore[arg-type]
+        call = GenerateRequest("r", [1], SamplingParams(max_tokens=10))
+        stream = replicas.generate_stream([call])
+        first = asyncio.ensure_future(anext(stream))
+        await until(lambda: bool(replica.pieces))
+        replica.step("a", requests=range(1))
+        replica.step("b", end=True, requests=range(1))
+        assert [(await first)[1].text, *[piece.text async for _, piece in stream]] == ["0a", "0b"]
+        assert not replica.shared
+
+    asyncio.run(run())
+
+
+def test_one_that_is_cancelled_leaves_the_others_alone() -> None:
+    async def run() -> None:
+        crowd = Crowd()
+        await crowd.begin()
+        crowd.replica.step("b")
+        await crowd.all_have("b")
+        crowd.tasks[0].cancel()
+        await until(lambda: crowd.replica.closed == 1)
+        crowd.replica.step("c", end=True, requests=range(1, NUM))
+        await asyncio.gather(*crowd.tasks[1:])
+        assert [texts[-1] for texts in crowd.texts] == ["0b", *(f"{number}c" for number in range(1, NUM))]
+        assert not crowd.reader._expected
+
+    asyncio.run(run())
+
+
+def test_an_error_comes_after_what_was_generated_before() -> None:
+    async def run() -> None:
+        crowd = Crowd()
+        await crowd.begin()
+        crowd.replica.step("b")
+        for pieces in crowd.replica.pieces:
+            pieces.put_nowait(EngineError("a step failed"))
+        results = await asyncio.gather(*crowd.tasks, return_exceptions=True)
+        assert [str(result) for result in results] == ["a step failed"] * NUM
+        assert crowd.texts == [[f"{number}a", f"{number}b"] for number in range(NUM)]
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_dies_ends_its_streams() -> None:
+    async def run() -> None:
+        crowd = Crowd()
+        await crowd.begin()
+        crowd.replica.step("b")
+        await crowd.all_have("b")
+        for call in (*crowd.replica.own, *crowd.replica.shared):
+            call.break_off()
+        results = await asyncio.gather(*crowd.tasks, return_exceptions=True)
+        assert [type(result) for result in results] == [UnavailableError] * NUM
+
+    asyncio.run(run())
+
+
+def test_a_shared_stream_that_breaks_alone_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for ever for what was lost with it; what begins later has a new one, after a while."""
+    monkeypatch.setattr(shared_module, "_AGAIN_S", 0.0)
+
+    async def run() -> None:
+        crowd = Crowd()
+        await crowd.begin()
+        crowd.replica.step("b")
+        await crowd.all_have("b")
+        crowd.replica.shared[0].break_off()
+        await until(lambda: not crowd.replica.streams._outlets)
+        crowd.replica.step("c")
+        results = await asyncio.gather(*crowd.tasks, return_exceptions=True)
+        assert [type(result) for result in results] == [UnavailableError] * NUM
+        assert crowd.replica.closed == NUM, "the engine goes on for nobody"
+        assert crowd.replica.shared[0].cancelled
+
+    asyncio.run(run())
+
+
+def test_a_reader_that_comes_after_its_end_has_what_came() -> None:
+    """Regression: who was slow with its first piece lost the others, and got an error."""
+
+    async def run() -> None:
+        reader = SharedReader(Replica())  # type: ignore[arg-type]
+        expected = reader.expect()
+        for text, end in (("a", None), ("b", "stop")):
+            expected.arrived.put_nowait(Piece(text, (1,), 0, end, replica="r"))
+        assert [piece.text async for piece in reader.rest(expected, connection=99)] == ["a", "b"]
+        unfinished = reader.expect()
+        unfinished.arrived.put_nowait(Piece("a", (1,), 0, None, replica="r"))
+        assert [piece.text async for piece in reader.rest(unfinished, connection=99)] == ["a"]
+
+    asyncio.run(run())
+
+
+def test_it_ends_when_nobody_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that is to stop waits for it. A request that begins just then has its own stream."""
+    monkeypatch.setattr(shared_module, "_IDLE_S", 0.01)
+
+    async def run() -> None:
+        crowd = Crowd()
+        await crowd.begin()
+        await asyncio.sleep(0.05)  # longer than that, but not all its users have come yet: it has ended by now
+        crowd.replica.step("b", end=True)
+        await asyncio.gather(*crowd.tasks)
+        assert crowd.texts == [[f"{number}a", f"{number}b"] for number in range(NUM)]
+        await until(lambda: not crowd.replica.streams._outlets)
+        assert not crowd.replica.shared[0].cancelled
+        assert not crowd.reader._readers
+        assert not crowd.reader._users
+
+    asyncio.run(run())
+
+
+def test_messages_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has come together while the connection was slow would be more than gRPC takes at once."""
+    monkeypatch.setattr(shared_module, "_MOST_TOKENS", 5)
+
+    async def run() -> None:
+        streams = SharedStreams()
+        messages = streams.messages(ShareCall("i", 1, "r"))
+        first = asyncio.ensure_future(anext(messages))
+        await asyncio.sleep(0)
+
+        async def lists() -> AsyncGenerator[list[Piece], None]:
+            for number in range(5):
+                end = "stop" if number == 4 else None
+                yield [Piece("t", (1, 2, 3), 0, end)]  # type: ignore[arg-type]
+
+        assert [item async for item in streams.divert(lists(), Share("i", 7))][1:] == [1]
+        assert [len(await first), len(await anext(messages))] == [2, 2]
+        await messages.aclose()
+
+    asyncio.run(run())

@@ -1,0 +1,63 @@
+"""The table of errors in docs/api.md has what the server sends, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from app import errors, haproxy
+from app.http_errors import _HTTP_CODES, Refusal, error_response, http_error, validation_error
+from app.openai.replies import ErrorBody
+
+Row = tuple[int, str, str | None]
+
+
+def documented() -> list[Row]:
+    """A row of the table may have several codes."""
+    page = Path("docs/api.md").read_text(encoding="utf-8")
+    _, _, table = page.partition("| status | `type` | `code` |")
+    rows = []
+    for line in table.partition("\n\n")[0].splitlines()[2:]:
+        status, kind, codes = (cell.strip() for cell in line.split("|")[1:4])
+        rows += [(int(status), kind.strip("`"), code.strip(" `")) for code in codes.split(",")]
+    return rows
+
+
+def sent() -> set[Row]:
+    def row(status: int, answer: ErrorBody) -> Row:
+        return status, answer.error.type, answer.error.code
+
+    raised = {error for error in vars(errors).values() if isinstance(error, type) and issubclass(error, Exception)}
+    raised -= {errors.FolioError, errors.ConfigError}  # the one is none, the other is not raised by requests
+    refusals = [
+        Refusal.no_key(presented=True),
+        Refusal.not_operator(),
+        Refusal.bad_length(),
+        Refusal.too_slow(1.0),
+        Refusal.too_busy(1, 1.0),
+        *(Refusal.too_large(status, "x", 1, "bytes") for status in (413, 414, 431)),
+    ]
+    bad_json = [{"type": "json_invalid", "loc": ("body", 0), "ctx": {"error": "x"}}]
+    return {
+        *(row(*error_response(error("x"))) for error in raised),
+        row(*error_response(ZeroDivisionError())),
+        *(row(refusal.status, refusal.answer) for refusal in refusals),
+        *(row(status, http_error(status, "x")) for status in _HTTP_CODES),
+        row(400, validation_error(bad_json, None)),
+        *by_haproxy(),
+    }
+
+
+def by_haproxy() -> set[Row]:
+    """Its own answers; 502 and 504 become 503."""
+    configuration = "".join(replacement for _, replacement in haproxy._amendments("", ["127.0.0.1"], None))
+    answers = re.findall(r"status (\d+) content-type application/json string '(.*?)'", configuration)
+    found = [(int(status), json.loads(body)["error"]) for status, body in answers]
+    return {(status, error["type"], error["code"]) for status, error in found if status not in (502, 504)}
+
+
+def test_the_table_of_errors() -> None:
+    table = documented()
+    assert len(table) == len(set(table))
+    assert set(table) == sent()

@@ -7,11 +7,34 @@ from __future__ import annotations
 
 import time
 from contextvars import ContextVar, Token
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from app.config.http import HttpSettings, KeyEntry
-from app.edge.quota import Quota
 from app.errors import ForbiddenError, RequestError
+
+
+class Quota(Protocol):
+    """What a caller may still use; `app.edge.quota` keeps it."""
+
+    def begin(self) -> None:
+        """Count a request as running. Raises `RateLimitError`."""
+        ...
+
+    def end(self) -> None:
+        """Count it as ended."""
+        ...
+
+    def take_prompt(self, num_tokens: int) -> None:
+        """Charge a prompt. Raises `RateLimitError` or `RequestError`."""
+        ...
+
+    def owe_tokens(self, num_tokens: int) -> None:
+        """Charge tokens that have been generated; a negative number gives some back."""
+        ...
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What an answer says of the caller's limits."""
+        ...
 
 
 class Admission(NamedTuple):

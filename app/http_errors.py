@@ -11,6 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import BaseModel
+
 from app import http_errors as errors
 from app.errors import (
     ContextLengthError,
@@ -28,7 +30,6 @@ from app.errors import (
     UnknownRequestError,
 )
 from app.exchange import current_exchange
-from app.openai.replies import ErrorBody, ErrorDetail
 
 # A body may have as many faults as fields.
 _MOST_COMPLAINTS = 5
@@ -54,6 +55,19 @@ _COMPLAINTS = {
     "string_pattern_mismatch": "must match {pattern}",
 }
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """OpenAI's error JSON."""
+
+    error: ErrorDetail
 
 
 def error_response(error: BaseException) -> tuple[int, ErrorBody]:

@@ -24,14 +24,15 @@ GENERATED = ("app/proto/folio_pb2.py", "app/proto/folio_pb2_grpc.py")
 # From the lowest to the highest; a module may import modules of its own row and of lower rows only.
 LAYERS = (
     ("vmem", "kernels"),
-    ("app.errors", "app.compat"),
-    ("app.config.engine",),
+    ("app.errors", "app.logs", "app.haproxy", "app.compat"),
+    ("app.config",),
     ("app.engine", "app.builtin"),
     ("app.fleet",),
     ("app.exchange", "app.http_errors"),
     ("app.openai", "app.edge", "app.proto"),
     ("app.serving",),
     ("app.client",),
+    ("app.checks",),
     ("app.main", "app.serve"),
 )
 # Packages of one row that must not import each other.

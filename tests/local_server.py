@@ -18,7 +18,9 @@ from fastapi import FastAPI
 from ray.exceptions import RayTaskError
 
 from app.config.engine import EngineConfig
+from app.config.http import HttpSettings
 from app.edge.admission import Admission
+from app.edge.guard import protect
 from app.engine import AsyncEngine
 from app.engine.model.loader import load_tokenizer
 from app.errors import FolioError
@@ -32,6 +34,11 @@ from app.serving.ingress import Ingress
 from app.serving.metrics import RequestMeter
 from app.serving.replica import EngineReplica
 from app.serving.shared_streams import SharedStreams
+
+
+def guarded_api(service: Any, settings: HttpSettings | None = None) -> FastAPI:
+    """The API of a service, guarded as an ingress guards it."""
+    return protect(build_api(service), settings or HttpSettings())
 
 
 class LocalServer:
@@ -53,7 +60,7 @@ class LocalServer:
         refusals = Refusals()
         ingress._replicas = Replicas(_Handle(replica), refusals)  # type: ignore[arg-type]
         ingress._admission, ingress._meter, ingress._metrics = Admission(refusals), RequestMeter(), _Metrics()
-        self.api: FastAPI = build_api(ingress)
+        self.api = guarded_api(ingress)
 
     def wait_until_idle(self, deadline_s: float = 60.0) -> None:
         """Until no request runs or waits and all pages are free, those of pinned prefixes too; then the books have to

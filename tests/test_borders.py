@@ -1,4 +1,4 @@
-"""Who may import whom."""
+"""Packages import downwards, and only what they may."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.structure import LAYERS, circles, modules, upward
+
 ROOT = Path(__file__).parents[1]
+MODULES = modules(ROOT)
+# Libraries that a package does without.
 FORBIDDEN = {
     "vmem": {"app", "kernels", "ray", "transformers"},
     "kernels": {"app", "vmem", "ray", "transformers"},
-    "app/engine": {"ray", "fastapi", "starlette", "pydantic", "app.serving", "app.openai"},
-    "app/fleet": {"ray", "fastapi", "starlette", "pydantic", "transformers", "app.engine", "app.serving", "app.openai"},
-    "app/edge": {"ray", "app.engine", "app.serving", "vmem", "kernels"},
-    "app/openai": {"ray", "app.serving", "vmem", "kernels"},
-    "app/builtin": {"ray", "vmem", "kernels", "app.engine", "app.serving"},
+    "app/config": {"ray", "torch", "transformers", "fastapi", "starlette", "vmem", "kernels"},
+    "app/engine": {"ray", "fastapi", "starlette", "pydantic"},
+    "app/fleet": {"ray", "fastapi", "starlette", "pydantic", "transformers"},
+    "app/edge": {"ray", "app.engine", "vmem", "kernels"},
+    "app/openai": {"ray", "kernels"},
+    "app/builtin": {"ray", "vmem", "kernels", "app.engine"},
+    "app/proto": {"ray", "vmem", "kernels", "app.engine"},
 }
 
 
@@ -39,6 +45,28 @@ def test_no_forbidden_imports(folder: str) -> None:
         for name in imported(path):
             crossed = [f for f in FORBIDDEN[folder] if name == f or name.startswith(f + ".")]
             assert not crossed, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_every_package_has_a_layer_and_imports_downwards() -> None:
+    named = [package for row in LAYERS for package in row]
+    for name in MODULES:
+        assert name == "app" or any(name == p or name.startswith(p + ".") for p in named), f"no layer has {name}"
+    assert upward(MODULES) == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert circles(MODULES) == []
+
+
+def test_serving_is_what_imports_ray() -> None:
+    without = [
+        module.path
+        for module in MODULES.values()
+        if module.name.startswith("app.serving.")
+        and not any(name.split(".")[0] == "ray" for name in imported(ROOT / module.path))
+        and not module.path.endswith("__init__.py")
+    ]
+    assert without == []
 
 
 @pytest.mark.processes

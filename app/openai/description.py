@@ -12,7 +12,8 @@ from fastapi.openapi.models import Example
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from app.openai.replies import ChatCompletionChunk, Completion, ErrorBody
+from app.http_errors import ErrorBody
+from app.openai.replies import ChatCompletionChunk, Completion
 from app.openai.responses.replies import (
     ArgumentsDeltaEvent,
     ArgumentsDoneEvent,

@@ -17,11 +17,9 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Match
 
 from app import http_errors as errors
-from app.config.http import HttpSettings
-from app.edge.guard import protect
-from app.edge.shares import Shares
 from app.errors import FolioError, UnknownPinError
-from app.exchange import Watcher, note_error, request_id
+from app.exchange import note_error, request_id
+from app.http_errors import ErrorBody
 from app.openai import description as examples
 from app.openai.bodies import (
     ChatCompletionRequest,
@@ -39,7 +37,6 @@ from app.openai.replies import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
-    ErrorBody,
     ModelCard,
     ModelList,
 )
@@ -85,20 +82,8 @@ class Service(Protocol):
     async def metrics(self) -> str: ...
 
 
-def build_api(
-    service: Service,
-    settings: HttpSettings | None = None,
-    *,
-    echoes_id: bool = True,
-    watcher: Watcher | None = None,
-    shares: Shares | None = None,
-) -> FastAPI:
-    """The ASGI application, guarded as the settings say; `echoes_id` and `shares` as in `Guard`. `watcher` hears of
-    refusals.
-
-    Raises:
-        ConfigError: the API keys cannot be read.
-    """
+def build_api(service: Service) -> FastAPI:
+    """Build the ASGI application. `app.edge.guard.protect` adds keys, limits and the log."""
     api = FastAPI(
         title="Folio",
         summary="OpenAI-compatible LLM server",
@@ -114,7 +99,7 @@ def build_api(
     _add_operation(api, service)
     _add_error_handlers(api)
     describe(api)
-    return protect(api, settings or HttpSettings(), echoes_id=echoes_id, watcher=watcher, shares=shares)
+    return api
 
 
 def _add_generation(api: FastAPI, service: Service) -> None:

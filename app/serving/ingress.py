@@ -17,6 +17,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from app.config.http import HttpSettings
 from app.edge.admission import Admission, Door
+from app.edge.guard import protect
 from app.edge.request_body import ReadsRefusedBodies
 from app.edge.shares import Shares
 from app.engine.model.loader import load_tokenizer
@@ -139,7 +140,9 @@ class Ingress(GrpcIngress):
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         # Serve's server echoes ids.
-        api = build_api(self, self._http, echoes_id=False, watcher=self._edge, shares=self._shares)
+        api = protect(
+            build_api(self), self._http or HttpSettings(), echoes_id=False, watcher=self._edge, shares=self._shares
+        )
         api.add_middleware(Door, gate=self._admission, watcher=self._edge)
         api.add_middleware(ReadsRefusedBodies)
         add_memory_route(api, self)

@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 
 from app import errors, haproxy
-from app.http_errors import _HTTP_CODES, Refusal, error_response, http_error, validation_error
-from app.openai.replies import ErrorBody
+from app.http_errors import _HTTP_CODES, ErrorBody, Refusal, error_response, http_error, validation_error
 
 Row = tuple[int, str, str | None]
 

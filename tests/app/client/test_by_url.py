@@ -36,12 +36,11 @@ from app.client import (
 )
 from app.client.over_grpc import OverGrpc
 from app.config.http import HttpSettings, KeySource
-from app.openai.http import build_api
 from app.openai.operator_replies import add_memory_route
 from app.openai.responses.body import ResponsesRequest
 from tests.app.openai.test_http import FakeService
 from tests.grpc_server import grpc_listening
-from tests.local_server import LocalServer, listening
+from tests.local_server import LocalServer, guarded_api, listening
 
 ROOT = Path(__file__).parents[3]
 SCHEMES = ("http", "grpc")
@@ -286,7 +285,7 @@ def test_keys_reports_and_times_to_come_back(scheme: str, tmp_path: Path) -> Non
             return {"r1": report, "r2": report}
 
     service = Service()
-    api = build_api(service, HttpSettings(api_keys=KeySource(file=tmp_path / "keys")))
+    api = guarded_api(service, HttpSettings(api_keys=KeySource(file=tmp_path / "keys")))
     add_memory_route(api, service)
 
     async def work(url: str) -> None:

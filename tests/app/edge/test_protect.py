@@ -16,11 +16,11 @@ from app.config.http import HttpSettings
 from app.errors import ConfigError, EngineError, OverloadedError, RequestError
 from app.logs import WithheldMessages
 from app.openai.bodies import CompletionRequest
-from app.openai.http import build_api
 from app.openai.replies import Completion
 from tests.app.edge.asgi import Answer, bearer, call
 from tests.app.openai.test_http import FakeService
 from tests.app.serving.test_ingress import TOKENIZER, Engines, ingress_with
+from tests.local_server import guarded_api
 
 FREE, BOUND = "sk-free-0123456789", "sk-bound-0123456789"
 MARKER = "xyzzy-plugh"
@@ -35,7 +35,7 @@ def keys(tmp_path: Path) -> Path:
 
 
 def api_with(engines: Engines, **settings: Any) -> Any:
-    return build_api(ingress_with(engines), HttpSettings.model_validate(settings))
+    return guarded_api(ingress_with(engines), HttpSettings.model_validate(settings))
 
 
 def post(app: Any, body: dict[str, Any] | bytes, key: str = FREE, path: str = "/v1/completions") -> Answer:
@@ -128,7 +128,7 @@ def test_streams_are_charged_as_they_come() -> None:
 
 def test_browsers_may_call_from_named_origins(keys: Path) -> None:
     settings = {"cors_origins": ["https://app.example"], "api_keys": {"file": str(keys)}}
-    app = build_api(FakeService(), HttpSettings.model_validate(settings))
+    app = guarded_api(FakeService(), HttpSettings.model_validate(settings))
 
     def ask(method: str, origin: str, *headers: tuple[str, str]) -> Answer:
         return asyncio.run(call(app, method, "/v1/models", [("Origin", origin), *headers]))
@@ -258,7 +258,7 @@ def test_nor_when_a_stream_breaks_off(written: StringIO, failure: Exception) -> 
             yield self._completion(MARKER)
             raise failure
 
-    answer = post(build_api(Breaks()), {"prompt": MARKER, "stream": True})
+    answer = post(guarded_api(Breaks()), {"prompt": MARKER, "stream": True})
     assert answer.status == 200
     assert b'"error"' in answer.body
     assert " ms error request_id=" in written.getvalue()

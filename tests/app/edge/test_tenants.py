@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from app.config.http import HttpSettings
-from app.openai.http import build_api
 from app.openai.operator_replies import PinCard, PinList
 from tests.app.edge.asgi import bearer, call
 from tests.app.serving.test_ingress import TOKENIZER, Engines, ingress_with
+from tests.local_server import guarded_api
 
 FREE, BOUND = "sk-free-0123456789", "sk-bound-0123456789"
 
@@ -42,7 +42,7 @@ def test_prefixes_are_pinned_for_ones_own_tenant(
     ingress = ingress_with(Engines())
     ingress._replicas = SimpleNamespace(all=ask_all)
     ingress.pins = pins
-    api = build_api(ingress, HttpSettings.model_validate({"api_keys": {"file": str(path)}}))
+    api = guarded_api(ingress, HttpSettings.model_validate({"api_keys": {"file": str(path)}}))
     body = json.dumps({"name": "rules", "prompt": "Be brief. " * 9} | ({} if tenant is None else {"tenant": tenant}))
     headers = [*bearer(key), ("content-type", "application/json")]
     answer = asyncio.run(call(api, "POST", "/v1/pins", headers, body.encode()))

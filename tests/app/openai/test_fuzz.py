@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest
-from app.openai.http import build_api
 from app.openai.replies import Completion, CompletionChoice
-from tests.local_server import LocalServer
+from tests.local_server import LocalServer, guarded_api
 from tests.nightly import examples
 
 from .test_http import FakeService
@@ -177,7 +176,7 @@ class _Says(FakeService):
 
 
 SAYING = _Says()
-LISTENER = TestClient(build_api(SAYING))
+LISTENER = TestClient(guarded_api(SAYING))
 PIECE = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(
     ["", "\n\n", "\r", "data: ", "\ndata: [DONE]\n\n", "\u2028", "\x85\u2029", "event: x\n", ":", "\0", "\ufeff"]
 )

@@ -35,7 +35,6 @@ from app.openai.bodies import (
     TokenizeRequest,
     Tokens,
 )
-from app.openai.http import build_api
 from app.openai.json_body import too_much
 from app.openai.operator_replies import LoadFigures, LoadReport, PinCard, PinList
 from app.openai.replies import (
@@ -54,6 +53,7 @@ from app.openai.replies import (
 )
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ArgumentsDeltaEvent, ResponseObject, StreamEvent
+from tests.local_server import guarded_api
 
 USAGE = Usage(
     prompt_tokens=1,
@@ -161,7 +161,7 @@ class FakeService:
 
 @pytest.fixture(scope="module")
 def client() -> TestClient:
-    return TestClient(build_api(FakeService()), raise_server_exceptions=False)
+    return TestClient(guarded_api(FakeService()), raise_server_exceptions=False)
 
 
 def test_good_requests(client: TestClient) -> None:

@@ -12,8 +12,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from app.errors import EngineError, OverloadedError
-from app.openai.http import build_api
-from tests.local_server import LocalServer, listening
+from tests.local_server import LocalServer, guarded_api, listening
 
 from .test_http import FakeService
 
@@ -178,7 +177,7 @@ def test_the_client_understands_errors() -> None:
     """It tries again when it is told to, and raises what a stream ends with."""
     service = _Service()
     with (
-        listening(build_api(service)) as url,
+        listening(guarded_api(service)) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=TIMEOUT_S, max_retries=2) as client,
     ):
         assert client.completions.create(model="busy", prompt="x").choices[0].text == "x"

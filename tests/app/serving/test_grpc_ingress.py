@@ -15,14 +15,13 @@ import pytest
 from app.config.http import HttpSettings, KeySource, RateLimits
 from app.errors import RequestError
 from app.openai.bodies import CompletionRequest
-from app.openai.http import build_api
 from app.openai.replies import Completion
 from app.proto import folio_pb2 as pb
 from app.proto.folio_pb2_grpc import FolioStub
 from app.serving.grpc_ingress import _client_of, asgi_call, http_scope
 from tests.app.openai.test_http import FakeService
 from tests.grpc_server import MAX_MESSAGE_BYTES, grpc_listening
-from tests.local_server import listening
+from tests.local_server import guarded_api, listening
 
 KEY, OPERATOR_KEY = "a-key-of-a-client", "a-key-of-an-operator"
 DEADLINE_S = 60
@@ -69,7 +68,7 @@ def call(
     metadata: dict[str, str] | None = None,
 ) -> Any:
     """The answer, or all of a stream's; raises gRPC's error."""
-    with grpc_listening(build_api(service or Service(), settings)) as url:
+    with grpc_listening(guarded_api(service or Service(), settings)) as url:
         return call_at(url, method, request, metadata)
 
 
@@ -154,7 +153,7 @@ def test_json_within_text_is_checked() -> None:
 def test_a_stream_that_breaks_has_its_status() -> None:
     """What has been sent has been sent. The last message is empty: with it Serve's proxy learns the status, which it
     would otherwise say was OK."""
-    with grpc_listening(build_api(Service())) as url, grpc.insecure_channel(url.removeprefix("grpc://")) as channel:
+    with grpc_listening(guarded_api(Service())) as url, grpc.insecure_channel(url.removeprefix("grpc://")) as channel:
         chunks = FolioStub(channel).GenerateStream(pb.GenerateRequest(model="late", text="a"), timeout=DEADLINE_S)
         assert next(chunks).choices[0].text == "begun"
         assert next(chunks) == pb.Completion()
@@ -178,7 +177,7 @@ def test_without_a_key_nothing_of_a_call_is_looked_at(tmp_path: Path, method: st
 
 
 def test_keys_have_the_rights_that_they_have_over_http(tmp_path: Path) -> None:
-    with grpc_listening(build_api(Service(), keys_in(tmp_path))) as url:
+    with grpc_listening(guarded_api(Service(), keys_in(tmp_path))) as url:
         client, operator = {"authorization": f"Bearer {KEY}"}, {"x-api-key": OPERATOR_KEY}
         assert call_at(url, "Generate", pb.GenerateRequest(model="m", text="a"), client).choices
         for method, request in (
@@ -198,7 +197,7 @@ def test_keys_have_the_rights_that_they_have_over_http(tmp_path: Path) -> None:
 
 
 def test_limits_are_those_of_http_and_shared_with_it(tmp_path: Path) -> None:
-    api = build_api(Service(), keys_in(tmp_path, requests_per_minute=1))
+    api = guarded_api(Service(), keys_in(tmp_path, requests_per_minute=1))
     header = {"authorization": f"Bearer {KEY}"}
     with listening(api) as http_url, grpc_listening(api) as url:
         body = {"model": "m", "prompt": "a"}
@@ -243,7 +242,7 @@ def test_a_call_that_is_given_up_ends_the_request(ends_by: str) -> None:
                 while not service.ended:
                     await asyncio.sleep(0.01)
 
-    with grpc_listening(build_api(service)) as url:
+    with grpc_listening(guarded_api(service)) as url:
         asyncio.run(run(url))
 
 

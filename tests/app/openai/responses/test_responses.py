@@ -18,9 +18,9 @@ from starlette.testclient import TestClient
 from app.engine.request import TokenLogprobs
 from app.errors import ContextLengthError, EngineError, OverloadedError
 from app.fleet.messages import Piece
-from app.openai.http import build_api
 from app.openai.responses.body import ResponsesRequest
 from tests.app.serving.test_ingress import CALL, TOKENIZER, Engines, ingress_with
+from tests.local_server import guarded_api
 
 FUNCTION = {"type": "function", "name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}, "strict": False}
 USER = {"role": "user", "content": "x"}
@@ -52,7 +52,7 @@ class Pieces(Engines):
 
 
 def client_of(engines: Engines) -> openai.OpenAI:
-    api = TestClient(build_api(ingress_with(engines)), base_url="http://folio")
+    api = TestClient(guarded_api(ingress_with(engines)), base_url="http://folio")
     return openai.OpenAI(base_url="http://folio/v1", api_key="none", max_retries=0, http_client=api)
 
 

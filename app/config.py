@@ -56,9 +56,8 @@ class EngineConfig:
         kv_layout: all layers of a token side by side, or each layer's keys and values for themselves.
         kv_view: how attention reads the cache: through contiguous regions, through block tables, or through regions
             as long as the mappings they take are within what the system allows.
-        attention: which kernels: "cpu", "sdpa" or "reference" on a CPU; "triton", "torch-flash", "flash-attn",
-            "flashinfer", "sdpa" or "reference" on CUDA. "auto" takes the first of a table that is there and can do what
-            the model needs.
+        attention: which kernels: "cpu", "sdpa" or "reference" on a CPU; "triton", "torch-flash", "sdpa" or "reference"
+            on CUDA. "auto" takes the first of a table that is there and can do what the model needs.
         num_threads: CPU threads of a step, by default one for each core this process may use, shared among ranks.
         yield_cpu: a server's steps run only when nothing else wants their cores (Linux, its `SCHED_IDLE`): tokens leave
             sooner, but steps stand still while other programs compute. For machines that do nothing else.

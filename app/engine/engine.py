@@ -106,7 +106,6 @@ class Engine:
             undo.callback(self._executor.close)
             self.model = self._executor.model
             self._clock.lap("model_s")
-            self._clock.move(self.model.reading_s, "model_s", "weights_s")
             self._speculation = Speculation.load(config, self.model, self._executor.layers)
             share = 1.0
             if self._speculation is not None:

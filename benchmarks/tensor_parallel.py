@@ -33,13 +33,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from app.engine import LLM, SamplingParams
 from app.engine.batch import StepPlan
-from app.engine.cores import num_threads
 from app.engine.tensor_parallel import shared_memory
 from app.engine.tensor_parallel.communicator import Communicator
 from app.engine.tensor_parallel.messages import pack_step, unpack_step
 from app.engine.tensor_parallel.processes import ChildProcesses
 from app.engine.tensor_parallel.ranks import Ranks
 from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingReader, RingWriter
+from app.machine import num_threads
 from benchmarks import harness
 
 VOCAB_SIZE = 32_000

@@ -7,13 +7,13 @@ import torch
 
 from app.config import EngineConfig
 from app.engine.batch import StepPlan, build_batch
-from app.engine.cores import num_threads
 from app.engine.model_loader import load_model, resolve_device
 from app.engine.model_runner import ModelRunner, ObservedLayers
 from app.engine.tensor_parallel.messages import Order, pack_arrays, pack_step
 from app.engine.tensor_parallel.ranks import Ranks
 from app.engine.tensor_parallel.spec import LOAD_TIMEOUT_S, Launch
 from app.errors import FolioError, ModelError, UnavailableError
+from app.machine import num_threads
 from kernels import KernelError, select_provider
 from vmem import KVMemory, MirroredBackend
 

@@ -16,10 +16,10 @@ from ray.actor import ActorHandle
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from app.engine.cores import num_threads
 from app.engine.tensor_parallel.spec import Launch, RankProcesses, RankSpec
 from app.engine.tensor_parallel.worker import RankWorker, run_to_the_end
 from app.errors import ConfigError
+from app.machine import num_threads
 
 # Actors start in seconds; more than this means that the cluster has no room for them after all.
 START_TIMEOUT_S = 300.0

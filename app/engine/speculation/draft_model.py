@@ -10,7 +10,6 @@ import torch
 
 from app.config import EngineConfig
 from app.engine.batch import plan_step
-from app.engine.cores import num_threads
 from app.engine.executor import Executor
 from app.engine.kv_plan import build_memory
 from app.engine.model_loader import LoadedModel
@@ -19,6 +18,7 @@ from app.engine.scheduler import Scheduled
 from app.engine.self_test import self_test
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.errors import ConfigError
+from app.machine import num_threads
 from kernels import KernelError
 from vmem import KVMemory, VmemError
 

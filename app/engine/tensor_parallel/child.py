@@ -14,9 +14,9 @@ import sys
 
 import torch
 
-from app.engine.cores import num_threads
 from app.engine.tensor_parallel.spec import RankSpec
 from app.engine.tensor_parallel.worker import RankWorker, run_to_the_end
+from app.machine import num_threads
 
 _PR_SET_PDEATHSIG = 1
 

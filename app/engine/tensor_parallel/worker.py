@@ -12,7 +12,6 @@ import time
 import torch
 
 from app.engine.batch import build_batch
-from app.engine.cores import yield_cpu
 from app.engine.model_loader import LoadedModel, load_model
 from app.engine.model_runner import ModelRunner
 from app.engine.tensor_parallel.adapters import PeerAdapters
@@ -64,7 +63,6 @@ class RankWorker:
         self._use_device()
         requests = threading.Thread(target=self._answer_requests, name=f"folio-memory-{self.spec.rank}", daemon=True)
         requests.start()
-        yield_cpu(self.spec.config)
         link = self.links[STEPS]
         try:
             while not self._stopping.is_set():

@@ -11,10 +11,9 @@ from starlette.types import Message, Receive, Scope
 
 from app.edge.refusal import Refusal
 from app.edge.settings import HttpSettings
-from app.haproxy import ATTEMPT_HEADER
+from app.haproxy import ATTEMPT_HEADER, REQUEST_ID
 
-# Of clients' own ids: whatever is none of these could forge lines of a log.
-_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+_REQUEST_ID = re.compile(REQUEST_ID.encode())
 _LENGTH = re.compile(rb"[0-9]{1,18}")
 _ATTEMPT = ATTEMPT_HEADER.encode()
 _WANTED = {b"x-request-id", b"authorization", b"x-api-key", b"content-length", b"transfer-encoding", _ATTEMPT}

@@ -59,7 +59,7 @@ class TextStream:
             end, start, self.met = min(found)
             self._held = ""
             return text[: end if self._include_stop_str else start], True
-        keep = max(_overlap(text, s) for s in self._stop)
+        keep = max(overlap(text, s) for s in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
@@ -81,9 +81,9 @@ class TextStream:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that begins `mark` and is not all of it."""
+    for length in range(min(len(text), len(mark) - 1), 0, -1):
+        if text.endswith(mark[:length]):
             return length
     return 0

@@ -15,7 +15,7 @@ from typing import Unpack
 import torch
 
 from app.config import EngineConfig
-from app.engine.batch import demands, memory_of, next_demands, num_attended, plan_step
+from app.engine.batch import demands, memory_of, next_demands, plan_step
 from app.engine.beam import BeamSearch
 from app.engine.deadlines import Deadlines, check_timeout
 from app.engine.decoding import Decoding
@@ -426,7 +426,7 @@ class Engine:
                 return self._wait_for_pages()
             logits = self._compute(scheduled)
             choice = self._decoding.choose(scheduled, logits)
-            num_tokens, attended = sum(s.num_tokens for s in scheduled), num_attended(scheduled)
+            num_tokens, attended = sum(s.num_tokens for s in scheduled), sum(s.num_attended for s in scheduled)
             queue_s: list[float] = []
             for s in scheduled:
                 if s.request.num_computed == s.request.num_cached_tokens and not s.request.furthest:  # its first chunk

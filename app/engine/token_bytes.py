@@ -56,7 +56,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> TokenBytes:
             if added[token_id].special:
                 special.add(token_id)
         elif byte_level:
-            piece = _byte_level(name)
+            piece = byte_level_bytes(name)
             tokens[token_id] = name.encode() if piece is None else piece
             if piece is None:
                 special.add(token_id)
@@ -87,8 +87,8 @@ def _byte_of_character() -> dict[str, int]:
 _BYTE_OF = _byte_of_character()
 
 
-def _byte_level(name: str) -> bytes | None:
-    """`None` for a name outside of the alphabet: the decoder would not give these characters back."""
+def byte_level_bytes(name: str) -> bytes | None:
+    """What a token of GPT-2's alphabet stands for; `None` outside of it: the decoder would not give these back."""
     try:
         return bytes([_BYTE_OF[character] for character in name])
     except KeyError:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 import torch
 
-from app.engine.batch import num_attended
 from app.engine.faults import SequenceFailure, serving
 from app.engine.params import SamplingParams
 from app.engine.recovery import LinearCost
@@ -303,7 +302,7 @@ class DraftProposer:
     def _run(self, scheduled: list[Scheduled]) -> torch.Tensor:
         start = time.perf_counter()
         logits = self._model.run(scheduled)
-        num_tokens, attended = sum(s.num_tokens for s in scheduled), num_attended(scheduled)
+        num_tokens, attended = sum(s.num_tokens for s in scheduled), sum(s.num_attended for s in scheduled)
         self._times.observe((1.0, num_tokens, attended), time.perf_counter() - start)
         for s in scheduled:
             s.request.num_computed += s.num_tokens

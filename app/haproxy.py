@@ -52,6 +52,8 @@ _REPLACED_AFTER_S = 5
 _MOST_PATH_BYTES = 24
 # Names the request in all attempts: the engine replicas run only one at a time.
 ATTEMPT_HEADER = "x-folio-attempt-of"
+# Of clients' own ids: whatever is none of these could forge lines of a log.
+REQUEST_ID = "[!-~]{1,128}"
 # A word for each, and a few more, is what HAProxy reads in a line; it reads 64.
 _ADDRESSES_A_LINE = 40
 # What an ingress may have begun before it died, and another one may begin again: generating changes nothing. Anything
@@ -257,7 +259,7 @@ def _header_rules(trusted: Sequence[str]) -> list[str]:
         r"if { req.hdrs -m reg '[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]' } or !{ method " + " ".join(_METHODS) + " }",
         # Serve decodes these, in all their spellings, and would answer 500 if one is not UTF-8.
         f"http-request del-header '{_DECODED}' -m reg unless {{ req.hdrs,json(utf8) -m found }}",
-        "http-request del-header x-request-id unless { req.fhdr(x-request-id) -m reg ^[!-~]{1,128}$ }",
+        "http-request del-header x-request-id unless { req.fhdr(x-request-id) -m reg ^" + REQUEST_ID + "$ }",
         "http-request del-header x-request-id if { req.fhdr_cnt(x-request-id) gt 1 }",
         f"http-request set-header {ATTEMPT_HEADER} %[uuid]",
         "http-request disable-l7-retry unless { method GET HEAD } or { path_end " + " ".join(_REPEATABLE) + " }",

@@ -5,7 +5,7 @@ each kernel that is there. Decode is measured in bytes of keys and values a seco
 measured in between; chunks of prompts in floating-point operations a second, against the rate of a large matrix
 product. Each case has several sets of sequences, read in turn, so that no cache holds them from one call to the next.
 Compared with: torch's SDPA, one sequence after the other (on a CPU with grouped heads folded into rows, many times
-faster than its own grouping), and on CUDA the library kernels that are installed.
+faster than its own grouping), and on CUDA torch's flash attention.
 
 --footprints: decodes that read all layers in turn, as a model does, over more and more memory, by layout and page size:
 how much of it the device's address translation reaches. --quick takes fewer cases; --tiny only shows that this program
@@ -114,7 +114,7 @@ DEVICES = {
     "cpu": Device("cpu", ("cpu", "sdpa"), num_layers=8, cold_bytes=64 << 20, most_tokens=1 << 17, repeats=3),
     "cuda": Device(
         "cuda",
-        ("triton", "torch-flash", "flash-attn", "flashinfer", "sdpa"),
+        ("triton", "torch-flash", "sdpa"),
         num_layers=32,
         cold_bytes=1 << 29,
         most_tokens=1 << 19,
@@ -375,7 +375,7 @@ def _measure(
             except RuntimeError as error:
                 if row.provider == device.providers[0]:
                     raise
-                runs.remove((row, run))  # a library's failure costs its own figures
+                runs.remove((row, run))  # another kernel's failure costs its own figures
                 record("attention kernel failed", f"{row.provider} failed: {error}"[:300], case=asdict(case))
         limit = _read_limit if case.queries == 1 else _matrix_limit
         for _ in range(device.repeats * times):

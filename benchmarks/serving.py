@@ -411,7 +411,6 @@ def parse() -> argparse.Namespace:
         "--layers", type=int, help="of the model; fewer where steps are so slow that their noise hides what HTTP adds"
     )
     parser.add_argument("--num-threads", type=int, help="of Folio's engine, by default one for each core")
-    parser.add_argument("--yield-cpu", action="store_true", help="see EngineConfig; both engines do")
     parser.add_argument(
         "--dtype", default="auto", help="of Folio's engine; float32 for processors without fast bfloat16"
     )
@@ -448,7 +447,6 @@ def main() -> None:
                 "max_queued_requests": MAX_QUEUED,
                 "kv_memory_bytes": KV_MEMORY_BYTES if args.soak is None else SOAK_KV_MEMORY_BYTES,
                 "num_threads": args.num_threads,
-                "yield_cpu": args.yield_cpu,
             }
             application = {"engine": settings, "model_name": FOLIO}
             with bare_engine(settings) as bare:

@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from app.config.machine import num_threads
 from app.engine import LLM, SamplingParams
-from app.engine.cores import num_threads
 from app.engine.execution.batch import StepPlan
 from app.engine.tensor_parallel import shared_memory
 from app.engine.tensor_parallel.communicator import Communicator

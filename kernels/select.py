@@ -26,8 +26,6 @@ _CLASSES = {
     "cpu": ("kernels.cpu", "CpuProvider"),
     "triton": ("kernels.triton_provider", "TritonProvider"),
     "torch-flash": ("kernels.torch_flash", "TorchFlashProvider"),
-    "flash-attn": ("kernels.flash_attn_provider", "FlashAttnProvider"),
-    "flashinfer": ("kernels.flashinfer_provider", "FlashInferProvider"),
     "sdpa": ("kernels.sdpa", "SdpaProvider"),
     "reference": ("kernels.reference", "ReferenceProvider"),
 }
@@ -35,8 +33,6 @@ _DEVICES = {  # the others run anywhere
     "cpu": ("cpu",),
     "triton": ("cuda",),
     "torch-flash": ("cuda",),
-    "flash-attn": ("cuda",),
-    "flashinfer": ("cuda",),
 }
 # What "auto" tries, best first, by device and by whether every sequence has one query. On CUDA the order is not
 # measured yet: Triton decodes because it reads any block size and interleaved caches, torch's flash attention prefills
@@ -44,8 +40,8 @@ _DEVICES = {  # the others run anywhere
 _PREFERENCE: Mapping[tuple[str, bool], Sequence[str]] = {
     ("cpu", True): ("cpu", "sdpa", "reference"),
     ("cpu", False): ("cpu", "sdpa", "reference"),
-    ("cuda", True): ("triton", "flash-attn", "torch-flash", "sdpa", "reference"),
-    ("cuda", False): ("torch-flash", "triton", "flash-attn", "sdpa", "reference"),
+    ("cuda", True): ("triton", "torch-flash", "sdpa", "reference"),
+    ("cuda", False): ("torch-flash", "triton", "sdpa", "reference"),
 }
 
 PROVIDERS = ("auto", *_CLASSES)

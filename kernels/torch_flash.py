@@ -1,4 +1,4 @@
-"""torch's own flash attention over ragged batches, and what it shares with the flash-attn package: the kernels are FA2.
+"""torch's own flash attention over ragged batches: the kernels are FA2.
 
 What FA2 does (flash-attention v2.8.3, csrc/flash_attn; torch 2.11 to 2.13 compile the same kernels):
 
@@ -20,7 +20,6 @@ What FA2 does (flash-attention v2.8.3, csrc/flash_attn; torch 2.11 to 2.13 compi
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,7 +48,7 @@ _CONFIRMED = 2e-2  # largest difference of float16 results and logarithms, of or
 
 
 @dataclass(frozen=True, slots=True)
-class FlashArguments:
+class _FlashArguments:
     """A batch as FA2's kernels for ragged batches take it.
 
     Attributes:
@@ -70,85 +69,7 @@ class FlashArguments:
     window: tuple[int, int]
 
 
-class FlashProvider(GatherProvider, ABC):
-    """Checks, edge cases and the translation of arguments; a subclass calls its library. Waits for nothing."""
-
-    def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
-
-    def unsupported(self, problem: Problem) -> str | None:
-        reason = half_precision_only(problem, self._device_type)
-        if reason is not None:
-            return reason
-        if problem.key_dim > 256 or problem.key_dim % 8:
-            return f"heads have {problem.key_dim} dimensions; multiples of 8 up to 256 are possible"
-        if not problem.paged:
-            return unsuitable_strides(problem, flat=True)
-        if problem.block_tokens % BLOCK_MULTIPLE:
-            return f"blocks have {problem.block_tokens} tokens; FA2 takes multiples of {BLOCK_MULTIPLE}"
-        if "window" in problem.extras:
-            return "with a block table FA2 reads tokens before a window; use the region view"
-        if "leftpad" in problem.extras:
-            return "cache_leftpad and a block table exclude each other; use the region view"
-        return unsuitable_strides(problem, flat=False)
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        batch: VarlenBatch,
-        masking: Masking,
-        *,
-        scales: CacheScales | None = None,
-        lse: torch.Tensor | None = None,
-        num_splits: int = 0,
-    ) -> torch.Tensor:
-        check_attend(query, key_cache, value_cache, batch, masking, lse)
-        refuse_unsupported(self, problem_of(query, key_cache, value_cache, batch, masking, lse))
-        num_tokens, num_seqs = len(query), batch.cache_seqlens.numel()
-        if not num_tokens or batch.max_seqlen_k <= 0:
-            return nothing_visible(query, lse)
-        single = batch.max_seqlen_q <= 1 and num_tokens == num_seqs
-        hidden = None
-        if batch.block_table.shape[1] > 1 and (not single or lse is not None):
-            batch, hidden = _without_empty(batch, num_tokens)
-        out, found = self._run(
-            query if query.stride(2) == 1 else query.contiguous(),
-            key_cache,
-            value_cache,
-            batch,
-            masking,
-            single=single,
-            num_splits=min(num_splits, MAX_SPLITS),
-            with_lse=lse is not None,
-        )
-        if hidden is not None:
-            out.masked_fill_(hidden[:, None, None], 0.0)
-        if lse is not None and found is not None:
-            lse.copy_(found.T)
-            lse.masked_fill_(lse == torch.inf, -torch.inf)  # FA2's way to say that nothing is visible
-            if hidden is not None:
-                lse.masked_fill_(hidden[:, None], -torch.inf)
-        return out
-
-    @abstractmethod
-    def _run(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        batch: VarlenBatch,
-        masking: Masking,
-        *,
-        single: bool,
-        num_splits: int,
-        with_lse: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The output, and the logarithms `[num_q_heads, num_tokens]`; `single`: one query of every sequence."""
-
-
-class TorchFlashProvider(FlashProvider):
+class TorchFlashProvider(GatherProvider):
     """torch's flash attention: `varlen_attn` where it reads caches (from torch 2.12), else the operator beneath it.
 
     The signature and the operator's schema decide. torch 2.11's operator takes lengths, windows and the scale, but no
@@ -172,9 +93,10 @@ class TorchFlashProvider(FlashProvider):
     def __init__(
         self, varlen: Callable[..., Any] | None = None, operator: Any = None, device_type: str = "cuda"
     ) -> None:
-        super().__init__(device_type)
+        self._device_type = device_type
         if varlen is None:
-            require_cuda(self.name)
+            if not torch.cuda.is_available():
+                raise KernelError(f"attention {self.name} needs a CUDA device, and torch {torch.__version__} sees none")
             varlen = torch_varlen.varlen_attn
         missing = _VARLEN_NEEDS - inspect.signature(varlen).parameters.keys()
         self._varlen, self._operator = None if missing else varlen, operator
@@ -192,15 +114,81 @@ class TorchFlashProvider(FlashProvider):
         self._confirm()
 
     def unsupported(self, problem: Problem) -> str | None:
-        reason = super().unsupported(problem)
+        reason = self._unsupported_tensors(problem) or self._unsupported_view(problem)
         if reason is not None:
             return reason
         for extra in ("softcap", "alibi"):
             if extra in problem.extras:
                 return f"varlen_attn has no {extra}"
-        if problem.paged and self._varlen is None:
-            return f"torch {torch.__version__}'s flash attention has no block_table; use the region view"
         return None
+
+    def _unsupported_tensors(self, problem: Problem) -> str | None:
+        if problem.device_type != self._device_type:
+            return f"runs on {self._device_type}, not on {problem.device_type}"
+        if problem.dtype not in (torch.float16, torch.bfloat16):
+            return f"computes in float16 and bfloat16, not in {problem.dtype}"
+        if problem.cache_dtype != problem.dtype:
+            return f"does not read a cache of {problem.cache_dtype}"
+        if problem.key_dim != problem.value_dim:
+            return f"keys have {problem.key_dim} dimensions and values {problem.value_dim}; they must be alike"
+        if "sinks" in problem.extras:
+            return "has no sinks"
+        if problem.key_dim > 256 or problem.key_dim % 8:
+            return f"heads have {problem.key_dim} dimensions; multiples of 8 up to 256 are possible"
+        return None
+
+    def _unsupported_view(self, problem: Problem) -> str | None:
+        if not problem.paged:
+            return _unsuitable_strides(problem, flat=True)
+        if self._varlen is None:
+            return f"torch {torch.__version__}'s flash attention has no block_table; use the region view"
+        if problem.block_tokens % BLOCK_MULTIPLE:
+            return f"blocks have {problem.block_tokens} tokens; FA2 takes multiples of {BLOCK_MULTIPLE}"
+        if "window" in problem.extras:
+            return "with a block table FA2 reads tokens before a window; use the region view"
+        if "leftpad" in problem.extras:
+            return "cache_leftpad and a block table exclude each other; use the region view"
+        return _unsuitable_strides(problem, flat=False)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        batch: VarlenBatch,
+        masking: Masking,
+        *,
+        scales: CacheScales | None = None,
+        lse: torch.Tensor | None = None,
+        num_splits: int = 0,
+    ) -> torch.Tensor:
+        check_attend(query, key_cache, value_cache, batch, masking, lse)
+        refuse_unsupported(self, problem_of(query, key_cache, value_cache, batch, masking, lse))
+        num_tokens, num_seqs = len(query), batch.cache_seqlens.numel()
+        if not num_tokens or batch.max_seqlen_k <= 0:
+            return _nothing_visible(query, lse)
+        single = batch.max_seqlen_q <= 1 and num_tokens == num_seqs
+        hidden = None
+        if batch.block_table.shape[1] > 1 and (not single or lse is not None):
+            batch, hidden = _without_empty(batch, num_tokens)
+        out, found = self._run(
+            query if query.stride(2) == 1 else query.contiguous(),
+            key_cache,
+            value_cache,
+            batch,
+            masking,
+            single=single,
+            num_splits=min(num_splits, MAX_SPLITS),
+            with_lse=lse is not None,
+        )
+        if hidden is not None:
+            out.masked_fill_(hidden[:, None, None], 0.0)
+        if lse is not None and found is not None:
+            lse.copy_(found.T)
+            lse.masked_fill_(lse == torch.inf, -torch.inf)  # FA2's way to say that nothing is visible
+            if hidden is not None:
+                lse.masked_fill_(hidden[:, None], -torch.inf)
+        return out
 
     def _run(
         self,
@@ -214,7 +202,8 @@ class TorchFlashProvider(FlashProvider):
         num_splits: int,
         with_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        arguments = flash_arguments(key_cache, value_cache, batch, masking, single)
+        """The output, and the logarithms `[num_q_heads, num_tokens]`; `single`: one query of every sequence."""
+        arguments = _flash_arguments(key_cache, value_cache, batch, masking, single)
         tensors = (query, arguments.key, arguments.value, batch.cu_seqlens_q, arguments.starts)
         lengths = (arguments.max_seqlen_q, batch.max_seqlen_k)
         if self._varlen is None:
@@ -269,28 +258,7 @@ class TorchFlashProvider(FlashProvider):
                 raise KernelError(f"{self.name}: torch {torch.__version__}'s operator is off by {off:.2e}")
 
 
-def require_cuda(name: str) -> None:
-    """Raise `KernelError` unless torch sees a CUDA device."""
-    if not torch.cuda.is_available():
-        raise KernelError(f"attention {name} needs a CUDA device, and torch {torch.__version__} sees none")
-
-
-def half_precision_only(problem: Problem, device_type: str) -> str | None:
-    """Why none of the libraries here can do this; `None` if one may."""
-    if problem.device_type != device_type:
-        return f"runs on {device_type}, not on {problem.device_type}"
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"computes in float16 and bfloat16, not in {problem.dtype}"
-    if problem.cache_dtype != problem.dtype:
-        return f"does not read a cache of {problem.cache_dtype}"
-    if problem.key_dim != problem.value_dim:
-        return f"keys have {problem.key_dim} dimensions and values {problem.value_dim}; they must be alike"
-    if "sinks" in problem.extras:
-        return "has no sinks"
-    return None
-
-
-def unsuitable_strides(problem: Problem, *, flat: bool) -> str | None:
+def _unsuitable_strides(problem: Problem, *, flat: bool) -> str | None:
     """Why the caches' strides break 16-byte loads, or, where they are to be `flat`, why their tokens are not evenly
     apart; `None` if they are fine."""
     sizes = (problem.num_blocks, problem.block_tokens, problem.num_kv_heads)
@@ -320,22 +288,22 @@ def _tokens_apart(num_blocks: int, block_tokens: int, strides: tuple[int, ...]) 
     return None if block_stride % token_stride else block_stride // token_stride
 
 
-def nothing_visible(query: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
+def _nothing_visible(query: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
     """The result where no sequence has a cached token."""
     if lse is not None:
         lse.fill_(-torch.inf)
     return torch.zeros_like(query)
 
 
-def flash_arguments(
+def _flash_arguments(
     key_cache: torch.Tensor, value_cache: torch.Tensor, batch: VarlenBatch, masking: Masking, single: bool
-) -> FlashArguments:
+) -> _FlashArguments:
     # What a window hides of the past is left out of the span; a last token's own window has no other end.
     one_query = batch.max_seqlen_q <= 1
     window = (-1, -1) if one_query else (max(masking.window_left, -1), max(masking.window_right, -1))
     max_seqlen_q = 1 if single else max(batch.max_seqlen_q, 2)
     if batch.block_table.shape[1] > 1:
-        return FlashArguments(
+        return _FlashArguments(
             key_cache,
             value_cache,
             batch.cu_seqlens_q,
@@ -344,15 +312,15 @@ def flash_arguments(
             max_seqlen_q,
             window,
         )
-    (key, region_stride), (value, _) = flat_tokens(key_cache), flat_tokens(value_cache)
+    (key, region_stride), (value, _) = _flat_tokens(key_cache), _flat_tokens(value_cache)
     starts, lengths = batch.block_table[:, 0] * region_stride, batch.cache_seqlens
-    begin = span_begin(batch, masking)
+    begin = _span_begin(batch, masking)
     if begin is not None:
         starts, lengths = starts + begin, lengths - begin
-    return FlashArguments(key, value, functional.pad(starts, (0, 1)), lengths, None, max_seqlen_q, window)
+    return _FlashArguments(key, value, functional.pad(starts, (0, 1)), lengths, None, max_seqlen_q, window)
 
 
-def span_begin(batch: VarlenBatch, masking: Masking) -> torch.Tensor | None:
+def _span_begin(batch: VarlenBatch, masking: Masking) -> torch.Tensor | None:
     """`[num_seqs]` int32, each sequence's first cached token that a query sees, at most its length; `None`: the first
     of all."""
     begin = batch.cache_leftpad
@@ -363,9 +331,9 @@ def span_begin(batch: VarlenBatch, masking: Masking) -> torch.Tensor | None:
     return None if begin is None else torch.minimum(begin, batch.cache_seqlens)
 
 
-def flat_tokens(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _flat_tokens(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
     """All tokens of a cache `[num_blocks, block_tokens, num_kv_heads, dim]` as a view `[num_tokens, num_kv_heads,
-    dim]`, and how many tokens lie from one block's first to the next's. `unsuitable_strides` has nothing against it."""
+    dim]`, and how many tokens lie from one block's first to the next's. `_unsuitable_strides` found nothing wrong."""
     num_blocks, block_tokens, num_kv_heads, dim = cache.shape
     block_stride, token_stride, head_stride, _ = cache.stride()
     apart = _tokens_apart(num_blocks, block_tokens, cache.stride())

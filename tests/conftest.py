@@ -149,7 +149,6 @@ SLOW = {
             "kernels/test_compile.py",  # 41
             "vmem/test_threads.py",  # 30
             "app/fleet/test_ledger.py",  # 25
-            "kernels/test_library_providers.py",  # 20
         )
     )
 }

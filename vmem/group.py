@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,6 +14,7 @@ from vmem.block_pool import BlockPool
 from vmem.errors import IntegrityError, VmemError
 from vmem.layout import KVLayout, StateLayout
 from vmem.region import HOLE, Region
+from vmem.runs import adjacent_runs
 
 # Adoption looks at this many parked regions only: the choice must not cost what it saves.
 _ADOPTION_CANDIDATES = 4
@@ -220,7 +221,7 @@ class GroupMemory:
     def map_home(self, block_ids: Sequence[int], handles: Sequence[tuple[int, ...]]) -> None:
         """Map blocks (ascending ids) at home, neighbours in one call."""
         with _Undo() as undo:
-            for start, end in _runs(block_ids):
+            for start, end in adjacent_runs(block_ids):
                 for i, home in enumerate(self.homes):
                     address = home.address + block_ids[start] * self.layout.home_bytes
                     self._map(undo, address, self._pages_at(i, handles[start:end]))
@@ -228,7 +229,7 @@ class GroupMemory:
     def unmap_home(self, block_ids: Sequence[int]) -> None:
         """Unmap blocks (ascending ids) at home, neighbours in one call."""
         with _Undo() as undo:
-            for start, end in _runs(block_ids):
+            for start, end in adjacent_runs(block_ids):
                 run = block_ids[start:end]
                 for i, home in enumerate(self.homes):
                     address = home.address + run[0] * self.layout.home_bytes
@@ -300,15 +301,6 @@ class _Undo(ExitStack):
         if error is None:
             self.pop_all()
         return super().__exit__(kind, error, trace)
-
-
-def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(start, end) of each run of consecutive ids."""
-    start = 0
-    for i in range(1, len(block_ids) + 1):
-        if i == len(block_ids) or block_ids[i] != block_ids[i - 1] + 1:
-            yield start, i
-            start = i
 
 
 def total_pages(groups: Iterable[GroupMemory]) -> int:

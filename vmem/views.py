@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from vmem.allocator import BlockAllocator
 from vmem.backends.base import Backend
@@ -14,6 +14,7 @@ from vmem.mapper import Mapper
 from vmem.mapper_policy import Background, MappingOptions
 from vmem.mapping_work import Hide, Show
 from vmem.region import HOLE, Region
+from vmem.runs import adjacent_runs
 from vmem.sequence import Demand, GroupTable, SequenceMemory
 
 logger = logging.getLogger(__name__)
@@ -157,9 +158,10 @@ class SequenceViews:
         stale = [place for place in missing if region.at(place) != HOLE]
         if stale:
             self._mapper.wait_for(self._backend, region.fence)
-        for start, stop in _ranges(stale):
-            self._mapper.run_now(Hide(group, region, start, stop))
-        for start, stop in _ranges(missing):
+        for first, past in adjacent_runs(stale):
+            self._mapper.run_now(Hide(group, region, stale[first], stale[past - 1] + 1))
+        for first, past in adjacent_runs(missing):
+            start, stop = missing[first], missing[past - 1] + 1
             self._mapper.run_now(Show(group, region, start, table.block_ids[start:stop], ahead=False))
         region.checked = end
         return True
@@ -176,12 +178,3 @@ class SequenceViews:
             if not any(self._allocator.hide_some(group) for group in self._groups):
                 return sequence.policy == "region"
         return True
-
-
-def _ranges(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(start, end) of each run of neighbouring places."""
-    start = 0
-    for i in range(1, len(places) + 1):
-        if i == len(places) or places[i] != places[i - 1] + 1:
-            yield places[start], places[i - 1] + 1
-            start = i

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
@@ -56,12 +55,9 @@ class EngineConfig:
         kv_layout: all layers of a token side by side, or each layer's keys and values for themselves.
         kv_view: how attention reads the cache: through contiguous regions, through block tables, or through regions
             as long as the mappings they take are within what the system allows.
-        attention: which kernels: "cpu", "sdpa" or "reference" on a CPU; "triton", "torch-flash", "flash-attn",
-            "flashinfer", "sdpa" or "reference" on CUDA. "auto" takes the first of a table that is there and can do what
-            the model needs.
+        attention: which kernels: "cpu", "sdpa" or "reference" on a CPU; "triton", "torch-flash", "sdpa" or "reference"
+            on CUDA. "auto" takes the first of a table that is there and can do what the model needs.
         num_threads: CPU threads of a step, by default one for each core this process may use, shared among ranks.
-        yield_cpu: a server's steps run only when nothing else wants their cores (Linux, its `SCHED_IDLE`): tokens leave
-            sooner, but steps stand still while other programs compute. For machines that do nothing else.
         tensor_parallel_size: ranks that compute each step together, with a device or a share of the cores each. All
             sizes in bytes are those of one rank.
         step_timeout_s: a rank that has not finished a step after this long is taken for dead, and the engine stops.
@@ -109,7 +105,6 @@ class EngineConfig:
     kv_view: ViewPolicy = "auto"
     attention: str = "auto"
     num_threads: int | None = None
-    yield_cpu: bool = False
     tensor_parallel_size: int = 1
     step_timeout_s: float = 60.0
     speculation: Speculation = "off"
@@ -191,7 +186,5 @@ class EngineConfig:
                 f"load_format is 'dummy', which makes a whole model, and tensor_parallel_size "
                 f"{self.tensor_parallel_size}; use 1"
             )
-        if self.yield_cpu and (self.device == "cuda" or not hasattr(os, "SCHED_IDLE")):
-            yield "yield_cpu is for engines that compute on the CPU, on Linux; leave it out"
         if both := self.pinned_prompts.keys() & self.pinned_system_prompts.keys():
             yield f"pinned_prompts and pinned_system_prompts both have {', '.join(sorted(both))}; rename one of them"

@@ -72,6 +72,11 @@ def resident_bytes(root: Path = Path("/")) -> int:
     return (status["RssAnon:"] + status["RssFile:"]) << 10
 
 
+def num_threads(config: EngineConfig) -> int:
+    """CPU threads of one rank's steps."""
+    return config.num_threads or max(1, Machine.read().num_cores // config.tensor_parallel_size)
+
+
 def check_resources(config: EngineConfig, machine: Machine, *, reserved_bytes: int = 0) -> list[str]:
     """Why the settings do not fit the machine, a line for each that does not: name, value, what is allowed and why.
 

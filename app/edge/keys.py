@@ -67,9 +67,6 @@ class KeyRing:
         self._adopt(self._read())
         self._note(None)
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
     def find(self, presented: str) -> ApiKey | None:
         """Whose key that is. It is compared with all, and each time as a whole, so that the time tells nothing."""
         digest = hashlib.sha256(presented.encode("utf-8", "surrogateescape")).digest()

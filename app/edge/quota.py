@@ -162,9 +162,6 @@ class AddressQuotas:
         self._quotas: OrderedDict[str, Quota] = OrderedDict()  # the one that has called last is last
         self._shared = Quota(limits, self._shares, _PREFIX + "*")
 
-    def __len__(self) -> int:
-        return len(self._quotas)
-
     def of(self, address: str) -> Quota:
         """IPv6 addresses count by network: a client has 2⁶⁴ of them."""
         if ":" in address:

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.config.http import HttpSettings
-from app.haproxy import ATTEMPT_HEADER
+from app.haproxy import ATTEMPT_HEADER, REQUEST_ID
 from app.http_errors import Refusal
 
-# Of clients' own ids: whatever is none of these could forge lines of a log.
-_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+_REQUEST_ID = re.compile(REQUEST_ID.encode())
 _LENGTH = re.compile(rb"[0-9]{1,18}")
 _ATTEMPT = ATTEMPT_HEADER.encode()
 _WANTED = {b"x-request-id", b"authorization", b"x-api-key", b"content-length", b"transfer-encoding", _ATTEMPT}

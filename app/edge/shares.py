@@ -398,9 +398,6 @@ class Books:
         self._num_changes = 0
         self._ingresses: dict[str, _Ingress] = {}
 
-    def __len__(self) -> int:
-        return len(self._accounts)
-
     def exchange(self, ingress: str, uses: Mapping[str, Use], num_arrived: int = 0) -> Answer:
         """Enter what an ingress has used, and lease it what it may use next.
 

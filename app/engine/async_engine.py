@@ -13,10 +13,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Unpack
 
 from app.config.engine import EngineConfig
-from app.engine.cores import yield_cpu
 from app.engine.engine import Engine
 from app.engine.load_report import MOST_KEYS, Activity
 from app.engine.report import ReplicaReport
@@ -111,11 +111,7 @@ class AsyncEngine:
         self._activity = Activity()  # what the meter is to be told next
         self._engine: Engine  # the thread makes it
         started: Future[None] = Future()
-
-        def make() -> Engine:
-            yield_cpu(config)
-            return Engine(config, launch, admit)
-
+        make = partial(Engine, config, launch, admit)
         self._thread = threading.Thread(target=self._run, args=(make, started), name="folio-engine", daemon=True)
         self._thread.start()
         started.result()

@@ -16,7 +16,7 @@ import torch
 
 from app.config.engine import EngineConfig
 from app.engine.decoding import Decoding
-from app.engine.execution.batch import demands, memory_of, next_demands, num_attended, plan_step
+from app.engine.execution.batch import demands, memory_of, next_demands, plan_step
 from app.engine.execution.executor import Executor
 from app.engine.execution.self_test import self_test
 from app.engine.faults import SequenceFailure, failure_of, serving
@@ -105,7 +105,6 @@ class Engine:
             undo.callback(self._executor.close)
             self.model = self._executor.model
             self._clock.lap("model_s")
-            self._clock.move(self.model.reading_s, "model_s", "weights_s")
             self._speculation = Speculation.load(config, self.model, self._executor.layers)
             share = 1.0
             if self._speculation is not None:
@@ -426,7 +425,7 @@ class Engine:
                 return self._wait_for_pages()
             logits = self._compute(scheduled)
             choice = self._decoding.choose(scheduled, logits)
-            num_tokens, attended = sum(s.num_tokens for s in scheduled), num_attended(scheduled)
+            num_tokens, attended = sum(s.num_tokens for s in scheduled), sum(s.num_attended for s in scheduled)
             queue_s: list[float] = []
             for s in scheduled:
                 if s.request.num_computed == s.request.num_cached_tokens and not s.request.furthest:  # its first chunk

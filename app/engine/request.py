@@ -318,9 +318,6 @@ class Deadlines:
         self._at: dict[str, float] = {}
         self._heap: list[tuple[float, str]] = []  # has entries that `_at` has no more, too
 
-    def __len__(self) -> int:
-        return len(self._at)
-
     def add(self, request_id: str, at_s: float) -> None:
         """Set the deadline of a request, in place of one it may have."""
         self._at[request_id] = at_s

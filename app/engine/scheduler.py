@@ -10,6 +10,7 @@ from types import MappingProxyType
 from app.config.engine import RecoveryPolicy
 from app.engine.faults import SequenceFailure, is_one_requests
 from app.engine.preemption import Recovery, RecoveryModel
+from app.engine.report import num_attended
 from app.engine.request import Request, SequenceGroup
 from app.engine.waiting_queue import WaitingQueue
 from vmem import KVMemory, OutOfPages, OutOfSwap, PrefixMatch, ViewPolicy
@@ -39,6 +40,11 @@ class Scheduled:
         self.num_logits = 1 + len(drafts) if self.samples else 0
         if request.params.prompt_logprobs is not None and request.num_computed < len(request.prompt_token_ids):
             self.num_logits = num_tokens
+
+    @property
+    def num_attended(self) -> int:
+        """Cached tokens that its queries see, all together, windows left aside."""
+        return num_attended(self.num_tokens, self.request.num_computed)
 
 
 class Scheduler:

@@ -33,8 +33,7 @@ class StartTimes:
     """Seconds of each phase of a start, in their order.
 
     Attributes:
-        weights_s: reading the checkpoint's files into the page cache, or waiting for another process that does.
-        model_s: making the model of them, packed for its kernels; starting other ranks.
+        model_s: making the model of the checkpoint's files, packed for its kernels; starting other ranks.
         memory_s: reserving the addresses of the KV cache.
         budget_s: waiting for room beside other replicas on the device.
         self_test_s: compiling kernels, and comparing the model with itself.
@@ -44,7 +43,6 @@ class StartTimes:
         process_s: how old the process was before all of that: imports, but also time that it was kept waiting.
     """
 
-    weights_s: float = 0.0
     model_s: float = 0.0
     memory_s: float = 0.0
     budget_s: float = 0.0
@@ -82,11 +80,6 @@ class StartClock:
         now = time.perf_counter()
         self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._at
         self._at = now
-
-    def move(self, seconds: float, phase: str, to: str) -> None:
-        """So many seconds of a phase were another one's."""
-        self._seconds[phase] -= seconds
-        self._seconds[to] = self._seconds.get(to, 0.0) + seconds
 
     @property
     def times(self) -> StartTimes:

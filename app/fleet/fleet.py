@@ -18,6 +18,9 @@ _FIRST_GUESS = StepTimes(fixed_s=0.01, token_s=1e-4)
 # A report takes this long at least from the replica through Serve's controller to a router. What one takes more than
 # the quickest is late; later than the second bound is none, but one of the clocks stood still meanwhile.
 _LEAST_LAG_S, _MOST_LATE_S = 0.1, 2.0
+# When expected and actual cached tokens of a replica's requests differ by this share between two reports, and by more
+# than a step's tokens, what was expected there is forgotten.
+_DRIFT_SHARE = 0.3
 # Seconds a second by which two clocks may run apart.
 _CLOCK_DRIFT = 1e-3
 # What this router sent so long ago counts for a third in `assigned_share`.
@@ -83,13 +86,10 @@ class Fleet:
 
     Args:
         stale_after_s: a report this old is none.
-        drift_share: when expected and actual cached tokens of a replica's requests differ by this share between two
-            reports, and by more than a step's tokens, what was expected there is forgotten.
     """
 
-    def __init__(self, *, stale_after_s: float = 5.0, drift_share: float = 0.3) -> None:
+    def __init__(self, *, stale_after_s: float = 5.0) -> None:
         self._stale_after_s = stale_after_s
-        self._drift_share = drift_share
         self._replicas: dict[str, _Replica] = {}
         self._asked: dict[tuple[str, ...], tuple[SlotArray, int]] = {}
         self._directory = PrefixDirectory()
@@ -202,10 +202,6 @@ class Fleet:
         """How often what replicas had cached was too far from what was expected."""
         return sum(replica.num_resyncs for replica in self._replicas.values())
 
-    def in_flight(self, replica_id: str) -> int:
-        """Requests of this router that the replica has not ended."""
-        return self._replicas[replica_id].num_in_flight
-
     def num_requests(self, replica_ids: Sequence[str], now: float) -> list[float]:
         """Unfinished requests at each: the reported ones and what was sent since. When one of them has not reported
         lately, this router's own at all of them: others cannot be compared."""
@@ -270,7 +266,7 @@ class Fleet:
         expected = report.expected_cached_tokens - last.expected_cached_tokens
         cached = report.cached_tokens - last.cached_tokens
         missed = report.missed_tokens - last.missed_tokens
-        return missed > report.step_tokens and missed > self._drift_share * max(expected, cached)
+        return missed > report.step_tokens and missed > _DRIFT_SHARE * max(expected, cached)
 
     def _enter(self, replica: _Replica) -> None:
         """The replica's load: its report and what has been sent since."""

@@ -170,11 +170,6 @@ class Ledger:
     def members(self) -> tuple[str, ...]:
         return tuple(self._members)
 
-    @property
-    def awaited(self) -> frozenset[str]:
-        """Whom it has not heard from yet."""
-        return frozenset(self._awaited)
-
     def beat(self, beat: Beat, now: float) -> Order:
         """Enter what a member says; the answer is what it shall do."""
         holding, known = beat.holding, self._members.get(beat.member)

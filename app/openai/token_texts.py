@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
+
+from app.engine.sampling.token_text import byte_level_bytes
 
 # SentencePiece's sign for a space.
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -24,7 +25,6 @@ class TokenTexts:
         decoders = set(_decoder_types(self._backend))
         self._is_byte_level = "ByteLevel" in decoders
         self._has_space_sign = bool(decoders & {"Metaspace", "Replace", "ByteFallback"})
-        self._byte_of = _bytes_of_characters() if self._is_byte_level else {}
 
     def is_special(self, token_id: int) -> bool:
         """Whether it is not part of any text."""
@@ -38,8 +38,8 @@ class TokenTexts:
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
-        if self._is_byte_level and self._byte_of.keys() >= set(token):
-            return bytes(self._byte_of[character] for character in token)
+        if self._is_byte_level and (content := byte_level_bytes(token)) is not None:
+            return content
         if self._has_space_sign:
             if len(token) == 6 and token.startswith("<0x"):
                 return bytes([int(token[3:5], 16)])
@@ -72,11 +72,3 @@ def _decoder_types(tokenizer: Tokenizer) -> Iterator[str]:
         # "Replace" is a sign for a space, or anything else
         if part["type"] != "Replace" or part["pattern"] == {"String": _SPACE}:
             yield part["type"]
-
-
-@lru_cache(maxsize=1)
-def _bytes_of_characters() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes are themselves, the others the characters from 256 on, in order."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from app.engine.cores import num_threads
+from app.config.machine import num_threads
 from app.engine.tensor_parallel.processes import Launch, RankProcesses, RankSpec
 from app.engine.tensor_parallel.worker import RankWorker, run_to_the_end
 from app.errors import ConfigError

@@ -87,8 +87,3 @@ def test_a_bound_of_the_queue_is_a_positive_number() -> None:
         EngineConfig(model="builtin", max_queued_requests=0)
     with pytest.raises(ConfigError, match="max_queued_requests is 'many'"):
         EngineConfig(model="builtin", max_queued_requests="many")  # type: ignore[arg-type]
-
-
-def test_only_steps_on_a_cpu_can_yield_it() -> None:
-    with pytest.raises(ConfigError, match="yield_cpu is for engines that compute on the CPU"):
-        EngineConfig(model="builtin", device="cuda", yield_cpu=True)

@@ -15,12 +15,13 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from vmem.backends.base import AddressRange, Books, MemoryInfo, one_at_a_time
 from vmem.errors import MapError, OutOfPages
+from vmem.runs import adjacent_runs
 
 _PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED, _MAP_FIXED_NOREPLACE, _MAP_NORESERVE = 0x10, 0x100000, 0x4000  # Python's mmap has no names for these
@@ -117,7 +118,7 @@ class HostBackend:
         size = self._books.page_bytes
         done = 0
         try:
-            for start, end in _adjacent_runs(handles, size):
+            for start, end in adjacent_runs(handles, size):  # neighbours in the memfd: one mmap call
                 self._map_run(address + start * size, handles[start], (end - start) * size)
                 done = end
         except MapError:
@@ -188,15 +189,6 @@ class HostBackend:
             _libc.mmap(target.address, target.num_bytes, _PROT_NONE, flags, -1, 0) == _MAP_FAILED
         ):
             raise _os_error(f"mmap of a hole over {target}")
-
-
-def _adjacent_runs(handles: Sequence[int], page_bytes: int) -> Iterator[tuple[int, int]]:
-    """(start, end) of each run of handles that are neighbours in the memfd: one mmap call each."""
-    start = 0
-    for i in range(1, len(handles) + 1):
-        if i == len(handles) or handles[i] != handles[i - 1] + page_bytes:
-            yield start, i
-            start = i
 
 
 def _os_error(what: str) -> MapError:

@@ -197,11 +197,6 @@ def next_demands(scheduled: Sequence[Scheduled]) -> list[Demand]:
     return following
 
 
-def num_attended(scheduled: Sequence[Scheduled]) -> int:
-    """Cached tokens that the queries of the step see, all together, windows left aside."""
-    return sum(s.num_tokens * s.request.num_computed + s.num_tokens * (s.num_tokens + 1) // 2 for s in scheduled)
-
-
 def memory_of(scheduled: Scheduled) -> SequenceMemory:
     """The memory of a scheduled request, which it has from the moment it is scheduled."""
     assert scheduled.request.memory is not None

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from app.config.engine import EngineConfig
-from app.engine.cores import num_threads
+from app.config.machine import num_threads
 from app.engine.execution.batch import StepPlan, build_batch
 from app.engine.execution.model_runner import ModelRunner, ObservedLayers
 from app.engine.model.loader import load_model, resolve_device

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
@@ -28,7 +29,6 @@ from app.engine.execution import attention, recurrent
 from app.engine.lora.layers import LoRALayers
 from app.engine.model.fusion import fuse_attention, fuse_modules
 from app.engine.model.linear import choose_product, pack_linears
-from app.engine.page_cache import read_once, weight_files
 from app.engine.tensor_parallel.communicator import Communicator
 from app.engine.tensor_parallel.sharding import install_collectives, load_share
 from app.errors import ConfigError, ModelError
@@ -64,7 +64,6 @@ class LoadedModel:
         max_positions: longest context it was made for, in tokens.
         eos_token_ids: tokens that end an output.
         adapters: the layers that LoRA adapters can change; `None` when there are to be no adapters.
-        reading_s: how long its files were read, or waited for, before they were loaded.
     """
 
     module: PreTrainedModel
@@ -77,7 +76,6 @@ class LoadedModel:
     max_positions: int
     eos_token_ids: frozenset[int]
     adapters: LoRALayers | None = None
-    reading_s: float = 0.0
 
 
 def resolve(model: str) -> str:
@@ -149,7 +147,6 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
     folder, settings = resolve(config.model), {"dtype": dtype, "attn_implementation": attention.IMPLEMENTATION}
     plan = None
     is_random = config.load_format == "dummy"
-    reading_s = 0.0 if is_random else _read_ahead(folder)
     try:
         with _loading:
             if is_random:
@@ -198,7 +195,6 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
         max_positions=context_length(hf_config),
         eos_token_ids=_eos_token_ids(module.generation_config),
         adapters=LoRALayers(module, plan) if config.adapters else None,
-        reading_s=reading_s,
     )
     if config.max_model_len is not None and config.max_model_len > loaded.max_positions:
         raise ConfigError(
@@ -223,7 +219,7 @@ def _check_token_ids(model: str, tokenizer: PreTrainedTokenizerBase, vocab_size:
 
 def _damage(folder: str) -> str | None:
     """Which of the weights' files cannot be read, and why, if one of them is the reason."""
-    for path in weight_files(folder):
+    for path in _weight_files(folder):
         try:
             if path.suffix == ".safetensors":
                 with safe_open(path, "pt"):
@@ -235,21 +231,20 @@ def _damage(folder: str) -> str | None:
     return None
 
 
+def _weight_files(model: str) -> list[Path]:
+    """The files of weights in a folder, or of a Hub id those that have been downloaded."""
+    folder = Path(model)
+    if not folder.is_dir():
+        config = try_to_load_from_cache(model, "config.json")
+        if not isinstance(config, str):
+            return []
+        folder = Path(config).parent
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+
+
 def one_line(error: Exception) -> str:
     """The error's text, which in transformers is often a paragraph."""
     return " ".join(str(error).split())
-
-
-def _read_ahead(folder: str) -> float:
-    """Bring the weights into the page cache; returns the seconds that it took."""
-    read = read_once(weight_files(folder))
-    logger.info(
-        "weights: %.1f MiB, %.1f of them read from disk in %.2f s",
-        read.num_bytes / 2**20,
-        read.read_bytes / 2**20,
-        read.seconds,
-    )
-    return read.seconds
 
 
 def random_model(

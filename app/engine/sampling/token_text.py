@@ -61,7 +61,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> TokenBytes:
             if added[token_id].special:
                 special.add(token_id)
         elif byte_level:
-            piece = _byte_level(name)
+            piece = byte_level_bytes(name)
             tokens[token_id] = name.encode() if piece is None else piece
             if piece is None:
                 special.add(token_id)
@@ -92,8 +92,8 @@ def _byte_of_character() -> dict[str, int]:
 _BYTE_OF = _byte_of_character()
 
 
-def _byte_level(name: str) -> bytes | None:
-    """`None` for a name outside of the alphabet: the decoder would not give these characters back."""
+def byte_level_bytes(name: str) -> bytes | None:
+    """What a token of GPT-2's alphabet stands for; `None` outside of it: the decoder would not give these back."""
     try:
         return bytes([_BYTE_OF[character] for character in name])
     except KeyError:
@@ -152,7 +152,7 @@ class TextStream:
             end, start, self.met = min(found)
             self._held = ""
             return text[: end if self._include_stop_str else start], True
-        keep = max(_overlap(text, s) for s in self._stop)
+        keep = max(overlap(text, s) for s in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
@@ -174,9 +174,9 @@ class TextStream:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that begins `mark` and is not all of it."""
+    for length in range(min(len(text), len(mark) - 1), 0, -1):
+        if text.endswith(mark[:length]):
             return length
     return 0

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import torch
 
 from app.config.engine import EngineConfig
-from app.engine.cores import num_threads
-from app.engine.execution.batch import num_attended, plan_step
+from app.config.machine import num_threads
+from app.engine.execution.batch import plan_step
 from app.engine.execution.executor import Executor
 from app.engine.execution.model_runner import ObservedLayers
 from app.engine.execution.self_test import self_test
@@ -315,7 +315,7 @@ class DraftProposer:
     def _run(self, scheduled: list[Scheduled]) -> torch.Tensor:
         start = time.perf_counter()
         logits = self._model.run(scheduled)
-        num_tokens, attended = sum(s.num_tokens for s in scheduled), num_attended(scheduled)
+        num_tokens, attended = sum(s.num_tokens for s in scheduled), sum(s.num_attended for s in scheduled)
         self._times.observe((1.0, num_tokens, attended), time.perf_counter() - start)
         for s in scheduled:
             s.request.num_computed += s.num_tokens

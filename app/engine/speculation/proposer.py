@@ -55,8 +55,3 @@ class SpeculationCounts:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     checks: int = 0
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Of all guesses; 0 without any."""
-        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0

@@ -19,7 +19,7 @@ import time
 
 import torch
 
-from app.engine.cores import num_threads, yield_cpu
+from app.config.machine import num_threads
 from app.engine.execution.batch import build_batch
 from app.engine.execution.model_runner import ModelRunner
 from app.engine.model.loader import LoadedModel, load_model
@@ -71,7 +71,6 @@ class RankWorker:
         self._use_device()
         requests = threading.Thread(target=self._answer_requests, name=f"folio-memory-{self.spec.rank}", daemon=True)
         requests.start()
-        yield_cpu(self.spec.config)
         link = self.links[STEPS]
         try:
             while not self._stopping.is_set():

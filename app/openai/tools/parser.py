@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable, Collection
 from typing import NoReturn
 
+from app.engine.sampling.token_text import overlap
 from app.openai.tools.bodies import FunctionCallDelta, ToolCallDelta
 from app.openai.tools.formats import ToolFormat
 
@@ -88,7 +89,7 @@ class ToolCallParser:
         at = self._buffer.find(self._format.marker)
         found = at >= 0
         if not found:
-            at = len(self._buffer) - _overlap(self._buffer, self._format.marker)
+            at = len(self._buffer) - overlap(self._buffer, self._format.marker)
         space = at - len(self._buffer[:at].rstrip(_SPACE))
         held = at - min(space, _MAX_SPACE)
         self._content.append(self._buffer[:held])
@@ -276,12 +277,6 @@ def _no_constant(name: str) -> NoReturn:
 
 _DECODER = json.JSONDecoder()
 _strict = json.JSONDecoder(parse_constant=_no_constant).decode
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that begins `marker`."""
-    lengths = range(min(len(text), len(marker) - 1), 0, -1)
-    return next((length for length in lengths if text.endswith(marker[:length])), 0)
 
 
 def new_call_id(tool_format: ToolFormat) -> str:

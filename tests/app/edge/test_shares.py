@@ -213,10 +213,9 @@ def test_the_books_are_bounded() -> None:
     for i in range(100_000):
         answer = books.exchange("a", {f"address:{i}/requests": Use(60, True, 1.0, 0.0, 1.0, 1.0, 59.0, 0.0)})
         assert bool(answer.grants) == (i < 1000)
-    assert len(books) == 1000
     clock.now += 60.0  # nobody has anything to pay back, and may be forgotten
-    assert books.exchange("a", {"key:b/requests": Use(60, True, 1.0, 0.0, 1.0, 1.0, 59.0, 0.0)}).grants
-    assert len(books) == 1
+    for i in range(1000):
+        assert books.exchange("a", {f"key:{i}/requests": Use(60, True, 1.0, 0.0, 1.0, 1.0, 59.0, 0.0)}).grants
 
 
 def test_ingresses_are_told_of_addresses_within_their_bounds() -> None:
@@ -230,7 +229,7 @@ def test_ingresses_are_told_of_addresses_within_their_bounds() -> None:
                 first.of(str(i)).begin()
             cluster.run(cluster.clock.now + 0.01)
     cluster.run(cluster.clock.now + 1.0)
-    assert (len(first), len(second)) == (50, 20)
+    assert (len(first._quotas), len(second._quotas)) == (50, 20)
     assert sum(limit.level for quota in second._quotas.values() for limit in quota._limits()) < 20 * 2
 
 

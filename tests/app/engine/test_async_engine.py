@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -53,21 +52,6 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 async def all_free(engine: AsyncEngine) -> bool:
     return engine.report().active_bytes == 0
-
-
-@pytest.mark.parametrize("yields", [False, True])
-def test_steps_yield_their_cores_if_they_are_to(make_checkpoint: MakeCheckpoint, yields: bool) -> None:
-    folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
-    engine = AsyncEngine(
-        EngineConfig(model=str(folder), kv_memory_bytes=16 << 20, skip_tokenizer_init=True, yield_cpu=yields)
-    )
-    try:
-        [thread] = [thread for thread in threading.enumerate() if thread.name == "folio-engine"]
-        assert os.sched_getscheduler(thread.native_id or 0) == (os.SCHED_IDLE if yields else os.SCHED_OTHER)
-        assert os.sched_getscheduler(threading.get_native_id()) == os.SCHED_OTHER
-        assert len(run(collect(engine, [7, 8, 9], GREEDY))) == GREEDY.max_tokens
-    finally:
-        engine.close()
 
 
 def test_many_at_once(engine: AsyncEngine) -> None:

@@ -10,6 +10,7 @@ import fnmatch
 import functools
 import importlib
 import inspect
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -207,7 +208,7 @@ class Run:
             if not engine.has_work and number:
                 break
         assert not engine.has_work, list(engine._generations)
-        assert not len(engine._deadlines)
+        assert not engine._deadlines.expired(math.inf)
         assert not engine._scheduler.unfinished()
         assert not engine._adapters.held
         for seed in VICTIM_SEEDS:

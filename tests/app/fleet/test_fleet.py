@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from app.fleet.fleet import Fleet, RoutedRequest, Sent
 from tests.app.fleet.reports import STEP, UNIT, keys_of, report
+
+LATER = math.inf  # no report is fresh then: a fleet counts its own requests
 
 
 def fleet_of(*names: str) -> Fleet:
@@ -85,16 +89,16 @@ def test_a_request_that_goes_elsewhere_leaves_nothing_behind() -> None:
     assert loads.assigned_share[1] > 0
     fleet.withdraw(sent, 1.6)
     assert fleet.cached_tokens(request(), ["a", "b"]).tolist() == [0, 0]
-    assert (fleet.in_flight("a"), fleet.in_flight("b")) == (0, 0)
+    assert fleet.num_requests(["a", "b"], LATER) == [0, 0]
 
 
 def test_several_requests_with_one_id() -> None:
     """Calls that belong to one request of a client have one id."""
     fleet = fleet_of("a")
     sent = [send(fleet, "a", 1.0) for _ in range(3)]
-    assert fleet.in_flight("a") == 3
+    assert fleet.num_requests(["a"], LATER) == [3]
     fleet.ended(sent[1], 1.1)
-    assert fleet.in_flight("a") == 2
+    assert fleet.num_requests(["a"], LATER) == [2]
     assert fleet.loads(["a"], 1.2).num_requests.tolist() == [2]
 
 

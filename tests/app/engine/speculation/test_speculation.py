@@ -79,7 +79,7 @@ def test_outputs_are_the_same(architecture: str, speculation: str, make_checkpoi
     assert counts.proposer == speculation
     assert counts.draft_tokens > 20
     if speculation == "draft":
-        assert counts.acceptance_rate > 0.97
+        assert counts.accepted_tokens > 0.97 * counts.draft_tokens
         assert run.num_steps < 15
     else:
         assert counts.accepted_tokens > 0
@@ -94,7 +94,7 @@ def test_a_loop_is_guessed_from_the_text(folder: str) -> None:
     assert counts is not None
     assert counts.accepted_tokens == 40 - run.num_steps
     assert run.num_steps <= 8
-    assert counts.acceptance_rate == 1
+    assert counts.accepted_tokens == counts.draft_tokens
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,8 @@ def test_several_ranks(folder: str) -> None:
     assert run.engine._speculation.memory_share == pytest.approx(1 / 3)  # of each rank: half of the heads
     assert run(prompts, GREEDY, SEEDED) == expected
     assert run.engine.speculation is not None
-    assert run.engine.speculation.acceptance_rate > 0.97
+    counts = run.engine.speculation
+    assert counts.accepted_tokens > 0.97 * counts.draft_tokens
 
 
 def test_prefixes_with_rejected_guesses(folder: str, make_checkpoint: MakeCheckpoint) -> None:

@@ -79,7 +79,7 @@ class Outcome:
 
 def facts(fake: bool) -> list[Job]:
     """Cheap and decisive ones first: should time run out, what is missing is the detail."""
-    tests = "tests/kernels/test_triton.py"
+    tests = "tests/kernels/triton/test_triton.py"
     return [
         _probe("machine", fake, 60),
         *(

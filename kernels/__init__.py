@@ -2,11 +2,10 @@
 
 from kernels.attention import flash_attn_with_kvcache, varlen_attention
 from kernels.blocks import CopyBlocks, select_block_copy
-from kernels.build import has_matrix_tiles
-from kernels.elementwise import CpuElementwise
-from kernels.linear import CpuLinear
-from kernels.provider import AttentionProvider, CacheScales, KernelError, Masking, Problem, VarlenBatch
-from kernels.rotary import Rotary
+from kernels.cpu.build import has_matrix_tiles
+from kernels.cpu.elementwise import CpuElementwise
+from kernels.cpu.linear import CpuLinear
+from kernels.provider import AttentionProvider, CacheScales, KernelError, Masking, Problem, Rotary, VarlenBatch
 from kernels.select import PROVIDERS, select_provider
 
 __all__ = [

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.provider import FP8_DTYPES, CacheScales, Masking
-from kernels.rotary import Rotary
+from kernels.provider import FP8_DTYPES, CacheScales, Masking, Rotary
 
 
 def expect(

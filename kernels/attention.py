@@ -31,13 +31,14 @@ from kernels.provider import (
     AttentionProvider,
     CacheScales,
     Masking,
+    Rotary,
     VarlenBatch,
     check_attend,
     check_write,
     problem_of,
     refuse_unsupported,
+    rotate,
 )
-from kernels.rotary import Rotary, rotate
 from kernels.select import select_provider
 
 

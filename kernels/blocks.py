@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from kernels.build import load_library
+from kernels.cpu.build import load_library
 from kernels.provider import KernelError
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def select_block_copy(device: torch.device) -> CopyBlocks:
     try:
         if device.type == "cpu":
             return CpuBlockCopy()
-        copy: CopyBlocks = importlib.import_module("kernels.triton_copy").copy_blocks
+        copy: CopyBlocks = importlib.import_module("kernels.triton.copy").copy_blocks
         return copy
     except (KernelError, ImportError) as error:
         logger.warning("blocks are copied by indexing, in two passes: %s", error)

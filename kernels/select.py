@@ -14,19 +14,19 @@ from kernels.provider import (
     KernelError,
     Masking,
     Problem,
+    Rotary,
     VarlenBatch,
     problem_of,
 )
-from kernels.rotary import Rotary
 
 logger = logging.getLogger(__name__)
 
 # Where each provider is; nothing of it is imported before somebody wants it.
 _CLASSES = {
-    "cpu": ("kernels.cpu", "CpuProvider"),
-    "triton": ("kernels.triton_provider", "TritonProvider"),
+    "cpu": ("kernels.cpu.provider", "CpuProvider"),
+    "triton": ("kernels.triton.provider", "TritonProvider"),
     "torch-flash": ("kernels.torch_flash", "TorchFlashProvider"),
-    "sdpa": ("kernels.sdpa", "SdpaProvider"),
+    "sdpa": ("kernels.reference", "SdpaProvider"),
     "reference": ("kernels.reference", "ReferenceProvider"),
 }
 _DEVICES = {  # the others run anywhere

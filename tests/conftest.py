@@ -142,11 +142,11 @@ SLOW = {
             "kernels/test_attention.py",  # 180 s with its compilations, which are kept; 20 s without
             "benchmarks/test_gpu_day.py",  # 60
             "app/engine/model/test_models.py",  # 100
-            "kernels/test_triton.py",  # 80
+            "kernels/triton/test_triton.py",  # 80
             "app/engine/tensor_parallel/test_equal_tokens.py",  # 70
             "app/engine/tensor_parallel/test_faults.py",  # 55
             "app/engine/test_schedules.py",  # 54
-            "kernels/test_compile.py",  # 41
+            "kernels/triton/test_compile.py",  # 41
             "vmem/test_threads.py",  # 30
             "app/fleet/test_ledger.py",  # 25
         )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from app.engine.request import TokenLogprobs
 from app.exchange import current_exchange
 from app.fleet.messages import Piece, public_id
-from app.openai.logprobs import Offsets, completion_logprobs, prompt_logprobs
+from app.openai.logprobs import Offsets, TokenTexts, completion_logprobs, prompt_logprobs
 from app.openai.replies import (
     Completion,
     CompletionChoice,
@@ -17,7 +17,6 @@ from app.openai.replies import (
     PromptTokensDetails,
     Usage,
 )
-from app.openai.token_texts import TokenTexts
 
 
 class Tally:

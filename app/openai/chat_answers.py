@@ -9,7 +9,7 @@ from typing import Protocol
 from app.engine.request import TokenLogprobs
 from app.fleet.messages import Piece, public_id
 from app.openai.answers import Tally
-from app.openai.logprobs import chat_logprobs, prompt_logprobs
+from app.openai.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from app.openai.replies import (
     AssistantMessage,
     ChatChoice,
@@ -22,7 +22,6 @@ from app.openai.replies import (
     PromptLogprobs,
     Usage,
 )
-from app.openai.token_texts import TokenTexts
 from app.openai.tools.bodies import FunctionCall, ToolCall, ToolCallDelta
 
 

@@ -26,6 +26,7 @@ from app.openai.bodies import (
 )
 from app.openai.chat_answers import ChatAnswer
 from app.openai.lanes import Lanes
+from app.openai.logprobs import TokenTexts
 from app.openai.prompts import (
     CheckLength,
     decode_tokens,
@@ -38,7 +39,6 @@ from app.openai.prompts import (
 from app.openai.responses.answers import ResponseAnswer
 from app.openai.responses.body import ResponsesRequest, in_terms_of_responses
 from app.openai.text_encoder import TextBounds, TextEncoder
-from app.openai.token_texts import TokenTexts
 from app.openai.tools.use import tool_use
 
 # Of their own: long texts must not keep the event loop's other threads.

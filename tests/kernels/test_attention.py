@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels import AttentionProvider, CacheScales, KernelError, Masking, Rotary, VarlenBatch, select_provider
-from kernels.cpu import CpuProvider
+from kernels.cpu.provider import CpuProvider
 from kernels.reference import ReferenceProvider
 from tests.kernels.cases import RAGGED, TOLERANCE, Case, GuardedMemory, check, make_case, random_case
 

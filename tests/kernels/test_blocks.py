@@ -9,7 +9,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from kernels import blocks, build, select_block_copy
+from kernels import blocks, select_block_copy
+from kernels.cpu import build
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels import KernelError, Masking, flash_attn_with_kvcache, select_provider, varlen_attention
-from kernels.cpu import CpuProvider
+from kernels.cpu.provider import CpuProvider
 from kernels.reference import ReferenceProvider
 
 PROVIDERS = {"cpu": CpuProvider, "reference": ReferenceProvider}
@@ -382,7 +382,7 @@ def test_eight_bit_cache() -> None:
 REFUSED_CALLS = """
 import ctypes, mmap, torch
 from kernels import KernelError, Masking, VarlenBatch
-from kernels.cpu import CpuProvider
+from kernels.cpu.provider import CpuProvider
 
 libc = ctypes.CDLL(None)
 libc.mmap.restype = ctypes.c_void_p

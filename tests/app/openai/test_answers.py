@@ -10,8 +10,7 @@ from app.engine.model.loader import load_tokenizer
 from app.engine.request import Delta, TokenLogprobs
 from app.fleet.messages import Piece, PieceCollector, split_public_id
 from app.openai.answers import CompletionAnswer
-from app.openai.logprobs import LEAST_LOGPROB
-from app.openai.token_texts import TokenTexts
+from app.openai.logprobs import LEAST_LOGPROB, TokenTexts
 
 TOKENIZER = load_tokenizer("builtin")
 TOKENS = TokenTexts(TOKENIZER)

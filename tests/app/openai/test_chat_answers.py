@@ -8,7 +8,7 @@ from app.engine.model.loader import load_tokenizer
 from app.engine.request import TokenLogprobs
 from app.fleet.messages import Piece
 from app.openai.chat_answers import ChatAnswer
-from app.openai.token_texts import TokenTexts
+from app.openai.logprobs import TokenTexts
 from app.openai.tools.bodies import FunctionCallDelta, ToolCallDelta
 
 TOKENIZER = load_tokenizer("builtin")

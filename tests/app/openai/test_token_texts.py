@@ -8,7 +8,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 from app.engine.model.loader import load_tokenizer
-from app.openai.token_texts import TokenTexts
+from app.openai.logprobs import TokenTexts
 
 TEXT = "Hello wörld, 3 € and 🙂 \n\t end"
 

@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from kernels.provider import FP8_DTYPES, CacheScales
-from kernels.rotary import Rotary
+from kernels.provider import FP8_DTYPES, CacheScales, Rotary
 
 _TILE_ELEMENTS = 2048  # of the keys of one token that a program holds: 16 a thread
 

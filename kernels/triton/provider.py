@@ -10,6 +10,7 @@ from kernels.provider import (
     KernelError,
     Masking,
     Problem,
+    Rotary,
     VarlenBatch,
     check_attend,
     check_write,
@@ -17,7 +18,6 @@ from kernels.provider import (
     refuse_unsupported,
 )
 from kernels.reference import write_by_index
-from kernels.rotary import Rotary
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_DIM = 256
@@ -45,7 +45,10 @@ class TritonProvider:
             raise KernelError(f"attention triton needs the package triton, which comes with torch: {error}") from error
         if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
             raise KernelError("attention triton needs a CUDA device, or TRITON_INTERPRET=1 to be tried without one")
-        from kernels import triton_cache, triton_decode, triton_prefill, triton_tiles
+        from kernels.triton import cache as triton_cache
+        from kernels.triton import decode as triton_decode
+        from kernels.triton import prefill as triton_prefill
+        from kernels.triton import tiles as triton_tiles
 
         self._write = triton_cache.write_cache
         self._decode = triton_decode.SplitDecode()

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from kernels.build import CPP_DTYPES, load_library
+from kernels.cpu.build import CPP_DTYPES, load_library
 
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from kernels.provider import CacheScales, Masking, VarlenBatch
-from kernels.triton_cache import along_last
+from kernels.triton.cache import along_last
 
 # One table width and blocks longer than this: a region. Shorter blocks are looked up even if the table is one wide, so
 # that a short batch over blocks does not need a kernel of its own.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.build import CPP_DTYPES, load_library
+from kernels.cpu.build import CPP_DTYPES, load_library
 from kernels.provider import KernelError
 
 _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int

@@ -1,7 +1,7 @@
 """The Triton kernels of production shapes, compiled for an H100 without one: what the compiler makes of each.
 
-`python -m tests.kernels.test_compile i n` compiles every n-th shape from the i-th and prints a line of JSON for each.
-It calls the functions that launch the kernels, with caches laid out as in production and a driver that has no device:
+`python -m tests.kernels.triton.test_compile i n` compiles every n-th shape from the i-th,
+and prints a line of JSON for each. It calls the functions that launch the kernels, with caches laid out as in production and a driver that has no device:
 Triton specialises and compiles as it would for the launch, and the launch does nothing. That takes a process of its
 own, as `tests/conftest.py` has the kernels interpreted in the one that runs the tests.
 """
@@ -35,7 +35,7 @@ PAGE_BYTES = 2 << 20
 THREADS = 128  # of a program that writes
 NUM_SEQS, NUM_BLOCKS = 3, 8
 NUM_PROCESSES, TIMEOUT_S = 2, 600
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PTXAS = "backends/nvidia/bin/ptxas"  # in Triton's package
 
 
@@ -139,7 +139,7 @@ def test_production_shapes_use_the_gpu_well(tmp_path: Path) -> None:
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.kernels.test_compile", str(i), str(NUM_PROCESSES)],
+            [sys.executable, "-m", "tests.kernels.triton.test_compile", str(i), str(NUM_PROCESSES)],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -255,10 +255,10 @@ def _accesses(ptx: str, operation: str) -> dict[int, int]:
 
 
 def _call(shape: Shape) -> None:
-    from kernels.triton_cache import write_cache
-    from kernels.triton_copy import copy_blocks
-    from kernels.triton_decode import SplitDecode
-    from kernels.triton_prefill import attend_prefill
+    from kernels.triton.cache import write_cache
+    from kernels.triton.copy import copy_blocks
+    from kernels.triton.decode import SplitDecode
+    from kernels.triton.prefill import attend_prefill
 
     model = shape.model
     heads, dim = model.num_kv_heads, model.dim

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from kernels import flash_attn_with_kvcache
-from kernels.provider import FP8_DTYPES, CacheScales, KernelError, Masking, VarlenBatch, problem_of
+from kernels.provider import FP8_DTYPES, CacheScales, KernelError, Masking, Rotary, VarlenBatch, problem_of
 from kernels.reference import ReferenceProvider, first_visible
-from kernels.rotary import Rotary
-from kernels.triton_provider import TritonProvider
+from kernels.triton.provider import TritonProvider
 from tests.kernels.cases import GuardedMemory
 
 CUDA = torch.cuda.is_available()
@@ -323,7 +322,7 @@ def test_write_takes_any_strides(provider: TritonProvider) -> None:
 
 @pytest.mark.parametrize("words", [1, 100, 2500])
 def test_copy_blocks(words: int) -> None:
-    from kernels.triton_copy import copy_blocks
+    from kernels.triton.copy import copy_blocks
 
     source = torch.randint(-(2**62), 2**62, (9, words + 3), device=DEVICE)[:, :words]
     target = torch.zeros(7, words + 5, dtype=torch.int64, device=DEVICE)

@@ -8,20 +8,21 @@ from typing import Any, NoReturn
 import torch
 
 from kernels.arguments import check_numbers
-from kernels.build import CPP_DTYPES, load_library
+from kernels.cpu.build import CPP_DTYPES, load_library
 from kernels.provider import (
     CacheScales,
     KernelError,
     Masking,
     Problem,
+    Rotary,
     VarlenBatch,
     as_cached,
     check_attend,
     check_write,
     problem_of,
     refuse_unsupported,
+    rotate,
 )
-from kernels.rotary import Rotary, rotate
 
 _MAX_GROUP_SIZE = 64
 _UNSUPPORTED, _OUTSIDE = 1, 2  # `Result` of call.h

@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from kernels.chain import DIGEST_BYTES, CpuChain
+from kernels.cpu.prefix_hash import DIGEST_BYTES, CpuChain
 
 ROOT = bytes(range(DIGEST_BYTES))
 

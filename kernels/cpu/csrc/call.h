@@ -10,7 +10,7 @@
 
 extern "C" {
 
-// Mirrored field by field in kernels/cpu.py. Strides count elements.
+// Mirrored field by field in kernels/cpu/provider.py. Strides count elements.
 struct AttentionCall {
   const void* query;  // [num_tokens, num_q_heads, key_dim]
   const void* key;    // [blocks, block_tokens, num_kv_heads, key_dim]
@@ -51,7 +51,7 @@ struct WriteCall {
 
 namespace folio {
 
-// What a call came to; mirrored in kernels/cpu.py. Nothing has been read or written unless it is kDone.
+// What a call came to; mirrored in kernels/cpu/provider.py. Nothing has been read or written unless it is kDone.
 enum Result : int { kDone = 0, kUnsupported = 1, kOutside = 2, kUnmapped = 3 };
 
 // Whether an address can be read. The system copies the signal mask before it refuses the operation ~0: EFAULT, or

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from kernels.build import load_library
+from kernels.cpu.build import load_library
 
 DIGEST_BYTES = 16
 

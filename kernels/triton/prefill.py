@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.provider import CacheScales, Masking, VarlenBatch
-from kernels.triton_tiles import attend_arguments, attend_tiles, load_slopes, padded, store_rows
+from kernels.triton.tiles import attend_arguments, attend_tiles, load_slopes, padded, store_rows
 
 # Widest head, rows (queries times heads of a group), tokens of a tile, warps, stages: what neither spills much of 255
 # registers a thread nor needs more than 227 KiB for the queries and the stages of keys and values. Few rows, as when

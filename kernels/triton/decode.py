@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.provider import CacheScales, Masking, VarlenBatch
-from kernels.triton_tiles import attend_arguments, attend_tiles, load_slopes, padded, store_rows
+from kernels.triton.tiles import attend_arguments, attend_tiles, load_slopes, padded, store_rows
 
 MAX_SPLITS = 128
 # A split has this many tiles at least, unless the caller says how many splits there are: combining costs more than

@@ -1,9 +1,9 @@
 """The Triton kernels of production shapes, compiled for an H100 without one: what the compiler makes of each.
 
-`python -m tests.kernels.triton.test_compile i n` compiles every n-th shape from the i-th,
-and prints a line of JSON for each. It calls the functions that launch the kernels, with caches laid out as in production and a driver that has no device:
-Triton specialises and compiles as it would for the launch, and the launch does nothing. That takes a process of its
-own, as `tests/conftest.py` has the kernels interpreted in the one that runs the tests.
+`python -m tests.kernels.triton.test_compile i n` compiles every n-th shape from the i-th, and prints a line of JSON for
+each. It calls the functions that launch the kernels, with caches laid out as in production and a driver that has no
+device: Triton specialises and compiles as it would for the launch, and the launch does nothing. That takes a process of
+its own, as `tests/conftest.py` has the kernels interpreted in the one that runs the tests.
 """
 
 from __future__ import annotations

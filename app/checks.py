@@ -52,7 +52,7 @@ def load_config(path: Path, *, is_local: bool = True) -> ServeDeploySchema:
     try:
         value = _parsed(path)
         faults = _Faults()
-        faults.check(ServeDeploySchema, value, "")
+        faults.check_value(ServeDeploySchema, value, "")
         applications = value.get("applications")
         for i, application in enumerate(applications if isinstance(applications, list) else ()):
             if isinstance(application, dict):
@@ -124,7 +124,7 @@ class _Faults:
         if self._lines:
             raise ConfigError("\n".join(self._lines))
 
-    def check(self, kind: Any, value: object, path: str) -> bool:
+    def check_value(self, kind: Any, value: object, path: str) -> bool:
         """Hold a value against a model, and each part of it against the model of the part, so that all faults are
         found and not only the first model's. Returns whether it is valid, apart from unknown keys."""
         if not isinstance(value, dict):
@@ -140,7 +140,7 @@ class _Faults:
             parts = list(enumerate(part)) if setting.is_list and isinstance(part, list) else [(None, part)]
             for i, one in parts:
                 where = _join(path, key) if i is None else f"{_join(path, key)}[{i}]"
-                if isinstance(one, dict) and not self.check(setting.kind, one, where):
+                if isinstance(one, dict) and not self.check_value(setting.kind, one, where):
                     invalid.add(key)
         kept = {key: _without_unknown(settings[key], part) for key, part in known.items() if key not in invalid}
         return self._validate(kind, kept, path, frozenset(invalid)) and not invalid
@@ -182,7 +182,7 @@ class _Faults:
                 self._check_policy(policy, f"{where}.autoscaling_config.policy")
         args = application.get("args")
         args = {} if args is None else args
-        self.check(AppArgs, args, f"{path}.args")
+        self.check_value(AppArgs, args, f"{path}.args")
         engine = args.get("engine") if isinstance(args, dict) else None
         if is_local and isinstance(engine, dict):
             self._check_here(engine, f"{path}.args.engine")
@@ -197,7 +197,7 @@ class _Faults:
             except (ConfigError, ValidationError):
                 assert self._lines  # has been told
             else:
-                self.add(_join(path, line) for line in check_resources(config, Machine.read()))
+                self.add(_join(path, line) for line in check_resources(config, Machine.detect()))
                 self.check_models(config, path)
                 return
 
@@ -205,7 +205,7 @@ class _Faults:
         function, kwargs = policy.get("policy_function"), policy.get("policy_kwargs")
         if function != "app.serving.autoscaling:KVAwareScaling" or not isinstance(kwargs, dict):
             return
-        self.check(ScalingTargets, kwargs, f"{path}.policy_kwargs")
+        self.check_value(ScalingTargets, kwargs, f"{path}.policy_kwargs")
 
     def check_models(self, engine: EngineConfig, path: str) -> None:
         """Folders of checkpoints and adapters. What is on the Hub is looked for when it is loaded."""

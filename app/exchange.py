@@ -37,14 +37,14 @@ class Quota(Protocol):
         ...
 
 
-class Admission(NamedTuple):
+class RequestGrant(NamedTuple):
     """What a request goes on with."""
 
     tenant: str | None
     timeout_s: float | None
 
 
-class Exchange:
+class RequestContext:
     """What is known of a request while it is answered: who sent it, what it has used, how it fares.
 
     The guard makes one; whoever works on the request finds it with `current_exchange`. Requests that come through a
@@ -102,7 +102,7 @@ class Exchange:
         if refused and not self.output_tokens:
             self._quota.owe_tokens(-self.prompt_tokens)
 
-    def admit(
+    def authorize(
         self,
         generation_id: str,
         *,
@@ -111,7 +111,7 @@ class Exchange:
         priority: int,
         pins: bool,
         timeout_s: float | None,
-    ) -> Admission:
+    ) -> RequestGrant:
         """Check what the body asks for against the caller's key.
 
         Args:
@@ -137,10 +137,10 @@ class Exchange:
             tenant = self.tenant_of(tenant)
         default, most = self._settings.default_timeout_s, self._settings.max_timeout_s
         if timeout_s is None:
-            return Admission(tenant, default if default is not None else most)
+            return RequestGrant(tenant, default if default is not None else most)
         if most is not None and timeout_s > most:
             raise RequestError(f"timeout_s is {timeout_s}; it may be at most {most}", "timeout_s")
-        return Admission(tenant, timeout_s)
+        return RequestGrant(tenant, timeout_s)
 
     def check_model(self, model: str) -> None:
         """Raises `ForbiddenError` unless the caller's key allows it."""
@@ -174,10 +174,10 @@ class Exchange:
         return [] if self._quota is None else self._quota.headers()
 
 
-_CURRENT: ContextVar[Exchange | None] = ContextVar("exchange", default=None)
+_CURRENT: ContextVar[RequestContext | None] = ContextVar("exchange", default=None)
 
 
-def current_exchange() -> Exchange | None:
+def current_context() -> RequestContext | None:
     """That of the HTTP request being answered, also in threads and tasks begun for it; `None` outside of one."""
     return _CURRENT.get()
 
@@ -190,25 +190,25 @@ def request_id() -> str:
 
 def note_error(code: str | None) -> None:
     """For the log: the request being answered has failed, perhaps when its status was already sent."""
-    if (exchange := current_exchange()) is not None:
+    if (exchange := current_context()) is not None:
         exchange.error_code = code
 
 
-def enter(exchange: Exchange) -> Token[Exchange | None]:
+def set_context(exchange: RequestContext) -> Token[RequestContext | None]:
     """From here on it is this task's, until `leave`."""
     return _CURRENT.set(exchange)
 
 
-def leave(token: Token[Exchange | None]) -> None:
+def reset_context(token: Token[RequestContext | None]) -> None:
     """Back to before `enter`."""
     _CURRENT.reset(token)
 
 
-class Watcher:
+class EdgeObserver:
     """Hears it, and does nothing with it. Those that count derive from this."""
 
-    def refused(self, code: str) -> None:
+    def on_refused(self, code: str) -> None:
         """A request was not let in; `code` is the one of their answers."""
 
-    def keys_read(self, problem: str | None) -> None:
+    def on_keys_read(self, problem: str | None) -> None:
         """The API keys are those of the file now; or the file has this problem, and they are those from before."""

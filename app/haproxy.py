@@ -73,7 +73,7 @@ class NoHAProxyError(Exception):
     """HAProxy cannot be used here."""
 
 
-def check(*, has_tls: bool) -> None:
+def check_haproxy(*, has_tls: bool) -> None:
     """Raises `NoHAProxyError` if Serve cannot use HAProxy, or Folio not amend its configuration.
     Args:
         has_tls: clients are to come by TLS.

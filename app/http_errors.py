@@ -29,7 +29,7 @@ from app.errors import (
     UnknownPinError,
     UnknownRequestError,
 )
-from app.exchange import current_exchange
+from app.exchange import current_context
 
 # A body may have as many faults as fields.
 _MOST_COMPLAINTS = 5
@@ -74,24 +74,24 @@ def error_response(error: BaseException) -> tuple[int, ErrorBody]:
     """(HTTP status, body). What the client did not cause is not explained to it; the log has the traceback."""
     if isinstance(error, RequestError):
         status = 404 if isinstance(error, UnknownModelError | UnknownRequestError | UnknownPinError) else 400
-        return status, body(error.message, "invalid_request_error", error.param, error.code)
+        return status, error_body(error.message, "invalid_request_error", error.param, error.code)
     if isinstance(error, ForbiddenError):
-        return 403, body(error.message, "invalid_request_error", error.param, "not_allowed")
+        return 403, error_body(error.message, "invalid_request_error", error.param, "not_allowed")
     if isinstance(error, RateLimitError):
-        return 429, body(str(error), "rate_limit_error", None, "rate_limit_exceeded")
+        return 429, error_body(str(error), "rate_limit_error", None, "rate_limit_exceeded")
     if isinstance(error, OverloadedError):
-        return 429, body(str(error), "rate_limit_error", None, "overloaded")
+        return 429, error_body(str(error), "rate_limit_error", None, "overloaded")
     if isinstance(error, DeadlineError):
-        return 408, body(str(error), "timeout_error", None, "timeout")
+        return 408, error_body(str(error), "timeout_error", None, "timeout")
     if isinstance(error, UnavailableError):
-        return 503, body(str(error), "server_error", None, "unavailable")
+        return 503, error_body(str(error), "server_error", None, "unavailable")
     if isinstance(error, EngineError):
-        return 500, body(str(error), "server_error", None, "engine_error")
+        return 500, error_body(str(error), "server_error", None, "engine_error")
     if isinstance(error, ModelError):  # an adapter whose files cannot be used
-        return 500, body(str(error), "server_error", None, "model_error")
-    exchange = current_exchange()
+        return 500, error_body(str(error), "server_error", None, "model_error")
+    exchange = current_context()
     where = "" if exchange is None else f" of request {exchange.request_id}"
-    return 500, body(f"internal error; the server's log says more{where}", "server_error", None, "internal_error")
+    return 500, error_body(f"internal error; the server's log says more{where}", "server_error", None, "internal_error")
 
 
 def error_headers(error: BaseException) -> dict[str, str]:
@@ -106,7 +106,7 @@ def validation_error(errors: Sequence[Any], given: Any) -> ErrorBody:
     name."""
     if errors[0]["type"] == "json_invalid":
         why = errors[0]["ctx"]["error"]
-        return body(f"the body is not valid JSON: {why}", "invalid_request_error", None, "invalid_json")
+        return error_body(f"the body is not valid JSON: {why}", "invalid_request_error", None, "invalid_json")
     found: dict[str, list[str]] = {}  # a value that may be of several kinds has a complaint of each
     for error in errors:
         place = _place(error, given)
@@ -119,7 +119,7 @@ def validation_error(errors: Sequence[Any], given: Any) -> ErrorBody:
     if len(messages) > _MOST_COMPLAINTS:
         messages[_MOST_COMPLAINTS:] = [f"and {len(messages) - _MOST_COMPLAINTS} more"]
     field = next((str(part)[:_LONGEST_NAME] for part in _place(errors[0], given)), None)
-    return body("; ".join(messages), "invalid_request_error", field, "invalid_value")
+    return error_body("; ".join(messages), "invalid_request_error", field, "invalid_value")
 
 
 def _place(error: Any, given: Any) -> list[str | int]:
@@ -152,10 +152,10 @@ def _complaint(error: Any) -> str:
 def http_error(status: int, message: str) -> ErrorBody:
     """Of what is refused before it comes to a route."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return body(message, kind, None, _HTTP_CODES.get(status))
+    return error_body(message, kind, None, _HTTP_CODES.get(status))
 
 
-def body(message: str, kind: str, param: str | None, code: str | None) -> ErrorBody:
+def error_body(message: str, kind: str, param: str | None, code: str | None) -> ErrorBody:
     return ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code))
 
 
@@ -166,7 +166,7 @@ _CLOSE: Headers = [(b"connection", b"close")]
 _TOO_LARGE = {413: "body_too_large", 414: "url_too_long", 431: "headers_too_large"}
 
 
-class Refusal(FolioError):
+class HttpRefusal(FolioError):
     """The request is not let in. `status`, `answer` and `headers` are those of the HTTP answer."""
 
     def __init__(self, status: int, answer: ErrorBody, headers: Headers | None = None) -> None:
@@ -176,46 +176,48 @@ class Refusal(FolioError):
         self.headers = headers or []
 
     @staticmethod
-    def of(error: FolioError) -> Refusal:
+    def from_error(error: FolioError) -> HttpRefusal:
         """As the API would answer that error."""
         status, answer = errors.error_response(error)
         headers = [(name.lower().encode(), value.encode()) for name, value in errors.error_headers(error).items()]
-        return Refusal(status, answer, headers)
+        return HttpRefusal(status, answer, headers)
 
     @staticmethod
-    def no_key(presented: bool) -> Refusal:
+    def no_key(presented: bool) -> HttpRefusal:
         if presented:
             message, challenge = "the API key is not valid here", b'Bearer error="invalid_token"'
         else:
             message, challenge = "there is no API key; send it as Authorization: Bearer KEY", b"Bearer"
-        answer = errors.body(message, "invalid_request_error", None, "invalid_api_key")
-        return Refusal(401, answer, [(b"www-authenticate", challenge)])
+        answer = errors.error_body(message, "invalid_request_error", None, "invalid_api_key")
+        return HttpRefusal(401, answer, [(b"www-authenticate", challenge)])
 
     @staticmethod
-    def not_operator() -> Refusal:
-        return Refusal.of(ForbiddenError("this is for operators; your API key is not one of theirs"))
+    def not_operator() -> HttpRefusal:
+        return HttpRefusal.from_error(ForbiddenError("this is for operators; your API key is not one of theirs"))
 
     @staticmethod
-    def too_large(status: int, what: str, most: int, unit: str) -> Refusal:
+    def too_large(status: int, what: str, most: int, unit: str) -> HttpRefusal:
         """413, 414 or 431."""
         message = f"{what} may have at most {most} {unit}"
-        return Refusal(status, errors.body(message, "invalid_request_error", None, _TOO_LARGE[status]), _CLOSE)
+        return HttpRefusal(
+            status, errors.error_body(message, "invalid_request_error", None, _TOO_LARGE[status]), _CLOSE
+        )
 
     @staticmethod
-    def bad_length() -> Refusal:
+    def bad_length() -> HttpRefusal:
         message = "Content-Length is not a number of bytes"
-        return Refusal(400, errors.body(message, "invalid_request_error", None, "invalid_value"), _CLOSE)
+        return HttpRefusal(400, errors.error_body(message, "invalid_request_error", None, "invalid_value"), _CLOSE)
 
     @staticmethod
-    def too_slow(timeout_s: float) -> Refusal:
+    def too_slow(timeout_s: float) -> HttpRefusal:
         message = f"the body has not arrived within {timeout_s:g} s; send it again"
-        return Refusal(408, errors.body(message, "timeout_error", None, "timeout"), _CLOSE)
+        return HttpRefusal(408, errors.error_body(message, "timeout_error", None, "timeout"), _CLOSE)
 
     @staticmethod
-    def too_busy(most: int, retry_after_s: float) -> Refusal:
+    def too_busy(most: int, retry_after_s: float) -> HttpRefusal:
         message = f"{most} requests are being answered, as many as may be; send it again later"
         headers = [(b"retry-after", b"%d" % max(1, math.ceil(retry_after_s)))]
-        return Refusal(503, errors.body(message, "server_error", None, "overloaded"), headers)
+        return HttpRefusal(503, errors.error_body(message, "server_error", None, "overloaded"), headers)
 
 
 _BY_CODE: dict[str, type[FolioError]] = {

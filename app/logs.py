@@ -35,7 +35,7 @@ def configure_logs() -> None:
         for handler in logging.getLogger(name).handlers:
             if not any(isinstance(present, WithheldMessages) for present in handler.filters):
                 handler.addFilter(WithheldMessages())
-                handler.addFilter(NoRefusals())
+                handler.addFilter(DropRefusals())
 
 
 class WithheldMessages(logging.Filter):
@@ -48,7 +48,7 @@ class WithheldMessages(logging.Filter):
         return True
 
 
-class NoRefusals(logging.Filter):
+class DropRefusals(logging.Filter):
     """For a handler: Serve has an error with a traceback for whatever a replica's method raises, also for refusals."""
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -152,7 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             http.host = HOST
         if options.port is not None:
             http.port = options.port
-        claimed = claim(http.host, http.port) if is_local else None  # of a cluster that runs, the port is its own
+        claimed = (
+            reserve_address(http.host, http.port) if is_local else None
+        )  # of a cluster that runs, the port is its own
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -160,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with prepared_environment(has_tls=bool(http.ssl_certfile)) if is_local else nullcontext():
         try:
             context = ray.init(namespace="serve")
-            return run(config, Signals(), options.grace_s, context.dashboard_url)
+            return serve_until_signal(config, Signals(), options.grace_s, context.dashboard_url)
         finally:
             ray.shutdown()
             if claimed is not None:
@@ -193,7 +195,7 @@ def environment(directory: Path, *, has_tls: bool = False) -> dict[str, str]:
     values = dict(ENVIRONMENT)
     if os.environ.get(haproxy.SWITCH, "1") == "1":
         try:
-            haproxy.check(has_tls=has_tls)
+            haproxy.check_haproxy(has_tls=has_tls)
             values |= haproxy.environment(directory)
         except haproxy.NoHAProxyError as error:
             logger.warning("Serve's proxy takes HTTP requests, which is slower than HAProxy: %s", error)
@@ -207,7 +209,9 @@ def _haproxy_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="folio-", dir="/tmp"))
 
 
-def run(config: ServeDeploySchema, signals: Signals, grace_s: float, dashboard: str | None = None) -> int:
+def serve_until_signal(
+    config: ServeDeploySchema, signals: Signals, grace_s: float, dashboard: str | None = None
+) -> int:
     """Serve the applications of a configuration until a signal comes; returns the exit status."""
     names = [application.name for application in config.applications]
     client: Any = serve_start(
@@ -228,7 +232,7 @@ def run(config: ServeDeploySchema, signals: Signals, grace_s: float, dashboard: 
             print(greeting(config, dashboard), flush=True)
         while not signals.wait(timeout_s=3600.0):
             pass
-        has_ended = drain(grace_s)
+        has_ended = drain_ingresses(grace_s)
         return status
     finally:
         end_within(_END_S, status)
@@ -306,7 +310,7 @@ def _command(name: str) -> str:
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def drain(grace_s: float) -> bool:
+def drain_ingresses(grace_s: float) -> bool:
     """Have all ingresses refuse what is new; returns whether all that was under way has ended in the grace period."""
     logger.info("draining: new requests are refused, those under way have %g s; another signal ends them", grace_s)
     ends_at = time.monotonic() + grace_s
@@ -355,7 +359,7 @@ if __name__ == "__main__":
 _ASK_S = 1.0
 
 
-def claim(host: str, port: int) -> socket.socket | None:
+def reserve_address(host: str, port: int) -> socket.socket | None:
     """A socket to be kept for as long as the address is wanted; none where there are no such sockets (not Linux).
 
     Raises:

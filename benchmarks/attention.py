@@ -27,8 +27,18 @@ import torch
 from benchmarks import harness
 from benchmarks.facts import record
 from kernels import AttentionProvider, KernelError, Masking, VarlenBatch, select_provider
-from kernels.provider import problem_of
-from vmem import Demand, KVMemory, LayerGroup, LayerSpec, LayoutKind, SequenceMemory, View, plan_groups, select_backend
+from kernels.provider import describe_problem
+from vmem import (
+    KVMemory,
+    LayerGroup,
+    LayerSpec,
+    LayoutKind,
+    SequenceMemory,
+    StepDemand,
+    View,
+    plan_groups,
+    select_backend,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,9 +336,9 @@ def _fill(memory: KVMemory, num_blocks: int, block_tokens: int, layers: Sequence
     """Write random numbers everywhere in these layers, and leave the free blocks in random order."""
     sequences = []
     for _ in range(num_blocks):
-        sequences.append(memory.open("block_table"))
+        sequences.append(memory.create_sequence("block_table"))
         memory.append(sequences[-1], block_tokens)
-    memory.ensure([Demand(sequence, 0, block_tokens) for sequence in sequences])
+    memory.ensure([StepDemand(sequence, 0, block_tokens) for sequence in sequences])
     block_ids = [sequence.groups[0].block_ids[0] for sequence in sequences]
     for cache in (side for layer in layers for side in memory.tensors.home_view(layer)):
         noise = torch.randn(min(256, num_blocks), *cache.shape[1:], device=cache.device).to(cache.dtype)
@@ -353,10 +363,10 @@ def _measure(
     memory = setting.memory
     sets: list[list[SequenceMemory]] = []
     for _ in range(_num_sets(device, setting.heads, case) if len(setting.caches["region"]) == 1 else 1):
-        sets.append([memory.open("region") for _ in range(case.batch)])
+        sets.append([memory.create_sequence("region") for _ in range(case.batch)])
         for sequence in sets[-1]:
             memory.append(sequence, case.length)
-    memory.ensure([Demand(sequence, 0, case.length) for sequences in sets for sequence in sequences])
+    memory.ensure([StepDemand(sequence, 0, case.length) for sequences in sets for sequence in sequences])
     try:
         query = torch.randn(case.batch * case.queries, setting.heads.num_q_heads, setting.heads.dim).to(DTYPE)
         query = query.to(device.name)
@@ -425,7 +435,7 @@ def _run(
             print(f"no {name} here: {error}")
             _PROVIDERS[name, query.device.type] = None
     provider = _PROVIDERS[name, query.device.type]
-    if provider is None or provider.unsupported(problem_of(query, key, value, batches[0], masking)):
+    if provider is None or provider.unsupported(describe_problem(query, key, value, batches[0], masking)):
         return None
 
     def run() -> float:

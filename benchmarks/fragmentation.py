@@ -42,7 +42,7 @@ from typing import Any, Protocol
 import torch
 
 from benchmarks import harness, workloads
-from vmem import Demand, HostBackend, KVMemory, LayerGroup, LayerSpec, OutOfPages, SequenceMemory, View, plan_layout
+from vmem import HostBackend, KVMemory, LayerGroup, LayerSpec, OutOfPages, SequenceMemory, StepDemand, View, plan_layout
 
 SEED = 0
 LONGEST_AT_ONCE = 8
@@ -173,7 +173,7 @@ class RealBlocks:
     def hold(self, request: Request) -> bool:
         sequence = self._sequences.get(request)
         if sequence is None:
-            sequence = self._sequences[request] = self.memory.open(self._view)
+            sequence = self._sequences[request] = self.memory.create_sequence(self._view)
         try:
             self.memory.append(sequence, request.num_tokens)
         except OutOfPages:
@@ -185,10 +185,10 @@ class RealBlocks:
         self._computed.pop(request, None)
 
     def step(self, running: list[Request]) -> None:
-        demands = [Demand(self._sequences[r], self._computed.get(r, 0), r.num_tokens) for r in running]
+        demands = [StepDemand(self._sequences[r], self._computed.get(r, 0), r.num_tokens) for r in running]
         self.memory.ensure(demands)
         going_on = (d for d, r in zip(demands, running, strict=True) if r.num_tokens + 1 < r.prompt + r.output)
-        self.memory.plan(Demand(demand.sequence, demand.end, demand.end + 1) for demand in going_on)
+        self.memory.plan(StepDemand(demand.sequence, demand.end, demand.end + 1) for demand in going_on)
         self._computed |= {request: request.num_tokens for request in running}
         self.memory.launched()
 

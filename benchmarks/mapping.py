@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from app.engine.execution.batch import demands, next_demands
-from app.engine.preemption import RecoveryModel
+from app.engine.preemption import PreemptionCostModel
 from app.engine.request import Request, SequenceGroup
 from app.engine.sampling.params import SamplingParams
 from app.engine.scheduler import Scheduler
@@ -200,7 +200,7 @@ def replay(
         max_num_seqs=NUM_SEQS,
         max_num_batched_tokens=CHUNK_TOKENS,
         view="region",
-        recovery=RecoveryModel(CHUNK_TOKENS),
+        recovery=PreemptionCostModel(CHUNK_TOKENS),
         policy="recompute",
     )
     params = SamplingParams(temperature=0, ignore_eos=True)
@@ -223,11 +223,11 @@ def replay(
         steps_s += step_s
         num_steps += 1
         sampling = [s for s in scheduled if s.samples]
-        scheduler.done()
+        scheduler.commit_step()
         for s in sampling:
             s.request.append([0], frozenset())
             if s.request.num_output_tokens == s.request.max_tokens:
-                scheduler.remove(s.request)
+                scheduler.remove_sequence(s.request)
     report = memory.report()
     memory.check_integrity()
     memory.close()

@@ -33,16 +33,16 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from app.config.engine import RecoveryPolicy
+from app.config.engine import PreemptionPolicy
 from app.engine import LLM, SamplingParams
 from app.engine.engine import Engine
 from app.engine.execution.batch import demands
-from app.engine.preemption import Recovery, RecoveryCost
+from app.engine.preemption import PreemptionCost, PreemptionMode
 from app.engine.request import Request
 from benchmarks import harness
 from benchmarks.facts import record
 from benchmarks.throughput import make_checkpoint
-from vmem import Demand
+from vmem import StepDemand
 
 QWEN, NUM_LAYERS = "Qwen2.5-0.5B", {"cpu": 4, "cuda": 24}
 ONE_LAYER = {"narrow": (1, 32), "wide": (64, 512)}  # heads, and their size
@@ -55,7 +55,7 @@ VOCABULARY = 1024
 # The second part: requests, tokens of each prompt and output, runs; and the share of it all that there is room for.
 PRESSURE, QUICK_PRESSURE, TINY_PRESSURE, FITTING = (24, 128, 96, 3), (12, 64, 48, 1), (4, 24, 8, 1), 0.5
 BLOCK_TOKENS, GRANULE_BYTES = {"cpu": 16, "cuda": 64}, {"cpu": 4096, "cuda": 2 << 20}
-POLICIES: tuple[RecoveryPolicy, ...] = ("swap", "recompute", "auto")
+POLICIES: tuple[PreemptionPolicy, ...] = ("swap", "recompute", "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +73,16 @@ class Cell:
     model: str
     block_tokens: int
     num_tokens: int
-    picked: Recovery
-    expected: RecoveryCost
+    picked: PreemptionMode
+    expected: PreemptionCost
     swap_s: float
     decode_s: float
     recompute_s: float
     tokens_equal: bool
 
     @property
-    def better(self) -> Recovery:
-        return RecoveryCost(self.swap_s, self.recompute_s).better
+    def better(self) -> PreemptionMode:
+        return PreemptionCost(self.swap_s, self.recompute_s).better
 
     def regret(self, *, to_next_token: bool = False) -> float:
         """The picked way's time over the better one's."""
@@ -206,7 +206,7 @@ def measure(llm: LLM, model: str, block_tokens: int, num_tokens: int, repeats: i
     until_next_token(engine, request)
     until_next_token(engine, request)  # in the step in which they begin requests are never swapped
     assert request.memory is not None
-    picked = engine._scheduler._way([request])
+    picked = engine._scheduler._preemption_mode([request])
     expected = engine._recovery.cost([(request.num_computed, 0)], engine.memory.swap_bytes([request.memory]))
     rounds, outputs = [], []
     for _ in range(repeats + 1):
@@ -244,7 +244,7 @@ def swap(engine: Engine, request: Request) -> float:
     start = now(engine)
     engine.memory.ensure(demands(engine._scheduler.schedule()))
     in_s = now(engine) - start
-    engine._scheduler.abort()  # it runs again, but this step is not computed
+    engine._scheduler.abort_step()  # it runs again, but this step is not computed
     return out_s + in_s
 
 
@@ -268,9 +268,9 @@ def until_next_token(engine: Engine, request: Request) -> float:
 def hand_over(engine: Engine, num_tokens: int) -> None:
     """What preemption is for: another sequence takes the blocks, writes into all of them, and is done."""
     memory = engine.memory
-    other = memory.open()
+    other = memory.create_sequence()
     memory.append(other, num_tokens)
-    memory.ensure([Demand(other, 0, num_tokens)])
+    memory.ensure([StepDemand(other, 0, num_tokens)])
     [group] = memory.groups
     for layer in group.layers:
         for side in memory.tensors.home_view(layer):
@@ -291,7 +291,7 @@ def now(engine: Engine) -> float:
 
 def measure_pressure(
     args: argparse.Namespace, model: str, checkpoint: Path
-) -> tuple[dict[str, list[float]], dict[str, dict[Recovery, float]], bool]:
+) -> tuple[dict[str, list[float]], dict[str, dict[PreemptionMode, float]], bool]:
     """Of each engine the output tokens a second and the preemptions in a run; whether all give the same tokens."""
     count, prompt_tokens, new_tokens, repeats = QUICK_PRESSURE if args.quick else PRESSURE
     if args.tiny:

@@ -52,7 +52,7 @@ import torch
 from app.engine import LLM, SamplingParams
 from benchmarks import harness, workloads
 from benchmarks.throughput import make_checkpoint
-from vmem import Demand, HostBackend, KVMemory, LayerGroup, LayerSpec, SequenceMemory, plan_layout
+from vmem import HostBackend, KVMemory, LayerGroup, LayerSpec, SequenceMemory, StepDemand, plan_layout
 
 Steps = Sequence[Sequence[int]]  # of each step, which of the sequences before it each of its sequences goes on from
 Requests = list[tuple[int, Steps]]  # prompt tokens, and as many steps as output tokens
@@ -108,7 +108,7 @@ class Replay:
         self.owned_blocks = self.all_blocks = 0
 
     def run(self, prompt: int, steps: Steps) -> None:
-        sequences = [self.memory.open("block_table")]
+        sequences = [self.memory.create_sequence("block_table")]
         self._compute(sequences, prompt)
         for i, parents in enumerate(steps):
             sequences = self._descend(sequences, parents)
@@ -121,7 +121,7 @@ class Replay:
             self.memory.free(sequence)
 
     def _compute(self, sequences: Sequence[SequenceMemory], num_tokens: int) -> None:
-        demands = [Demand(sequence, sequence.num_tokens, num_tokens) for sequence in sequences]
+        demands = [StepDemand(sequence, sequence.num_tokens, num_tokens) for sequence in sequences]
         for sequence in sequences:
             self.memory.append(sequence, num_tokens)
         self.memory.ensure(demands)
@@ -330,17 +330,17 @@ def miss_costs_s(memory: KVMemory, prompt: list[int]) -> tuple[float, float]:
     chain = memory.chain()
     match = memory.match(chain, prompt)  # hashes the prompt
     looked_up = time.perf_counter()
-    sequence = memory.open(expected_tokens=len(prompt))
+    sequence = memory.create_sequence(expected_tokens=len(prompt))
     memory.match(chain, prompt)
-    memory.reuse(sequence, chain, prompt)
-    memory.promise(sequence, len(prompt))
+    memory.share_prefix(sequence, chain, prompt)
+    memory.announce_prefill(sequence, len(prompt))
     admitted = time.perf_counter()
     memory.append(sequence, len(prompt))
-    memory.ensure([Demand(sequence, 0, len(prompt))])
+    memory.ensure([StepDemand(sequence, 0, len(prompt))])
     memory.launched()
     computed = time.perf_counter()
-    memory.begin(sequence, prompt, 0, len(prompt))
-    memory.commit()
+    memory.stage_prefix(sequence, prompt, 0, len(prompt))
+    memory.commit_prefixes()
     done = time.perf_counter()
     memory.free(sequence)
     assert not match.num_tokens

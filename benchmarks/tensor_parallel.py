@@ -38,7 +38,7 @@ from app.engine.tensor_parallel import shared_memory
 from app.engine.tensor_parallel.communicator import Communicator
 from app.engine.tensor_parallel.messages import pack_step, unpack_step
 from app.engine.tensor_parallel.processes import ChildProcesses
-from app.engine.tensor_parallel.ranks import Ranks
+from app.engine.tensor_parallel.ranks import RankGroup
 from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingReader, RingWriter
 from benchmarks import harness
 
@@ -94,7 +94,7 @@ def echo(pid: int, fd: int) -> None:
 
 def measure_messages(plans: dict[str, StepPlan], repeats: int) -> dict[str, tuple[int, float]]:
     """Bytes, and median microseconds there and back."""
-    address = shared_memory.create(1, 1)
+    address = shared_memory.create_rings(1, 1)
     command = [sys.executable, "-m", __spec__.name, "--echo", str(os.getpid()), str(address.fd)]
     with subprocess.Popen(command) as peer:
         writer = RingWriter(address.open(), address, 0, lambda: None)
@@ -201,7 +201,7 @@ def make_llm(model: str | Path, size: int, dtype: str) -> LLM:
 
 def peak_of_a_peer(llm: LLM) -> int:
     """Its most resident bytes so far."""
-    ranks: Ranks | None = llm.engine._executor.ranks
+    ranks: RankGroup | None = llm.engine._executor.ranks
     assert ranks is not None
     processes = ranks._processes
     assert isinstance(processes, ChildProcesses)

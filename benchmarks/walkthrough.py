@@ -20,7 +20,17 @@ import torch
 
 from benchmarks import harness
 from kernels import Masking, VarlenBatch, select_provider
-from vmem import Demand, HostBackend, KVMemory, LayerGroup, LayerSpec, MappingOptions, SequenceMemory, View, plan_layout
+from vmem import (
+    HostBackend,
+    KVMemory,
+    LayerGroup,
+    LayerSpec,
+    MappingOptions,
+    SequenceMemory,
+    StepDemand,
+    View,
+    plan_layout,
+)
 
 TOLERANCE = 1e-5
 NUM_TOKENS, MAX_TOKENS, BLOCK_TOKENS, NUM_PAGES = 20, 32, 4, 24
@@ -79,7 +89,7 @@ class Walkthrough:
         """A step of one sequence: a block if it needs one, its page mapped, the token written, and attention."""
         position = len(sequence.keys)
         self.memory.append(sequence.memory, position + 1)
-        self.memory.ensure([Demand(sequence.memory, position, position + 1)])
+        self.memory.ensure([StepDemand(sequence.memory, position, position + 1)])
         key, value = (torch.randn(NUM_KV_HEADS, DIM, generator=self.random) for _ in range(2))
         sequence.keys.append(key)
         sequence.values.append(value)
@@ -112,7 +122,7 @@ class Walkthrough:
         """How many sequences own each of these sequences' blocks: the block pool's reference counts."""
         pool = self.memory._groups[0].pool  # no report names single blocks
         block_ids = sorted({block_id for sequence in sequences for block_id in sequence.table})
-        return "Owners: " + "  ".join(f"#{block_id}: {pool.references(block_id)}" for block_id in block_ids)
+        return "Owners: " + "  ".join(f"#{block_id}: {pool.reference_count(block_id)}" for block_id in block_ids)
 
 
 def plain_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -128,7 +138,7 @@ def one_by_one(walk: Walkthrough) -> tuple[Tracked, Tracked]:
     print("A block holds 4 tokens and is a page of 4 KiB. A neighbour takes a block whenever we do, so ours do not lie")
     print("side by side. Every page is mapped at home, and ours once more, in our region. Attention of each new token,")
     print("read through either view, should differ from plain attention by rounding only.\n")
-    sequence, neighbour = (Tracked(walk.memory.open(view)) for view in VIEWS)
+    sequence, neighbour = (Tracked(walk.memory.create_sequence(view)) for view in VIEWS)
     print("token  written through  block table: logical→physical  filled     pages: home + region  difference")
     for position in range(NUM_TOKENS):
         view = VIEWS[position % 2]

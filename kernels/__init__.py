@@ -5,11 +5,12 @@ from kernels.blocks import CopyBlocks, select_block_copy
 from kernels.cpu.build import has_matrix_tiles
 from kernels.cpu.elementwise import CpuElementwise
 from kernels.cpu.linear import CpuLinear
-from kernels.provider import AttentionProvider, CacheScales, KernelError, Masking, Problem, Rotary, VarlenBatch
+from kernels.provider import AttentionProblem, AttentionProvider, CacheScales, KernelError, Masking, Rotary, VarlenBatch
 from kernels.select import PROVIDERS, select_provider
 
 __all__ = [
     "PROVIDERS",
+    "AttentionProblem",
     "AttentionProvider",
     "CacheScales",
     "CopyBlocks",
@@ -17,7 +18,6 @@ __all__ = [
     "CpuLinear",
     "KernelError",
     "Masking",
-    "Problem",
     "Rotary",
     "VarlenBatch",
     "flash_attn_with_kvcache",

@@ -7,7 +7,7 @@ import torch
 from kernels.provider import FP8_DTYPES, CacheScales, Masking, Rotary
 
 
-def expect(
+def check_tensor(
     tensor: torch.Tensor,
     name: str,
     shape: tuple[int | None, ...],
@@ -34,17 +34,17 @@ def sequence_table(
     device: torch.device,
 ) -> torch.Tensor:
     """`[num_seqs, width]`, the block table, or each sequence's row of a contiguous cache."""
-    expect(k_cache, "k_cache", (None, None, None, None), device=device)
-    expect(v_cache, "v_cache", (*k_cache.shape[:3], None), k_cache.dtype, device)
+    check_tensor(k_cache, "k_cache", (None, None, None, None), device=device)
+    check_tensor(v_cache, "v_cache", (*k_cache.shape[:3], None), k_cache.dtype, device)
     if 0 in k_cache.shape[1:] or not v_cache.shape[3]:
         raise ValueError(f"k_cache {list(k_cache.shape)} and v_cache {list(v_cache.shape)} are empty")
     if block_table is not None and cache_batch_idx is not None:
         raise ValueError("a cache has a block_table or a cache_batch_idx, not both")
     if block_table is not None:
-        expect(block_table, "block_table", (num_seqs, None), torch.int32, device)
+        check_tensor(block_table, "block_table", (num_seqs, None), torch.int32, device)
         return block_table.contiguous()
     if cache_batch_idx is not None:
-        expect(cache_batch_idx, "cache_batch_idx", (num_seqs,), torch.int32, device)
+        check_tensor(cache_batch_idx, "cache_batch_idx", (num_seqs,), torch.int32, device)
         return cache_batch_idx[:, None].contiguous()
     if num_seqs > len(k_cache):
         raise ValueError(f"k_cache {list(k_cache.shape)} has fewer rows than q has sequences, {num_seqs}")
@@ -54,7 +54,7 @@ def sequence_table(
 def leftpad_of(cache_leftpad: torch.Tensor | None, num_seqs: int, device: torch.device) -> torch.Tensor | None:
     if cache_leftpad is None:
         return None
-    expect(cache_leftpad, "cache_leftpad", (num_seqs,), torch.int32, device)
+    check_tensor(cache_leftpad, "cache_leftpad", (num_seqs,), torch.int32, device)
     if not cache_leftpad.is_cuda and num_seqs and int(cache_leftpad.min()) < 0:
         raise ValueError(f"cache_leftpad {int(cache_leftpad.min())} is below 0")
     return cache_leftpad.contiguous()
@@ -127,8 +127,8 @@ def rotary_of(
 ) -> Rotary:
     if cos is None or sin is None:
         raise ValueError("rotary_cos and rotary_sin go together: only one of them is given")
-    expect(cos, "rotary_cos", (None, None), device=x.device)
-    expect(sin, "rotary_sin", tuple(cos.shape), cos.dtype, x.device)
+    check_tensor(cos, "rotary_cos", (None, None), device=x.device)
+    check_tensor(sin, "rotary_sin", tuple(cos.shape), cos.dtype, x.device)
     if 2 * cos.shape[1] > x.shape[-1]:
         raise ValueError(f"rotary_cos {list(cos.shape)} turns more dimensions than a head has, {x.shape[-1]}")
     if not positions.is_cuda and positions.numel() and int(positions.max()) >= len(cos):
@@ -155,10 +155,10 @@ def masking_and_scales(
             raise ValueError(f"{name} {number} is below 0")
     if alibi_slopes is not None:
         shape = (num_heads,) if alibi_slopes.ndim == 1 else (num_seqs, num_heads)
-        expect(alibi_slopes, "alibi_slopes", shape, torch.float32, q.device)
+        check_tensor(alibi_slopes, "alibi_slopes", shape, torch.float32, q.device)
         alibi_slopes = alibi_slopes.contiguous()
     if sinks is not None:
-        expect(sinks, "sinks", (num_heads,), torch.float32, q.device)
+        check_tensor(sinks, "sinks", (num_heads,), torch.float32, q.device)
         sinks = sinks.contiguous()
     scales = None
     if k_descale is not None or v_descale is not None:
@@ -166,7 +166,7 @@ def masking_and_scales(
             raise ValueError(f"k_descale and v_descale are for caches of 8-bit floats, not of {k_cache.dtype}")
         one = torch.ones(num_kv_heads, device=q.device)
         scales = CacheScales(one if k_descale is None else k_descale, one if v_descale is None else v_descale)
-        expect(scales.key, "k_descale", (num_kv_heads,), torch.float32, q.device)
-        expect(scales.value, "v_descale", (num_kv_heads,), torch.float32, q.device)
+        check_tensor(scales.key, "k_descale", (num_kv_heads,), torch.float32, q.device)
+        check_tensor(scales.value, "v_descale", (num_kv_heads,), torch.float32, q.device)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     return Masking(scale, *window, softcap, alibi_slopes, sinks), scales

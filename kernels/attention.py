@@ -19,7 +19,7 @@ import torch
 from kernels.arguments import (
     bound_of,
     check_numbers,
-    expect,
+    check_tensor,
     leftpad_of,
     masking_and_scales,
     rotary_of,
@@ -35,7 +35,7 @@ from kernels.provider import (
     VarlenBatch,
     check_attend,
     check_write,
-    problem_of,
+    describe_problem,
     refuse_unsupported,
     rotate,
 )
@@ -110,7 +110,7 @@ def flash_attn_with_kvcache(
         ValueError: shapes, dtypes or arguments do not fit together; nothing has been stored.
         KernelError: the provider cannot do this; nothing has been stored.
     """
-    expect(q, "q", (None, None, None, None))
+    check_tensor(q, "q", (None, None, None, None))
     batch_size, seqlen_q, num_heads, _ = q.shape
     table = sequence_table(k_cache, v_cache, block_table, cache_batch_idx, batch_size, q.device)
     capacity = table.shape[1] * k_cache.shape[1]
@@ -121,13 +121,13 @@ def flash_attn_with_kvcache(
         if not 0 <= length <= capacity:
             raise ValueError(f"cache_seqlens {length} is not within 0 … {capacity}, what the cache holds")
         cache_seqlens = torch.full((batch_size,), length, dtype=torch.int32, device=q.device)
-    expect(cache_seqlens, "cache_seqlens", (batch_size,), torch.int32, q.device)
+    check_tensor(cache_seqlens, "cache_seqlens", (batch_size,), torch.int32, q.device)
     num_new = 0
     if k is not None or v is not None:
         if k is None or v is None:
             raise ValueError("k and v go together: only one of them is given")
-        expect(k, "k", (batch_size, None, *k_cache.shape[2:]), q.dtype, q.device)
-        expect(v, "v", (batch_size, k.shape[1], *v_cache.shape[2:]), q.dtype, q.device)
+        check_tensor(k, "k", (batch_size, None, *k_cache.shape[2:]), q.dtype, q.device)
+        check_tensor(v, "v", (batch_size, k.shape[1], *v_cache.shape[2:]), q.dtype, q.device)
         num_new = k.shape[1]
     window = window_of(window_size, causal, capacity + seqlen_q)
     leftpad = leftpad_of(cache_leftpad, batch_size, q.device)
@@ -223,10 +223,10 @@ def varlen_attention(
     Returns:
         `[num_tokens, num_heads, head_dim of v_cache]`, and with `return_softmax_lse` `[num_tokens, num_heads]` float32.
     """
-    expect(q, "q", (None, None, None))
-    expect(cache_seqlens, "cache_seqlens", (None,), torch.int32, q.device)
+    check_tensor(q, "q", (None, None, None))
+    check_tensor(cache_seqlens, "cache_seqlens", (None,), torch.int32, q.device)
     num_seqs, num_tokens = cache_seqlens.numel(), len(q)
-    expect(cu_seqlens_q, "cu_seqlens_q", (num_seqs + 1,), torch.int32, q.device)
+    check_tensor(cu_seqlens_q, "cu_seqlens_q", (num_seqs + 1,), torch.int32, q.device)
     table = sequence_table(k_cache, v_cache, block_table, None, num_seqs, q.device)
     counts = cu_seqlens_q.diff()
     if not q.is_cuda and (cu_seqlens_q[0] != 0 or cu_seqlens_q[-1] != num_tokens or (counts < 0).any()):
@@ -239,8 +239,8 @@ def varlen_attention(
     max_seqlen_k = bound_of(max_seqlen_k, "max_seqlen_k", cache_seqlens)
     new = None
     if k is not None and v is not None:
-        expect(k, "k", (num_tokens, *k_cache.shape[2:]), q.dtype, q.device)
-        expect(v, "v", (num_tokens, *v_cache.shape[2:]), q.dtype, q.device)
+        check_tensor(k, "k", (num_tokens, *k_cache.shape[2:]), q.dtype, q.device)
+        check_tensor(v, "v", (num_tokens, *v_cache.shape[2:]), q.dtype, q.device)
         if not q.is_cuda and (counts > cache_seqlens).any():
             raise ValueError(
                 "cache_seqlens counts the tokens of k and v, too: a sequence has more of them than it says"
@@ -295,7 +295,7 @@ def _store_and_attend(
     provider = provider or _default(query.device)
     lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
     check_attend(query, k_cache, v_cache, batch, masking, lse)
-    refuse_unsupported(provider, problem_of(query, k_cache, v_cache, batch, masking, lse))
+    refuse_unsupported(provider, describe_problem(query, k_cache, v_cache, batch, masking, lse))
     if new is not None:
         check_write(new.key, new.value, k_cache, v_cache, new.slots, new.rotary)
     if new is not None:

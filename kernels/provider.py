@@ -101,7 +101,7 @@ class CacheScales:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class AttentionProblem:
     """What the choice of a provider depends on.
 
     Attributes:
@@ -140,7 +140,7 @@ class AttentionProvider(Protocol):
 
     name: str
 
-    def unsupported(self, problem: Problem) -> str | None:
+    def unsupported(self, problem: AttentionProblem) -> str | None:
         """Why `attend` cannot do this, as a sentence; `None` if it can."""
         ...
 
@@ -187,14 +187,14 @@ class AttentionProvider(Protocol):
         ...
 
 
-def problem_of(
+def describe_problem(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     batch: VarlenBatch,
     masking: Masking,
     lse: torch.Tensor | None = None,
-) -> Problem:
+) -> AttentionProblem:
     """The problem that a call poses."""
     extras = {
         "window": masking.window_left >= 0,
@@ -205,7 +205,7 @@ def problem_of(
         "leftpad": batch.cache_leftpad is not None,
         "lse": lse is not None,
     }
-    return Problem(
+    return AttentionProblem(
         device_type=query.device.type,
         dtype=query.dtype,
         cache_dtype=key_cache.dtype,
@@ -301,7 +301,7 @@ def check_write(
             raise ValueError(f"{2 * rotary.cos.shape[1]} dimensions are to be turned, keys have {key.shape[2]}")
 
 
-def refuse_unsupported(provider: AttentionProvider, problem: Problem) -> None:
+def refuse_unsupported(provider: AttentionProvider, problem: AttentionProblem) -> None:
     """Raise `KernelError` if the provider says why it cannot do this."""
     reason = provider.unsupported(problem)
     if reason is not None:

@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional
 
 from kernels.provider import (
+    AttentionProblem,
     CacheScales,
     Masking,
-    Problem,
     Rotary,
     VarlenBatch,
     as_cached,
@@ -26,7 +26,7 @@ class GatherProvider:
 
     name: str
 
-    def unsupported(self, problem: Problem) -> str | None:
+    def unsupported(self, problem: AttentionProblem) -> str | None:
         if not problem.dtype.is_floating_point or problem.dtype.itemsize < 2:
             return f"queries cannot be {problem.dtype}"
         return None

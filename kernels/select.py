@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kernels.provider import (
+    AttentionProblem,
     AttentionProvider,
     CacheScales,
     KernelError,
     Masking,
-    Problem,
     Rotary,
     VarlenBatch,
-    problem_of,
+    describe_problem,
 )
 
 logger = logging.getLogger(__name__)
@@ -88,9 +88,9 @@ class AutoProvider:
                 first = any(order[0] == name for order in orders)
                 logger.log(logging.WARNING if first else logging.DEBUG, "no attention %s: %s", name, error)
         self._writer = next(iter(self._available.values()))
-        self._chosen: dict[Problem, AttentionProvider] = {}
+        self._chosen: dict[AttentionProblem, AttentionProvider] = {}
 
-    def unsupported(self, problem: Problem) -> str | None:
+    def unsupported(self, problem: AttentionProblem) -> str | None:
         reasons = []
         for name in _PREFERENCE[self._device_type, problem.decode]:
             if name in self._available:
@@ -125,13 +125,13 @@ class AutoProvider:
         lse: torch.Tensor | None = None,
         num_splits: int = 0,
     ) -> torch.Tensor:
-        problem = problem_of(query, key_cache, value_cache, batch, masking, lse)
+        problem = describe_problem(query, key_cache, value_cache, batch, masking, lse)
         provider = self._chosen.get(problem) or self._choose(problem)
         return provider.attend(
             query, key_cache, value_cache, batch, masking, scales=scales, lse=lse, num_splits=num_splits
         )
 
-    def _choose(self, problem: Problem) -> AttentionProvider:
+    def _choose(self, problem: AttentionProblem) -> AttentionProvider:
         """The first that can; a warning if it is not the first of the table."""
         for name in _PREFERENCE[self._device_type, problem.decode]:
             provider = self._available.get(name)

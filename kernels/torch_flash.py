@@ -29,13 +29,13 @@ from torch.nn import functional
 from torch.nn.attention import varlen as torch_varlen
 
 from kernels.provider import (
+    AttentionProblem,
     CacheScales,
     KernelError,
     Masking,
-    Problem,
     VarlenBatch,
     check_attend,
-    problem_of,
+    describe_problem,
     refuse_unsupported,
 )
 from kernels.reference import GatherProvider, ReferenceProvider
@@ -113,7 +113,7 @@ class TorchFlashProvider(GatherProvider):
             )
         self._confirm()
 
-    def unsupported(self, problem: Problem) -> str | None:
+    def unsupported(self, problem: AttentionProblem) -> str | None:
         reason = self._unsupported_tensors(problem) or self._unsupported_view(problem)
         if reason is not None:
             return reason
@@ -122,7 +122,7 @@ class TorchFlashProvider(GatherProvider):
                 return f"varlen_attn has no {extra}"
         return None
 
-    def _unsupported_tensors(self, problem: Problem) -> str | None:
+    def _unsupported_tensors(self, problem: AttentionProblem) -> str | None:
         if problem.device_type != self._device_type:
             return f"runs on {self._device_type}, not on {problem.device_type}"
         if problem.dtype not in (torch.float16, torch.bfloat16):
@@ -137,7 +137,7 @@ class TorchFlashProvider(GatherProvider):
             return f"heads have {problem.key_dim} dimensions; multiples of 8 up to 256 are possible"
         return None
 
-    def _unsupported_view(self, problem: Problem) -> str | None:
+    def _unsupported_view(self, problem: AttentionProblem) -> str | None:
         if not problem.paged:
             return _unsuitable_strides(problem, flat=True)
         if self._varlen is None:
@@ -163,7 +163,7 @@ class TorchFlashProvider(GatherProvider):
         num_splits: int = 0,
     ) -> torch.Tensor:
         check_attend(query, key_cache, value_cache, batch, masking, lse)
-        refuse_unsupported(self, problem_of(query, key_cache, value_cache, batch, masking, lse))
+        refuse_unsupported(self, describe_problem(query, key_cache, value_cache, batch, masking, lse))
         num_tokens, num_seqs = len(query), batch.cache_seqlens.numel()
         if not num_tokens or batch.max_seqlen_k <= 0:
             return _nothing_visible(query, lse)
@@ -258,7 +258,7 @@ class TorchFlashProvider(GatherProvider):
                 raise KernelError(f"{self.name}: torch {torch.__version__}'s operator is off by {off:.2e}")
 
 
-def _unsuitable_strides(problem: Problem, *, flat: bool) -> str | None:
+def _unsuitable_strides(problem: AttentionProblem, *, flat: bool) -> str | None:
     """Why the caches' strides break 16-byte loads, or, where they are to be `flat`, why their tokens are not evenly
     apart; `None` if they are fine."""
     sizes = (problem.num_blocks, problem.block_tokens, problem.num_kv_heads)

@@ -19,17 +19,17 @@ from ray.exceptions import RayTaskError
 
 from app.config.engine import EngineConfig
 from app.config.http import HttpSettings
-from app.edge.admission import Admission
+from app.edge.admission import AdmissionControl
 from app.edge.guard import protect
 from app.engine import AsyncEngine
 from app.engine.model.loader import load_tokenizer
 from app.errors import FolioError
-from app.fleet.overload import Refusals
-from app.fleet.retry import Repeats
+from app.fleet.overload import LoadShedder
+from app.fleet.retry import DuplicateGuard
 from app.fleet.streams import StreamPace
 from app.openai.http import build_api
 from app.openai.translate import Translator
-from app.serving.calls import Replicas
+from app.serving.calls import ReplicaClient
 from app.serving.ingress import Ingress
 from app.serving.metrics import RequestMeter
 from app.serving.replica import EngineReplica
@@ -52,14 +52,14 @@ class LocalServer:
         replica: Any = object.__new__(EngineReplica)
         replica._closing, replica._leaving, replica._member = False, None, None
         replica._engine, replica._name = self.engine, "local"
-        replica._shared, replica._alone = SharedStreams(), Repeats()
+        replica._shared, replica._alone = SharedStreams(), DuplicateGuard()
         replica._pace = StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0)
         ingress: Any = object.__new__(Ingress.__bases__[0])  # what Serve makes of it needs a cluster
         ingress._translator = Translator(load_tokenizer(config.model), "builtin", ())
         ingress._model_names, ingress._created, ingress._max_model_len = ("builtin",), 0, None
-        refusals = Refusals()
-        ingress._replicas = Replicas(_Handle(replica), refusals)  # type: ignore[arg-type]
-        ingress._admission, ingress._meter, ingress._metrics = Admission(refusals), RequestMeter(), _Metrics()
+        refusals = LoadShedder()
+        ingress._replicas = ReplicaClient(_Handle(replica), refusals)  # type: ignore[arg-type]
+        ingress._admission, ingress._meter, ingress._metrics = AdmissionControl(refusals), RequestMeter(), _Metrics()
         self.api = guarded_api(ingress)
 
     def wait_until_idle(self, deadline_s: float = 60.0) -> None:

@@ -23,10 +23,10 @@ from vmem.pins import PinReport
 from vmem.prefix_summary import CHANGE_BYTES, KEY_BYTES, NO_KEYS, CachedKeys, CachedPrefix, key_of, split_keys
 from vmem.prefix_tree import PrefixMatch, TokenChain
 from vmem.report import GroupReport, MemoryReport
-from vmem.sequence import Demand, SequenceMemory, View, ViewPolicy
+from vmem.sequence import SequenceMemory, StepDemand, View, ViewPolicy
 from vmem.swapping import SwappedGroup
 from vmem.tensor_parallel.mirror import MirroredBackend, mirror
-from vmem.tensor_parallel.orders import Peers
+from vmem.tensor_parallel.orders import PeerRanks
 from vmem.tensor_parallel.peer import PeerMemory
 from vmem.tensors import BlockContents, CacheTensors, CopyBlocks, LocalContents
 
@@ -44,7 +44,6 @@ __all__ = [
     "CachedPrefix",
     "CopyBlocks",
     "CudaBackend",
-    "Demand",
     "GroupReport",
     "HostBackend",
     "IntegrityError",
@@ -63,12 +62,13 @@ __all__ = [
     "OutOfPages",
     "OutOfSwap",
     "PeerMemory",
-    "Peers",
+    "PeerRanks",
     "PinError",
     "PinReport",
     "PrefixMatch",
     "SequenceMemory",
     "StateLayout",
+    "StepDemand",
     "SwappedGroup",
     "TokenChain",
     "View",

@@ -33,7 +33,7 @@ class BlockPool:
         self._tied: OrderedDict[int, None] = OrderedDict()  # the longest free first
         self._eager: set[int] = set()  # tied blocks that were mapped ahead for whoever comes next
         self._kept: OrderedDict[int, None] = OrderedDict()  # the longest free first
-        self.kept_blocks: set[int] = set()  # blocks whose content has a name, free or owned
+        self.indexed_blocks: set[int] = set()  # blocks whose content has a name, free or owned
         self._moving: set[int] = set()
         self._freed_at = [0.0] * block_ids.stop
         self._fence = [0] * block_ids.stop
@@ -48,15 +48,15 @@ class BlockPool:
         return self._num_owned
 
     @property
-    def num_cold(self) -> int:
+    def num_unbacked(self) -> int:
         return len(self._cold)
 
     @property
-    def num_loose(self) -> int:
+    def num_free(self) -> int:
         return len(self._loose)
 
     @property
-    def num_tied(self) -> int:
+    def num_free_mapped(self) -> int:
         return len(self._tied)
 
     @property
@@ -64,42 +64,42 @@ class BlockPool:
         return len(self._eager)
 
     @property
-    def num_kept(self) -> int:
+    def num_cached(self) -> int:
         """Free blocks whose content may be wanted again."""
         return len(self._kept)
 
-    def references(self, block_id: int) -> int:
+    def reference_count(self, block_id: int) -> int:
         return self._references[block_id]
 
-    def places(self, block_id: int) -> int:
+    def num_region_mappings(self, block_id: int) -> int:
         """In how many places of regions the block is shown."""
         return self._places[block_id]
 
-    def is_free(self, block_id: int) -> bool:
+    def is_allocatable(self, block_id: int) -> bool:
         """Free, with pages, and of no content, so that `take` would take it."""
         return block_id in self._tied or block_id in self._loose
 
-    def is_kept(self, block_id: int) -> bool:
+    def is_cached(self, block_id: int) -> bool:
         """Free, but its content may be wanted again."""
         return block_id in self._kept
 
     # ---- content ----
 
-    def keep(self, block_id: int) -> None:
+    def mark_indexed(self, block_id: int) -> None:
         """The content of this owned block has a name now: when it is free, others may want it."""
         assert self._references[block_id], f"block {block_id} has content, but nobody owns it"
-        self.kept_blocks.add(block_id)
+        self.indexed_blocks.add(block_id)
 
-    def unkeep(self, block_id: int) -> None:
+    def unmark_indexed(self, block_id: int) -> None:
         """Its content has no name any more; if it is free, it is for anybody."""
-        self.kept_blocks.remove(block_id)
+        self.indexed_blocks.remove(block_id)
         if block_id in self._kept:
             del self._kept[block_id]
             self._file(block_id)
             queue = self._tied if self._places[block_id] else self._loose
             queue.move_to_end(block_id, last=False)  # nobody has chosen it for longer than the others
 
-    def revive(self, block_ids: Iterable[int]) -> None:
+    def acquire_cached(self, block_ids: Iterable[int]) -> None:
         """Own these blocks for their content, whether others own them or not."""
         for block_id in block_ids:
             if self._references[block_id]:
@@ -108,7 +108,7 @@ class BlockPool:
                 del self._kept[block_id]
                 self._own(block_id)
 
-    def oldest_kept(self) -> int | None:
+    def oldest_cached(self) -> int | None:
         """The free block whose content nobody has wanted for longest."""
         return next(iter(self._kept), None)
 
@@ -117,7 +117,7 @@ class BlockPool:
 
     # ---- owners ----
 
-    def take(self, block_id: int) -> None:
+    def allocate_block(self, block_id: int) -> None:
         """Own this free block, with one reference."""
         if block_id in self._tied:
             del self._tied[block_id]
@@ -128,7 +128,7 @@ class BlockPool:
             raise IntegrityError(f"take of block {block_id}, which is not free")
         self._own(block_id)
 
-    def take_loose(self, count: int) -> list[int]:
+    def allocate_free(self, count: int) -> list[int]:
         """Own up to `count` free blocks that no region shows, lowest ids first."""
         taken: list[int] = []
         while len(taken) < count and self._loose:
@@ -140,7 +140,7 @@ class BlockPool:
                 taken.append(block_id)
         return taken
 
-    def take_tied(self, count: int) -> list[int]:
+    def allocate_free_mapped(self, count: int) -> list[int]:
         """Own up to `count` free blocks that regions still show, the longest free first. Those places are stale now."""
         taken: list[int] = []
         while len(taken) < count and self._tied:
@@ -150,7 +150,7 @@ class BlockPool:
             taken.append(block_id)
         return taken
 
-    def share(self, block_ids: Iterable[int]) -> None:
+    def add_references(self, block_ids: Iterable[int]) -> None:
         """Add one reference to each block; each needs a `free` of its own."""
         for block_id in block_ids:
             if not self._references[block_id]:
@@ -173,14 +173,14 @@ class BlockPool:
             self._num_owned -= 1
             self._freed_at[block_id] = now
             self._fence[block_id] = max(self._fence[block_id], fence)
-            if block_id in self.kept_blocks:
+            if block_id in self.indexed_blocks:
                 self._kept[block_id] = None
             else:
                 self._file(block_id)
 
     # ---- regions ----
 
-    def shown(self, block_ids: Iterable[int]) -> None:
+    def note_region_mapped(self, block_ids: Iterable[int]) -> None:
         """Note that each of these owned blocks is shown in one more place of a region."""
         for block_id in block_ids:
             assert self._references[block_id], f"block {block_id} is shown, but nobody owns it"
@@ -189,9 +189,9 @@ class BlockPool:
     def begin_show(self, count: int, *, steals: bool = False) -> list[int]:
         """Up to `count` free blocks that are about to be shown for whoever comes: loose ones, and if that `steals`,
         those that other places still show."""
-        block_ids = self.take_loose(count)
+        block_ids = self.allocate_free(count)
         if steals:
-            block_ids += self.take_tied(count - len(block_ids))
+            block_ids += self.allocate_free_mapped(count - len(block_ids))
         for block_id in block_ids:
             self._references[block_id] = 0
         self._num_owned -= len(block_ids)
@@ -210,7 +210,7 @@ class BlockPool:
                 self._tied[block_id] = None
                 self._eager.add(block_id)
 
-    def hidden(self, block_ids: Iterable[int]) -> None:
+    def note_region_unmapped(self, block_ids: Iterable[int]) -> None:
         """Note that each of these blocks is shown in one place less."""
         for block_id in block_ids:
             if not self._places[block_id]:
@@ -261,7 +261,7 @@ class BlockPool:
             self._freed_at[block_id] = now
         self.end_move(block_ids, has_pages=True)
 
-    def oldest_loose(self) -> float | None:
+    def oldest_free_since(self) -> float | None:
         """When the block that has been free for longest, and is shown nowhere, was freed."""
         return self._freed_at[next(iter(self._loose))] if self._loose else None
 
@@ -281,7 +281,7 @@ class BlockPool:
             raise IntegrityError(f"{len(owned)} blocks are owned, {self._num_owned} counted")
         if any(not self._places[b] for b in self._tied) or any(self._places[b] for b in (*self._loose, *self._cold)):
             raise IntegrityError("a free block is filed where its places do not belong")
-        if not self._kept.keys() <= self.kept_blocks or self.kept_blocks - set(owned) - self._kept.keys():
+        if not self._kept.keys() <= self.indexed_blocks or self.indexed_blocks - set(owned) - self._kept.keys():
             raise IntegrityError("a free block with content is filed as one without, or the reverse")
         if not self._eager <= self._tied.keys() or not self._loose.keys() <= set(self._lowest_loose):
             raise IntegrityError("the queues of free blocks contradict each other")

@@ -45,7 +45,7 @@ class PagePool:
         self._check_budget(budget_bytes)
         self.revision = revision
         self.budget = budget_bytes // self.page_bytes
-        return "applied" if self.num_coming <= self.budget else "deferred"
+        return "applied" if self.num_committed <= self.budget else "deferred"
 
     def _check_budget(self, budget_bytes: int) -> None:
         fewest = self.fewest + self.num_pinned
@@ -60,19 +60,19 @@ class PagePool:
         return self._num_created
 
     @property
-    def num_coming(self) -> int:
+    def num_committed(self) -> int:
         """Pages that exist or are being created."""
         return self._num_created + self._num_promised
 
     @property
-    def room(self) -> int:
+    def num_claimable(self) -> int:
         """Pages that could be claimed now: the spare ones, and those the budget still allows to create."""
-        return len(self.spare) + self.budget - self.num_coming
+        return len(self.spare) + self.budget - self.num_committed
 
     def claim(self, count: int) -> tuple[list[int], int]:
         """Claim `count` pages: handles of spare ones, and how many the caller is to create. Settle with `settle`."""
-        if count > self.room:
-            raise IntegrityError(f"claim of {count} pages where there is room for {self.room}")
+        if count > self.num_claimable:
+            raise IntegrityError(f"claim of {count} pages where there is room for {self.num_claimable}")
         kept = max(len(self.spare) - count, 0)
         self.spare, handles = self.spare[:kept], self.spare[kept:]
         self._num_promised += count - len(handles)

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 
-from vmem.backends.base import AddressRange, Backend, must
+from vmem.backends.base import AddressRange, Backend, retry_undo
 from vmem.block_pool import BlockPool
 from vmem.errors import IntegrityError, VmemError
 from vmem.layout import KVLayout, StateLayout
@@ -164,7 +164,7 @@ class GroupMemory:
         for region in self._candidates(prefix, num_blocks, evicts):
             saved = region.matching(prefix)
             if saved == len(prefix):
-                while saved < num_blocks and self.can_take(region.at(saved), evicts=evicts):
+                while saved < num_blocks and self.can_allocate_in_place(region.at(saved), evicts=evicts):
                     saved += 1
             if saved > most or best is None:
                 best, most = region, saved
@@ -178,9 +178,9 @@ class GroupMemory:
             self.held.add(best)
         return best
 
-    def can_take(self, block_id: int, *, evicts: bool) -> bool:
+    def can_allocate_in_place(self, block_id: int, *, evicts: bool) -> bool:
         """Whether the block that a place shows is there for its holder to take."""
-        return block_id != HOLE and (self.pool.is_free(block_id) or (evicts and self.pool.is_kept(block_id)))
+        return block_id != HOLE and (self.pool.is_allocatable(block_id) or (evicts and self.pool.is_cached(block_id)))
 
     def _candidates(self, prefix: Sequence[int], num_blocks: int, evicts: bool) -> list[Region]:
         """Parked regions worth a look, the most promising first: for a prefix those that begin alike, else the
@@ -191,9 +191,9 @@ class GroupMemory:
             return free[:_ADOPTION_CANDIDATES]
         if prefix:
             alike = [region for region in free if region.at(0) == prefix[0]]
-            return sorted(alike or free[:1], key=lambda region: -region.num_shown)[:_ADOPTION_CANDIDATES]
-        enough = sorted((r for r in free if r.num_shown >= num_blocks), key=lambda r: r.num_shown)
-        others = sorted((r for r in free if r.num_shown < num_blocks), key=lambda r: -r.num_shown)
+            return sorted(alike or free[:1], key=lambda region: -region.num_mapped)[:_ADOPTION_CANDIDATES]
+        enough = sorted((r for r in free if r.num_mapped >= num_blocks), key=lambda r: r.num_mapped)
+        others = sorted((r for r in free if r.num_mapped < num_blocks), key=lambda r: -r.num_mapped)
         return (enough + others)[:_ADOPTION_CANDIDATES]
 
     def park(self, region: Region, *, fence: int, now: float) -> None:
@@ -205,14 +205,14 @@ class GroupMemory:
         region.first = region.checked = region.wanted = 0
         region.fence = fence
         region.touched = now
-        if region.num_shown:
+        if region.num_mapped:
             self.parked[region] = None
         else:
             self._free_slots.append(region.slot)
 
     def discard_if_empty(self, region: Region) -> None:
         """A parked region that shows nothing any more is only a free slot."""
-        if not region.num_shown and region in self.parked:
+        if not region.num_mapped and region in self.parked:
             del self.parked[region]
             self._free_slots.append(region.slot)
 
@@ -270,19 +270,21 @@ class GroupMemory:
     def check_integrity(self, owned: Counter[int]) -> int:
         """Raise `IntegrityError` unless blocks and regions add up; returns how many pages should be mapped."""
         regions = [*self.held, *self.parked]
-        shown = Counter(b for region in regions for b in region.shows if b != HOLE)
+        shown = Counter(b for region in regions for b in region.mapped_blocks if b != HOLE)
         self.pool.check_integrity(owned, shown)
         slots = sorted([*(region.slot for region in regions), *self._free_slots])
         if slots != list(range(1, self._next_slot)) or len(slots) > self.num_regions:
             raise IntegrityError(f"slots {slots} of 1 to {self._next_slot - 1}, {self.num_regions} at most")
         for region in regions:
-            if region.num_shown != sum(b != HOLE for b in region.shows) or region.busy:
-                raise IntegrityError(f"region {region.slot} counts {region.num_shown} of {region.shows}")
+            if region.num_mapped != sum(b != HOLE for b in region.mapped_blocks) or region.busy:
+                raise IntegrityError(f"region {region.slot} counts {region.num_mapped} of {region.mapped_blocks}")
             if region.blocks is not None and any(
                 region.at(p) != region.blocks[p] for p in range(region.first, region.checked)
             ):
-                raise IntegrityError(f"region {region.slot} shows {region.shows} where {region.blocks} should be")
-        attached = self.pool.num_blocks - self.pool.num_cold
+                raise IntegrityError(
+                    f"region {region.slot} shows {region.mapped_blocks} where {region.blocks} should be"
+                )
+        attached = self.pool.num_blocks - self.pool.num_unbacked
         if len(self.handles) != attached:
             raise IntegrityError(f"{attached} blocks should have pages, {len(self.handles)} do")
         anchored = sum(span.num_bytes for span in self._anchored) // self._page_bytes
@@ -293,7 +295,7 @@ class _Undo(ExitStack):
     """What to call, last first, when a later step fails. Leaving without an error forgets it."""
 
     def by(self, undo: Callable[[], None]) -> None:
-        self.callback(must, undo)
+        self.callback(retry_undo, undo)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from vmem.backends.base import Backend
 from vmem.errors import IntegrityError, OutOfPages, VmemError
-from vmem.mapping_work import MappingCounts, Work
+from vmem.mapping_work import MappingCounts, MappingWork
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +56,11 @@ class Mapper:
             lock may be let go of.
     """
 
-    next_work: Callable[[], Work | None]
+    next_work: Callable[[], MappingWork | None]
     wait_s: Callable[[], float | None]
-    forget: Callable[[], None]
+    clear_step_demand: Callable[[], None]
     lock: threading.Condition = field(default_factory=lambda: threading.Condition(threading.Lock()))
-    turn: threading.Lock = field(default_factory=threading.Lock)
+    turn_lock: threading.Lock = field(default_factory=threading.Lock)
     counts: MappingCounts = field(default_factory=MappingCounts)
     times: MappingTimes = field(default_factory=MappingTimes)
     num_failures: int = 0
@@ -123,7 +123,7 @@ class Mapper:
             backend.wait(fence)
         self.times.exposed_s += time.perf_counter() - start
 
-    def run_now(self, work: Work) -> None:
+    def run_now(self, work: MappingWork) -> None:
         """Do the work in the calling thread, with turn and lock held. Raises what the work raises, its effects
         undone."""
         self.times.num_exposed += 1
@@ -158,12 +158,12 @@ class Mapper:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self.turn.acquire()
+                self.turn_lock.acquire()
                 with self.lock:
                     try:
                         work, wait_s = self._choose()
                     finally:
-                        self.turn.release()  # and still with the lock, or a wake-up might come before the wait
+                        self.turn_lock.release()  # and still with the lock, or a wake-up might come before the wait
                     if work is not None:
                         self._do(work)
                     elif not self._stopping:
@@ -175,7 +175,7 @@ class Mapper:
                 self._working = False
                 self.lock.notify_all()
 
-    def _choose(self) -> tuple[Work | None, float | None]:
+    def _choose(self) -> tuple[MappingWork | None, float | None]:
         """The next unit of work, else how long to wait for some: when the device does not even say what may be changed,
         for a while."""
         try:
@@ -187,7 +187,7 @@ class Mapper:
             self._note_failure(failure, gives_back=True)
             return None, _REST_AFTER_FAILURE_S
 
-    def _do(self, work: Work) -> None:
+    def _do(self, work: MappingWork) -> None:
         """Run the work without the lock, which is held before and after."""
         self._working = True
         failure: VmemError | None = None
@@ -211,7 +211,7 @@ class Mapper:
             self._failures_in_a_row = 0
             self._failure = None
             return
-        self.forget()
+        self.clear_step_demand()
         self._note_failure(failure, gives_back=work.gives_back)
         rested_at = time.monotonic() + _REST_AFTER_FAILURE_S
         while not self._stopping and (left := rested_at - time.monotonic()) > 0:

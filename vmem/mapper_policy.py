@@ -15,8 +15,8 @@ from vmem.backends.base import Backend
 from vmem.budget import PagePool
 from vmem.errors import LayoutError
 from vmem.group import GroupMemory
-from vmem.mapping_work import Attach, Destroy, Detach, Hide, Show, Work
-from vmem.prefix_tree import PrefixIndex
+from vmem.mapping_work import AttachPages, DestroyPages, DetachPages, MappingWork, MapRegion, UnmapRegion
+from vmem.prefix_tree import PrefixTree
 from vmem.region import HOLE, Region
 
 # How soon to look again whether the device has passed a fence.
@@ -93,7 +93,7 @@ class PromptDemand:
         return min(max(self._bursts), _MOST_EAGER_REGIONS)
 
 
-class Background:
+class MappingPolicy:
     """The duties, and the state they look at. Only called under the memory's lock.
 
     Attributes:
@@ -107,7 +107,7 @@ class Background:
         backend: Backend,
         pages: PagePool,
         groups: Sequence[GroupMemory],
-        prefixes: PrefixIndex,
+        prefixes: PrefixTree,
         options: MappingOptions,
         floor: int,
     ) -> None:
@@ -116,14 +116,14 @@ class Background:
         self._groups = groups
         self._prefixes = prefixes
         self._options = options
-        self._unit_pages = max(1, backend.unit_bytes // pages.page_bytes)
+        self._unit_pages = max(1, backend.max_call_bytes // pages.page_bytes)
         self.floor = floor
         self.demand = [PromptDemand() for _ in groups]
-        self.wanted_loose = [0] * len(groups)
+        self.free_blocks_wanted = [0] * len(groups)
         self.now = 0.0
         self._waits_for_fence = False
 
-    def next_work(self, now: float) -> Work | None:
+    def next_work(self, now: float) -> MappingWork | None:
         self.now = now
         self._waits_for_fence = False
         duties = (
@@ -137,9 +137,9 @@ class Background:
         )
         return next((work for duty in duties if (work := duty()) is not None), None)
 
-    def forget(self) -> None:
+    def clear_step_demand(self) -> None:
         """Drop what steps were going to need; they map it themselves, and hear what the device says."""
-        self.wanted_loose = [0] * len(self._groups)
+        self.free_blocks_wanted = [0] * len(self._groups)
         for group in self._groups:
             group.wanted.clear()
 
@@ -150,23 +150,23 @@ class Background:
             return _FENCE_POLL_S
         if self._pages.num_created <= self.floor:
             return None
-        since = [at for group in self._groups if (at := group.pool.oldest_loose()) is not None]
+        since = [at for group in self._groups if (at := group.pool.oldest_free_since()) is not None]
         since += [at for group in self._groups for region, at in self._tails(group) if self._frees(group, region)]
         due = [at + self._options.idle_release_s for at in since]
-        kept = [(group.pool, group.pool.oldest_kept()) for group in self._groups]
+        kept = [(group.pool, group.pool.oldest_cached()) for group in self._groups]
         keep_s = max(self._options.cache_release_s, self._options.idle_release_s)
         due += [pool.freed_at(b) + keep_s for pool, b in kept if b is not None]
         return min(max(min(due) - now, _FENCE_POLL_S), _LONGEST_WAIT_S) if due else None
 
     # ---- duties, the most urgent first ----
 
-    def _map_wanted(self) -> Work | None:
+    def _map_wanted(self) -> MappingWork | None:
         """This step's and the next step's blocks, behind the regions of the sequences that run."""
         for i, group in enumerate(self._groups):
-            missing = self.wanted_loose[i] - group.pool.num_loose
+            missing = self.free_blocks_wanted[i] - group.pool.num_free
             if missing > 0 and (work := self._attach(group, missing)):
                 return work
-            self.wanted_loose[i] = 0
+            self.free_blocks_wanted[i] = 0
             while group.wanted:
                 region = next(iter(group.wanted))
                 if not region.busy and (work := self._map_places(group, region)):
@@ -174,7 +174,7 @@ class Background:
                 del group.wanted[region]
         return None
 
-    def _map_places(self, group: GroupMemory, region: Region) -> Work | None:
+    def _map_places(self, group: GroupMemory, region: Region) -> MappingWork | None:
         """The first places up to `wanted` that show nothing: the holder's blocks, or free ones for it to take."""
         blocks = region.blocks
         assert blocks is not None
@@ -187,10 +187,10 @@ class Background:
         if end == place or self._mappings_left < (end - place) * group.num_slices:
             return None
         if place < len(blocks):
-            return Show(group, region, place, blocks[place : min(end, len(blocks))], ahead=False)
+            return MapRegion(group, region, place, blocks[place : min(end, len(blocks))], ahead=False)
         return self._show_free(group, region, place, end - place, steals=True)
 
-    def _hide_expired(self) -> Work | None:
+    def _hide_expired(self) -> MappingWork | None:
         """Blocks that have left the window of their sequence."""
         for group in self._groups:
             for region in list(group.expired):
@@ -198,22 +198,22 @@ class Background:
                     continue
                 run = region.first_run(region.first, self._unit_blocks(group))
                 if run is not None:
-                    return Hide(group, region, *run)
+                    return UnmapRegion(group, region, *run)
                 del group.expired[region]
         return None
 
-    def _shrink(self) -> Work | None:
+    def _shrink(self) -> MappingWork | None:
         """Pages beyond a budget that was lowered, as far as nobody owns them."""
-        excess = self._pages.num_coming - self._pages.budget
+        excess = self._pages.num_committed - self._pages.budget
         return self._give_back(excess, freed_before=math.inf, kept_before=math.inf) if excess > 0 else None
 
-    def _reclaim(self) -> Work | None:
+    def _reclaim(self) -> MappingWork | None:
         """When free pages run low: unmap the tails of the regions parked longest (vAttention §6.2.2)."""
         if self._num_unshown >= self._options.reclaim_threshold * self._pages.budget:
             return None
         return self._hide_tail(parked_only=True, idle_since=math.inf, frees=False)
 
-    def _fill_floor(self) -> Work | None:
+    def _fill_floor(self) -> MappingWork | None:
         """The pages that are always there."""
         missing = self.floor - self._pages.num_created
         if missing <= 0:
@@ -221,7 +221,7 @@ class Background:
         group = min(self._groups, key=lambda group: len(group.handles) / group.pool.num_blocks)
         return self._attach(group, missing // group.num_slices)
 
-    def _map_ahead(self) -> Work | None:
+    def _map_ahead(self) -> MappingWork | None:
         """Regions for the next prompts (vAttention §6.2.2, eager allocation)."""
         if not self._options.eager_allocation:
             return None
@@ -233,15 +233,15 @@ class Background:
                 continue
             region = max(
                 (r for r in group.parked if self._can_extend(group, r, depth)),
-                key=lambda r: r.num_shown,
+                key=lambda r: r.num_mapped,
                 default=None,
             )
-            place = region.num_shown if region is not None else 0
+            place = region.num_mapped if region is not None else 0
             missing = (depth - place) * group.num_slices
             if missing > spare or missing > self._mappings_left // 2 or (region is None and not group.has_free_slot):
                 continue
             if region is None:
-                if not group.pool.num_loose:
+                if not group.pool.num_free:
                     return self._attach(group, depth)
                 region = group.new_region()
                 region.touched = self.now
@@ -249,7 +249,7 @@ class Background:
             return self._show_free(group, region, place, depth - place, steals=False)
         return None
 
-    def _release_idle(self) -> Work | None:
+    def _release_idle(self) -> MappingWork | None:
         """Pages that nobody has used for a while."""
         excess = self._pages.num_created - self.floor
         if excess <= 0:
@@ -262,74 +262,78 @@ class Background:
 
     # ---- their parts ----
 
-    def _attach(self, group: GroupMemory, count: int) -> Work | None:
-        count = min(count, self._unit_blocks(group), group.pool.num_cold, self._pages.room // group.num_slices)
-        return Attach(self._backend, self._pages, group, count) if count > 0 else None
+    def _attach(self, group: GroupMemory, count: int) -> MappingWork | None:
+        count = min(
+            count, self._unit_blocks(group), group.pool.num_unbacked, self._pages.num_claimable // group.num_slices
+        )
+        return AttachPages(self._backend, self._pages, group, count) if count > 0 else None
 
-    def _show_free(self, group: GroupMemory, region: Region, place: int, count: int, *, steals: bool) -> Work | None:
+    def _show_free(
+        self, group: GroupMemory, region: Region, place: int, count: int, *, steals: bool
+    ) -> MappingWork | None:
         """Show free blocks, of which there may have to be some first.
 
         Args:
             steals: when nothing else is left, those that parked regions show, and those kept for their content.
         """
         count = min(count, self._unit_blocks(group))
-        if not group.pool.num_loose:
+        if not group.pool.num_free:
             if (work := self._attach(group, count)) or not steals:
                 return work
-            if not group.pool.num_tied:
+            if not group.pool.num_free_mapped:
                 self._prefixes.evict(group.index, count)
         block_ids = group.pool.begin_show(count, steals=steals)
-        return Show(group, region, place, block_ids, ahead=True) if block_ids else None
+        return MapRegion(group, region, place, block_ids, ahead=True) if block_ids else None
 
     def _can_extend(self, group: GroupMemory, region: Region, depth: int) -> bool:
         """Whether mapping more behind what it shows makes it ready; a region that begins with content never is."""
         return (
             not region.busy
-            and region.num_shown < depth
-            and len(region.shows) == region.num_shown
-            and group.pool.is_free(region.at(0))
+            and region.num_mapped < depth
+            and len(region.mapped_blocks) == region.num_mapped
+            and group.pool.is_allocatable(region.at(0))
         )
 
     def _is_ready(self, group: GroupMemory, region: Region, depth: int) -> bool:
         """Whether a prompt of `depth` blocks would find them mapped here, and, judged by two of them, still free."""
         ends = (region.at(0), region.at(depth - 1))
-        return region.num_shown >= depth and all(group.pool.is_free(block_id) for block_id in ends)
+        return region.num_mapped >= depth and all(group.pool.is_allocatable(block_id) for block_id in ends)
 
-    def _give_back(self, excess: int, *, freed_before: float, kept_before: float) -> Work | None:
+    def _give_back(self, excess: int, *, freed_before: float, kept_before: float) -> MappingWork | None:
         """Up to `excess` pages: spare ones, those of loose blocks, then those that only regions' tails show, and those
         whose content nobody has wanted since `kept_before`."""
         if self._pages.spare:
-            return Destroy(self._backend, self._pages, min(excess, self._unit_pages))
+            return DestroyPages(self._backend, self._pages, min(excess, self._unit_pages))
         for group in self._groups:
             count = min(-(-excess // group.num_slices), self._unit_blocks(group))
             block_ids, fence = group.pool.detachable(count, freed_before=freed_before)
             if block_ids and self._backend.completed(fence):
-                return Detach(self._pages, group, block_ids)
+                return DetachPages(self._pages, group, block_ids)
             self._waits_for_fence |= bool(block_ids)
         if work := self._hide_tail(parked_only=False, idle_since=freed_before, frees=True):
             return work
         # What is empty already goes first, as soon as fences and regions let it.
-        excess -= sum((group.pool.num_loose + group.pool.num_tied) * group.num_slices for group in self._groups)
+        excess -= sum((group.pool.num_free + group.pool.num_free_mapped) * group.num_slices for group in self._groups)
         return self._give_up_content(excess, freed_before, kept_before) if excess > 0 else None
 
-    def _give_up_content(self, excess: int, idle_since: float, kept_before: float) -> Work | None:
+    def _give_up_content(self, excess: int, idle_since: float, kept_before: float) -> MappingWork | None:
         """Forget the content of blocks that nobody has wanted since `kept_before`, so that they can go back."""
         for group in self._groups:
             count = min(-(-excess // group.num_slices), self._unit_blocks(group))
-            while count > 0 and (block_id := group.pool.oldest_kept()) is not None:
+            while count > 0 and (block_id := group.pool.oldest_cached()) is not None:
                 if group.pool.freed_at(block_id) > kept_before:
                     break
-                if group.pool.places(block_id) and idle_since < math.inf:
+                if group.pool.num_region_mappings(block_id) and idle_since < math.inf:
                     # Shown in a region: only with it, when that is idle, too.
                     return self._hide_tail(parked_only=True, idle_since=idle_since, frees=False)
                 count -= self._prefixes.evict_block(group.index, block_id)
             block_ids, fence = group.pool.detachable(self._unit_blocks(group), freed_before=idle_since)
             if block_ids and self._backend.completed(fence):
-                return Detach(self._pages, group, block_ids)
+                return DetachPages(self._pages, group, block_ids)
             self._waits_for_fence |= bool(block_ids)
         return None
 
-    def _hide_tail(self, *, parked_only: bool, idle_since: float, frees: bool) -> Work | None:
+    def _hide_tail(self, *, parked_only: bool, idle_since: float, frees: bool) -> MappingWork | None:
         """Args: `frees`: only where blocks are shown that are loose then."""
         for group in self._groups:
             for region, since in self._tails(group):
@@ -339,12 +343,14 @@ class Background:
                 if run is None or (frees and not self._frees(group, region)):
                     continue
                 if self._may_change(region):
-                    return Hide(group, region, *run)
+                    return UnmapRegion(group, region, *run)
         return None
 
     def _frees(self, group: GroupMemory, region: Region) -> bool:
         """Whether the region shows blocks that would be loose without it."""
-        return group.pool.num_tied > 0 and any(group.pool.is_free(block_id) for block_id in region.shows)
+        return group.pool.num_free_mapped > 0 and any(
+            group.pool.is_allocatable(block_id) for block_id in region.mapped_blocks
+        )
 
     def _tails(self, group: GroupMemory) -> list[tuple[Region, float]]:
         """Regions that show more than their holders need, those parked longest first, and since when nobody has used
@@ -355,7 +361,7 @@ class Background:
             (region, region.touched if i < num_idle else max(region.touched, demand.last_at))
             for i, region in enumerate(group.parked)
         ]
-        return tails + [(r, r.touched) for r in group.held if len(r.shows) > max(r.used, r.wanted)]
+        return tails + [(r, r.touched) for r in group.held if len(r.mapped_blocks) > max(r.used, r.wanted)]
 
     def _eager_depth(self, demand: PromptDemand) -> int:
         return demand.depth if self.now - demand.last_at < self._options.idle_release_s else 0
@@ -375,8 +381,8 @@ class Background:
     def _num_unshown(self) -> int:
         """Free pages that no region shows, created or not, and those kept for their content: shown or not, they can be
         taken at once."""
-        return self._pages.room + sum(
-            (group.pool.num_loose + group.pool.num_kept) * group.num_slices for group in self._groups
+        return self._pages.num_claimable + sum(
+            (group.pool.num_free + group.pool.num_cached) * group.num_slices for group in self._groups
         )
 
     @property

@@ -28,7 +28,7 @@ class MappingCounts:
     destroys: int = 0
 
 
-class Work(Protocol):
+class MappingWork(Protocol):
     """Constructing it claims what it works on, so that nobody else touches that until `finish`.
 
     `gives_back`: it only returns memory; no step waits for it.
@@ -45,7 +45,7 @@ class Work(Protocol):
         ...
 
 
-class Attach:
+class AttachPages:
     """Give pages to up to `count` cold blocks, and map them at home. They are loose afterwards.
 
     When the device is out of memory the pages it still gave are spare afterwards.
@@ -55,7 +55,7 @@ class Attach:
 
     def __init__(self, backend: Backend, pages: PagePool, group: GroupMemory, count: int) -> None:
         self._backend, self._pages, self._group = backend, pages, group
-        self.block_ids = group.pool.begin_attach(min(count, pages.room // group.num_slices))
+        self.block_ids = group.pool.begin_attach(min(count, pages.num_claimable // group.num_slices))
         self._spare, self._to_create = pages.claim(len(self.block_ids) * group.num_slices)
         self._created: list[int] = []
         self._handles: list[tuple[int, ...]] = []
@@ -96,7 +96,7 @@ class Attach:
                 self._created.pop()
 
 
-class Detach:
+class DetachPages:
     """Unmap loose blocks at home; their pages are spare afterwards."""
 
     gives_back = True
@@ -117,7 +117,7 @@ class Detach:
             self._pages.spare += self._group.handles.pop(block_id)
 
 
-class Destroy:
+class DestroyPages:
     """Give up to `count` spare pages back to the machine."""
 
     gives_back = True
@@ -140,7 +140,7 @@ class Destroy:
         self._pages.destroyed(done)
 
 
-class Show:
+class MapRegion:
     """Map blocks behind places of a region. They must be owned while this runs.
 
     Args:
@@ -163,18 +163,18 @@ class Show:
         region.busy = False
         if not failed:
             counts.maps += len(self._block_ids) * self._group.num_slices
-            counts.aliases += sum(pool.places(b) > 0 for b in self._block_ids) * self._group.num_slices
+            counts.aliases += sum(pool.num_region_mappings(b) > 0 for b in self._block_ids) * self._group.num_slices
             region.put(self._start, self._block_ids)
             region.touched = now
         if self._ahead:
             pool.end_show(self._block_ids, now, failed=failed)
         elif not failed:
-            pool.shown(self._block_ids)
+            pool.note_region_mapped(self._block_ids)
         if failed:
             self._group.discard_if_empty(region)
 
 
-class Hide:
+class UnmapRegion:
     """Turn places of a region, all of which show a block, into holes."""
 
     gives_back = True
@@ -184,7 +184,7 @@ class Hide:
         region.busy = True
 
     def call(self) -> None:
-        self._group.unmap_places(self._region, self._start, self._region.shows[self._start : self._end])
+        self._group.unmap_places(self._region, self._start, self._region.mapped_blocks[self._start : self._end])
 
     def finish(self, counts: MappingCounts, now: float, *, failed: bool) -> None:
         self._region.busy = False
@@ -192,5 +192,5 @@ class Hide:
             return
         block_ids = self._region.clear(self._start, self._end)
         counts.unmaps += len(block_ids) * self._group.num_slices
-        self._group.pool.hidden(block_ids)
+        self._group.pool.note_region_unmapped(block_ids)
         self._group.discard_if_empty(self._region)

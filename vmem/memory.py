@@ -26,18 +26,18 @@ from vmem.budget import BudgetAnswer, PagePool
 from vmem.errors import IntegrityError, LayoutError, MapError, OutOfPages, PinError, VmemError
 from vmem.group import GroupMemory, LayerGroup
 from vmem.mapper import Mapper
-from vmem.mapper_policy import Background, MappingOptions
-from vmem.mapping_work import Detach, Work
+from vmem.mapper_policy import MappingOptions, MappingPolicy
+from vmem.mapping_work import DetachPages, MappingWork
 from vmem.pins import Pins
-from vmem.prefix_cache import LEAST_PARTIAL_TOKENS, PrefixReuse
+from vmem.prefix_cache import LEAST_PARTIAL_TOKENS, PrefixCache
 from vmem.prefix_summary import CachedKeys, CachedPrefix
-from vmem.prefix_tree import Hash, PrefixCounts, PrefixIndex, PrefixMatch, TokenChain, stable_hash
-from vmem.report import Accounts, Figures, MemoryReport
-from vmem.sequence import Demand, GroupTable, SequenceMemory, ViewPolicy
+from vmem.prefix_tree import Hash, PrefixCounts, PrefixMatch, PrefixTree, TokenChain, stable_hash
+from vmem.report import MemoryAudit, MemoryReport, ReportCache
+from vmem.sequence import GroupTable, SequenceMemory, StepDemand, ViewPolicy
 from vmem.swapping import SwappedGroup, Swapping, SwapSpace
-from vmem.tables import BlockCopies, BlockTables
+from vmem.tables import BlockTables, CopyOnWrite
 from vmem.tensors import BlockContents, CacheTensors, LocalContents, UnlockedContents
-from vmem.views import SequenceViews
+from vmem.views import RegionManager
 
 logger = logging.getLogger(__name__)
 
@@ -146,25 +146,25 @@ class KVMemory:
         self._only_grows = not any(group.is_state or group.window_tokens is not None for group in groups)
         self.prefix_cache = prefix_cache
         block_sizes = [group.layout.block_tokens for group in groups if not group.is_state]
-        self._index = PrefixIndex(self._groups, math.lcm(*block_sizes), hash)
-        self._background = Background(
+        self._index = PrefixTree(self._groups, math.lcm(*block_sizes), hash)
+        self._background = MappingPolicy(
             backend, self._pages, self._groups, self._index, self._options, floor_bytes // page_bytes
         )
-        self._mapper = Mapper(self._next_work, self._wait_s, self._background.forget)
+        self._mapper = Mapper(self._next_work, self._wait_s, self._background.clear_step_demand)
         self._lock = self._mapper.lock
         self._allocator = BlockAllocator(backend, self._pages, self._groups, self._index, self._mapper)
         moves = UnlockedContents(contents(self.tensors), self._mapper.unlocked)
-        self._copies = BlockCopies(self._groups, self._allocator, moves)
+        self._copies = CopyOnWrite(self._groups, self._allocator, moves)
         self._tables = BlockTables(self._groups, self._allocator, self._copies)
-        self._reuse = PrefixReuse(self._groups, self._index, self._tables)
-        self._views = SequenceViews(
+        self._reuse = PrefixCache(self._groups, self._index, self._tables)
+        self._views = RegionManager(
             backend, self._groups, self._allocator, self._mapper, self._background, self._options
         )
         self._swapping = Swapping(
             self._groups, SwapSpace(swap_bytes), moves, self._index, self._allocator, self._tables
         )
         self._pins = Pins(self._pages, self._groups, pin_quota)
-        self._accounts = Accounts(
+        self._accounts = MemoryAudit(
             backend,
             self._pages,
             self._groups,
@@ -178,7 +178,7 @@ class KVMemory:
             tables=self._tables,
             views=self._views,
         )
-        self._figures = Figures(self._lock, self._accounts, self._index.summary)
+        self._figures = ReportCache(self._lock, self._accounts, self._index.summary)
         if self._options.background:
             self._mapper.start()
 
@@ -201,7 +201,7 @@ class KVMemory:
         """Pages a sequence of that length owns at most; of layers with a window, only that."""
         return sum(group.most_pages(num_tokens, self.step_tokens) for group in self._specs)
 
-    def pages_to_come(self, sequence: SequenceMemory | None, num_tokens: int) -> int:
+    def pages_still_needed(self, sequence: SequenceMemory | None, num_tokens: int) -> int:
         """Pages that the sequence may still take until it has so many tokens."""
         if sequence is None:
             return self.pages_for(num_tokens)
@@ -227,7 +227,7 @@ class KVMemory:
 
     # ---- sequences ----
 
-    def open(self, policy: ViewPolicy = "auto", *, expected_tokens: int = 0) -> SequenceMemory:
+    def create_sequence(self, policy: ViewPolicy = "auto", *, expected_tokens: int = 0) -> SequenceMemory:
         """A new sequence without blocks. Free it with `free`.
 
         Args:
@@ -253,16 +253,16 @@ class KVMemory:
             OutOfPages: the budget is used up; the sequence owns what it owned.
             MapError: the device refused; the sequence owns what it owned.
         """
-        if num_tokens <= sequence.ready_tokens:  # nearly always: one more token in a block
+        if num_tokens <= sequence.writable_tokens:  # nearly always: one more token in a block
             sequence.num_tokens = max(sequence.num_tokens, num_tokens)
             return
         if num_tokens > self.max_tokens:
             raise VmemError(f"{num_tokens} tokens exceed the {self.max_tokens} of a sequence")
         with self._locked():
             self._check_open(sequence)
-            sequence.ready_tokens = sequence.shown_tokens = 0
+            sequence.writable_tokens = sequence.readable_tokens = 0
             had_tokens = sequence.num_tokens
-            tables = self._tables.of(sequence)
+            tables = self._tables.tables_of(sequence)
             for group, table in tables:
                 self._tables.expire(group, table, start)
             if num_tokens <= had_tokens and not self._tables.must_copy_state(sequence):
@@ -280,11 +280,11 @@ class KVMemory:
             copied: list[tuple[int, GroupTable, int]] = []  # (group, table, the shared block it had)
             try:
                 if enters:
-                    self._views.enter(sequence, max(num_tokens, sequence.expected_tokens), evicts=evicts)
+                    self._views.assign_regions(sequence, max(num_tokens, sequence.expected_tokens), evicts=evicts)
                 for g, (group, table) in enumerate(tables):
-                    if self._copies.shares_last(g, table, had_tokens):
+                    if self._copies.is_last_block_shared(g, table, had_tokens):
                         shared = table.block_ids[-1]
-                        self._copies.own_last(g, table)
+                        self._copies.unshare_last_block(g, table)
                         copied.append((g, table, shared))
                     count = group.layout.num_blocks(num_tokens) - len(table.block_ids)
                     self._tables.grow(group, table, count, evicts=evicts)
@@ -292,9 +292,9 @@ class KVMemory:
                 for group, table in tables:
                     self._tables.drop(group, table, group.layout.num_blocks(had_tokens))
                 if enters:
-                    self._views.leave(sequence)
+                    self._views.park_regions(sequence)
                 for g, table, shared in copied:
-                    self._copies.share_last_again(g, table, shared)
+                    self._copies.undo_unshare_last_block(g, table, shared)
                 raise
             sequence.num_tokens = num_tokens
             self._note_ready(sequence)
@@ -328,14 +328,14 @@ class KVMemory:
         if not 0 < num_tokens <= sequence.num_tokens:
             raise VmemError(f"a fork of {num_tokens} tokens from a sequence of {sequence.num_tokens}")
         self._tables.check_can_go_on(sequence, num_tokens)
-        sequence.ready_tokens = 0
+        sequence.writable_tokens = 0
         child = SequenceMemory(policy or sequence.policy, tuple(GroupTable() for _ in self._specs), num_tokens)
         for group, table, new in zip(self._groups, sequence.groups, child.groups, strict=True):
             new.block_ids = table.block_ids[: group.layout.num_blocks(num_tokens)]
             new.first = table.first
-            group.pool.share(new.block_ids[new.first :])
+            group.pool.add_references(new.block_ids[new.first :])
         try:
-            self._views.enter(child, num_tokens)
+            self._views.assign_regions(child, num_tokens)
         except VmemError:
             self._drop_all(child)
             raise
@@ -351,12 +351,12 @@ class KVMemory:
             if num_tokens > sequence.num_tokens:
                 raise VmemError(f"truncation to {num_tokens} of a sequence of {sequence.num_tokens} tokens")
             self._tables.check_can_go_on(sequence, num_tokens)
-            sequence.ready_tokens = sequence.shown_tokens = 0
-            for group, table in self._tables.of(sequence):
+            sequence.writable_tokens = sequence.readable_tokens = 0
+            for group, table in self._tables.tables_of(sequence):
                 self._tables.drop(group, table, group.layout.num_blocks(num_tokens))
-            self._index.cut(sequence.prefix, num_tokens // self._index.unit_tokens)
+            self._index.truncate_cursor(sequence.prefix, num_tokens // self._index.unit_tokens)
             if sequence.prefix.chain is not None:
-                sequence.prefix.chain.cut(num_tokens)
+                sequence.prefix.chain.truncate_chain(num_tokens)
             sequence.num_tokens = num_tokens
             self._mapper.wake()
 
@@ -380,7 +380,7 @@ class KVMemory:
         if not self._options.deferred_reclamation:
             for group, region in left:
                 if region is not None:
-                    self._allocator.hide_unused(group, region)
+                    self._allocator.unmap_tail(group, region)
 
     # ---- the prefix cache ----
 
@@ -411,11 +411,11 @@ class KVMemory:
             return self._reuse.shared_tokens(sequences)
 
     @property
-    def changes(self) -> int:
+    def match_version(self) -> int:
         """Increases whenever `match` may have another answer than before."""
         return self._index.changes
 
-    def reuse(self, sequence: SequenceMemory, chain: TokenChain, token_ids: Sequence[int]) -> int:
+    def share_prefix(self, sequence: SequenceMemory, chain: TokenChain, token_ids: Sequence[int]) -> int:
         """Let a sequence without blocks share what is cached of its tokens; returns how many tokens that is.
 
         Whole units are shared. A unit that begins like the next tokens is shared too and copied before the next step.
@@ -430,11 +430,11 @@ class KVMemory:
             if not self.prefix_cache:
                 return 0
             match = self._match(chain, token_ids)
-            self._reuse.share(sequence, match)
+            self._reuse.share_prefix(sequence, match)
             try:
                 if match.num_tokens:
                     needed = self._tables.pages_to_grow(sequence, max(sequence.expected_tokens, match.num_tokens))
-                    self._views.enter(
+                    self._views.assign_regions(
                         sequence,
                         max(match.num_tokens, sequence.expected_tokens),
                         evicts=self._allocator.must_evict(needed),
@@ -448,7 +448,7 @@ class KVMemory:
             self._index.note_hit(match)
             return match.num_tokens
 
-    def promise(self, sequence: SequenceMemory, num_tokens: int, snapshots: Sequence[int] = ()) -> None:
+    def announce_prefill(self, sequence: SequenceMemory, num_tokens: int, snapshots: Sequence[int] = ()) -> None:
         """Say that the sequence is going to compute its first `num_tokens` tokens, so that `match` tells others to
         wait.
 
@@ -457,9 +457,9 @@ class KVMemory:
         """
         if self.prefix_cache and sequence.prefix.chain is not None:
             with self._taking_turns():
-                self._reuse.promise(sequence, num_tokens, snapshots)
+                self._reuse.announce_prefill(sequence, num_tokens, snapshots)
 
-    def begin(self, sequence: SequenceMemory, token_ids: Sequence[int], start: int, end: int) -> None:
+    def stage_prefix(self, sequence: SequenceMemory, token_ids: Sequence[int], start: int, end: int) -> None:
         """The coming step computes the tokens `start … end - 1` of the sequence; others of the same step may share
         them already. `commit` or `abort` says how it went."""
         path = sequence.prefix
@@ -468,17 +468,17 @@ class KVMemory:
         if end // self._index.unit_tokens > path.computed:
             path.chain.extend(token_ids[:end])
             with self._taking_turns():
-                self._reuse.begin(sequence, end, end - start)
+                self._reuse.stage_prefix(sequence, end, end - start)
 
-    def commit(self) -> None:
+    def commit_prefixes(self) -> None:
         """What `begin` announced is computed: it is in the prefix cache."""
         with self._taking_turns():
-            self._reuse.commit()
+            self._reuse.commit_prefixes()
 
-    def abort(self) -> None:
+    def abort_prefixes(self) -> None:
         """What `begin` announced has not been computed. Sequences that shared it must be freed."""
         with self._taking_turns():
-            self._reuse.abort()
+            self._reuse.abort_prefixes()
 
     def cached_keys(self, most: int) -> CachedKeys:
         """Which prefixes are cached, for others to compare with the digests of a `TokenChain`. From any thread, an
@@ -492,7 +492,7 @@ class KVMemory:
         with self._lock:
             return self._index.hot(most_tokens)
 
-    def forget_prefixes(self, keys: tuple[str, ...]) -> None:
+    def evict_prefixes(self, keys: tuple[str, ...]) -> None:
         """Give up what is cached under these keys; nobody may be computing any of it."""
         with self._taking_turns():
             self._index.clear(keys)
@@ -525,12 +525,12 @@ class KVMemory:
         with self._locked():
             if sequence.prefix.chain is not None and self._pins.has(name, sequence.prefix.chain, num_tokens):
                 return
-            self._pins.check(name, self._tables.of(sequence), num_tokens)
+            self._pins.check_quota(name, self._tables.tables_of(sequence), num_tokens)
             try:
                 pinned = self._fork(sequence, num_tokens, "block_table", sequence.prefix.chain)
             except VmemError as error:
                 raise PinError(f"{name!r} cannot be pinned: {error}") from error
-            self._reuse.claim(pinned)
+            self._reuse.reindex_own_blocks(pinned)
             self._sequences.remove(pinned)
             self._pins.add(name, pinned)
 
@@ -557,7 +557,7 @@ class KVMemory:
     def unpin(self, name: str) -> None:
         """Let the prefix go the way of others. Raises `PinError` if no prefix of that name is pinned."""
         with self._taking_turns():
-            self._drop_all(self._pins.remove(name))
+            self._drop_all(self._pins.remove_pin(name))
             self._mapper.wake()
 
     # ---- swapping ----
@@ -603,25 +603,25 @@ class KVMemory:
             sequences = self._swapping.copy_in(swapped)
             for i, sequence in enumerate(sequences):
                 try:
-                    self._views.enter(sequence, sequence.num_tokens)
+                    self._views.assign_regions(sequence, sequence.num_tokens)
                 except VmemError:
                     for entered in sequences[: i + 1]:
-                        self._views.leave(entered)
+                        self._views.park_regions(entered)
                     for entered in sequences:
                         self._drop_all(entered)
                     raise
             self._sequences.update(sequences)
-            self._swapping.discard(swapped)
+            self._swapping.discard_swapped(swapped)
             return sequences
 
-    def discard(self, swapped: SwappedGroup) -> None:
+    def discard_swapped(self, swapped: SwappedGroup) -> None:
         """Give swapped sequences up."""
         with self._taking_turns():
-            self._swapping.discard(swapped)
+            self._swapping.discard_swapped(swapped)
 
     # ---- steps ----
 
-    def ensure(self, demands: Iterable[Demand]) -> None:
+    def ensure(self, demands: Iterable[StepDemand]) -> None:
         """Make the step's blocks readable and writable: map what the mapper has not mapped yet, copy what was shared.
 
         Call it before the step's batch is laid out: with "auto", a sequence may lose its region here.
@@ -634,25 +634,25 @@ class KVMemory:
             self._mapper.raise_failure()
             self._copies.run()
             for sequence, start, end in demands:
-                if end <= sequence.shown_tokens:
+                if end <= sequence.readable_tokens:
                     continue
                 for group, table in zip(self._groups, sequence.groups, strict=True):
                     self._tables.expire(group, table, start)
-                self._views.show(sequence, end)
+                self._views.map_regions(sequence, end)
                 if self._only_grows:
-                    sequence.shown_tokens = self._views.shown_tokens(sequence)
+                    sequence.readable_tokens = self._views.readable_tokens(sequence)
 
-    def plan(self, demands: Iterable[Demand]) -> None:
+    def plan(self, demands: Iterable[StepDemand]) -> None:
         """Say what the step after the one that now begins will need, for the mapper to do meanwhile
         (vAttention §6.2.1)."""
         with self._locked():
             for prompts in self._background.demand:
                 prompts.note_step()
-            self._background.forget()
+            self._background.clear_step_demand()
             if self._options.overlap:
                 for demand in demands:
-                    if demand.end > demand.sequence.shown_tokens or demand.end > demand.sequence.ready_tokens:
-                        self._views.want(demand)
+                    if demand.end > demand.sequence.readable_tokens or demand.end > demand.sequence.writable_tokens:
+                        self._views.request_mapping(demand)
             self._mapper.wake()
 
     def launched(self) -> None:
@@ -702,7 +702,7 @@ class KVMemory:
         """Physical memory that there is or is being created: with a budget below it there will never be more. From any
         thread."""
         with self._lock:
-            return self._pages.num_coming * self._pages.page_bytes
+            return self._pages.num_committed * self._pages.page_bytes
 
     def wait_for_progress(self, timeout_s: float) -> None:
         """Wait until the mapper has done something, at most that long: for whoever found no pages."""
@@ -744,16 +744,16 @@ class KVMemory:
         self._mapper.stop()
         with self._taking_turns():
             for name in list(self._pins.names):
-                self._drop_all(self._pins.remove(name))
+                self._drop_all(self._pins.remove_pin(name))
             self._index.clear()
             self._allocator.set_fence()
             self._mapper.wait_for(self._backend, self._allocator.fence)
             for group in self._groups:
                 for region in list(group.parked):
-                    self._allocator.hide_unused(group, region)
-                block_ids, _ = group.pool.detachable(group.pool.num_loose, freed_before=math.inf)
+                    self._allocator.unmap_tail(group, region)
+                block_ids, _ = group.pool.detachable(group.pool.num_free, freed_before=math.inf)
                 if block_ids:
-                    self._mapper.run_now(Detach(self._pages, group, block_ids))
+                    self._mapper.run_now(DetachPages(self._pages, group, block_ids))
             with self._mapper.unlocked():
                 for group in self._groups:
                     group.release()
@@ -766,7 +766,7 @@ class KVMemory:
     @contextmanager
     def _taking_turns(self) -> Iterator[None]:
         """Hold the lock for a call that no other of its kind may come between when it lets go of the lock."""
-        with self._mapper.turn, self._lock:
+        with self._mapper.turn_lock, self._lock:
             self._figures.writer = threading.get_ident()
             try:
                 yield
@@ -791,7 +791,7 @@ class KVMemory:
         with self._quiet(), self._mapper.unlocked():  # nobody changes anything now but the budget
             self._accounts.check_integrity()
 
-    def _next_work(self) -> Work | None:
+    def _next_work(self) -> MappingWork | None:
         return self._background.next_work(time.monotonic())
 
     def _wait_s(self) -> float | None:
@@ -799,7 +799,7 @@ class KVMemory:
 
     def _match(self, chain: TokenChain, token_ids: Sequence[int]) -> PrefixMatch:
         if not self.prefix_cache:
-            return PrefixMatch((), None, 0, 0, awaited=False)
+            return PrefixMatch((), None, 0, 0, is_being_computed=False)
         limit = len(token_ids) - 1
         match = self._index.match(chain, token_ids, limit, LEAST_PARTIAL_TOKENS)
         if match.partial is not None:
@@ -811,16 +811,16 @@ class KVMemory:
 
     def _note_ready(self, sequence: SequenceMemory) -> None:
         if self._only_grows:
-            own = [len(t.block_ids) * group.layout.block_tokens for group, t in self._tables.of(sequence)]
-            sequence.ready_tokens = min(*own, self.max_tokens)
+            own = [len(t.block_ids) * group.layout.block_tokens for group, t in self._tables.tables_of(sequence)]
+            sequence.writable_tokens = min(*own, self.max_tokens)
 
     def _check_open(self, sequence: SequenceMemory) -> None:
         if sequence not in self._sequences:
             raise IntegrityError("the sequence is not open")
 
     def _drop_all(self, sequence: SequenceMemory) -> None:
-        sequence.ready_tokens = sequence.shown_tokens = 0
-        self._reuse.leave(sequence)
-        self._views.leave(sequence)
-        for group, table in self._tables.of(sequence):
+        sequence.writable_tokens = sequence.readable_tokens = 0
+        self._reuse.release_prefix(sequence)
+        self._views.park_regions(sequence)
+        for group, table in self._tables.tables_of(sequence):
             self._tables.drop(group, table, 0)

@@ -53,7 +53,7 @@ class Pins:
         own = pinned.prefix.chain
         return own.keys == chain.keys and own.units[:num_units] == chain.units[:num_units]
 
-    def check(self, name: str, tables: Sequence[tuple[GroupMemory, GroupTable]], num_tokens: int) -> None:
+    def check_quota(self, name: str, tables: Sequence[tuple[GroupMemory, GroupTable]], num_tokens: int) -> None:
         """Raise `PinError` unless a prefix of these tables may be pinned under that name."""
         self.check_request(name, 0)
         more = 0
@@ -85,7 +85,7 @@ class Pins:
             if (chain := sequence.prefix.chain) is not None
         ]
 
-    def remove(self, name: str) -> SequenceMemory:
+    def remove_pin(self, name: str) -> SequenceMemory:
         """The caller frees it. Raises `PinError` if there is none of that name."""
         if name not in self._pins:
             raise PinError(

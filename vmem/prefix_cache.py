@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from vmem.errors import IntegrityError
 from vmem.group import GroupMemory
-from vmem.prefix_tree import PrefixIndex, PrefixMatch, PrefixNode, PrefixPath, TokenChain
+from vmem.prefix_tree import PrefixCursor, PrefixMatch, PrefixNode, PrefixTree, TokenChain
 from vmem.sequence import SequenceMemory
 from vmem.tables import BlockTables
 
@@ -28,7 +28,7 @@ class _Pending:
     held: list[tuple[PrefixNode, int]] = field(default_factory=list)
 
 
-class PrefixReuse:
+class PrefixCache:
     """Sequences share cached prefixes and put their own there. Only called under the memory's lock.
 
     A unit is *promised* when its sequence is admitted, *pending* while the step that computes it runs, and then
@@ -36,7 +36,7 @@ class PrefixReuse:
     units: if that step fails, it must start again.
     """
 
-    def __init__(self, groups: Sequence[GroupMemory], index: PrefixIndex, tables: BlockTables) -> None:
+    def __init__(self, groups: Sequence[GroupMemory], index: PrefixTree, tables: BlockTables) -> None:
         self._groups = groups
         self._index = index
         self._tables = tables
@@ -48,12 +48,12 @@ class PrefixReuse:
     def has_states(self) -> bool:
         return bool(self._states)
 
-    def share(self, sequence: SequenceMemory, match: PrefixMatch) -> None:
+    def share_prefix(self, sequence: SequenceMemory, match: PrefixMatch) -> None:
         """Let a sequence without blocks own those of the match."""
         if not match.num_tokens:
             return
         nodes = [*match.nodes, *([match.partial] if match.partial is not None else [])]
-        for group, table in self._tables.of(sequence):
+        for group, table in self._tables.tables_of(sequence):
             g = group.index
             if group.spec.is_state:
                 block_ids = list(match.nodes[-1].blocks[g] or ())
@@ -63,9 +63,9 @@ class PrefixReuse:
                 del block_ids[group.layout.num_blocks(match.num_tokens) :]
             table.block_ids = block_ids
             table.first = self._tables.first_visible(group, match.num_tokens)
-            group.pool.revive(block_ids[table.first :])
+            group.pool.acquire_cached(block_ids[table.first :])
         sequence.num_tokens = match.num_tokens
-        self._index.enter(sequence.prefix, match.nodes)
+        self._index.start_cursor(sequence.prefix, match.nodes)
 
     def pages_needed(self, match: PrefixMatch, num_tokens: int, step_tokens: int) -> int:
         """Free pages that a sequence of `num_tokens` tokens takes at most if it begins with the match; what others own
@@ -77,7 +77,7 @@ class PrefixReuse:
                 shared = [node.blocks[group.index] or () for node in match.nodes]
                 per_unit = self._index.unit_tokens // group.layout.block_tokens
                 first = self._tables.first_visible(group, match.num_tokens) // per_unit
-                owned = sum(group.pool.references(b) > 0 for block_ids in shared[first:] for b in block_ids)
+                owned = sum(group.pool.reference_count(b) > 0 for block_ids in shared[first:] for b in block_ids)
                 pages = max(pages - owned * group.num_slices, 0)
             needed += pages
         return needed
@@ -105,15 +105,15 @@ class PrefixReuse:
             blocks = node.blocks[group.index]
             if group.spec.window_tokens is None and not group.spec.is_state and blocks is None:
                 return False
-            if any(group.pool.references(b) <= count[b] for b in blocks or ()):
+            if any(group.pool.reference_count(b) <= count[b] for b in blocks or ()):
                 return False
         return True
 
-    def claim(self, sequence: SequenceMemory) -> None:
+    def reindex_own_blocks(self, sequence: SequenceMemory) -> None:
         """Let its units name the sequence's own blocks, where they name others that hold the same."""
         path = sequence.prefix
         for i, node in enumerate(path.nodes):
-            for group, table in self._tables.of(sequence):
+            for group, table in self._tables.tables_of(sequence):
                 block_ids = tuple(table.block_ids)
                 if not group.spec.is_state:
                     per_unit = self._index.unit_tokens // group.layout.block_tokens
@@ -123,10 +123,10 @@ class PrefixReuse:
                 elif sequence.num_tokens != (i + 1) * self._index.unit_tokens:
                     continue
                 if node.blocks[group.index] != block_ids:
-                    self._index.drop(node, group.index)
-                    self._index.hold(node, group.index, block_ids)
+                    self._index.unindex_blocks(node, group.index)
+                    self._index.index_blocks(node, group.index, block_ids)
 
-    def promise(self, sequence: SequenceMemory, num_tokens: int, snapshots: Sequence[int]) -> None:
+    def announce_prefill(self, sequence: SequenceMemory, num_tokens: int, snapshots: Sequence[int]) -> None:
         """The sequence is going to compute its first `num_tokens` tokens; who wants the same should wait.
 
         Args:
@@ -134,7 +134,7 @@ class PrefixReuse:
         """
         path = sequence.prefix
         unit = self._index.unit_tokens
-        self._index.advance(path, num_tokens // unit)
+        self._index.extend_cursor(path, num_tokens // unit)
         for node in path.nodes[path.computed :]:
             if node.writer is None and any(node.blocks[g.index] is None for g in self._groups if not g.spec.is_state):
                 node.writer = path
@@ -144,29 +144,29 @@ class PrefixReuse:
                 if node.writer is None and node.blocks[self._states[0].index] is None:
                     node.writer = path
 
-    def begin(self, sequence: SequenceMemory, end: int, num_tokens: int) -> None:
+    def stage_prefix(self, sequence: SequenceMemory, end: int, num_tokens: int) -> None:
         """The coming step computes `num_tokens` tokens of the sequence, up to `end`."""
         path = sequence.prefix
         first = path.computed
-        self._index.advance(path, end // self._index.unit_tokens)
+        self._index.extend_cursor(path, end // self._index.unit_tokens)
         pending = _Pending(sequence, end, num_tokens, first)
         for i in range(first, min(end // self._index.unit_tokens, len(path.nodes))):
             node = path.nodes[i]
             if node.writer is None:
                 node.writer = path
-            for group, table in self._tables.of(sequence):
+            for group, table in self._tables.tables_of(sequence):
                 if group.spec.is_state:
                     continue
                 per_unit = self._index.unit_tokens // group.layout.block_tokens
                 if i * per_unit < table.first:
                     continue
                 block_ids = tuple(table.block_ids[i * per_unit : (i + 1) * per_unit])
-                if self._index.hold(node, group.index, block_ids):
+                if self._index.index_blocks(node, group.index, block_ids):
                     pending.held.append((node, group.index))
                     node.pending = True
         self._pending.append(pending)
 
-    def commit(self) -> None:
+    def commit_prefixes(self) -> None:
         """The step is done: what it was to compute is computed."""
         if self._is_cut_short:
             raise IntegrityError("a sequence ended between begin and commit, and others share what it has not computed")
@@ -186,9 +186,9 @@ class PrefixReuse:
         if chain is None:
             return
         num_units = min(child.num_tokens // self._index.unit_tokens, parent.prefix.computed, len(chain.units))
-        self._index.enter(child.prefix, parent.prefix.nodes[:num_units])
+        self._index.start_cursor(child.prefix, parent.prefix.nodes[:num_units])
 
-    def abort(self, sequence: SequenceMemory | None = None) -> None:
+    def abort_prefixes(self, sequence: SequenceMemory | None = None) -> None:
         """The step has failed, or this sequence ends before it: what was pending has not been computed."""
         if sequence is None:
             self._is_cut_short = False
@@ -196,18 +196,20 @@ class PrefixReuse:
             self._pending.remove(pending)
             for node, g in pending.held:
                 node.pending = False
-                if sequence is not None and any(self._groups[g].pool.references(b) > 1 for b in node.blocks[g] or ()):
+                if sequence is not None and any(
+                    self._groups[g].pool.reference_count(b) > 1 for b in node.blocks[g] or ()
+                ):
                     self._is_cut_short = True
-                self._index.drop(node, g)
+                self._index.unindex_blocks(node, g)
             path = pending.sequence.prefix
             self._let_go(path, pending.first_unit, len(path.nodes))
 
-    def leave(self, sequence: SequenceMemory) -> None:
+    def release_prefix(self, sequence: SequenceMemory) -> None:
         """The sequence ends; what it promised others must compute themselves."""
-        self.abort(sequence)
-        self._index.cut(sequence.prefix, 0)
+        self.abort_prefixes(sequence)
+        self._index.truncate_cursor(sequence.prefix, 0)
 
-    def _let_go(self, path: PrefixPath, start: int, end: int) -> None:
+    def _let_go(self, path: PrefixCursor, start: int, end: int) -> None:
         for node in path.nodes[start:end]:
             if node.writer is path:
                 node.writer = None
@@ -221,10 +223,10 @@ class PrefixReuse:
         node = path.nodes[path.computed - 1]
         for group in self._states:
             [block_id] = sequence.groups[group.index].block_ids
-            if not self._index.hold(node, group.index, (block_id,)) or not generated:
+            if not self._index.index_blocks(node, group.index, (block_id,)) or not generated:
                 continue
             if path.snapshot is not None:
                 [old] = path.snapshot.blocks[group.index] or (None,)
-                if old is not None and group.pool.is_kept(old):
-                    self._index.drop(path.snapshot, group.index)
+                if old is not None and group.pool.is_cached(old):
+                    self._index.unindex_blocks(path.snapshot, group.index)
             path.snapshot = node

@@ -65,7 +65,7 @@ class TokenChain:
             self.digests.append(self._hash(self.digests[-1] if self.digests else self.root, unit))
             self.units.append(unit)
 
-    def cut(self, num_tokens: int) -> None:
+    def truncate_chain(self, num_tokens: int) -> None:
         """Forget the units beyond the first `num_tokens` tokens; other tokens may follow."""
         del self.units[num_tokens // self.unit_tokens :]
         del self.digests[num_tokens // self.unit_tokens :]
@@ -130,7 +130,7 @@ class PrefixMatch:
     partial: PrefixNode | None
     num_tokens: int
     branch_tokens: int
-    awaited: bool
+    is_being_computed: bool
 
 
 @dataclass(slots=True)
@@ -143,7 +143,7 @@ class PrefixCounts:
 
 
 @dataclass(slots=True)
-class PrefixPath:
+class PrefixCursor:
     """Where a sequence is in the tree.
 
     Attributes:
@@ -161,7 +161,7 @@ class PrefixPath:
     snapshot: PrefixNode | None = None
 
 
-class PrefixIndex:
+class PrefixTree:
     """The tree, and which blocks its nodes hold. Only called under the memory's lock.
 
     Args:
@@ -280,7 +280,7 @@ class PrefixIndex:
             self._roots[keys], self._root_keys[root] = root, keys
         return self._roots[keys]
 
-    def advance(self, path: PrefixPath, num_units: int) -> None:
+    def extend_cursor(self, path: PrefixCursor, num_units: int) -> None:
         """Let the path have nodes for its first `num_units` units, as far as no hash is taken by other tokens."""
         chain = path.chain
         assert chain is not None
@@ -305,14 +305,14 @@ class PrefixIndex:
                 self._release(path.nodes[-1])
             path.nodes.append(node)
 
-    def enter(self, path: PrefixPath, nodes: Sequence[PrefixNode]) -> None:
+    def start_cursor(self, path: PrefixCursor, nodes: Sequence[PrefixNode]) -> None:
         """The path of a new sequence that begins with these nodes, all computed."""
         path.nodes = list(nodes)
         path.computed = len(nodes)
         if nodes:
             nodes[-1].references += 1
 
-    def cut(self, path: PrefixPath, num_units: int) -> None:
+    def truncate_cursor(self, path: PrefixCursor, num_units: int) -> None:
         """The path ends after `num_units` units."""
         self.changes += 1
         for node in path.nodes[num_units:]:
@@ -331,7 +331,7 @@ class PrefixIndex:
 
     # ---- blocks ----
 
-    def hold(self, node: PrefixNode, g: int, block_ids: tuple[int, ...]) -> bool:
+    def index_blocks(self, node: PrefixNode, g: int, block_ids: tuple[int, ...]) -> bool:
         """Let the node hold these owned blocks of a group; False if it has some, or they are another node's."""
         if node.blocks[g] is not None or any(b in self._holder[g] for b in block_ids):
             return False
@@ -340,12 +340,12 @@ class PrefixIndex:
         node.references += 1
         for block_id in block_ids:
             self._holder[g][block_id] = node
-            self._groups[g].pool.keep(block_id)
+            self._groups[g].pool.mark_indexed(block_id)
         if g in self._lasting and self._lasts(node):
             self.summary.add(node.digest, node.depth)
         return True
 
-    def drop(self, node: PrefixNode, g: int) -> int:
+    def unindex_blocks(self, node: PrefixNode, g: int) -> int:
         """The node's blocks of a group lose their content's name; returns how many there were."""
         block_ids = node.blocks[g]
         if block_ids is None:
@@ -356,7 +356,7 @@ class PrefixIndex:
         node.blocks[g] = None
         for block_id in block_ids:
             del self._holder[g][block_id]
-            self._groups[g].pool.unkeep(block_id)
+            self._groups[g].pool.unmark_indexed(block_id)
         self._release(node)
         return len(block_ids)
 
@@ -364,13 +364,13 @@ class PrefixIndex:
         """Make up to `count` free blocks of a group, or a few more, available that were kept for their content: those
         free for longest. Returns how many."""
         pool, evicted = self._groups[g].pool, 0
-        while evicted < count and (block_id := pool.oldest_kept()) is not None:
+        while evicted < count and (block_id := pool.oldest_cached()) is not None:
             evicted += self.evict_block(g, block_id)
         return evicted
 
     def evict_block(self, g: int, block_id: int) -> int:
         """Forget what this block holds, and what others hold of the same unit."""
-        evicted = self.drop(self._holder[g][block_id], g)
+        evicted = self.unindex_blocks(self._holder[g][block_id], g)
         self.counts.evicted_blocks += evicted
         return evicted
 
@@ -379,9 +379,9 @@ class PrefixIndex:
         for g, holder in enumerate(self._holder):
             for node in set(holder.values()):
                 if keys is None or self._root_keys[_root(node)] == keys:
-                    self.drop(node, g)
+                    self.unindex_blocks(node, g)
 
-    def check_integrity(self, paths: Sequence[PrefixPath]) -> None:
+    def check_integrity(self, paths: Sequence[PrefixCursor]) -> None:
         """Raise `IntegrityError` unless references, holders and kept blocks agree."""
         expected: dict[PrefixNode, int] = {}
         for node in self._nodes.values():
@@ -398,7 +398,7 @@ class PrefixIndex:
                 raise IntegrityError(f"a prefix has {node.references} references, {references} are known")
         for g, holder in enumerate(self._holder):
             held = [b for node in self._nodes.values() for b in node.blocks[g] or ()]
-            if sorted(held) != sorted(holder) or set(held) != self._groups[g].pool.kept_blocks:
+            if sorted(held) != sorted(holder) or set(held) != self._groups[g].pool.indexed_blocks:
                 raise IntegrityError(f"group {g}: {len(held)} blocks in prefixes, {len(holder)} have a holder")
         writers = {id(path) for path in paths}
         if any(node.writer is not None and id(node.writer) not in writers for node in self._nodes.values()):

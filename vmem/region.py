@@ -34,8 +34,8 @@ class Region:
         "checked",
         "fence",
         "first",
-        "num_shown",
-        "shows",
+        "mapped_blocks",
+        "num_mapped",
         "slot",
         "touched",
         "wanted",
@@ -43,8 +43,8 @@ class Region:
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
-        self.shows: list[int] = []
-        self.num_shown = 0
+        self.mapped_blocks: list[int] = []
+        self.num_mapped = 0
         self._first_shown = 0  # every place before it is a hole
         self.blocks: list[int] | None = None
         self.first = 0
@@ -59,57 +59,57 @@ class Region:
         return len(self.blocks) if self.blocks is not None else 0
 
     def at(self, place: int) -> int:
-        return self.shows[place] if place < len(self.shows) else HOLE
+        return self.mapped_blocks[place] if place < len(self.mapped_blocks) else HOLE
 
     def put(self, start: int, block_ids: Sequence[int]) -> None:
         """Places from `start` on, holes so far, now show these blocks."""
         end = start + len(block_ids)
-        self.shows += [HOLE] * (end - len(self.shows))
-        assert self.shows[start:end] == [HOLE] * len(block_ids)
-        self.shows[start:end] = block_ids
-        self.num_shown += len(block_ids)
+        self.mapped_blocks += [HOLE] * (end - len(self.mapped_blocks))
+        assert self.mapped_blocks[start:end] == [HOLE] * len(block_ids)
+        self.mapped_blocks[start:end] = block_ids
+        self.num_mapped += len(block_ids)
         self._first_shown = min(self._first_shown, start)
 
     def clear(self, start: int, end: int) -> list[int]:
         """Places `start … end - 1` are holes from now on; returns what they showed."""
-        block_ids = self.shows[start:end]
+        block_ids = self.mapped_blocks[start:end]
         assert HOLE not in block_ids
-        self.shows[start:end] = [HOLE] * len(block_ids)
-        self.num_shown -= len(block_ids)
-        while self.shows and self.shows[-1] == HOLE:
-            self.shows.pop()
+        self.mapped_blocks[start:end] = [HOLE] * len(block_ids)
+        self.num_mapped -= len(block_ids)
+        while self.mapped_blocks and self.mapped_blocks[-1] == HOLE:
+            self.mapped_blocks.pop()
         return block_ids
 
     def last_run(self, start: int, limit: int) -> tuple[int, int] | None:
         """The last run of up to `limit` places from `start` on that show a block: (begin, end)."""
-        end = len(self.shows)  # never a hole at the end
+        end = len(self.mapped_blocks)  # never a hole at the end
         if end <= start:
             return None
         begin = end
-        while begin > start and end - begin < limit and self.shows[begin - 1] != HOLE:
+        while begin > start and end - begin < limit and self.mapped_blocks[begin - 1] != HOLE:
             begin -= 1
         return begin, end
 
     def first_run(self, end: int, limit: int) -> tuple[int, int] | None:
         """The first run of up to `limit` places before `end` that show a block: (begin, end)."""
-        end = min(end, len(self.shows))
+        end = min(end, len(self.mapped_blocks))
         begin = self._first_shown
-        while begin < end and self.shows[begin] == HOLE:
+        while begin < end and self.mapped_blocks[begin] == HOLE:
             begin += 1
         self._first_shown = begin
         if begin >= end:
             return None
         stop = begin
-        while stop < end and stop - begin < limit and self.shows[stop] != HOLE:
+        while stop < end and stop - begin < limit and self.mapped_blocks[stop] != HOLE:
             stop += 1
         return begin, stop
 
     def matching(self, block_ids: Sequence[int]) -> int:
         """How many of these blocks it shows in this order from the first place on."""
-        for i, (shown, wanted) in enumerate(zip(self.shows, block_ids, strict=False)):
+        for i, (shown, wanted) in enumerate(zip(self.mapped_blocks, block_ids, strict=False)):
             if shown != wanted:
                 return i
-        return min(len(self.shows), len(block_ids))
+        return min(len(self.mapped_blocks), len(block_ids))
 
     def stale(self, end: int) -> Iterator[int]:
         """Places from `checked` to `end` that do not show what the holder's table says."""

@@ -2,7 +2,7 @@
 
 Where memory is, and whether the books add up.
 
-Figures of a memory that every thread may ask for at any time, an event loop's thread too.
+ReportCache of a memory that every thread may ask for at any time, an event loop's thread too.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from vmem.group import GroupMemory, total_pages
 from vmem.mapper import Mapper
 from vmem.pins import PinReport, Pins
 from vmem.prefix_summary import NO_KEYS, CachedKeys, PrefixSummary
-from vmem.prefix_tree import PrefixIndex
+from vmem.prefix_tree import PrefixTree
 from vmem.sequence import SequenceMemory
 from vmem.swapping import Swapping
-from vmem.tables import BlockCopies, BlockTables
-from vmem.views import SequenceViews
+from vmem.tables import BlockTables, CopyOnWrite
+from vmem.views import RegionManager
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class MemoryReport:
     groups: tuple[GroupReport, ...]
 
 
-class Accounts:
+class MemoryAudit:
     """Reads everybody's books and writes none. Only called under the memory's lock.
 
     Args:
@@ -126,13 +126,13 @@ class Accounts:
         sequences: Collection[SequenceMemory],
         *,
         allocator: BlockAllocator,
-        copies: BlockCopies,
-        index: PrefixIndex,
+        copies: CopyOnWrite,
+        index: PrefixTree,
         mapper: Mapper,
         pins: Pins,
         swapping: Swapping,
         tables: BlockTables,
-        views: SequenceViews,
+        views: RegionManager,
     ) -> None:
         self._backend = backend
         self._pages = pages
@@ -154,9 +154,9 @@ class Accounts:
                 block_tokens=group.layout.block_tokens,
                 block_bytes=group.layout.block_bytes,
                 active_blocks=group.pool.num_owned,
-                free_blocks=group.pool.num_loose + group.pool.num_tied + group.pool.num_kept,
-                cached_blocks=group.pool.num_kept,
-                parked_blocks=group.pool.num_tied,
+                free_blocks=group.pool.num_free + group.pool.num_free_mapped + group.pool.num_cached,
+                cached_blocks=group.pool.num_cached,
+                parked_blocks=group.pool.num_free_mapped,
                 eager_blocks=group.pool.num_eager,
             )
             for group in self._groups
@@ -229,7 +229,7 @@ _PATIENCE_S = 0.02
 _RENEWED_AFTER_S = 0.05
 
 
-class Figures:
+class ReportCache:
     """Reads the books under the lock if it is free soon, else returns the figures that were published last.
 
     Args:
@@ -240,7 +240,7 @@ class Figures:
             that it reads what it has written.
     """
 
-    def __init__(self, lock: threading.Condition, accounts: Accounts, summary: PrefixSummary) -> None:
+    def __init__(self, lock: threading.Condition, accounts: MemoryAudit, summary: PrefixSummary) -> None:
         self._lock = lock
         self._accounts = accounts
         self._summary = summary

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from vmem.prefix_tree import PrefixPath
+from vmem.prefix_tree import PrefixCursor
 from vmem.region import Region
 
 View = Literal["region", "block_table"]
@@ -46,9 +46,9 @@ class SequenceMemory:
     groups: tuple[GroupTable, ...]
     num_tokens: int = 0
     expected_tokens: int = 0
-    prefix: PrefixPath = field(default_factory=PrefixPath)
-    ready_tokens: int = 0
-    shown_tokens: int = 0
+    prefix: PrefixCursor = field(default_factory=PrefixCursor)
+    writable_tokens: int = 0
+    readable_tokens: int = 0
 
     @property
     def view(self) -> View:
@@ -58,7 +58,7 @@ class SequenceMemory:
         return "block_table"
 
 
-class Demand(NamedTuple):
+class StepDemand(NamedTuple):
     """A step computes the tokens `start … end - 1` of a sequence, over everything cached before them."""
 
     sequence: SequenceMemory

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from vmem.allocator import BlockAllocator
 from vmem.errors import IntegrityError, OutOfPages, OutOfSwap, VmemError
 from vmem.group import GroupMemory
-from vmem.prefix_tree import PrefixIndex, TokenChain
+from vmem.prefix_tree import PrefixTree, TokenChain
 from vmem.sequence import GroupTable, SequenceMemory, ViewPolicy
 from vmem.tables import BlockTables
 from vmem.tensors import BlockContents
@@ -28,7 +28,7 @@ class Swapping:
         groups: Sequence[GroupMemory],
         space: SwapSpace,
         contents: BlockContents,
-        index: PrefixIndex,
+        index: PrefixTree,
         allocator: BlockAllocator,
         tables: BlockTables,
     ) -> None:
@@ -96,11 +96,11 @@ class Swapping:
         needed = sum(
             (num_rows - len(found)) * group.num_slices
             for group, num_rows, found in zip(self._groups, swapped.num_rows, blocks, strict=True)
-        ) + sum(group.pool.is_kept(b) * group.num_slices for group, found in revived for b in found)
+        ) + sum(group.pool.is_cached(b) * group.num_slices for group, found in revived for b in found)
         if needed > self._allocator.num_free_pages:
             raise OutOfPages(needed, max(self._allocator.num_free_pages, 0))
         for group, block_ids in revived:
-            group.pool.revive(block_ids)
+            group.pool.acquire_cached(block_ids)
         allocated: list[tuple[GroupMemory, list[int], list[int]]] = []
         try:
             for group, found, num_rows in zip(self._groups, blocks, swapped.num_rows, strict=True):
@@ -119,7 +119,7 @@ class Swapping:
         self._allocator.set_fence()
         return self._sequences(swapped, blocks)
 
-    def discard(self, swapped: SwappedGroup) -> None:
+    def discard_swapped(self, swapped: SwappedGroup) -> None:
         """Give the host memory back."""
         if swapped not in self._live:
             raise IntegrityError("swapped sequences are given up twice")
@@ -141,7 +141,7 @@ class Swapping:
                 b for s in sequences for b in s.groups[group.index].block_ids[s.groups[group.index].first :]
             )
             for block_id, count in owners.items():
-                group.pool.share([block_id] * (count - 1))
+                group.pool.add_references([block_id] * (count - 1))
         for sequence, old in zip(sequences, swapped.sequences, strict=True):
             self._name_content(sequence, old)
         return sequences
@@ -151,15 +151,17 @@ class Swapping:
         sequence.prefix.chain = old.chain
         if old.chain is None:
             return
-        self._index.advance(sequence.prefix, old.num_units)
+        self._index.extend_cursor(sequence.prefix, old.num_units)
         sequence.prefix.computed = len(sequence.prefix.nodes)
         for i, node in enumerate(sequence.prefix.nodes):
-            for group, table in self._tables.of(sequence):
+            for group, table in self._tables.tables_of(sequence):
                 if group.spec.is_state:
                     continue
                 per_unit = self._index.unit_tokens // group.layout.block_tokens
                 if i * per_unit >= table.first:
-                    self._index.hold(node, group.index, tuple(table.block_ids[i * per_unit : (i + 1) * per_unit]))
+                    self._index.index_blocks(
+                        node, group.index, tuple(table.block_ids[i * per_unit : (i + 1) * per_unit])
+                    )
 
     def _cached_blocks(self, swapped: SwappedGroup) -> list[dict[int, int]]:
         """Of each group, rows whose content is in a block of the prefix cache still, and in which."""

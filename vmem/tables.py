@@ -22,29 +22,29 @@ class BlockTables:
         num_adopted: blocks that sequences took because their region showed them already.
     """
 
-    def __init__(self, groups: Sequence[GroupMemory], allocator: BlockAllocator, copies: BlockCopies) -> None:
+    def __init__(self, groups: Sequence[GroupMemory], allocator: BlockAllocator, copies: CopyOnWrite) -> None:
         self._groups = groups
         self._allocator = allocator
         self._copies = copies
         self.num_adopted = 0
 
-    def of(self, sequence: SequenceMemory) -> list[tuple[GroupMemory, GroupTable]]:
+    def tables_of(self, sequence: SequenceMemory) -> list[tuple[GroupMemory, GroupTable]]:
         return list(zip(self._groups, sequence.groups, strict=True))
 
     def pages_to_grow(self, sequence: SequenceMemory, num_tokens: int) -> int:
         """Pages the sequence would take to own blocks for so many tokens in all, copies of shared ones included."""
         needed = 0
-        for group, table in self.of(sequence):
+        for group, table in self.tables_of(sequence):
             num_blocks = group.layout.num_blocks(num_tokens) - len(table.block_ids)
-            num_blocks += self._copies.shares_last(group.index, table, sequence.num_tokens)
+            num_blocks += self._copies.is_last_block_shared(group.index, table, sequence.num_tokens)
             needed += num_blocks * group.num_slices
         return needed
 
     def must_copy_state(self, sequence: SequenceMemory) -> bool:
         """Whether the sequence's recurrent state is others' too, so that it cannot go on in it."""
         return any(
-            group.spec.is_state and self._copies.shares_last(group.index, table, sequence.num_tokens)
-            for group, table in self.of(sequence)
+            group.spec.is_state and self._copies.is_last_block_shared(group.index, table, sequence.num_tokens)
+            for group, table in self.tables_of(sequence)
         )
 
     def grow(self, group: GroupMemory, table: GroupTable, count: int, *, evicts: bool) -> None:
@@ -58,12 +58,12 @@ class BlockTables:
         region = table.region
         new: list[int] = []
         if region is not None:
-            self._allocator.settle(region)
+            self._allocator.wait_for_mapper(region)
             for place in range(len(table.block_ids), len(table.block_ids) + count):
                 shown = region.at(place)
-                if shown == HOLE or not group.can_take(shown, evicts=evicts):
+                if shown == HOLE or not group.can_allocate_in_place(shown, evicts=evicts):
                     break
-                self._allocator.take(group, shown)
+                self._allocator.allocate_block(group, shown)
                 new.append(shown)
         self.num_adopted += len(new)
         try:
@@ -79,7 +79,7 @@ class BlockTables:
             table.first = min(table.first, kept)
             return
         if table.region is not None:
-            self._allocator.settle(table.region)
+            self._allocator.wait_for_mapper(table.region)
             table.region.checked = min(table.region.checked, kept)
             table.region.wanted = min(table.region.wanted, kept)
             table.region.fence = self._allocator.fence
@@ -97,7 +97,7 @@ class BlockTables:
             return
         if table.region is not None:
             region = table.region
-            self._allocator.settle(region)
+            self._allocator.wait_for_mapper(region)
             region.first = first
             region.checked = max(region.checked, first)
             region.fence = self._allocator.fence
@@ -112,7 +112,7 @@ class BlockTables:
 
     def check_can_go_on(self, sequence: SequenceMemory, num_tokens: int) -> None:
         """Raise `VmemError` unless the sequence can go on after its first `num_tokens` tokens."""
-        for group, table in self.of(sequence):
+        for group, table in self.tables_of(sequence):
             if group.spec.is_state and num_tokens not in (0, sequence.num_tokens):
                 raise VmemError(
                     f"{num_tokens} tokens cannot be gone on from: of {sequence.num_tokens} only the last state is known"
@@ -122,7 +122,7 @@ class BlockTables:
                 raise VmemError(f"{num_tokens} tokens cannot be gone on from: the first {lost} have left the window")
 
 
-class BlockCopies:
+class CopyOnWrite:
     """Copies that are promised and not made yet; each holds a reference on both its blocks. Under the memory's lock.
 
     Attributes:
@@ -141,39 +141,39 @@ class BlockCopies:
         """(group, block) of every reference that copies hold."""
         return [(g, block_id) for g, *pair in self._copies for block_id in pair]
 
-    def shares_last(self, g: int, table: GroupTable, num_tokens: int) -> bool:
+    def is_last_block_shared(self, g: int, table: GroupTable, num_tokens: int) -> bool:
         """Whether the token after `num_tokens` goes into a block that other sequences own too, or may want again."""
         group = self._groups[g]
         if num_tokens % group.layout.block_tokens == 0:
             return False
         last = table.block_ids[-1]
-        if last in group.pool.kept_blocks:
+        if last in group.pool.indexed_blocks:
             return True
-        references = group.pool.references(last)
+        references = group.pool.reference_count(last)
         return references > 1 and references - self.held.count((g, last)) > 1
 
-    def own_last(self, g: int, table: GroupTable) -> None:
+    def unshare_last_block(self, g: int, table: GroupTable) -> None:
         """Replace the table's shared last block by one of its own, a copy of it when the next step begins."""
         group = self._groups[g]
         [new] = self._allocator.allocate(group, 1)
         old = table.block_ids[-1]
         # A copy of what is itself still to be copied reads from where that comes from.
         source = next((a for at, a, b in self._copies if (at, b) == (g, old)), old)
-        group.pool.share([source, new])
+        group.pool.add_references([source, new])
         self._copies.append((g, source, new))
         if table.region is not None:
-            self._allocator.settle(table.region)
+            self._allocator.wait_for_mapper(table.region)
             table.region.checked = min(table.region.checked, len(table.block_ids) - 1)
             table.region.fence = self._allocator.fence
         table.block_ids[-1] = new
         self._allocator.free(group, [old])
 
-    def share_last_again(self, g: int, table: GroupTable, shared: int) -> None:
+    def undo_unshare_last_block(self, g: int, table: GroupTable, shared: int) -> None:
         """Undo `own_last`."""
         group, new = self._groups[g], table.block_ids[-1]
         source = next(a for at, a, b in self._copies if (at, b) == (g, new))
         self._copies.remove((g, source, new))
-        group.pool.share([shared])
+        group.pool.add_references([shared])
         table.block_ids[-1] = shared
         self._allocator.free(group, [source, new, new])
 
@@ -194,6 +194,6 @@ class BlockCopies:
         """Drop the copies into blocks that nobody owns any more."""
         for copy in list(self._copies):
             g, source, target = copy
-            if self._groups[g].pool.references(target) == self.held.count((g, target)):
+            if self._groups[g].pool.reference_count(target) == self.held.count((g, target)):
                 self._copies.remove(copy)
                 self._allocator.free(self._groups[g], [source, target])

@@ -11,7 +11,7 @@ import grpc
 from pydantic import TypeAdapter
 from pydantic_core import from_json
 
-from app.client.transport import PerLoop, broken_off, no_such_call, unreachable
+from app.client.transport import PerLoop, connection_lost, no_such_call, unreachable
 from app.errors import DeadlineError, EngineError, FolioError, OverloadedError, RequestError
 from app.http_errors import error_of
 from app.openai.operator_replies import LoadReport, PinList
@@ -121,7 +121,7 @@ class OverGrpc:
             case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.NOT_FOUND:  # the latter: no application is there yet
                 return unreachable(self._url, details)
             case grpc.StatusCode.CANCELLED:
-                return broken_off(self._url)
+                return connection_lost(self._url)
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 return DeadlineError(details)
             case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" not in details:

@@ -11,7 +11,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from app.errors import UnavailableError
-from app.serving.failures import translated
+from app.serving.failures import translate_failures
 
 
 class OverHandle:
@@ -31,7 +31,7 @@ class OverHandle:
         handle = await self._connected()
         response = getattr(handle, method).remote(*args)
         try:
-            with translated(self._callee):
+            with translate_failures(self._callee):
                 return await response
         except asyncio.CancelledError:
             response.cancel()  # outside of a deployment Serve does not, and the request would go on
@@ -42,7 +42,7 @@ class OverHandle:
         response = getattr(handle.options(stream=True), method).remote(*args)
         finished = False
         try:
-            with translated(self._callee):
+            with translate_failures(self._callee):
                 async for chunk in response:
                     yield chunk
             finished = True

@@ -12,7 +12,7 @@ import aiohttp
 from pydantic import BaseModel, TypeAdapter
 from pydantic_core import from_json
 
-from app.client.transport import PerLoop, broken_off, no_such_call, unreachable
+from app.client.transport import PerLoop, connection_lost, no_such_call, unreachable
 from app.errors import DeadlineError, EngineError, FolioError, OverloadedError, RequestError, UnavailableError
 from app.http_errors import error_of
 from app.openai.operator_replies import LoadReport, PinCard, PinDeleted, PinList
@@ -70,7 +70,7 @@ class OverHttp:
                 else:
                     yield route.answer.validate_json(data)
             if not is_whole and method != "responses_stream":  # which has no such mark
-                raise broken_off(self._url)
+                raise connection_lost(self._url)
 
     async def close(self) -> None:
         await self._sessions.close()
@@ -103,7 +103,7 @@ class OverHttp:
         except aiohttp.ClientConnectorError as error:
             raise unreachable(self._url, error.os_error) from error
         except aiohttp.ClientError as error:
-            raise broken_off(self._url) from error
+            raise connection_lost(self._url) from error
 
     def _session(self) -> aiohttp.ClientSession:
         # How long an answer may take, the request says.

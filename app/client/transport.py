@@ -55,5 +55,5 @@ def unreachable(where: str, why: object) -> UnavailableError:
     return UnavailableError(f"{where} cannot be reached ({why}); send the request again")
 
 
-def broken_off(where: str) -> UnavailableError:
+def connection_lost(where: str) -> UnavailableError:
     return UnavailableError(f"{where} has broken off; send the request again")

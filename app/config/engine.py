@@ -13,7 +13,7 @@ LayoutKind = Literal["interleaved", "per_layer"]
 ViewPolicy = Literal["auto", "region", "block_table"]
 PolicyName = Literal["prefix_aware", "least_loaded", "round_robin", "consistent_hash"]
 
-RecoveryPolicy = Literal["auto", "swap", "recompute"]
+PreemptionPolicy = Literal["auto", "swap", "recompute"]
 Speculation = Literal["off", "ngram", "draft"]
 Quantization = Literal["none", "int8"]
 LoadFormat = Literal["auto", "dummy"]
@@ -98,7 +98,7 @@ class EngineConfig:
     pinned_system_prompts: Mapping[str, str] = field(default_factory=dict)
     pin_quota: float = 0.25
     isolate_tenants: bool = True
-    preemption: RecoveryPolicy = "auto"
+    preemption: PreemptionPolicy = "auto"
     swap_bytes: int = 1 << 30
     block_tokens: int | None = None
     kv_layout: LayoutKind = "interleaved"
@@ -132,7 +132,7 @@ class EngineConfig:
             "device": DEVICES,
             "kv_layout": get_args(LayoutKind),
             "kv_view": get_args(ViewPolicy),
-            "preemption": get_args(RecoveryPolicy),
+            "preemption": get_args(PreemptionPolicy),
             "speculation": get_args(Speculation),
             "quantization": get_args(Quantization),
             "load_format": get_args(LoadFormat),

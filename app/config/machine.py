@@ -40,7 +40,7 @@ class Machine:
     max_map_count: int
 
     @classmethod
-    def read(cls, root: Path = Path("/")) -> Self:
+    def detect(cls, root: Path = Path("/")) -> Self:
         """Control groups of version 1 and 2, at their usual places.
 
         Args:
@@ -74,7 +74,7 @@ def resident_bytes(root: Path = Path("/")) -> int:
 
 def num_threads(config: EngineConfig) -> int:
     """CPU threads of one rank's steps."""
-    return config.num_threads or max(1, Machine.read().num_cores // config.tensor_parallel_size)
+    return config.num_threads or max(1, Machine.detect().num_cores // config.tensor_parallel_size)
 
 
 def check_resources(config: EngineConfig, machine: Machine, *, reserved_bytes: int = 0) -> list[str]:

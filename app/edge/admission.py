@@ -18,9 +18,9 @@ from typing import Protocol
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import OverloadedError, UnavailableError
-from app.exchange import Watcher
-from app.fleet.overload import Refusals
-from app.http_errors import Refusal
+from app.exchange import EdgeObserver
+from app.fleet.overload import LoadShedder
+from app.http_errors import HttpRefusal
 
 # How long a client of a server that is stopped should wait: by then another one may answer at its address.
 _DRAINED_AFTER_S = 5.0
@@ -36,27 +36,27 @@ class _Ticket:
 _TICKET: ContextVar[_Ticket | None] = ContextVar("ticket", default=None)
 
 
-class Admission:
+class AdmissionControl:
     """Refuses at once what would be refused anyhow: while replicas are full, and when the server is about to stop.
 
     Args:
         refusals: of the replicas.
     """
 
-    def __init__(self, refusals: Refusals) -> None:
+    def __init__(self, refusals: LoadShedder) -> None:
         self._refusals = refusals
         self._num_inside = 0
         self._is_draining = False
 
     @property
-    def num_inside(self) -> int:
+    def num_in_flight(self) -> int:
         """Requests that have been let in and have not ended."""
         return self._num_inside
 
     @contextmanager
-    def knock(self) -> Iterator[float | None]:
+    def try_admit(self) -> Iterator[float | None]:
         """See `app.edge.admission.Gate`. Who `enter`s while this is open has been let in already."""
-        retry_after_s = self._refusals.refuse(time.monotonic())
+        retry_after_s = self._refusals.admission_delay_s(time.monotonic())
         if retry_after_s is not None:
             yield retry_after_s
             return
@@ -67,10 +67,10 @@ class Admission:
         finally:
             _TICKET.reset(token)
             if not ticket.is_used:  # something was wrong with it: another may come instead
-                self._refusals.give_back()
+                self._refusals.return_admission()
 
     @contextmanager
-    def enter(self) -> Iterator[None]:
+    def admitted(self) -> Iterator[None]:
         """A request is inside while this is open.
 
         Raises:
@@ -81,15 +81,15 @@ class Admission:
         ticket = _TICKET.get()
         if ticket is not None and not ticket.is_used:
             ticket.is_used = True
-        elif (retry_after_s := self._refusals.refuse(time.monotonic())) is not None:
-            raise overloaded(retry_after_s)
+        elif (retry_after_s := self._refusals.admission_delay_s(time.monotonic())) is not None:
+            raise overloaded_error(retry_after_s)
         self._num_inside += 1
         try:
             yield
         finally:
             self._num_inside -= 1
 
-    def drain(self) -> None:
+    def start_draining(self) -> None:
         """From now on nothing comes in."""
         self._is_draining = True
 
@@ -106,16 +106,16 @@ class Admission:
 _PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 
 
-class Gate(Protocol):
+class AdmissionGate(Protocol):
     """What decides."""
 
-    def knock(self) -> AbstractContextManager[float | None]:
+    def try_admit(self) -> AbstractContextManager[float | None]:
         """Of a request of which the head is there: `None`, and it may come in while this is open; or when there may be
         room for it, in seconds."""
         ...
 
 
-class Door:
+class LoadSheddingMiddleware:
     """ASGI middleware, outside of everything that costs more than a refusal does.
 
     What comes of a refused body is read and thrown away by the HTTP server (uvicorn), so that the client, which may be
@@ -123,26 +123,26 @@ class Door:
     answers without the headers for its origin: its requests go on, and are refused inside.
     """
 
-    def __init__(self, app: ASGIApp, gate: Gate, watcher: Watcher) -> None:
+    def __init__(self, app: ASGIApp, gate: AdmissionGate, watcher: EdgeObserver) -> None:
         self._app = app
         self._gate = gate
         self._watcher = watcher
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not _is_doored(scope):
+        if scope["type"] != "http" or scope["method"] != "POST" or not _is_sheddable(scope):
             await self._app(scope, receive, send)
             return
-        with self._gate.knock() as retry_after_s:
+        with self._gate.try_admit() as retry_after_s:
             if retry_after_s is None:
                 await self._app(scope, receive, send)
                 return
         start, body = _answer(max(1, math.ceil(retry_after_s)))
-        self._watcher.refused("overloaded")
+        self._watcher.on_refused("overloaded")
         await send(dict(start))  # servers may write into it
         await send(dict(body))
 
 
-def overloaded(retry_after_s: float) -> OverloadedError:
+def overloaded_error(retry_after_s: float) -> OverloadedError:
     """What a refusal by the door says."""
     return OverloadedError(
         f"all engine replicas have as many requests waiting as may; try again in {max(1, math.ceil(retry_after_s))} s",
@@ -150,7 +150,7 @@ def overloaded(retry_after_s: float) -> OverloadedError:
     )
 
 
-def _is_doored(scope: Scope) -> bool:
+def _is_sheddable(scope: Scope) -> bool:
     path: str = scope["path"]
     if path.removeprefix(scope.get("root_path", "")) not in _PATHS:
         return False
@@ -159,7 +159,7 @@ def _is_doored(scope: Scope) -> bool:
 
 @lru_cache(maxsize=256)
 def _answer(retry_after_s: int) -> tuple[Message, Message]:
-    refusal = Refusal.of(overloaded(retry_after_s))
+    refusal = HttpRefusal.from_error(overloaded_error(retry_after_s))
     content = json.dumps(refusal.answer.model_dump(mode="json")).encode()
     headers = [
         (b"content-type", b"application/json"),

@@ -19,10 +19,10 @@ from app.edge.keys import KeyRing
 from app.edge.quota import AddressQuotas, Quota
 from app.edge.request_body import ClientGone, Head, check_size, read_body, read_head, replay
 from app.edge.request_log import log_request
-from app.edge.shares import Shares
+from app.edge.shares import IngressLimits
 from app.errors import RateLimitError
-from app.exchange import Exchange, Watcher, enter, leave
-from app.http_errors import Headers, Refusal, error_response
+from app.exchange import EdgeObserver, RequestContext, reset_context, set_context
+from app.http_errors import Headers, HttpRefusal, error_response
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +47,14 @@ class Guard:
         keys: KeyRing | None = None,
         *,
         echoes_id: bool = True,
-        watcher: Watcher | None = None,
-        shares: Shares | None = None,
+        watcher: EdgeObserver | None = None,
+        shares: IngressLimits | None = None,
     ) -> None:
         self._app = app
         self._settings = settings
         self._keys = keys
         self._echoes_id = echoes_id
-        self._watcher = watcher or Watcher()
+        self._watcher = watcher or EdgeObserver()
         self._addresses = None
         if settings.address_limits != RateLimits():
             self._addresses = AddressQuotas(settings.address_limits, settings.max_addresses, shares)
@@ -66,11 +66,11 @@ class Guard:
             await self._app(scope, receive, send)
             return
         head = read_head(scope)
-        exchange = Exchange(self._settings, head.request_id, head.attempt_of)
+        exchange = RequestContext(self._settings, head.request_id, head.attempt_of)
         reply = _Reply(send, exchange, self._echoes_id)
         is_limited = _path_of(scope) not in self._settings.open_paths
         is_running = False
-        token = enter(exchange)
+        token = set_context(exchange)
         try:
             check_size(scope, head, self._settings)
             if is_limited:
@@ -84,8 +84,8 @@ class Guard:
             await self._app(scope, receive, reply)
         except (ClientGone, ClientDisconnect):
             pass  # there is nobody to tell
-        except Refusal as refusal:
-            self._watcher.refused(refusal.answer.error.code or "")
+        except HttpRefusal as refusal:
+            self._watcher.on_refused(refusal.answer.error.code or "")
             await reply.refuse(refusal)
         except Exception as error:
             if reply.is_gone:
@@ -93,9 +93,9 @@ class Guard:
             logger.error("request %s failed: %s %s", head.request_id, scope["method"], scope["path"], exc_info=error)
             if exchange.status is not None:  # the client must not take what it has for whole
                 raise
-            await reply.refuse(Refusal(*error_response(error)))
+            await reply.refuse(HttpRefusal(*error_response(error)))
         finally:
-            leave(token)
+            reset_context(token)
             exchange.end()
             if is_running:
                 self._num_running -= 1
@@ -103,19 +103,19 @@ class Guard:
             if self._settings.log_requests:
                 log_request(scope, exchange, reply.is_complete)
 
-    async def _let_in(self, scope: Scope, head: Head, exchange: Exchange) -> None:
+    async def _let_in(self, scope: Scope, head: Head, exchange: RequestContext) -> None:
         """Raises `Refusal` when its caller may not call, or not now."""
         quota = await self._quota_of(scope, head, exchange)
         most = self._settings.max_concurrent_requests
         if most is not None and self._num_running >= most:
-            raise Refusal.too_busy(most, self._mean_s / most)
+            raise HttpRefusal.too_busy(most, self._mean_s / most)
         if quota is not None:
             try:
                 exchange.begin(quota)
             except RateLimitError as error:
-                raise Refusal.of(error) from None
+                raise HttpRefusal.from_error(error) from None
 
-    async def _quota_of(self, scope: Scope, head: Head, exchange: Exchange) -> Quota | None:
+    async def _quota_of(self, scope: Scope, head: Head, exchange: RequestContext) -> Quota | None:
         if self._keys is None:
             return self._quota_at(scope)
         await self._keys.refresh()
@@ -123,15 +123,15 @@ class Guard:
         if key is not None:
             exchange.key = key.entry
             if not key.entry.operator and self._is_for_operators(_path_of(scope)):
-                raise Refusal.not_operator()
+                raise HttpRefusal.not_operator()
             return key.quota
         quota = self._quota_at(scope)
         if quota is not None:  # who tries keys may do so as often as somebody may call who needs none
             try:
                 exchange.begin(quota)
             except RateLimitError as error:
-                raise Refusal.of(error) from None
-        raise Refusal.no_key(presented=head.key is not None)
+                raise HttpRefusal.from_error(error) from None
+        raise HttpRefusal.no_key(presented=head.key is not None)
 
     def _is_for_operators(self, path: str) -> bool:
         return any(path == own or path.startswith(own + "/") for own in self._settings.operator_paths)
@@ -141,7 +141,7 @@ class Guard:
         if self._addresses is None:
             return None
         client = scope.get("client")
-        return self._addresses.of(client[0] if client else "unknown")
+        return self._addresses.quota_of(client[0] if client else "unknown")
 
 
 class _Reply:
@@ -149,7 +149,7 @@ class _Reply:
 
     __slots__ = ("_echoes_id", "_exchange", "_send", "is_complete", "is_gone")
 
-    def __init__(self, send: Send, exchange: Exchange, echoes_id: bool) -> None:
+    def __init__(self, send: Send, exchange: RequestContext, echoes_id: bool) -> None:
         self._send = send
         self._exchange = exchange
         self._echoes_id = echoes_id
@@ -171,7 +171,7 @@ class _Reply:
             raise
         self.is_complete = message["type"] == "http.response.body" and not more
 
-    async def refuse(self, refusal: Refusal) -> None:
+    async def refuse(self, refusal: HttpRefusal) -> None:
         self._exchange.error_code = refusal.answer.error.code
         content = json.dumps(refusal.answer.model_dump(mode="json")).encode()
         headers: Headers = [
@@ -208,8 +208,8 @@ def protect(
     settings: HttpSettings,
     *,
     echoes_id: bool = True,
-    watcher: Watcher | None = None,
-    shares: Shares | None = None,
+    watcher: EdgeObserver | None = None,
+    shares: IngressLimits | None = None,
 ) -> FastAPI:
     """Add the middleware to it, as in `Guard`. Raises `ConfigError` when the API keys cannot be read."""
     keys = None if settings.api_keys is None else KeyRing(settings.api_keys, settings.key_limits, watcher, shares)

@@ -19,9 +19,9 @@ from pydantic import ValidationError
 
 from app.config.http import KeyEntry, KeyFile, KeySource, RateLimits
 from app.edge.quota import Quota
-from app.edge.shares import Shares
+from app.edge.shares import IngressLimits
 from app.errors import ConfigError
-from app.exchange import Watcher
+from app.exchange import EdgeObserver
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +53,13 @@ class KeyRing:
         self,
         source: KeySource,
         default_limits: RateLimits,
-        watcher: Watcher | None = None,
-        shares: Shares | None = None,
+        watcher: EdgeObserver | None = None,
+        shares: IngressLimits | None = None,
     ) -> None:
         self._source = source
         self._default_limits = default_limits
-        self._shares = shares or Shares()
-        self._watcher = watcher or Watcher()
+        self._shares = shares or IngressLimits()
+        self._watcher = watcher or EdgeObserver()
         self._seen = self._signature()
         self._checked_at = time.monotonic()
         self._reading: asyncio.Task[None] | None = None
@@ -87,7 +87,7 @@ class KeyRing:
         self._checked_at = now
         signature = self._signature()
         if signature == self._seen:
-            self._watcher.keys_read(self.problem)  # again: gauges that nobody sets are forgotten
+            self._watcher.on_keys_read(self.problem)  # again: gauges that nobody sets are forgotten
             return
         self._reading = asyncio.create_task(self._read_again(signature))
         await asyncio.shield(self._reading)
@@ -108,7 +108,7 @@ class KeyRing:
 
     def _note(self, problem: str | None) -> None:
         self.problem = problem
-        self._watcher.keys_read(problem)
+        self._watcher.on_keys_read(problem)
 
     def _adopt(self, entries: Sequence[KeyEntry]) -> None:
         """Keys that keep their name keep what they have used."""

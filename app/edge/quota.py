@@ -6,7 +6,7 @@ import ipaddress
 from collections import OrderedDict
 
 from app.config.http import RateLimits
-from app.edge.shares import Limit, Shares
+from app.edge.shares import IngressLimits, LeasedLimit
 from app.errors import RateLimitError, RequestError
 
 # Of the mean time that a caller's request runs: each new one counts so much.
@@ -24,16 +24,16 @@ class Quota:
         shares: of this ingress; `None`: it shares nothing.
     """
 
-    def __init__(self, limits: RateLimits, shares: Shares | None = None, name: str = "") -> None:
-        self._shares = shares or Shares()
+    def __init__(self, limits: RateLimits, shares: IngressLimits | None = None, name: str = "") -> None:
+        self._shares = shares or IngressLimits()
         self._name = name
         self._num_running = 0
         self._changed_at = self._shares.clock()
         self._ran_s = 0.0  # all that run together, since one has ended
         self._mean_s = 1.0  # that a request runs
-        self._running: Limit | None = None
-        self._requests: Limit | None = None
-        self._tokens: Limit | None = None
+        self._running: LeasedLimit | None = None
+        self._requests: LeasedLimit | None = None
+        self._tokens: LeasedLimit | None = None
         self.limit(limits)
 
     def limit(self, limits: RateLimits) -> None:
@@ -55,14 +55,14 @@ class Quota:
                 (1 - level) * 60 / self._tokens.most,
             )
         running = self._running
-        if running is not None and running.take(1) > 0:
+        if running is not None and running.try_take(1) > 0:
             raise RateLimitError(
                 f"{running.most} of your requests are being answered, as many as may be; wait for one to end",
                 self._mean_s / running.most,
             )
-        if self._requests is not None and (wait_s := self._requests.take(1)) > 0:
+        if self._requests is not None and (wait_s := self._requests.try_take(1)) > 0:
             if running is not None:
-                running.owe(-1)
+                running.charge_usage(-1)
             raise RateLimitError(f"you may send {self._requests.most} requests a minute; wait", wait_s)
         self._count(1)
 
@@ -73,7 +73,7 @@ class Quota:
         self._mean_s += _WEIGHT * (self._ran_s - self._mean_s)  # Little: all time, by the number of those that end
         self._ran_s = 0.0
         if self._running is not None:
-            self._running.owe(-1)
+            self._running.charge_usage(-1)
 
     def take_prompt(self, num_tokens: int) -> None:
         """A prompt is going to be computed.
@@ -88,7 +88,7 @@ class Quota:
             raise RequestError(
                 f"the prompt has {num_tokens} tokens, and you may use {self._tokens.most} a minute: shorten it"
             )
-        if (wait_s := self._tokens.take(num_tokens)) > 0:
+        if (wait_s := self._tokens.try_take(num_tokens)) > 0:
             raise RateLimitError(
                 f"you may use {self._tokens.most} tokens a minute, and fewer are left than the {num_tokens} of "
                 "this prompt; wait, or shorten it",
@@ -98,7 +98,7 @@ class Quota:
     def owe_tokens(self, num_tokens: int) -> None:
         """So many were generated. A negative number: a prompt was not computed after all."""
         if self._tokens is not None:
-            self._tokens.owe(num_tokens)
+            self._tokens.charge_usage(num_tokens)
 
     @property
     def is_fresh(self) -> bool:
@@ -130,10 +130,12 @@ class Quota:
         self._changed_at = now
         self._num_running += change
 
-    def _limits(self) -> list[Limit]:
+    def _limits(self) -> list[LeasedLimit]:
         return [limit for limit in (self._running, self._requests, self._tokens) if limit is not None]
 
-    def _resized(self, limit: Limit | None, what: str, most: int | None, *, refills: bool = True) -> Limit | None:
+    def _resized(
+        self, limit: LeasedLimit | None, what: str, most: int | None, *, refills: bool = True
+    ) -> LeasedLimit | None:
         if most is None:
             if limit is not None:
                 limit.close()
@@ -141,7 +143,7 @@ class Quota:
         if limit is None:
             limit = self._shares.limit(f"{self._name}/{what}", most, refills=refills)
             if not refills:
-                limit.owe(self._num_running)
+                limit.charge_usage(self._num_running)
         elif limit.most != most:
             limit.resize(most)
         return limit
@@ -154,15 +156,15 @@ class AddressQuotas:
     there is no such one, further addresses share one quota.
     """
 
-    def __init__(self, limits: RateLimits, max_addresses: int, shares: Shares | None = None) -> None:
+    def __init__(self, limits: RateLimits, max_addresses: int, shares: IngressLimits | None = None) -> None:
         self._limits = limits
         self._max_addresses = max_addresses
-        self._shares = shares or Shares()
+        self._shares = shares or IngressLimits()
         self._shares.unknown = self._hear_of
         self._quotas: OrderedDict[str, Quota] = OrderedDict()  # the one that has called last is last
         self._shared = Quota(limits, self._shares, _PREFIX + "*")
 
-    def of(self, address: str) -> Quota:
+    def quota_of(self, address: str) -> Quota:
         """IPv6 addresses count by network: a client has 2⁶⁴ of them."""
         if ":" in address:
             address = _network_of(address)
@@ -181,7 +183,7 @@ class AddressQuotas:
     def _hear_of(self, name: str) -> None:
         """An address has used much of a limit in another ingress."""
         if name.startswith(_PREFIX):
-            self.of(name.removeprefix(_PREFIX).rpartition("/")[0])
+            self.quota_of(name.removeprefix(_PREFIX).rpartition("/")[0])
 
 
 def _network_of(address: str) -> str:

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.config.http import HttpSettings
 from app.haproxy import ATTEMPT_HEADER, REQUEST_ID
-from app.http_errors import Refusal
+from app.http_errors import HttpRefusal
 
 _REQUEST_ID = re.compile(REQUEST_ID.encode())
 _LENGTH = re.compile(rb"[0-9]{1,18}")
@@ -63,17 +63,17 @@ def read_head(scope: Scope) -> Head:
 def check_size(scope: Scope, head: Head, settings: HttpSettings) -> None:
     """Raises `Refusal` when there is too much in it, or will be."""
     if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > settings.max_url_bytes:
-        raise Refusal.too_large(414, "path and query", settings.max_url_bytes, "bytes")
+        raise HttpRefusal.too_large(414, "path and query", settings.max_url_bytes, "bytes")
     headers = scope["headers"]
     if len(headers) > settings.max_headers:
-        raise Refusal.too_large(431, "a request", settings.max_headers, "headers")
+        raise HttpRefusal.too_large(431, "a request", settings.max_headers, "headers")
     if sum(len(name) + len(value) for name, value in headers) > settings.max_header_bytes:
-        raise Refusal.too_large(431, "the headers of a request", settings.max_header_bytes, "bytes")
+        raise HttpRefusal.too_large(431, "the headers of a request", settings.max_header_bytes, "bytes")
     if head.content_length is not None:
         if not _LENGTH.fullmatch(head.content_length):
-            raise Refusal.bad_length()
+            raise HttpRefusal.bad_length()
         if int(head.content_length) > settings.max_body_bytes:
-            raise Refusal.too_large(413, "a body", settings.max_body_bytes, "bytes")
+            raise HttpRefusal.too_large(413, "a body", settings.max_body_bytes, "bytes")
 
 
 async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
@@ -94,13 +94,13 @@ async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> bytes
                 chunk = message.get("body", b"")
                 num_bytes += len(chunk)
                 if num_bytes > max_bytes:
-                    raise Refusal.too_large(413, "a body", max_bytes, "bytes")
+                    raise HttpRefusal.too_large(413, "a body", max_bytes, "bytes")
                 if chunk:
                     chunks.append(chunk)
                 if not message.get("more_body", False):
                     return b"".join(chunks)
     except TimeoutError:
-        raise Refusal.too_slow(timeout_s) from None
+        raise HttpRefusal.too_slow(timeout_s) from None
 
 
 def replay(body: bytes, receive: Receive) -> Receive:

@@ -11,14 +11,14 @@ from urllib.parse import quote
 
 from starlette.types import Scope
 
-from app.exchange import Exchange
+from app.exchange import RequestContext
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_PATH = 200
 
 
-def log_request(scope: Scope, exchange: Exchange, is_complete: bool) -> None:
+def log_request(scope: Scope, exchange: RequestContext, is_complete: bool) -> None:
     """Write the line. `is_complete`: the whole answer was sent."""
     if not logger.isEnabledFor(logging.INFO):
         return
@@ -52,7 +52,7 @@ def log_request(scope: Scope, exchange: Exchange, is_complete: bool) -> None:
     )
 
 
-def _end_of(exchange: Exchange, is_complete: bool) -> str:
+def _end_of(exchange: RequestContext, is_complete: bool) -> str:
     if not is_complete:
         return "disconnected"
     failed = exchange.error_code is not None or exchange.status is None or exchange.status >= 400

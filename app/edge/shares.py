@@ -51,7 +51,7 @@ _LEARNS_S = 5.0
 _ELSEWHERE_S = 1.0
 
 
-class Use(NamedTuple):
+class LimitUsage(NamedTuple):
     """What an ingress reports of one limit of one caller.
 
     Attributes:
@@ -75,7 +75,7 @@ class Use(NamedTuple):
     left: float
 
 
-class Grant(NamedTuple):
+class LimitGrant(NamedTuple):
     """The books' answer: what is left in all, what the ingress may take, and what was leased to nobody."""
 
     level: float
@@ -83,22 +83,22 @@ class Grant(NamedTuple):
     spare: float
 
 
-class Answer(NamedTuple):
+class LimitAnswer(NamedTuple):
     """`grants` by the limits' names. `is_new`: the books know nothing of this ingress and want to hear of all that it
     holds. `door_share`: of all requests, those that come to this ingress."""
 
     num_ingresses: int
-    door_share: float
-    grants: dict[str, Grant]
+    arrival_share: float
+    grants: dict[str, LimitGrant]
     is_new: bool
 
-    def without_leases(self) -> Answer:
+    def without_leases(self) -> LimitAnswer:
         """It has come so late that they may have ended."""
-        grants = {name: Grant(grant.level, 0.0, 0.0) for name, grant in self.grants.items()}
+        grants = {name: LimitGrant(grant.level, 0.0, 0.0) for name, grant in self.grants.items()}
         return self._replace(grants=grants)
 
 
-class Limit:
+class LeasedLimit:
     """One limit of one caller, as one ingress has it. Any thread may call it.
 
     Args:
@@ -107,7 +107,7 @@ class Limit:
         refills: evenly within a minute. Nothing is used of it at first.
     """
 
-    def __init__(self, shares: Shares, name: str, most: int, *, refills: bool = True) -> None:
+    def __init__(self, shares: IngressLimits, name: str, most: int, *, refills: bool = True) -> None:
         self.most = most
         self._shares = shares
         self._name = name
@@ -124,7 +124,7 @@ class Limit:
         self._left = 0.0  # of the lease, when it was made
         self._num_asked = 0
 
-    def take(self, amount: float) -> float:
+    def try_take(self, amount: float) -> float:
         """Take it if this ingress may. Returns 0.0, or for how many seconds to wait when it may not."""
         with self._lock:
             self._fill()
@@ -142,7 +142,7 @@ class Limit:
                 self._shares.hurry()
             return 0.0
 
-    def owe(self, amount: float) -> None:
+    def charge_usage(self, amount: float) -> None:
         """Take it whether it is there or not; a negative amount is given back."""
         with self._lock:
             self._fill()
@@ -171,24 +171,24 @@ class Limit:
         """Whether a new one would be the same, and the books know."""
         return self.level >= self.most and (self._shares.num_ingresses == 1 or not self._used)
 
-    def report(self) -> Use:
+    def report(self) -> LimitUsage:
         """What has happened since the last report."""
         with self._lock:
             self._fill()
             unit = self._unit or self._asked / max(self._num_asked, 1)
             left = self._left = max(self._lease, 0.0)
-            use = Use(self.most, self._refills, self._used, self._held, self._asked, unit, self._level, left)
+            use = LimitUsage(self.most, self._refills, self._used, self._held, self._asked, unit, self._level, left)
             self._used = self._asked = self._unit = 0.0
             self._num_asked = 0
             return use
 
-    def unreport(self, use: Use) -> None:
+    def unreport(self, use: LimitUsage) -> None:
         """The report has not arrived."""
         with self._lock:
             self._used += use.used
             self._tell()
 
-    def adopt(self, grant: Grant) -> None:
+    def apply_grant(self, grant: LimitGrant) -> None:
         """The answer to the last report; or, when there was none, news of a caller who calls elsewhere."""
         with self._lock:
             self._filled_at = self._leased_at = self._shares.clock()
@@ -208,7 +208,7 @@ class Limit:
 
     def close(self) -> None:
         """Nobody uses it any more."""
-        self._shares.remove(self._name)
+        self._shares.remove_limit(self._name)
 
     @property
     def _share(self) -> float:
@@ -232,7 +232,7 @@ class Limit:
 
     def _tell(self, refused: float = 0.0) -> None:
         self._unit = max(self._unit, refused)
-        self._shares.tell(self._name, self, hurry=refused > 0)
+        self._shares.queue_report(self._name, self, hurry=refused > 0)
 
     def _wait_s(self, missing: float) -> float:
         return missing * 60 / self.most if self._refills else _ELSEWHERE_S
@@ -254,7 +254,7 @@ class Limit:
             self._lease = self._level
 
 
-class Shares:
+class IngressLimits:
     """All limits of one ingress, and what is to be reported of them.
 
     Attributes:
@@ -270,23 +270,23 @@ class Shares:
         self.connected = False
         self.unknown: Callable[[str], None] = lambda name: None
         self.on_hurry: Callable[[], object] = lambda: None
-        self._limits: dict[str, Limit] = {}
-        self._dirty: dict[str, Limit] = {}
+        self._limits: dict[str, LeasedLimit] = {}
+        self._dirty: dict[str, LeasedLimit] = {}
 
     @property
     def has_reports(self) -> bool:
         return bool(self._dirty)
 
-    def limit(self, name: str, most: int, *, refills: bool = True) -> Limit:
+    def limit(self, name: str, most: int, *, refills: bool = True) -> LeasedLimit:
         """A new one."""
-        made = self._limits[name] = Limit(self, name, most, refills=refills)
+        made = self._limits[name] = LeasedLimit(self, name, most, refills=refills)
         return made
 
-    def remove(self, name: str) -> None:
+    def remove_limit(self, name: str) -> None:
         self._limits.pop(name, None)
         self._dirty.pop(name, None)
 
-    def tell(self, name: str, limit: Limit, *, hurry: bool = False) -> None:
+    def queue_report(self, name: str, limit: LeasedLimit, *, hurry: bool = False) -> None:
         """It has something to report."""
         self._dirty[name] = limit
         if hurry:
@@ -296,24 +296,24 @@ class Shares:
         if self.num_ingresses > 1:
             self.on_hurry()
 
-    def reports(self) -> dict[str, Use]:
+    def reports(self) -> dict[str, LimitUsage]:
         """What the books are to be told now."""
         names = list(self._dirty)[:_MOST_USES]
         return {name: limit.report() for name in names if (limit := self._dirty.pop(name, None)) is not None}
 
-    def adopt(self, answer: Answer) -> None:
+    def apply_answer(self, answer: LimitAnswer) -> None:
         """The books' answer to the last `reports`."""
         self.num_ingresses, self.connected = answer.num_ingresses, True
         for name, grant in answer.grants.items():
             if name not in self._limits:
                 self.unknown(name)
             if (limit := self._limits.get(name)) is not None:
-                limit.adopt(grant)
+                limit.apply_grant(grant)
         if answer.is_new:
             for limit in list(self._limits.values()):
                 limit.reveal()
 
-    def lost(self, uses: Mapping[str, Use], num_ingresses: int) -> None:
+    def lost(self, uses: Mapping[str, LimitUsage], num_ingresses: int) -> None:
         """These reports have not arrived: leases go on until they end, and then each ingress grants its share."""
         self.connected, self.num_ingresses = False, num_ingresses
         for name, use in uses.items():
@@ -338,7 +338,7 @@ class _Lease:
 
 
 @dataclass(slots=True)
-class _Account:
+class _LimitAccount:
     """One limit of one caller over all ingresses. `change`: the number of the last one."""
 
     most: int
@@ -379,7 +379,7 @@ class _Ingress:
         self.heard_at, self.num_arrived = now, num_arrived
 
 
-class Books:
+class LimitLedger:
     """What callers have left over all ingresses, and the leases. One thread at a time.
 
     Args:
@@ -394,11 +394,11 @@ class Books:
         self._clock = clock
         self._rng = rng or random.Random()
         self._began_at = clock()
-        self._accounts: OrderedDict[str, _Account] = OrderedDict()  # the one that has changed last is last
+        self._accounts: OrderedDict[str, _LimitAccount] = OrderedDict()  # the one that has changed last is last
         self._num_changes = 0
         self._ingresses: dict[str, _Ingress] = {}
 
-    def exchange(self, ingress: str, uses: Mapping[str, Use], num_arrived: int = 0) -> Answer:
+    def settle_usage(self, ingress: str, uses: Mapping[str, LimitUsage], num_arrived: int = 0) -> LimitAnswer:
         """Enter what an ingress has used, and lease it what it may use next.
 
         Args:
@@ -419,9 +419,9 @@ class Books:
         number, arrive_per_s = len(self._ingresses), sum(each.arrive_per_s for each in self._ingresses.values())
         share = known.arrive_per_s / arrive_per_s if arrive_per_s > 0 else 1 / number
         # Never nothing: requests may come here any moment.
-        return Answer(number, (1 - _EVEN_SHARE) * share + _EVEN_SHARE / number, grants, is_new)
+        return LimitAnswer(number, (1 - _EVEN_SHARE) * share + _EVEN_SHARE / number, grants, is_new)
 
-    def leave(self, ingress: str) -> None:
+    def remove_ingress(self, ingress: str) -> None:
         """It answers nothing any more."""
         del self._ingresses[ingress]
         for name, account in list(self._accounts.items()):
@@ -429,7 +429,7 @@ class Books:
             if account.held.pop(ingress, None) is not None:
                 self._note(name, account)
 
-    def _account(self, name: str, use: Use, ingress: str, now: float) -> _Account | None:
+    def _account(self, name: str, use: LimitUsage, ingress: str, now: float) -> _LimitAccount | None:
         """With what was used entered; `None`: there is no room for it."""
         account = self._accounts.get(name)
         if account is None or account.refills != use.refills:
@@ -437,7 +437,7 @@ class Books:
                 self._accounts.popitem(last=False)
             if len(self._accounts) >= self._max_accounts:
                 return None
-            account = self._accounts[name] = _Account(use.most, use.refills, use.level, now)
+            account = self._accounts[name] = _LimitAccount(use.most, use.refills, use.level, now)
         else:
             account.fill(now)
             if account.most != use.most:
@@ -453,13 +453,13 @@ class Books:
         self._note(name, account)
         return account
 
-    def _note(self, name: str, account: _Account) -> None:
+    def _note(self, name: str, account: _LimitAccount) -> None:
         """The others have to hear of it."""
         self._num_changes += 1
         account.change = self._num_changes
         self._accounts.move_to_end(name)
 
-    def _lease(self, account: _Account, ingress: str, use: Use, now: float) -> Grant:
+    def _lease(self, account: _LimitAccount, ingress: str, use: LimitUsage, now: float) -> LimitGrant:
         lease = account.leases.setdefault(ingress, _Lease(at=now - BEAT_S))
         passed_s = max(now - lease.at, HURRY_S)
         lease.rate += (use.asked / passed_s - lease.rate) * (1 - math.exp(-passed_s / _DEMAND_S))
@@ -478,9 +478,11 @@ class Books:
             lease.amount = max(amount, use.left)
         if not lease.amount and lease.demand(now) < 1e-3:
             del account.leases[ingress]
-        return Grant(account.level, amount, max(free - lease.amount - 2 * BEAT_S * others, 0.0))
+        return LimitGrant(account.level, amount, max(free - lease.amount - 2 * BEAT_S * others, 0.0))
 
-    def _news(self, ingress: str, since: int, known: Mapping[str, Grant], now: float) -> Iterator[tuple[str, Grant]]:
+    def _news(
+        self, ingress: str, since: int, known: Mapping[str, LimitGrant], now: float
+    ) -> Iterator[tuple[str, LimitGrant]]:
         """Of callers who have used much of a limit elsewhere since that change, the latest first."""
         num_looked_at = 0
         for name in reversed(self._accounts):
@@ -494,8 +496,8 @@ class Books:
             if not account.refills or account.level < account.most / 2:
                 free = account.level - sum(lease.booked(now) for lease in account.leases.values())
                 others = sum(lease.demand(now) for lease in account.leases.values())
-                yield name, Grant(account.level, 0.0, max(free - 2 * BEAT_S * others, 0.0))
+                yield name, LimitGrant(account.level, 0.0, max(free - 2 * BEAT_S * others, 0.0))
 
     def _forget_dead(self, now: float) -> None:
         for ingress in [ingress for ingress, known in self._ingresses.items() if now - known.heard_at > DEAD_S]:
-            self.leave(ingress)
+            self.remove_ingress(ingress)

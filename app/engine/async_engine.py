@@ -268,7 +268,7 @@ class AsyncEngine:
         finished, not_before = False, 0.0
         try:
             while not finished:
-                deltas = await stream.deltas.take(not_before)
+                deltas = await stream.deltas.get_all(not_before)
                 finished, error = deltas[-1].ends_request, deltas[-1].error
                 if error is None:
                     yield deltas
@@ -388,7 +388,7 @@ class AsyncEngine:
         try:
             self._engine = make()
         except BaseException as error:  # noqa: BLE001 - whoever makes this engine hears of it
-            started.set_exception(_told(error))
+            started.set_exception(_as_start_error(error))
             return
         try:
             self._get_ready()
@@ -398,7 +398,7 @@ class AsyncEngine:
             try:
                 self._engine.close()
             finally:
-                started.set_exception(_told(error))  # the same, and does not wait for ever
+                started.set_exception(_as_start_error(error))  # the same, and does not wait for ever
             return
         started.set_result(None)
         reason = _STOPPED
@@ -430,7 +430,7 @@ class AsyncEngine:
         if self._prefixes_of_others is not None and config.prefix_cache and config.restore_prefixes_s:
             told = self._prefixes_of_others(self._engine.prefix_fingerprint)
             if any(told):
-                logger.info("%s", self._engine.restore(told, config.restore_prefixes_s))
+                logger.info("%s", self._engine.warm_prefixes(told, config.restore_prefixes_s))
             self._engine.note_restored()
 
     def _take_commands(self) -> bool:
@@ -545,7 +545,7 @@ class AsyncEngine:
         self._fail_all(UnavailableError(reason))
 
 
-def _told(error: BaseException) -> Exception:
+def _as_start_error(error: BaseException) -> Exception:
     """As an error that whoever waits for the start, Serve too, takes for one: a library may call `sys.exit`, or panic
     in Rust."""
     if isinstance(error, Exception):

@@ -56,7 +56,7 @@ class _Beams:
 
 
 @dataclass(slots=True)
-class Choice:
+class TokenSelection:
     """What a step's logits say, before anything is changed by it.
 
     `failed`: requests for which choosing has failed, and what they end with.
@@ -70,7 +70,7 @@ class Choice:
     failed: dict[str, FolioError] = field(default_factory=dict)
 
 
-class Decoding:
+class Decoder:
     """Turns logits into deltas.
 
     Args:
@@ -96,13 +96,13 @@ class Decoding:
         self._speculation = speculation
         self.ended = EndedOutputs()
 
-    def choose(self, scheduled: Sequence[Scheduled], logits: torch.Tensor) -> Choice:
+    def choose(self, scheduled: Sequence[Scheduled], logits: torch.Tensor) -> TokenSelection:
         """Choose tokens from `logits [sum(num_logits), vocab_size]`. Changes nothing.
 
         A call that fails for one request fails that request, by `apply`; one that serves all rows, and cannot be done
         for any request alone either, is raised.
         """
-        choice = Choice()
+        choice = TokenSelection()
         where: list[int] = []  # the row of logits of each row to sample
         states: list[SamplingState] = []
         positions: list[int] = []
@@ -159,7 +159,7 @@ class Decoding:
 
     def _sample_apart(
         self,
-        choice: Choice,
+        choice: TokenSelection,
         logits: torch.Tensor,
         states: Sequence[SamplingState],
         positions: Sequence[int] | None,
@@ -177,7 +177,7 @@ class Decoding:
                 choice.failed[request_id] = failure_of(request_id, error)
         return sampled
 
-    def apply(self, choice: Choice) -> list[Delta]:
+    def apply(self, choice: TokenSelection) -> list[Delta]:
         """Add what was chosen to the sequences, which are computed now up to there."""
         deltas: list[Delta] = []
         for request_id, error in choice.failed.items():
@@ -202,15 +202,15 @@ class Decoding:
         except BaseException as error:  # noqa: BLE001 - as in `choose`
             deltas += self.fail(generation, failure_of(generation.request_id, error))
 
-    def end(self, request: Request) -> None:
+    def end_sequence(self, request: Request) -> None:
         """A sequence is over."""
         generation = self._generations[request.request_id]
-        self._scheduler.remove(request)
+        self._scheduler.remove_sequence(request)
         generation.sequences.remove(request)
         if not generation.sequences:
             del self._generations[request.request_id]
         if self._speculation is not None:
-            self._speculation.forget(request)
+            self._speculation.forget_request(request)
         self._meter.note_ended(request, time.monotonic())
 
     # ---- samples ----
@@ -275,7 +275,7 @@ class Decoding:
 
     def _ended(self, sequence: Request, generation: Generation, delta: Delta) -> list[Delta]:
         """A sequence is over with this delta; what the sender is to hear of it."""
-        self.end(sequence)
+        self.end_sequence(sequence)
         sent = generation.emit(delta)
         start = len(sequence.prompt_token_ids)
         for output in sent:
@@ -288,7 +288,7 @@ class Decoding:
         computed = len(request.token_ids) - 1
         if computed < request.num_computed:
             assert request.memory is not None
-            request.num_computed = request.furthest = computed
+            request.num_computed = request.max_computed = computed
             self._memory.truncate(request.memory, computed)
 
     def _fork_all(self, request: Request, states: Sequence[SamplingState]) -> list[Request]:
@@ -296,7 +296,7 @@ class Decoding:
         generation = self._generations[request.request_id]
         forks = []
         for i, state in enumerate(states):
-            forks.append(self.fork(request, state, index=1 + i))
+            forks.append(self.fork_sequence(request, state, index=1 + i))
             generation.sequences.append(forks[-1])  # at once: if the next one fails, all of them end
         request.num_forks = 0
         return forks
@@ -308,22 +308,24 @@ class Decoding:
         generation = Generation(fork_id, params)
         try:
             for index, state in enumerate(states):
-                child = self.fork(parent, state, index=index, request_id=fork_id)
+                child = self.fork_sequence(parent, state, index=index, request_id=fork_id)
                 child.max_tokens = most_tokens - len(parent.prompt_token_ids)
                 generation.sequences.append(child)
         except BaseException:
             for child in generation.sequences:
-                self._scheduler.remove(child)
+                self._scheduler.remove_sequence(child)
             raise
         return generation
 
-    def fork(self, parent: Request, state: SamplingState, *, index: int, request_id: str | None = None) -> Request:
+    def fork_sequence(
+        self, parent: Request, state: SamplingState, *, index: int, request_id: str | None = None
+    ) -> Request:
         """A sequence that goes on where `parent` is, in its group. It shares what is computed (PagedAttention §4.4)."""
         num_tokens = parent.num_computed
         chain = parent.chain.fork(num_tokens)
         text = None  # before the memory: nobody would give that back
         if not parent.group.lockstep:
-            text = self._vocabulary.text(
+            text = self._vocabulary.detokenizer(
                 parent.prompt_token_ids, state.params, parent.token_ids[len(parent.prompt_token_ids) :]
             )
         memory = None
@@ -349,11 +351,11 @@ class Decoding:
             parent.group,
             parent.token_ids.copy(),
             num_computed=num_tokens,
-            furthest=num_tokens,
+            max_computed=num_tokens,
             memory=memory,
             index=index,
             num_cached_tokens=parent.num_cached_tokens,
-            stops_at=parent.stops_at if memory is not None else (),
+            snapshot_positions=parent.snapshot_positions if memory is not None else (),
             sampling=state,
             prompt_logprobs=parent.prompt_logprobs if parent.group.lockstep else [],
             submitted_at=time.perf_counter(),  # for one that shares nothing: it waits until it is computed again
@@ -362,7 +364,7 @@ class Decoding:
     def fail(self, generation: Generation, error: FolioError) -> Iterator[Delta]:
         """End all sequences of a request; the one delta says why."""
         for request in list(generation.sequences):
-            self.end(request)
+            self.end_sequence(request)
         yield Delta(generation.request_id, (), "", error=error)
 
     # ---- beams ----
@@ -389,20 +391,20 @@ class Decoding:
         if search.done:
             first = beams.requests[0]
             for request in beams.requests:
-                self.end(request)
+                self.end_sequence(request)
             yield from self._best(generation, search, first)
             return
         going: list[Request] = []
         for beam, _ in step.continuations:  # forks first: then nothing is freed that one of them shares
             parent = beams.requests[beam]
             if parent in going:
-                going.append(self.fork(parent, parent.sampling.fork(), index=0))
+                going.append(self.fork_sequence(parent, parent.sampling.fork(), index=0))
                 generation.sequences.append(going[-1])  # at once: if the next one fails, all of them end
             else:
                 going.append(parent)
         for request in beams.requests:
             if request not in going:
-                self._scheduler.remove(request)
+                self._scheduler.remove_sequence(request)
         for request, (_, token_id) in zip(going, step.continuations, strict=True):
             request.token_ids.append(token_id)
         first = going[0]
@@ -413,7 +415,7 @@ class Decoding:
         n = generation.params.n
         for index, hypothesis in enumerate(search.hypotheses[:n]):
             ended = hypothesis.token_ids[-1] in self._vocabulary.stop_token_ids(generation.params)
-            text = self._vocabulary.text(first.prompt_token_ids, generation.params)
+            text = self._vocabulary.detokenizer(first.prompt_token_ids, generation.params)
             pieces = [text.push(token_id)[0] for token_id in hypothesis.token_ids] if text is not None else []
             self.ended.add(first, index, hypothesis.token_ids)
             yield Delta(

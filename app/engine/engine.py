@@ -15,20 +15,20 @@ from typing import Unpack
 import torch
 
 from app.config.engine import EngineConfig
-from app.engine.decoding import Decoding
+from app.engine.decoding import Decoder
 from app.engine.execution.batch import demands, memory_of, next_demands, plan_step
 from app.engine.execution.executor import Executor
 from app.engine.execution.self_test import self_test
-from app.engine.faults import SequenceFailure, failure_of, serving
+from app.engine.faults import SequenceFailure, attribute_failures, failure_of
 from app.engine.generation import Generation
-from app.engine.intake import Intake, check_fork
+from app.engine.intake import RequestValidator, check_fork
 from app.engine.load_report import MOST_KEYS, Activity, LoadMeter, free_tokens, make_report, retry_after_s
 from app.engine.lora.queue import AdapterQueue
 from app.engine.lora.store import AdapterReport, AdapterStore
 from app.engine.lora.weights import check_sources
 from app.engine.model.kv_plan import build_memory
 from app.engine.model.loader import LoadedModel
-from app.engine.preemption import RecoveryModel
+from app.engine.preemption import PreemptionCostModel
 from app.engine.prefix_keys import adapter_of
 from app.engine.report import ReplicaReport
 from app.engine.request import Deadlines, Delta, Request, RequestOptions, SequenceGroup, check_timeout
@@ -43,10 +43,10 @@ from app.engine.startup import (
     Restored,
     StartClock,
     StartTimes,
+    merge_hot_prefixes,
     prefix_fingerprint,
     warm_up,
     warm_up_rounds,
-    worth_restoring,
 )
 from app.engine.tensor_parallel.adapters import AdapterPeers
 from app.engine.tensor_parallel.processes import Launch, spawn_ranks
@@ -121,10 +121,10 @@ class Engine:
                 self._clock.lap("budget_s")
             self.max_model_len = _max_model_len(config, self.model, self.memory)
             self_test(self._executor, self.memory.groups, config.kv_view)
-            self._executor.open(self.memory)
-            self._executor.started()
+            self._executor.bind_memory(self.memory)
+            self._executor.enforce_step_timeout()
             self._clock.lap("self_test_s")
-            self._recovery = RecoveryModel(config.max_num_batched_tokens)
+            self._recovery = PreemptionCostModel(config.max_num_batched_tokens)
             if self._speculation is not None:
                 self._speculation.open(self.max_model_len, lambda: self._recovery.step_times)
             self._scheduler = Scheduler(
@@ -142,7 +142,7 @@ class Engine:
             self._meter = LoadMeter()
             self._generations: dict[str, Generation] = {}
             self._vocabulary = Vocabulary(self.model)
-            self._intake = Intake(
+            self._intake = RequestValidator(
                 self.model,
                 self.memory,
                 self._vocabulary,
@@ -150,7 +150,7 @@ class Engine:
                 self.max_model_len,
                 isolate_tenants=config.isolate_tenants,
             )
-            self._decoding = Decoding(
+            self._decoding = Decoder(
                 self.memory, self._scheduler, self._vocabulary, self._generations, self._meter, self._speculation
             )
             self._stalled_since: float | None = None
@@ -191,7 +191,7 @@ class Engine:
         )
         with _config_errors():
             warm_up(self._run_warm_up, rounds, self._recovery.forget_steps)
-        self.memory.forget_prefixes(WARM_UP_KEYS)
+        self.memory.evict_prefixes(WARM_UP_KEYS)
         self._begin_counting()
         self._clock.lap("warm_up_s")
 
@@ -207,7 +207,7 @@ class Engine:
         pinned = [prefix for prefix in self.memory.pinned_prefixes() if prefix.pin_name not in configured]
         return pinned + self.memory.hot_prefixes(MOST_TOLD_TOKENS)[:MOST_TOLD_PREFIXES]
 
-    def restore(self, told: Sequence[Sequence[CachedPrefix]], limit_s: float) -> Restored:
+    def warm_prefixes(self, told: Sequence[Sequence[CachedPrefix]], limit_s: float) -> Restored:
         """Compute the prefixes that other engines tell of (`hot_prefixes`), and pin those that are pinned there. They
         must have the same `prefix_fingerprint`. No other request may be there. A failed step ends it early.
 
@@ -222,7 +222,7 @@ class Engine:
         capacity = self.load(most_keys=0).total_tokens
         ids: dict[str, str | None] = {}
         failed = 0
-        for i, prefix in enumerate(worth_restoring(told, capacity // 2)):
+        for i, prefix in enumerate(merge_hot_prefixes(told, capacity // 2)):
             request_id = f"restore {i}"
             try:
                 self._submit_restored(request_id, prefix)
@@ -266,11 +266,11 @@ class Engine:
             RequestError: an empty prompt, an unknown token, or what this model cannot do.
             ContextLengthError: prompt and output do not fit.
         """
-        return self._intake.check(prompt_token_ids, params)
+        return self._intake.validate_request(prompt_token_ids, params)
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise `RequestError` unless the model can do what parameters ask for. From any thread."""
-        self._vocabulary.check(params)
+        self._vocabulary.check_params(params)
 
     def submit(
         self,
@@ -296,7 +296,7 @@ class Engine:
             arriving: as in `load`.
         """
         most = self.config.max_queued_requests
-        held = self._adapters.held
+        held = self._adapters.waiting_groups
         if most is None or most == "auto":
             return
         # Until the next step even those wait for whom there is a place among the running.
@@ -326,7 +326,7 @@ class Engine:
 
     def check_adapter(self, name: str | None) -> None:
         """Raise `UnknownModelError` unless there is such an adapter, or none is wanted. From any thread."""
-        self._adapters.check(name)
+        self._adapters.check_adapter(name)
 
     def fork(self, request_id: str, fork_id: str, params: SamplingParams, *, index: int = 0) -> None:
         """Go on with an output of a request that has not ended, or has just ended, in `params.n` more ways, from its
@@ -402,7 +402,7 @@ class Engine:
         """Stop a request and free its memory; nothing happens if it is not there any more."""
         self._deadlines.discard(request_id)
         for request in list(self._generations.get(request_id, ())):
-            self._decoding.end(request)
+            self._decoding.end_sequence(request)
 
     def step(self) -> list[Delta]:
         """Compute one step; returns what it added.
@@ -410,7 +410,7 @@ class Engine:
         Raises:
             UnavailableError: a rank is lost; no step will succeed any more.
         """
-        self._executor.check()
+        self._executor.check_ranks()
         if late := [name for name in self._deadlines.expired(time.monotonic()) if name in self._generations]:
             return [self._expire(request_id) for request_id in late]
         if refused := self._take_adapters():
@@ -419,7 +419,7 @@ class Engine:
         start = time.perf_counter()  # guesses are not among the step's times: these say what checking them costs
         try:
             scheduled = self._scheduler.schedule(drafts)
-            if hopeless := self._scheduler.take_hopeless():
+            if hopeless := self._scheduler.take_unschedulable():
                 return self._give_up(hopeless)
             if not scheduled:
                 return self._wait_for_pages()
@@ -428,18 +428,20 @@ class Engine:
             num_tokens, attended = sum(s.num_tokens for s in scheduled), sum(s.num_attended for s in scheduled)
             queue_s: list[float] = []
             for s in scheduled:
-                if s.request.num_computed == s.request.num_cached_tokens and not s.request.furthest:  # its first chunk
-                    with serving(s.request):
+                if (
+                    s.request.num_computed == s.request.num_cached_tokens and not s.request.max_computed
+                ):  # its first chunk
+                    with attribute_failures(s.request):
                         self._meter.note_begun(s.request)
                     queue_s.append(start - s.request.submitted_at)
         except SequenceFailure as failure:  # the others go on in the next step
-            self._scheduler.abort()
+            self._scheduler.abort_step()
             request_id = failure.request.request_id
             return self._fail(request_id, failure_of(request_id, failure))
         except BaseException:
-            self._scheduler.abort()
+            self._scheduler.abort_step()
             raise
-        if self._scheduler.done():
+        if self._scheduler.commit_step():
             self._stalled_since = None
         deltas = self._decoding.apply(choice)
         for delta in deltas:
@@ -511,7 +513,7 @@ class Engine:
     def _begin_counting(self) -> None:
         """What has run so far were no requests: nobody may fork them, and load reports do not speak of them."""
         self._decoding.ended.clear()
-        self._meter.begin()
+        self._meter.reset_measurements()
         self.memory.begin_counting()
         if self._speculation is not None:
             self._speculation.begin()
@@ -548,7 +550,7 @@ class Engine:
         if timeout_s is not None:
             check_timeout(timeout_s)
         self.check_adapter(options.get("adapter"))
-        generation = self._intake.take(request_id, prompt_token_ids, params, options, keys)
+        generation = self._intake.create_request(request_id, prompt_token_ids, params, options, keys)
         [request] = generation.sequences
         request.submitted_at = time.perf_counter()
         if timeout_s is None:
@@ -576,7 +578,7 @@ class Engine:
 
     def _give_up(self, hopeless: list[SequenceGroup]) -> list[Delta]:
         """End groups that the budget has no room for any more, and cannot go on one by one."""
-        self._scheduler.abort()
+        self._scheduler.abort_step()
         error = EngineError("the KV cache has become too small for the beams of this request")
         generations = [self._generations[group.members[0].request_id] for group in hopeless if group.members]
         return [delta for generation in generations for delta in self._decoding.fail(generation, error)]
@@ -611,7 +613,7 @@ class Engine:
             self.memory.wait_for_progress(_WAIT_FOR_PAGES_S)
             return []
         self._stalled_since = None
-        request_id = self._scheduler.next_waiting.request_id
+        request_id = self._scheduler.first_blocked.request_id
         self.cancel(request_id)
         error = EngineError("the device has no memory for this request, although the budget has")
         return [Delta(request_id, (), "", error=error)]
@@ -631,7 +633,7 @@ class Engine:
             arriving: requests that will be submitted: their tokens, and how many of them are expected to be cached.
             most_keys: of cached prefixes.
         """
-        held = [(len(r.token_ids), r.expected_cached_tokens or 0) for r in self._adapters.held]
+        held = [(len(r.token_ids), r.expected_cached_tokens or 0) for r in self._adapters.waiting_groups]
         return make_report(
             self.memory,
             self._scheduler,

@@ -26,7 +26,7 @@ class SequenceFailure(Exception):
         self.request = request
 
 
-class serving:  # noqa: N801 - read as a clause: `with serving(request):`
+class attribute_failures:  # noqa: N801 - read as a clause: `with serving(request):`
     """Says whose fault a failure in its block is. Raises `SequenceFailure` for one."""
 
     __slots__ = ("_request",)
@@ -40,11 +40,11 @@ class serving:  # noqa: N801 - read as a clause: `with serving(request):`
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and is_one_requests(error) and not isinstance(error, SequenceFailure):
+        if error is not None and is_request_failure(error) and not isinstance(error, SequenceFailure):
             raise SequenceFailure(self._request) from error
 
 
-def is_one_requests(error: BaseException) -> bool:
+def is_request_failure(error: BaseException) -> bool:
     """Whether a failure in a call for one request can be its own. A panic in Rust (of a parser, of a tokenizer) is no
     `Exception`."""
     if isinstance(error, IntegrityError | UnavailableError):
@@ -54,7 +54,7 @@ def is_one_requests(error: BaseException) -> bool:
 
 def failure_of(request_id: str, error: BaseException) -> FolioError:
     """What a request ends with after such a failure. Raises it again if it is not one request's."""
-    if not is_one_requests(error):
+    if not is_request_failure(error):
         raise error
     if isinstance(error, SequenceFailure) and error.__cause__ is not None:
         error = error.__cause__

@@ -18,7 +18,7 @@ from app.errors import ContextLengthError, RequestError
 from vmem import KVMemory, PinError
 
 
-class Intake:
+class RequestValidator:
     """Checks requests, from any thread, and makes their sequences, in the engine's.
 
     Args:
@@ -44,7 +44,7 @@ class Intake:
         self._isolate_tenants = isolate_tenants
         self._num_arrivals = 0
 
-    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
+    def validate_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
         """The output tokens it may have. Raises as `Engine.validate`."""
         if not prompt_token_ids:
             raise RequestError("the prompt is empty; it needs at least one token", "prompt")
@@ -54,7 +54,7 @@ class Intake:
                 f"got {min(prompt_token_ids)} to {max(prompt_token_ids)}",
                 "prompt",
             )
-        self._vocabulary.check(params)
+        self._vocabulary.check_params(params)
         room = self._max_model_len - len(prompt_token_ids)
         if room < 1 or (params.max_tokens or 1) > room:
             raise ContextLengthError(
@@ -83,14 +83,14 @@ class Intake:
                 f"a prefix of {len(prompt_token_ids)} tokens is shorter than the {unit} that are shared at least",
                 "prompt",
             )
-        self.check(prefix, SamplingParams(max_tokens=1))
+        self.validate_request(prefix, SamplingParams(max_tokens=1))
         try:
             self._memory.check_pin(name, self._memory.chain(keys), prefix)
         except PinError as error:
             raise RequestError(str(error), "name") from error
         return prefix
 
-    def take(
+    def create_request(
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
@@ -103,7 +103,7 @@ class Intake:
         Args:
             keys: of its prefixes, if not those of the options.
         """
-        max_tokens = self.check(prompt_token_ids, params)
+        max_tokens = self.validate_request(prompt_token_ids, params)
         selection: BestOf | BeamSearch | None = None
         own = params
         if params.use_beam_search:
@@ -132,7 +132,7 @@ class Intake:
             prompt,
             own,
             max_tokens,
-            None if params.use_beam_search else self._vocabulary.text(prompt, params),
+            None if params.use_beam_search else self._vocabulary.detokenizer(prompt, params),
             self._memory.chain(self.prefix_keys(options) if keys is None else keys),
             group,
             prompt.copy(),
@@ -146,7 +146,7 @@ class Intake:
         """States of the sequences that go on from a running one, and the tokens each may come to have. Raises
         `RequestError` if there is no room for them."""
         check_fork(params)
-        most_tokens = len(parent.token_ids) + self.check(parent.token_ids, params)
+        most_tokens = len(parent.token_ids) + self.validate_request(parent.token_ids, params)
         most = [r.most_tokens for r in parent.group.members] + [most_tokens] * params.n
         if not self._memory.fit_together(most):
             raise RequestError(

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from app.engine.preemption import Recovery, RecoveryModel
-from app.engine.report import ReplicaReport, StepTimes, num_attended
+from app.engine.preemption import PreemptionCostModel, PreemptionMode
+from app.engine.report import ReplicaReport, StepTimes, attended_tokens
 from app.engine.request import Request
 from app.engine.scheduler import Scheduler
 from vmem import KVMemory, MemoryReport
@@ -37,7 +37,7 @@ class Activity:
         num_failed_steps: since the start, and with each of them all requests in flight.
     """
 
-    num_preempted: Mapping[Recovery, int] = field(default_factory=dict)
+    num_preempted: Mapping[PreemptionMode, int] = field(default_factory=dict)
     step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_TIMES))
     queue_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_TIMES))
     num_failed_steps: int = 0
@@ -76,9 +76,9 @@ class LoadMeter:
     """
 
     def __init__(self) -> None:
-        self.begin()
+        self.reset_measurements()
 
-    def begin(self) -> None:
+    def reset_measurements(self) -> None:
         """Nothing has been done yet."""
         self._busy = DecayingRate()
         self._freed = DecayingRate()
@@ -111,7 +111,7 @@ class LoadMeter:
         self._activity.step_s.append(step_s)
         self._activity.queue_s.extend(queue_s)
 
-    def take_activity(self, num_preempted: Mapping[Recovery, int]) -> Activity:
+    def take_activity(self, num_preempted: Mapping[PreemptionMode, int]) -> Activity:
         """The times are told once. From any one thread."""
         self._activity.num_preempted = dict(num_preempted)
         return self._activity.take()
@@ -148,7 +148,7 @@ def retry_after_s(
     """
     num_steps = -(-sum(queued) // step_tokens)
     compute_s = num_steps * step.fixed_s + sum(
-        tokens * step.token_s + num_attended(tokens, 0) * step.attended_s for tokens in queued
+        tokens * step.token_s + attended_tokens(tokens, 0) * step.attended_s for tokens in queued
     )
     seconds = compute_s / 2
     if rate := meter.ended_per_s(now):
@@ -172,7 +172,7 @@ def _tokens_per_byte(memory: KVMemory) -> float:
 def make_report(
     memory: KVMemory,
     scheduler: Scheduler,
-    recovery: RecoveryModel,
+    recovery: PreemptionCostModel,
     meter: LoadMeter,
     *,
     arriving: Sequence[tuple[int, int]] = (),
@@ -203,7 +203,7 @@ def make_report(
             cached = min(request.expected_cached_tokens, len(request.token_ids) - 1)
         queued_parts.append((len(request.token_ids), cached))
     queued = sum(tokens - cached for tokens, cached in queued_parts)
-    attended = sum(num_attended(tokens - cached, cached) for tokens, cached in queued_parts)
+    attended = sum(attended_tokens(tokens - cached, cached) for tokens, cached in queued_parts)
     memory_report = memory.report()
     cached_keys = memory.cached_keys(most_keys)
     num_steps = -(-queued // step_tokens)

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from app.engine.report import StepTimes
-from vmem import Demand, KVMemory, OutOfPages, SequenceMemory, ViewPolicy
+from vmem import KVMemory, OutOfPages, SequenceMemory, StepDemand, ViewPolicy
 
-Recovery = Literal["swap", "recompute"]
+PreemptionMode = Literal["swap", "recompute"]
 
 # An observation counts half after so many more.
 _HALF_LIFE = 200
@@ -77,18 +77,18 @@ class LinearCost:
 
 
 @dataclass(frozen=True, slots=True)
-class RecoveryCost:
+class PreemptionCost:
     """Expected seconds of both ways."""
 
     swap_s: float
     recompute_s: float
 
     @property
-    def better(self) -> Recovery:
+    def better(self) -> PreemptionMode:
         return "swap" if self.swap_s <= self.recompute_s else "recompute"
 
 
-class RecoveryModel:
+class PreemptionCostModel:
     """Expected cost of both ways back, from measured rates.
 
     Args:
@@ -116,7 +116,7 @@ class RecoveryModel:
     def step_times(self) -> StepTimes:
         return StepTimes(*self._step.per_unit())
 
-    def cost(self, sequences: list[tuple[int, int]], num_bytes: int) -> RecoveryCost:
+    def cost(self, sequences: list[tuple[int, int]], num_bytes: int) -> PreemptionCost:
         """
         Args:
             sequences: (tokens to compute again, tokens that are there before them) of each.
@@ -127,7 +127,7 @@ class RecoveryModel:
             attended = num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
             num_steps = -(-num_tokens // self._step_tokens)
             recompute_s += self._step.seconds((num_steps, num_tokens, attended))
-        return RecoveryCost(self._swap.seconds((1.0, num_bytes)), recompute_s)
+        return PreemptionCost(self._swap.seconds((1.0, num_bytes)), recompute_s)
 
     def try_swaps(self, memory: KVMemory, view: ViewPolicy, device: torch.device) -> None:
         """Swap sequences of a few lengths out and in, on a memory that nobody uses yet."""
@@ -162,10 +162,10 @@ def _try_swap(
         filled.append(_filled(memory, view, num_tokens))
         start = _now(device)
         filled += memory.swap_in(swapped)
-        memory.ensure([Demand(filled[-1], 0, num_tokens)])
+        memory.ensure([StepDemand(filled[-1], 0, num_tokens)])
         elapsed += _now(device) - start
     except OutOfPages:
-        memory.discard(swapped)
+        memory.discard_swapped(swapped)
         return None
     finally:
         for sequence in filled:
@@ -174,10 +174,10 @@ def _try_swap(
 
 
 def _filled(memory: KVMemory, view: ViewPolicy, num_tokens: int) -> SequenceMemory:
-    sequence = memory.open(view)
+    sequence = memory.create_sequence(view)
     try:
         memory.append(sequence, num_tokens)
-        memory.ensure([Demand(sequence, 0, num_tokens)])
+        memory.ensure([StepDemand(sequence, 0, num_tokens)])
     except BaseException:
         memory.free(sequence)
         raise

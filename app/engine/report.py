@@ -10,7 +10,7 @@ import numpy as np
 Amount = TypeVar("Amount", int, np.ndarray[Any, np.dtype[np.float64]])
 
 
-def num_attended(num_tokens: Amount, num_cached: Amount) -> Amount:
+def attended_tokens(num_tokens: Amount, num_cached: Amount) -> Amount:
     """Cached tokens that the queries of so many new tokens behind `num_cached` see, all together."""
     return num_tokens * num_cached + num_tokens * (num_tokens + 1) // 2
 
@@ -27,7 +27,7 @@ class StepTimes:
     def prefill_s(self, num_tokens: int, num_cached: int, step_tokens: int) -> float:
         """Seconds to compute the prompt's last `num_tokens` tokens behind `num_cached`, in steps of `step_tokens`."""
         num_steps = -(-num_tokens // step_tokens)
-        attended = num_attended(num_tokens, num_cached)
+        attended = attended_tokens(num_tokens, num_cached)
         return num_steps * self.fixed_s + num_tokens * self.token_s + attended * self.attended_s
 
 

@@ -16,7 +16,7 @@ from typing import Literal, TypedDict
 
 from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.state import SamplingState
-from app.engine.sampling.token_text import TextStream
+from app.engine.sampling.token_text import IncrementalDetokenizer
 from app.errors import FolioError, RequestError
 from vmem import SequenceMemory, SwappedGroup, TokenChain
 
@@ -124,7 +124,7 @@ class SequenceGroup:
     tenant: str | None = None
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def sort_key(self) -> tuple[int, int]:
         return self.priority, self.arrival
 
     @property
@@ -161,18 +161,18 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     max_tokens: int
-    text: TextStream | None
+    text: IncrementalDetokenizer | None
     chain: TokenChain
     group: SequenceGroup
     token_ids: list[int]
     num_computed: int = 0
-    furthest: int = 0
+    max_computed: int = 0
     memory: SequenceMemory | None = None
     index: int = 0
     num_forks: int = 0
     num_cached_tokens: int | None = None
     expected_cached_tokens: int | None = None
-    stops_at: tuple[int, ...] = ()
+    snapshot_positions: tuple[int, ...] = ()
     pin_name: str | None = None
     sampling: SamplingState = None  # type: ignore[assignment]  # made from `params` unless it is given
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -274,7 +274,7 @@ class DeltaQueue:
         if self._ended or self._loop.time() >= self._not_before:
             self._wake()
 
-    async def take(self, not_before: float = 0.0) -> list[Delta]:
+    async def get_all(self, not_before: float = 0.0) -> list[Delta]:
         """All deltas that are there, at least one, in order; waits for it.
 
         Args:

@@ -7,10 +7,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from app.config.engine import RecoveryPolicy
-from app.engine.faults import SequenceFailure, is_one_requests
-from app.engine.preemption import Recovery, RecoveryModel
-from app.engine.report import num_attended
+from app.config.engine import PreemptionPolicy
+from app.engine.faults import SequenceFailure, is_request_failure
+from app.engine.preemption import PreemptionCostModel, PreemptionMode
+from app.engine.report import attended_tokens
 from app.engine.request import Request, SequenceGroup
 from app.engine.waiting_queue import WaitingQueue
 from vmem import KVMemory, OutOfPages, OutOfSwap, PrefixMatch, ViewPolicy
@@ -44,7 +44,7 @@ class Scheduled:
     @property
     def num_attended(self) -> int:
         """Cached tokens that its queries see, all together, windows left aside."""
-        return num_attended(self.num_tokens, self.request.num_computed)
+        return attended_tokens(self.num_tokens, self.request.num_computed)
 
 
 class Scheduler:
@@ -75,8 +75,8 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         view: ViewPolicy,
-        recovery: RecoveryModel,
-        policy: RecoveryPolicy,
+        recovery: PreemptionCostModel,
+        policy: PreemptionPolicy,
         fair_tenants: bool = False,
     ) -> None:
         self._memory = memory
@@ -99,18 +99,18 @@ class Scheduler:
         self._hopeless: list[SequenceGroup] = []
         self._serving: Request | None = None  # for whom the memory was called last, while a step is scheduled
         self._prompt_logits_left = 0  # in the step that is being scheduled
-        self.num_preempted: dict[Recovery, int] = {"swap": 0, "recompute": 0}
+        self.num_preempted: dict[PreemptionMode, int] = {"swap": 0, "recompute": 0}
 
     @property
     def num_waiting(self) -> int:
         """Sequences of groups that have not begun or were preempted, with their coming forks. From any thread."""
-        return sum(_places(group) for group in (*self._waiting, *self._preempted))
+        return sum(_max_sequences(group) for group in (*self._waiting, *self._preempted))
 
     @property
     def num_running(self) -> int:
         """Sequences of the groups that run, with their coming forks: never more than `max_num_seqs`. From any
         thread."""
-        return sum(map(_places, self._running))
+        return sum(map(_max_sequences, self._running))
 
     @property
     def num_queued(self) -> int:
@@ -123,7 +123,7 @@ class Scheduler:
         return self._waiting.lengths()
 
     @property
-    def next_waiting(self) -> Request:
+    def first_blocked(self) -> Request:
         """Who cannot go on, when nobody can."""
         group = self._preempted[0] if self._preempted else self._waiting.peek() or self._running[-1]
         return group.members[0]
@@ -136,7 +136,7 @@ class Scheduler:
     def add(self, group: SequenceGroup) -> None:
         self._waiting.add(group)
 
-    def remove(self, request: Request) -> None:
+    def remove_sequence(self, request: Request) -> None:
         """Forget a request that is finished or cancelled, and free its memory."""
         group = request.group
         group.members.remove(request)
@@ -150,10 +150,10 @@ class Scheduler:
                 if group in queue:
                     queue.remove(group)
             if group.swapped is not None:
-                self._memory.discard(group.swapped)
+                self._memory.discard_swapped(group.swapped)
                 group.swapped = None
 
-    def take_hopeless(self) -> list[SequenceGroup]:
+    def take_unschedulable(self) -> list[SequenceGroup]:
         """Groups that do not fit any more, and cannot go on one by one; they have to be removed."""
         hopeless, self._hopeless = self._hopeless, []
         return hopeless
@@ -178,7 +178,7 @@ class Scheduler:
         try:
             return self._schedule(drafts)
         except BaseException as error:
-            if self._serving is None or not is_one_requests(error):
+            if self._serving is None or not is_request_failure(error):
                 raise
             raise SequenceFailure(self._serving) from error
 
@@ -232,30 +232,30 @@ class Scheduler:
         self._scheduled = decodes + [s for s in prompts if s.request.memory is not None]
         return self._scheduled
 
-    def done(self) -> bool:
+    def commit_step(self) -> bool:
         """The step that was scheduled is computed. False if nobody got further than before it was preempted."""
-        self._memory.commit()
+        self._memory.commit_prefixes()
         got_further = False
         for s in self._scheduled:
             request = s.request
-            if self._waiting.by_turns:
-                before = max(request.num_computed, request.furthest, len(request.prompt_token_ids))
+            if self._waiting.is_fair:
+                before = max(request.num_computed, request.max_computed, len(request.prompt_token_ids))
                 end = request.num_computed + s.num_tokens - len(s.drafts)
                 self._waiting.charge(request.group, max(end - before, 0))
             request.num_computed += s.num_tokens
-            if request.num_computed > request.furthest:
-                request.furthest, got_further = request.num_computed, True
+            if request.num_computed > request.max_computed:
+                request.max_computed, got_further = request.num_computed, True
         return got_further
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """Its drafts were right: as many tokens more are its tenant's."""
-        if self._waiting.by_turns:
+        if self._waiting.is_fair:
             self._waiting.charge(request.group, num_tokens)
 
-    def abort(self) -> None:
+    def abort_step(self) -> None:
         """It is not. Who shared what it was to compute begins again; so does everybody whose recurrent state may have
         been changed by half of it."""
-        self._memory.abort()
+        self._memory.abort_prefixes()
         self._refused = None
         lost = [*self._opened]
         if self._memory.has_states:
@@ -272,7 +272,7 @@ class Scheduler:
         Args:
             reserve: `_reserve`.
         """
-        if self.num_running + _places(group) > self.max_num_seqs or self._is_refused(group, reserve):
+        if self.num_running + _max_sequences(group) > self.max_num_seqs or self._is_refused(group, reserve):
             return False
         self._refused = None
         return self._fits(group, reserve)
@@ -300,7 +300,7 @@ class Scheduler:
         first, *others = group.members
         self._serving = first
         match = self._memory.match(first.chain, self._findable(first))
-        if match.awaited:
+        if match.is_being_computed:
             if not self._memory.has_states:  # else it may be what somebody generates, which no prompt brings nearer
                 self._refused = group, group.num_sequences, None
             return False
@@ -316,12 +316,12 @@ class Scheduler:
         """Give the request memory with what the prefix cache has of it; False if it should wait for more."""
         self._serving = request
         match = self._memory.match(request.chain, self._findable(request))
-        if match.awaited and any(r.memory is not None for r in self._requests() if r is not request):
+        if match.is_being_computed and any(r.memory is not None for r in self._requests() if r is not request):
             return False
         request.chain.extend(request.token_ids)
-        memory = self._memory.open(self._view, expected_tokens=len(request.token_ids))
+        memory = self._memory.create_sequence(self._view, expected_tokens=len(request.token_ids))
         try:
-            request.num_computed = self._memory.reuse(memory, request.chain, self._findable(request))
+            request.num_computed = self._memory.share_prefix(memory, request.chain, self._findable(request))
         except BaseException:
             self._memory.free(memory)
             raise
@@ -330,8 +330,8 @@ class Scheduler:
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed
             self._waiting.charge(request.group, request.num_uncomputed)
-        request.stops_at = self._stops(request, match)
-        self._memory.promise(memory, len(request.token_ids), request.stops_at)
+        request.snapshot_positions = self._stops(request, match)
+        self._memory.announce_prefill(memory, len(request.token_ids), request.snapshot_positions)
         self._opened.append(request.group)
         return True
 
@@ -358,8 +358,8 @@ class Scheduler:
             if not num_tokens:
                 return 0
         end = request.num_computed + num_tokens
-        end = next((stop for stop in request.stops_at if request.num_computed < stop < end), end)
-        if request.stops_at and end < len(request.token_ids):
+        end = next((stop for stop in request.snapshot_positions if request.num_computed < stop < end), end)
+        if request.snapshot_positions and end < len(request.token_ids):
             whole = end // self._memory.unit_tokens * self._memory.unit_tokens
             end = whole if whole > request.num_computed else end
         num_tokens = end - request.num_computed
@@ -381,7 +381,7 @@ class Scheduler:
             if not guesses or s.request.memory is None:
                 continue
             end = s.request.num_computed + 1 + len(guesses)
-            if self._memory.pages_to_come(s.request.memory, end) + reserve > self._memory.num_free_pages:
+            if self._memory.pages_still_needed(s.request.memory, end) + reserve > self._memory.num_free_pages:
                 continue
             self._serving = s.request
             try:
@@ -396,7 +396,7 @@ class Scheduler:
         self._serving = request = scheduled.request
         assert request.memory is not None
         end = request.num_computed + scheduled.num_tokens - len(scheduled.drafts)  # only what is sure is shared
-        self._memory.begin(request.memory, request.token_ids, request.num_computed, end)
+        self._memory.stage_prefix(request.memory, request.token_ids, request.num_computed, end)
 
     # ---- when blocks run out ----
 
@@ -412,7 +412,7 @@ class Scheduler:
                 self._preempt(victim or self._running[-1])
         return False
 
-    def _preempt(self, victim: SequenceGroup, way: Recovery | None = None) -> None:
+    def _preempt(self, victim: SequenceGroup, way: PreemptionMode | None = None) -> None:
         """Take all of the group's blocks."""
         self._look_again()
         members = [request for request in victim.members if request.memory is not None]
@@ -422,7 +422,7 @@ class Scheduler:
             return
         if victim in self._opened or not members:  # it may share what is not computed yet: nothing worth keeping
             way = "recompute"
-        way = way or self._way(members)
+        way = way or self._preemption_mode(members)
         if way == "swap" and not self._swap_out(victim, members):
             way = "recompute"
         self._running.remove(victim)
@@ -440,7 +440,7 @@ class Scheduler:
         and are computed again; those that can only go on together are given up."""
         logger.warning("%d sequences of one request do not fit any more as they were", len(group.members))
         if group.swapped is not None:
-            self._memory.discard(group.swapped)
+            self._memory.discard_swapped(group.swapped)
             group.swapped, group.swapped_members = None, []
         for request in group.members:
             if request.memory is not None:
@@ -457,7 +457,7 @@ class Scheduler:
         group.members.clear()
         self.num_preempted["recompute"] += 1
 
-    def _way(self, members: list[Request]) -> Recovery:
+    def _preemption_mode(self, members: list[Request]) -> PreemptionMode:
         """What is expected to cost less. What others own too stays in the prefix cache, and is not computed again; nor
         is what the members share with each other, but once."""
         if self._policy != "auto":
@@ -482,7 +482,7 @@ class Scheduler:
         """Bring a preempted group back, if it would not be preempted again at once."""
         if group.swapped is None:
             return self._admit(group, self._reserve)
-        if self.num_running + _places(group) > self.max_num_seqs:
+        if self.num_running + _max_sequences(group) > self.max_num_seqs:
             return False
         if self._running and self._memory.pages_of(group.swapped) + self._reserve > self._memory.num_free_pages:
             return False
@@ -521,7 +521,7 @@ class Scheduler:
         for request in group.members:
             coming = 0
             if request.memory is None or request.num_uncomputed > 1:
-                coming = self._memory.pages_to_come(request.memory, len(request.token_ids))
+                coming = self._memory.pages_still_needed(request.memory, len(request.token_ids))
             pages += max(coming, self._per_sequence) + self._per_sequence * request.num_forks
         return pages
 
@@ -536,11 +536,11 @@ class Scheduler:
         request.memory = None
 
 
-def _places(group: SequenceGroup) -> int:
+def _max_sequences(group: SequenceGroup) -> int:
     """Of how many sequences it may come to consist: fewer beams than wanted may go on for a while."""
     width = next((request.params.num_sequences for request in tuple(group.members)), 0) if group.lockstep else 0
     return max(group.num_sequences, width)
 
 
 def _rank(group: SequenceGroup) -> tuple[int, int]:
-    return group.rank
+    return group.sort_key

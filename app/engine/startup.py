@@ -209,7 +209,7 @@ def prefix_fingerprint(config: EngineConfig, model: LoadedModel) -> str:
     return hashlib.blake2b(json.dumps(common).encode(), digest_size=16).hexdigest()
 
 
-def worth_restoring(told: Sequence[Sequence[CachedPrefix]], most_tokens: int) -> list[CachedPrefix]:
+def merge_hot_prefixes(told: Sequence[Sequence[CachedPrefix]], most_tokens: int) -> list[CachedPrefix]:
     """What several engines tell as one: what is pinned first, then what is hit most, all of them counted together.
 
     Args:

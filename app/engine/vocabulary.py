@@ -17,9 +17,9 @@ from app.config.engine import EngineConfig
 from app.engine.model.loader import LoadedModel
 from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.penalties import BadWords, encode_bad_words
-from app.engine.sampling.state import Matcher, SamplingState, check_token_ids
+from app.engine.sampling.state import GrammarMatcher, SamplingState, check_token_ids
 from app.engine.sampling.structure import StructureCompiler, is_available
-from app.engine.sampling.token_text import TextStream
+from app.engine.sampling.token_text import IncrementalDetokenizer
 from app.errors import ConfigError, RequestError
 
 _KNOWN_BAD_WORDS = 64
@@ -38,7 +38,7 @@ class Vocabulary:
         self._tokenizer = model.tokenizer
         self._known_bad_words: dict[tuple[str, ...], BadWords] = {}  # of the latest requests
 
-    def check(self, params: SamplingParams) -> None:
+    def check_params(self, params: SamplingParams) -> None:
         """Raise `RequestError` unless this model can do what parameters ask for. Compiles what takes long."""
         for name in ("stop", "bad_words", "structure"):
             if getattr(params, name) and self._tokenizer is None:
@@ -46,7 +46,7 @@ class Vocabulary:
         check_token_ids(params, self._size)
         self._bad_words(params)
         if params.structure is not None and self._structures is not None:
-            self._structures.check(params.structure)
+            self._structures.check_structure(params.structure)
 
     @property
     def has_structures(self) -> bool:
@@ -68,13 +68,13 @@ class Vocabulary:
         matcher = None if params.structure == state.params.structure else self._matcher(params)
         return state.fork(params, index, matcher=matcher, bad_words=self._bad_words(params))
 
-    def text(
+    def detokenizer(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, output: Sequence[int] = ()
-    ) -> TextStream | None:
+    ) -> IncrementalDetokenizer | None:
         """The text of an output from now on, `output` having been sent before; `None` without a tokenizer."""
         if self._tokenizer is None:
             return None
-        text = TextStream(
+        text = IncrementalDetokenizer(
             self._tokenizer.backend_tokenizer,
             prompt_token_ids,
             params.stop,
@@ -96,7 +96,7 @@ class Vocabulary:
             return None
         return StructureCompiler(self._tokenizer, self._size, self.eos_token_ids)
 
-    def _matcher(self, params: SamplingParams) -> Matcher | None:
+    def _matcher(self, params: SamplingParams) -> GrammarMatcher | None:
         if params.structure is None or self._structures is None:
             return None
         return self._structures.matcher(params.structure)

@@ -50,7 +50,7 @@ class WaitingQueue:
         self._next: SequenceGroup | None = None
 
     @property
-    def by_turns(self) -> bool:
+    def is_fair(self) -> bool:
         return self._quantum is not None
 
     def __len__(self) -> int:
@@ -108,7 +108,7 @@ class WaitingQueue:
             level.account(group.tenant).credit -= num_tokens
 
 
-class _Account:
+class _TenantCredit:
     """A tenant within a priority.
 
     Attributes:
@@ -129,15 +129,15 @@ class _Level:
     def __init__(self, quantum: int | None) -> None:
         self._by_turns = quantum is not None
         self._quantum = quantum or 1  # without turns all are one tenant, who is never charged
-        self._ring: OrderedDict[Tenant, _Account] = OrderedDict()  # it is the first one's turn
+        self._ring: OrderedDict[Tenant, _TenantCredit] = OrderedDict()  # it is the first one's turn
         self._turn_begun = False
         self.num_waiting = 0
 
-    def account(self, tenant: Tenant) -> _Account:
+    def account(self, tenant: Tenant) -> _TenantCredit:
         """The tenant's account; a new one has its turn last."""
         key = tenant if self._by_turns else None
         if key not in self._ring:
-            self._ring[key] = _Account()
+            self._ring[key] = _TenantCredit()
         return self._ring[key]
 
     def add(self, group: SequenceGroup) -> None:

@@ -38,7 +38,7 @@ _BUSY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaLoad:
+class AutoscalingLoad:
     """What the policy needs of a `ReplicaReport`, all numbers, as Serve's metrics are.
 
     Attributes:
@@ -66,7 +66,7 @@ class ReplicaLoad:
     busy_share: float
 
     @classmethod
-    def of(cls, report: ReplicaReport) -> ReplicaLoad:
+    def from_report(cls, report: ReplicaReport) -> AutoscalingLoad:
         return cls(
             made_at=report.made_at,
             used_tokens=max(report.total_tokens - report.free_tokens, 0),
@@ -89,7 +89,7 @@ class ReplicaLoad:
         return {_PREFIX + name: float(value) for name, value in asdict(self).items()}
 
     @classmethod
-    def of_metrics(cls, metrics: Mapping[str, float]) -> ReplicaLoad | None:
+    def of_metrics(cls, metrics: Mapping[str, float]) -> AutoscalingLoad | None:
         """Back from `as_metrics`, among other metrics; None if some are missing."""
         found = {name: metrics[_PREFIX + name] for name in LOAD_FIELDS if _PREFIX + name in metrics}
         return cls(**found) if len(found) == len(LOAD_FIELDS) else None
@@ -112,7 +112,7 @@ class ReplicaLoad:
         return min(max((tpot_s - self.fixed_s) / each_s, 1.0), self.max_num_seqs)
 
 
-LOAD_FIELDS = tuple(field.name for field in fields(ReplicaLoad))
+LOAD_FIELDS = tuple(field.name for field in fields(AutoscalingLoad))
 LOAD_METRICS = tuple(_PREFIX + name for name in LOAD_FIELDS)
 
 
@@ -188,7 +188,7 @@ class ScalingTargets:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class ReplicaDemand:
     """Replicas needed, by reason; fractions of one, too."""
 
     kv: float = 0.0
@@ -237,7 +237,7 @@ class ScalingPolicy:
 
     def desired(
         self,
-        loads: Sequence[ReplicaLoad],
+        loads: Sequence[AutoscalingLoad],
         target: int,
         now: float,
         num_requests: float = 0.0,
@@ -270,7 +270,7 @@ class ScalingPolicy:
             return target - 1
         return target
 
-    def demand(self, loads: Sequence[ReplicaLoad]) -> Demand:
+    def demand(self, loads: Sequence[AutoscalingLoad]) -> ReplicaDemand:
         """Of a fleet with these loads, after what `desired` has seen of it."""
         targets, state = self.targets, self.state
         queued_s, queued_tokens = sum(load.queued_s for load in loads), sum(load.queued_tokens for load in loads)
@@ -286,7 +286,7 @@ class ScalingPolicy:
         # What came is what was done and what was added to the queues; the average of a derivative over a time is the
         # distance from the average, divided by the time.
         coming = state.work + (state.queued_s - state.earlier_queued_s) / _BUSY_S
-        return Demand(
+        return ReplicaDemand(
             kv=kv,
             ttft=ttft,
             tpot=_per_replica(
@@ -296,7 +296,7 @@ class ScalingPolicy:
             work=coming / targets.busy_share,
         )
 
-    def _observed(self, loads: Sequence[ReplicaLoad], target: int, now: float) -> ScalingState:
+    def _observed(self, loads: Sequence[AutoscalingLoad], target: int, now: float) -> ScalingState:
         """The state after one more look at the fleet."""
         state, targets = self.state, self.targets
         work, queued_s = sum(load.work_share(targets.tpot_s) for load in loads), sum(load.queued_s for load in loads)
@@ -317,7 +317,7 @@ class ScalingPolicy:
         )
 
     def _timed(
-        self, loads: Sequence[ReplicaLoad], target: int, now: float, num_requests: float, silent: int
+        self, loads: Sequence[AutoscalingLoad], target: int, now: float, num_requests: float, silent: int
     ) -> ScalingState:
         """The state with the times for which the demand has been above what there is, or below."""
         state, targets, num_running = self.state, self.targets, len(loads)

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from app.engine.report import num_attended
+from app.engine.report import attended_tokens
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -39,7 +39,7 @@ _TURNOVER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Loads:
+class LoadArrays:
     """One number a replica of everything, `[num_replicas]` each: see `ReplicaReport` for their meaning.
 
     `queued_tokens`, `queued_s` and `num_requests` include what this router has sent since the report; `assigned_share`
@@ -61,7 +61,7 @@ class Loads:
     assigned_share: Array
 
 
-LOAD_FIELDS = tuple(field.name for field in fields(Loads))
+LOAD_FIELDS = tuple(field.name for field in fields(LoadArrays))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +80,14 @@ class CostWeights:
     even: float = 1.0
 
 
-def prefill_seconds(loads: Loads, num_tokens: int, cached: Array) -> Array:
+def prefill_seconds(loads: LoadArrays, num_tokens: int, cached: Array) -> Array:
     """Seconds that each replica needs to compute a prompt of which `cached` `[num_replicas]` tokens are there."""
     new = num_tokens - cached
     num_steps = np.ceil(new / loads.step_tokens)
-    return num_steps * loads.fixed_s + new * loads.token_s + num_attended(new, cached) * loads.attended_s
+    return num_steps * loads.fixed_s + new * loads.token_s + attended_tokens(new, cached) * loads.attended_s
 
 
-def request_cost(loads: Loads, num_tokens: int, cached: Array, weights: CostWeights) -> tuple[Array, Array]:
+def request_cost(loads: LoadArrays, num_tokens: int, cached: Array, weights: CostWeights) -> tuple[Array, Array]:
     """Expected time to first token and harm to others in seconds, `[num_replicas]` each.
 
     Args:
@@ -106,7 +106,7 @@ def request_cost(loads: Loads, num_tokens: int, cached: Array, weights: CostWeig
     return ttft_s, harm_s
 
 
-def _wait_for_room(loads: Loads, new: Array) -> Array:
+def _wait_for_room(loads: LoadArrays, new: Array) -> Array:
     """Seconds until requests that run have made room for one more, in the cache and in the batch."""
     freed_per_s = np.maximum(loads.freed_tokens_per_s, loads.total_tokens / _TURNOVER_S)
     short_tokens = np.maximum(loads.queued_tokens + new - loads.free_tokens, 0.0)

@@ -61,7 +61,7 @@ class PrefixDirectory:
                 found.append((low, ending))
         return found
 
-    def report(self, slot: int, keys: bytes, changes: bytes, stride: int, version: int) -> None:
+    def apply_keys(self, slot: int, keys: bytes, changes: bytes, stride: int, version: int) -> None:
         """The replica has these keys now (`vmem.CachedKeys`), beside the expected ones.
 
         Reports may be missed, and come twice: one that has all changes since the last is followed by these, of any
@@ -87,7 +87,7 @@ class PrefixDirectory:
         self._set(added, slot)
         self._clear([key for key in removed if key not in expected], slot)
 
-    def expect(self, slot: int, keys: Sequence[bytes]) -> Sequence[bytes]:
+    def add_expected(self, slot: int, keys: Sequence[bytes]) -> Sequence[bytes]:
         """The replica is going to have these prefixes of one prompt, too.
 
         Returns:
@@ -100,7 +100,7 @@ class PrefixDirectory:
         self._set(noted, slot)
         return noted
 
-    def forget(self, slot: int, noted: Iterable[bytes]) -> None:
+    def undo_expected(self, slot: int, noted: Iterable[bytes]) -> None:
         """Take an `expect` back; it has returned `noted`."""
         expected, reported = self._expected[slot], self._reported.get(slot, ())
         gone = []
@@ -111,7 +111,7 @@ class PrefixDirectory:
                 gone.append(key)
         self._clear([key for key in gone if key not in reported], slot)
 
-    def remove(self, slot: int) -> None:
+    def remove_replica(self, slot: int) -> None:
         """The replica is gone."""
         self._versions.pop(slot, None)
         self._strides.pop(slot, None)

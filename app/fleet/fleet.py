@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from app.engine.report import ReplicaReport, StepTimes
-from app.fleet.cost import LOAD_FIELDS, Array, Loads
+from app.fleet.cost import LOAD_FIELDS, Array, LoadArrays
 from app.fleet.directory import PrefixDirectory
 
 # Until the first replica has computed something. Only which costs are greater matters then.
@@ -51,7 +51,7 @@ class RoutedRequest:
 
 
 @dataclass(slots=True, eq=False)
-class Sent:
+class SentRequest:
     """A request on its way to a replica, or there. `keys`: of prefixes that are expected to be cached by it."""
 
     keys: Sequence[bytes]
@@ -69,7 +69,7 @@ class _Replica:
     reported_at: float = -math.inf  # on the replica's clock
     heard_at: float = 0.0
     least_lag_s: float = math.inf
-    sent: dict[Sent, None] = field(default_factory=dict)  # in order: sums of floats must not depend on addresses
+    sent: dict[SentRequest, None] = field(default_factory=dict)  # in order: sums of floats must not depend on addresses
     num_in_flight: int = 0
     num_resyncs: int = 0
     is_gone: bool = False
@@ -109,7 +109,7 @@ class Fleet:
         for replica_id in self._replicas.keys() - wanted:
             replica = self._replicas.pop(replica_id)
             replica.is_gone = True
-            self._directory.remove(replica.slot)
+            self._directory.remove_replica(replica.slot)
             self._free_slots.append(replica.slot)
         for replica_id in sorted(wanted - self._replicas.keys()):
             if not self._free_slots:
@@ -122,7 +122,7 @@ class Fleet:
             self._assigned[slot] = 0
             self._replicas[replica_id] = _Replica(slot)
 
-    def report(self, replica_id: str, report: ReplicaReport, now: float) -> None:
+    def apply_report(self, replica_id: str, report: ReplicaReport, now: float) -> None:
         """A replica's report has arrived, perhaps once more."""
         replica = self._replicas.get(replica_id)
         if replica is None or report.made_at <= replica.reported_at:
@@ -135,7 +135,7 @@ class Fleet:
         last, replica.report = replica.report, report
         self.unit_tokens = report.unit_tokens
         self._step = None
-        self._directory.report(replica.slot, report.keys, report.changes, report.stride, report.keys_version)
+        self._directory.apply_keys(replica.slot, report.keys, report.changes, report.stride, report.keys_version)
         resync = last is not None and self._has_drifted(last, report)
         replica.num_resyncs += resync
         for sent in list(replica.sent):
@@ -143,11 +143,11 @@ class Fleet:
                 self._forget(sent)
         if resync:  # what is still under way there may not be cached either
             for sent in replica.sent:
-                self._directory.forget(replica.slot, sent.keys)
+                self._directory.undo_expected(replica.slot, sent.keys)
                 sent.keys = ()
         self._enter(replica)
 
-    def sent(self, request: RoutedRequest, replica_id: str, cached_tokens: int, now: float) -> Sent | None:
+    def note_sent(self, request: RoutedRequest, replica_id: str, cached_tokens: int, now: float) -> SentRequest | None:
         """A request was sent to a replica that is expected to have so much of it cached. `ended` or `withdraw` must
         follow. `None`: the replica is gone."""
         replica = self._replicas.get(replica_id)
@@ -157,8 +157,8 @@ class Fleet:
         if replica.report is not None:
             new = request.num_tokens - cached_tokens
             seconds = self._median_step().prefill_s(new, cached_tokens, replica.report.step_tokens)
-        noted = self._directory.expect(replica.slot, request.keys)
-        sent = Sent(noted, replica, now, request.num_tokens - cached_tokens, seconds)
+        noted = self._directory.add_expected(replica.slot, request.keys)
+        sent = SentRequest(noted, replica, now, request.num_tokens - cached_tokens, seconds)
         replica.sent[sent] = None
         replica.num_in_flight += 1
         self._decay(now)
@@ -166,7 +166,7 @@ class Fleet:
         self._add(replica.slot, sent)
         return sent
 
-    def ended(self, sent: Sent, now: float) -> None:
+    def note_ended(self, sent: SentRequest, now: float) -> None:
         """A request is over."""
         replica = sent.replica
         if replica.is_gone:
@@ -177,7 +177,7 @@ class Fleet:
         if replica.report is None or now - replica.report.made_at >= self._stale_after_s:
             self._forget(sent)  # it may be long until a report says what has become of it
 
-    def withdraw(self, sent: Sent, now: float) -> None:
+    def withdraw(self, sent: SentRequest, now: float) -> None:
         """A replica did not take a request after all."""
         replica = sent.replica
         if replica.is_gone:
@@ -226,10 +226,10 @@ class Fleet:
         slots, asked = self._slots(replica_ids)
         tokens, most = np.zeros(len(self._assigned)), max(request.num_tokens - 1, 0) // self.unit_tokens
         for units, having in self._directory.match(request.keys, asked):
-            tokens[_places(having, len(tokens))] = min(units, most) * self.unit_tokens
+            tokens[_set_bits(having, len(tokens))] = min(units, most) * self.unit_tokens
         return tokens[slots]
 
-    def loads(self, replica_ids: Sequence[str], now: float) -> Loads:
+    def loads(self, replica_ids: Sequence[str], now: float) -> LoadArrays:
         """Their loads, in this order.
 
         Step times are the median of all replicas, which run the same model on the same kind of device: what one of them
@@ -241,7 +241,7 @@ class Fleet:
         step = self._median_step()
         columns[0], columns[1], columns[2] = step.fixed_s, step.token_s, step.attended_s
         columns[-1] = self._assigned[slots]
-        return Loads(*columns)
+        return LoadArrays(*columns)
 
     # ---- inside ----
 
@@ -287,22 +287,22 @@ class Fleet:
             if sent.ended_at is not None:
                 self._loads[_NUM_REQUESTS, replica.slot] -= 1
 
-    def _add(self, slot: int, sent: Sent) -> None:
+    def _add(self, slot: int, sent: SentRequest) -> None:
         if sent.ended_at is None:
             self._loads[_QUEUED_TOKENS, slot] += sent.new_tokens
             self._loads[_QUEUED_S, slot] += sent.seconds
         self._loads[_NUM_REQUESTS, slot] += 1
 
-    def _forget(self, sent: Sent) -> None:
+    def _forget(self, sent: SentRequest) -> None:
         del sent.replica.sent[sent]
-        self._directory.forget(sent.replica.slot, sent.keys)
+        self._directory.undo_expected(sent.replica.slot, sent.keys)
 
     def _decay(self, now: float) -> None:
         self._assigned *= math.exp(-max(now - self._assigned_at, 0.0) / ASSIGNED_MEMORY_S)
         self._assigned_at = now
 
 
-def _places(bits: int, most: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def _set_bits(bits: int, most: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Where the number has ones, lowest first; `most` places, a multiple of 8."""
     content = np.frombuffer(bits.to_bytes(most // 8, "little"), dtype=np.uint8)
     return np.unpackbits(content, bitorder="little").view(np.bool_)

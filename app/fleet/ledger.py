@@ -38,7 +38,7 @@ _HEADROOM = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class MemberUsage:
     """What a member has, and could use, in bytes.
 
     Attributes:
@@ -58,17 +58,17 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class LedgerHeartbeat:
     """What a member says. `number` increases; `capacity_bytes` is what it thinks that all may hold together."""
 
     member: str
     number: int
     capacity_bytes: int
-    holding: Holding
+    holding: MemberUsage
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class BudgetOrder:
     """The answer to beat `number`: the budget from now on, 0 to wait for one. With the revision of the beat it changes
     nothing. `refusal` says why there will never be one."""
 
@@ -86,13 +86,13 @@ class Membership:
         self._number = 0
         self._awaits_order = False
 
-    def beat(self, holding: Holding) -> Beat:
+    def next_heartbeat(self, holding: MemberUsage) -> LedgerHeartbeat:
         """The next beat. Orders that answer former ones are void from now on."""
         self._number += 1
         self._awaits_order = True
-        return Beat(self.member, self._number, self.capacity_bytes, holding)
+        return LedgerHeartbeat(self.member, self._number, self.capacity_bytes, holding)
 
-    def obeys(self, order: Order) -> bool:
+    def obeys(self, order: BudgetOrder) -> bool:
         """Whether to carry out an order; once."""
         if order.number != self._number or not self._awaits_order:
             return False
@@ -106,7 +106,7 @@ class _Member:
     it can work with, and is never refused any more."""
 
     number: int
-    holding: Holding
+    holding: MemberUsage
     counted_bytes: int
     target_bytes: int = 0
     settled: bool = False
@@ -143,7 +143,7 @@ def fair_shares(capacity_bytes: int, claims: Sequence[Claim]) -> list[int]:
     return [min(want + rest, claim.most_bytes) for claim, want in zip(claims, wanted, strict=True)]
 
 
-class Ledger:
+class BudgetLedger:
     """The books of one device. Not thread-safe.
 
     Args:
@@ -170,31 +170,31 @@ class Ledger:
     def members(self) -> tuple[str, ...]:
         return tuple(self._members)
 
-    def beat(self, beat: Beat, now: float) -> Order:
+    def handle_heartbeat(self, beat: LedgerHeartbeat, now: float) -> BudgetOrder:
         """Enter what a member says; the answer is what it shall do."""
         holding, known = beat.holding, self._members.get(beat.member)
-        unchanged = Order(beat.number, holding.budget_bytes, holding.revision)
+        unchanged = BudgetOrder(beat.number, holding.budget_bytes, holding.revision)
         if beat.member in self._gone or (known is not None and beat.number <= known.number):
             return unchanged  # it came late: the member has left, or waits for the answer to another one
         member = self._entered(beat, known)
         if refusal := self._refusal(beat.member):
             member.refused = True  # and counted until it has gone
-            return Order(beat.number, holding.budget_bytes, holding.revision, refusal)
+            return BudgetOrder(beat.number, holding.budget_bytes, holding.revision, refusal)
         if (known is None and not holding.budget_bytes) or self._must_share(now):
             self._share(now)
         budget_bytes = self._next_budget(member, now)
         if budget_bytes == holding.budget_bytes:
             return unchanged
         member.counted_bytes = max(member.counted_bytes, budget_bytes)
-        return Order(beat.number, budget_bytes, holding.revision + 1)
+        return BudgetOrder(beat.number, budget_bytes, holding.revision + 1)
 
-    def leave(self, member: str) -> None:
+    def remove_member(self, member: str) -> None:
         """A member holds nothing any more, and never will again."""
         self._gone.add(member)
         self._awaited.discard(member)
         self._members.pop(member, None)
 
-    def _entered(self, beat: Beat, member: _Member | None) -> _Member:
+    def _entered(self, beat: LedgerHeartbeat, member: _Member | None) -> _Member:
         holding = beat.holding
         self._awaited.discard(beat.member)
         counted_bytes = max(holding.budget_bytes, holding.held_bytes)

@@ -19,7 +19,7 @@ _STEP_FIELDS = {field.name for field in fields(StepTimes)}
 
 
 @dataclass(frozen=True, slots=True)
-class ToldPrefixes:
+class HotPrefixes:
     """What a replica tells one that starts of its prefix cache, for those with the same fingerprint
     (`Engine.prefix_fingerprint`)."""
 
@@ -53,16 +53,16 @@ class GenerateRequest:
     user: str | None = None
     timeout_s: float | None = None
     session: str | None = None
-    expected: Expected | None = None
+    expected: ExpectedPrefix | None = None
     crowded: tuple[str, ...] = ()
     refused_by: tuple[str, ...] = ()
     stopped: tuple[str, ...] = ()
-    share: Share | None = None
+    share: SharedStreamKey | None = None
     repeat_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class SharedStreamKey:
     """What an ingress calls a request whose pieces may come by a shared stream."""
 
     ingress: str
@@ -70,7 +70,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class ShareCall:
+class SharedStreamCall:
     """Asks a replica for a shared stream to an ingress, under this number."""
 
     ingress: str
@@ -90,7 +90,7 @@ class ForkCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedPrefix:
     """Tokens that a router expects to be cached at a replica; another one that gets the request may ignore it."""
 
     replica: str
@@ -135,7 +135,7 @@ class ReplicaStatus:
     ready_s: float
 
     @staticmethod
-    def of(name: str, load: ReplicaReport, memory: MemoryReport, ready_s: float) -> ReplicaStatus:
+    def from_reports(name: str, load: ReplicaReport, memory: MemoryReport, ready_s: float) -> ReplicaStatus:
         return ReplicaStatus(
             name=name,
             num_running=load.num_running,
@@ -196,7 +196,7 @@ class Piece:
     replica: str = ""
 
     @staticmethod
-    def of(deltas: Sequence[Delta], prompt_logprobs: tuple[TokenLogprobs, ...], replica: str) -> Piece:
+    def from_deltas(deltas: Sequence[Delta], prompt_logprobs: tuple[TokenLogprobs, ...], replica: str) -> Piece:
         """At least one, all of one output, none with an error."""
         last = deltas[-1]
         return Piece(
@@ -241,13 +241,13 @@ class PieceCollector:
             self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
             self._held.setdefault(delta.index, []).append(delta)
 
-    def all(self) -> list[Piece]:
+    def held_pieces(self) -> list[Piece]:
         """What is held, each output in one piece, in order."""
         return [self._take(index) for index in sorted(self._held)]
 
     def _take(self, index: int) -> Piece:
         entries, self._prompt_logprobs = self._prompt_logprobs, ()
-        return Piece.of(self._held.pop(index), entries, self._replica)
+        return Piece.from_deltas(self._held.pop(index), entries, self._replica)
 
 
 def public_id(request_id: str, replica: str) -> str:

@@ -22,7 +22,7 @@ _SHORTEST_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class _Refusal:
+class _FullQueue:
     """`room_at`: when about half of the queue will have begun; `begin_per_s`: requests of it."""
 
     at: float
@@ -30,7 +30,7 @@ class _Refusal:
     begin_per_s: float
 
 
-class Refusals:
+class LoadShedder:
     """Replicas whose queues were full a moment ago, and a door for when all were.
 
     A refusal by a replica costs a call, and many cost the time that the engines need. So while it is crowded the door
@@ -51,21 +51,21 @@ class Refusals:
     def __init__(self) -> None:
         self.num_arrived = 0
         self._share = 1.0
-        self._by_replica: dict[str, _Refusal] = {}
+        self._by_replica: dict[str, _FullQueue] = {}
         self._crowded_until = -math.inf
         self._room_at = self._filled_at = self._slowed_at = -math.inf
         self._all_begin_per_s = self._admitted_per_s = self._tickets = 0.0
 
-    def note(self, replica: str, retry_after_s: float, num_queued: int, now: float) -> None:
+    def note_refusal(self, replica: str, retry_after_s: float, num_queued: int, now: float) -> None:
         """A replica has refused a request: so many wait, and half of them begin within `retry_after_s`."""
         begin_per_s = num_queued / 2 / max(retry_after_s, _SHORTEST_S)
-        self._by_replica[replica] = _Refusal(now, now + retry_after_s, begin_per_s)
+        self._by_replica[replica] = _FullQueue(now, now + retry_after_s, begin_per_s)
 
-    def lately(self, now: float) -> tuple[str, ...]:
+    def recent_refusers(self, now: float) -> tuple[str, ...]:
         """Replicas to be asked last."""
         return tuple(r for r, refusal in self._by_replica.items() if now - refusal.at < _ASKED_LAST_S)
 
-    def all_refused(self, now: float) -> float:
+    def note_all_refused(self, now: float) -> float:
         """All replicas have refused, each as `note` has it; returns after how many seconds the first may have room."""
         self._by_replica = {r: refusal for r, refusal in self._by_replica.items() if now - refusal.at < _CROWDED_S}
         refusals = self._by_replica.values()
@@ -83,7 +83,7 @@ class Refusals:
         self._room_at = min((refusal.room_at for refusal in refusals), default=now)
         return max(self._room_at - now, 0.0)
 
-    def refuse(self, now: float) -> float | None:
+    def admission_delay_s(self, now: float) -> float | None:
         """`None`: a request may come in. Else it is crowded, and that is when to come again, in seconds."""
         self.num_arrived += 1
         if now >= self._crowded_until:
@@ -94,21 +94,21 @@ class Refusals:
             return None
         return max(self._room_at - now, 0.0)
 
-    def give_back(self) -> None:
+    def return_admission(self) -> None:
         """A request that was let in came to nothing."""
         self._tickets += 1
 
-    def is_crowded(self, now: float) -> bool:
+    def is_shedding(self, now: float) -> bool:
         """Whether the door may refuse somebody."""
         return now < self._crowded_until
 
     @property
-    def share(self) -> float:
+    def arrival_share(self) -> float:
         """Of all requests that come to all doors, those that come to this one: more than 0."""
         return self._share
 
-    @share.setter
-    def share(self, share: float) -> None:
+    @arrival_share.setter
+    def arrival_share(self, share: float) -> None:
         self._admitted_per_s *= share / self._share
         self._share = share
 

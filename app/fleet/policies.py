@@ -32,7 +32,7 @@ _SESSIONS_REMEMBERED = 10_000
 class Policy(Protocol):
     """Chooses among replicas that its `Fleet` knows."""
 
-    def rank(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
+    def rank_replicas(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
         """All of them, the best first. Without any, nothing."""
         ...
 
@@ -43,7 +43,7 @@ class RoundRobin:
     def __init__(self, fleet: Fleet) -> None:
         self._turn = itertools.count()
 
-    def rank(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
+    def rank_replicas(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
         if not replica_ids:
             return []
         ordered = sorted(replica_ids)
@@ -58,8 +58,8 @@ class LeastLoaded:
         self._fleet = fleet
         self._in_turn = RoundRobin(fleet)
 
-    def rank(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
-        in_turn = self._in_turn.rank(request, replica_ids, now)
+    def rank_replicas(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
+        in_turn = self._in_turn.rank_replicas(request, replica_ids, now)
         counts = dict(zip(in_turn, self._fleet.num_requests(in_turn, now), strict=True))
         return sorted(in_turn, key=counts.__getitem__)
 
@@ -77,7 +77,7 @@ class ConsistentHash:
         self._replicas: frozenset[str] = frozenset()
         self._ring: list[tuple[bytes, str]] = []
 
-    def rank(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
+    def rank_replicas(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
         if not replica_ids:
             return []
         if self._replicas != frozenset(replica_ids):
@@ -113,10 +113,10 @@ class PrefixAware:
         self._least_loaded = LeastLoaded(fleet)
         self._sessions: OrderedDict[str, str] = OrderedDict()
 
-    def rank(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
+    def rank_replicas(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
         known = self._fleet.fresh(replica_ids, now)
         if not known:
-            return self._least_loaded.rank(request, replica_ids, now)
+            return self._least_loaded.rank_replicas(request, replica_ids, now)
         loads = self._fleet.loads(known, now)
         cached = self._fleet.cached_tokens(request, known)
         ttft_s, harm_s = request_cost(loads, request.num_tokens, cached, self._weights)
@@ -128,7 +128,7 @@ class PrefixAware:
             self._prefer_session(request.session, known, cost.tolist(), ranked)
         if len(known) < len(replica_ids):
             unknown = [r for r in replica_ids if r not in set(known)]
-            ranked += self._least_loaded.rank(request, unknown, now)
+            ranked += self._least_loaded.rank_replicas(request, unknown, now)
         return ranked
 
     def _prefer_session(self, session: str, known: list[str], cost: list[float], ranked: list[str]) -> None:

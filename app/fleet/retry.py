@@ -18,7 +18,7 @@ from typing import Literal
 
 from app.errors import DeadlineError, NoReplicaError, OverloadedError, UnavailableError
 from app.fleet.messages import GenerateRequest
-from app.fleet.overload import Refusals
+from app.fleet.overload import LoadShedder
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _REPLACED_AFTER_S = 5.0
 Reason = Literal["unavailable", "overloaded"]
 
 
-class Attempts:
+class CallRetries:
     """What has become of one call so far, of which the caller has got nothing yet.
 
     It is sent again when its replica is gone, because nothing of it can be lost then; and offered to another one when
@@ -48,7 +48,11 @@ class Attempts:
     """
 
     def __init__(
-        self, call: GenerateRequest, refusals: Refusals, arrived: float | None = None, batch: Batch | None = None
+        self,
+        call: GenerateRequest,
+        refusals: LoadShedder,
+        arrived: float | None = None,
+        batch: CallWindow | None = None,
     ) -> None:
         self._call = call
         self._refusals = refusals
@@ -77,7 +81,7 @@ class Attempts:
         return replace(
             self._call,
             timeout_s=timeout_s,
-            crowded=self._refusals.lately(now),
+            crowded=self._refusals.recent_refusers(now),
             refused_by=self._refused_by,
             stopped=self._stopped,
         )
@@ -89,7 +93,7 @@ class Attempts:
             await self._batch.pause(self._pause_s)
             self._pause_s, self._num_ended = None, num_ended
 
-    def failed(self, error: UnavailableError | OverloadedError) -> Reason:
+    def note_failure(self, error: UnavailableError | OverloadedError) -> Reason:
         """The call has failed without any output; returns why it may be sent again.
 
         Raises:
@@ -112,13 +116,13 @@ class Attempts:
         if not error.replica:  # the router knows of none that has not refused
             if self._may_wait():
                 return "overloaded"
-            raise OverloadedError(error.message, self._refusals.all_refused(now)) from error
+            raise OverloadedError(error.message, self._refusals.note_all_refused(now)) from error
         if error.retry_after_s is not None:
-            self._refusals.note(error.replica, error.retry_after_s, error.num_queued, now)
+            self._refusals.note_refusal(error.replica, error.retry_after_s, error.num_queued, now)
             self._retry_after_s = min(self._retry_after_s, error.retry_after_s)
         self._refused_by = (*self._refused_by, error.replica)
         if len(self._refused_by) >= _MOST_OFFERS and not self._may_wait():
-            self._refusals.all_refused(now)  # so many are as good as all
+            self._refusals.note_all_refused(now)  # so many are as good as all
             raise error
         return "overloaded"
 
@@ -134,7 +138,7 @@ class Attempts:
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.05, 1.0
 
 
-class Batch:
+class CallWindow:
     """Lets so many of the calls be sent at once, and knows whether they make progress: all at once could be more than
     the queues take even when nobody else is there, and such a request would never succeed.
 
@@ -153,7 +157,7 @@ class Batch:
         return self._num_ended
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
+    async def call_slot(self) -> AsyncIterator[None]:
         """A call may be sent while this is open."""
         async with self._places:
             self._num_inside += 1
@@ -181,7 +185,7 @@ class Batch:
 _ENDS_WITHIN_S = 2.0
 
 
-class Repeats:
+class DuplicateGuard:
     """The requests that run here, by their senders' keys.
 
     A request is sent again when its ingress died before any answer. So the first one's caller is dead, and it is about
@@ -192,7 +196,7 @@ class Repeats:
         self._running: dict[str, asyncio.Event] = {}
 
     @asynccontextmanager
-    async def turn(self, key: str) -> AsyncIterator[None]:
+    async def exclusive(self, key: str) -> AsyncIterator[None]:
         """The request with this key runs while this is open.
 
         Raises:

@@ -31,7 +31,9 @@ SILENCE_S = 30.0
 T = TypeVar("T")
 
 
-async def beating(items: AsyncGenerator[T, None], beat_s: float = BEAT_S) -> AsyncGenerator[T | list[Any], None]:
+async def with_heartbeats(
+    items: AsyncGenerator[T, None], beat_s: float = BEAT_S
+) -> AsyncGenerator[T | list[Any], None]:
     """The items as they come, and an empty list whenever none has come for `beat_s`."""
     coming: asyncio.Future[T] | None = None
     try:
@@ -54,7 +56,7 @@ async def beating(items: AsyncGenerator[T, None], beat_s: float = BEAT_S) -> Asy
         await items.aclose()
 
 
-async def heard(
+async def without_heartbeats(
     response: AsyncIterable[Any], silence_s: float, first_s: float | None = None
 ) -> AsyncGenerator[Any, None]:
     """The items of a replica's stream, without signs of life.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from app.engine.request import TokenLogprobs
-from app.exchange import current_exchange
+from app.exchange import current_context
 from app.fleet.messages import Piece, public_id
 from app.openai.logprobs import Offsets, TokenTexts, completion_logprobs, prompt_logprobs
 from app.openai.replies import (
@@ -31,7 +31,7 @@ class Tally:
         self._num_prompt_tokens = sum(num_prompt_tokens)
         self._num_cached = [0] * len(num_prompt_tokens)
         self._num_output_tokens = 0
-        self._exchange = current_exchange()
+        self._exchange = current_context()
         if self._exchange is not None:
             self._exchange.count_prompt(self._num_prompt_tokens)
 
@@ -98,7 +98,7 @@ class CompletionAnswer:
         """The usage, when everything else has been said."""
         return self._completion([], self._tally.usage())
 
-    def whole(self, outputs: Sequence[Sequence[Piece]]) -> Completion:
+    def full_answer(self, outputs: Sequence[Sequence[Piece]]) -> Completion:
         """Args: for each prompt its outputs, each in one piece."""
         choices = [self._choice(piece, prompt) for prompt, pieces in enumerate(outputs) for piece in pieces]
         return self._completion(sorted(choices, key=lambda choice: choice.index), self._tally.usage())

@@ -89,7 +89,7 @@ Text = Annotated[str, AfterValidator(check_text)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(check_json)]
 
 
-def refused(why: str, *harmless: Any) -> BeforeValidator:
+def unsupported_field(why: str, *harmless: Any) -> BeforeValidator:
     """For a field of OpenAI's that cannot be honoured here: anything but a null and what is `harmless` is an error that
     says why."""
 
@@ -116,7 +116,7 @@ def text_or(kind: str) -> Discriminator:
     return Discriminator(lambda value: kind if isinstance(value, list) else "text")
 
 
-class LeanReply(BaseModel):
+class OmitNoneModel(BaseModel):
     """Fields named in `_left_out` are not in the JSON when they are `None`; of all others OpenAI sends a null."""
 
     _left_out: ClassVar[frozenset[str]] = frozenset()
@@ -149,12 +149,12 @@ class ClientFields(StrictBody):
     metadata: Metadata | None = None
     """Notes of the client's. Nothing is stored: only `/v1/responses` says them again in its answer."""
     store: Annotated[
-        Literal[False] | None, refused("answers are not stored here; leave it out or send false", False)
+        Literal[False] | None, unsupported_field("answers are not stored here; leave it out or send false", False)
     ] = None
     """Answers are never stored: `true` is refused."""
     service_tier: Annotated[
         Literal["auto", "default"] | None,
-        refused("there is one tier, the default; leave it out, or say priority", "auto", "default"),
+        unsupported_field("there is one tier, the default; leave it out, or say priority", "auto", "default"),
     ] = None
     """There is one tier. How urgent a request is, `priority` says."""
     safety_identifier: Annotated[Text | None, Field(max_length=256)] = None
@@ -164,6 +164,6 @@ class ClientFields(StrictBody):
     `X-Session-Id`. Cached prefixes are found without it."""
     prompt_cache_retention: Annotated[
         Literal["in_memory"] | None,
-        refused("cached prefixes are kept in memory only; leave it out, or say pin", "in_memory"),
+        unsupported_field("cached prefixes are kept in memory only; leave it out, or say pin", "in_memory"),
     ] = None
     """Cached prefixes are kept in memory, for as long as the server's settings say."""

@@ -15,15 +15,15 @@ from app.engine.sampling.params import SamplingParams, Structure
 from app.errors import RequestError
 from app.openai.base import (
     ClientFields,
-    LeanReply,
     ListOf,
     Name,
+    OmitNoneModel,
     StrictBody,
     Text,
     at_most,
     only_text,
-    refused,
     text_or,
+    unsupported_field,
 )
 from app.openai.sampling_body import (
     ResponseFormat,
@@ -102,7 +102,7 @@ class CompletionRequest(GenerationBody):
     """Outputs begin with their prompt; with `logprobs` the prompt's tokens have theirs, too."""
     logprobs: int | None = None
     """Log probabilities of each token, and so many alternatives."""
-    suffix: Annotated[None, refused("models here only continue a prompt; leave it out")] = None
+    suffix: Annotated[None, unsupported_field("models here only continue a prompt; leave it out")] = None
     """Refused: models here only continue a prompt."""
 
     @property
@@ -181,15 +181,15 @@ class Message(StrictBody):
     """The calls that the assistant has made."""
     tool_call_id: Text | None = None
     """The call that a tool's message answers."""
-    refusal: Annotated[None, refused("models here do not refuse in a field of its own; put the text into content")] = (
-        None
-    )
+    refusal: Annotated[
+        None, unsupported_field("models here do not refuse in a field of its own; put the text into content")
+    ] = None
     """Null, as in answers of OpenAI's."""
     annotations: Annotated[list[Any] | None, Field(max_length=0)] = None
     """Empty, as in answers of OpenAI's."""
-    audio: Annotated[None, refused("messages are text here; leave it out")] = None
+    audio: Annotated[None, unsupported_field("messages are text here; leave it out")] = None
     """Null, as in answers of OpenAI's."""
-    function_call: Annotated[None, refused("it is deprecated and not known here; use tool_calls")] = None
+    function_call: Annotated[None, unsupported_field("it is deprecated and not known here; use tool_calls")] = None
     """Null, as in answers of OpenAI's."""
     parsed: Any = None
     """What the official client has made of an answer. Nobody looks at it."""
@@ -237,25 +237,27 @@ class ChatCompletionRequest(GenerationBody):
     """Whether a forced answer may call several at once. True by default."""
     response_format: ResponseFormat | None = None
     """What the answer looks like: text, a JSON object, or JSON that follows a schema."""
-    modalities: Annotated[ListOf[Literal["text"]] | None, refused("answers are text here", ["text"])] = None
+    modalities: Annotated[ListOf[Literal["text"]] | None, unsupported_field("answers are text here", ["text"])] = None
     """Answers are text."""
     reasoning_effort: Annotated[
-        Literal["none"] | None, refused("what a model thinks is part of its text here; leave it out", "none")
+        Literal["none"] | None, unsupported_field("what a model thinks is part of its text here; leave it out", "none")
     ] = None
     """What a model thinks is part of its text here: any effort but "none" is refused."""
-    verbosity: Annotated[Literal["medium"] | None, refused("say in the prompt how long it may be", "medium")] = None
+    verbosity: Annotated[
+        Literal["medium"] | None, unsupported_field("say in the prompt how long it may be", "medium")
+    ] = None
     """Anything but "medium", which changes nothing, is refused: say it in the prompt."""
-    functions: Annotated[None, refused("it is deprecated and not known here; use tools")] = None
+    functions: Annotated[None, unsupported_field("it is deprecated and not known here; use tools")] = None
     """Refused: use `tools`."""
-    function_call: Annotated[None, refused("it is deprecated and not known here; use tool_choice")] = None
+    function_call: Annotated[None, unsupported_field("it is deprecated and not known here; use tool_choice")] = None
     """Refused: use `tool_choice`."""
-    audio: Annotated[None, refused("answers are text here; leave it out")] = None
+    audio: Annotated[None, unsupported_field("answers are text here; leave it out")] = None
     """Refused: answers are text."""
     prediction: Annotated[
-        None, refused("tokens are guessed by the server's settings (speculation) here; leave it out")
+        None, unsupported_field("tokens are guessed by the server's settings (speculation) here; leave it out")
     ] = None
     """Refused: the server's settings say how tokens are guessed."""
-    web_search_options: Annotated[None, refused("this server has no web search; leave it out")] = None
+    web_search_options: Annotated[None, unsupported_field("this server has no web search; leave it out")] = None
     """Refused: there is no web search."""
 
     def sampling_params(self, forced: Structure | None = None, kept_token_ids: Collection[int] = ()) -> SamplingParams:
@@ -329,7 +331,7 @@ class TokenizeRequest(StrictBody):
     """Add each token's text."""
 
 
-class Tokens(LeanReply):
+class Tokens(OmitNoneModel):
     """`count` tokens; `token_strs` if they were asked for: what is no whole character is written `\\xe2\\x82`."""
 
     _left_out = frozenset({"token_strs"})

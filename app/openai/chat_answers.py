@@ -112,7 +112,7 @@ class ChatAnswer:
         """The usage, when everything else has been said."""
         return self._chunk([], self._tally.usage())
 
-    def whole(self, pieces: Sequence[Piece]) -> ChatCompletion:
+    def full_answer(self, pieces: Sequence[Piece]) -> ChatCompletion:
         """Args: outputs, each in one piece."""
         choices = []
         for piece in sorted(pieces, key=lambda piece: piece.index):

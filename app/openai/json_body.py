@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.openai.lanes import LOOP_BYTES, Lanes
+from app.openai.lanes import LOOP_BYTES, SizedExecutor
 
 # Reading holds the interpreter's lock most of the time: more threads would make nothing faster.
 _NUM_THREADS = 2
@@ -25,7 +25,7 @@ _NUM_THREADS = 2
 def json_routes() -> type[APIRoute]:
     """The class of an application's routes. Bodies of more than `LOOP_BYTES` are parsed and validated in threads, and
     none that has too much in it."""
-    lanes = Lanes("bodies", _NUM_THREADS)
+    lanes = SizedExecutor("bodies", _NUM_THREADS)
 
     class JsonRoute(APIRoute):
         """A route whose body, if it has one, is JSON, and is said to be: a web page of another origin cannot send that

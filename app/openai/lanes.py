@@ -18,7 +18,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Lanes:
+class SizedExecutor:
     """A thread for large requests, one at a time, and several for the others, which so never wait for a large one.
 
     Args:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from app.openai.base import LeanReply
+from app.openai.base import OmitNoneModel
 from app.openai.tools.bodies import ToolCall, ToolCallDelta
 
 ChoiceEnd = Literal["stop", "length", "tool_calls"]
@@ -52,7 +52,7 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class CompletionChoice(LeanReply):
+class CompletionChoice(OmitNoneModel):
     """Extensions, left out when there is nothing to say: `stop_reason`, the stop string or token id that ended the
     output; `score`, of a beam; `prompt_logprobs`."""
 
@@ -96,7 +96,7 @@ class ChatLogprobs(BaseModel):
     content: list[ChatTokenLogprob]
 
 
-class AssistantMessage(LeanReply):
+class AssistantMessage(OmitNoneModel):
     """`content` is null when there is nothing but tool calls."""
 
     _left_out = frozenset({"tool_calls"})
@@ -106,7 +106,7 @@ class AssistantMessage(LeanReply):
     tool_calls: list[ToolCall] | None = None
 
 
-class ChatChoice(LeanReply):
+class ChatChoice(OmitNoneModel):
     """Extensions as in `CompletionChoice`."""
 
     _left_out = frozenset({"stop_reason", "score"})
@@ -119,7 +119,7 @@ class ChatChoice(LeanReply):
     score: float | None = None
 
 
-class ChatCompletion(LeanReply):
+class ChatCompletion(OmitNoneModel):
     """The answer of `/v1/chat/completions`; `prompt_logprobs` is an extension."""
 
     _left_out = frozenset({"prompt_logprobs"})
@@ -133,7 +133,7 @@ class ChatCompletion(LeanReply):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class ChatDelta(LeanReply):
+class ChatDelta(OmitNoneModel):
     """What a chunk adds to the message; absent fields are left out of the JSON."""
 
     _left_out = frozenset({"role", "content", "tool_calls"})
@@ -143,7 +143,7 @@ class ChatDelta(LeanReply):
     tool_calls: list[ToolCallDelta] | None = None
 
 
-class ChatChunkChoice(LeanReply):
+class ChatChunkChoice(OmitNoneModel):
     _left_out = frozenset({"stop_reason", "score"})
 
     index: int = 0
@@ -154,7 +154,7 @@ class ChatChunkChoice(LeanReply):
     score: float | None = None
 
 
-class ChatCompletionChunk(LeanReply):
+class ChatCompletionChunk(OmitNoneModel):
     """One chunk of a streamed chat completion. `prompt_logprobs`, an extension, come with the first."""
 
     _left_out = frozenset({"prompt_logprobs"})

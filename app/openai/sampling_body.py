@@ -21,7 +21,7 @@ from app.engine.sampling.params import (
     Structure,
 )
 from app.errors import RequestError
-from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, refused
+from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, unsupported_field
 
 MAX_CHOICES = 4096
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
@@ -34,7 +34,7 @@ class StreamOptions(StrictBody):
     include_usage: bool | None = None
     """A last chunk has the token counts. The events of `/v1/responses` end with them anyway."""
     include_obfuscation: Annotated[
-        Literal[False] | None, refused("chunks are not padded here; leave it out or send false", False)
+        Literal[False] | None, unsupported_field("chunks are not padded here; leave it out or send false", False)
     ] = None
     """Chunks are never padded with random characters: `true` is refused."""
 

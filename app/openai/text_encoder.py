@@ -99,7 +99,7 @@ class TextBounds:
         self._longest = _longest_token(state)
         self._shrinks = any(part["type"] == "NFC" for part in _parts(state["normalizer"], "normalizers"))
 
-    def check(self, text: str, max_model_len: int, param: str) -> None:
+    def check_length(self, text: str, max_model_len: int, param: str) -> None:
         """Raises `ContextLengthError` when it has more tokens than that for sure."""
         if self._longest is None:
             return

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from app.engine.sampling.params import SamplingParams
 from app.errors import RequestError, UnknownModelError, UnknownRequestError
-from app.exchange import current_exchange
+from app.exchange import current_context
 from app.fleet.messages import ForkCall, GenerateRequest, Piece, split_public_id
 from app.openai.answers import CompletionAnswer
 from app.openai.bodies import (
@@ -25,7 +25,7 @@ from app.openai.bodies import (
     Tokens,
 )
 from app.openai.chat_answers import ChatAnswer
-from app.openai.lanes import Lanes
+from app.openai.lanes import SizedExecutor
 from app.openai.logprobs import TokenTexts
 from app.openai.prompts import (
     CheckLength,
@@ -70,20 +70,20 @@ class Translator:
         self._encoder = TextEncoder(tokenizer)
         self._tokens = TokenTexts(tokenizer)
         self._bounds = TextBounds(tokenizer)
-        self._lanes = Lanes("translator", _NUM_THREADS)
+        self._lanes = SizedExecutor("translator", _NUM_THREADS)
         self._model_name = model_name
         self._adapters = tuple(adapters)
 
     async def in_thread(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call one of the other methods so, as `asyncio.to_thread` would; for large bodies one at a time, and for small
         ones in the event loop. Of a handle's request nobody knows how large it is."""
-        exchange = current_exchange()
+        exchange = current_context()
         num_bytes = 0 if exchange is None else exchange.num_body_bytes
         if 0 < num_bytes <= _LOOP_BYTES:
             return method(*args, **kwargs)
         return await self._lanes.run(num_bytes, method, *args, **kwargs)
 
-    async def whole(self, build: Callable[[list[list[Piece]]], T], outputs: list[list[Piece]]) -> T:
+    async def build_answer(self, build: Callable[[list[list[Piece]]], T], outputs: list[list[Piece]]) -> T:
         """What `build` makes of whole outputs; outside of the event loop if they have many log probabilities."""
         pieces = [piece for of_prompt in outputs for piece in of_prompt]
         num_prompt = sum(len(piece.prompt_logprobs) for piece in pieces) * len(pieces)
@@ -92,7 +92,7 @@ class Translator:
             return build(outputs)
         return await self._lanes.run(num_tokens * _TOKEN_BYTES, build, outputs)
 
-    def completion(
+    def translate_completion(
         self, request: CompletionRequest, session: str | None, max_model_len: int
     ) -> tuple[list[GenerateRequest], CompletionAnswer]:
         """A call for each prompt, and what their pieces come to."""
@@ -119,15 +119,15 @@ class Translator:
         )
         return calls, answer
 
-    def response(
+    def translate_response(
         self, request: ResponsesRequest, session: str | None, max_model_len: int
     ) -> tuple[list[GenerateRequest], ResponseAnswer]:
         """The same for a response."""
         with in_terms_of_responses():
-            calls, chat = self.chat(request.as_chat(), session, max_model_len, "resp")
+            calls, chat = self.translate_chat(request.as_chat(), session, max_model_len, "resp")
         return calls, ResponseAnswer(request, chat)
 
-    def chat(
+    def translate_chat(
         self, request: ChatCompletionRequest, session: str | None, max_model_len: int, kind: str = "chatcmpl"
     ) -> tuple[list[GenerateRequest], ChatAnswer]:
         """The one call, and what its pieces come to. `kind`: how the id begins."""
@@ -151,7 +151,7 @@ class Translator:
         )
         return [call], answer
 
-    def fork(self, request: ForkRequest) -> tuple[ForkCall, CompletionAnswer]:
+    def translate_fork(self, request: ForkRequest) -> tuple[ForkCall, CompletionAnswer]:
         """The same for a fork. Raises `UnknownRequestError` if the id is not one that could be forked."""
         self.adapter_of(request.model)
         fork_of, replica = split_public_id(request.request_id)
@@ -171,19 +171,19 @@ class Translator:
         )
         return call, answer
 
-    def tokens(self, request: TokenizeRequest, max_model_len: int) -> Tokens:
+    def translate_tokenize(self, request: TokenizeRequest, max_model_len: int) -> Tokens:
         """The tokens of a text or a conversation."""
         self._check_model(request.model)
         tokens = encode_tokenize(self._encoder, request, self._length_check(max_model_len))
         texts = [self._tokens.chat_token(token_id) for token_id in tokens] if request.return_token_strs else None
         return Tokens(count=len(tokens), max_model_len=max_model_len, tokens=tokens, token_strs=texts)
 
-    def text(self, request: DetokenizeRequest) -> DetokenizedText:
+    def translate_detokenize(self, request: DetokenizeRequest) -> DetokenizedText:
         """The text of tokens."""
         self._check_model(request.model)
         return DetokenizedText(prompt=decode_tokens(self._tokenizer, request.tokens))
 
-    def prefix(self, request: PinRequest) -> list[int]:
+    def encode_pin_prefix(self, request: PinRequest) -> list[int]:
         """What prompts that begin so have in common."""
         return encode_pin(self._encoder, request)
 
@@ -191,11 +191,11 @@ class Translator:
         """Raises `UnknownModelError`, or `ForbiddenError` when the caller's API key does not allow it."""
         name = self._model_name if model is None else model
         self.adapter_of(name)
-        if (exchange := current_exchange()) is not None:
+        if (exchange := current_context()) is not None:
             exchange.check_model(name)
 
     def _length_check(self, max_model_len: int) -> CheckLength:
-        return lambda text, param: self._bounds.check(text, max_model_len, param)
+        return lambda text, param: self._bounds.check_length(text, max_model_len, param)
 
     def adapter_of(self, model: str) -> str | None:
         """Of the model that a request names; `None`: the model itself. Raises `UnknownModelError`."""
@@ -237,11 +237,11 @@ def _call_of(
     number: int = 0,
 ) -> GenerateRequest:
     tenant, timeout_s = request.tenant, request.timeout_s
-    exchange, repeat_key = current_exchange(), None
+    exchange, repeat_key = current_context(), None
     if exchange is not None:
         if exchange.attempt_of is not None:
             repeat_key = f"{exchange.attempt_of} {number}"
-        tenant, timeout_s = exchange.admit(
+        tenant, timeout_s = exchange.authorize(
             request_id,
             model=request.model,
             tenant=tenant,

@@ -9,7 +9,7 @@ from typing import Any
 from ray.serve.config import AutoscalingContext
 
 from app.errors import ConfigError
-from app.fleet.autoscaling import LOAD_METRICS, ReplicaLoad, ScalingPolicy, ScalingState, ScalingTargets
+from app.fleet.autoscaling import LOAD_METRICS, AutoscalingLoad, ScalingPolicy, ScalingState, ScalingTargets
 
 _STATE_KEY = "folio"
 
@@ -42,7 +42,7 @@ class KVAwareScaling:
         )
         return wanted, {_STATE_KEY: asdict(policy.state)}
 
-    def _fresh(self, loads: Mapping[Any, ReplicaLoad], now: float) -> list[ReplicaLoad]:
+    def _fresh(self, loads: Mapping[Any, AutoscalingLoad], now: float) -> list[AutoscalingLoad]:
         """Those that were new lately, by the controller's clock: a replica's may be another."""
         before = self._heard
         self._heard = {
@@ -52,7 +52,9 @@ class KVAwareScaling:
         return [load for r, load in loads.items() if now - self._heard[r][1] <= self._targets.stale_after_s]
 
 
-def latest_loads(metrics: Mapping[str, Mapping[Any, Sequence[Any]]], replicas: Sequence[Any]) -> dict[Any, ReplicaLoad]:
+def latest_loads(
+    metrics: Mapping[str, Mapping[Any, Sequence[Any]]], replicas: Sequence[Any]
+) -> dict[Any, AutoscalingLoad]:
     """The last load of each replica that has reported one.
 
     Args:
@@ -62,7 +64,7 @@ def latest_loads(metrics: Mapping[str, Mapping[Any, Sequence[Any]]], replicas: S
     loads = {}
     for replica in replicas:
         series = {name: metrics.get(name, {}).get(replica) for name in LOAD_METRICS}
-        load = ReplicaLoad.of_metrics({name: points[-1].value for name, points in series.items() if points})
+        load = AutoscalingLoad.of_metrics({name: points[-1].value for name, points in series.items() if points})
         if load is not None:
             loads[replica] = load
     return loads

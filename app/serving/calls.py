@@ -15,10 +15,10 @@ from ray.serve.handle import DeploymentHandle
 from app.engine.sampling.params import SamplingParams
 from app.errors import OverloadedError, UnavailableError
 from app.fleet.messages import ForkCall, GenerateRequest, Piece, ReplicaFacts
-from app.fleet.overload import Refusals
-from app.fleet.retry import Attempts, Batch
-from app.fleet.streams import SILENCE_S, heard, interleave
-from app.serving.failures import FAILURES, broken_off, translated, unwrap
+from app.fleet.overload import LoadShedder
+from app.fleet.retry import CallRetries, CallWindow
+from app.fleet.streams import SILENCE_S, interleave, without_heartbeats
+from app.serving.failures import FAILURES, call_broken_error, translate_failures, unwrap
 from app.serving.shared_streams import SharedReader
 
 # A message may have 4 MiB. An output token takes up to 16 bytes, id and text: so all outputs of a call with so many
@@ -28,7 +28,7 @@ _MOST_TOKENS_BY_VALUE = 131_072
 ANSWER_TIMEOUT_S = 120.0
 
 
-class Replicas:
+class ReplicaClient:
     """All engine replicas of the application, behind their handle. Every method raises `FolioError`s.
 
     Args:
@@ -41,7 +41,7 @@ class Replicas:
     def __init__(
         self,
         handle: DeploymentHandle[Any],
-        refusals: Refusals,
+        refusals: LoadShedder,
         batch_window: int = 32,
         shared: SharedReader | None = None,
         wait_for_replica_s: float = 10.0,
@@ -57,7 +57,7 @@ class Replicas:
             tag_keys=("reason",),
         )
 
-    async def generate(self, calls: Sequence[GenerateRequest], arrived: float | None = None) -> list[list[Piece]]:
+    async def complete_calls(self, calls: Sequence[GenerateRequest], arrived: float | None = None) -> list[list[Piece]]:
         """The outputs of each call, each output in one piece. When one call fails, the others are cancelled.
 
         Args:
@@ -66,18 +66,18 @@ class Replicas:
         batch = self._batch_of(calls)
         return await _all_of([self._whole(call, arrived, batch) for call in calls])
 
-    def generate_stream(
+    def stream_calls(
         self, calls: Sequence[GenerateRequest], arrived: float | None = None
     ) -> AsyncGenerator[tuple[int, Piece], None]:
         """Pieces of all calls as they come, each with the number of its call. Close it to cancel them."""
         batch = self._batch_of(calls)
         return interleave([self._stream(call, arrived, batch) for call in calls])
 
-    async def fork(self, call: ForkCall) -> list[Piece]:
+    async def complete_fork(self, call: ForkCall) -> list[Piece]:
         """The forks, each in one piece. They are not tried again: what they go on from is gone with its replica."""
         return cast(list[Piece], await _result_of(self._handle.fork.remote(call)))
 
-    async def fork_stream(self, call: ForkCall) -> AsyncGenerator[Piece, None]:
+    async def stream_fork(self, call: ForkCall) -> AsyncGenerator[Piece, None]:
         """The forks piece by piece. Close it to cancel them."""
         method = self._streaming(call.params).fork_stream
         async with aclosing(_pieces_of(method, call, self._first_s)) as pieces:
@@ -88,20 +88,20 @@ class Replicas:
         """What one replica says of the model."""
         return cast(ReplicaFacts, await _result_of(self._handle.facts.remote()))
 
-    async def one(self, method: str, *args: Any) -> Any:
+    async def call_any(self, method: str, *args: Any) -> Any:
         """What one replica answers."""
         return await _result_of(getattr(self._handle, method).remote(*args))
 
-    async def all(self, method: str, *args: Any) -> list[Any]:
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
         """What every replica answers. One that does not in time is unavailable."""
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                with translated():
+                with translate_failures():
                     return await self._handle.broadcast(method, *args).results_async()
         except TimeoutError:
             raise UnavailableError(f"not all engine replicas have answered within {ANSWER_TIMEOUT_S:g} s") from None
 
-    async def each(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+    async def call_each(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """What every replica answers, or the `FolioError` that came of it: who does not answer in time is
         unavailable, and the others are heard nevertheless. Nobody answers when there is no replica."""
         loop = asyncio.get_running_loop()
@@ -127,17 +127,17 @@ class Replicas:
                 answer.cancel()  # those that are there stay as they are
         return [_answer_of(answer, timeout_s) for answer in answers]
 
-    def _batch_of(self, calls: Sequence[GenerateRequest]) -> Batch | None:
-        return Batch(self._batch_window) if len(calls) > 1 else None
+    def _batch_of(self, calls: Sequence[GenerateRequest]) -> CallWindow | None:
+        return CallWindow(self._batch_window) if len(calls) > 1 else None
 
-    async def _whole(self, call: GenerateRequest, arrived: float | None, batch: Batch | None) -> list[Piece]:
-        async with batch.turn() if batch else nullcontext():
-            attempts = Attempts(call, self._refusals, arrived, batch)
+    async def _whole(self, call: GenerateRequest, arrived: float | None, batch: CallWindow | None) -> list[Piece]:
+        async with batch.call_slot() if batch else nullcontext():
+            attempts = CallRetries(call, self._refusals, arrived, batch)
             while True:
                 try:
                     return await self._at_once(attempts.next_call())
                 except (UnavailableError, OverloadedError) as error:
-                    self._sent_again.inc(tags={"reason": attempts.failed(error)})
+                    self._sent_again.inc(tags={"reason": attempts.note_failure(error)})
                 await attempts.pause()
 
     async def _at_once(self, call: GenerateRequest) -> list[Piece]:
@@ -148,11 +148,11 @@ class Replicas:
         return await _only_item_of(self._streaming(call.params).generate_at_once.remote(call), self._first_s)
 
     async def _stream(
-        self, call: GenerateRequest, arrived: float | None, batch: Batch | None
+        self, call: GenerateRequest, arrived: float | None, batch: CallWindow | None
     ) -> AsyncGenerator[Piece, None]:
         """Tried again as long as nothing has come of it: afterwards the caller would see a beginning twice."""
-        async with batch.turn() if batch else nullcontext():
-            attempts, begun = Attempts(call, self._refusals, arrived, batch), False
+        async with batch.call_slot() if batch else nullcontext():
+            attempts, begun = CallRetries(call, self._refusals, arrived, batch), False
             method = self._streaming(call.params).generate_stream
             shared = self._shared if fits_by_value(call.params) else None
             while True:
@@ -165,7 +165,7 @@ class Replicas:
                 except (UnavailableError, OverloadedError) as error:
                     if begun:
                         raise
-                    self._sent_again.inc(tags={"reason": attempts.failed(error)})
+                    self._sent_again.inc(tags={"reason": attempts.note_failure(error)})
                 await attempts.pause()
 
     def _streaming(self, params: SamplingParams) -> DeploymentHandle[Any]:
@@ -210,8 +210,8 @@ async def _pieces_of(
     response, finished = None, False
     try:
         response = method.remote(call)
-        with translated():
-            async for item in heard(response, SILENCE_S, first_s):
+        with translate_failures():
+            async for item in without_heartbeats(response, SILENCE_S, first_s):
                 if isinstance(item, int):  # the rest is in the shared stream of that number
                     assert shared is not None
                     assert expected is not None
@@ -226,7 +226,7 @@ async def _pieces_of(
                 for piece in item:
                     yield piece
             if not finished:
-                raise broken_off()
+                raise call_broken_error()
     finally:
         if response is not None and not finished:  # dropping the generator would not stop the replica
             response.cancel()
@@ -238,11 +238,11 @@ async def _only_item_of(response: Any, first_s: float) -> list[Piece]:
     """Of a replica's stream; it is cancelled when this task is."""
     pieces: list[Piece] | None = None
     try:
-        with translated():
-            async for item in heard(response, SILENCE_S, first_s):
+        with translate_failures():
+            async for item in without_heartbeats(response, SILENCE_S, first_s):
                 pieces = item
             if pieces is None:
-                raise broken_off()
+                raise call_broken_error()
             return pieces
     finally:
         if pieces is None:
@@ -265,7 +265,7 @@ async def _all_of(calls: Sequence[Coroutine[Any, Any, list[Piece]]]) -> list[lis
 async def _result_of(response: Any) -> Any:
     """Await a call of a replica; it is cancelled when this task is."""
     try:
-        with translated():
+        with translate_failures():
             return await response
     except asyncio.CancelledError:
         response.cancel()

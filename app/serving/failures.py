@@ -19,7 +19,7 @@ _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 _REPLICA = "the engine replica"
 
 
-def broken_off(callee: str = _REPLICA) -> UnavailableError:
+def call_broken_error(callee: str = _REPLICA) -> UnavailableError:
     """A call has ended without its answer."""
     return UnavailableError(f"{callee} has broken off; send the request again")
 
@@ -39,7 +39,7 @@ def unwrap(error: Exception, callee: str = _REPLICA) -> FolioError:
 
 
 @contextmanager
-def translated(callee: str = _REPLICA) -> Iterator[None]:
+def translate_failures(callee: str = _REPLICA) -> Iterator[None]:
     """What a call fails with becomes the `FolioError` that it means."""
     try:
         yield
@@ -49,5 +49,5 @@ def translated(callee: str = _REPLICA) -> Iterator[None]:
         # Serve has a call end as if this task had been cancelled when a replica that is stopped breaks it off.
         task = asyncio.current_task()
         if task is not None and not task.cancelling():
-            raise broken_off(callee) from None
+            raise call_broken_error(callee) from None
         raise

@@ -24,8 +24,8 @@ from starlette.types import ASGIApp, Message
 
 from app.errors import RequestError
 from app.haproxy import ATTEMPT_HEADER
-from app.http_errors import Refusal, error_of, error_response
-from app.openai.lanes import LOOP_BYTES, Lanes
+from app.http_errors import HttpRefusal, error_of, error_response
+from app.openai.lanes import LOOP_BYTES, SizedExecutor
 from app.openai.sse import DONE, event_data
 from app.proto import convert
 from app.proto import folio_pb2 as pb
@@ -79,7 +79,7 @@ class GrpcIngress:
     """
 
     _api: ASGIApp  # guarded
-    _lanes: Lanes | None = None
+    _lanes: SizedExecutor | None = None
 
     async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.Completion:  # noqa: N802
         return await self._whole(_completions(request, streams=False), grpc_context)
@@ -156,7 +156,7 @@ class GrpcIngress:
                     return _json(call.fields)
                 return cast(bytes, await self._in_thread(call.num_bytes, partial(_json, call.fields)))
             except RequestError as error:
-                raise Refusal.of(error) from None
+                raise HttpRefusal.from_error(error) from None
 
         scope = http_scope(call.method, call.path, _headers(call, context), _client_of(context.peer()))
         status, failed = 200, b""
@@ -164,7 +164,7 @@ class GrpcIngress:
             async for message in messages:
                 if message["type"] == "http.response.start":
                     status = message["status"]
-                    context.set_trailing_metadata(_told(message["headers"]))
+                    context.set_trailing_metadata(_trailing_metadata(message["headers"]))
                 elif status < 400:
                     yield message.get("body", b"")
                 else:
@@ -174,7 +174,7 @@ class GrpcIngress:
 
     async def _in_thread(self, num_bytes: int, call: Callable[[], Any]) -> Any:
         if self._lanes is None:
-            self._lanes = Lanes("grpc", 1)
+            self._lanes = SizedExecutor("grpc", 1)
         return await self._lanes.run(num_bytes, call)
 
 
@@ -241,7 +241,7 @@ def _headers(call: _Call[Any], context: RayServegRPCContext) -> list[tuple[bytes
     return [(name.encode(), value.encode()) for name, value in given]
 
 
-def _told(headers: list[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+def _trailing_metadata(headers: list[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
     """What callers are told of an answer's headers."""
     found = [(name.decode().lower(), value.decode("latin-1")) for name, value in headers]
     return [(name, value) for name, value in found if name == "retry-after" or name.startswith("x-ratelimit-")]

@@ -16,10 +16,10 @@ from ray.serve.handle import DeploymentHandle
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from app.config.http import HttpSettings
-from app.edge.admission import Admission, Door
+from app.edge.admission import AdmissionControl, LoadSheddingMiddleware
 from app.edge.guard import protect
 from app.edge.request_body import ReadsRefusedBodies
-from app.edge.shares import Shares
+from app.edge.shares import IngressLimits
 from app.engine.model.loader import load_tokenizer
 from app.errors import (
     DeadlineError,
@@ -29,9 +29,9 @@ from app.errors import (
     UnavailableError,
     UnknownPinError,
 )
-from app.exchange import current_exchange
+from app.exchange import current_context
 from app.fleet.messages import GenerateRequest, Piece, ReplicaFacts
-from app.fleet.overload import Refusals
+from app.fleet.overload import LoadShedder
 from app.haproxy import trusted_addresses
 from app.logs import configure_logs
 from app.openai.bodies import (
@@ -51,9 +51,9 @@ from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, 
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ResponseObject, StreamEvent
 from app.openai.translate import Translator
-from app.serving.calls import Replicas
+from app.serving.calls import ReplicaClient
 from app.serving.grpc_ingress import GrpcIngress
-from app.serving.limits import SharedLimits, num_ingresses
+from app.serving.limits import LimitReporter, num_ingresses
 from app.serving.metrics import EdgeMeter, Measured, MetricsPage, RequestMeter
 from app.serving.shared_streams import SharedReader
 from vmem import BudgetAnswer, MemoryReport
@@ -120,12 +120,12 @@ class Ingress(GrpcIngress):
         self._http = http
         self._model_names = (model_name, *adapters)
         self._translator = Translator(load_tokenizer(model), model_name, adapters)
-        refusals = Refusals()
-        self._replicas = Replicas(engine, refusals, batch_window, SharedReader(engine), wait_for_replica_s)
-        self._admission = Admission(refusals)
+        refusals = LoadShedder()
+        self._replicas = ReplicaClient(engine, refusals, batch_window, SharedReader(engine), wait_for_replica_s)
+        self._admission = AdmissionControl(refusals)
         context = serve.get_replica_context()
-        self._shares = Shares()
-        self._limits = SharedLimits(
+        self._shares = IngressLimits()
+        self._limits = LimitReporter(
             self._shares, refusals, context.app_name, context.replica_id.unique_id, num_ingresses
         )
         self._created = int(time.time())
@@ -143,7 +143,7 @@ class Ingress(GrpcIngress):
         api = protect(
             build_api(self), self._http or HttpSettings(), echoes_id=False, watcher=self._edge, shares=self._shares
         )
-        api.add_middleware(Door, gate=self._admission, watcher=self._edge)
+        api.add_middleware(LoadSheddingMiddleware, gate=self._admission, watcher=self._edge)
         api.add_middleware(ReadsRefusedBodies)
         add_memory_route(api, self)
         trusting: Any = ProxyHeadersMiddleware
@@ -176,8 +176,8 @@ class Ingress(GrpcIngress):
 
     async def drain(self) -> int:
         """Take nothing new from now on; returns how many requests are under way."""
-        self._admission.drain()
-        return self._admission.num_inside
+        self._admission.start_draining()
+        return self._admission.num_in_flight
 
     async def models(self) -> ModelList:
         return ModelList(data=[await self.model(name) for name in self._model_names])
@@ -189,15 +189,15 @@ class Ingress(GrpcIngress):
 
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion, whole."""
-        async with self._begun("completions", self._translator.completion, request, session) as begun:
-            return await self._translator.whole(begun.answer.whole, await self._outputs_of(begun))
+        async with self._begun("completions", self._translator.translate_completion, request, session) as begun:
+            return await self._translator.build_answer(begun.answer.full_answer, await self._outputs_of(begun))
 
     async def generate_stream(
         self, request: CompletionRequest, session: str | None = None
     ) -> AsyncIterator[Completion]:
         """A completion, piece by piece: outputs take turns as they are generated."""
-        async with self._begun("completions", self._translator.completion, request, session) as begun:
-            async with aclosing(self._replicas.generate_stream(begun.calls, begun.arrived)) as pieces:
+        async with self._begun("completions", self._translator.translate_completion, request, session) as begun:
+            async with aclosing(self._replicas.stream_calls(begun.calls, begun.arrived)) as pieces:
                 async for prompt, piece in pieces:
                     begun.measured.streams(piece, prompt)
                     yield begun.answer.chunk(piece, prompt)
@@ -206,16 +206,18 @@ class Ingress(GrpcIngress):
 
     async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
         """A chat completion, whole."""
-        async with self._begun("chat", self._translator.chat, request, session) as begun:
+        async with self._begun("chat", self._translator.translate_chat, request, session) as begun:
             answer = begun.answer
-            return await self._translator.whole(lambda outputs: answer.whole(outputs[0]), await self._outputs_of(begun))
+            return await self._translator.build_answer(
+                lambda outputs: answer.full_answer(outputs[0]), await self._outputs_of(begun)
+            )
 
     async def chat_stream(
         self, request: ChatCompletionRequest, session: str | None = None
     ) -> AsyncIterator[ChatCompletionChunk]:
         """A chat completion, piece by piece; the first chunk of each output carries the role."""
-        async with self._begun("chat", self._translator.chat, request, session) as begun:
-            async with aclosing(self._replicas.generate_stream(begun.calls, begun.arrived)) as pieces:
+        async with self._begun("chat", self._translator.translate_chat, request, session) as begun:
+            async with aclosing(self._replicas.stream_calls(begun.calls, begun.arrived)) as pieces:
                 async for _, piece in pieces:
                     begun.measured.streams(piece)
                     chunk = begun.answer.chunk(piece)
@@ -226,18 +228,20 @@ class Ingress(GrpcIngress):
 
     async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject:
         """A response, whole."""
-        async with self._begun("responses", self._translator.response, request, session) as begun:
+        async with self._begun("responses", self._translator.translate_response, request, session) as begun:
             answer = begun.answer
-            return await self._translator.whole(lambda outputs: answer.whole(outputs[0]), await self._outputs_of(begun))
+            return await self._translator.build_answer(
+                lambda outputs: answer.full_answer(outputs[0]), await self._outputs_of(begun)
+            )
 
     async def responses_stream(
         self, request: ResponsesRequest, session: str | None = None
     ) -> AsyncIterator[StreamEvent]:
         """A response, event by event. Once it has begun, what goes wrong is its last event instead of an error."""
-        async with self._begun("responses", self._translator.response, request, session) as begun:
+        async with self._begun("responses", self._translator.translate_response, request, session) as begun:
             has_sent = False
             try:
-                async with aclosing(self._replicas.generate_stream(begun.calls, begun.arrived)) as pieces:
+                async with aclosing(self._replicas.stream_calls(begun.calls, begun.arrived)) as pieces:
                     async for _, piece in pieces:
                         begun.measured.streams(piece)
                         for event in begun.answer.events(piece):
@@ -253,11 +257,11 @@ class Ingress(GrpcIngress):
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
         """The tokens of a text or a conversation."""
         max_model_len = await self._facts()
-        return await self._translator.in_thread(self._translator.tokens, request, max_model_len)
+        return await self._translator.in_thread(self._translator.translate_tokenize, request, max_model_len)
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizedText:
         """The text of tokens."""
-        return await self._translator.in_thread(self._translator.text, request)
+        return await self._translator.in_thread(self._translator.translate_detokenize, request)
 
     async def fork(self, request: ForkRequest) -> Completion:
         """More outputs of a request from where one of its outputs is, whole. Its prompt is not in the usage.
@@ -265,17 +269,17 @@ class Ingress(GrpcIngress):
         Raises:
             UnknownRequestError: no replica has the request, or not any more.
         """
-        with self._meter.measure("fork") as measured, self._admission.enter():
-            call, answer = self._translator.fork(request)
-            outputs = await self._replicas.fork(call)
+        with self._meter.measure("fork") as measured, self._admission.admitted():
+            call, answer = self._translator.translate_fork(request)
+            outputs = await self._replicas.complete_fork(call)
             measured.receives([outputs])
-            return answer.whole([outputs])
+            return answer.full_answer([outputs])
 
     async def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]:
         """The same, piece by piece."""
-        with self._meter.measure("fork") as measured, self._admission.enter():
-            call, answer = self._translator.fork(request)
-            async with aclosing(self._replicas.fork_stream(call)) as pieces:
+        with self._meter.measure("fork") as measured, self._admission.admitted():
+            call, answer = self._translator.translate_fork(request)
+            async with aclosing(self._replicas.stream_fork(call)) as pieces:
                 async for piece in pieces:
                     measured.streams(piece)
                     yield answer.chunk(piece)
@@ -292,12 +296,12 @@ class Ingress(GrpcIngress):
 
     async def report(self) -> MemoryReport:
         """KV memory of one engine replica."""
-        report: MemoryReport = await self._replicas.one("report")
+        report: MemoryReport = await self._replicas.call_any("report")
         return report
 
     async def reports(self) -> dict[str, MemoryReport]:
         """KV memory of every engine replica, by its name."""
-        return dict(await self._replicas.all("named_report"))
+        return dict(await self._replicas.call_all("named_report"))
 
     async def check_integrity(self) -> None:
         """Audit the books of every engine replica: memory adds up, and without requests all of it is free.
@@ -305,7 +309,7 @@ class Ingress(GrpcIngress):
         Raises:
             EngineError: they do not; that replica stops, and is replaced.
         """
-        await self._replicas.all("check_integrity")
+        await self._replicas.call_all("check_integrity")
 
     async def set_budget(self, budget_bytes: int, revision: int) -> list[BudgetAnswer]:
         """Change how much memory the KV cache of every engine replica may take, while they serve.
@@ -316,15 +320,15 @@ class Ingress(GrpcIngress):
         Raises:
             RequestError: the budget is out of bounds; a replica that has other bounds may have accepted it.
         """
-        return await self._replicas.all("set_budget", budget_bytes, revision)
+        return await self._replicas.call_all("set_budget", budget_bytes, revision)
 
     async def load(self) -> LoadReport:
         """How busy every engine replica is. Those that do not answer soon are counted only."""
-        return load_report(await self._replicas.each("status", timeout_s=STATUS_TIMEOUT_S))
+        return load_report(await self._replicas.call_each("status", timeout_s=STATUS_TIMEOUT_S))
 
     async def pins(self) -> PinList:
         """The pinned prefixes of all engine replicas that answer soon."""
-        return pin_list(await self._replicas.each("status", timeout_s=STATUS_TIMEOUT_S))
+        return pin_list(await self._replicas.call_each("status", timeout_s=STATUS_TIMEOUT_S))
 
     async def pin(self, request: PinRequest) -> None:
         """Compute a prefix on every engine replica and keep it in the prefix cache; returns when all have.
@@ -337,11 +341,11 @@ class Ingress(GrpcIngress):
             OverloadedError: there is no room for requests now.
             UnavailableError: a replica has not answered in time, or the server is about to stop.
         """
-        with self._admission.enter():
-            exchange = current_exchange()
+        with self._admission.admitted():
+            exchange = current_context()
             tenant = request.tenant if exchange is None else exchange.tenant_of(request.tenant)
-            prefix = await self._translator.in_thread(self._translator.prefix, request)
-            await self._replicas.all("pin", request.name, prefix, request.cache_salt, tenant)
+            prefix = await self._translator.in_thread(self._translator.encode_pin_prefix, request)
+            await self._replicas.call_all("pin", request.name, prefix, request.cache_salt, tenant)
 
     async def unpin(self, name: str) -> None:
         """Let a pinned prefix go on every engine replica: those that have started later may not have it.
@@ -350,7 +354,7 @@ class Ingress(GrpcIngress):
             UnknownPinError: none has one of that name.
             EngineError: a replica has not answered, and may have it still.
         """
-        answers = await self._replicas.each("unpin", name, timeout_s=UNPIN_TIMEOUT_S)
+        answers = await self._replicas.call_each("unpin", name, timeout_s=UNPIN_TIMEOUT_S)
         if not answers:
             raise NoReplicaError("there is no engine replica; send the request again")
         errors = [answer for answer in answers if isinstance(answer, FolioError)]
@@ -369,14 +373,14 @@ class Ingress(GrpcIngress):
     ) -> AsyncIterator[_Begun[Answer]]:
         """Admitted, counted and translated, with what it pins pinned; until it ends."""
         arrived = time.monotonic()
-        with self._meter.measure(route) as measured, self._admission.enter():
+        with self._meter.measure(route) as measured, self._admission.admitted():
             calls, answer = await self._translator.in_thread(translate, request, session, await self._facts())
             await self._pin_prompt(request, calls, arrived)
             measured.sends(calls)
             yield _Begun(calls, answer, arrived, measured)
 
     async def _outputs_of(self, begun: _Begun[Any]) -> list[list[Piece]]:
-        outputs = await self._replicas.generate(begun.calls, begun.arrived)
+        outputs = await self._replicas.complete_calls(begun.calls, begun.arrived)
         begun.measured.receives(outputs)
         return outputs
 
@@ -394,7 +398,7 @@ class Ingress(GrpcIngress):
         timeout_s = call.timeout_s
         try:
             async with asyncio.timeout(None if timeout_s is None else arrived + timeout_s - time.monotonic()):
-                await self._replicas.all("pin", request.pin, call.prompt_token_ids, call.cache_salt, call.tenant)
+                await self._replicas.call_all("pin", request.pin, call.prompt_token_ids, call.cache_salt, call.tenant)
         except TimeoutError:
             raise DeadlineError(f"the prompt was not pinned within the request's timeout_s of {timeout_s}") from None
         except RequestError as error:

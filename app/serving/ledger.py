@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from app.engine.report import ReplicaReport
 from app.errors import ConfigError, UnavailableError
-from app.fleet.ledger import Beat, Holding, Ledger, Membership, Order
+from app.fleet.ledger import BudgetLedger, BudgetOrder, LedgerHeartbeat, Membership, MemberUsage
 from vmem.errors import BudgetError
 
 logger = logging.getLogger(__name__)
@@ -69,19 +69,19 @@ class LedgerActor:
         for member, pid in list(self._pids.items()):
             if not self._watch(member, pid):
                 del self._pids[member]
-        self._ledger = Ledger(time.monotonic(), awaits=self._pids)
+        self._ledger = BudgetLedger(time.monotonic(), awaits=self._pids)
 
-    def beat(self, beat: Beat, pid: int) -> Order:
+    def beat(self, beat: LedgerHeartbeat, pid: int) -> BudgetOrder:
         """See `Ledger.beat`.
 
         Args:
             pid: of the process that holds the member's memory.
         """
         self._forget_dead()
-        order = self._ledger.beat(beat, time.monotonic())
+        order = self._ledger.handle_heartbeat(beat, time.monotonic())
         if beat.member in self._ledger.members and beat.member not in self._pidfds:
             if not self._watch(beat.member, pid):
-                self._ledger.leave(beat.member)
+                self._ledger.remove_member(beat.member)
                 return order
             self._pids[beat.member] = pid
             self._roster.write(self._pids)  # before the member hears of its grant
@@ -93,7 +93,7 @@ class LedgerActor:
             os.close(self._pidfds.pop(member))
         if self._pids.pop(member, None) is not None:
             self._roster.write(self._pids)
-        self._ledger.leave(member)
+        self._ledger.remove_member(member)
 
     def members(self) -> tuple[str, ...]:
         """Who is counted."""
@@ -244,8 +244,8 @@ class BudgetMember:
             self._carry_out(self._memory, self._budget_bytes, self._revision)
         if self._ledger is None:
             self._ledger = self._find()
-        beat = self._membership.beat(self._holding())
-        order: Order = ray.get(self._ledger.beat.remote(beat, os.getpid()), timeout=ANSWER_TIMEOUT_S)
+        beat = self._membership.next_heartbeat(self._holding())
+        order: BudgetOrder = ray.get(self._ledger.beat.remote(beat, os.getpid()), timeout=ANSWER_TIMEOUT_S)
         if not self._membership.obeys(order):
             return
         if order.refusal is not None:
@@ -267,16 +267,16 @@ class BudgetMember:
             self._attached = memory is not None
             self._changed.notify_all()
 
-    def _holding(self) -> Holding:
+    def _holding(self) -> MemberUsage:
         memory = self._memory
         if memory is None:
-            return Holding(self._budget_bytes, revision=self._revision)
+            return MemberUsage(self._budget_bytes, revision=self._revision)
         demand_bytes = 0
         if self._load is not None:
             load = self._load()
             wanted_tokens = load.total_tokens - load.free_tokens + load.queued_tokens
             demand_bytes = wanted_tokens * load.budget_bytes // max(load.total_tokens, 1)
-        return Holding(
+        return MemberUsage(
             budget_bytes=self._budget_bytes,
             held_bytes=memory.held_bytes,
             least_bytes=memory.least_budget_bytes,

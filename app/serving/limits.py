@@ -17,8 +17,8 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
-from app.edge.shares import BEAT_S, HURRY_S, Answer, Books, Shares, Use
-from app.fleet.overload import Refusals
+from app.edge.shares import BEAT_S, HURRY_S, IngressLimits, LimitAnswer, LimitLedger, LimitUsage
+from app.fleet.overload import LoadShedder
 from app.serving.ledger import NAMESPACE
 
 logger = logging.getLogger(__name__)
@@ -35,11 +35,11 @@ class LimitsActor:
     """`Books` of one application."""
 
     def __init__(self) -> None:
-        self._books = Books()
+        self._books = LimitLedger()
 
-    def exchange(self, ingress: str, uses: Mapping[str, Use], num_arrived: int) -> Answer:
+    def exchange(self, ingress: str, uses: Mapping[str, LimitUsage], num_arrived: int) -> LimitAnswer:
         """See `Books.exchange`."""
-        return self._books.exchange(ingress, uses, num_arrived)
+        return self._books.settle_usage(ingress, uses, num_arrived)
 
 
 def num_ingresses() -> int:
@@ -48,7 +48,7 @@ def num_ingresses() -> int:
     return max(context.world_size or 1, context.rank.rank + 1)
 
 
-class SharedLimits:
+class LimitReporter:
     """Reports for one ingress, as a task of its event loop. No request waits for it.
 
     Args:
@@ -59,7 +59,7 @@ class SharedLimits:
     """
 
     def __init__(
-        self, shares: Shares, refusals: Refusals, app_name: str, ingress: str, num_replicas: Callable[[], int]
+        self, shares: IngressLimits, refusals: LoadShedder, app_name: str, ingress: str, num_replicas: Callable[[], int]
     ) -> None:
         self._shares = shares
         self._refusals = refusals
@@ -67,14 +67,14 @@ class SharedLimits:
         self._ingress = ingress
         self._num_replicas = num_replicas
         self._actor: Any = None
-        self._uses: dict[str, Use] = {}  # reported by the exchange under way
-        self._exchange: asyncio.Future[Answer] | None = None
+        self._uses: dict[str, LimitUsage] = {}  # reported by the exchange under way
+        self._exchange: asyncio.Future[LimitAnswer] | None = None
         self._problem: str | None = None
         self._says_from = time.monotonic() + _STARTS_S
         self._hurried = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._shares.num_ingresses = num_replicas()
-        self._refusals.share = 1 / num_replicas()
+        self._refusals.arrival_share = 1 / num_replicas()
 
     def start(self) -> None:
         """Begin; within the event loop of the requests."""
@@ -91,7 +91,7 @@ class SharedLimits:
                 logger.exception("the limits of callers could not be exchanged")
             await asyncio.sleep(HURRY_S)
             try:
-                is_busy = self._shares.has_reports or self._refusals.is_crowded(time.monotonic())
+                is_busy = self._shares.has_reports or self._refusals.is_shedding(time.monotonic())
                 async with asyncio.timeout(BEAT_S if is_busy and self._actor is not None else IDLE_BEAT_S):
                     await self._hurried.wait()
             except TimeoutError:
@@ -104,7 +104,7 @@ class SharedLimits:
             if self._actor is None:
                 self._actor = await asyncio.to_thread(self._find, num_replicas > 1)
             if self._actor is None:
-                self._shares.num_ingresses, self._refusals.share = 1, 1.0
+                self._shares.num_ingresses, self._refusals.arrival_share = 1, 1.0
                 return
             is_late = self._exchange is not None
             if self._exchange is None:
@@ -125,8 +125,8 @@ class SharedLimits:
             self._say(type(error).__name__)
             return
         self._uses = {}
-        self._shares.adopt(answer.without_leases() if is_late else answer)
-        self._refusals.share = answer.door_share
+        self._shares.apply_answer(answer.without_leases() if is_late else answer)
+        self._refusals.arrival_share = answer.arrival_share
         self._say(None)
 
     def _say(self, problem: str | None) -> None:

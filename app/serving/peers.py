@@ -11,7 +11,7 @@ from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from app.fleet.messages import ToldPrefixes
+from app.fleet.messages import HotPrefixes
 from vmem import CachedPrefix
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ ANSWER_TIMEOUT_S = 10.0
 _ASK_AGAIN_S = 0.1
 
 
-class Peers:
+class PeerReplicas:
     """The other replicas of a deployment, as one that does not run yet reaches them: calls go to running ones only.
 
     Call it from a thread without an event loop. Whatever goes wrong with peers is logged, and prevents nothing.
@@ -46,7 +46,7 @@ class Peers:
         for answer in answers:
             if isinstance(answer, Exception):  # it has ended, hangs, or is of a version that tells nothing
                 logger.warning("a replica does not tell its prefixes: %s", answer)
-            elif isinstance(answer, ToldPrefixes) and answer.fingerprint == fingerprint:
+            elif isinstance(answer, HotPrefixes) and answer.fingerprint == fingerprint:
                 told.append(answer.prefixes)
             else:  # its token ids are other words here
                 num_others += 1

@@ -19,30 +19,30 @@ from app.config.engine import EngineConfig
 from app.engine import AsyncEngine, Delta
 from app.engine.async_engine import Pace
 from app.errors import ConfigError, OverloadedError, RequestError, UnavailableError, UnknownRequestError
-from app.fleet.autoscaling import ReplicaLoad
+from app.fleet.autoscaling import AutoscalingLoad
 from app.fleet.messages import (
     ForkCall,
     GenerateRequest,
+    HotPrefixes,
     Piece,
     PieceCollector,
     ReplicaFacts,
     ReplicaStatus,
-    ShareCall,
-    ToldPrefixes,
+    SharedStreamCall,
     report_as_stats,
 )
-from app.fleet.retry import Repeats
-from app.fleet.streams import StreamPace, beating
+from app.fleet.retry import DuplicateGuard
+from app.fleet.streams import StreamPace, with_heartbeats
 from app.logs import configure_logs
 from app.serving.ledger import BudgetMember, device_of_this_replica
 from app.serving.metrics import EngineMeter, ReadyGauge, RoutingAudit, SpeculationMeter
-from app.serving.peers import Peers
+from app.serving.peers import PeerReplicas
 from app.serving.shared_streams import Entry, SharedStreams
 from app.serving.tp_actors import actors_of_this_replica
 from vmem import BudgetAnswer, MemoryReport
 
 # How long a replica without an engine stays, so that what it has answered gets out.
-_LAST_WORDS_S = 1.0
+_FLUSH_GRACE_S = 1.0
 # Figures and orders that an engine which hangs keeps for longer are given up.
 _ANSWER_S = 5.0
 
@@ -82,11 +82,11 @@ class EngineReplica:
         self._meter = EngineMeter()
         self._ready = ReadyGauge()
         self._shared = SharedStreams()
-        self._alone = Repeats()
+        self._alone = DuplicateGuard()
         self._pace = pace or StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0)
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
-        peers = Peers(context.deployment, context.app_name)
+        peers = PeerReplicas(context.deployment, context.app_name)
         self._leaving: threading.Timer | None = None
         self._closing = False
         self._member: BudgetMember | None = None
@@ -104,7 +104,7 @@ class EngineReplica:
 
     async def generate_at_once(self, request: GenerateRequest) -> AsyncIterator[list[Piece]]:
         """The same as a stream of one item, and signs of life until it comes, as all streams have them."""
-        async with aclosing(beating(_once(self.generate(request)))) as items:
+        async with aclosing(with_heartbeats(_once(self.generate(request)))) as items:
             async for item in items:
                 yield item
 
@@ -113,12 +113,12 @@ class EngineReplica:
         allows. A number: that of the shared stream which has all that follow."""
         async with (
             aclosing(self._pieces(partial(self._deltas, request))) as lists,
-            aclosing(beating(self._shared.divert(lists, request.share))) as items,
+            aclosing(with_heartbeats(self._shared.route_pieces(lists, request.share))) as items,
         ):
             async for item in items:
                 yield item
 
-    async def share(self, call: ShareCall) -> AsyncIterator[list[Entry]]:
+    async def share(self, call: SharedStreamCall) -> AsyncIterator[list[Entry]]:
         """The shared stream of an ingress.
 
         Raises:
@@ -126,7 +126,7 @@ class EngineReplica:
         """
         if call.replica != self._name:
             raise UnknownRequestError(f"the replica {call.replica!r} is gone", "request_id")
-        async with aclosing(beating(self._shared.messages(call))) as messages:
+        async with aclosing(with_heartbeats(self._shared.messages(call))) as messages:
             async for entries in messages:
                 yield entries
 
@@ -140,7 +140,7 @@ class EngineReplica:
 
     async def fork_stream(self, call: ForkCall) -> AsyncIterator[list[Piece]]:
         """The same as they are generated."""
-        async with aclosing(beating(self._pieces(partial(self._forked, call)))) as lists:
+        async with aclosing(with_heartbeats(self._pieces(partial(self._forked, call)))) as lists:
             async for pieces in lists:
                 yield pieces
 
@@ -151,7 +151,7 @@ class EngineReplica:
 
     async def report(self) -> MemoryReport:
         """Where KV memory is now."""
-        return await _beside(self._engine.report)
+        return await _run_in_thread(self._engine.report)
 
     async def named_report(self) -> tuple[str, MemoryReport]:
         """The same, and whose it is: the end of the ids of its answers."""
@@ -163,8 +163,8 @@ class EngineReplica:
 
     async def status(self) -> ReplicaStatus:
         """What operators want to know. Raises `UnavailableError` once the engine has stopped."""
-        load, report = await _beside(partial(self._engine.load, most_keys=0)), await self.report()
-        return ReplicaStatus.of(self._name, load, report, self._engine.start_times.ready_s)
+        load, report = await _run_in_thread(partial(self._engine.load, most_keys=0)), await self.report()
+        return ReplicaStatus.from_reports(self._name, load, report, self._engine.start_times.ready_s)
 
     async def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change how much memory this replica's KV cache may take (`KVMemory.set_budget`).
@@ -176,7 +176,7 @@ class EngineReplica:
             raise RequestError(
                 "budgets follow the load here: set shared_kv_memory_bytes of the application instead", "budget_bytes"
             )
-        return await _beside(partial(self._engine.set_budget, budget_bytes, revision))
+        return await _run_in_thread(partial(self._engine.set_budget, budget_bytes, revision))
 
     async def pin(
         self, name: str, prompt_token_ids: list[int], cache_salt: str | None, tenant: str | None = None
@@ -184,27 +184,27 @@ class EngineReplica:
         """Compute a prefix and keep it (`Engine.pin`)."""
         await self._engine.pin(name, prompt_token_ids, cache_salt=cache_salt, tenant=tenant)
 
-    async def hot_prefixes(self) -> ToldPrefixes:
+    async def hot_prefixes(self) -> HotPrefixes:
         """What a new replica should have cached before it takes requests (`Engine.hot_prefixes`)."""
-        prefixes = await _beside(self._engine.hot_prefixes)
-        return ToldPrefixes(await asyncio.to_thread(lambda: self._engine.prefix_fingerprint), prefixes)
+        prefixes = await _run_in_thread(self._engine.hot_prefixes)
+        return HotPrefixes(await asyncio.to_thread(lambda: self._engine.prefix_fingerprint), prefixes)
 
     async def unpin(self, name: str) -> None:
         """Let a pinned prefix go."""
-        await _beside(partial(self._engine.unpin, name))
+        await _run_in_thread(partial(self._engine.unpin, name))
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Called by Serve, for `FolioRouter`s, every report; so counts are passed on to Prometheus here, too."""
         self._guesses.note(self._engine.speculation)
         self._ready.note(self._engine.start_times)  # again and again: Ray forgets a gauge 20 s after it was last set
         self._leave_if_stopped()
-        load, report = await _beside(self._engine.load), await self.report()
+        load, report = await _run_in_thread(self._engine.load), await self.report()
         self._meter.note(load, report, self._engine.take_activity())
         return report_as_stats(load)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve, if the deployment has an `autoscaling_config`: what `KVAwareScaling` needs to know."""
-        return ReplicaLoad.of(await _beside(partial(self._engine.load, most_keys=0))).as_metrics()
+        return AutoscalingLoad.from_report(await _run_in_thread(partial(self._engine.load, most_keys=0))).as_metrics()
 
     def check_health(self) -> None:
         """Called by Serve. Three errors here replace the replica, and the end of its process does so at once."""
@@ -216,14 +216,14 @@ class EngineReplica:
     def _leave_if_stopped(self) -> None:
         """End the process of a stopped engine soon: until then it gets requests that it cannot answer."""
         if not self._engine.healthy and self._leaving is None and not self._closing:
-            self._leaving = threading.Timer(_LAST_WORDS_S, os._exit, (1,))
+            self._leaving = threading.Timer(_FLUSH_GRACE_S, os._exit, (1,))
             self._leaving.start()
 
     async def _deltas(self, request: GenerateRequest, pace: Pace) -> AsyncGenerator[list[Delta], None]:
         if request.repeat_key is None:
             turn: AbstractAsyncContextManager[None] = nullcontext()
         else:
-            turn = self._alone.turn(request.repeat_key)
+            turn = self._alone.exclusive(request.repeat_key)
         try:
             async with turn, aclosing(self._computed(request, pace)) as deltas:
                 async for some in deltas:
@@ -270,7 +270,7 @@ class EngineReplica:
         async with aclosing(deltas):
             async for some in deltas:
                 collector.hold(some)
-        return collector.all()
+        return collector.held_pieces()
 
     async def _pieces(
         self, begin: Callable[[Pace], AsyncGenerator[list[Delta], None]]
@@ -283,7 +283,7 @@ class EngineReplica:
                         yield pieces
 
     @staticmethod
-    def _start_as(member: BudgetMember, config: EngineConfig, peers: Peers) -> AsyncEngine:
+    def _start_as(member: BudgetMember, config: EngineConfig, peers: PeerReplicas) -> AsyncEngine:
         """Make the engine when there is memory for it; all is closed again if it cannot start."""
         try:
             member.wait_for_budget()
@@ -306,7 +306,7 @@ async def _once(item: Awaitable[T]) -> AsyncGenerator[T, None]:
     yield await item
 
 
-async def _beside(call: Callable[[], T]) -> T:
+async def _run_in_thread(call: Callable[[], T]) -> T:
     """What the call returns, which is made in a thread. Raises `UnavailableError` if it takes too long; it may be
     carried out all the same."""
     try:

@@ -24,8 +24,8 @@ from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, Reque
 
 from app.engine.prefix_keys import compiled_hashing, prompt_keys
 from app.errors import DeadlineError, NoReplicaError, OverloadedError
-from app.fleet.fleet import Fleet, RoutedRequest, Sent
-from app.fleet.messages import Expected, ForkCall, GenerateRequest, ShareCall, report_from_stats
+from app.fleet.fleet import Fleet, RoutedRequest, SentRequest
+from app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, SharedStreamCall, report_from_stats
 from app.fleet.policies import make_policy
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class _Waiting:
     request: RoutedRequest
     timeout_s: float | None = None
     first_choice: str | None = None
-    sent: Sent | None = None
+    sent: SentRequest | None = None
     ended: bool = False
 
     def left_s(self, waited_s: float) -> float | None:
@@ -91,7 +91,7 @@ class FolioRouter(FIFOMixin, RequestRouter):
         self._by_name: dict[str, RunningReplica] = {}
         self._waiting: dict[asyncio.Future[RunningReplica], _Waiting] = {}
         # (replica, internal request id) → entries in the books, one for each attempt, the oldest first
-        self._placed: defaultdict[tuple[str, str], deque[Sent]] = defaultdict(deque)
+        self._placed: defaultdict[tuple[str, str], deque[SentRequest]] = defaultdict(deque)
         self._heard: dict[str, float] = {}  # of each replica, when it made its last report
         self._unreadable: set[str] = set()  # replicas whose reports are of another version
         self._decision_us = metrics.Histogram(
@@ -158,7 +158,7 @@ class FolioRouter(FIFOMixin, RequestRouter):
         super().on_request_completed(replica_id, internal_request_id)
         key = (replica_id.unique_id, internal_request_id)
         if placed := self._placed.get(key):
-            self._fleet.ended(placed.popleft(), time.monotonic())
+            self._fleet.note_ended(placed.popleft(), time.monotonic())
             if not placed:
                 del self._placed[key]
             return
@@ -218,7 +218,7 @@ class FolioRouter(FIFOMixin, RequestRouter):
         report = report_from_stats(stats) if stats else None
         if report is not None:
             self._heard[name] = report.made_at
-            self._fleet.report(name, report, now)
+            self._fleet.apply_report(name, report, now)
         elif stats and name not in self._unreadable:
             self._unreadable.add(name)
             logger.warning("the report of %s is of another version; it is routed to without", name)
@@ -239,19 +239,19 @@ class FolioRouter(FIFOMixin, RequestRouter):
         call = pending.args[0] if pending.args else None
         if isinstance(call, GenerateRequest):
             names = [name for name in names if name not in call.stopped and name not in call.refused_by]
-        if isinstance(call, ForkCall | ShareCall) and call.replica in names:
+        if isinstance(call, ForkCall | SharedStreamCall) and call.replica in names:
             ranked = [call.replica]  # no other could do it; without this one any may say so
         else:
-            ranked = self._policy.rank(request, names, now)
+            ranked = self._policy.rank_replicas(request, names, now)
             if isinstance(call, GenerateRequest) and call.crowded:
                 ranked.sort(key=call.crowded.__contains__)
         if not ranked:
             return []
         cached = int(self._fleet.cached_tokens(request, ranked[:1])[0])
-        waiting.first_choice, waiting.sent = ranked[0], self._fleet.sent(request, ranked[0], cached, now)
+        waiting.first_choice, waiting.sent = ranked[0], self._fleet.note_sent(request, ranked[0], cached, now)
         if isinstance(call, GenerateRequest):
             # For the replica to compare with what it finds, see `ReplicaReport.missed_tokens`.
-            expected = Expected(ranked[0], cached)
+            expected = ExpectedPrefix(ranked[0], cached)
             pending.args[0] = replace(
                 call, expected=expected, timeout_s=waiting.left_s(time.time() - pending.created_at)
             )
@@ -282,12 +282,12 @@ class FolioRouter(FIFOMixin, RequestRouter):
             if sent is not None:
                 self._fleet.withdraw(sent, now)
             cached = int(self._fleet.cached_tokens(waiting.request, [chosen])[0])
-            sent = self._fleet.sent(waiting.request, chosen, cached, now)
+            sent = self._fleet.note_sent(waiting.request, chosen, cached, now)
         if waiting.request.num_tokens:
             self._routed.inc(tags={"to": chosen})
         if sent is None or chosen not in self._by_name:
             return
         if waiting.ended:
-            self._fleet.ended(sent, now)
+            self._fleet.note_ended(sent, now)
         else:
             self._placed[chosen, waiting.request.request_id].append(sent)

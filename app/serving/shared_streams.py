@@ -34,8 +34,8 @@ from ray.serve.handle import DeploymentHandle
 
 from app.engine.request import FinishReason
 from app.errors import FolioError, UnavailableError
-from app.fleet.messages import Piece, Share, ShareCall
-from app.fleet.streams import SILENCE_S, heard
+from app.fleet.messages import Piece, SharedStreamCall, SharedStreamKey
+from app.fleet.streams import SILENCE_S, without_heartbeats
 from app.serving.failures import FAILURES
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class SharedStreams:
     def __init__(self) -> None:
         self._outlets: dict[str, _Outlet] = {}  # by ingress
 
-    async def messages(self, call: ShareCall) -> AsyncGenerator[list[Entry], None]:
+    async def messages(self, call: SharedStreamCall) -> AsyncGenerator[list[Entry], None]:
         """The shared stream itself."""
         outlet = self._outlets[call.ingress] = _Outlet(call.connection)
         try:
@@ -108,8 +108,8 @@ class SharedStreams:
             if self._outlets.get(call.ingress) is outlet:
                 del self._outlets[call.ingress]
 
-    async def divert(
-        self, lists: AsyncGenerator[list[Piece], None], share: Share | None
+    async def route_pieces(
+        self, lists: AsyncGenerator[list[Piece], None], share: SharedStreamKey | None
     ) -> AsyncGenerator[list[Piece] | int, None]:
         """What goes into the request's own stream: the first list, and others until there is a shared stream; then its
         number, and nothing more.
@@ -170,10 +170,10 @@ def _piece_of(entry: Entry, replica: str) -> Piece | None:
 
 
 @dataclass(slots=True, eq=False)
-class Expected:
+class ExpectedStream:
     """A request of which pieces may come by a shared stream."""
 
-    share: Share
+    share: SharedStreamKey
     arrived: asyncio.Queue[Piece | None]
     replica: str | None = None
 
@@ -185,19 +185,19 @@ class SharedReader:
         self._handle = handle
         self._ingress = uuid.uuid4().hex
         self._numbers = itertools.count(1)
-        self._expected: dict[int, Expected] = {}
+        self._expected: dict[int, ExpectedStream] = {}
         self._num_streams: Counter[str] = Counter()  # that have begun, by replica
         self._readers: dict[str, asyncio.Task[None]] = {}  # by replica
         self._not_before = 0.0
         self._users: dict[int, set[int]] = {}  # of each connection that is open
 
-    def expect(self) -> Expected:
+    def expect(self) -> ExpectedStream:
         """A request is about to be sent; `forget` it at its end."""
-        expected = Expected(Share(self._ingress, next(self._numbers)), asyncio.Queue())
+        expected = ExpectedStream(SharedStreamKey(self._ingress, next(self._numbers)), asyncio.Queue())
         self._expected[expected.share.number] = expected
         return expected
 
-    def begun(self, expected: Expected, replica: str) -> None:
+    def begun(self, expected: ExpectedStream, replica: str) -> None:
         """Its first piece has come, by its own stream."""
         expected.replica = replica
         self._num_streams[replica] += 1
@@ -205,14 +205,14 @@ class SharedReader:
             # In a context of its own: Serve would cancel it with the request that happens to begin it.
             self._readers[replica] = asyncio.create_task(self._read(replica), context=contextvars.Context())
 
-    def forget(self, expected: Expected) -> None:
+    def forget(self, expected: ExpectedStream) -> None:
         del self._expected[expected.share.number]
         if expected.replica is not None:
             self._num_streams[expected.replica] -= 1
             if not self._num_streams[expected.replica]:
                 del self._num_streams[expected.replica]
 
-    async def rest(self, expected: Expected, connection: int) -> AsyncGenerator[Piece, None]:
+    async def rest(self, expected: ExpectedStream, connection: int) -> AsyncGenerator[Piece, None]:
         """Its pieces in the shared stream. Its own stream says how it has ended: also when this breaks off."""
         number = expected.share.number
         if (users := self._users.get(connection)) is not None:
@@ -230,12 +230,12 @@ class SharedReader:
     async def _read(self, replica: str) -> None:
         connection = next(self._numbers)
         users = self._users[connection] = set()
-        call = ShareCall(self._ingress, connection, replica)
+        call = SharedStreamCall(self._ingress, connection, replica)
         response: Any = None
         has_ended = False
         try:
             response = self._handle.options(stream=True, _by_reference=False).share.remote(call)
-            async for entries in heard(response, SILENCE_S):
+            async for entries in without_heartbeats(response, SILENCE_S):
                 for entry in entries:
                     if (expected := self._expected.get(entry[0])) is not None:  # else its reader has left
                         expected.arrived.put_nowait(_piece_of(entry, replica))

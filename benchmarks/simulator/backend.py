@@ -13,7 +13,7 @@ from vmem import AddressRange, MemoryInfo
 class CountingBackend:
     """A `Backend` without memory. It trusts its caller: the real ones are tested for what they refuse."""
 
-    unit_bytes = 1 << 40
+    max_call_bytes = 1 << 40
     granularity_bytes = 4096
 
     def __init__(self) -> None:

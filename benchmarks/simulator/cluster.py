@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from app.engine.report import ReplicaReport
-from app.fleet.autoscaling import ReplicaLoad, ScalingPolicy
-from app.fleet.fleet import Fleet, RoutedRequest, Sent
+from app.fleet.autoscaling import AutoscalingLoad, ScalingPolicy
+from app.fleet.fleet import Fleet, RoutedRequest, SentRequest
 from app.fleet.policies import Policy
 from benchmarks.simulator.device import Device
 from benchmarks.simulator.outcome import Lifetime, Outcome
@@ -100,7 +100,7 @@ class Cluster:
         self._members: dict[str, _Member] = {}
         self._indices = itertools.count()
         self._routers: list[_Router] = []
-        self._sent: dict[str, tuple[_Router, Sent | None]] = {}
+        self._sent: dict[str, tuple[_Router, SentRequest | None]] = {}
         self._names: list[str] = []  # of the replicas that take requests
         self._followers: dict[int, Arrival] = {}  # by the number of the request that they follow
         self._left = 0
@@ -147,9 +147,9 @@ class Cluster:
         router = self._rng.choice(self._routers)
         keys = [key_of(digest) for digest in arrival.digests]
         request = RoutedRequest(arrival.request_id, arrival.num_tokens, keys, arrival.session)
-        name = router.policy.rank(request, self._names, now)[0]
+        name = router.policy.rank_replicas(request, self._names, now)[0]
         expected = int(router.fleet.cached_tokens(request, [name])[0])
-        self._sent[arrival.request_id] = router, router.fleet.sent(request, name, expected, now)
+        self._sent[arrival.request_id] = router, router.fleet.note_sent(request, name, expected, now)
         member = self._members[name]
         assert member.replica is not None
         self._outcome.served.append(member.replica.submit(arrival, expected, now))
@@ -172,7 +172,7 @@ class Cluster:
         self._left -= 1
         router, sent = self._sent.pop(served.arrival.request_id)
         if sent is not None:
-            router.fleet.ended(sent, now)
+            router.fleet.note_ended(sent, now)
         follower = self._followers.pop(served.arrival.number, None)
         if follower is not None:
             at = now + follower.pause_s
@@ -194,7 +194,7 @@ class Cluster:
     def _hear(self, member: _Member, report: ReplicaReport, now: float) -> None:
         member.heard = report
         for router in self._routers:
-            router.fleet.report(member.name, report, now)
+            router.fleet.apply_report(member.name, report, now)
 
     # ---- replicas ----
 
@@ -206,7 +206,7 @@ class Cluster:
         staying = [member for member in self._members.values() if not member.drains]
         stale_at = now - self._scaling.policy.targets.stale_after_s
         heard = [m.heard for m in staying if m.heard is not None and m.heard.made_at >= stale_at]
-        loads = [ReplicaLoad.of(report) for report in heard]
+        loads = [AutoscalingLoad.from_report(report) for report in heard]
         wanted = self._scaling.policy.desired(loads, len(staying), now)
         wanted = min(max(wanted, 1), self._scaling.most_replicas)
         for _ in range(wanted - len(staying)):

@@ -128,7 +128,7 @@ def measure(num_replicas: int, cached_blocks: int, num_prompts: int, seed: int =
     requests = [_request(rng, i, rng.choice(rng.choice(homes))) for i in range(num_prompts + _IN_FLIGHT * num_replicas)]
     policy = PrefixAware(fleet)
     for i, request in enumerate(requests[num_prompts:]):
-        fleet.sent(request, names[i % num_replicas], 0, now)
+        fleet.note_sent(request, names[i % num_replicas], 0, now)
     decision_us = _typical(_decisions_us(policy, fleet, names, requests[:num_prompts], now))
     hash_us = _typical(_hash_us(rng) for _ in range(200))
     return DecisionCost(
@@ -198,7 +198,7 @@ def _take_in(fleet: Fleet, names: Sequence[str], reports: Sequence[ReplicaReport
     times_us = []
     for name, report in zip(names, reports, strict=False):
         start = time.perf_counter()
-        fleet.report(name, report, report.made_at)
+        fleet.apply_report(name, report, report.made_at)
         times_us.append((time.perf_counter() - start) * 1e6)
     return times_us
 
@@ -208,7 +208,7 @@ def _decisions_us(
 ) -> Iterator[float]:
     for request in requests:
         start = time.perf_counter()
-        chosen = policy.rank(request, names, now)[0]
+        chosen = policy.rank_replicas(request, names, now)[0]
         fleet.cached_tokens(request, [chosen])
         yield (time.perf_counter() - start) * 1e6
 
@@ -224,7 +224,7 @@ def _hash_us(rng: random.Random) -> float:
 
 def _sent_us(fleet: Fleet, name: str, request: RoutedRequest, now: float) -> float:
     start = time.perf_counter()
-    sent = fleet.sent(request, name, 0, now)
+    sent = fleet.note_sent(request, name, 0, now)
     assert sent is not None
     fleet.withdraw(sent, now)
     return (time.perf_counter() - start) * 1e6

@@ -35,7 +35,7 @@ class KvIndex:
         """How many units of a prompt each replica has."""
         for replica in replicas:
             cached = replica.cached_keys()
-            self._directory.report(replica.index, cached.keys, cached.changes, cached.stride, cached.version)
+            self._directory.apply_keys(replica.index, cached.keys, cached.changes, cached.stride, cached.version)
         found = dict.fromkeys((replica.index for replica in replicas), 0)
         for units, slots in self._directory.match(keys, sum(1 << index for index in found)):
             found |= {index: units for index in found if slots >> index & 1}
@@ -69,7 +69,7 @@ class KvAware:
         self._overlap_score_credit = overlap_score_credit
         self._temperature = temperature
 
-    def rank(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
+    def rank_replicas(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
         replicas = [self._replica(name) for name in replica_ids]
         cached = self._index.cached_units(request.keys, replicas)
         costs = [self._cost(request, replica, units) for replica, units in zip(replicas, cached, strict=True)]

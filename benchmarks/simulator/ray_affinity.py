@@ -39,7 +39,7 @@ class RayAffinity:
         self._rng = rng
         self._imbalanced_threshold = imbalanced_threshold
 
-    def rank(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
+    def rank_replicas(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
         self._tree.add_tenants([r for r in replica_ids if r not in self._tree.tenant_to_char_count], now)
         text = "".join(map(_character, request.keys))
         queues = {r: self._queue_len(r) for r in replica_ids}

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from app.engine.load_report import LoadMeter, make_report
-from app.engine.preemption import RecoveryModel
+from app.engine.preemption import PreemptionCostModel
 from app.engine.report import ReplicaReport
 from app.engine.request import Request, SequenceGroup
 from app.engine.sampling.params import SamplingParams
@@ -108,7 +108,7 @@ class SimulatedReplica:
         self._served: dict[str, Served] = {}
         self._active_units: Counter[bytes] = Counter()  # keys of unfinished requests' prompts
         self._memory = make_memory(device, device.cache_tokens)
-        self._recovery = RecoveryModel(device.step_tokens)
+        self._recovery = PreemptionCostModel(device.step_tokens)
         self._scheduler = Scheduler(
             self._memory,
             max_num_seqs=device.max_num_seqs,
@@ -190,7 +190,7 @@ class SimulatedReplica:
             return
         prompts = [s for s in scheduled if s.num_tokens > 1 or not s.samples]
         for s in scheduled:
-            if s.request.num_computed == s.request.num_cached_tokens and not s.request.furthest:
+            if s.request.num_computed == s.request.num_cached_tokens and not s.request.max_computed:
                 self.meter.note_begun(s.request)
         num_tokens = sum(s.num_tokens for s in scheduled)
         prefill_tokens = sum(s.num_tokens for s in prompts)
@@ -218,7 +218,7 @@ class SimulatedReplica:
         if leap.computes_prompts:
             self.meter.note_step(seconds, self.now)
         sampling = [s.request for s in leap.scheduled if s.samples]
-        self._scheduler.done()
+        self._scheduler.commit_step()
         for request in sampling:
             served = self._served[request.request_id]
             if served.first_token_at is None:
@@ -228,12 +228,12 @@ class SimulatedReplica:
             # Like no other request's: what a client does with its answer is in the trace's prompts.
             request.token_ids += [_GENERATED + served.arrival.number] * leap.num_steps
             request.num_computed += leap.num_steps - 1
-            request.furthest = request.num_computed
+            request.max_computed = request.num_computed
             if request.num_output_tokens >= request.max_tokens:
                 del self._served[request.request_id]
                 self._active_units -= Counter(map(key_of, served.arrival.digests))
                 self.meter.note_ended(request, self.now)
-                self._scheduler.remove(request)
+                self._scheduler.remove_sequence(request)
                 served.ended_at = self.now
                 yield served
 

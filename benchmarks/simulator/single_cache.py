@@ -20,12 +20,12 @@ def hit_share(arrivals: Sequence[Arrival], device: Device, cache_tokens: int) ->
     hits = 0
     for arrival in arrivals:
         chain, prompt = prompt_of(arrival, memory)
-        sequence = memory.open("block_table")
-        cached = memory.reuse(sequence, chain, prompt)
+        sequence = memory.create_sequence("block_table")
+        cached = memory.share_prefix(sequence, chain, prompt)
         hits += cached
         memory.append(sequence, len(prompt))
-        memory.begin(sequence, prompt, cached, len(prompt))
-        memory.commit()
+        memory.stage_prefix(sequence, prompt, cached, len(prompt))
+        memory.commit_prefixes()
         memory.free(sequence)
     memory.close()
     return hits / sum(arrival.num_tokens for arrival in arrivals)

@@ -10,16 +10,16 @@ import torch
 from kernels.arguments import check_numbers
 from kernels.cpu.build import CPP_DTYPES, load_library
 from kernels.provider import (
+    AttentionProblem,
     CacheScales,
     KernelError,
     Masking,
-    Problem,
     Rotary,
     VarlenBatch,
     as_cached,
     check_attend,
     check_write,
-    problem_of,
+    describe_problem,
     refuse_unsupported,
     rotate,
 )
@@ -85,7 +85,7 @@ class CpuProvider:
         self._library.folio_write.argtypes = [ctypes.POINTER(_WriteCall)]
         self._library.folio_write.restype = ctypes.c_int
 
-    def unsupported(self, problem: Problem) -> str | None:
+    def unsupported(self, problem: AttentionProblem) -> str | None:
         if problem.device_type != "cpu":
             return f"it cannot run on {problem.device_type}"
         if problem.dtype not in CPP_DTYPES or problem.cache_dtype != problem.dtype:
@@ -189,7 +189,7 @@ class CpuProvider:
         return out
 
     def _refuse(self, *call: Any) -> NoReturn:
-        refuse_unsupported(self, problem_of(*call))
+        refuse_unsupported(self, describe_problem(*call))
         raise AssertionError("the kernel refused what it should support")
 
 

@@ -6,15 +6,15 @@ import torch
 
 from kernels.provider import (
     FP8_DTYPES,
+    AttentionProblem,
     CacheScales,
     KernelError,
     Masking,
-    Problem,
     Rotary,
     VarlenBatch,
     check_attend,
     check_write,
-    problem_of,
+    describe_problem,
     refuse_unsupported,
 )
 from kernels.reference import write_by_index
@@ -55,7 +55,7 @@ class TritonProvider:
         self._prefill = triton_prefill.attend_prefill
         self._interpreted = triton_tiles.INTERPRETED
 
-    def unsupported(self, problem: Problem) -> str | None:
+    def unsupported(self, problem: AttentionProblem) -> str | None:
         if problem.device_type != "cuda" and not self._interpreted:
             return f"it does not run on {problem.device_type}"
         if problem.dtype not in _DTYPES:
@@ -114,7 +114,7 @@ class TritonProvider:
         num_splits: int = 0,
     ) -> torch.Tensor:
         check_attend(query, key_cache, value_cache, batch, masking, lse)
-        refuse_unsupported(self, problem_of(query, key_cache, value_cache, batch, masking, lse))
+        refuse_unsupported(self, describe_problem(query, key_cache, value_cache, batch, masking, lse))
         out = query.new_empty(*query.shape[:2], value_cache.shape[3])
         num_seqs = batch.cache_seqlens.numel()
         if not out.numel() or not num_seqs:

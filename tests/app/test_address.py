@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from app.errors import ConfigError
-from app.serve import claim
+from app.serve import reserve_address
 
 
 def free_port() -> int:
@@ -50,21 +50,21 @@ def test_a_listener_that_shares_its_port() -> None:
         first.bind(("127.0.0.1", 0))
         first.listen()
         with pytest.raises(ConfigError, match=r"127\.0\.0\.1:\d+ is in use; stop that, or choose another port"):
-            claim("127.0.0.1", first.getsockname()[1])
+            reserve_address("127.0.0.1", first.getsockname()[1])
 
 
 def test_two_that_start_at_once() -> None:
     """Neither listens yet: the second is refused all the same, until the first one is gone. Serve's proxy, which binds
     after the claim, is not hindered by it."""
     port = free_port()
-    claimed = claim("127.0.0.1", port)
+    claimed = reserve_address("127.0.0.1", port)
     assert claimed is not None
     with claimed:
         with socket.socket() as proxy:
             proxy.bind(("127.0.0.1", port))
         with pytest.raises(ConfigError, match="is taken by another Folio that is starting"):
-            claim("127.0.0.1", port)
-    again = claim("127.0.0.1", port)
+            reserve_address("127.0.0.1", port)
+    again = reserve_address("127.0.0.1", port)
     assert again is not None
     again.close()
 
@@ -76,7 +76,7 @@ def test_connections_that_linger_are_no_reason() -> None:
         with socket.create_connection(("127.0.0.1", port)) as client:
             listener.accept()[0].close()  # this side is the first to close, and waits
             assert client.recv(1) == b""
-    claimed = claim("127.0.0.1", port)
+    claimed = reserve_address("127.0.0.1", port)
     assert claimed is not None
     claimed.close()
 
@@ -93,10 +93,10 @@ def test_connections_that_linger_are_no_reason() -> None:
 )
 def test_who_answers_there(content: str, status: int, who: str) -> None:
     with http_server(content.encode(), status) as port, pytest.raises(ConfigError, match=who):
-        claim("127.0.0.1", port)
+        reserve_address("127.0.0.1", port)
 
 
 @pytest.mark.parametrize(("host", "port"), [("192.0.2.77", 8000), ("127.0.0.1", 70000)])
 def test_an_address_that_cannot_be_had(host: str, port: int) -> None:
     with pytest.raises(ConfigError, match=f"http_options: {host}:{port} .*choose another port"):
-        claim(host, port)
+        reserve_address(host, port)

@@ -769,7 +769,7 @@ def test_addresses_that_haproxy_cannot_read(monkeypatch: pytest.MonkeyPatch) -> 
     """It would not start, and Serve wait for it for ever."""
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "10.0.0.7,my-proxy")
     with pytest.raises(haproxy.NoHAProxyError, match="my-proxy"):
-        haproxy.check(has_tls=False)
+        haproxy.check_haproxy(has_tls=False)
 
 
 def test_what_is_shown_to_everybody(usual: Front, application: Application) -> None:

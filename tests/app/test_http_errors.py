@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from app import errors, haproxy
-from app.http_errors import _HTTP_CODES, ErrorBody, Refusal, error_response, http_error, validation_error
+from app.http_errors import _HTTP_CODES, ErrorBody, HttpRefusal, error_response, http_error, validation_error
 
 Row = tuple[int, str, str | None]
 
@@ -30,12 +30,12 @@ def sent() -> set[Row]:
     raised = {error for error in vars(errors).values() if isinstance(error, type) and issubclass(error, Exception)}
     raised -= {errors.FolioError, errors.ConfigError}  # the one is none, the other is not raised by requests
     refusals = [
-        Refusal.no_key(presented=True),
-        Refusal.not_operator(),
-        Refusal.bad_length(),
-        Refusal.too_slow(1.0),
-        Refusal.too_busy(1, 1.0),
-        *(Refusal.too_large(status, "x", 1, "bytes") for status in (413, 414, 431)),
+        HttpRefusal.no_key(presented=True),
+        HttpRefusal.not_operator(),
+        HttpRefusal.bad_length(),
+        HttpRefusal.too_slow(1.0),
+        HttpRefusal.too_busy(1, 1.0),
+        *(HttpRefusal.too_large(status, "x", 1, "bytes") for status in (413, 414, 431)),
     ]
     bad_json = [{"type": "json_invalid", "loc": ("body", 0), "ctx": {"error": "x"}}]
     return {

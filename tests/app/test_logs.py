@@ -9,7 +9,7 @@ from io import StringIO
 import pytest
 
 from app.errors import ConfigError, DeadlineError, EngineError, ForbiddenError, OverloadedError, RequestError
-from app.logs import NoRefusals, WithheldMessages, configure_logs, describe
+from app.logs import DropRefusals, WithheldMessages, configure_logs, describe
 
 SECRET = "xyzzy"
 
@@ -67,14 +67,14 @@ def written() -> Iterator[StringIO]:
     try:
         configure_logs()
         configure_logs()
-        assert [type(present) for present in handler.filters] == [WithheldMessages, NoRefusals]
+        assert [type(present) for present in handler.filters] == [WithheldMessages, DropRefusals]
         yield written
     finally:
         serves.removeHandler(handler)
         ours.setLevel(before[0])
         serves.setLevel(before[1])
         for present in logging.getLogger().handlers[:]:
-            for added in [f for f in present.filters if isinstance(f, WithheldMessages | NoRefusals)]:
+            for added in [f for f in present.filters if isinstance(f, WithheldMessages | DropRefusals)]:
                 present.removeFilter(added)
             if present not in before[2]:
                 logging.getLogger().removeHandler(present)

@@ -116,7 +116,7 @@ def test_a_check_starts_nothing(
     config: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ray, "init", refuse)
-    monkeypatch.setattr(serve, "claim", refuse)
+    monkeypatch.setattr(serve, "reserve_address", refuse)
     path = config({})
     assert serve.main(["--check", path]) == 0
     assert capfd.readouterr().out == f"{path}: ok\n"
@@ -156,8 +156,8 @@ def test_the_host_is_this_machine_unless_it_is_set(
         served.append(config)
         return 0
 
-    monkeypatch.setattr(serve, "claim", lambda *address: claimed.append(address))
-    monkeypatch.setattr(serve, "run", run)
+    monkeypatch.setattr(serve, "reserve_address", lambda *address: claimed.append(address))
+    monkeypatch.setattr(serve, "serve_until_signal", run)
     monkeypatch.setattr(serve, "Signals", lambda: None)
     monkeypatch.setattr(serve, "prepared_environment", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(ray, "init", lambda namespace: SimpleNamespace(dashboard_url=""))
@@ -189,11 +189,11 @@ def test_the_end_is_bounded(monkeypatch: pytest.MonkeyPatch, config: Callable[..
     monkeypatch.setattr(serve, "serve_start", lambda **_: client)
     monkeypatch.setattr(serve, "wait_until_running", lambda names, signals: 0)
     monkeypatch.setattr(serve, "wait_until_routed", lambda url, signals: None)
-    monkeypatch.setattr(serve, "drain", lambda grace_s: has_ended)
+    monkeypatch.setattr(serve, "drain_ingresses", lambda grace_s: has_ended)
     monkeypatch.setattr(serve, "end_within", lambda seconds, status: done.append((seconds, status)))
     monkeypatch.setattr(serve, "stop", lambda client, timeout_s: done.append(timeout_s))
     signals: Any = SimpleNamespace(came=True, wait=lambda timeout_s: True)
-    assert serve.run(load_config(Path(config({}))), signals, 60.0) == 0
+    assert serve.serve_until_signal(load_config(Path(config({}))), signals, 60.0) == 0
     (seconds, status), timeout_s = done
     assert seconds + serve._ANSWER_S <= 10
     assert status == 0
@@ -273,7 +273,7 @@ def test_it_asks_until_nothing_is_under_way(monkeypatch: pytest.MonkeyPatch) -> 
     statuses(monkeypatch, {"a": runs, "desk": runs, "new": ApplicationStatus.DEPLOYING})
     answers: Iterator[Any] = iter([[2, 1], RayServeException("restarting"), [0, 1], [0, 0]])
     monkeypatch.setattr(ray_serve, "get_deployment_handle", lambda deployment, name: Ingress(answers))
-    assert serve.drain(60.0)
+    assert serve.drain_ingresses(60.0)
     assert next(answers, None) is None
 
 
@@ -283,5 +283,5 @@ def test_it_waits_no_longer_than_the_grace_period(
     statuses(monkeypatch, {"a": ApplicationStatus.RUNNING})
     monkeypatch.setattr(ray_serve, "get_deployment_handle", lambda deployment, name: Ingress(iter([[3, 4]])))
     with caplog.at_level(logging.WARNING):
-        assert not serve.drain(0.0)
+        assert not serve.drain_ingresses(0.0)
     assert "7 requests are broken off" in caplog.text

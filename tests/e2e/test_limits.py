@@ -13,11 +13,11 @@ import ray
 
 from app.config.http import RateLimits
 from app.edge.quota import Quota
-from app.edge.shares import Shares
+from app.edge.shares import IngressLimits
 from app.errors import RateLimitError
-from app.fleet.overload import Refusals
+from app.fleet.overload import LoadShedder
 from app.serving.ledger import NAMESPACE
-from app.serving.limits import SharedLimits
+from app.serving.limits import LimitReporter
 
 DEADLINE_S = 60.0
 LIMITS = RateLimits(requests_per_minute=600, concurrent_requests=8)
@@ -27,8 +27,8 @@ class Edge:
     """What an ingress has of it."""
 
     def __init__(self, app_name: str, number: int) -> None:
-        self.shares, self.refusals = Shares(), Refusals()
-        self.limits = SharedLimits(self.shares, self.refusals, app_name, f"ingress-{number}", lambda: 2)
+        self.shares, self.refusals = IngressLimits(), LoadShedder()
+        self.limits = LimitReporter(self.shares, self.refusals, app_name, f"ingress-{number}", lambda: 2)
         self.quota = Quota(LIMITS, self.shares, "key:a")
 
     def serves(self) -> bool:

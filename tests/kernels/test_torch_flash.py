@@ -17,7 +17,7 @@ import torch
 from torch.nn.attention import varlen as torch_varlen
 
 from kernels import KernelError, Masking, VarlenBatch
-from kernels.provider import AttentionProvider, problem_of
+from kernels.provider import AttentionProvider, describe_problem
 from kernels.reference import ReferenceProvider
 from kernels.torch_flash import TorchFlashProvider
 
@@ -458,10 +458,10 @@ def test_what_is_beyond_it_has_a_reason(make: Callable[[], TorchFlashProvider]) 
         (make_case(MIXED, "block_table", block_tokens=16), Masking(1.0)),
     ]
     for case, masking in cases:
-        assert provider.unsupported(problem_of(*case, masking)), masking
+        assert provider.unsupported(describe_problem(*case, masking)), masking
         with pytest.raises(KernelError, match=provider.name):
             provider.attend(*case, masking)
-    taken = provider.unsupported(problem_of(query, key, value, batch, Masking(1.0, window_right=3))) is None
+    taken = provider.unsupported(describe_problem(query, key, value, batch, Masking(1.0, window_right=3))) is None
     assert taken == (make is torch_flash)
 
 
@@ -487,10 +487,10 @@ def test_an_older_torch_says_what_it_lacks() -> None:
     with pytest.raises(KernelError, match=lacking):
         TorchFlashProvider(torch_2_10, without_lengths, device_type="cpu")
     provider = torch_flash_2_11()
-    paged = problem_of(*make_case(MIXED, "block_table"), Masking(1.0))
+    paged = describe_problem(*make_case(MIXED, "block_table"), Masking(1.0))
     assert "no block_table; use the region view" in (provider.unsupported(paged) or "")
     for heads in ((8, 2), (2, 2)):
-        assert provider.unsupported(problem_of(*make_case(MIXED, "region", heads=heads), Masking(1.0))) is None
+        assert provider.unsupported(describe_problem(*make_case(MIXED, "region", heads=heads), Masking(1.0))) is None
 
 
 def test_an_operator_that_means_something_else_is_not_used() -> None:
@@ -536,7 +536,7 @@ def test_without_cuda_it_says_so() -> None:
 
 @everywhere
 def test_tensors_elsewhere_are_refused(make: Callable[[], TorchFlashProvider]) -> None:
-    problem = problem_of(*make_case(DECODE, "region"), Masking(1.0))
+    problem = describe_problem(*make_case(DECODE, "region"), Masking(1.0))
     assert make().unsupported(replace(problem, device_type="cuda")) == "runs on cpu, not on cuda"
 
 
@@ -552,7 +552,7 @@ def cuda_provider() -> TorchFlashProvider:
 def check_cuda(
     provider: TorchFlashProvider, case: Case, masking: Masking, *, with_lse: bool = True, splits: int = 0
 ) -> None:
-    reason = provider.unsupported(problem_of(*case, masking))
+    reason = provider.unsupported(describe_problem(*case, masking))
     if reason is not None:
         pytest.skip(f"{provider.name}: {reason}")
     check(provider, case, masking, with_lse=with_lse, splits=splits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vmem import Backend, LocalContents, PeerMemory
-from vmem.tensor_parallel.orders import failed
+from vmem.tensor_parallel.orders import is_failure
 
 
 class DirectPeers:
@@ -37,19 +37,19 @@ class DirectPeers:
     def num_ordered(self) -> int:
         return self._num_ordered
 
-    def order(self, order: bytes) -> None:
-        self.confirm(order)
+    def post_order(self, order: bytes) -> None:
+        self.call_order(order)
 
-    def confirm(self, order: bytes) -> Callable[[], list[bytes]]:
+    def call_order(self, order: bytes) -> Callable[[], list[bytes]]:
         self._num_ordered += 1
-        answers = [memory.obey(order) for memory in self.memories]
+        answers = [memory.handle_order(order) for memory in self.memories]
         for memory in self.memories:
             memory.done()
         return lambda: answers
 
-    def tell(self, request: bytes) -> None:
-        assert not any(map(failed, self.ask(request)()))
+    def post_request(self, request: bytes) -> None:
+        assert not any(map(is_failure, self.call_request(request)()))
 
-    def ask(self, request: bytes) -> Callable[[], list[bytes]]:
+    def call_request(self, request: bytes) -> Callable[[], list[bytes]]:
         answers = [memory.answer(request) for memory in self.memories]
         return lambda: answers

@@ -17,7 +17,6 @@ from vmem import (
     BlockContents,
     CacheTensors,
     CudaBackend,
-    Demand,
     HostBackend,
     KVLayout,
     KVMemory,
@@ -30,6 +29,7 @@ from vmem import (
     MirroredBackend,
     SequenceMemory,
     StateLayout,
+    StepDemand,
     TokenChain,
     plan_layout,
 )
@@ -248,7 +248,7 @@ def do_background(memory: KVMemory, most: int = 1000) -> int:
     return most
 
 
-def pages_read(memory: KVMemory, demands: Iterable[Demand]) -> set[int]:
+def pages_read(memory: KVMemory, demands: Iterable[StepDemand]) -> set[int]:
     """Addresses of the pages that a step over these demands reads and writes."""
     addresses: set[int] = set()
     for demand in demands:
@@ -271,7 +271,7 @@ def tensors_of_ranks(memory: KVMemory) -> list[CacheTensors]:
     return [memory.tensors, *(peer.tensors(device.number) for peer in peers if isinstance(device, FlakyMirror))]
 
 
-def write(memory: KVMemory, demand: Demand, values: Sequence[float], view: str) -> None:
+def write(memory: KVMemory, demand: StepDemand, values: Sequence[float], view: str) -> None:
     """Store one value a token in every layer's keys, and its negative in the values, through one of the views."""
     for g, group in enumerate(memory.groups):
         table, block_tokens = demand.sequence.groups[g], group.layout.block_tokens
@@ -307,14 +307,14 @@ def _states(memory: KVMemory, sequence: SequenceMemory) -> list[torch.Tensor]:
     return [t.state_view()[block_id][:STATE_BYTES].view(torch.float64) for t in tensors_of_ranks(memory)]
 
 
-def read(memory: KVMemory, demand: Demand, layer: int, view: str) -> list[float]:
+def read(memory: KVMemory, demand: StepDemand, layer: int, view: str) -> list[float]:
     """The values of the visible tokens up to `demand.end`, oldest first; keys and values must agree, and all ranks."""
     [found, *others] = [_read(memory, tensors, demand, layer, view) for tensors in tensors_of_ranks(memory)]
     assert all(other == found for other in others)
     return found
 
 
-def _read(memory: KVMemory, tensors: CacheTensors, demand: Demand, layer: int, view: str) -> list[float]:
+def _read(memory: KVMemory, tensors: CacheTensors, demand: StepDemand, layer: int, view: str) -> list[float]:
     g = memory.tensors.group_of(layer)
     table = demand.sequence.groups[g]
     start, end = table.first * memory.groups[g].layout.block_tokens, demand.end

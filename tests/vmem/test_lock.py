@@ -19,7 +19,7 @@ from tests.vmem.small_memory import (
     no_thread,
 )
 from tests.vmem.test_memory import DEADLINE_S, begin, finish, until
-from vmem import CHANGE_BYTES, NO_KEYS, Demand, KVMemory, LocalContents, MapError
+from vmem import CHANGE_BYTES, NO_KEYS, KVMemory, LocalContents, MapError, StepDemand
 from vmem import report as figures
 
 __all__ = ["no_thread"]  # a fixture
@@ -72,7 +72,7 @@ def test_others_read_and_set_while_the_device_works(
     memory.launched()
     fork = memory.fork(first, 40, "region")
     memory.append(fork, 41)
-    memory.ensure([Demand(fork, 40, 41)])
+    memory.ensure([StepDemand(fork, 40, 41)])
     if isinstance(device, FlakyCuda):
         device.fake.finish_work()
     [back] = memory.swap_in(memory.swap_out([fork]))
@@ -102,7 +102,7 @@ def test_calls_of_the_engine_publish_a_report(other: ThreadPoolExecutor, monkeyp
     """Else who cannot have the books is told of the time when somebody last could."""
     monkeypatch.setattr(figures, "_RENEWED_AFTER_S", -1.0)
     memory, _ = make_memory()
-    sequence = memory.open("block_table")
+    sequence = memory.create_sequence("block_table")
     memory.append(sequence, 40)
     with memory._lock:
         assert other.submit(memory.report).result(DEADLINE_S).active_bytes == 3 * PAGE_BYTES
@@ -113,7 +113,7 @@ def test_the_engine_reads_what_it_has_written(other: ThreadPoolExecutor, monkeyp
     """Its own thread was told of the time before its last call, because the mapper had the books."""
     monkeypatch.setattr(figures, "_PATIENCE_S", 0.0)
     memory, _ = make_memory()
-    sequence = memory.open("block_table")
+    sequence = memory.create_sequence("block_table")
     memory.append(sequence, 40)
     other.submit(memory._lock.acquire).result(DEADLINE_S)
     release = threading.Timer(0.05, memory._lock.release)
@@ -220,10 +220,10 @@ def test_more_regions_than_addresses_are_refused(num_regions: int) -> None:
 
 def cache(memory: KVMemory, token_ids: list[int]) -> None:
     """Let a sequence compute these tokens and end."""
-    sequence = memory.open("block_table")
-    memory.reuse(sequence, memory.chain(), token_ids)
+    sequence = memory.create_sequence("block_table")
+    memory.share_prefix(sequence, memory.chain(), token_ids)
     memory.append(sequence, len(token_ids))
-    memory.begin(sequence, token_ids, 0, len(token_ids))
-    memory.ensure([Demand(sequence, 0, len(token_ids))])
-    memory.commit()
+    memory.stage_prefix(sequence, token_ids, 0, len(token_ids))
+    memory.ensure([StepDemand(sequence, 0, len(token_ids))])
+    memory.commit_prefixes()
     memory.free(sequence)

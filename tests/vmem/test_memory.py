@@ -30,7 +30,6 @@ from tests.vmem.small_memory import (
 )
 from vmem import (
     BudgetError,
-    Demand,
     HostBackend,
     IntegrityError,
     KVMemory,
@@ -41,6 +40,7 @@ from vmem import (
     MappingOptions,
     OutOfPages,
     SequenceMemory,
+    StepDemand,
     VmemError,
     plan_layout,
 )
@@ -54,14 +54,14 @@ NUM_ANCHORS = 2  # mappings of the anchor page in a memory of one group with one
 
 def begin(memory: KVMemory, num_tokens: int, policy: str = "region") -> SequenceMemory:
     """A sequence with blocks, mapped, and its positions written as its content."""
-    sequence = memory.open(policy)  # type: ignore[arg-type]
+    sequence = memory.create_sequence(policy)  # type: ignore[arg-type]
     memory.append(sequence, num_tokens)
     step(memory, sequence, 0, num_tokens)
     return sequence
 
 
-def step(memory: KVMemory, sequence: SequenceMemory, start: int, end: int) -> Demand:
-    demand = Demand(sequence, start, end)
+def step(memory: KVMemory, sequence: SequenceMemory, start: int, end: int) -> StepDemand:
+    demand = StepDemand(sequence, start, end)
     memory.ensure([demand])
     write(memory, demand, [float(p) for p in range(start, end)], "home")
     return demand
@@ -91,9 +91,9 @@ def test_written_through_one_view_read_through_the_other(backend: type, kind: st
     sequence = begin(memory, 40)
     for layer in (0, 1):
         for view in ("home", "region"):
-            assert read(memory, Demand(sequence, 0, 40), layer, view) == list(range(40))
-    write(memory, Demand(sequence, 0, 40), [p + 0.5 for p in range(40)], "region")
-    assert read(memory, Demand(sequence, 0, 40), 1, "home") == [p + 0.5 for p in range(40)]
+            assert read(memory, StepDemand(sequence, 0, 40), layer, view) == list(range(40))
+    write(memory, StepDemand(sequence, 0, 40), [p + 0.5 for p in range(40)], "region")
+    assert read(memory, StepDemand(sequence, 0, 40), 1, "home") == [p + 0.5 for p in range(40)]
     finish(memory, sequence)
 
 
@@ -125,7 +125,7 @@ def test_the_mapping_budget_turns_regions_into_block_tables(no_thread: None) -> 
     memory.append(third, 10 * BLOCK_TOKENS)
     step(memory, third, 4 * BLOCK_TOKENS, 10 * BLOCK_TOKENS)
     assert third.view == "block_table"
-    assert read(memory, Demand(third, 0, 10 * BLOCK_TOKENS), 0, "home") == list(range(10 * BLOCK_TOKENS))
+    assert read(memory, StepDemand(third, 0, 10 * BLOCK_TOKENS), 0, "home") == list(range(10 * BLOCK_TOKENS))
     assert memory.report().num_mappings <= 25 + NUM_ANCHORS
     memory.check_integrity()
     finish(memory, second, third, fourth)
@@ -176,7 +176,7 @@ def test_a_fork_adopts_the_region_that_begins_with_its_prefix(no_thread: None) -
     assert again.groups[0].region.slot == region.slot
     step(memory, again, 63, 64)
     assert memory.report().alias_calls == 4
-    assert read(memory, Demand(again, 0, 64), 0, "region") == list(range(64))
+    assert read(memory, StepDemand(again, 0, 64), 0, "region") == list(range(64))
     finish(memory, parent, again)
 
 
@@ -186,7 +186,7 @@ def test_stolen_places_are_mapped_anew(no_thread: None) -> None:
     memory.free(begin(memory, 160))
     thief = begin(memory, 64, "block_table")
     sequence = begin(memory, 96)
-    demand = Demand(sequence, 0, 96)
+    demand = StepDemand(sequence, 0, 96)
     assert read(memory, demand, 0, "region") == list(range(96))
     assert set(sequence.groups[0].block_ids).isdisjoint(thief.groups[0].block_ids)
     memory.check_integrity()
@@ -206,7 +206,7 @@ def test_a_shared_last_block_is_copied_by_whoever_writes_first(policy: str, no_t
         memory.append(sequence, 44)
     assert child.groups[0].block_ids[:2] == parent.groups[0].block_ids[:2]
     assert child.groups[0].block_ids[2] != parent.groups[0].block_ids[2]
-    demands = [Demand(sequence, 40, 44) for sequence in (parent, child)]
+    demands = [StepDemand(sequence, 40, 44) for sequence in (parent, child)]
     memory.ensure(demands)
     for demand, first in zip(demands, (100.0, 200.0), strict=True):
         write(memory, demand, [first + i for i in range(4)], "home")
@@ -243,7 +243,7 @@ def test_truncated_tokens_can_be_written_again(no_thread: None) -> None:
     memory.append(sequence, 90)
     demand = step(memory, sequence, 37, 90)
     assert read(memory, demand, 0, "region") == list(range(90))
-    assert read(memory, Demand(other, 0, 64), 0, "region") == list(range(64))
+    assert read(memory, StepDemand(other, 0, 64), 0, "region") == list(range(64))
     finish(memory, sequence, other)
 
 
@@ -259,7 +259,7 @@ def test_blocks_that_leave_the_window_are_freed_and_unmapped(no_thread: None) ->
     full, windowed = sequence.groups
     assert (full.first, windowed.first) == (0, (150 - WINDOW_TOKENS + 1) // BLOCK_TOKENS)
     assert windowed.region is not None
-    assert windowed.region.shows[: windowed.first] == [-1] * windowed.first
+    assert windowed.region.mapped_blocks[: windowed.first] == [-1] * windowed.first
     assert memory.report().active_bytes == (10 + 10 - windowed.first) * PAGE_BYTES
     assert read(memory, demand, 1, "region") == list(range(windowed.first * BLOCK_TOKENS, 151))
     with pytest.raises(VmemError, match="left the window"):
@@ -275,11 +275,11 @@ def test_groups_share_one_budget(no_thread: None) -> None:
     memory, _ = make_memory(num_pages=20, windowed=True, max_tokens=160)
     memory.free(begin(memory, 160))  # ten pages in each group
     pool = memory._groups[0].pool
-    sequence = memory.open("region")
+    sequence = memory.create_sequence("region")
     memory.append(sequence, 16)
     assert pool.num_owned == 1
     with pytest.raises(OutOfPages, match="20 pages needed"):
-        memory.append(memory.open("block_table"), 160)
+        memory.append(memory.create_sequence("block_table"), 160)
     memory.check_integrity()
     for leftover in list(memory._sequences):
         memory.free(leftover)
@@ -301,13 +301,13 @@ def test_a_failure_at_each_call_changes_nothing(backend: type, fail_at: int, no_
         try:
             if parent.num_tokens < 60:
                 memory.append(parent, 60)
-            memory.ensure([Demand(parent, 40, 60)])
+            memory.ensure([StepDemand(parent, 40, 60)])
             if len(sequences) == 1:
                 sequences.append(memory.fork(parent, 60))
             memory.append(sequences[1], 70)
-            memory.ensure([Demand(sequences[1], 60, 70)])
+            memory.ensure([StepDemand(sequences[1], 60, 70)])
             memory.append(parent, 62)
-            memory.ensure([Demand(parent, 60, 62)])
+            memory.ensure([StepDemand(parent, 60, 62)])
             do_background(memory)
             memory.truncate(sequences[1], 60)
             do_background(memory)
@@ -316,7 +316,7 @@ def test_a_failure_at_each_call_changes_nothing(backend: type, fail_at: int, no_
             memory.check_integrity()
     device.fail_at = -1
     memory.check_integrity()
-    assert read(memory, Demand(sequences[1], 0, 40), 0, "region") == list(range(40))
+    assert read(memory, StepDemand(sequences[1], 0, 40), 0, "region") == list(range(40))
     if isinstance(device, FlakyMirror):
         assert device.there.num_mappings == device.num_mappings
     finish(memory, *sequences)
@@ -327,7 +327,7 @@ def test_a_failure_at_each_call_changes_nothing(backend: type, fail_at: int, no_
 def test_a_page_that_cannot_be_destroyed_is_kept(no_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mapping fails, and so does giving back the pages made for it: they are spare, and used by the next."""
     memory, device = make_memory(FlakyCuda)
-    sequence = memory.open("block_table")
+    sequence = memory.create_sequence("block_table")
     with monkeypatch.context() as patch:
         patch.setattr(device, "map", refuse)
         patch.setattr(device, "destroy", refuse)
@@ -355,7 +355,7 @@ def test_out_of_pages_leaves_the_sequence_alone() -> None:
 def test_misuse_is_refused() -> None:
     memory, _ = make_memory(num_regions=2)
     sequences = [begin(memory, 16) for _ in range(2)]
-    extra = memory.open("region")
+    extra = memory.create_sequence("region")
     with pytest.raises(VmemError, match="every region is taken"):
         memory.append(extra, 5)
     with pytest.raises(VmemError, match="exceed the 160"):
@@ -412,7 +412,7 @@ def test_one_page_is_behind_the_beginning_of_every_range(kind: LayoutKind) -> No
     assert all(0 not in table.block_ids for table in sequence.groups)
     assert all(table.region is None or table.region.slot > 0 for table in sequence.groups)
     tensors.home_view(0)[0][0].fill_(5.0)
-    assert read(memory, Demand(sequence, 0, 150), 0, "region") == list(range(150))
+    assert read(memory, StepDemand(sequence, 0, 150), 0, "region") == list(range(150))
     report = memory.report()
     memory.free(sequence)
     assert isinstance(device, FlakyCuda)
@@ -441,7 +441,7 @@ def test_nothing_a_running_step_reads_is_unmapped(no_thread: None) -> None:
     assert isinstance(device, FlakyCuda)
     a, b, c = begin(memory, 60), begin(memory, 100), begin(memory, 150, "block_table")
     child = memory.fork(a, 60)
-    demands = [Demand(a, 59, 60), Demand(b, 70, 100), Demand(c, 100, 101), Demand(child, 59, 60)]
+    demands = [StepDemand(a, 59, 60), StepDemand(b, 70, 100), StepDemand(c, 100, 101), StepDemand(child, 59, 60)]
     memory.ensure(demands)
     device.fake.finish_work()
     do_background(memory)
@@ -457,7 +457,7 @@ def test_nothing_a_running_step_reads_is_unmapped(no_thread: None) -> None:
     assert device.fake.num_running == 1
     assert not device.fake.violations
     assert read_pages <= set(device._books._mappings)
-    demands = [Demand(b, 89, 90), Demand(child, 60, 61)]
+    demands = [StepDemand(b, 89, 90), StepDemand(child, 60, 61)]
     memory.ensure(demands)  # the copy changes a place that the step reads: this has to wait for it
     assert device.fake.num_running == 0
     do_background(memory)
@@ -470,10 +470,10 @@ def test_windows_expire_under_a_running_step(no_thread: None) -> None:
     memory, device = make_memory(FlakyCuda, windowed=True)
     assert isinstance(device, FlakyCuda)
     sequence = begin(memory, 150)
-    device.fake.launch(pages_read(memory, [Demand(sequence, 0, 150)]))
+    device.fake.launch(pages_read(memory, [StepDemand(sequence, 0, 150)]))
     memory.launched()
     memory.append(sequence, 151)
-    memory.ensure([Demand(sequence, 150, 151)])
+    memory.ensure([StepDemand(sequence, 150, 151)])
     do_background(memory)
     assert not device.fake.violations
     device.fake.finish_work()
@@ -490,11 +490,11 @@ def test_the_next_step_is_mapped_beside_this_one() -> None:
     memory, _ = make_memory()
     sequences = [begin(memory, 16) for _ in range(3)]
     exposed = memory.report().num_exposed
-    memory.plan([Demand(sequence, 16, 40) for sequence in sequences])
+    memory.plan([StepDemand(sequence, 16, 40) for sequence in sequences])
     until(lambda: memory.report().eager_bytes == 6 * PAGE_BYTES)
     for sequence in sequences:
         memory.append(sequence, 40)
-    memory.ensure([Demand(sequence, 16, 40) for sequence in sequences])
+    memory.ensure([StepDemand(sequence, 16, 40) for sequence in sequences])
     assert memory.report().num_exposed == exposed
     memory.check_integrity()
     finish(memory, *sequences)
@@ -548,9 +548,9 @@ def test_a_device_that_takes_nothing_back_is_asked_again(monkeypatch: pytest.Mon
         patch.setattr(device, "unmap", refuse)
         memory.truncate(sequence, 16)
         until(lambda: memory.report().mapper_failures >= 4)
-        memory.ensure([Demand(sequence, 15, 16)])
+        memory.ensure([StepDemand(sequence, 15, 16)])
     until(lambda: memory.report().physical_bytes == PAGE_BYTES)
-    memory.ensure([Demand(sequence, 15, 16)])
+    memory.ensure([StepDemand(sequence, 15, 16)])
     finish(memory, sequence)
 
 
@@ -561,9 +561,9 @@ def test_mapping_that_keeps_failing_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     memory.free(idle)
 
     def told() -> bool:
-        memory.plan([Demand(sequence, 16, 40)])
+        memory.plan([StepDemand(sequence, 16, 40)])
         try:
-            memory.ensure([Demand(sequence, 15, 16)])
+            memory.ensure([StepDemand(sequence, 15, 16)])
         except MapError:
             return True
         return False
@@ -587,7 +587,7 @@ def test_a_dead_mapper_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     memory.plan([])
     until(lambda: memory._mapper._death is not None)
     calls: list[Callable[[], object]] = [
-        lambda: memory.ensure([Demand(sequence, 0, 16)]),
+        lambda: memory.ensure([StepDemand(sequence, 0, 16)]),
         lambda: memory.append(sequence, 17),
         lambda: memory.wait_for_progress(0.01),
     ]
@@ -602,7 +602,7 @@ def test_what_the_mapper_has_in_hand_is_still_free(no_thread: None) -> None:
     memory, _ = make_memory(num_pages=10)
     sequence = begin(memory, 16)
     free = memory.num_free_pages
-    memory.plan([Demand(sequence, 16, 60)])
+    memory.plan([StepDemand(sequence, 16, 60)])
     with memory._lock:
         for _ in range(2):  # pages first, then the places
             work = memory._next_work()
@@ -637,7 +637,7 @@ def test_a_step_waits_for_one_unit_and_not_for_the_whole_list(monkeypatch: pytes
     """The mapper went from one unit of a region to the next, and a step that needed it waited for all of them."""
     memory, device = make_memory()
     monkeypatch.setattr(memory._background, "_unit_pages", 1)
-    sequence = memory.open("region")
+    sequence = memory.create_sequence("region")
     memory.append(sequence, 80)
     gate, begun = threading.Event(), threading.Event()
     units: list[int] = []
@@ -654,10 +654,10 @@ def test_a_step_waits_for_one_unit_and_not_for_the_whole_list(monkeypatch: pytes
         real(address, handles)
 
     monkeypatch.setattr(device, "map", gated)
-    memory.plan([Demand(sequence, 0, 80)])
+    memory.plan([StepDemand(sequence, 0, 80)])
     assert begun.wait(DEADLINE_S)
     threading.Timer(0.05, gate.set).start()
-    memory.ensure([Demand(sequence, 0, 80)])
+    memory.ensure([StepDemand(sequence, 0, 80)])
     assert seen_by_the_step == [1]
     finish(memory, sequence)
 
@@ -669,11 +669,11 @@ def test_a_refused_mapping_costs_the_region_not_the_request(no_thread: None, mon
         memory.append(sequence, 40)
     with monkeypatch.context() as patch:
         patch.setattr(device, "map", refuse)
-        memory.ensure([Demand(automatic, 20, 40)])
+        memory.ensure([StepDemand(automatic, 20, 40)])
         with pytest.raises(MapError):
-            memory.ensure([Demand(forced, 20, 40)])
+            memory.ensure([StepDemand(forced, 20, 40)])
     assert (automatic.view, forced.view) == ("block_table", "region")
-    assert read(memory, Demand(automatic, 0, 20), 0, "home")[:20] == list(range(20))
+    assert read(memory, StepDemand(automatic, 0, 20), 0, "home")[:20] == list(range(20))
     memory.check_integrity()
     finish(memory, automatic, forced)
 
@@ -717,7 +717,7 @@ def test_the_pages_of_a_copy_stay_until_it_is_made(no_thread: None) -> None:
     memory.append(child, 11)
     memory.free(parent)
     unmapped = memory.report().unmap_calls
-    memory.ensure([Demand(child, 10, 11)])  # queues the copy
+    memory.ensure([StepDemand(child, 10, 11)])  # queues the copy
     do_background(memory)
     assert memory.report().unmap_calls == unmapped
     device.fake.finish_work()
@@ -731,8 +731,8 @@ def test_a_full_device_lends_from_the_other_group(no_thread: None, monkeypatch: 
     memory, device = make_memory(windowed=True, num_pages=40)
     sequence = begin(memory, 96, "block_table")
     memory.append(sequence, 97)
-    memory.ensure([Demand(sequence, 96, 97)])  # the window's group has free blocks now
-    free = memory._groups[1].pool.num_loose
+    memory.ensure([StepDemand(sequence, 96, 97)])  # the window's group has free blocks now
+    free = memory._groups[1].pool.num_free
     assert free >= 2
 
     def full(page_bytes: int) -> int:
@@ -784,9 +784,9 @@ def test_a_lower_budget_takes_free_pages_first() -> None:
     assert memory.set_budget(10 * PAGE_BYTES, 1) == "deferred"
     until(lambda: memory.report().physical_bytes <= 10 * PAGE_BYTES)
     assert memory.num_free_pages == 3
-    assert read(memory, Demand(kept, 0, 100), 0, "home") == list(range(100))
+    assert read(memory, StepDemand(kept, 0, 100), 0, "home") == list(range(100))
     with pytest.raises(OutOfPages):
-        memory.append(memory.open("block_table"), 64)
+        memory.append(memory.create_sequence("block_table"), 64)
     assert memory.set_budget(30 * PAGE_BYTES, 3) == "applied"
     assert memory.set_budget(10 * PAGE_BYTES, 2) == "stale"
     assert memory.report().budget_revision == 3

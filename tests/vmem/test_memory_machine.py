@@ -35,13 +35,13 @@ from tests.vmem.small_memory import (
     write_state,
 )
 from vmem import (
-    Demand,
     LayoutKind,
     MapError,
     OutOfPages,
     OutOfSwap,
     PinError,
     SequenceMemory,
+    StepDemand,
     SwappedGroup,
     VmemError,
 )
@@ -156,22 +156,22 @@ class MemoryMachine(RuleBasedStateMachine):
         for document in documents:
             ids = DOCUMENTS[document][:common] + self._fresh(max(own, 1 - common))
             tokens = Tokens(self.memory.chain((salt,) if salt else ()), ids)
-            sequence = self.memory.open(policy, expected_tokens=len(ids))  # type: ignore[arg-type]
+            sequence = self.memory.create_sequence(policy, expected_tokens=len(ids))  # type: ignore[arg-type]
             try:
-                found = self.memory.reuse(sequence, tokens.chain, ids)
+                found = self.memory.share_prefix(sequence, tokens.chain, ids)
                 assert found < len(ids)
                 self.memory.append(sequence, len(ids), start=found)
             except VmemError:
                 self._free(sequence)
                 continue
-            self.memory.promise(sequence, len(ids), [len(ids) // 16 * 16])
-            self.memory.begin(sequence, ids, found, len(ids))
+            self.memory.announce_prefill(sequence, len(ids), [len(ids) // 16 * 16])
+            self.memory.stage_prefix(sequence, ids, found, len(ids))
             self.written[sequence] = Tokens(tokens.chain, ids[:found])
             shared_with_step.append(sequence)
-            demands.append(Demand(sequence, found, len(ids)))
+            demands.append(StepDemand(sequence, found, len(ids)))
             self.coming[sequence] = ids
         if not self._step(demands, view, fails=fails):
-            self.memory.abort()
+            self.memory.abort_prefixes()
             for sequence in shared_with_step:
                 del self.written[sequence]
                 self._free(sequence)
@@ -195,10 +195,10 @@ class MemoryMachine(RuleBasedStateMachine):
                 continue
             document = next((d for d in DOCUMENTS if d[:start] == tokens.ids), None)
             self.coming[sequence] = document[:end] if document else tokens.ids + self._fresh(end - start)
-            self.memory.begin(sequence, self.coming[sequence], start, end)
-            demands.append(Demand(sequence, start, end))
+            self.memory.stage_prefix(sequence, self.coming[sequence], start, end)
+            demands.append(StepDemand(sequence, start, end))
         if not self._step(demands, view):
-            self.memory.abort()
+            self.memory.abort_prefixes()
             for sequence in [demand.sequence for demand in demands]:
                 tokens = self.written[sequence]
                 if self.memory.has_states:  # as the scheduler does: half of the step may have changed the state
@@ -262,7 +262,7 @@ class MemoryMachine(RuleBasedStateMachine):
             return
         swapped, tokens = self.swapped[which % len(self.swapped)]
         if gives_up:
-            self.memory.discard(swapped)
+            self.memory.discard_swapped(swapped)
         else:
             try:
                 sequences = self.memory.swap_in(swapped)
@@ -340,7 +340,7 @@ class MemoryMachine(RuleBasedStateMachine):
         while self.written:
             self.memory.free(self._pop())
         for swapped, _ in self.swapped:
-            self.memory.discard(swapped)
+            self.memory.discard_swapped(swapped)
         self.finish_steps()
         self.memory.check_idle()
         self.memory.close()
@@ -371,7 +371,7 @@ class MemoryMachine(RuleBasedStateMachine):
         """Whether `grow` has given it room for tokens that were never computed: the state is not of that length."""
         return self.memory.has_states and sequence.num_tokens != len(self.written[sequence].ids)
 
-    def _step(self, demands: list[Demand], view: str, *, fails: bool = False) -> bool:
+    def _step(self, demands: list[StepDemand], view: str, *, fails: bool = False) -> bool:
         """Map, write and read back; then let the step run on while the rules go on. False if it failed before."""
         try:
             self.memory.ensure(demands)
@@ -400,8 +400,8 @@ class MemoryMachine(RuleBasedStateMachine):
                     if demand.sequence.view == "region":
                         assert read(self.memory, demand, layer, "region") == expected
         self.memory.launched()
-        self.memory.commit()
-        self.memory.plan([Demand(d.sequence, d.end, min(d.end + 5, MAX_TOKENS)) for d in demands])
+        self.memory.commit_prefixes()
+        self.memory.plan([StepDemand(d.sequence, d.end, min(d.end + 5, MAX_TOKENS)) for d in demands])
         return True
 
 

@@ -94,7 +94,7 @@ def test_prefixes_of_some_keys_are_forgotten() -> None:
     memory, _ = make_memory()
     ask(memory, prompt(40), 2)
     ask(memory, prompt(40), 2, ("warm-up",))
-    memory.forget_prefixes(("warm-up",))
+    memory.evict_prefixes(("warm-up",))
     assert hot(memory) == [(32, (), 1)]
     memory.begin_counting()
     assert memory.report().queried_tokens == memory.report().hit_tokens == 0

@@ -128,11 +128,11 @@ def test_the_stride_does_not_flutter() -> None:
 def compute(memory: KVMemory, token_ids: list[int]) -> list[bytes]:
     """Let a sequence compute these tokens and end; returns the keys of its prefixes."""
     chain = memory.chain(())
-    sequence = memory.open("block_table")
-    start = memory.reuse(sequence, chain, token_ids)
+    sequence = memory.create_sequence("block_table")
+    start = memory.share_prefix(sequence, chain, token_ids)
     memory.append(sequence, len(token_ids))
-    memory.begin(sequence, token_ids, start, len(token_ids))
-    memory.commit()
+    memory.stage_prefix(sequence, token_ids, start, len(token_ids))
+    memory.commit_prefixes()
     memory.free(sequence)
     return [key_of(d) for d in chain.digests]
 

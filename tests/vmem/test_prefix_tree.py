@@ -18,13 +18,13 @@ from tests.vmem.small_memory import (
     write_state,
 )
 from vmem import (
-    Demand,
     IntegrityError,
     KVMemory,
     OutOfPages,
     OutOfSwap,
     PinError,
     SequenceMemory,
+    StepDemand,
     VmemError,
 )
 from vmem.prefix_tree import stable_hash
@@ -34,18 +34,18 @@ __all__ = ["no_thread"]  # a fixture
 
 def begin(memory: KVMemory, tokens: Tokens, found: int | None = None) -> SequenceMemory:
     """A sequence that shares what is cached of its tokens, and is about to compute the rest."""
-    sequence = memory.open("block_table")
-    reused = memory.reuse(sequence, tokens.chain, tokens.ids)
+    sequence = memory.create_sequence("block_table")
+    reused = memory.share_prefix(sequence, tokens.chain, tokens.ids)
     assert found is None or reused == found
     memory.append(sequence, len(tokens.ids), start=reused)
-    memory.promise(sequence, len(tokens.ids))
-    memory.begin(sequence, tokens.ids, reused, len(tokens.ids))
+    memory.announce_prefill(sequence, len(tokens.ids))
+    memory.stage_prefix(sequence, tokens.ids, reused, len(tokens.ids))
     return sequence
 
 
 def compute(memory: KVMemory, *begun: tuple[SequenceMemory, Tokens, int]) -> None:
     """One step over (sequence, its tokens, how many of them are there already); all are read back afterwards."""
-    demands = [Demand(sequence, start, len(tokens.ids)) for sequence, tokens, start in begun]
+    demands = [StepDemand(sequence, start, len(tokens.ids)) for sequence, tokens, start in begun]
     memory.ensure(demands)
     for demand, (sequence, tokens, start) in zip(demands, begun, strict=True):
         write(memory, demand, tokens.contents[start:], "home")
@@ -57,7 +57,7 @@ def compute(memory: KVMemory, *begun: tuple[SequenceMemory, Tokens, int]) -> Non
                 first = demand.sequence.groups[memory.tensors.group_of(layer)].first * 16
                 assert read(memory, demand, layer, "home") == tokens.contents[first:]
     memory.launched()
-    memory.commit()
+    memory.commit_prefixes()
 
 
 def run(memory: KVMemory, ids: list[int], found: int | None = None, keys: tuple[str, ...] = ()) -> SequenceMemory:
@@ -159,7 +159,7 @@ def test_generated_tokens_are_found_by_the_next_turn() -> None:
     for token in prompt(30, 7):
         tokens.ids.append(token)
         memory.append(sequence, len(tokens.ids))
-        memory.begin(sequence, tokens.ids, len(tokens.ids) - 1, len(tokens.ids))
+        memory.stage_prefix(sequence, tokens.ids, len(tokens.ids) - 1, len(tokens.ids))
         compute(memory, (sequence, tokens, len(tokens.ids) - 1))
     memory.free(sequence)
     memory.free(run(memory, prompt(20) + prompt(30, 7) + prompt(5, 8), found=48))
@@ -182,18 +182,18 @@ def test_who_comes_in_the_same_step_shares_what_it_computes() -> None:
 def test_who_comes_while_it_is_promised_is_told_to_wait() -> None:
     memory, _ = make_memory()
     tokens = Tokens(memory.chain(), prompt(64))
-    writer = memory.open("block_table")
-    memory.reuse(writer, tokens.chain, tokens.ids)
-    memory.promise(writer, 64)
+    writer = memory.create_sequence("block_table")
+    memory.share_prefix(writer, tokens.chain, tokens.ids)
+    memory.announce_prefill(writer, 64)
     memory.append(writer, 32)
-    memory.begin(writer, tokens.ids, 0, 32)
+    memory.stage_prefix(writer, tokens.ids, 0, 32)
     other = [*prompt(64), 1]
     match = memory.match(memory.chain(), other)
-    assert (match.num_tokens, match.awaited) == (32, True)
-    memory.abort()
+    assert (match.num_tokens, match.is_being_computed) == (32, True)
+    memory.abort_prefixes()
     assert memory.match(memory.chain(), other).num_tokens == 0
     memory.free(writer)  # it will never come
-    assert not memory.match(memory.chain(), other).awaited
+    assert not memory.match(memory.chain(), other).is_being_computed
     memory.check_idle()
     memory.close()
 
@@ -201,7 +201,7 @@ def test_who_comes_while_it_is_promised_is_told_to_wait() -> None:
 def test_a_step_that_failed_leaves_nothing_behind() -> None:
     memory, _ = make_memory()
     sequence = begin(memory, Tokens(memory.chain(), prompt(50)))
-    memory.abort()
+    memory.abort_prefixes()
     memory.free(sequence)
     assert memory.report().cached_bytes == 0
     memory.free(run(memory, prompt(50), found=0))
@@ -236,12 +236,12 @@ def test_a_state_is_found_where_a_step_has_ended() -> None:
     compute(memory, (first, tokens, 0))
     other = Tokens(memory.chain(), prompt(48) + prompt(4, 1))
     second = begin(memory, other, found=48)
-    memory.ensure([Demand(second, 48, 52)])
+    memory.ensure([StepDemand(second, 48, 52)])
     assert read_state(memory, second) == tokens.contents[-1]  # a copy: the first goes on in its own
     compute(memory, (second, other, 48))
     tokens.ids += prompt(1, 2)
     memory.append(first, 49)
-    memory.ensure([Demand(first, 48, 49)])
+    memory.ensure([StepDemand(first, 48, 49)])
     assert read_state(memory, first) == tokens.contents[-2]
     memory.free(first)
     memory.free(second)
@@ -258,7 +258,7 @@ def test_of_the_states_while_generating_only_the_last_is_kept() -> None:
     for token in prompt(50, 7):
         tokens.ids.append(token)
         memory.append(sequence, len(tokens.ids))
-        memory.begin(sequence, tokens.ids, len(tokens.ids) - 1, len(tokens.ids))
+        memory.stage_prefix(sequence, tokens.ids, len(tokens.ids) - 1, len(tokens.ids))
         compute(memory, (sequence, tokens, len(tokens.ids) - 1))
     memory.free(sequence)
     states = memory.report().groups[1]
@@ -327,7 +327,7 @@ def test_a_swapped_group_comes_back_as_it_was() -> None:
     assert memory.report().swapped_bytes == 0
     assert parent.groups[0].block_ids[:2] == child.groups[0].block_ids[:2]
     for sequence, written in ((parent, tokens), (child, own)):
-        assert read(memory, Demand(sequence, 0, len(written.ids)), 0, "home") == written.contents
+        assert read(memory, StepDemand(sequence, 0, len(written.ids)), 0, "home") == written.contents
         memory.free(sequence)
     memory.free(filler)
     memory.check_idle()
@@ -354,7 +354,7 @@ def test_without_pages_nothing_comes_back_and_nothing_is_lost() -> None:
     memory.check_integrity()
     memory.free(filler)
     [sequence] = memory.swap_in(swapped)
-    assert read(memory, Demand(sequence, 0, 100), 0, "home") == Tokens(memory.chain(), prompt(100)).contents
+    assert read(memory, StepDemand(sequence, 0, 100), 0, "home") == Tokens(memory.chain(), prompt(100)).contents
     memory.free(sequence)
     memory.check_idle()
     memory.close()
@@ -381,10 +381,10 @@ def test_digests_differ_by_all_that_comes_before() -> None:
 def in_a_region(memory: KVMemory, ids: list[int]) -> tuple[SequenceMemory, int]:
     """Compute a prompt in a region; returns how many of its tokens were cached, too."""
     tokens = Tokens(memory.chain(), ids)
-    sequence = memory.open("region")
-    found = memory.reuse(sequence, tokens.chain, tokens.ids)
+    sequence = memory.create_sequence("region")
+    found = memory.share_prefix(sequence, tokens.chain, tokens.ids)
     memory.append(sequence, len(ids), start=found)
-    memory.begin(sequence, ids, found, len(ids))
+    memory.stage_prefix(sequence, ids, found, len(ids))
     compute(memory, (sequence, tokens, found))
     return sequence, found
 
@@ -393,19 +393,19 @@ def test_a_named_state_is_not_gone_on_in() -> None:
     """There was room for the next tokens already, so nothing was copied, and the prefix had the state of another."""
     memory, _ = make_memory(stateful=True)
     tokens = Tokens(memory.chain(), prompt(16))
-    sequence = memory.open("block_table")
-    memory.reuse(sequence, tokens.chain, prompt(48))
+    sequence = memory.create_sequence("block_table")
+    memory.share_prefix(sequence, tokens.chain, prompt(48))
     memory.append(sequence, 48)
     for end in (16, 32):
         memory.append(sequence, end, start=end - 16)
-        memory.begin(sequence, prompt(48), end - 16, end)
+        memory.stage_prefix(sequence, prompt(48), end - 16, end)
         tokens.ids = prompt(end)
         compute(memory, (sequence, tokens, end - 16))
     other = Tokens(memory.chain(), prompt(16) + prompt(8, 1))
     second = begin(memory, other, found=16)
-    memory.ensure([Demand(second, 16, 24)])
+    memory.ensure([StepDemand(second, 16, 24)])
     assert read_state(memory, second) == Tokens(memory.chain(), prompt(16)).contents[-1]
-    memory.abort()
+    memory.abort_prefixes()
     memory.free(second)
     memory.free(sequence)
     memory.check_idle()
@@ -419,12 +419,12 @@ def test_other_tokens_after_a_truncation_have_another_name() -> None:
     sequence = begin(memory, tokens)
     compute(memory, (sequence, tokens, 0))
     memory.append(sequence, 64)
-    memory.begin(sequence, prompt(64), 40, 64)
-    memory.abort()
+    memory.stage_prefix(sequence, prompt(64), 40, 64)
+    memory.abort_prefixes()
     memory.truncate(sequence, 40)
     tokens.ids = prompt(40) + prompt(24, 5)
     memory.append(sequence, 64)
-    memory.begin(sequence, tokens.ids, 40, 64)
+    memory.stage_prefix(sequence, tokens.ids, 40, 64)
     compute(memory, (sequence, tokens, 40))
     memory.free(sequence)
     memory.free(run(memory, prompt(70), found=40))
@@ -438,8 +438,8 @@ def test_a_step_cannot_be_committed_when_the_writer_of_what_others_share_is_gone
     second = begin(memory, Tokens(memory.chain(), prompt(40) + prompt(8, 1)), found=32)
     memory.free(first)
     with pytest.raises(IntegrityError, match="between begin and commit"):
-        memory.commit()
-    memory.abort()
+        memory.commit_prefixes()
+    memory.abort_prefixes()
     memory.free(second)
     memory.free(run(memory, prompt(48), found=0))
     memory.check_idle()
@@ -449,17 +449,17 @@ def test_a_step_cannot_be_committed_when_the_writer_of_what_others_share_is_gone
 def test_what_is_not_computed_yet_is_never_copied() -> None:
     """Its promise was gone with who gave it, so it passed for computed; a copy is made before the step."""
     memory, _ = make_memory()
-    writer = memory.open("block_table")
+    writer = memory.create_sequence("block_table")
     chain = memory.chain()
-    memory.reuse(writer, chain, prompt(64))
-    memory.promise(writer, 64)
-    other = memory.open("block_table")
-    memory.reuse(other, memory.chain(), prompt(64))
+    memory.share_prefix(writer, chain, prompt(64))
+    memory.announce_prefill(writer, 64)
+    other = memory.create_sequence("block_table")
+    memory.share_prefix(other, memory.chain(), prompt(64))
     memory.append(other, 64)
-    memory.begin(other, prompt(64), 0, 64)
+    memory.stage_prefix(other, prompt(64), 0, 64)
     memory.free(writer)
     assert memory.match(memory.chain(), prompt(45) + prompt(8, 1)).num_tokens == 32
-    memory.abort()
+    memory.abort_prefixes()
     memory.free(other)
     memory.close()
 
@@ -470,10 +470,10 @@ def test_a_lowered_budget_forgets_no_more_than_it_must(no_thread: None) -> None:
     assert isinstance(device, FlakyCuda)
     for seed in range(3):
         memory.free(run(memory, prompt(112, seed)))
-    sequence = memory.open("block_table")
+    sequence = memory.create_sequence("block_table")
     memory.append(sequence, 32)
-    memory.ensure([Demand(sequence, 0, 32)])
-    device.fake.launch(pages_read(memory, [Demand(sequence, 0, 32)]))
+    memory.ensure([StepDemand(sequence, 0, 32)])
+    device.fake.launch(pages_read(memory, [StepDemand(sequence, 0, 32)]))
     memory.launched()
     memory.free(sequence)
     kept = memory.report().cached_bytes
@@ -496,7 +496,7 @@ def test_places_before_the_window_do_not_keep_pages(no_thread: None) -> None:
     memory.free(first)
     second, found = in_a_region(memory, prompt(120))
     assert found == 112
-    while memory._groups[1].pool.num_kept:
+    while memory._groups[1].pool.num_cached:
         memory._index.evict(1, 100)
     with memory._lock:
         block_ids = memory._allocator.allocate(memory._groups[0], memory.num_free_pages)
@@ -510,11 +510,11 @@ def test_places_before_the_window_do_not_keep_pages(no_thread: None) -> None:
 def test_a_reuse_without_a_region_changes_nothing() -> None:
     memory, _ = make_memory(num_pages=60, windowed=True, num_regions=1)
     memory.free(run(memory, prompt(112)))
-    holder = memory.open("region")
+    holder = memory.create_sequence("region")
     memory.append(holder, 16)
-    sequence = memory.open("region")
+    sequence = memory.create_sequence("region")
     with pytest.raises(VmemError, match="every region is taken"):
-        memory.reuse(sequence, memory.chain(), prompt(112))
+        memory.share_prefix(sequence, memory.chain(), prompt(112))
     assert [table.first for table in sequence.groups] == [0, 0]
     memory.free(holder)
     memory.free(sequence)
@@ -526,9 +526,9 @@ def test_empty_blocks_of_another_group_go_before_content() -> None:
     memory, _ = make_memory(num_pages=48, windowed=True)
     memory.free(run(memory, prompt(96)))
     with memory._lock:
-        block_ids = memory._allocator.allocate(memory._groups[1], memory._pages.room)
+        block_ids = memory._allocator.allocate(memory._groups[1], memory._pages.num_claimable)
         memory._allocator.free(memory._groups[1], block_ids)
-    sequence = memory.open("block_table")
+    sequence = memory.create_sequence("block_table")
     memory.append(sequence, 64)
     assert memory.report().evicted_blocks == 0
     memory.free(sequence)
@@ -539,15 +539,15 @@ def test_wrong_use_is_refused() -> None:
     memory, _ = make_memory(swap_pages=20)
     sequence = run(memory, prompt(40))
     with pytest.raises(VmemError, match="cannot begin with a cached prefix"):
-        memory.reuse(sequence, memory.chain(), prompt(40))
+        memory.share_prefix(sequence, memory.chain(), prompt(40))
     with pytest.raises(IntegrityError, match="twice"):
         memory.swap_out([sequence, sequence])
     with pytest.raises(PinError, match="cannot be pinned"):
         memory.pin("long", sequence, 41)
     swapped = memory.swap_out([sequence])
-    memory.discard(swapped)
+    memory.discard_swapped(swapped)
     with pytest.raises(IntegrityError, match="twice"):
-        memory.discard(swapped)
+        memory.discard_swapped(swapped)
     with pytest.raises(IntegrityError, match="given up"):
         memory.swap_in(swapped)
     memory.check_idle()

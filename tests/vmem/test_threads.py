@@ -21,7 +21,7 @@ from tests.vmem.small_memory import (
     read,
     write,
 )
-from vmem import Demand, KVMemory, MapError, MemoryReport, OutOfPages, SequenceMemory, VmemError
+from vmem import KVMemory, MapError, MemoryReport, OutOfPages, SequenceMemory, StepDemand, VmemError
 
 DURATION_S = 30
 FAIL_RATE, SLOW_RATE = 0.002, 0.05
@@ -167,9 +167,11 @@ class _Engine:
         """A sequence that begins with what the prefix cache has of a document."""
         ids = DOCUMENTS[self.random.randrange(2)][: self.random.choice([20, 50, 100])]
         tokens = Tokens(self.memory.chain(), ids)
-        sequence = self.memory.open(self.random.choice(["auto", "auto", "block_table"]), expected_tokens=len(ids))
+        sequence = self.memory.create_sequence(
+            self.random.choice(["auto", "auto", "block_table"]), expected_tokens=len(ids)
+        )
         try:
-            found = self.memory.reuse(sequence, tokens.chain, ids)
+            found = self.memory.share_prefix(sequence, tokens.chain, ids)
         except VmemError:
             self.memory.free(sequence)
             return
@@ -192,16 +194,16 @@ class _Engine:
                 memory.append(sequence, min(end + self.random.choice([0, 0, 60]), MAX_TOKENS))
             except (OutOfPages, MapError):
                 continue
-            demands.append(Demand(sequence, start, end))
-            memory.begin(sequence, tokens.ids + self._next(sequence, end - start), start, end)
+            demands.append(StepDemand(sequence, start, end))
+            memory.stage_prefix(sequence, tokens.ids + self._next(sequence, end - start), start, end)
         while self.backend.fake.num_running > MOST_RUNNING_STEPS:
             time.sleep(0.0001)
         try:
             memory.ensure(demands)
         except (OutOfPages, MapError):
-            memory.abort()
+            memory.abort_prefixes()
             return
-        memory.plan([Demand(d.sequence, d.end, max(d.end + 1, d.sequence.num_tokens)) for d in demands])
+        memory.plan([StepDemand(d.sequence, d.end, max(d.end + 1, d.sequence.num_tokens)) for d in demands])
         self.backend.fake.launch(pages_read(memory, demands))
         for demand in demands:
             tokens = self.written[demand.sequence]
@@ -210,7 +212,7 @@ class _Engine:
             values = tokens.contents[demand.start :]
             write(memory, demand, values, demand.sequence.view if demand.sequence.view == "region" else "home")
         memory.launched()
-        memory.commit()
+        memory.commit_prefixes()
         if demands:
             demand = self.random.choice(demands)
             for layer in (0, 1):

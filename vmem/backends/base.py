@@ -51,7 +51,7 @@ class Backend(Protocol):
     """
 
     @property
-    def unit_bytes(self) -> int:
+    def max_call_bytes(self) -> int:
         """How much one call should map at most, so that another thread's call need not wait for long."""
         ...
 
@@ -138,7 +138,7 @@ def one_at_a_time(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenat
     return cast(Callable[Concatenate[S, P], R], locked)
 
 
-def must(undo: Callable[[], None]) -> None:
+def retry_undo(undo: Callable[[], None]) -> None:
     """Call what undoes a step. Raises `IntegrityError` if it fails again and again."""
     for attempt in range(_UNDO_ATTEMPTS):
         try:
@@ -149,7 +149,7 @@ def must(undo: Callable[[], None]) -> None:
     return None
 
 
-class Books:
+class BackendAccounting:
     """The accounting of one backend. Checks raise and change nothing; notes follow a call that succeeded."""
 
     def __init__(self, granularity_bytes: int) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vmem.backends.base import AddressRange, Books, MemoryInfo, must, one_at_a_time
+from vmem.backends.base import AddressRange, BackendAccounting, MemoryInfo, one_at_a_time, retry_undo
 from vmem.backends.dlpack import CPU, CUDA, export_uint8
 from vmem.errors import MapError, OutOfPages, VmemError
 
@@ -76,7 +76,7 @@ class CudaBackend:
         except VmemError:
             self._call("cuDevicePrimaryCtxRelease", device)
             raise
-        self._books = Books(self._granularity_bytes)
+        self._books = BackendAccounting(self._granularity_bytes)
         self._unchecked_bytes = 0  # may be created before the device is asked again how much is free
         self._next_fence = 1
         self._events: deque[tuple[int, Any]] = deque()  # (fence, event) of fences not seen to be passed
@@ -121,13 +121,13 @@ class CudaBackend:
             return False
         finally:
             for at in mapped:
-                must(partial(self._call, "cuMemUnmap", at, size, at=at))
+                retry_undo(partial(self._call, "cuMemUnmap", at, size, at=at))
             for handle in handles:
-                must(partial(self._call, "cuMemRelease", handle))
-            must(partial(self._call, "cuMemAddressFree", address, 2 * size, at=address))
+                retry_undo(partial(self._call, "cuMemRelease", handle))
+            retry_undo(partial(self._call, "cuMemAddressFree", address, 2 * size, at=address))
 
     @property
-    def unit_bytes(self) -> int:
+    def max_call_bytes(self) -> int:
         return _UNIT_BYTES
 
     @property
@@ -187,7 +187,7 @@ class CudaBackend:
             self._call("cuMemSetAccess", address, len(handles) * size, [self._access], 1, at=address)
         except MapError:
             for span in self._unmap_spans(AddressRange(address, done * size)):
-                must(partial(self._unmap, span))
+                retry_undo(partial(self._unmap, span))
             raise
 
     @one_at_a_time
@@ -200,7 +200,7 @@ class CudaBackend:
                 done.append(span)
         except MapError:
             for span in done:
-                must(partial(self._map, span.address, self._books.handles_at(span)))
+                retry_undo(partial(self._map, span.address, self._books.handles_at(span)))
             raise
         self._books.note_unmapped(mapped)
 

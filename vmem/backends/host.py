@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vmem.backends.base import AddressRange, Books, MemoryInfo, one_at_a_time
+from vmem.backends.base import AddressRange, BackendAccounting, MemoryInfo, one_at_a_time
 from vmem.errors import MapError, OutOfPages
 from vmem.runs import adjacent_runs
 
@@ -55,14 +55,14 @@ class HostBackend:
         self._capacity_bytes = capacity_bytes
         self._memfd = os.memfd_create("folio-kv", os.MFD_CLOEXEC)
         os.ftruncate(self._memfd, capacity_bytes)
-        self._books = Books(self.granularity_bytes)
+        self._books = BackendAccounting(self.granularity_bytes)
         self._next_offset = 0
         self._freed_offsets: list[int] = []  # heap: low offsets first, so that neighbours merge into one mapping
         self._can_populate = True
         self._lock = threading.RLock()
 
     @property
-    def unit_bytes(self) -> int:
+    def max_call_bytes(self) -> int:
         return _UNIT_BYTES
 
     @property

@@ -19,16 +19,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from vmem.backends.base import AddressRange, Backend, MemoryInfo, must, one_at_a_time
+from vmem.backends.base import AddressRange, Backend, MemoryInfo, one_at_a_time, retry_undo
 from vmem.errors import IntegrityError, VmemError
 from vmem.tensor_parallel.orders import (
     ALL_RANKS,
     Answers,
     MemoryOrder,
     MemoryRequest,
-    Peers,
-    failed,
+    PeerRanks,
     failure_of,
+    is_failure,
     pack,
     unpack,
 )
@@ -38,7 +38,7 @@ from vmem.tensors import BlockContents, CacheTensors, CopyBlocks, LocalContents,
 class _PeersOfOneMemory:
     """Peers, where all messages are about one new memory."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: PeerRanks) -> None:
         self._peers = peers
         self.number = peers.open_memory()
         self._number = bytes([self.number])
@@ -47,17 +47,17 @@ class _PeersOfOneMemory:
     def num_ordered(self) -> int:
         return self._peers.num_ordered
 
-    def order(self, order: bytes) -> None:
-        self._peers.order(self._number + order)
+    def post_order(self, order: bytes) -> None:
+        self._peers.post_order(self._number + order)
 
-    def confirm(self, order: bytes) -> Answers:
-        return self._peers.confirm(self._number + order)
+    def call_order(self, order: bytes) -> Answers:
+        return self._peers.call_order(self._number + order)
 
-    def tell(self, request: bytes) -> None:
-        self._peers.tell(self._number + request)
+    def post_request(self, request: bytes) -> None:
+        self._peers.post_request(self._number + request)
 
-    def ask(self, request: bytes) -> Answers:
-        return self._peers.ask(self._number + request)
+    def call_request(self, request: bytes) -> Answers:
+        return self._peers.call_request(self._number + request)
 
 
 class MirroredBackend:
@@ -77,7 +77,7 @@ class MirroredBackend:
         MapError: a peer has no such backend.
     """
 
-    def __init__(self, local: Backend, peers: Peers, *, capacity_bytes: int, headroom_bytes: int = 0) -> None:
+    def __init__(self, local: Backend, peers: PeerRanks, *, capacity_bytes: int, headroom_bytes: int = 0) -> None:
         self._local = local
         self.peers = _PeersOfOneMemory(peers)
         self._lock = threading.RLock()
@@ -89,9 +89,9 @@ class MirroredBackend:
         self._fences: dict[int, tuple[int, int]] = {}  # those not seen to be passed → local fence, orders before it
         self._orders_passed = 0
         try:
-            self._check(self.peers.ask(pack(MemoryRequest.OPEN, capacity_bytes, headroom_bytes)))
+            self._check(self.peers.call_request(pack(MemoryRequest.OPEN, capacity_bytes, headroom_bytes)))
         except VmemError:
-            self.peers.tell(pack(MemoryRequest.CLOSE, peers.num_ordered))
+            self.peers.post_request(pack(MemoryRequest.CLOSE, peers.num_ordered))
             local.close()
             raise
 
@@ -101,8 +101,8 @@ class MirroredBackend:
         return self.peers.number
 
     @property
-    def unit_bytes(self) -> int:
-        return self._local.unit_bytes
+    def max_call_bytes(self) -> int:
+        return self._local.max_call_bytes
 
     @property
     def granularity_bytes(self) -> int:
@@ -121,10 +121,10 @@ class MirroredBackend:
         reserved = self._local.reserve(num_bytes)
         index, self._num_reserved = self._num_reserved, self._num_reserved + 1
         try:
-            self._check(self.peers.ask(pack(MemoryRequest.RESERVE, index, num_bytes)))
+            self._check(self.peers.call_request(pack(MemoryRequest.RESERVE, index, num_bytes)))
         except VmemError:
-            self.peers.tell(pack(MemoryRequest.RELEASE, index))
-            must(lambda: self._local.release(reserved))
+            self.peers.post_request(pack(MemoryRequest.RELEASE, index))
+            retry_undo(lambda: self._local.release(reserved))
             raise
         self._ranges[index] = reserved
         return reserved
@@ -134,7 +134,7 @@ class MirroredBackend:
         self._local.release(reserved)
         index = self.index_of(reserved)
         del self._ranges[index]
-        self.peers.tell(pack(MemoryRequest.RELEASE, index))
+        self.peers.post_request(pack(MemoryRequest.RELEASE, index))
 
     @one_at_a_time
     def create(self, page_bytes: int) -> int:
@@ -145,7 +145,7 @@ class MirroredBackend:
     @one_at_a_time
     def destroy(self, handle: int) -> None:
         self._local.destroy(handle)
-        self.peers.tell(pack(MemoryRequest.DESTROY, handle))
+        self.peers.post_request(pack(MemoryRequest.DESTROY, handle))
 
     @one_at_a_time
     def map(self, address: int, handles: Sequence[int]) -> None:
@@ -162,7 +162,7 @@ class MirroredBackend:
         if failure is not None:
             self._undo_on_peers(replies, lambda ranks: self._ask_to_unmap(ranks, span))
             if refusal is None:
-                must(lambda: self._local.unmap(span))
+                retry_undo(lambda: self._local.unmap(span))
             raise failure
         for i, handle in enumerate(handles):
             self._handle_at[address + i * self._page_bytes] = handle
@@ -175,7 +175,7 @@ class MirroredBackend:
         replies = self._ask_to_unmap(ALL_RANKS, mapped)()
         if (failure := failure_of(replies)) is not None:
             self._undo_on_peers(replies, lambda ranks: self._ask_to_map(ranks, mapped.address, handles))
-            must(lambda: self._local.map(mapped.address, handles))
+            retry_undo(lambda: self._local.map(mapped.address, handles))
             raise failure
         for place in places:
             del self._handle_at[place]
@@ -210,7 +210,7 @@ class MirroredBackend:
     @one_at_a_time
     def memory_info(self) -> MemoryInfo:
         """What this rank holds, and what the poorest rank could still give."""
-        answers = self.peers.ask(pack(MemoryRequest.INFO))
+        answers = self.peers.call_request(pack(MemoryRequest.INFO))
         info = self._local.memory_info()
         available = [unpack(answer)[0] for answer in self._check(answers)]
         return MemoryInfo(info.physical_bytes, min([info.available_bytes, *available]))
@@ -218,7 +218,7 @@ class MirroredBackend:
     @one_at_a_time
     def close(self) -> None:
         self._local.close()
-        self._check(self.peers.ask(pack(MemoryRequest.CLOSE, self.peers.num_ordered)))
+        self._check(self.peers.call_request(pack(MemoryRequest.CLOSE, self.peers.num_ordered)))
 
     def _pass(self, fence: int) -> None:
         """The device has passed the fence, and so all before it."""
@@ -233,11 +233,13 @@ class MirroredBackend:
         raise IntegrityError(f"{address:#x} is outside every reservation")
 
     def _ask_to_map(self, ranks: int, address: int, handles: Sequence[int]) -> Answers:
-        return self.peers.ask(pack(MemoryRequest.MAP, ranks, *self._place(address), self._page_bytes, *handles))
+        return self.peers.call_request(
+            pack(MemoryRequest.MAP, ranks, *self._place(address), self._page_bytes, *handles)
+        )
 
     def _ask_to_unmap(self, ranks: int, mapped: AddressRange) -> Answers:
         place = self._place(mapped.address)
-        return self.peers.ask(pack(MemoryRequest.UNMAP, ranks, *place, mapped.num_bytes, self._orders_passed))
+        return self.peers.call_request(pack(MemoryRequest.UNMAP, ranks, *place, mapped.num_bytes, self._orders_passed))
 
     def _check(self, answers: Answers) -> list[bytes]:
         replies = answers()
@@ -247,17 +249,17 @@ class MirroredBackend:
 
     def _undo_on_peers(self, replies: Sequence[bytes], undo: Callable[[int], Answers]) -> None:
         """Have those peers undo something that did it, until all of them have."""
-        ranks = sum(1 << rank for rank, reply in enumerate(replies, start=1) if not failed(reply))
+        ranks = sum(1 << rank for rank, reply in enumerate(replies, start=1) if not is_failure(reply))
 
         def attempt() -> None:
             nonlocal ranks
             replies = undo(ranks)()
-            ranks &= sum(1 << rank for rank, reply in enumerate(replies, start=1) if failed(reply))
+            ranks &= sum(1 << rank for rank, reply in enumerate(replies, start=1) if is_failure(reply))
             if (failure := failure_of(replies)) is not None:
                 raise failure
 
         if ranks:
-            must(attempt)
+            retry_undo(attempt)
 
 
 class MirroredContents:
@@ -276,18 +278,18 @@ class MirroredContents:
             for kind in (tensors.homes, tensors.regions)
         )
         shape = (tensors.groups, homes, regions, tensors.region_tokens)
-        self._peers.order(bytes([MemoryOrder.TENSORS]) + pickle.dumps(shape))
+        self._peers.post_order(bytes([MemoryOrder.TENSORS]) + pickle.dumps(shape))
 
     def copy(self, g: int, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self._peers.order(pack(MemoryOrder.COPY, g, *sources, *targets))
+        self._peers.post_order(pack(MemoryOrder.COPY, g, *sources, *targets))
         self._local.copy(g, sources, targets)
 
     def save(self, key: int, g: int, block_ids: Sequence[int]) -> None:
-        answers = self._peers.confirm(pack(MemoryOrder.SAVE, key, g, *block_ids))
+        answers = self._peers.call_order(pack(MemoryOrder.SAVE, key, g, *block_ids))
         try:
             self._local.save(key, g, block_ids)
         except BaseException:
-            self._peers.order(pack(MemoryOrder.DISCARD, key))
+            self._peers.post_order(pack(MemoryOrder.DISCARD, key))
             raise
         finally:
             replies = answers()
@@ -297,17 +299,17 @@ class MirroredContents:
 
     def restore(self, key: int, rows: Sequence[int], block_ids: Sequence[int]) -> None:
         if rows:
-            self._peers.order(pack(MemoryOrder.RESTORE, key, *rows, *block_ids))
+            self._peers.post_order(pack(MemoryOrder.RESTORE, key, *rows, *block_ids))
             self._local.restore(key, rows, block_ids)
 
     def discard(self, key: int) -> None:
         self._local.discard(key)
-        self._peers.order(pack(MemoryOrder.DISCARD, key))
+        self._peers.post_order(pack(MemoryOrder.DISCARD, key))
 
 
 def mirror(
     local: Backend,
-    peers: Peers | None,
+    peers: PeerRanks | None,
     *,
     capacity_bytes: int,
     headroom_bytes: int = 0,

@@ -13,7 +13,7 @@ Answers = Callable[[], list[bytes]]
 ALL_RANKS = -1  # else a bit for each rank that is meant
 
 
-class Peers(Protocol):
+class PeerRanks(Protocol):
     """How the other ranks are reached. When they are lost nothing is answered, and calls go on without them: whoever
     runs the ranks has to notice."""
 
@@ -26,19 +26,19 @@ class Peers(Protocol):
         """Orders so far, of whatever kind."""
         ...
 
-    def order(self, order: bytes) -> None:
+    def post_order(self, order: bytes) -> None:
         """Have the main thread of every peer do something, after what was ordered before. It has to succeed."""
         ...
 
-    def confirm(self, order: bytes) -> Answers:
+    def call_order(self, order: bytes) -> Answers:
         """The same, where it may fail. Calling the result waits for the peers' answers."""
         ...
 
-    def tell(self, request: bytes) -> None:
+    def post_request(self, request: bytes) -> None:
         """Have the memory thread of every peer do something, after what was requested before. It has to succeed."""
         ...
 
-    def ask(self, request: bytes) -> Answers:
+    def call_request(self, request: bytes) -> Answers:
         """The same, where it may fail. Calling the result waits for the peers' answers."""
         ...
 
@@ -66,7 +66,7 @@ class MemoryOrder(enum.IntEnum):
     DISCARD = 5  # key
 
 
-class Answer(enum.IntEnum):
+class ReplyStatus(enum.IntEnum):
     """How a peer's answer begins; numbers or a text follow."""
 
     DONE = 0
@@ -76,11 +76,11 @@ class Answer(enum.IntEnum):
     BROKEN = 4  # its books do not add up
 
 
-_ERRORS: dict[Answer, Callable[[str], VmemError]] = {
-    Answer.OUT_OF_PAGES: lambda _: OutOfPages(1, 0),
-    Answer.OUT_OF_SWAP: OutOfSwap,
-    Answer.FAILED: MapError,
-    Answer.BROKEN: IntegrityError,
+_ERRORS: dict[ReplyStatus, Callable[[str], VmemError]] = {
+    ReplyStatus.OUT_OF_PAGES: lambda _: OutOfPages(1, 0),
+    ReplyStatus.OUT_OF_SWAP: OutOfSwap,
+    ReplyStatus.FAILED: MapError,
+    ReplyStatus.BROKEN: IntegrityError,
 }
 
 
@@ -93,14 +93,14 @@ def unpack(message: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{(len(message) - 1) // 8}q", message[1:])
 
 
-def failed(answer: bytes) -> bool:
+def is_failure(answer: bytes) -> bool:
     """Whether a peer's answer says that it could not do something."""
-    return answer[0] != Answer.DONE
+    return answer[0] != ReplyStatus.DONE
 
 
 def failure_of(answers: Sequence[bytes]) -> VmemError | None:
     """What the first peer that failed says."""
     for rank, answer in enumerate(answers, start=1):
-        if failed(answer):
-            return _ERRORS[Answer(answer[0])](f"rank {rank}: {answer[1:].decode(errors='replace')}")
+        if is_failure(answer):
+            return _ERRORS[ReplyStatus(answer[0])](f"rank {rank}: {answer[1:].decode(errors='replace')}")
     return None

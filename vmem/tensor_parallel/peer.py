@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from vmem.backends.base import AddressRange, Backend
 from vmem.errors import IntegrityError, OutOfPages, OutOfSwap, VmemError
 from vmem.group import LayerGroup
-from vmem.tensor_parallel.orders import Answer, MemoryOrder, MemoryRequest, pack, unpack
+from vmem.tensor_parallel.orders import MemoryOrder, MemoryRequest, ReplyStatus, pack, unpack
 from vmem.tensors import BlockContents, CacheTensors
 
 logger = logging.getLogger(__name__)
@@ -45,14 +45,14 @@ class PeerMemory:
         """Do what was requested; a failed request has changed nothing."""
         number, request = message[0], message[1:]
         try:
-            return pack(Answer.DONE, *self._answer(number, MemoryRequest(request[0]), unpack(request)))
+            return pack(ReplyStatus.DONE, *self._answer(number, MemoryRequest(request[0]), unpack(request)))
         except OutOfPages as error:
-            return bytes([Answer.OUT_OF_PAGES]) + str(error).encode()
+            return bytes([ReplyStatus.OUT_OF_PAGES]) + str(error).encode()
         except IntegrityError as error:
             logger.exception("the books of rank %d do not add up", self._rank)
-            return bytes([Answer.BROKEN]) + str(error).encode()
+            return bytes([ReplyStatus.BROKEN]) + str(error).encode()
         except VmemError as error:
-            return bytes([Answer.FAILED]) + str(error).encode()
+            return bytes([ReplyStatus.FAILED]) + str(error).encode()
 
     def _answer(self, number: int, request: MemoryRequest, numbers: tuple[int, ...]) -> tuple[int, ...]:
         if request is MemoryRequest.OPEN:
@@ -101,7 +101,7 @@ class PeerMemory:
 
     # ---- the main thread ----
 
-    def obey(self, message: bytes) -> bytes:
+    def handle_order(self, message: bytes) -> bytes:
         """Do what was ordered. The answer is for orders that are to be confirmed.
 
         Raises:
@@ -112,7 +112,7 @@ class PeerMemory:
         if kind is MemoryOrder.TENSORS:
             memory.tensors = memory.make_tensors(*pickle.loads(order[1:]))
             memory.contents = self._make_contents(memory.tensors)
-            return pack(Answer.DONE)
+            return pack(ReplyStatus.DONE)
         first, *numbers = unpack(order)
         half = len(numbers) // 2
         if kind is MemoryOrder.COPY:
@@ -121,12 +121,12 @@ class PeerMemory:
             try:
                 memory.contents.save(first, numbers[0], numbers[1:])
             except (OutOfSwap, RuntimeError, MemoryError) as error:
-                return bytes([Answer.OUT_OF_SWAP]) + str(error).encode()
+                return bytes([ReplyStatus.OUT_OF_SWAP]) + str(error).encode()
         elif kind is MemoryOrder.RESTORE:
             memory.contents.restore(first, numbers[:half], numbers[half:])
         else:
             memory.contents.discard(first)
-        return pack(Answer.DONE)
+        return pack(ReplyStatus.DONE)
 
     def tensors(self, number: int) -> CacheTensors:
         """The caches of a memory, once they are ordered."""

@@ -22,7 +22,7 @@ IMPLEMENTATION = "folio"
 _STATE = "folio_attention_state"
 
 
-class AttentionState(Protocol):
+class AttentionHandler(Protocol):
     """Who answers a layer's attention call."""
 
     def attend(
@@ -63,15 +63,15 @@ def register() -> None:
     AttentionInterface.register(IMPLEMENTATION, folio_attention)
 
 
-def bind(model: nn.Module, state: AttentionState) -> None:
+def bind_attention(model: nn.Module, state: AttentionHandler) -> None:
     """Let every attention layer of the model be answered by `state`."""
     for module in model.modules():
         setattr(module, _STATE, state)
 
 
-def bound(module: nn.Module) -> AttentionState:
+def bound(module: nn.Module) -> AttentionHandler:
     """Who answers this layer."""
-    state: AttentionState = getattr(module, _STATE)
+    state: AttentionHandler = getattr(module, _STATE)
     return state
 
 

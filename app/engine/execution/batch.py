@@ -15,7 +15,7 @@ from app.engine.execution.recurrent import StateBatch
 from app.engine.lora.layers import AdapterBatch, adapter_batch
 from app.engine.scheduler import Scheduled
 from kernels import VarlenBatch
-from vmem import CacheTensors, Demand, KVMemory, SequenceMemory, View
+from vmem import CacheTensors, KVMemory, SequenceMemory, StepDemand, View
 
 Array = np.ndarray[Any, Any]
 
@@ -180,12 +180,12 @@ def build_batch(plan: StepPlan, tensors: CacheTensors, device: torch.device) -> 
     )
 
 
-def demands(scheduled: Sequence[Scheduled]) -> list[Demand]:
+def demands(scheduled: Sequence[Scheduled]) -> list[StepDemand]:
     """What these tokens need of the memory."""
-    return [Demand(memory_of(s), s.request.num_computed, s.request.num_computed + s.num_tokens) for s in scheduled]
+    return [StepDemand(memory_of(s), s.request.num_computed, s.request.num_computed + s.num_tokens) for s in scheduled]
 
 
-def next_demands(scheduled: Sequence[Scheduled]) -> list[Demand]:
+def next_demands(scheduled: Sequence[Scheduled]) -> list[StepDemand]:
     """What the step after will need, if every request goes on: one more token, or as much of its prompt again."""
     following = []
     for s in scheduled:
@@ -193,7 +193,7 @@ def next_demands(scheduled: Sequence[Scheduled]) -> list[Demand]:
         end = start + 1 if s.samples else min(start + s.num_tokens, len(s.request.token_ids))
         if s.drafts:
             end = min(end + len(s.drafts), s.request.most_tokens)
-        following.append(Demand(memory_of(s), start, end))
+        following.append(StepDemand(memory_of(s), start, end))
     return following
 
 

@@ -10,9 +10,9 @@ from app.config.machine import num_threads
 from app.engine.execution.batch import StepPlan, build_batch
 from app.engine.execution.model_runner import ModelRunner, ObservedLayers
 from app.engine.model.loader import load_model, resolve_device
-from app.engine.tensor_parallel.messages import Order, pack_arrays, pack_step
+from app.engine.tensor_parallel.messages import RankOrder, pack_arrays, pack_step
 from app.engine.tensor_parallel.processes import LOAD_TIMEOUT_S, Launch
-from app.engine.tensor_parallel.ranks import Ranks
+from app.engine.tensor_parallel.ranks import RankGroup
 from app.errors import FolioError, ModelError, UnavailableError
 from kernels import KernelError, select_provider
 from vmem import KVMemory, MirroredBackend
@@ -39,7 +39,7 @@ class Executor:
     def __init__(self, config: EngineConfig, launch: Launch) -> None:
         torch.set_num_threads(num_threads(config))
         self._limit_s: float | None = LOAD_TIMEOUT_S  # first forwards may compile kernels
-        self.ranks = Ranks(config, launch) if config.tensor_parallel_size > 1 else None
+        self.ranks = RankGroup(config, launch) if config.tensor_parallel_size > 1 else None
         try:
             comm = None if self.ranks is None else self.ranks.connect(resolve_device(config.device))
             if self.ranks is None:
@@ -56,7 +56,7 @@ class Executor:
         if self.ranks is None:
             return ModelRunner(self.model, provider)
         try:
-            with self.ranks.step(bytes([Order.OBSERVE]), self._limit_s):
+            with self.ranks.step(bytes([RankOrder.OBSERVE]), self._limit_s):
                 return ModelRunner(self.model, provider)
         except UnavailableError as error:
             if error.__cause__ is None:  # a rank was lost
@@ -72,18 +72,18 @@ class Executor:
     def layers(self) -> ObservedLayers:
         return self._runner.layers
 
-    def open(self, memory: KVMemory) -> None:
+    def bind_memory(self, memory: KVMemory) -> None:
         """Run on this memory from now on."""
         if self.ranks is not None:
             assert isinstance(memory.backend, MirroredBackend)
-            self.ranks.command(Order.OPEN, bytes([memory.backend.number]))
-        self._runner.open(memory.tensors)
+            self.ranks.command(RankOrder.OPEN, bytes([memory.backend.number]))
+        self._runner.attach_caches(memory.tensors)
 
     def run(self, plan: StepPlan, memory: KVMemory) -> torch.Tensor:
         """Logits `[num_logits, vocab_size]` of a step, on the CPU."""
         if self.ranks is None:
             return self._run(plan, memory)
-        with self.ranks.step(bytes([Order.STEP]) + pack_step(plan), self._limit_s):
+        with self.ranks.step(bytes([RankOrder.STEP]) + pack_step(plan), self._limit_s):
             return self._run(plan, memory)
 
     def own_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -91,10 +91,10 @@ class Executor:
         if self.ranks is None:
             return self._runner.own_logits(token_ids)
         message = pack_arrays([token_ids.numpy().astype(np.int64)])
-        with self.ranks.step(bytes([Order.OWN_LOGITS]) + message, self._limit_s):
+        with self.ranks.step(bytes([RankOrder.OWN_LOGITS]) + message, self._limit_s):
             return self._runner.own_logits(token_ids)
 
-    def started(self) -> None:
+    def enforce_step_timeout(self) -> None:
         """From now on forwards have to be done in a step's time."""
         self._limit_s = None
 
@@ -103,10 +103,10 @@ class Executor:
         """Whether all ranks are there."""
         return self.ranks is None or self.ranks.available
 
-    def check(self) -> None:
+    def check_ranks(self) -> None:
         """Raise `UnavailableError` if a rank is lost."""
         if self.ranks is not None:
-            self.ranks.check()
+            self.ranks.check_alive()
 
     def close(self) -> None:
         """End the peers."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from app.engine.execution import recurrent
-from app.engine.execution.attention import IMPLEMENTATION, CachedAttention, GeometryProbe, bind
+from app.engine.execution.attention import IMPLEMENTATION, CachedAttention, GeometryProbe, bind_attention
 from app.engine.execution.batch import StepBatch
 from app.engine.execution.recurrent import CachedStates, RecurrentLayer, StateProbe
 from app.engine.model.loader import LoadedModel
@@ -53,12 +53,12 @@ class ModelRunner:
         self._states: CachedStates | None = None
         self.layers = observe_layers(model, provider)
 
-    def open(self, tensors: CacheTensors) -> None:
+    def attach_caches(self, tensors: CacheTensors) -> None:
         """Run on these caches from now on."""
         self._attention = CachedAttention(tensors, self._provider)
         self._states = CachedStates(tensors.state_view(), self.layers.states) if self.layers.states else None
-        bind(self._module, self._attention)
-        recurrent.bind(self._module, self._states)
+        bind_attention(self._module, self._attention)
+        recurrent.bind_mixers(self._module, self._states)
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> torch.Tensor:
@@ -74,7 +74,7 @@ class ModelRunner:
     @torch.inference_mode()
     def own_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Logits `[num_tokens, vocab_size]` by transformers' plain attention and unwrapped mixers, on the CPU."""
-        recurrent.bind(self._module, None)
+        recurrent.bind_mixers(self._module, None)
         if self._model.adapters is not None:
             self._model.adapters.set_batch(None)
         self._module.set_attn_implementation("eager")
@@ -84,7 +84,7 @@ class ModelRunner:
             return logits
         finally:
             self._module.set_attn_implementation(IMPLEMENTATION)
-            recurrent.bind(self._module, self._states)
+            recurrent.bind_mixers(self._module, self._states)
 
 
 def forward(module: nn.Module, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -100,8 +100,8 @@ def forward(module: nn.Module, token_ids: torch.Tensor, positions: torch.Tensor,
 def observe_layers(model: LoadedModel, provider: AttentionProvider) -> ObservedLayers:
     """Geometry of every layer, from one tiny forward. Raises `ModelError` if a layer is missing."""
     probe, state_probe = GeometryProbe(provider), StateProbe()
-    bind(model.module, probe)
-    recurrent.bind(model.module, state_probe)
+    bind_attention(model.module, probe)
+    recurrent.bind_mixers(model.module, state_probe)
     tokens = torch.arange(PROBE_TOKENS) % model.vocab_size
     with nullcontext() if model.adapters is None else model.adapters.observed(PROBE_TOKENS, 1):
         logits = forward(model.module, tokens, torch.arange(PROBE_TOKENS), torch.tensor([PROBE_TOKENS - 1]))

@@ -195,7 +195,7 @@ class FoundMixer:
     cache_argument: str
 
 
-class RecurrentState(Protocol):
+class MixerHandler(Protocol):
     """Who answers a mixer's call."""
 
     def mix(self, layer: int, mixer: PackedMixer, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -206,7 +206,7 @@ class RecurrentState(Protocol):
 class PackedMixer(nn.Module):
     """A mixer in a packed forward. While nothing is bound to it, it is the mixer that it wraps."""
 
-    state: RecurrentState | None = None
+    state: MixerHandler | None = None
 
     def __init__(self, layer: int, found: FoundMixer) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ def install(model: nn.Module) -> frozenset[int]:
     return frozenset(found)
 
 
-def bind(model: nn.Module, state: RecurrentState | None) -> None:
+def bind_mixers(model: nn.Module, state: MixerHandler | None) -> None:
     """Let every wrapped mixer be answered by `state`; with `None`, by itself, as transformers would run it."""
     for module in model.modules():
         if isinstance(module, PackedMixer):

@@ -56,7 +56,7 @@ def self_test(executor: Executor, groups: Sequence[LayerGroup], view: ViewPolicy
         contents=contents,
     )
     try:
-        executor.open(memory)
+        executor.bind_memory(memory)
         fresh, cached = _differences(executor, memory, prompts, expected, views)
     finally:
         memory.close()
@@ -94,7 +94,7 @@ def _differences(
         )
         for i, prompt in enumerate(prompts)
     ]
-    sequences = [memory.open(view) for view in views]
+    sequences = [memory.create_sequence(view) for view in views]
     try:
         for request, sequence in zip(requests, sequences, strict=True):
             request.memory = sequence

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from app.engine.execution.recurrent import PackedMixer
 from app.engine.lora.weights import LowRank
-from app.engine.tensor_parallel.sharding import Cut, ShardPlan
+from app.engine.tensor_parallel.sharding import ShardPlan, WeightShard
 
 # Experts that are linear layers see the tokens that are routed to them, in an order of their own.
 _EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
@@ -195,10 +195,10 @@ class LoRALayers:
             shape[cut.dim] = self._plan.spans[path][-1][1]
         return shape[0], shape[1]
 
-    def _cut(self, path: str) -> Cut | None:
+    def _cut(self, path: str) -> WeightShard | None:
         """This rank's part of a weight, `None` for all of it."""
         cut = None if self._plan is None else self._plan.cuts.get(f"{path}.weight")
-        return cut if isinstance(cut, Cut) else None
+        return cut if isinstance(cut, WeightShard) else None
 
     def _share(self, path: str, whole: LowRank) -> LowRank:
         """This rank's part of an adapter. Where inputs are cut it adds a part of the sum, which the ranks collect with
@@ -273,7 +273,7 @@ class LoRALayers:
             assert slot not in linear.updates
             linear.updates[slot] = update
 
-    def remove(self, slot: int) -> None:
+    def remove_adapter(self, slot: int) -> None:
         """Empty a slot, and let go of its memory."""
         for linear in self._paths:
             linear.updates.pop(slot, None)

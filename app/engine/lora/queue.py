@@ -32,7 +32,7 @@ class AdapterQueue:
         self._held: list[SequenceGroup] = []  # in order of rank
 
     @property
-    def held(self) -> list[Request]:
+    def waiting_groups(self) -> list[Request]:
         """Who waits here. From any thread."""
         return [request for group in tuple(self._held) for request in tuple(group.members)]
 
@@ -46,20 +46,20 @@ class AdapterQueue:
         """From any thread."""
         return AdapterReport({}) if self._store is None else self._store.report
 
-    def check(self, name: str | None) -> None:
+    def check_adapter(self, name: str | None) -> None:
         """Raise `UnknownModelError` unless there is such an adapter, or none is wanted. From any thread."""
         if name is None:
             return
         if self._store is None:
             raise UnknownModelError(f"there is no adapter {name!r}; this engine has none", "model")
-        self._store.check(name)
+        self._store.check_known(name)
 
     def add(self, group: SequenceGroup) -> None:
         """Hand a group on when its adapter is there, or now if it needs none."""
         if group.adapter is None:
             self._scheduler.add(group)
         else:
-            bisect.insort(self._held, group, key=attrgetter("rank"))
+            bisect.insort(self._held, group, key=attrgetter("sort_key"))
 
     def advance(self) -> dict[str, FolioError]:
         """Hand on whose adapter is there, and begin to load those that there is a slot for; returns the requests whose
@@ -80,7 +80,7 @@ class AdapterQueue:
                 failed[request_id] = error
                 continue
             try:
-                is_ready = not blocked and self._store.ready(name, self._used)
+                is_ready = not blocked and self._store.ensure_loading(name, self._used)
             except BaseException as failure:  # noqa: BLE001 - raised again unless it is the request's
                 failed[request_id] = failure_of(request_id, failure)
                 continue

@@ -37,7 +37,7 @@ class AdapterReport:
     num_evictions: int = 0
 
 
-class Peers(Protocol):
+class AdapterRanks(Protocol):
     """The other ranks, which read the same files."""
 
     def read(self, name: str) -> None:
@@ -48,9 +48,9 @@ class Peers(Protocol):
         """Put it into a slot. Raises `ModelError` if that cannot be done; nobody has it there then."""
         ...
 
-    def forget(self, name: str) -> None: ...
+    def discard_adapter(self, name: str) -> None: ...
 
-    def remove(self, slot: int) -> None: ...
+    def remove_adapter(self, slot: int) -> None: ...
 
 
 class AdapterStore:
@@ -68,7 +68,9 @@ class AdapterStore:
         report: as it is now. From any thread.
     """
 
-    def __init__(self, sources: Mapping[str, str], layers: LoRALayers, max_loaded: int, peers: Peers | None) -> None:
+    def __init__(
+        self, sources: Mapping[str, str], layers: LoRALayers, max_loaded: int, peers: AdapterRanks | None
+    ) -> None:
         self._sources = dict(sources)
         self._layers = layers
         self._peers = peers
@@ -79,13 +81,13 @@ class AdapterStore:
         self._thread = ThreadPoolExecutor(1, "folio-adapters")
         self.report = AdapterReport({})
 
-    def check(self, name: str) -> None:
+    def check_known(self, name: str) -> None:
         """Raise `UnknownModelError` unless there is such an adapter. From any thread."""
         if name not in self._sources:
             known = ", ".join(sorted(self._sources))
             raise UnknownModelError(f"there is no adapter {name!r}; this engine has {known}", "model")
 
-    def ready(self, name: str, spared: Callable[[], Collection[str]]) -> bool:
+    def ensure_loading(self, name: str, spared: Callable[[], Collection[str]]) -> bool:
         """Whether a step can use the adapter. If not, and if there is a slot for it, it is being loaded from now on.
 
         Args:
@@ -140,7 +142,7 @@ class AdapterStore:
         error = future.exception()
         if error is not None:
             if self._peers is not None:
-                self._peers.forget(name)
+                self._peers.discard_adapter(name)
             return error
         if self._peers is not None:
             try:
@@ -151,7 +153,7 @@ class AdapterStore:
         try:
             self._layers.insert(slot, updates)
         except Exception as failure:  # noqa: BLE001 - returned; RuntimeError is torch's word for no memory
-            self._layers.remove(slot)
+            self._layers.remove_adapter(slot)
             return failure
         self.slots[name] = slot
         self._note({name: num_bytes(updates)}, num_loads=1)
@@ -168,7 +170,7 @@ class AdapterStore:
         """Drop all adapters. What is being read is waited for."""
         self._thread.shutdown(cancel_futures=True)
         for slot in self.slots.values():
-            self._layers.remove(slot)
+            self._layers.remove_adapter(slot)
         self.slots.clear()
         self._loading.clear()
 
@@ -177,9 +179,9 @@ class AdapterStore:
         if name is None:
             return
         slot = self.slots.pop(name)
-        self._layers.remove(slot)
+        self._layers.remove_adapter(slot)
         if self._peers is not None:
-            self._peers.remove(slot)
+            self._peers.remove_adapter(slot)
         self._free.append(slot)
         self._note({}, num_evictions=1)
         logger.info("dropped adapter %r", name)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from app.engine.execution.attention import IMPLEMENTATION, AttentionState, bind, bound
+from app.engine.execution.attention import IMPLEMENTATION, AttentionHandler, bind_attention, bound
 from kernels import CpuElementwise, Masking
 
 # Relative to the largest value; bfloat16 rounds once here and several times in the original.
@@ -199,7 +199,7 @@ class _Columns(nn.Module):
         return out.contiguous()
 
 
-class _Recorder(AttentionState):
+class _Recorder(AttentionHandler):
     """Notes what a layer asks, and answers something."""
 
     def attend(
@@ -275,11 +275,11 @@ def _fused(original: Any, ops: CpuElementwise, rotary_dim: int) -> FusedAttentio
         # Far positions, lest something depends on them in another way.
         positions = torch.randint(1 << 20, (1, _TOKENS), generator=generator)
         theirs, ours = _Recorder(), _Recorder()
-        bind(original, theirs)
+        bind_attention(original, theirs)
         expected, _ = original(x, (cos, sin), None, position_ids=positions)
         if fused is None:
             fused = FusedAttention(ops, original, theirs.layer, theirs.masking)
-        bind(fused, ours)
+        bind_attention(fused, ours)
         actual, _ = fused(x, (cos, sin), None, position_ids=positions)
         pairs = zip([*theirs.states, expected], [*ours.states, actual], strict=True)
         if not all(_close(wanted, found) for wanted, found in pairs):

@@ -17,7 +17,7 @@ from vmem import (
     KVMemory,
     LayerGroup,
     MappingOptions,
-    Peers,
+    PeerRanks,
     StateLayout,
     VmemError,
     longest_sequence,
@@ -46,7 +46,7 @@ def build_memory(
     config: EngineConfig,
     model: LoadedModel,
     layers: ObservedLayers,
-    ranks: Peers | None = None,
+    ranks: PeerRanks | None = None,
     *,
     share: float = 1.0,
 ) -> KVMemory:
@@ -61,7 +61,7 @@ def build_memory(
         VmemError: the device refuses, or the numbers make no layout.
     """
     device = model.module.device
-    machine = Machine.read()
+    machine = Machine.detect()
     on_cpu = device.type == "cpu"
     ceiling, swap_bytes = _ceilings(config, model, machine, on_cpu=on_cpu)
     budget = int(share * ceiling)

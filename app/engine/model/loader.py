@@ -138,7 +138,7 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
         ConfigError: a setting does not fit the machine, or not the model.
         ModelError: the model cannot be found, or not be run this way.
     """
-    if problems := check_resources(config, Machine.read()):
+    if problems := check_resources(config, Machine.detect()):
         raise ConfigError("\n".join(problems))
     hf_config = load_config(config.model)
     device = resolve_device(config.device)

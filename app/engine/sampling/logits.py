@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from app.engine.sampling.penalties import penalise
-from app.engine.sampling.state import Matcher, SamplingState
+from app.engine.sampling.state import GrammarMatcher, SamplingState
 
 
-def process(logits: torch.Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> None:
+def apply_logits_processors(logits: torch.Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> None:
     """Change `logits [len(states), vocab_size]` (float32) in place, in vLLM's order.
 
     First what may not follow goes to minus infinity: by the structure, by bad words, and what would end the output
@@ -41,7 +41,7 @@ def _places(token_ids: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _mask_structures(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
-    matchers: list[tuple[int, Matcher]] = []
+    matchers: list[tuple[int, GrammarMatcher]] = []
     for i, state in enumerate(states):
         if state.matcher is not None:
             matchers.append((i, state.matcher))

@@ -47,7 +47,7 @@ def _chunk(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int
     own_logprobs = logprobs.gather(-1, chosen)[:, 0].tolist()
     most = min(max(num_top), vocab_size)
     if most:
-        top_ids = order(logits).topk(most, dim=-1).indices
+        top_ids = sort_keys(logits).topk(most, dim=-1).indices
         tops = list(zip(top_ids.tolist(), logprobs.gather(-1, top_ids).tolist(), strict=True))
     else:
         tops = [([], [])] * len(token_ids)
@@ -59,7 +59,7 @@ def _chunk(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int
     ]
 
 
-def order(logits: torch.Tensor) -> torch.Tensor:
+def sort_keys(logits: torch.Tensor) -> torch.Tensor:
     """Integers that order like the float32 logits, the lower token id first among equals.
 
     Half precision gives many equal logits, and `topk` orders those differently for another k: then a request's tokens

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from app.engine.request import TokenLogprobs
-from app.engine.sampling.logits import process
-from app.engine.sampling.logprobs import chunks, order, token_logprobs
+from app.engine.sampling.logits import apply_logits_processors
+from app.engine.sampling.logprobs import chunks, sort_keys, token_logprobs
 from app.engine.sampling.noise import draw, gumbel
 from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.state import SamplingState
@@ -121,7 +121,7 @@ def _choose(
     logits: torch.Tensor, states: Sequence[SamplingState], positions: Sequence[int]
 ) -> tuple[list[int], list[bool]]:
     """A token for each row of `logits`, which are changed, and whether any could be chosen."""
-    process(logits, states, positions)
+    apply_logits_processors(logits, states, positions)
     highest, tokens = _likeliest(logits, any(state.is_greedy for state in states))
     random = [i for i, state in enumerate(states) if not state.is_greedy]
     for indices, draw_from in (
@@ -161,7 +161,7 @@ def _draw_truncated(logits: torch.Tensor, keys: torch.Tensor, params: Sequence[S
     top_k = torch.tensor([p.top_k or vocab_size for p in params])[:, None]
     top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64)[:, None]
     probs = logits.softmax(dim=-1)  # not logsumexp: of a single row, torch adds that up in another order
-    ranks = order(logits)
+    ranks = sort_keys(logits)
     tokens = torch.empty(len(params), dtype=torch.int64)
     left = torch.arange(len(params))
     limit = max(_CANDIDATES, *(p.top_k for p in params))

@@ -16,7 +16,7 @@ from app.errors import FolioError, RequestError
 _GREEDY_BELOW = 1e-5
 
 
-class Matcher(Protocol):
+class GrammarMatcher(Protocol):
     """Where an output is in the structure that it has to have."""
 
     def fill(self, mask: np.ndarray) -> None:
@@ -27,7 +27,7 @@ class Matcher(Protocol):
         """Go on by a token that may follow."""
         ...
 
-    def fork(self) -> Matcher:
+    def fork(self) -> GrammarMatcher:
         """Another one at the same place."""
         ...
 
@@ -64,7 +64,7 @@ class SamplingState:
         prompt_token_ids: list[int],
         *,
         index: int = 0,
-        matcher: Matcher | None = None,
+        matcher: GrammarMatcher | None = None,
         bad_words: BadWords | None = None,
         eos_token_ids: frozenset[int] | None = None,
     ) -> None:
@@ -137,7 +137,7 @@ class SamplingState:
         params: SamplingParams | None = None,
         index: int | None = None,
         *,
-        matcher: Matcher | None = None,
+        matcher: GrammarMatcher | None = None,
         bad_words: BadWords | None = None,
     ) -> SamplingState:
         """Another state with the same output so far.

@@ -70,11 +70,11 @@ class StructureCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._build_lock = threading.Lock()
-        self._vocabulary: _Vocabulary | None = None
+        self._vocabulary: _TokenTrie | None = None
         self._cache_lock = threading.Lock()
         self._cache: OrderedDict[Structure, StructureMatcher] = OrderedDict()
 
-    def check(self, structure: Structure) -> None:
+    def check_structure(self, structure: Structure) -> None:
         """Compile it; the engine finds it done.
 
         Raises:
@@ -139,11 +139,11 @@ class StructureCompiler:
                     break
                 token_id = following[0]
 
-    def _built(self) -> _Vocabulary:
+    def _built(self) -> _TokenTrie:
         if self._vocabulary is None:
             with self._build_lock:
                 if self._vocabulary is None:  # nobody else has built it meanwhile
-                    self._vocabulary = _Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
+                    self._vocabulary = _TokenTrie(self._tokenizer, self._vocab_size, self._eos_token_ids)
         return self._vocabulary
 
 
@@ -158,7 +158,7 @@ class StructureMatcher:
             allowed from then on, and whoever runs the request has to end it with this error.
     """
 
-    def __init__(self, vocabulary: _Vocabulary, parser: LLMatcher, kind: StructureKind) -> None:
+    def __init__(self, vocabulary: _TokenTrie, parser: LLMatcher, kind: StructureKind) -> None:
         self._vocabulary = vocabulary
         self._parser = parser
         self._kind = kind
@@ -200,7 +200,7 @@ class StructureMatcher:
             self.error = RequestError(message, "structure")
 
 
-class _Vocabulary:
+class _TokenTrie:
     """The trie of all tokens, and where they are in the engine's masks."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: frozenset[int]) -> None:

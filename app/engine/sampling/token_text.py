@@ -104,7 +104,7 @@ def byte_level_bytes(name: str) -> bytes | None:
 _CONTEXT_TOKENS = 8
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """The text of one output as it grows.
 
     Args:

@@ -29,7 +29,7 @@ from app.engine.execution.batch import plan_step
 from app.engine.execution.executor import Executor
 from app.engine.execution.model_runner import ObservedLayers
 from app.engine.execution.self_test import self_test
-from app.engine.faults import SequenceFailure, serving
+from app.engine.faults import SequenceFailure, attribute_failures
 from app.engine.model.kv_plan import build_memory
 from app.engine.model.loader import LoadedModel
 from app.engine.preemption import LinearCost
@@ -41,7 +41,7 @@ from app.engine.scheduler import Scheduled
 from app.engine.tensor_parallel.processes import spawn_ranks
 from app.errors import ConfigError
 from kernels import KernelError
-from vmem import Demand, IntegrityError, KVMemory, MapError, OutOfPages, SequenceMemory, ViewPolicy, VmemError
+from vmem import IntegrityError, KVMemory, MapError, OutOfPages, SequenceMemory, StepDemand, ViewPolicy, VmemError
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class DraftProposer:
         }
         for request in [request for request in wanted if wanted[request] < 1]:
             del wanted[request]  # beyond its context, for good
-            self.forget(request)
+            self.forget_request(request)
         turns: list[_Turn] = []
         guesses: dict[Request, list[int]] = {}
         try:
@@ -145,7 +145,7 @@ class DraftProposer:
             raise
         return [guesses.get(request, []) for request in requests]
 
-    def forget(self, request: Request) -> None:
+    def forget_request(self, request: Request) -> None:
         draft = self._drafts.pop(request, None)
         if draft is not None:
             self._memory.free(draft.memory)
@@ -165,7 +165,7 @@ class DraftProposer:
 
     def close(self) -> None:
         for request in list(self._drafts):
-            self.forget(request)
+            self.forget_request(request)
         self._model.close()
 
     # ---- who gets what ----
@@ -174,7 +174,7 @@ class DraftProposer:
         """Give memory to as many as it has room for, those that are nearly there first, new ones last."""
         known = [request for request in wanted if request in self._drafts]
         for request in known:
-            with serving(request):
+            with attribute_failures(request):
                 self._follow(self._drafts[request], request)
             self._drafts.move_to_end(request)
         known.sort(key=lambda request: self._drafts[request].shadow.num_uncomputed)
@@ -182,17 +182,17 @@ class DraftProposer:
         budget = self._step_tokens
         while known and budget > 0:
             request = known.pop(0)
-            with serving(request):
+            with attribute_failures(request):
                 turn = self._turn(request, wanted[request], budget)
                 # Who was without a turn for longest, then who has most to catch up with.
                 while not (granted := self._grow(turn)) and (idle or known):
-                    self.forget(idle.pop(0) if idle else known.pop())
+                    self.forget_request(idle.pop(0) if idle else known.pop())
                 if granted:
                     budget -= turn.num_tokens
                     turns.append(turn)
         for request, count in wanted.items():
             if budget > 0 and request not in self._drafts:
-                with serving(request):
+                with attribute_failures(request):
                     if not self._open(request, count, idle, turns):
                         continue
                     turn = self._turn(request, count, budget)
@@ -200,7 +200,7 @@ class DraftProposer:
                         budget -= turn.num_tokens
                         turns.append(turn)
                     else:
-                        self.forget(request)
+                        self.forget_request(request)
 
     def _turn(self, request: Request, count: int, budget: int) -> _Turn:
         draft = self._drafts[request]
@@ -231,20 +231,20 @@ class DraftProposer:
             logger.debug("no room for the draft of %s: %s", turn.request.request_id, error)
             return False
         # Guesses are not announced: nobody should find them in the prefix cache.
-        self._memory.begin(memory, shadow.token_ids, turn.first, turn.first + turn.num_tokens)
+        self._memory.stage_prefix(memory, shadow.token_ids, turn.first, turn.first + turn.num_tokens)
         return True
 
     def _open(self, request: Request, count: int, idle: list[Request], turns: Sequence[_Turn]) -> bool:
         """A sequence for a new request, if the memory has room for it and for the rest of all others."""
         chain = self._memory.chain(request.chain.keys)
         match = self._memory.match(chain, request.token_ids)
-        if match.awaited and any(not turn.num_guesses for turn in turns):
+        if match.is_being_computed and any(not turn.num_guesses for turn in turns):
             return False  # another one is computing the same prompt
         needed = self._memory.pages_needed(match, len(request.token_ids) + count)
         while len(self._drafts) >= self._max_num_seqs or needed + self._reserve > self._memory.num_free_pages:
             if not idle:
                 return False
-            self.forget(idle.pop(0))
+            self.forget_request(idle.pop(0))
         shadow = Request(
             request.request_id,
             request.prompt_token_ids,
@@ -255,9 +255,9 @@ class DraftProposer:
             SequenceGroup(0, 0),
             request.token_ids.copy(),
         )
-        memory = self._memory.open(self._view, expected_tokens=len(request.token_ids))
+        memory = self._memory.create_sequence(self._view, expected_tokens=len(request.token_ids))
         try:
-            shadow.num_computed = self._memory.reuse(memory, chain, request.token_ids)
+            shadow.num_computed = self._memory.share_prefix(memory, chain, request.token_ids)
         except BaseException as error:
             self._memory.free(memory)
             if isinstance(error, MapError | OutOfPages):
@@ -265,7 +265,7 @@ class DraftProposer:
             raise
         shadow.memory = memory
         self._drafts[request] = _Draft(shadow, len(request.token_ids))  # from here on `forget` frees it
-        self._memory.promise(memory, len(request.token_ids))
+        self._memory.announce_prefill(memory, len(request.token_ids))
         return True
 
     @property
@@ -273,18 +273,18 @@ class DraftProposer:
         """Pages that the others may take: for what they have not seen yet, and a block each for what comes."""
         per_block = sum(group.layout.num_slices for group in self._memory.groups)
         return sum(
-            max(self._memory.pages_to_come(draft.memory, len(draft.shadow.token_ids)), per_block)
+            max(self._memory.pages_still_needed(draft.memory, len(draft.shadow.token_ids)), per_block)
             for draft in self._drafts.values()
         )
 
     # ---- computing ----
 
     def _guess(self, turns: list[_Turn]) -> dict[Request, list[int]]:
-        self._memory.ensure([Demand(turn.draft.memory, turn.first, turn.end) for turn in turns])
+        self._memory.ensure([StepDemand(turn.draft.memory, turn.first, turn.end) for turn in turns])
         turns.sort(key=lambda turn: turn.draft.memory.view)
         guesses: dict[Request, list[int]] = {turn.request: [] for turn in turns}
         logits = self._run([Scheduled(turn.draft.shadow, turn.num_tokens) for turn in turns])
-        self._memory.commit()
+        self._memory.commit_prefixes()
         guessing = [turn for turn in turns if turn.num_guesses]
         position = 0
         while guessing:
@@ -321,21 +321,21 @@ class DraftProposer:
             s.request.num_computed += s.num_tokens
         return logits
 
-    def _next_demands(self, turns: Sequence[_Turn]) -> list[Demand]:
+    def _next_demands(self, turns: Sequence[_Turn]) -> list[StepDemand]:
         """What the next step will want if all guesses are right."""
         demands = []
         for turn in turns:
             start = turn.draft.shadow.num_computed
             end = min(start + max(turn.num_guesses + 1, turn.num_tokens), self._memory.max_tokens)
             if start < end:
-                demands.append(Demand(turn.draft.memory, start, end))
+                demands.append(StepDemand(turn.draft.memory, start, end))
         return demands
 
     def _abort(self, turns: Sequence[_Turn]) -> None:
         """Nobody knows what of the step was computed: its sequences begin again."""
-        self._memory.abort()
+        self._memory.abort_prefixes()
         for turn in turns:
-            self.forget(turn.request)
+            self.forget_request(turn.request)
 
 
 class DraftModel:
@@ -414,8 +414,8 @@ class DraftModel:
         try:
             self._memory = build_memory(config, model, self._executor.layers, share=self.share)
             self_test(self._executor, self._memory.groups, config.kv_view)
-            self._executor.open(self._memory)
-            self._executor.started()
+            self._executor.bind_memory(self._memory)
+            self._executor.enforce_step_timeout()
         except (KernelError, VmemError) as error:
             raise ConfigError(f"draft_model {config.model!r} cannot run with these settings: {error}") from error
         logger.info(

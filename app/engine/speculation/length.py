@@ -168,5 +168,5 @@ class LengthControl:
             record.rest = min(record.rest + 1, _MOST_REST)
         record.probed = False
 
-    def forget(self, request: Request) -> None:
+    def forget_request(self, request: Request) -> None:
         self._records.pop(request, None)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from app.engine.faults import serving
+from app.engine.faults import attribute_failures
 from app.engine.report import StepTimes
 from app.engine.request import Request
 from vmem import IntegrityError
@@ -155,13 +155,13 @@ class NgramProposer:
             if count < 1:
                 guesses.append([])
                 continue
-            with serving(request):
+            with attribute_failures(request):
                 index = self._indexes.setdefault(request, NgramIndex(self._least, self._most))
                 budget -= index.extend(request.token_ids, budget)
                 guesses.append(_continue(request.token_ids, index.find(request.token_ids), count))
         return guesses
 
-    def forget(self, request: Request) -> None:
+    def forget_request(self, request: Request) -> None:
         self._indexes.pop(request, None)
 
     def check_integrity(self) -> None:

@@ -27,7 +27,7 @@ class Proposer(Protocol):
         `SequenceFailure` for a request that has to be forgotten; the books add up then."""
         ...
 
-    def forget(self, request: Request) -> None:
+    def forget_request(self, request: Request) -> None:
         """Give up what is kept for a request. It may come back; nothing happens if nothing is kept."""
         ...
 

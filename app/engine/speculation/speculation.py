@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from app.config.engine import EngineConfig
 from app.engine.execution.model_runner import ObservedLayers
-from app.engine.faults import SequenceFailure, is_one_requests
+from app.engine.faults import SequenceFailure, is_request_failure
 from app.engine.model.loader import LoadedModel
 from app.engine.report import StepTimes
 from app.engine.request import Request
@@ -122,7 +122,7 @@ class Speculation:
             for at_fault, guesses in zip(able, proposed, strict=True):
                 drafts[at_fault] = self._cut(at_fault, guesses)
         except BaseException as error:
-            if not is_one_requests(error):
+            if not is_request_failure(error):
                 raise
             if isinstance(error, SequenceFailure):
                 at_fault = error.request
@@ -139,11 +139,11 @@ class Speculation:
             self.counts.draft_tokens += num_drafts
             self.counts.accepted_tokens += num_accepted
 
-    def forget(self, request: Request) -> None:
+    def forget_request(self, request: Request) -> None:
         """A request has ended, or lost its memory. It may come back."""
         if self._proposer is not None:
-            self._proposer.forget(request)
-            self._lengths.forget(request)
+            self._proposer.forget_request(request)
+            self._lengths.forget_request(request)
         self._excluded.discard(request)
 
     def check_integrity(self) -> None:
@@ -170,7 +170,7 @@ class Speculation:
         names = ", ".join(request.request_id for request in requests)
         logger.error("no more guesses for %s: guessing failed", names, exc_info=error)
         for request in requests:
-            self.forget(request)
+            self.forget_request(request)
         self._excluded.update(requests)
 
     def _cut(self, request: Request, guesses: list[int]) -> list[int]:

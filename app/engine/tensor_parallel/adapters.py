@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from app.engine.lora.layers import LoRALayers, Updates
 from app.engine.lora.store import AdapterFiles
-from app.engine.tensor_parallel.messages import Order
-from app.engine.tensor_parallel.ranks import Ranks
+from app.engine.tensor_parallel.messages import RankOrder
+from app.engine.tensor_parallel.ranks import RankGroup
 from app.errors import EngineError, FolioError, ModelError
 
 _HEADER = struct.Struct("<BI")  # what to do, slot; the adapter's name follows
@@ -26,7 +26,7 @@ class _Do(enum.IntEnum):
 class AdapterPeers:
     """The peers as rank 0's `AdapterStore` sees them."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
 
     def read(self, name: str) -> None:
@@ -36,21 +36,21 @@ class AdapterPeers:
     def insert(self, slot: int, name: str) -> None:
         """Have them put what they read into a slot. Raises `ModelError` if one of them could not read it: then no peer
         has it."""
-        answers = self._ranks.ask_all(Order.ADAPTER, _HEADER.pack(_Do.INSERT, slot) + name.encode())
+        answers = self._ranks.ask_all(RankOrder.ADAPTER, _HEADER.pack(_Do.INSERT, slot) + name.encode())
         refusals = [answer.decode(errors="replace") for answer in answers if answer]
         if refusals:
-            self.remove(slot)
+            self.remove_adapter(slot)
             raise ModelError(refusals[0])
 
-    def forget(self, name: str) -> None:
+    def discard_adapter(self, name: str) -> None:
         """Have them drop what they read."""
         self._tell(_Do.FORGET, 0, name)
 
-    def remove(self, slot: int) -> None:
+    def remove_adapter(self, slot: int) -> None:
         self._tell(_Do.REMOVE, slot, "")
 
     def _tell(self, what: _Do, slot: int, name: str) -> None:
-        self._ranks.command(Order.ADAPTER, _HEADER.pack(what, slot) + name.encode())
+        self._ranks.command(RankOrder.ADAPTER, _HEADER.pack(what, slot) + name.encode())
 
 
 class PeerAdapters:
@@ -62,7 +62,7 @@ class PeerAdapters:
         self._thread = ThreadPoolExecutor(1, "folio-adapters")
         self._reading: dict[str, Future[Updates]] = {}
 
-    def obey(self, message: bytes) -> bytes:
+    def handle_adapter_order(self, message: bytes) -> bytes:
         """What went wrong, or nothing."""
         what, slot = _HEADER.unpack_from(message)
         name = message[_HEADER.size :].decode()
@@ -78,7 +78,7 @@ class PeerAdapters:
             case _Do.FORGET:
                 del self._reading[name]
             case _Do.REMOVE:
-                self._layers.remove(slot)
+                self._layers.remove_adapter(slot)
             case _:
                 raise ValueError(f"unknown order about adapters: {what}")
         return b""

@@ -18,7 +18,7 @@ _DTYPES = tuple(np.dtype(name) for name in ("bool", "int32", "int64"))
 _HEADER = struct.Struct("<BBII")  # dtype, dimensions, their sizes
 
 
-class Order(enum.IntEnum):
+class RankOrder(enum.IntEnum):
     """What the main thread of a peer does, one after the other."""
 
     CONNECT = 1  # join the process group

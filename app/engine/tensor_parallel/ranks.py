@@ -23,7 +23,7 @@ from app.config.engine import EngineConfig
 from app.engine.tensor_parallel import processes as spec
 from app.engine.tensor_parallel import shared_memory
 from app.engine.tensor_parallel.communicator import Communicator, open_store
-from app.engine.tensor_parallel.messages import Link, Order
+from app.engine.tensor_parallel.messages import Link, RankOrder
 from app.engine.tensor_parallel.processes import ERRORS, MEMORY, STEPS, Launch, RankProcesses, RankSpec
 from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingWriter
 from app.engine.tensor_parallel.sockets import SocketAddress, SocketListener
@@ -40,7 +40,7 @@ _GRACE_S = 5.0
 R = TypeVar("R")
 
 
-class Ranks:
+class RankGroup:
     """The peers of one engine. It is the `vmem.Peers` of its memory, too.
 
     Raises:
@@ -91,10 +91,10 @@ class Ranks:
         link: MemoryAddress | SocketAddress
         in_memory = processes.on_one_machine and shared_memory.is_supported()
         if in_memory:
-            link = shared_memory.create(2, self._num_peers)
+            link = shared_memory.create_rings(2, self._num_peers)
             self._files.append(link.fd)
             self._memory = link.open()
-            self._links = [RingWriter(self._memory, link, index, self.check) for index in (STEPS, MEMORY)]
+            self._links = [RingWriter(self._memory, link, index, self.check_alive) for index in (STEPS, MEMORY)]
         else:
             self._listener = SocketListener(processes.host)
             link = self._listener.address
@@ -108,8 +108,8 @@ class Ranks:
         )
         with self._busy_with(spec.START_TIMEOUT_S):
             if self._listener is not None:
-                self._links = list(self._listener.accept(2, self._num_peers, self.check))
-            self._post(bytes([Order.CONNECT]), answered=True)
+                self._links = list(self._listener.accept(2, self._num_peers, self.check_alive))
+            self._post(bytes([RankOrder.CONNECT]), answered=True)
             self._links[STEPS].collect()  # all are up, and about to join
         self._close_files()
         self._comm = Communicator(store, 0, size, device, processes.host, spec.JOIN_TIMEOUT_S)
@@ -123,9 +123,9 @@ class Ranks:
         Raises:
             FolioError: what a peer raised.
         """
-        self.check()
+        self.check_alive()
         with self._busy_with(spec.LOAD_TIMEOUT_S):
-            self._post(bytes([Order.LOAD]), answered=True)
+            self._post(bytes([RankOrder.LOAD]), answered=True)
             result = act()
             try:
                 answers = self._links[STEPS].collect()
@@ -149,34 +149,34 @@ class Ranks:
             UnavailableError: it failed here or elsewhere, or took too long: the ranks do not agree any more about what
                 comes next.
         """
-        self.check()
+        self.check_alive()
         try:
             with self._busy_with(limit_s or self._config.step_timeout_s):
                 self._post(message)
                 yield
-            self.check()  # what was computed with ranks that are gone may be anything
+            self.check_alive()  # what was computed with ranks that are gone may be anything
         except BaseException as error:
             self.fail(f"a step failed: {error or type(error).__name__}")
             if isinstance(error, Exception) and not isinstance(error, UnavailableError):
                 raise self._unavailable() from error
             raise
 
-    def command(self, order: Order, message: bytes) -> None:
+    def command(self, order: RankOrder, message: bytes) -> None:
         """Have every peer do something, after what was ordered before."""
         self._post(bytes([order]) + message)
 
-    def ask_all(self, order: Order, message: bytes) -> list[bytes]:
+    def ask_all(self, order: RankOrder, message: bytes) -> list[bytes]:
         """The same, and what each peer answers. Raises `UnavailableError` if one does not."""
         self._begin_asking(STEPS, lambda: self._post(bytes([order]) + message, answered=True))
         answers = self._collect(STEPS)
-        self.check()
+        self.check_alive()
         return answers
 
     @property
     def available(self) -> bool:
         return self._reason is None
 
-    def check(self) -> None:
+    def check_alive(self) -> None:
         """Raise `UnavailableError` if a rank is lost."""
         if self._reason is not None:
             raise self._unavailable()
@@ -193,17 +193,17 @@ class Ranks:
     def num_ordered(self) -> int:
         return self._num_ordered
 
-    def order(self, order: bytes) -> None:
-        self._post(bytes([Order.MEMORY]) + order)
+    def post_order(self, order: bytes) -> None:
+        self._post(bytes([RankOrder.MEMORY]) + order)
 
-    def confirm(self, order: bytes) -> Callable[[], list[bytes]]:
-        self._begin_asking(STEPS, lambda: self._post(bytes([Order.MEMORY]) + order, answered=True))
+    def call_order(self, order: bytes) -> Callable[[], list[bytes]]:
+        self._begin_asking(STEPS, lambda: self._post(bytes([RankOrder.MEMORY]) + order, answered=True))
         return lambda: self._collect(STEPS)
 
-    def tell(self, request: bytes) -> None:
+    def post_request(self, request: bytes) -> None:
         self._send(MEMORY, bytes([False]) + request, False)
 
-    def ask(self, request: bytes) -> Callable[[], list[bytes]]:
+    def call_request(self, request: bytes) -> Callable[[], list[bytes]]:
         self._begin_asking(MEMORY, lambda: self._send(MEMORY, bytes([True]) + request, True))
         return lambda: self._collect(MEMORY)
 
@@ -225,7 +225,7 @@ class Ranks:
     def close(self) -> None:
         """Let the peers end, and make sure that they have."""
         if self._reason is None and self._links:
-            self._post(bytes([Order.STOP]))
+            self._post(bytes([RankOrder.STOP]))
         self._stop.set()
         self._watcher.join()
         self._close_files()
@@ -272,7 +272,7 @@ class Ranks:
         """The answers to what was asked."""
         try:
             with self._busy_with(self._config.step_timeout_s):
-                self.check()
+                self.check_alive()
                 return self._links[link].collect()
         except (UnavailableError, OSError, EOFError) as error:
             self.fail(f"a peer does not answer: {error}")

@@ -227,7 +227,7 @@ _KV_PROJECTIONS = ("k_proj", "v_proj")
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class WeightShard:
     """The part of a weight that a rank has: spans of one dimension, side by side."""
 
     dim: int
@@ -239,7 +239,7 @@ class Cut:
         return parts[0].clone() if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
-class Zeros:
+class ZeroShard:
     """Nothing of a weight, in its shape: what is added once for all ranks is rank 0's."""
 
     def of(self, weight: torch.Tensor) -> torch.Tensor:
@@ -259,7 +259,7 @@ class ShardPlan:
 
     rank: int
     size: int
-    cuts: dict[str, Cut | Zeros] = field(default_factory=dict)
+    cuts: dict[str, WeightShard | ZeroShard] = field(default_factory=dict)
     styles: dict[str, str] = field(default_factory=dict)
     spans: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     kv_groups: dict[str, int] = field(default_factory=dict)
@@ -323,7 +323,7 @@ class _Planner:
             raise ModelError(f"{self._kind} has a tensor-parallel plan with the style {style!r}, which Folio lacks")
         if style == "first_rank" or (style in _ROW and name == "bias"):
             if self.plan.rank:  # added once
-                self.plan.cuts[full_name] = Zeros()
+                self.plan.cuts[full_name] = ZeroShard()
             return
         dim = own_dim % parameter.ndim
         spans = self._spans(path, style, parameter.shape[dim])
@@ -332,9 +332,9 @@ class _Planner:
         if style.startswith("packed"):  # the same part of both halves
             half = parameter.shape[dim] // 2
             start, end = start // 2, end // 2
-            self.plan.cuts[full_name] = Cut(dim, ((start, end), (half + start, half + end)))
+            self.plan.cuts[full_name] = WeightShard(dim, ((start, end), (half + start, half + end)))
         else:
-            self.plan.cuts[full_name] = Cut(dim, ((start, end),))
+            self.plan.cuts[full_name] = WeightShard(dim, ((start, end),))
 
     def _spans(self, path: str, style: str, length: int) -> tuple[tuple[int, int], ...]:
         """Every rank's span of a dimension of that length."""

@@ -57,7 +57,7 @@ class MemoryAddress:
             os.close(fd)
 
 
-def create(num_rings: int, num_peers: int) -> MemoryAddress:
+def create_rings(num_rings: int, num_peers: int) -> MemoryAddress:
     """New rings. Close the file of the address when every peer has opened it, or will never."""
     fd = os.memfd_create("folio-ranks", os.MFD_CLOEXEC)
     os.ftruncate(fd, num_rings * _ring_bytes(num_peers))

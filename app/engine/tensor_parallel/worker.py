@@ -25,12 +25,12 @@ from app.engine.execution.model_runner import ModelRunner
 from app.engine.model.loader import LoadedModel, load_model
 from app.engine.tensor_parallel.adapters import PeerAdapters
 from app.engine.tensor_parallel.communicator import Communicator, join_store
-from app.engine.tensor_parallel.messages import Order, PeerLink, unpack_arrays, unpack_step
+from app.engine.tensor_parallel.messages import PeerLink, RankOrder, unpack_arrays, unpack_step
 from app.engine.tensor_parallel.processes import ERRORS, JOIN_TIMEOUT_S, MEMORY, STEPS, RankSpec
 from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingReader
 from kernels import select_block_copy, select_provider
 from vmem import Backend, CacheTensors, LocalContents, PeerMemory, select_backend
-from vmem.tensor_parallel.orders import failed
+from vmem.tensor_parallel.orders import is_failure
 
 logger = logging.getLogger(__name__)
 
@@ -79,13 +79,13 @@ class RankWorker:
                     raise self._broken
                 if message is None:
                     continue
-                answered, order = message[0], Order(message[1])
-                if order is Order.STOP:
+                answered, order = message[0], RankOrder(message[1])
+                if order is RankOrder.STOP:
                     break
                 answer = self._obey(order, message[2:])
                 if answered:
                     link.reply(answer)
-                if order is Order.CONNECT:  # rank 0 joins when it knows that all are about to
+                if order is RankOrder.CONNECT:  # rank 0 joins when it knows that all are about to
                     self._connect()
                 self._memory.done()
         finally:
@@ -98,32 +98,32 @@ class RankWorker:
     def has_stopped(self) -> bool:
         return self._stopping.is_set()
 
-    def _obey(self, order: Order, message: bytes) -> bytes:
+    def _obey(self, order: RankOrder, message: bytes) -> bytes:
         """What it comes to, for orders that are answered: nothing if all is well."""
         match order:
-            case Order.CONNECT:
+            case RankOrder.CONNECT:
                 return b""
-            case Order.LOAD:
+            case RankOrder.LOAD:
                 return self._load()
-            case Order.OBSERVE:
+            case RankOrder.OBSERVE:
                 provider = select_provider(self.spec.config.attention, self._device)
                 self._runner = ModelRunner(self._model, provider)
-            case Order.MEMORY:
-                return self._memory.obey(message)
-            case Order.OPEN:
+            case RankOrder.MEMORY:
+                return self._memory.handle_order(message)
+            case RankOrder.OPEN:
                 self._tensors = self._memory.tensors(message[0])
-                self._runner.open(self._tensors)
-            case Order.STEP:
+                self._runner.attach_caches(self._tensors)
+            case RankOrder.STEP:
                 batch = build_batch(unpack_step(message), self._tensors, self._device)
                 self._runner.run(batch)
-            case Order.OWN_LOGITS:
+            case RankOrder.OWN_LOGITS:
                 [token_ids] = unpack_arrays(message)
                 self._runner.own_logits(torch.from_numpy(token_ids))
-            case Order.ADAPTER:
+            case RankOrder.ADAPTER:
                 if self._adapters is None:
                     assert self._model.adapters is not None
                     self._adapters = PeerAdapters(self.spec.config.adapters, self._model.adapters)
-                return self._adapters.obey(message)
+                return self._adapters.handle_adapter_order(message)
             case _:
                 raise ValueError(f"unknown order {order!r}")
         return b""
@@ -163,7 +163,7 @@ class RankWorker:
             if message is None:
                 continue
             answer = self._memory.answer(message[1:])
-            if not message[0] and failed(answer):
+            if not message[0] and is_failure(answer):
                 raise RuntimeError(f"a request that has to succeed did not: {answer[1:].decode(errors='replace')}")
             if message[0]:  # it is answered
                 link.reply(answer)

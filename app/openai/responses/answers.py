@@ -94,7 +94,7 @@ class ResponseAnswer:
             response.error.code = "invalid_prompt"
         return ResponseEvent(type="response.failed", response=response, sequence_number=self._next())
 
-    def whole(self, pieces: Sequence[Piece]) -> ResponseObject:
+    def full_answer(self, pieces: Sequence[Piece]) -> ResponseObject:
         """Args: the output, in one piece or several."""
         events = [event for piece in pieces for event in self.events(piece)]
         assert isinstance(events[-1], ResponseEvent)

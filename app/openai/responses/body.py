@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from app.errors import RequestError
-from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, only_text, refused, text_or
+from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, only_text, text_or, unsupported_field
 from app.openai.bodies import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -145,9 +145,9 @@ class NamedSchemaFormat(StrictBody):
 class TextConfig(StrictBody):
     format: Annotated[TextFormat | JsonObjectFormat | NamedSchemaFormat | None, Field(discriminator="type")] = None
     """What the answer looks like: text, a JSON object, or JSON that follows a schema."""
-    verbosity: Annotated[Literal["medium"] | None, refused("say in the instructions how long it may be", "medium")] = (
-        None
-    )
+    verbosity: Annotated[
+        Literal["medium"] | None, unsupported_field("say in the instructions how long it may be", "medium")
+    ] = None
     """Anything but "medium", which changes nothing, is refused: say it in the instructions."""
 
 
@@ -155,10 +155,10 @@ class Reasoning(StrictBody):
     """What a model thinks is part of its text here."""
 
     effort: Annotated[
-        Literal["none"] | None, refused("what a model thinks is part of its text here; leave it out", "none")
+        Literal["none"] | None, unsupported_field("what a model thinks is part of its text here; leave it out", "none")
     ] = None
     """Any effort but "none" is refused."""
-    summary: Annotated[None, refused("what a model thinks is part of its text here; leave it out")] = None
+    summary: Annotated[None, unsupported_field("what a model thinks is part of its text here; leave it out")] = None
 
 
 class ResponsesRequest(GenerationBody):
@@ -197,24 +197,28 @@ class ResponsesRequest(GenerationBody):
     """What a model thinks is part of its text here: nothing that changes something can be set."""
     truncation: Annotated[
         Literal["disabled"] | None,
-        refused("nothing is cut off here: send less of the conversation, or 'disabled'", "disabled"),
+        unsupported_field("nothing is cut off here: send less of the conversation, or 'disabled'", "disabled"),
     ] = None
     """A conversation that is too long is an error: "auto" is refused."""
     n: Annotated[int | None, Field(ge=1, le=1)] = None
     """A response has one output."""
-    prompt_logprobs: Annotated[None, refused("responses have no place for them; use /v1/completions")] = None
+    prompt_logprobs: Annotated[None, unsupported_field("responses have no place for them; use /v1/completions")] = None
     """Refused: a response has no place for them."""
     background: Annotated[
-        Literal[False] | None, refused("a response lives as long as its connection here; leave it out", False)
+        Literal[False] | None, unsupported_field("a response lives as long as its connection here; leave it out", False)
     ] = None
     """Refused when true: a response lives as long as its connection."""
-    previous_response_id: Annotated[None, refused("nothing is stored here; send the whole conversation as input")] = (
+    previous_response_id: Annotated[
+        None, unsupported_field("nothing is stored here; send the whole conversation as input")
+    ] = None
+    """Refused: nothing is stored."""
+    conversation: Annotated[None, unsupported_field("nothing is stored here; send the whole conversation as input")] = (
         None
     )
     """Refused: nothing is stored."""
-    conversation: Annotated[None, refused("nothing is stored here; send the whole conversation as input")] = None
-    """Refused: nothing is stored."""
-    prompt: Annotated[None, refused("prompt templates are not stored here; use instructions and input")] = None
+    prompt: Annotated[None, unsupported_field("prompt templates are not stored here; use instructions and input")] = (
+        None
+    )
     """Refused: nothing is stored."""
     max_tool_calls: int | None = None
     """A bound of calls of tools that run on the server, of which there are none."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from app.openai.base import JsonObject, LeanReply, ListOf, StrictBody, Text, at_most
+from app.openai.base import JsonObject, ListOf, OmitNoneModel, StrictBody, Text, at_most
 
 MAX_TOOLS = 128
 
@@ -71,7 +71,7 @@ class ToolCall(StrictBody):
     function: FunctionCall
 
 
-class FunctionCallDelta(LeanReply):
+class FunctionCallDelta(OmitNoneModel):
     """`arguments` continues what chunks before have brought of it."""
 
     _left_out = frozenset({"name", "arguments"})
@@ -80,7 +80,7 @@ class FunctionCallDelta(LeanReply):
     arguments: str | None = None
 
 
-class ToolCallDelta(LeanReply):
+class ToolCallDelta(OmitNoneModel):
     """What a chunk adds to call number `index`: first its id, type and name, then pieces of its arguments."""
 
     _left_out = frozenset({"id", "type"})

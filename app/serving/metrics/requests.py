@@ -14,7 +14,7 @@ from types import TracebackType
 
 from ray.serve import metrics
 
-from app.exchange import Watcher
+from app.exchange import EdgeObserver
 from app.fleet.messages import GenerateRequest, Piece
 from app.http_errors import error_response
 
@@ -182,7 +182,7 @@ def outcome_of(error: BaseException | None) -> str:
     return _OUTCOMES.get(status, "invalid" if status < 500 else "failed")
 
 
-class EdgeMeter(Watcher):
+class EdgeMeter(EdgeObserver):
     """Counts refusals, and shows whether the API keys are those of their file."""
 
     def __init__(self) -> None:
@@ -192,10 +192,10 @@ class EdgeMeter(Watcher):
         )
         self._is_stale = False
 
-    def refused(self, code: str) -> None:
+    def on_refused(self, code: str) -> None:
         self._refused.inc(tags={"code": code})
 
-    def keys_read(self, problem: str | None) -> None:
+    def on_keys_read(self, problem: str | None) -> None:
         self._is_stale = problem is not None
         self.repeat()
 

@@ -30,7 +30,7 @@ def machine(root: Path, cgroup: str, files: dict[str, str]) -> Machine:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return Machine.read(root)
+    return Machine.detect(root)
 
 
 def group(limit: int | str, used: int, inactive_file: int = 0, folder: str = "") -> dict[str, str]:
@@ -100,7 +100,7 @@ def test_cores_are_what_quotas_leave(
 
 
 def test_this_machine() -> None:
-    here = Machine.read()
+    here = Machine.detect()
     assert 0 < here.available_bytes <= here.memory_bytes
     assert here.num_cores >= 1
     assert 0 < resident_bytes() < here.memory_bytes

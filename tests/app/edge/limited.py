@@ -6,7 +6,7 @@ import heapq
 import random
 from collections.abc import Callable
 
-from app.edge.shares import BEAT_S, HURRY_S, Answer, Books, Shares, Use
+from app.edge.shares import BEAT_S, HURRY_S, IngressLimits, LimitAnswer, LimitLedger, LimitUsage
 
 
 class Clock:
@@ -24,8 +24,8 @@ class Cluster:
     def __init__(self, num_ingresses: int, clock: Clock, seed: int = 0) -> None:
         self.clock = clock
         self.rng = random.Random(seed)
-        self.books: Books | None = Books(clock=clock, rng=self.rng)
-        self.shares = [Shares(clock) for _ in range(num_ingresses)]
+        self.books: LimitLedger | None = LimitLedger(clock=clock, rng=self.rng)
+        self.shares = [IngressLimits(clock) for _ in range(num_ingresses)]
         self.alive = set(range(num_ingresses))
         self.num_messages = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -69,19 +69,19 @@ class Cluster:
         uses = self.shares[i].reports()
         self.at(self.clock.now + 0.005, lambda: self._arrive(i, uses))
 
-    def _arrive(self, i: int, uses: dict[str, Use]) -> None:
+    def _arrive(self, i: int, uses: dict[str, LimitUsage]) -> None:
         self.num_messages += 1
         if self.books is None:
             self.at(self.clock.now + 0.005, lambda: self._end(i, uses, None))
             return
-        answer = self.books.exchange(str(i), uses)
+        answer = self.books.settle_usage(str(i), uses)
         self.at(self.clock.now + 0.005, lambda: self._end(i, uses, answer))
 
-    def _end(self, i: int, uses: dict[str, Use], answer: Answer | None) -> None:
+    def _end(self, i: int, uses: dict[str, LimitUsage], answer: LimitAnswer | None) -> None:
         self._busy.discard(i)
         self._last[i] = self.clock.now
         self._plan(i, BEAT_S)
         if answer is None:
             self.shares[i].lost(uses, len(self.shares))
         else:
-            self.shares[i].adopt(answer)
+            self.shares[i].apply_answer(answer)

@@ -12,7 +12,7 @@ import pytest
 from app.config.http import HttpSettings, KeySource, RateLimits
 from app.edge.guard import Guard
 from app.edge.keys import KeyRing
-from app.exchange import Watcher, current_exchange
+from app.exchange import EdgeObserver, current_context
 from tests.app.edge.asgi import Answer, bearer, call, scope_of
 
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789ab"
@@ -112,8 +112,8 @@ def test_each_key_has_limits_of_its_own(keys: Path) -> None:
 def test_refusals_are_told() -> None:
     told: list[str] = []
 
-    class Listens(Watcher):
-        def refused(self, code: str) -> None:
+    class Listens(EdgeObserver):
+        def on_refused(self, code: str) -> None:
             told.append(code)
 
     settings = HttpSettings(address_limits=RateLimits(requests_per_minute=1), max_url_bytes=100)
@@ -169,7 +169,7 @@ def test_requests_at_once_by_key_and_altogether(keys: Path) -> None:
 
 def test_tokens_are_charged_and_what_failed_is_given_back(keys: Path) -> None:
     async def generate(scope: Any, receive: Any, send: Any) -> None:
-        exchange = current_exchange()
+        exchange = current_context()
         assert exchange is not None
         exchange.count_prompt(40)
         status = {"/fails": 503, "/refused": 400, "/late": 408}.get(scope["path"], 200)
@@ -193,7 +193,7 @@ def test_tokens_are_charged_and_what_failed_is_given_back(keys: Path) -> None:
     refused = answer_of(app, path="/ok", headers=bearer(ALICE))  # ten are owed
     assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
     assert 10 <= int(refused.headers["retry-after"]) <= 11
-    assert current_exchange() is None
+    assert current_context() is None
 
 
 # ---- sizes ----

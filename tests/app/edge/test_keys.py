@@ -17,7 +17,7 @@ from app.config.http import KeyEntry, KeySource, RateLimits
 from app.edge import keys
 from app.edge.keys import KeyRing, read_keys
 from app.errors import ConfigError
-from app.exchange import Watcher
+from app.exchange import EdgeObserver
 
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789ab"
 LIMITS = RateLimits(requests_per_minute=5)
@@ -196,8 +196,8 @@ def test_new_limits_are_for_what_runs_too(tmp_path: Path) -> None:
 def test_a_broken_change_leaves_the_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         told: list[str | None] = []
-        watcher = Watcher()
-        watcher.keys_read = told.append  # type: ignore[method-assign]
+        watcher = EdgeObserver()
+        watcher.on_keys_read = told.append  # type: ignore[method-assign]
         path = write(tmp_path / "keys.yaml", f"keys: [{{name: a, key: {ALICE}}}]")
         ring = KeyRing(KeySource(file=path), LIMITS, watcher)
         write(path, "keys: [")

@@ -14,19 +14,19 @@ from urllib.parse import urlparse
 import pytest
 from fastapi import FastAPI, Request
 
-from app.edge.admission import Door
-from app.exchange import Watcher
+from app.edge.admission import LoadSheddingMiddleware
+from app.exchange import EdgeObserver
 from tests.app.edge.asgi import Answer, call, scope_of
 from tests.local_server import listening
 
 PATH = "/v1/completions"
 
 
-class Counts(Watcher):
+class Counts(EdgeObserver):
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def refused(self, code: str) -> None:
+    def on_refused(self, code: str) -> None:
         self.told.append(code)
 
 
@@ -37,7 +37,7 @@ class Gate:
         self.retry_after_s = retry_after_s
 
     @contextmanager
-    def knock(self) -> Iterator[float | None]:
+    def try_admit(self) -> Iterator[float | None]:
         yield self.retry_after_s
 
 
@@ -54,7 +54,7 @@ async def never() -> dict[str, Any]:
 def test_a_refusal_reads_no_body() -> None:
     """Bodies were read, parsed and validated first: 4 times as many as could be answered."""
     watcher = Counts()
-    door = Door(echo, Gate(2.3), watcher)
+    door = LoadSheddingMiddleware(echo, Gate(2.3), watcher)
     for path in (PATH, "/v1/chat/completions", "/v1/responses"):
         for _ in range(2):  # what servers do to an answer must not be in the next one
             answer = asyncio.run(call(door, "POST", path, [("content-length", "1000000")], receive=never))
@@ -82,7 +82,7 @@ def test_a_refusal_reads_no_body() -> None:
     ],
 )
 def test_what_is_no_work_for_engines_passes(method: str, path: str, headers: list[tuple[str, str]]) -> None:
-    answer = asyncio.run(call(Door(echo, Gate(2.0), Counts()), method, path, headers, b"x"))
+    answer = asyncio.run(call(LoadSheddingMiddleware(echo, Gate(2.0), Counts()), method, path, headers, b"x"))
     assert (answer.status, answer.body) == (200, b"x")
 
 
@@ -93,7 +93,7 @@ def test_an_application_that_is_mounted_has_the_same_door() -> None:
         answer.messages.append(dict(message))
 
     scope = scope_of("POST", "/mounted" + PATH) | {"root_path": "/mounted"}
-    asyncio.run(Door(echo, Gate(2.0), Counts())(scope, never, send))
+    asyncio.run(LoadSheddingMiddleware(echo, Gate(2.0), Counts())(scope, never, send))
     assert answer.status == 429
 
 
@@ -106,7 +106,7 @@ def served() -> Iterator[tuple[Gate, str, int]]:
     async def length(request: Request) -> dict[str, int]:
         return {"length": len(await request.body())}
 
-    api.add_middleware(Door, gate=gate, watcher=Counts())
+    api.add_middleware(LoadSheddingMiddleware, gate=gate, watcher=Counts())
     with listening(api) as url:
         host, port = urlparse(url).hostname, urlparse(url).port
         assert host is not None

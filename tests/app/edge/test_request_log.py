@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.exchange import current_exchange, note_error
+from app.exchange import current_context, note_error
 from tests.app.edge.asgi import bearer, call, scope_of
 from tests.app.edge.test_guard import ALICE, answer_of, echo, guarded
 
@@ -34,9 +34,9 @@ def line(caplog: pytest.LogCaptureFixture) -> Any:
 
 def test_an_answer(line: Any, tmp_path: Path) -> None:
     async def generate(scope: Any, receive: Any, send: Any) -> None:
-        exchange = current_exchange()
+        exchange = current_context()
         assert exchange is not None
-        admission = exchange.admit("cmpl-1", model="m", tenant=None, priority=0, pins=False, timeout_s=None)
+        admission = exchange.authorize("cmpl-1", model="m", tenant=None, priority=0, pins=False, timeout_s=None)
         assert admission.tenant == "acme co"
         exchange.count_prompt(5)
         await send({"type": "http.response.start", "status": 200, "headers": []})

@@ -10,7 +10,7 @@ import pytest
 
 from app.config.http import RateLimits
 from app.edge.quota import AddressQuotas, Quota
-from app.edge.shares import DEAD_S, Books, Shares, Use
+from app.edge.shares import DEAD_S, IngressLimits, LimitLedger, LimitUsage
 from app.errors import RateLimitError
 from tests.app.edge.limited import Clock, Cluster
 
@@ -142,7 +142,7 @@ def test_new_books_learn_what_has_been_used() -> None:
         if second % 20 == 0:
             cluster.books = None
         elif second % 20 == 1:
-            cluster.books = Books(clock=cluster.clock, rng=cluster.rng)
+            cluster.books = LimitLedger(clock=cluster.clock, rng=cluster.rng)
         cluster.run(161.0 + second)
     assert caller.used - first == pytest.approx(600, rel=0.1)
 
@@ -200,7 +200,7 @@ def test_an_ingress_that_was_taken_for_dead_says_again_what_it_answers() -> None
         first.begin()
         cluster.run(cluster.clock.now + 0.5)
     assert cluster.books is not None
-    cluster.books.leave("0")
+    cluster.books.remove_ingress("0")
     cluster.run(cluster.clock.now + 5.0)
     with pytest.raises(RateLimitError):
         second.begin()
@@ -209,13 +209,15 @@ def test_an_ingress_that_was_taken_for_dead_says_again_what_it_answers() -> None
 def test_the_books_are_bounded() -> None:
     """100,000 addresses must not fill the memory. Of those without an account each ingress grants its share."""
     clock = Clock()
-    books = Books(max_accounts=1000, clock=clock)
+    books = LimitLedger(max_accounts=1000, clock=clock)
     for i in range(100_000):
-        answer = books.exchange("a", {f"address:{i}/requests": Use(60, True, 1.0, 0.0, 1.0, 1.0, 59.0, 0.0)})
+        answer = books.settle_usage("a", {f"address:{i}/requests": LimitUsage(60, True, 1.0, 0.0, 1.0, 1.0, 59.0, 0.0)})
         assert bool(answer.grants) == (i < 1000)
     clock.now += 60.0  # nobody has anything to pay back, and may be forgotten
     for i in range(1000):
-        assert books.exchange("a", {f"key:{i}/requests": Use(60, True, 1.0, 0.0, 1.0, 1.0, 59.0, 0.0)}).grants
+        assert books.settle_usage(
+            "a", {f"key:{i}/requests": LimitUsage(60, True, 1.0, 0.0, 1.0, 1.0, 59.0, 0.0)}
+        ).grants
 
 
 def test_ingresses_are_told_of_addresses_within_their_bounds() -> None:
@@ -226,7 +228,7 @@ def test_ingresses_are_told_of_addresses_within_their_bounds() -> None:
     for i in range(100):
         for _ in range(3):
             with contextlib.suppress(RateLimitError):  # further ones share one's limits
-                first.of(str(i)).begin()
+                first.quota_of(str(i)).begin()
             cluster.run(cluster.clock.now + 0.01)
     cluster.run(cluster.clock.now + 1.0)
     assert (len(first._quotas), len(second._quotas)) == (50, 20)
@@ -235,7 +237,7 @@ def test_ingresses_are_told_of_addresses_within_their_bounds() -> None:
 
 def test_an_ingress_alone_shares_nothing() -> None:
     """Nor does it hurry to say anything."""
-    shares = Shares(Clock())
+    shares = IngressLimits(Clock())
     shares.on_hurry = lambda: pytest.fail("there is nobody to tell")
     quota = Quota(RateLimits(requests_per_minute=100), shares, "key:a")
     for _ in range(100):

@@ -40,7 +40,7 @@ def test_prefixes_are_pinned_for_ones_own_tenant(
         return PinList(data=[PinCard(id="rules", num_tokens=16, num_bytes=1, num_replicas=1)])
 
     ingress = ingress_with(Engines())
-    ingress._replicas = SimpleNamespace(all=ask_all)
+    ingress._replicas = SimpleNamespace(call_all=ask_all)
     ingress.pins = pins
     api = guarded_api(ingress, HttpSettings.model_validate({"api_keys": {"file": str(path)}}))
     body = json.dumps({"name": "rules", "prompt": "Be brief. " * 9} | ({} if tenant is None else {"tenant": tenant}))

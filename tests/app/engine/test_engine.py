@@ -332,8 +332,8 @@ def test_blocks_are_longer_only_for_a_ceiling_somebody_asked_for(
     make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, asked: int | None, block_tokens: int
 ) -> None:
     """Pages are limited: the default ceiling of a small model on a large machine made blocks of 256 tokens."""
-    machine = dataclasses.replace(Machine.read(), max_map_count=65_530)
-    monkeypatch.setattr(Machine, "read", lambda: machine)
+    machine = dataclasses.replace(Machine.detect(), max_map_count=65_530)
+    monkeypatch.setattr(Machine, "detect", lambda: machine)
     engine = make_engine(make_checkpoint, kv_memory_bytes=asked)
     [group] = engine.memory.groups
     assert group.layout.block_tokens == block_tokens

@@ -210,7 +210,7 @@ class Run:
         assert not engine.has_work, list(engine._generations)
         assert not engine._deadlines.expired(math.inf)
         assert not engine._scheduler.unfinished()
-        assert not engine._adapters.held
+        assert not engine._adapters.waiting_groups
         for seed in VICTIM_SEEDS:
             engine.memory.unpin(f"pin {seed}") if f"pin {seed}" in {p.name for p in engine.report().pins} else None
         return {name: dict(of_name) for name, of_name in outputs.items()}, dict(errors)
@@ -363,21 +363,26 @@ def cases(prefix: str, names: str, victim: str, belongs: Belongs | None = None, 
 CASES = [
     # It begins.
     *cases("engine.Engine", "_add", "rich", expected=REFUSED),
-    *cases("intake.Intake", "check take _check_together", "rich", expected=REFUSED),
-    *cases("vocabulary.Vocabulary", "check state text _bad_words", "rich", expected=REFUSED),
+    *cases("intake.RequestValidator", "validate_request create_request _check_together", "rich", expected=REFUSED),
+    *cases("vocabulary.Vocabulary", "check_params state detokenizer _bad_words", "rich", expected=REFUSED),
     *cases("vocabulary.Vocabulary", "_matcher", "structured", expected=REFUSED),
     *cases("vocabulary.Vocabulary", "stop_token_ids", "beams", expected=REFUSED),
     *cases("vocabulary", "check_token_ids", "rich", expected=REFUSED),
-    *cases("sampling.structure.StructureCompiler", "check matcher", "structured", structure_of_victims, REFUSED),
+    *cases(
+        "sampling.structure.StructureCompiler", "check_structure matcher", "structured", structure_of_victims, REFUSED
+    ),
     *cases("sampling.state.SamplingState", "__init__", "rich", expected=REFUSED),
     *cases("request.Deadlines", "add", "rich", expected=REFUSED),
     *cases("lora.queue.AdapterQueue", "add", "rich", expected=REFUSED),
-    *cases("lora.store.AdapterStore", "ready", "adapter", adapter_of_victims),
+    *cases("lora.store.AdapterStore", "ensure_loading", "adapter", adapter_of_victims),
     *cases("lora.store.AdapterFiles", "read", "adapter", adapter_of_victims),
     *cases("lora.layers.LoRALayers", "insert", "adapter", always),
     *cases("load_report.LoadMeter", "note_begun", "plain"),
     # A step has its next tokens.
-    *(Case(f"vmem.memory.KVMemory.{name}", "plain") for name in ("match", "reuse", "promise", "append", "begin")),
+    *(
+        Case(f"vmem.memory.KVMemory.{name}", "plain")
+        for name in ("match", "share_prefix", "announce_prefill", "append", "stage_prefix")
+    ),
     # Its tokens are guessed.
     *cases("speculation.speculation", "_can_speculate", "guessed", expected=WITHOUT_GUESSES),
     *cases("speculation.speculation.Speculation", "_cut", "guessed", expected=WITHOUT_GUESSES),
@@ -385,7 +390,7 @@ CASES = [
     *cases("sampling.state.SamplingState", "can_look_ahead", "guessed", expected=WITHOUT_GUESSES),
     *cases("speculation.speculation.Speculation", "verified", "guessed"),
     *cases("speculation.length.LengthControl", "note", "guessed"),
-    *cases("decoding.Decoding", "_roll_back", "guessed"),
+    *cases("decoding.Decoder", "_roll_back", "guessed"),
     Case("vmem.memory.KVMemory.truncate", "guessed"),
     # A token is chosen.
     *cases("decoding", "_of_prompt", "rich"),
@@ -393,13 +398,13 @@ CASES = [
     *cases("sampling.state.SamplingState", "fork forbidden noise_key counts", "rich"),
     *cases("sampling.state", "noise_key", "plain", by_seed),
     *cases("sampling.penalties.BadWords", "completing", "rich"),
-    *cases("sampling.sampler", "process _drop_unlikely _draw_truncated", "rich", with_params),
+    *cases("sampling.sampler", "apply_logits_processors _drop_unlikely _draw_truncated", "rich", with_params),
     *cases("sampling.sampler", "_draw_plain", "plain", with_params),
     *cases("sampling.sampler", "token_logprobs", "rich", with_number(7)),
     *cases("sampling.logits", "penalise", "rich", with_params),
     *cases("sampling.penalties.TokenCounts", "fork token_ids in_output", "rich"),
     *cases("sampling.structure.StructureMatcher", "fill fork _note_error", "structured"),
-    *cases("decoding.Decoding", "_beams", "beams"),
+    *cases("decoding.Decoder", "_beams", "beams"),
     *cases("decoding", "likeliest", "beams", with_number(10)),
     *cases("sampling.beam.BeamSearch", "num_candidates", "beams"),
     # It is added.
@@ -407,9 +412,9 @@ CASES = [
     *cases("sampling.state.SamplingState", "append", "rich"),
     *cases("sampling.penalties.TokenCounts", "add _append", "rich"),
     *cases("sampling.structure.StructureMatcher", "accept finished", "structured"),
-    *cases("sampling.token_text.TextStream", "push _decode flush", "rich"),
-    *cases("decoding.Decoding", "_append _fork_all fork _ended", "rich"),
-    *cases("decoding.Decoding", "_advance _best", "beams"),
+    *cases("sampling.token_text.IncrementalDetokenizer", "push _decode flush", "rich"),
+    *cases("decoding.Decoder", "_append _fork_all fork_sequence _ended", "rich"),
+    *cases("decoding.Decoder", "_advance _best", "beams"),
     Case("vmem.memory.KVMemory.fork", "rich"),
     *cases("sampling.beam.BeamSearch", "advance hypotheses _normalised _is_full", "beams"),
     *cases("generation.Generation", "emit num_unfinished", "rich"),
@@ -423,10 +428,10 @@ EXEMPT = {
     "app.engine.scheduler.*": "composes the step out of the memory's books",
     "app.engine.execution.batch.*": "lays the step out",
     "vmem.memory.KVMemory.*": "the memory's books: a call happens or changes nothing, else the engine stops",
-    "app.engine.decoding.Decoding._add": "the boundary itself",
-    "app.engine.faults.serving.*": "the boundary itself",
-    "app.engine.decoding.Decoding.end": "frees what the request has: it has to be done whatever happened",
-    "app.engine.speculation.*.forget": "the same",
+    "app.engine.decoding.Decoder._add": "the boundary itself",
+    "app.engine.faults.attribute_failures.*": "the boundary itself",
+    "app.engine.decoding.Decoder.end_sequence": "frees what the request has: it has to be done whatever happened",
+    "app.engine.speculation.*.forget_request": "the same",
     "app.engine.load_report.LoadMeter.note_ended": "the same: adds up two numbers",
     "app.engine.engine.Engine._pin": "is nothing but KVMemory.pin",
     "app.engine.engine.Engine.submit": "is nothing but Engine._add",
@@ -434,12 +439,12 @@ EXEMPT = {
     "app.engine.speculation.ngram.NgramIndex._sealed": "part of NgramIndex.extend",
     "app.engine.sampling.state.SamplingState._note_length": "part of SamplingState.append",
     "app.engine.sampling.structure.StructureMatcher.__init__": "part of StructureMatcher.fork",
-    "app.engine.sampling.structure.StructureCompiler._try": "part of StructureCompiler.check",
-    "app.engine.sampling.token_text.TextStream.__init__": "part of Vocabulary.text",
+    "app.engine.sampling.structure.StructureCompiler._try": "part of StructureCompiler.check_structure",
+    "app.engine.sampling.token_text.IncrementalDetokenizer.__init__": "part of Vocabulary.detokenizer",
     "app.engine.sampling.penalties.TokenCounts.__init__": "part of SamplingState.counts",
-    "app.engine.generation.BestOf.__init__": "part of Intake.take",
-    "app.engine.sampling.beam.BeamSearch.__init__": "part of Intake.take",
-    "app.engine.request.Request.__post_init__": "part of Intake.take and Decoding.fork",
+    "app.engine.generation.BestOf.__init__": "part of RequestValidator.create_request",
+    "app.engine.sampling.beam.BeamSearch.__init__": "part of RequestValidator.create_request",
+    "app.engine.request.Request.__post_init__": "part of RequestValidator.create_request and Decoder.fork_sequence",
     "app.engine.sampling.sampler._sorts": "compares two numbers",
     "app.engine.sampling.params.*": "looks at numbers that have been checked",
     "app.engine.request.*.num_*": "counts",
@@ -497,7 +502,7 @@ def test_every_call_for_one_request_is_among_the_cases(run: Run) -> None:
         getattr(importlib.import_module(f"app.engine.{module}"), name)
         for module, name in (
             ("sampling.structure", "StructureMatcher"),
-            ("sampling.token_text", "TextStream"),
+            ("sampling.token_text", "IncrementalDetokenizer"),
             ("sampling.penalties", "TokenCounts"),
             ("generation", "BestOf"),
             ("sampling.beam", "BeamSearch"),
@@ -608,7 +613,7 @@ def test_a_panic_of_the_tokenizer_is_its_requests(run: Run, expected: Outputs, m
         if run.owner(text) == "victim 0":
             raise PanicException("byte index 3 is not a char boundary")
 
-    patch(monkeypatch, "app.engine.sampling.token_text.TextStream._decode", note)
+    patch(monkeypatch, "app.engine.sampling.token_text.IncrementalDetokenizer._decode", note)
     outputs, errors = run("plain")
     assert {name: outputs[name] for name in OTHERS} == expected
     assert [str(error) for error in errors.pop("victim 0")] == [FAILED]

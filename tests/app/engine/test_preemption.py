@@ -7,7 +7,7 @@ import random
 import pytest
 
 from app.engine import LLM
-from app.engine.preemption import LinearCost, RecoveryModel
+from app.engine.preemption import LinearCost, PreemptionCostModel
 from tests.conftest import ARCHITECTURES, MakeCheckpoint
 
 
@@ -41,7 +41,7 @@ def test_it_forgets_what_was_long_ago() -> None:
 
 @pytest.mark.parametrize(("bytes_per_token", "better"), [(1_000, "swap"), (1_000_000, "recompute")])
 def test_it_takes_the_cheaper_way(bytes_per_token: int, better: str) -> None:
-    model = RecoveryModel(step_tokens=512)
+    model = PreemptionCostModel(step_tokens=512)
     for num_bytes in (10**4, 10**6, 10**8):
         model.observe_swap(num_bytes, 2 * num_bytes / 1e9)
     for tokens in (1, 16, 100, 300, 512):
@@ -53,7 +53,7 @@ def test_it_takes_the_cheaper_way(bytes_per_token: int, better: str) -> None:
 
 
 def test_what_stays_cached_is_not_computed_again() -> None:
-    model = RecoveryModel(step_tokens=512)
+    model = PreemptionCostModel(step_tokens=512)
     for num_bytes in (10**4, 10**6, 10**8):
         model.observe_swap(num_bytes, 2 * num_bytes / 1e9)
     for tokens in (1, 16, 100, 300, 512):

@@ -220,15 +220,15 @@ def test_preemption_changes_nothing_and_lets_nobody_pass(policy: str, make_check
             counted.engine.submit(str(i), tokens(length, i), longer, priority=i % 2)
         finished: dict[str, list[int]] = {}
         while counted.engine.has_work:
-            waiting = {g.rank for g in scheduler._waiting}
-            preempted = {g.rank for g in scheduler._preempted}
+            waiting = {g.sort_key for g in scheduler._waiting}
+            preempted = {g.sort_key for g in scheduler._preempted}
             for delta in counted.engine.step():
                 finished.setdefault(delta.request_id, []).extend(delta.token_ids)
             counted.engine.check_integrity()
-            if preempted & {g.rank for g in scheduler._preempted}:
-                assert {g.rank for g in scheduler._waiting} == waiting
+            if preempted & {g.sort_key for g in scheduler._preempted}:
+                assert {g.sort_key for g in scheduler._waiting} == waiting
             if scheduler._preempted and scheduler._running:
-                assert min(g.rank for g in scheduler._preempted) > max(g.rank for g in scheduler._running)
+                assert min(g.sort_key for g in scheduler._preempted) > max(g.sort_key for g in scheduler._running)
         assert (scheduler.num_preempted[policy] > 0) == (num_blocks == 12)  # type: ignore[index]
         outputs.append(finished)
         counted.engine.close()
@@ -315,7 +315,7 @@ def test_a_prefix_pinned_after_traffic_stays(model: str, make_checkpoint: MakeCh
     engine.pin("pin", "rules", tokens(70))
     counted.run()
     for g, group in enumerate(engine.memory._groups):
-        engine.memory._index.evict(g, group.pool.num_kept)
+        engine.memory._index.evict(g, group.pool.num_cached)
     engine.check_integrity()
     engine.submit("after", tokens(70), GREEDY)
     counted.run()
@@ -335,7 +335,7 @@ def test_who_shares_what_is_not_computed_yet_is_never_swapped(make_checkpoint: M
     scheduler._preempt(second.group)
     assert second.group.swapped is None
     assert second.num_computed == 0
-    scheduler.abort()
+    scheduler.abort_step()
     fresh = counted.run()
     for i in range(2):
         engine.memory._index.clear()
@@ -481,8 +481,10 @@ def test_a_step_is_shared_across_views(make_checkpoint: MakeCheckpoint, monkeypa
     for views in (("region", "block_table"), ("block_table", "region")):
         counted = Counted(make_checkpoint)
         policies = iter(views)
-        real = counted.engine.memory.open
-        monkeypatch.setattr(counted.engine.memory, "open", lambda _, real=real, p=policies, **kw: real(next(p), **kw))
+        real = counted.engine.memory.create_sequence
+        monkeypatch.setattr(
+            counted.engine.memory, "create_sequence", lambda _, real=real, p=policies, **kw: real(next(p), **kw)
+        )
         for i in range(2):
             counted.engine.submit(str(i), tokens(64) + tokens(8, 1 + i), GREEDY)
         outputs.append(counted.run())

@@ -9,7 +9,7 @@ from app.engine.model.loader import load_tokenizer
 from app.engine.request import Delta, Request, SequenceGroup
 from app.engine.sampling.params import SamplingParams, Structure
 from app.engine.sampling.state import SamplingState
-from app.engine.sampling.token_text import TextStream
+from app.engine.sampling.token_text import IncrementalDetokenizer
 from tests.app.engine.sampling.helpers import Allowed
 from vmem import TokenChain
 
@@ -28,7 +28,7 @@ def request(
     text = None
     if tokenizer is not None:
         include = settings.include_stop_str
-        text = TextStream(tokenizer.backend_tokenizer, [1], settings.stop, include_stop_str=include)
+        text = IncrementalDetokenizer(tokenizer.backend_tokenizer, [1], settings.stop, include_stop_str=include)
     made = Request("r", [1], settings, max_tokens, text, TokenChain(1), SequenceGroup(0, 0), [1])
     if sampling is not None:
         made.sampling = sampling

@@ -107,7 +107,7 @@ def test_beams_that_may_come_back_have_their_places(make: Any) -> None:
     counted.engine.submit("beams", [1, 2], greedy(4, n=3, use_beam_search=True))
     counted.engine.step()
     [group] = counted.engine._scheduler._running
-    counted.engine._decoding.end(group.members[-1])
+    counted.engine._decoding.end_sequence(group.members[-1])
     assert len(group.members) == 2
     assert counted.engine._scheduler.num_running == 3
     counted.engine.cancel("beams")
@@ -192,7 +192,7 @@ def test_what_runs_is_counted_once_and_not_for_each_draft(make: Any, monkeypatch
     scheduled = engine._scheduler.schedule(dict.fromkeys(engine._scheduler.decoding(), (1, 2)))
     assert [len(s.drafts) for s in scheduled] == [2] * 64
     assert len(calls) == 1
-    engine._scheduler.abort()
+    engine._scheduler.abort_step()
     engine._cancel_all()
 
 

@@ -24,10 +24,10 @@ from app.engine.startup import (
     STRUCTURED,
     StartClock,
     StartTimes,
+    merge_hot_prefixes,
     prefix_fingerprint,
     process_age_s,
     warm_up_rounds,
-    worth_restoring,
 )
 from app.errors import ConfigError, EngineError, ModelError, UnavailableError
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
@@ -256,7 +256,7 @@ def test_what_several_engines_tell_is_one_list() -> None:
         [prefix(32, 0, 9, "rules"), prefix(64, 3), prefix(16, 4, 1)],
         [prefix(64, 2), prefix(64, 4, keys=("tenant:a",)), prefix(32, 0, 8, "rules"), prefix(32, 0, 7, "more")],
     ]
-    chosen = worth_restoring(told, 130)
+    chosen = merge_hot_prefixes(told, 130)
     assert [(p.pin_name, len(p.token_ids), p.keys, p.hits) for p in chosen] == [
         ("rules", 32, (), 0),
         ("more", 32, (), 0),
@@ -264,7 +264,7 @@ def test_what_several_engines_tell_is_one_list() -> None:
         (None, 16, (), 4),
     ]
     assert chosen[0].token_ids == tuple(tokens(32, 9))
-    assert [p.hits for p in worth_restoring(told, 1000)] == [0, 0, 5, 4, 4]
+    assert [p.hits for p in merge_hot_prefixes(told, 1000)] == [0, 0, 5, 4, 4]
 
 
 def test_a_new_engine_has_what_others_are_asked_for(make_checkpoint: MakeCheckpoint) -> None:
@@ -275,7 +275,7 @@ def test_a_new_engine_has_what_others_are_asked_for(make_checkpoint: MakeCheckpo
     for _ in range(2):
         run(old, tokens(65))
         run(old, tokens(65, 1), tenant="a", cache_salt="s")
-    restored = new.restore([old.hot_prefixes()], 60)
+    restored = new.warm_prefixes([old.hot_prefixes()], 60)
     assert (restored.pinned, restored.hot, restored.failed, restored.late) == (1, 2, 0, 0)
     new.check_integrity()
     assert [(pin.name, pin.num_tokens) for pin in new.report().pins] == [("rules", 48)]
@@ -300,7 +300,7 @@ def test_a_restored_prefix_may_be_refused_and_others_are_not(make_checkpoint: Ma
         prefix(32, 0, 3, "rules"),
         prefix(32, 1, 4),
     ]
-    restored = engine.restore([told], 60)
+    restored = engine.warm_prefixes([told], 60)
     assert (restored.pinned, restored.hot, restored.failed, restored.late) == (0, 1, 3, 0)
     assert run(engine, [*tokens(32, 4), 7]) == 32
     engine.close()
@@ -341,7 +341,7 @@ def test_what_the_settings_pin_is_not_told() -> None:
 
 def test_restoring_ends_in_time(make_checkpoint: MakeCheckpoint, caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(config(make_checkpoint))
-    restored = engine.restore([[prefix(64, 1), prefix(48, 0, 1, "rules")]], 0.0)
+    restored = engine.warm_prefixes([[prefix(64, 1), prefix(48, 0, 1, "rules")]], 0.0)
     assert (restored.pinned, restored.hot, restored.late) == (0, 0, 2)
     assert "no time to restore 'rules'" in caplog.text
     assert not engine.has_work
@@ -364,7 +364,7 @@ def test_a_step_that_fails_while_restoring_is_no_reason_not_to_start(
         return compute(scheduled)
 
     monkeypatch.setattr(engine, "_compute", fail_at_second)
-    restored = engine.restore([[prefix(64, 2, 1), prefix(160, 1)]], 60)
+    restored = engine.warm_prefixes([[prefix(64, 2, 1), prefix(160, 1)]], 60)
     assert (restored.pinned, restored.hot, restored.failed, restored.late) == (0, 1, 1, 0)
     assert "injected" in caplog.text
     engine.check_integrity()
@@ -383,7 +383,7 @@ def test_a_broken_engine_does_not_go_on_restoring(
 
     monkeypatch.setattr(engine, "step", fail)
     with pytest.raises(type(error), match="injected"):
-        engine.restore([[prefix(64, 2)]], 60)
+        engine.warm_prefixes([[prefix(64, 2)]], 60)
     engine.close()
 
 

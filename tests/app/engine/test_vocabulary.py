@@ -153,5 +153,5 @@ def test_what_the_model_does_not_have_is_refused(engine: Engine, params: dict[st
 def test_words_need_a_tokenizer(engine: Engine, params: dict[str, object]) -> None:
     vocabulary = Vocabulary(dataclasses.replace(engine.model, tokenizer=None))
     with pytest.raises(RequestError, match="without one") as error:
-        vocabulary.check(SamplingParams(**params))  # type: ignore[arg-type]
+        vocabulary.check_params(SamplingParams(**params))  # type: ignore[arg-type]
     assert error.value.param in params

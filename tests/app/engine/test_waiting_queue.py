@@ -217,7 +217,7 @@ def test_order_and_books(operations: list[tuple[str, object, int]], quantum: int
             assert group.priority == min(g.priority for g in everybody)
             assert group is waiting[group.priority, group.tenant][0]
             if quantum is None:
-                assert group is min(everybody, key=lambda g: g.rank)
+                assert group is min(everybody, key=lambda g: g.sort_key)
             leave(group)
             begun.append(group)
             queue.charge(group, number)

@@ -13,11 +13,18 @@ from ray.serve.config import AutoscalingContext
 
 from app.engine.report import ReplicaReport, StepTimes
 from app.errors import ConfigError
-from app.fleet.autoscaling import LOAD_FIELDS, LOAD_METRICS, ReplicaLoad, ScalingPolicy, ScalingState, ScalingTargets
+from app.fleet.autoscaling import (
+    LOAD_FIELDS,
+    LOAD_METRICS,
+    AutoscalingLoad,
+    ScalingPolicy,
+    ScalingState,
+    ScalingTargets,
+)
 from app.serving.autoscaling import KVAwareScaling
 
 TICK_S = 0.1  # as Serve's controller
-IDLE = ReplicaLoad(
+IDLE = AutoscalingLoad(
     made_at=0.0,
     used_tokens=0.0,
     queued_tokens=0.0,
@@ -35,13 +42,13 @@ IDLE = ReplicaLoad(
 )
 
 
-def decoding(num_decodes: float, **changes: float) -> ReplicaLoad:
+def decoding(num_decodes: float, **changes: float) -> AutoscalingLoad:
     """A replica whose decodes cost 2 ms each beside 20 ms: 40 of them fit into 100 ms, but it has 32 slots."""
     load = replace(IDLE, num_running=num_decodes, num_decodes=num_decodes, decode_s=0.002 * num_decodes)
     return replace(load, **changes)
 
 
-def prefilling(queued_s: float, num_waiting: float = 8.0) -> ReplicaLoad:
+def prefilling(queued_s: float, num_waiting: float = 8.0) -> AutoscalingLoad:
     return replace(
         IDLE, queued_s=queued_s, queued_tokens=queued_s / 0.001, num_waiting=num_waiting, busy_share=min(queued_s, 1.0)
     )
@@ -64,7 +71,9 @@ class Fleet:
         self.history = [self.target]
         self._ready_at = 0.0
 
-    def run(self, seconds: float, load: Callable[[float, int], Sequence[ReplicaLoad]], requests: float = 0.0) -> None:
+    def run(
+        self, seconds: float, load: Callable[[float, int], Sequence[AutoscalingLoad]], requests: float = 0.0
+    ) -> None:
         """`load`: of all running replicas, from seconds since the beginning and how many they are."""
         start = self.now
         while self.now < start + seconds:
@@ -87,7 +96,7 @@ def fleet(num_running: int = 1, start_s: float = 0.0, **targets: Any) -> Fleet:
     return Fleet(ScalingPolicy(ScalingTargets(**targets)), num_running, start_s)
 
 
-def spread(load: ReplicaLoad) -> Callable[[float, int], list[ReplicaLoad]]:
+def spread(load: AutoscalingLoad) -> Callable[[float, int], list[AutoscalingLoad]]:
     return lambda _, num_running: [load] * num_running
 
 
@@ -100,7 +109,7 @@ class Queues:
         self._busy = [0.0] * 100
         self.longest_s = 0.0
 
-    def __call__(self, t: float, num_running: int) -> list[ReplicaLoad]:
+    def __call__(self, t: float, num_running: int) -> list[AutoscalingLoad]:
         moved = self._queued_s[num_running:]  # a stopped replica would finish its own; here they move
         self._queued_s = self._queued_s[:num_running] + [0.0] * (num_running - len(self._queued_s))
         for amount in (*[self._coming(t) * TICK_S / 4] * 4, *moved):
@@ -128,7 +137,7 @@ class Queues:
         ([replace(IDLE, num_running=32.0, num_waiting=16.0)], "slots", 1.5),
     ],
 )
-def test_the_demand(loads: list[ReplicaLoad], reason: str, replicas: float) -> None:
+def test_the_demand(loads: list[AutoscalingLoad], reason: str, replicas: float) -> None:
     assert getattr(ScalingPolicy(ScalingTargets()).demand(loads), reason) == pytest.approx(replicas)
 
 
@@ -225,7 +234,7 @@ def test_a_fleet_that_barely_keeps_up_grows_and_stays() -> None:
     busy = fleet(2, down_after_s=20.0)
     work = 1.9
 
-    def loads(t: float, num_running: int) -> list[ReplicaLoad]:
+    def loads(t: float, num_running: int) -> list[AutoscalingLoad]:
         return [replace(prefilling(0.1), queued_tokens=1000.0, busy_share=work / num_running)] * num_running
 
     busy.run(200.0, loads)
@@ -280,7 +289,7 @@ def test_a_load_around_a_threshold_moves_the_fleet_once_at_most(period_s: float)
     """Between 5 % less and 5 % more than what 2 replicas are for, for a quarter of an hour."""
     flapping = fleet(2)
 
-    def loads(t: float, num_running: int) -> list[ReplicaLoad]:
+    def loads(t: float, num_running: int) -> list[AutoscalingLoad]:
         high = int(t / period_s) % 2
         return [decoding(64.0 * (1.05 if high else 0.95) / num_running)] * num_running
 
@@ -394,13 +403,13 @@ def test_there_and_back() -> None:
         cached_tokens=0,
         missed_tokens=0,
     )
-    load = ReplicaLoad.of(report)
+    load = AutoscalingLoad.from_report(report)
     assert (load.used_tokens, load.num_requests, load.fixed_s) == (100, 5, 0.01)
     metrics = load.as_metrics()
     assert set(metrics) == set(LOAD_METRICS)
     assert all(type(value) is float for value in metrics.values())
-    assert ReplicaLoad.of_metrics(metrics | {"other": 1.0}) == load
-    assert ReplicaLoad.of_metrics(dict.fromkeys(LOAD_METRICS[1:], 1.0)) is None
+    assert AutoscalingLoad.of_metrics(metrics | {"other": 1.0}) == load
+    assert AutoscalingLoad.of_metrics(dict.fromkeys(LOAD_METRICS[1:], 1.0)) is None
     assert len(LOAD_FIELDS) == len(LOAD_METRICS)
 
 
@@ -437,7 +446,7 @@ def context(
     )
 
 
-def series(loads: dict[str, list[ReplicaLoad]]) -> dict[str, dict[str, TimeSeries]]:
+def series(loads: dict[str, list[AutoscalingLoad]]) -> dict[str, dict[str, TimeSeries]]:
     return {
         name: {
             replica: [TimeStampedValue(load.made_at, load.as_metrics()[name]) for load in history]

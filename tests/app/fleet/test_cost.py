@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.fleet.cost import LOAD_FIELDS, CostWeights, Loads, request_cost
+from app.fleet.cost import LOAD_FIELDS, CostWeights, LoadArrays, request_cost
 
 NO_HARM = CostWeights(work=0, even=0)
 
 
-def loads(num_replicas: int = 2, **columns: Any) -> Loads:
+def loads(num_replicas: int = 2, **columns: Any) -> LoadArrays:
     """Idle replicas: 10 ms a step, 1 ms a token, steps of 100 tokens."""
     idle = {
         "fixed_s": 0.01,
@@ -25,11 +25,11 @@ def loads(num_replicas: int = 2, **columns: Any) -> Loads:
         "total_tokens": 10_000,
     }
     values = {name: columns.get(name, idle.get(name, 0.0)) for name in LOAD_FIELDS}
-    return Loads(**{name: np.broadcast_to(np.asarray(v, dtype=float), num_replicas) for name, v in values.items()})
+    return LoadArrays(**{name: np.broadcast_to(np.asarray(v, dtype=float), num_replicas) for name, v in values.items()})
 
 
 def cost(
-    of: Loads, num_tokens: int = 1000, cached: Any = 0, weights: CostWeights = NO_HARM
+    of: LoadArrays, num_tokens: int = 1000, cached: Any = 0, weights: CostWeights = NO_HARM
 ) -> tuple[list[float], list[float]]:
     tokens = np.broadcast_to(np.asarray(cached, dtype=float), len(of.fixed_s))
     ttft_s, harm_s = request_cost(of, num_tokens, tokens, weights)

@@ -28,7 +28,7 @@ versions = itertools.count(1)
 
 def report(directory: PrefixDirectory, slot: int, keys: bytes, stride: int = 1) -> None:
     """All keys of a replica anew."""
-    directory.report(slot, keys, b"", stride, next(versions))
+    directory.apply_keys(slot, keys, b"", stride, next(versions))
 
 
 def match(directory: PrefixDirectory, keys: list[bytes], slots: int) -> dict[int, int]:
@@ -61,13 +61,13 @@ def test_agrees_with_sets(stride: int, data: st.DataObject) -> None:
                 report(directory, slot, b"".join(reported[slot]), stride)
             case "expect":
                 prompt, units = data.draw(st.integers(0, 1)), data.draw(st.integers(0, LENGTH))
-                noted = directory.expect(slot, PROMPTS[prompt][:units])
+                noted = directory.add_expected(slot, PROMPTS[prompt][:units])
                 assert list(noted) == PROMPTS[prompt][:units][stride - 1 :: stride]
                 expected[slot].append((prompt, noted))
             case "forget" if expected[slot]:
-                directory.forget(slot, expected[slot].pop()[1])  # type: ignore[arg-type]
+                directory.undo_expected(slot, expected[slot].pop()[1])  # type: ignore[arg-type]
             case "gone":
-                directory.remove(slot)
+                directory.remove_replica(slot)
                 report(directory, slot, b"", stride)
                 reported[slot], expected[slot] = set(), []
         known = {s: reported[s] | {k for _, noted in expected[s] for k in noted} for s in range(NUM_SLOTS)}  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ def test_reports_that_are_missed_repeated_and_out_of_order(data: st.DataObject) 
             reports.append((last, {key_of(digest) for digest, depth in cached if depth % last.stride == 0}))
             if data.draw(st.booleans()):
                 heard, keys = data.draw(st.sampled_from(reports[-3:]))
-                directory.report(0, heard.keys, heard.changes, heard.stride, heard.version)
+                directory.apply_keys(0, heard.keys, heard.changes, heard.stride, heard.version)
                 found = {key for key in map(key_of, dict(CACHED)) if directory.match([key] * heard.stride, 1)}
                 assert found == keys
                 assert len(directory) == len(keys)
@@ -143,13 +143,13 @@ def test_only_what_has_changed_is_looked_at() -> None:
     for key in keys:
         replica.add(key, 1)
     first = replica.keys(1000, NO_KEYS, -1)
-    directory.report(0, first.keys, first.changes, 1, first.version)
+    directory.apply_keys(0, first.keys, first.changes, 1, first.version)
     replica.remove(keys[0], 1)
     second = replica.keys(1000, first, 100)
     replica.add(b"other!", 1)
     third = replica.keys(1000, second, 101)
     assert (len(second.changes), len(third.changes), third.keys) == (7, 14, first.keys)
-    directory.report(0, b"not looked at", third.changes, 1, third.version)
+    directory.apply_keys(0, b"not looked at", third.changes, 1, third.version)
     assert len(directory) == 100
     assert directory.match([b"other!"], 1)
     assert not directory.match([keys[0]], 1)

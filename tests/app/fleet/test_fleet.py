@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from app.fleet.fleet import Fleet, RoutedRequest, Sent
+from app.fleet.fleet import Fleet, RoutedRequest, SentRequest
 from tests.app.fleet.reports import STEP, UNIT, keys_of, report
 
 LATER = math.inf  # no report is fresh then: a fleet counts its own requests
@@ -16,7 +16,7 @@ def fleet_of(*names: str) -> Fleet:
     fleet = Fleet()
     fleet.update(names)
     for name in names:
-        fleet.report(name, report(0.0), 0.0)
+        fleet.apply_report(name, report(0.0), 0.0)
     return fleet
 
 
@@ -24,23 +24,23 @@ def request(document: int = 1, num_units: int = 10, request_id: str = "r") -> Ro
     return RoutedRequest(request_id, num_units * UNIT + 1, keys_of(document, num_units))
 
 
-def send(fleet: Fleet, replica_id: str, now: float) -> Sent:
-    sent = fleet.sent(request(), replica_id, 0, now)
+def send(fleet: Fleet, replica_id: str, now: float) -> SentRequest:
+    sent = fleet.note_sent(request(), replica_id, 0, now)
     assert sent is not None
     return sent
 
 
 def test_reported_prefixes_count() -> None:
     fleet = fleet_of("a", "b")
-    fleet.report("b", report(1.0, keys_of(1, 4)), 1.0)
+    fleet.apply_report("b", report(1.0, keys_of(1, 4)), 1.0)
     assert fleet.cached_tokens(request(), ["a", "b"]).tolist() == [0, 4 * UNIT]
-    fleet.report("b", report(2.0), 2.0)
+    fleet.apply_report("b", report(2.0), 2.0)
     assert fleet.cached_tokens(request(), ["a", "b"]).tolist() == [0, 0]
 
 
 def test_a_prompts_last_token_is_never_cached() -> None:
     fleet = fleet_of("a")
-    fleet.report("a", report(1.0, keys_of(1, 10)), 1.0)
+    fleet.apply_report("a", report(1.0, keys_of(1, 10)), 1.0)
     whole = RoutedRequest("r", 10 * UNIT, keys_of(1, 10))
     assert fleet.cached_tokens(whole, ["a"]).tolist() == [9 * UNIT]
     assert fleet.cached_tokens(RoutedRequest("r", 0), ["a"]).tolist() == [0]
@@ -48,8 +48,8 @@ def test_a_prompts_last_token_is_never_cached() -> None:
 
 def test_an_older_report_is_ignored() -> None:
     fleet = fleet_of("a")
-    fleet.report("a", report(2.0, keys_of(1, 4)), 2.0)
-    fleet.report("a", report(1.0), 1.0)
+    fleet.apply_report("a", report(2.0, keys_of(1, 4)), 2.0)
+    fleet.apply_report("a", report(1.0), 1.0)
     assert fleet.cached_tokens(request(), ["a"]).tolist() == [4 * UNIT]
 
 
@@ -63,15 +63,17 @@ def test_what_was_sent_counts_until_reports_have_it() -> None:
     assert loads.queued_s.tolist() == pytest.approx([seconds, 0])
     assert loads.num_requests.tolist() == [1, 0]
 
-    fleet.report("a", report(2.0, num_running=1, queued_tokens=7, queued_s=0.5), 2.0)  # made after: it is in there
+    fleet.apply_report(
+        "a", report(2.0, num_running=1, queued_tokens=7, queued_s=0.5), 2.0
+    )  # made after: it is in there
     loads = fleet.loads(["a", "b"], 2.0)
     assert (loads.queued_tokens[0], loads.queued_s[0], loads.num_requests[0]) == (7, 0.5, 1)
     assert fleet.cached_tokens(request(), ["a", "b"]).tolist() == [10 * UNIT, 0]  # it is still at work on it
 
-    fleet.ended(sent, now=3.0)
+    fleet.note_ended(sent, now=3.0)
     assert fleet.loads(["a"], 3.0).num_requests.tolist() == [0]
     assert fleet.cached_tokens(request(), ["a"]).tolist() == [10 * UNIT]
-    fleet.report("a", report(4.0, keys_of(1, 6)), 4.0)  # what is left of it now
+    fleet.apply_report("a", report(4.0, keys_of(1, 6)), 4.0)  # what is left of it now
     assert fleet.cached_tokens(request(), ["a"]).tolist() == [6 * UNIT]
     assert fleet.loads(["a"], 4.0).num_requests.tolist() == [0]
 
@@ -97,7 +99,7 @@ def test_several_requests_with_one_id() -> None:
     fleet = fleet_of("a")
     sent = [send(fleet, "a", 1.0) for _ in range(3)]
     assert fleet.num_requests(["a"], LATER) == [3]
-    fleet.ended(sent[1], 1.1)
+    fleet.note_ended(sent[1], 1.1)
     assert fleet.num_requests(["a"], LATER) == [2]
     assert fleet.loads(["a"], 1.2).num_requests.tolist() == [2]
 
@@ -106,9 +108,9 @@ def test_without_reports_nothing_piles_up() -> None:
     """Regression: what had ended was kept until the next report, which may never come."""
     fleet = fleet_of("a")
     for i in range(100):
-        fleet.ended(send(fleet, "a", 100.0 + i), 100.5 + i)
+        fleet.note_ended(send(fleet, "a", 100.0 + i), 100.5 + i)
     assert fleet.num_known_prefixes == 0
-    fleet.report("a", report(300.0), 300.0)
+    fleet.apply_report("a", report(300.0), 300.0)
     assert fleet.loads(["a"], 300.0).num_requests.tolist() == [0]
 
 
@@ -119,16 +121,18 @@ def test_clocks_that_differ(ahead_s: float) -> None:
     fleet = Fleet()
     fleet.update(["a"])
     for made_at, heard_at in ((10.0, 11.2), (11.0, 11.1), (12.0, 12.1)):  # the first one had been lying there
-        fleet.report("a", report(made_at + ahead_s, keys_of(1, 4)), heard_at)
+        fleet.apply_report("a", report(made_at + ahead_s, keys_of(1, 4)), heard_at)
     sent = send(fleet, "a", 12.5)
-    fleet.report("a", report(12.4 + ahead_s), 13.3)  # late: made before the request was sent
+    fleet.apply_report("a", report(12.4 + ahead_s), 13.3)  # late: made before the request was sent
     assert fleet.loads(["a"], 13.3).num_requests.tolist() == [1]
-    fleet.report("a", report(12.6 + ahead_s, num_running=1), 13.4)
+    fleet.apply_report("a", report(12.6 + ahead_s, num_running=1), 13.4)
     assert fleet.loads(["a"], 13.4).num_requests.tolist() == [1]
-    fleet.ended(sent, 13.5)
-    fleet.report("a", report(12.7 + ahead_s, num_running=1), 13.6)  # made before it ended: its prefix is expected still
+    fleet.note_ended(sent, 13.5)
+    fleet.apply_report(
+        "a", report(12.7 + ahead_s, num_running=1), 13.6
+    )  # made before it ended: its prefix is expected still
     assert fleet.cached_tokens(request(), ["a"]).tolist() == [10 * UNIT]
-    fleet.report("a", report(14.0 + ahead_s), 14.1)
+    fleet.apply_report("a", report(14.0 + ahead_s), 14.1)
     assert fleet.cached_tokens(request(), ["a"]).tolist() == [0]
     assert fleet.fresh(["a"], 18.9)
     assert not fleet.fresh(["a"], 19.1)
@@ -140,23 +144,23 @@ def test_clocks_that_run_apart_or_stand_still() -> None:
     fleet.update(["a"])
     for i in range(2000):
         apart_s += 5e-4 * 5
-        fleet.report("a", report(5.0 * i - apart_s), 5.0 * i + 0.1)
+        fleet.apply_report("a", report(5.0 * i - apart_s), 5.0 * i + 0.1)
     assert fleet.fresh(["a"], 5.0 * i + 4.0)
     now = 5.0 * i + 3600
     for i in range(1, 3):
-        fleet.report("a", report(now - 3595 + i - apart_s), now + i)
+        fleet.apply_report("a", report(now - 3595 + i - apart_s), now + i)
         assert fleet.fresh(["a"], now + i)
 
 
 def test_a_replica_that_vanishes() -> None:
     fleet = fleet_of("a", "b")
-    fleet.report("a", report(1.0, keys_of(1, 4)), 1.0)
+    fleet.apply_report("a", report(1.0, keys_of(1, 4)), 1.0)
     ended, withdrawn = send(fleet, "a", 2.0), send(fleet, "a", 2.0)
     fleet.update(["b", "c"])
-    fleet.ended(ended, 3.0)
+    fleet.note_ended(ended, 3.0)
     fleet.withdraw(withdrawn, 3.0)
-    assert fleet.sent(request(), "a", 0, now=3.0) is None  # chosen before it vanished
-    fleet.report("a", report(3.0, keys_of(1, 4)), 3.0)
+    assert fleet.note_sent(request(), "a", 0, now=3.0) is None  # chosen before it vanished
+    fleet.apply_report("a", report(3.0, keys_of(1, 4)), 3.0)
     assert fleet.num_known_prefixes == 0
     assert fleet.cached_tokens(request(), ["b", "c"]).tolist() == [0, 0]  # "c" has the slot that was "a"'s
     assert fleet.loads(["b", "c"], 3.0).num_requests.tolist() == [0, 0]
@@ -169,7 +173,7 @@ def test_many_replicas_come_and_go() -> None:
         names = [f"{generation}-{i}" for i in range(37 * (generation + 1))]
         fleet.update(names)
         for i, name in enumerate(names):
-            fleet.report(name, report(1.0, keys_of(i % 200, 3)), 1.0)
+            fleet.apply_report(name, report(1.0, keys_of(i % 200, 3)), 1.0)
         assert fleet.cached_tokens(request(5), names).tolist() == [3 * UNIT * (i % 200 == 5) for i in range(len(names))]
     fleet.update([])
     assert fleet.num_known_prefixes == 0
@@ -179,7 +183,7 @@ def test_reports_grow_old() -> None:
     fleet = Fleet(stale_after_s=5.0)
     fleet.update(["a"])
     assert not fleet.fresh(["a"], 0.0)
-    fleet.report("a", report(10.0), 10.0)
+    fleet.apply_report("a", report(10.0), 10.0)
     assert fleet.fresh(["a"], 14.8)
     assert not fleet.fresh(["a"], 15.0)
 
@@ -188,14 +192,14 @@ def test_drift_makes_it_forget_expectations() -> None:
     """The replica found much less cached than this router had expected: what was expected there is forgotten."""
     fleet = fleet_of("a")
     sent = send(fleet, "a", 1.0)
-    fleet.report("a", report(2.0, expected_cached_tokens=5000, cached_tokens=4900, missed_tokens=100), 2.0)
+    fleet.apply_report("a", report(2.0, expected_cached_tokens=5000, cached_tokens=4900, missed_tokens=100), 2.0)
     assert fleet.num_resyncs == 0
     assert fleet.cached_tokens(request(1), ["a"]).tolist() == [10 * UNIT]
-    fleet.report("a", report(3.0, expected_cached_tokens=10_000, cached_tokens=5900, missed_tokens=4100), 3.0)
+    fleet.apply_report("a", report(3.0, expected_cached_tokens=10_000, cached_tokens=5900, missed_tokens=4100), 3.0)
     assert fleet.num_resyncs == 1
     assert fleet.cached_tokens(request(1), ["a"]).tolist() == [0]
-    fleet.ended(sent, 4.0)
-    fleet.report(
+    fleet.note_ended(sent, 4.0)
+    fleet.apply_report(
         "a", report(5.0, keys_of(1, 2), expected_cached_tokens=10_000, cached_tokens=5900, missed_tokens=4100), 5.0
     )
     assert fleet.num_resyncs == 1
@@ -205,11 +209,11 @@ def test_drift_makes_it_forget_expectations() -> None:
 def test_step_times_are_the_median() -> None:
     """A replica that has computed nothing yet reports no times; it must not look as if it were infinitely fast."""
     fleet = fleet_of("a", "b", "c")
-    fleet.report("a", report(1.0, step=STEP.__class__()), 1.0)
-    fleet.report("b", report(1.0, step=STEP.__class__(0.02, 0.002, 0.0)), 1.0)
-    fleet.report("c", report(1.0, step=STEP.__class__(0.04, 0.004, 0.0)), 1.0)
+    fleet.apply_report("a", report(1.0, step=STEP.__class__()), 1.0)
+    fleet.apply_report("b", report(1.0, step=STEP.__class__(0.02, 0.002, 0.0)), 1.0)
+    fleet.apply_report("c", report(1.0, step=STEP.__class__(0.04, 0.004, 0.0)), 1.0)
     assert fleet.loads(["a", "b", "c"], 1.0).token_s.tolist() == pytest.approx([0.003] * 3)
     new = Fleet()
     new.update(["a"])
-    new.report("a", report(1.0, step=STEP.__class__()), 1.0)
+    new.apply_report("a", report(1.0, step=STEP.__class__()), 1.0)
     assert new.loads(["a"], 1.0).token_s[0] > 0

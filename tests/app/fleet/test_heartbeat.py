@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from app.errors import UnavailableError
-from app.fleet.streams import beating, heard
+from app.fleet.streams import with_heartbeats, without_heartbeats
 
 BEAT_S = 0.01
 
@@ -35,7 +35,7 @@ class Items:
 def test_a_silent_stream_beats_and_loses_nothing() -> None:
     async def run() -> None:
         items = Items()
-        async with aclosing(beating(items(), BEAT_S)) as stream:
+        async with aclosing(with_heartbeats(items(), BEAT_S)) as stream:
             assert [await anext(stream) for _ in range(3)] == [[], [], []]
             items.queue.put_nowait(["a"])
             items.queue.put_nowait(7)
@@ -54,7 +54,7 @@ def test_its_end_ends_what_it_waits_for() -> None:
     async def run() -> None:
         for begun in (False, True):
             items = Items()
-            stream = beating(items(), BEAT_S)
+            stream = with_heartbeats(items(), BEAT_S)
             if begun:
                 items.queue.put_nowait(["a"])
             await anext(stream)
@@ -70,7 +70,7 @@ def test_errors_come_through() -> None:
         items = Items()
         items.queue.put_nowait(ValueError("x"))
         with pytest.raises(ValueError, match="x"):
-            await anext(beating(items(), BEAT_S))
+            await anext(with_heartbeats(items(), BEAT_S))
         assert items.closed
 
     asyncio.run(run())
@@ -81,7 +81,7 @@ def test_a_replica_that_is_gone_without_a_word() -> None:
 
     async def run() -> None:
         items = Items()
-        stream = heard(items(), silence_s=0.05, first_s=60.0)
+        stream = without_heartbeats(items(), silence_s=0.05, first_s=60.0)
         items.queue.put_nowait([])
         items.queue.put_nowait(["a"])
         assert await anext(stream) == ["a"]
@@ -104,7 +104,7 @@ def test_signs_of_life_are_heard_but_not_passed_on() -> None:
             items.queue.put_nowait(None)
 
         task = asyncio.create_task(slowly())
-        assert [item async for item in heard(items(), silence_s=0.5)] == [["b"]]  # 0.6 s later
+        assert [item async for item in without_heartbeats(items(), silence_s=0.5)] == [["b"]]  # 0.6 s later
         await task
 
     asyncio.run(run())

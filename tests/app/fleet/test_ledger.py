@@ -16,12 +16,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from app.errors import ConfigError
 from app.fleet.ledger import (
     REBALANCE_S,
-    Beat,
+    BudgetLedger,
+    BudgetOrder,
     Claim,
-    Holding,
-    Ledger,
+    LedgerHeartbeat,
     Membership,
-    Order,
+    MemberUsage,
     fair_shares,
 )
 from tests.nightly import examples
@@ -58,13 +58,13 @@ class Replica:
     def settled(self) -> bool:
         return self.built and self.budget_bytes >= self.least_bytes
 
-    def beat(self) -> Beat:
+    def beat(self) -> LedgerHeartbeat:
         known = (self.least_bytes, CAPACITY) if self.built else (0, 0)
-        return self.membership.beat(
-            Holding(self.budget_bytes, self.held_bytes, *known, self.demand_bytes, self.revision)
+        return self.membership.next_heartbeat(
+            MemberUsage(self.budget_bytes, self.held_bytes, *known, self.demand_bytes, self.revision)
         )
 
-    def hear(self, order: Order) -> None:
+    def hear(self, order: BudgetOrder) -> None:
         if not self.alive or not self.membership.obeys(order):
             return
         self.refused = order.refusal is not None
@@ -84,12 +84,12 @@ class LedgerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.ledger = Ledger(self.now)
+        self.ledger = BudgetLedger(self.now)
         self.replicas: list[Replica] = []
         self.unnoticed: list[str] = []
         self.counted: set[str] = set()  # by former ledgers
-        self.beats: list[Beat] = []
-        self.orders: list[tuple[Replica, Order]] = []
+        self.beats: list[LedgerHeartbeat] = []
+        self.orders: list[tuple[Replica, BudgetOrder]] = []
 
     def some(self, choice: int) -> Replica | None:
         alive = [replica for replica in self.replicas if replica.alive]
@@ -98,8 +98,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def by_name(self, name: str) -> Replica:
         return next(replica for replica in self.replicas if replica.name == name)
 
-    def deliver_beat(self, beat: Beat) -> None:
-        self.orders.append((self.by_name(beat.member), self.ledger.beat(beat, self.now)))
+    def deliver_beat(self, beat: LedgerHeartbeat) -> None:
+        self.orders.append((self.by_name(beat.member), self.ledger.handle_heartbeat(beat, self.now)))
 
     @rule(least_bytes=LEASTS)
     def join(self, least_bytes: int) -> None:
@@ -184,19 +184,19 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.unnoticed)
     @rule(choice=CHOICE)
     def notice(self, choice: int) -> None:
-        self.ledger.leave(self.unnoticed.pop(choice % len(self.unnoticed)))
+        self.ledger.remove_member(self.unnoticed.pop(choice % len(self.unnoticed)))
 
     @rule(choice=CHOICE)
     def leave(self, choice: int) -> None:
         """In good order: its memory is given back before it says so, and what it has sent may still come."""
         if replica := self.some(choice):
             replica.alive = False
-            self.ledger.leave(replica.name)
+            self.ledger.remove_member(replica.name)
 
     @rule()
     def restart_ledger(self) -> None:
         self.counted.update(self.ledger.members)
-        self.ledger = Ledger(self.now, [r.name for r in self.replicas if r.alive and r.name in self.counted])
+        self.ledger = BudgetLedger(self.now, [r.name for r in self.replicas if r.alive and r.name in self.counted])
         self.beats.clear()  # those were sent to the former one; its answers may still come
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 3.0, REBALANCE_S]))
@@ -224,7 +224,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 replica.held_bytes = min(replica.held_bytes, replica.budget_bytes)
                 if replica.alive and replica.refused:
                     replica.alive = False
-                    self.ledger.leave(replica.name)
+                    self.ledger.remove_member(replica.name)
             self.never_more_than_there_is()
             self.the_ledger_counts_it_all()
         alive = [replica for replica in self.replicas if replica.alive]
@@ -249,7 +249,7 @@ class Talk:
     """A ledger and its members, without trouble; a beat each a second."""
 
     def __init__(self) -> None:
-        self.ledger, self.now = Ledger(0.0), 0.0
+        self.ledger, self.now = BudgetLedger(0.0), 0.0
         self.replicas: list[Replica] = []
 
     def join(self, least_bytes: int = 100) -> Replica:
@@ -257,8 +257,8 @@ class Talk:
         self.replicas.append(replica)
         return replica
 
-    def say(self, replica: Replica) -> Order:
-        order = self.ledger.beat(replica.beat(), self.now)
+    def say(self, replica: Replica) -> BudgetOrder:
+        order = self.ledger.handle_heartbeat(replica.beat(), self.now)
         replica.hear(order)
         replica.built |= replica.budget_bytes > 0
         return order
@@ -327,7 +327,7 @@ def test_what_a_replica_leaves_is_for_the_others() -> None:
     for _ in range(3):
         talk.join()
     talk.round(6)
-    talk.ledger.leave(talk.replicas.pop(0).name)
+    talk.ledger.remove_member(talk.replicas.pop(0).name)
     talk.round(math.ceil(REBALANCE_S) + 1)
     assert talk.budgets == [500, 500]
 
@@ -339,10 +339,10 @@ def test_silence_is_not_death() -> None:
     newcomer = Replica(Membership("new", CAPACITY), 100)
     for _ in range(1000):
         talk.now += 1.0
-        newcomer.hear(talk.ledger.beat(newcomer.beat(), talk.now))
+        newcomer.hear(talk.ledger.handle_heartbeat(newcomer.beat(), talk.now))
     assert newcomer.budget_bytes == 0
-    talk.ledger.leave(silent.name)
-    newcomer.hear(talk.ledger.beat(newcomer.beat(), talk.now))
+    talk.ledger.remove_member(silent.name)
+    newcomer.hear(talk.ledger.handle_heartbeat(newcomer.beat(), talk.now))
     assert newcomer.budget_bytes == CAPACITY
 
 
@@ -354,7 +354,7 @@ def test_a_new_ledger_learns_before_it_grants() -> None:
     one.demand_bytes = 700
     talk.round(10)
     before, revisions = talk.budgets, [one.revision, other.revision]
-    talk.ledger = Ledger(talk.now, awaits=[one.name, other.name])
+    talk.ledger = BudgetLedger(talk.now, awaits=[one.name, other.name])
     newcomer = talk.join()
     for _ in range(100):  # one of them is silent, for however long
         talk.now += 1.0
@@ -365,7 +365,7 @@ def test_a_new_ledger_learns_before_it_grants() -> None:
     assert other.name not in talk.ledger.members
     talk.replicas.remove(newcomer)
     newcomer.alive = False
-    talk.ledger.leave(newcomer.name)
+    talk.ledger.remove_member(newcomer.name)
     talk.round()
     assert talk.budgets[0] <= before[0]
     assert talk.budgets[1] <= before[1]
@@ -379,9 +379,9 @@ def test_an_answer_of_a_ledger_that_is_gone_is_not_obeyed() -> None:
     """The new ledger knows of the member what its first beat to it says; the old one's order was for more."""
     talk = Talk()
     member = talk.join()
-    late = talk.ledger.beat(member.beat(), talk.now)
+    late = talk.ledger.handle_heartbeat(member.beat(), talk.now)
     assert late.budget_bytes == CAPACITY
-    talk.ledger = Ledger(talk.now, awaits=[member.name, "another"])
+    talk.ledger = BudgetLedger(talk.now, awaits=[member.name, "another"])
     talk.say(member)
     member.hear(late)
     assert member.budget_bytes == 0
@@ -396,11 +396,11 @@ def test_a_late_beat_says_nothing() -> None:
     newcomer = talk.join()
     talk.round(3)
     assert talk.budgets == [500, 0]
-    talk.ledger.beat(empty, talk.now)  # that it held nothing
+    talk.ledger.handle_heartbeat(empty, talk.now)  # that it held nothing
     assert talk.ledger.counted_bytes == 950
     last = newcomer.beat()
-    talk.ledger.leave(newcomer.name)
-    talk.ledger.beat(last, talk.now)
+    talk.ledger.remove_member(newcomer.name)
+    talk.ledger.handle_heartbeat(last, talk.now)
     assert talk.ledger.members == (member.name,)
 
 
@@ -427,7 +427,7 @@ def test_of_two_that_begin_together_the_later_is_refused() -> None:
     assert (one.refused, other.refused) == (False, True)
     other.alive = False
     talk.replicas.remove(other)
-    talk.ledger.leave(other.name)
+    talk.ledger.remove_member(other.name)
     talk.round(math.ceil(REBALANCE_S) + 1)
     assert one.budget_bytes == CAPACITY
 

@@ -4,48 +4,48 @@ import random
 
 import pytest
 
-from app.edge.shares import Books
-from app.fleet.overload import Refusals
+from app.edge.shares import LimitLedger
+from app.fleet.overload import LoadShedder
 
 
 def test_a_replica_that_refused_is_asked_last_for_a_while() -> None:
-    refusals = Refusals()
-    refusals.note("a", 60.0, 8, 10.0)
-    refusals.note("b", 0.2, 8, 10.2)
-    assert refusals.lately(10.24) == ("a", "b")
-    assert refusals.lately(10.26) == ("b",)
-    assert refusals.refuse(10.26) is None  # nobody has said that all refuse
+    refusals = LoadShedder()
+    refusals.note_refusal("a", 60.0, 8, 10.0)
+    refusals.note_refusal("b", 0.2, 8, 10.2)
+    assert refusals.recent_refusers(10.24) == ("a", "b")
+    assert refusals.recent_refusers(10.26) == ("b",)
+    assert refusals.admission_delay_s(10.26) is None  # nobody has said that all refuse
 
 
 def test_when_all_refuse_the_first_to_have_room_is_named() -> None:
-    refusals = Refusals()
-    refusals.note("a", 8.0, 8, 10.0)
-    refusals.note("b", 3.0, 8, 10.1)
-    assert refusals.all_refused(10.1) == pytest.approx(3.0)
-    assert refusals.refuse(10.1) == pytest.approx(3.0)
-    assert refusals.refuse(10.11) == pytest.approx(2.99)
-    assert refusals.refuse(12.2) is None  # nobody has refused since
+    refusals = LoadShedder()
+    refusals.note_refusal("a", 8.0, 8, 10.0)
+    refusals.note_refusal("b", 3.0, 8, 10.1)
+    assert refusals.note_all_refused(10.1) == pytest.approx(3.0)
+    assert refusals.admission_delay_s(10.1) == pytest.approx(3.0)
+    assert refusals.admission_delay_s(10.11) == pytest.approx(2.99)
+    assert refusals.admission_delay_s(12.2) is None  # nobody has refused since
 
 
 class Crowd:
     """Replicas that begin `begin_per_s` each, and doors to which 4 times as many requests come. Each door hears four
-    times a second which share of them comes to it, as `app.edge.shares.Books` tells it."""
+    times a second which share of them comes to it, as `app.edge.shares.LimitLedger` tells it."""
 
     def __init__(self, num_doors: int, num_replicas: int, begin_per_s: float, where: str, said: float = 1.0) -> None:
-        self.doors = [Refusals() for _ in range(num_doors)]
+        self.doors = [LoadShedder() for _ in range(num_doors)]
         self.begun = self.dry = self.admitted = self.offers = self.vain = 0
         self._queued = [24] * num_replicas
         self._begin_per_s, self._where, self._said = begin_per_s, where, said
         self._rng, self._now = random.Random(0), 10.0
-        self._books = Books(clock=lambda: self._now)
+        self._books = LimitLedger(clock=lambda: self._now)
 
     def run(self, seconds: float) -> None:
         num_doors = len(self.doors)
         for ms in range(10_000, 10_000 + int(1000 * seconds)):
             self._now = ms / 1000
             for i in range(ms % 250, num_doors, 250):  # each at a time of its own
-                share = self._books.exchange(str(i), {}, self.doors[i].num_arrived).door_share
-                self.doors[i].share = share
+                share = self._books.settle_usage(str(i), {}, self.doors[i].num_arrived).arrival_share
+                self.doors[i].arrival_share = share
             for i in range(len(self._queued)):
                 if self._rng.random() < self._begin_per_s / 1000:
                     self.begun += 1
@@ -57,19 +57,19 @@ class Crowd:
                 moving = int(self._now / 5) % num_doors if self._where == "moving" else None
                 self._arrive(self.doors[0 if hot else self._rng.randrange(num_doors) if moving is None else moving])
 
-    def _arrive(self, door: Refusals) -> None:
-        if door.refuse(self._now) is not None:
+    def _arrive(self, door: LoadShedder) -> None:
+        if door.admission_delay_s(self._now) is not None:
             return
-        late = door.lately(self._now)
+        late = door.recent_refusers(self._now)
         for i in sorted(range(len(self._queued)), key=lambda i: (str(i) in late, self._rng.random())):
             self.offers += 1
             if self._queued[i] < 24:
                 self._queued[i] += 1
                 self.admitted += 1
                 return
-            door.note(str(i), 12 / (self._begin_per_s * self._said), 24, self._now)
+            door.note_refusal(str(i), 12 / (self._begin_per_s * self._said), 24, self._now)
         self.vain += 1
-        door.all_refused(self._now)
+        door.note_all_refused(self._now)
 
 
 @pytest.mark.parametrize("said", [0.3, 0.7, 1.0, 1.5], ids=lambda said: f"says {said} of what begin")
@@ -100,22 +100,24 @@ def test_many_doors_ask_no_more_in_vain_than_one(num_replicas: int, where: str) 
 
 
 def test_after_a_pause_there_is_no_rush() -> None:
-    refusals = Refusals()
-    refusals.note("a", 1.0, 80, 10.0)  # 40 a second
-    refusals.all_refused(10.0)
-    assert 10 <= sum(refusals.refuse(11.9) is None for _ in range(1000)) <= 25  # what a quarter of a second brings
+    refusals = LoadShedder()
+    refusals.note_refusal("a", 1.0, 80, 10.0)  # 40 a second
+    refusals.note_all_refused(10.0)
+    assert (
+        10 <= sum(refusals.admission_delay_s(11.9) is None for _ in range(1000)) <= 25
+    )  # what a quarter of a second brings
 
 
 def test_a_replica_that_knows_nothing_of_its_pace_is_asked_sometimes() -> None:
-    refusals = Refusals()
-    refusals.note("a", 60.0, 1, 10.0)
-    refusals.all_refused(10.0)
-    assert refusals.refuse(10.0) is not None
-    assert refusals.refuse(11.0) is None
+    refusals = LoadShedder()
+    refusals.note_refusal("a", 60.0, 1, 10.0)
+    refusals.note_all_refused(10.0)
+    assert refusals.admission_delay_s(10.0) is not None
+    assert refusals.admission_delay_s(11.0) is None
 
 
 def test_what_was_refused_long_ago_counts_no_more() -> None:
-    refusals = Refusals()
-    refusals.note("a", 2.0, 8, 10.0)
-    assert refusals.all_refused(20.0) == 0.0
-    assert refusals.lately(20.0) == ()
+    refusals = LoadShedder()
+    refusals.note_refusal("a", 2.0, 8, 10.0)
+    assert refusals.note_all_refused(20.0) == 0.0
+    assert refusals.recent_refusers(20.0) == ()

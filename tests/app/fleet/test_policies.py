@@ -8,7 +8,7 @@ import pytest
 
 from app.errors import ConfigError
 from app.fleet.cost import CostWeights
-from app.fleet.fleet import Fleet, RoutedRequest, Sent
+from app.fleet.fleet import Fleet, RoutedRequest, SentRequest
 from app.fleet.policies import ConsistentHash, LeastLoaded, Policy, PrefixAware, RoundRobin, make_policy
 from tests.app.fleet.reports import UNIT, keys_of, report
 
@@ -20,7 +20,7 @@ def fleet_of(names: list[str] = NAMES, *, reported: bool = True) -> Fleet:
     fleet = Fleet()
     fleet.update(names)
     for name in names if reported else ():
-        fleet.report(name, report(0.0), 0.0)
+        fleet.apply_report(name, report(0.0), 0.0)
     return fleet
 
 
@@ -32,9 +32,9 @@ def request(
 
 def place(
     fleet: Fleet, policy: Policy, request: RoutedRequest, names: list[str] = NAMES, now: float = 0.5
-) -> tuple[str, Sent]:
-    chosen = policy.rank(request, names, now)[0]
-    sent = fleet.sent(request, chosen, int(fleet.cached_tokens(request, [chosen])[0]), now)
+) -> tuple[str, SentRequest]:
+    chosen = policy.rank_replicas(request, names, now)[0]
+    sent = fleet.note_sent(request, chosen, int(fleet.cached_tokens(request, [chosen])[0]), now)
     assert sent is not None
     return chosen, sent
 
@@ -48,11 +48,11 @@ def send(fleet: Fleet, policy: Policy, request: RoutedRequest, names: list[str] 
 def test_all_replicas_are_ranked(name: str, reported: bool) -> None:
     fleet = fleet_of(reported=reported)
     policy = make_policy(name, fleet)
-    assert sorted(policy.rank(request(), NAMES, 0.5)) == NAMES
-    assert sorted(policy.rank(RoutedRequest("empty", 0), NAMES, 0.5)) == NAMES
-    assert policy.rank(request(), ["b"], 0.5) == ["b"]
-    assert policy.rank(request(), [], 0.5) == []
-    assert sorted(policy.rank(request(session="s"), NAMES, 0.5)) == NAMES
+    assert sorted(policy.rank_replicas(request(), NAMES, 0.5)) == NAMES
+    assert sorted(policy.rank_replicas(RoutedRequest("empty", 0), NAMES, 0.5)) == NAMES
+    assert policy.rank_replicas(request(), ["b"], 0.5) == ["b"]
+    assert policy.rank_replicas(request(), [], 0.5) == []
+    assert sorted(policy.rank_replicas(request(session="s"), NAMES, 0.5)) == NAMES
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -70,25 +70,25 @@ def test_unknown_policy() -> None:
 
 def test_round_robin_takes_turns() -> None:
     policy = RoundRobin(fleet_of())
-    assert [policy.rank(request(), ["c", "a", "b"], 0.0)[0] for _ in range(6)] == ["a", "b", "c"] * 2
+    assert [policy.rank_replicas(request(), ["c", "a", "b"], 0.0)[0] for _ in range(6)] == ["a", "b", "c"] * 2
 
 
 def test_least_loaded_counts_what_was_sent_since_the_report() -> None:
     fleet = fleet_of()
-    fleet.report("a", report(0.1, num_running=2), 0.1)
+    fleet.apply_report("a", report(0.1, num_running=2), 0.1)
     policy = LeastLoaded(fleet)
     assert Counter(send(fleet, policy, request(i)) for i in range(4)) == {"b": 2, "c": 2}
-    fleet.report("a", report(0.6), 0.6)
+    fleet.apply_report("a", report(0.6), 0.6)
     assert send(fleet, policy, request(9)) == "a"
 
 
 def test_consistent_hash_keeps_beginnings_together() -> None:
     fleet = fleet_of()
     policy = ConsistentHash(fleet)
-    first = {d: policy.rank(request(d, d, num_units=9 + d % 3), NAMES, 0.0)[0] for d in range(60)}
-    assert {d: policy.rank(request(d, d, num_units=30), NAMES, 0.0)[0] for d in range(60)} == first
+    first = {d: policy.rank_replicas(request(d, d, num_units=9 + d % 3), NAMES, 0.0)[0] for d in range(60)}
+    assert {d: policy.rank_replicas(request(d, d, num_units=30), NAMES, 0.0)[0] for d in range(60)} == first
     assert len(set(first.values())) == 3
-    moved = {d for d, r in first.items() if policy.rank(request(d, d), ["a", "b"], 0.0)[0] != r}
+    moved = {d for d, r in first.items() if policy.rank_replicas(request(d, d), ["a", "b"], 0.0)[0] != r}
     assert moved == {d for d, r in first.items() if r == "c"}
 
 
@@ -101,31 +101,31 @@ def test_consistent_hash_passes_by_who_has_too_much() -> None:
 
 def test_prefixes_attract() -> None:
     fleet = fleet_of()
-    fleet.report("b", report(0.1, keys_of(1, 10)), 0.1)
-    assert PrefixAware(fleet).rank(request(), NAMES, 0.5)[0] == "b"
+    fleet.apply_report("b", report(0.1, keys_of(1, 10)), 0.1)
+    assert PrefixAware(fleet).rank_replicas(request(), NAMES, 0.5)[0] == "b"
 
 
 def test_the_next_turn_follows_before_any_report() -> None:
     fleet = fleet_of()
     policy = PrefixAware(fleet)
     first, sent = place(fleet, policy, request(0))
-    fleet.ended(sent, 0.6)
+    fleet.note_ended(sent, 0.6)
     assert [send(fleet, policy, request(1, num_units=12)), send(fleet, policy, request(2, num_units=14))] == [first] * 2
 
 
 def test_a_long_queue_outweighs_a_prefix() -> None:
     fleet = fleet_of()
-    fleet.report("b", report(0.1, keys_of(1, 10), queued_s=60.0, queued_tokens=60_000), 0.1)
-    assert PrefixAware(fleet).rank(request(), NAMES, 0.5)[0] != "b"
+    fleet.apply_report("b", report(0.1, keys_of(1, 10), queued_s=60.0, queued_tokens=60_000), 0.1)
+    assert PrefixAware(fleet).rank_replicas(request(), NAMES, 0.5)[0] != "b"
 
 
 def test_work_weighs_prefixes() -> None:
     """A queue a little longer than what the prefix saves: it depends on what work is worth to the others."""
     fleet = fleet_of()
-    fleet.report("b", report(0.1, keys_of(1, 10), queued_s=0.3, queued_tokens=300), 0.1)
+    fleet.apply_report("b", report(0.1, keys_of(1, 10), queued_s=0.3, queued_tokens=300), 0.1)
     none = CostWeights(work=0)
-    assert PrefixAware(fleet, none).rank(request(), NAMES, 0.5)[0] != "b"
-    assert PrefixAware(fleet).rank(request(), NAMES, 0.5)[0] == "b"
+    assert PrefixAware(fleet, none).rank_replicas(request(), NAMES, 0.5)[0] != "b"
+    assert PrefixAware(fleet).rank_replicas(request(), NAMES, 0.5)[0] == "b"
 
 
 def test_without_reports_it_is_least_loaded() -> None:
@@ -133,7 +133,7 @@ def test_without_reports_it_is_least_loaded() -> None:
     policy = PrefixAware(fleet)
     placed = [place(fleet, policy, request(i)) for i in range(9)]
     assert Counter(chosen for chosen, _ in placed) == {"a": 3, "b": 3, "c": 3}
-    fleet.ended(next(sent for chosen, sent in placed if chosen == "a"), 0.6)
+    fleet.note_ended(next(sent for chosen, sent in placed if chosen == "a"), 0.6)
     assert send(fleet, policy, request(10)) == "a"
 
 
@@ -142,7 +142,7 @@ def test_who_is_silent_does_not_look_empty(name: str) -> None:
     """Others report what all routers have sent them, and of this one only our own is known."""
     fleet = fleet_of()
     for reporting in "ab":
-        fleet.report(reporting, report(100.0, num_running=20), 100.0)
+        fleet.apply_report(reporting, report(100.0, num_running=20), 100.0)
     policy = make_policy(name, fleet)
     chosen = Counter(send(fleet, policy, request(i, i), now=100.1) for i in range(60))
     assert max(chosen.values()) <= 32
@@ -158,7 +158,7 @@ def test_empty_replicas_get_equal_work() -> None:
         prompt, now = request(i, document=i, num_units=5 + 45 * (i % 4 == 0)), 1.0 + i
         work[send(fleet, policy, prompt, names, now)] += prompt.num_tokens
         for name in names:
-            fleet.report(name, report(now + 0.5), now + 0.5)
+            fleet.apply_report(name, report(now + 0.5), now + 0.5)
     assert max(work.values()) < 1.2 * sum(work.values()) / len(names), work
 
 
@@ -172,7 +172,7 @@ def test_a_lone_session_stays_where_its_prefix_is() -> None:
         now = float(turn)
         chosen.add(send(fleet, policy, request(turn, num_units=10 * turn), names, now))
         for name in names:
-            fleet.report(name, report(now + 0.5), now + 0.5)
+            fleet.apply_report(name, report(now + 0.5), now + 0.5)
     assert len(chosen) == 1
 
 
@@ -180,49 +180,49 @@ def test_the_longer_queue_is_no_matter_of_chance() -> None:
     """Regression: all of the cost was increased at random, and so a queue of 10 s was taken for one of 10.5 s."""
     fleet = fleet_of(["a", "b"])
     for name, queued_s in (("a", 10.5), ("b", 10.0)):
-        fleet.report(name, report(0.1, queued_s=queued_s), 0.1)
+        fleet.apply_report(name, report(0.1, queued_s=queued_s), 0.1)
     policy = PrefixAware(fleet)
-    assert {policy.rank(request(num_units=1), ["a", "b"], 0.2)[0] for _ in range(100)} == {"b"}
+    assert {policy.rank_replicas(request(num_units=1), ["a", "b"], 0.2)[0] for _ in range(100)} == {"b"}
 
 
 def test_old_reports_count_for_nothing() -> None:
     fleet = fleet_of()
-    fleet.report("b", report(0.1, keys_of(1, 10)), 0.1)
+    fleet.apply_report("b", report(0.1, keys_of(1, 10)), 0.1)
     policy = PrefixAware(fleet)
-    assert Counter(policy.rank(request(), NAMES, 1000.0)[0] for _ in range(9)) == {"a": 3, "b": 3, "c": 3}
+    assert Counter(policy.rank_replicas(request(), NAMES, 1000.0)[0] for _ in range(9)) == {"a": 3, "b": 3, "c": 3}
 
 
 def test_who_does_not_report_comes_last() -> None:
     fleet = fleet_of(["a", "b"])
     fleet.update(NAMES)
-    fleet.report("a", report(0.1, queued_s=5.0), 0.1)
-    assert PrefixAware(fleet).rank(request(), NAMES, 0.5) == ["b", "a", "c"]
+    fleet.apply_report("a", report(0.1, queued_s=5.0), 0.1)
+    assert PrefixAware(fleet).rank_replicas(request(), NAMES, 0.5) == ["b", "a", "c"]
 
 
 def test_a_full_fleet_is_ranked_by_the_wait() -> None:
     fleet = fleet_of()
     for name, waiting in zip(NAMES, (30, 10, 20), strict=True):
-        fleet.report(
+        fleet.apply_report(
             name, report(0.1, num_running=64, num_waiting=waiting, free_tokens=0, freed_tokens_per_s=100.0), 0.1
         )
-    assert PrefixAware(fleet).rank(request(), NAMES, 0.5) == ["b", "c", "a"]
+    assert PrefixAware(fleet).rank_replicas(request(), NAMES, 0.5) == ["b", "c", "a"]
 
 
 def test_sessions_stay_where_it_costs_little() -> None:
     fleet = fleet_of()
     policy = PrefixAware(fleet)
-    home = policy.rank(request(session="s"), NAMES, 0.5)[0]
+    home = policy.rank_replicas(request(session="s"), NAMES, 0.5)[0]
     others = [n for n in NAMES if n != home]
-    fleet.report(home, report(0.6, queued_s=0.08), 0.6)  # a little more than elsewhere
-    assert {policy.rank(request(session="s", document=7), NAMES, 0.7)[0] for _ in range(20)} == {home}
-    assert {policy.rank(request(document=7), NAMES, 0.7)[0] for _ in range(20)} >= set(others)
-    fleet.report(home, report(0.8, queued_s=50.0), 0.8)  # much more
-    moved = policy.rank(request(session="s"), NAMES, 0.9)[0]
+    fleet.apply_report(home, report(0.6, queued_s=0.08), 0.6)  # a little more than elsewhere
+    assert {policy.rank_replicas(request(session="s", document=7), NAMES, 0.7)[0] for _ in range(20)} == {home}
+    assert {policy.rank_replicas(request(document=7), NAMES, 0.7)[0] for _ in range(20)} >= set(others)
+    fleet.apply_report(home, report(0.8, queued_s=50.0), 0.8)  # much more
+    moved = policy.rank_replicas(request(session="s"), NAMES, 0.9)[0]
     assert moved in others
-    fleet.report(home, report(1.0), 1.0)
-    assert policy.rank(request(session="s"), NAMES, 1.1)[0] == moved  # where it went last
+    fleet.apply_report(home, report(1.0), 1.0)
+    assert policy.rank_replicas(request(session="s"), NAMES, 1.1)[0] == moved  # where it went last
     fleet.update(others)
-    assert policy.rank(request(session="s"), others, 1.2)[0] == moved
+    assert policy.rank_replicas(request(session="s"), others, 1.2)[0] == moved
 
 
 def test_two_routers_do_not_know_of_each_other_until_reports() -> None:
@@ -230,8 +230,8 @@ def test_two_routers_do_not_know_of_each_other_until_reports() -> None:
     fleets = [fleet_of(), fleet_of()]
     policies = [PrefixAware(fleet) for fleet in fleets]
     for fleet in fleets:
-        fleet.report("c", report(0.1, keys_of(1, 10)), 0.1)
+        fleet.apply_report("c", report(0.1, keys_of(1, 10)), 0.1)
     assert [send(f, p, request(1)) for f, p in zip(fleets, policies, strict=True)] == ["c", "c"]
     for fleet in fleets:
-        fleet.report("c", report(0.9, keys_of(1, 10), queued_s=60.0), 0.9)
-    assert all(p.rank(request(2), NAMES, 1.0)[0] != "c" for p in policies)
+        fleet.apply_report("c", report(0.9, keys_of(1, 10), queued_s=60.0), 0.9)
+    assert all(p.rank_replicas(request(2), NAMES, 1.0)[0] != "c" for p in policies)

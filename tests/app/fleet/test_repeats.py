@@ -8,11 +8,11 @@ import pytest
 
 from app.errors import UnavailableError
 from app.fleet import retry as repeats_module
-from app.fleet.retry import Repeats
+from app.fleet.retry import DuplicateGuard
 
 
-async def run_until(release: asyncio.Event, repeats: Repeats, key: str, running: list[str], name: str) -> None:
-    async with repeats.turn(key):
+async def run_until(release: asyncio.Event, repeats: DuplicateGuard, key: str, running: list[str], name: str) -> None:
+    async with repeats.exclusive(key):
         running.append(name)
         try:
             await release.wait()
@@ -24,7 +24,7 @@ def test_the_second_begins_when_the_first_is_cancelled() -> None:
     """Regression: both ran, and the first one for nobody."""
 
     async def run() -> None:
-        repeats, running, release = Repeats(), [], asyncio.Event()
+        repeats, running, release = DuplicateGuard(), [], asyncio.Event()
         first = asyncio.create_task(run_until(release, repeats, "k", running, "first"))
         await asyncio.sleep(0)
         second = asyncio.create_task(run_until(release, repeats, "k", running, "second"))
@@ -48,12 +48,12 @@ def test_it_is_refused_when_the_first_does_not_end(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(repeats_module, "_ENDS_WITHIN_S", 0.01)
 
     async def run() -> None:
-        repeats = Repeats()
-        async with repeats.turn("k"):
+        repeats = DuplicateGuard()
+        async with repeats.exclusive("k"):
             with pytest.raises(UnavailableError, match="came before"):
-                async with repeats.turn("k"):
+                async with repeats.exclusive("k"):
                     pytest.fail("it runs beside the first")
-        async with repeats.turn("k"):
+        async with repeats.exclusive("k"):
             pass
 
     asyncio.run(run())
@@ -61,7 +61,7 @@ def test_it_is_refused_when_the_first_does_not_end(monkeypatch: pytest.MonkeyPat
 
 def test_of_several_only_one_goes_on_and_the_key_is_free_after_an_error() -> None:
     async def run() -> None:
-        repeats, running, release = Repeats(), [], asyncio.Event()
+        repeats, running, release = DuplicateGuard(), [], asyncio.Event()
         tasks = [asyncio.create_task(run_until(release, repeats, "k", running, str(number))) for number in range(4)]
         for number in range(3):
             while not running:
@@ -75,7 +75,7 @@ def test_of_several_only_one_goes_on_and_the_key_is_free_after_an_error() -> Non
         release.set()
         await asyncio.gather(*tasks, return_exceptions=True)
         with pytest.raises(ValueError, match="broken"):
-            async with repeats.turn("k"):
+            async with repeats.exclusive("k"):
                 raise ValueError("broken")
         assert not repeats._running
 
@@ -84,7 +84,7 @@ def test_of_several_only_one_goes_on_and_the_key_is_free_after_an_error() -> Non
 
 def test_a_second_that_is_cancelled_while_it_waits_leaves_the_first() -> None:
     async def run() -> None:
-        repeats, running, release = Repeats(), [], asyncio.Event()
+        repeats, running, release = DuplicateGuard(), [], asyncio.Event()
         first = asyncio.create_task(run_until(release, repeats, "k", running, "first"))
         second = asyncio.create_task(run_until(release, repeats, "k", running, "second"))
         await asyncio.sleep(0)

@@ -36,7 +36,7 @@ def test_several_prompts_and_outputs() -> None:
     outputs = [
         [piece(f"{p}{i}", A, B, index=i, finish_reason="stop", num_cached_tokens=p + 1) for i in (1, 0)] for p in (0, 1)
     ]
-    whole = answer(prompts, num_outputs=2).whole(outputs)
+    whole = answer(prompts, num_outputs=2).full_answer(outputs)
     assert [(choice.index, choice.text) for choice in whole.choices] == [(0, "00"), (1, "01"), (2, "10"), (3, "11")]
     assert whole.usage is not None
     assert whole.usage.prompt_tokens == len(PROMPT) + 2
@@ -76,7 +76,7 @@ def test_chunks_add_up_to_the_whole() -> None:
         stop_reason="x",
         replica="r1",
     )
-    [choice] = answer(**settings).whole([[both]]).choices
+    [choice] = answer(**settings).full_answer([[both]]).choices
     first, second = chunks[0].choices[0], chunks[1].choices[0]
     assert first.text + second.text == choice.text == "The key of €5 a b"
     assert (choice.finish_reason, choice.stop_reason) == (second.finish_reason, second.stop_reason) == ("stop", "x")
@@ -89,7 +89,7 @@ def test_chunks_add_up_to_the_whole() -> None:
     assert choice.logprobs.token_logprobs[-2:] == [-0.1, -0.2]
     # one alternative, and the token itself
     assert choice.logprobs.top_logprobs[-2:] == [{" a": -0.1}, {" b": -0.2, " a": -0.1}]
-    assert streamed.last_chunk().usage == answer(**settings).whole([[both]]).usage
+    assert streamed.last_chunk().usage == answer(**settings).full_answer([[both]]).usage
 
 
 def _fields(piece: Piece) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def test_offsets_are_places_in_the_text() -> None:
     [end] = TOKENIZER.encode("<|end|>")
     token_ids = [*TOKENIZER.encode("x €"), end, *TOKENIZER.encode("yz")]
     entries = tuple(map(logprob, token_ids))
-    [choice] = answer(num_top=0).whole([[piece("x €yz", *token_ids, logprobs=entries)]]).choices
+    [choice] = answer(num_top=0).full_answer([[piece("x €yz", *token_ids, logprobs=entries)]]).choices
     assert choice.logprobs is not None
     euro = choice.logprobs.tokens.index("bytes:\\xe2")
     assert choice.logprobs.text_offset[euro : euro + 3] == [2, 2, 2]
@@ -114,7 +114,7 @@ def test_offsets_where_tokens_have_a_space_that_the_text_has_not() -> None:
     """SentencePiece begins a text with one: what comes behind is where it is in the text nevertheless."""
     [y] = TOKENIZER.encode("y")
     one = piece("y", y, logprobs=(logprob(y),), prompt_logprobs=(logprob(y),))
-    [choice] = answer([[A, y]], num_top=0, echo=["ay"]).whole([[one]]).choices
+    [choice] = answer([[A, y]], num_top=0, echo=["ay"]).full_answer([[one]]).choices
     assert choice.logprobs is not None
     assert "".join(choice.logprobs.tokens) == " ayy"
     assert choice.logprobs.text_offset == [0, 1, 2]
@@ -139,7 +139,7 @@ def test_only_an_echo() -> None:
     entries = tuple(logprob(token_id) for token_id in PROMPT[1:])
     settings: dict[str, Any] = {"num_top": 0, "echo": ["p"], "only_echoes": True}
     one = piece("a", A, logprobs=(logprob(A),), prompt_logprobs=entries, finish_reason="stop", stop_reason=A)
-    whole = answer(**settings).whole([[one]])
+    whole = answer(**settings).full_answer([[one]])
     [choice] = whole.choices
     assert (choice.text, choice.finish_reason, choice.stop_reason) == ("p", "length", None)
     assert choice.logprobs is not None
@@ -151,7 +151,7 @@ def test_only_an_echo() -> None:
 def test_log_probabilities_are_finite() -> None:
     """JSON has no infinity, and FastAPI would answer 500."""
     one = piece("a", A, logprobs=(logprob(A, float("-inf"), (B, float("-inf"))),))
-    [choice] = answer(num_top=1).whole([[one]]).choices
+    [choice] = answer(num_top=1).full_answer([[one]]).choices
     assert choice.logprobs is not None
     assert choice.logprobs.token_logprobs == [LEAST_LOGPROB]
     assert choice.logprobs.top_logprobs == [{" a": LEAST_LOGPROB, " b": LEAST_LOGPROB}]
@@ -162,7 +162,7 @@ def test_extensions_are_left_out_unless_there_is_something() -> None:
     assert plain == {"index": 0, "text": "a", "logprobs": None, "finish_reason": None}
     entries = (TokenLogprobs(PROMPT[1], -3.0, 7, ((A, -0.5),)),)
     one = piece("a", A, score=-1.5, stop_reason=A, prompt_logprobs=entries)
-    choice = answer([PROMPT[:2]], num_prompt_top=1).whole([[one]]).choices[0].model_dump(mode="json")
+    choice = answer([PROMPT[:2]], num_prompt_top=1).full_answer([[one]]).choices[0].model_dump(mode="json")
     assert (choice["score"], choice["stop_reason"]) == (-1.5, A)
     assert choice["prompt_logprobs"][0] is None
     assert choice["prompt_logprobs"][1][str(PROMPT[1])]["rank"] == 7
@@ -195,7 +195,7 @@ def test_deltas_collect_into_pieces(streamed: bool) -> None:
         assert [entry.token_id for entry in pieces[1].logprobs] == [1, 3]
     else:
         collector.hold(deltas)
-        first, second = pieces = collector.all()
+        first, second = pieces = collector.held_pieces()
         assert (first.text, first.token_ids, first.finish_reason, first.stop_reason) == ("a", (1, 3, 5), "stop", 5)
         assert (second.text, second.token_ids, second.finish_reason) == ("b", (2, 4), "length")
         assert first.prompt_logprobs == entries

@@ -80,7 +80,7 @@ def test_the_first_chunk_of_each_output_has_the_role() -> None:
 
 def test_log_probabilities() -> None:
     entry = TokenLogprobs(A, -0.5, 2, ((B, -0.1), (A, -0.5)))
-    whole = answer(num_top=1).whole([piece(" a", A, logprobs=(entry,), finish_reason="stop")])
+    whole = answer(num_top=1).full_answer([piece(" a", A, logprobs=(entry,), finish_reason="stop")])
     assert whole.choices[0].model_dump(mode="json")["logprobs"] == {
         "content": [
             {
@@ -91,7 +91,7 @@ def test_log_probabilities() -> None:
             }
         ]
     }
-    assert answer().whole([piece(" a", A)]).choices[0].logprobs is None
+    assert answer().full_answer([piece(" a", A)]).choices[0].logprobs is None
 
 
 def test_log_probabilities_of_the_prompt_come_once() -> None:
@@ -111,12 +111,12 @@ def test_log_probabilities_of_the_prompt_come_once() -> None:
         {3: 4},
     ]
     assert "prompt_logprobs" not in chunks[2].model_dump()
-    assert answer(num_prompt_top=0).whole([first]).prompt_logprobs == chunks[1].prompt_logprobs
-    assert "prompt_logprobs" not in answer().whole([first]).model_dump()
+    assert answer(num_prompt_top=0).full_answer([first]).prompt_logprobs == chunks[1].prompt_logprobs
+    assert "prompt_logprobs" not in answer().full_answer([first]).model_dump()
 
 
 def test_tool_calls_whole() -> None:
-    whole = answer(parser=BracketParser).whole([piece("Let me see. [f][g]", A, finish_reason="stop")])
+    whole = answer(parser=BracketParser).full_answer([piece("Let me see. [f][g]", A, finish_reason="stop")])
     choice = whole.model_dump(mode="json")["choices"][0]
     assert choice["message"] == {
         "role": "assistant",
@@ -130,9 +130,9 @@ def test_tool_calls_whole() -> None:
 
 
 def test_nothing_but_a_call_has_no_content() -> None:
-    message = answer(parser=BracketParser).whole([piece("[f]", A, finish_reason="stop")]).choices[0].message
+    message = answer(parser=BracketParser).full_answer([piece("[f]", A, finish_reason="stop")]).choices[0].message
     assert message.content is None
-    cut = answer(parser=BracketParser).whole([piece("[f]", A, finish_reason="length")]).choices[0]
+    cut = answer(parser=BracketParser).full_answer([piece("[f]", A, finish_reason="length")]).choices[0]
     assert cut.finish_reason == "length"  # more might have come
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from app.config.http import HttpSettings
 from app.engine.model.loader import load_tokenizer
-from app.exchange import Exchange, enter, leave
+from app.exchange import RequestContext, reset_context, set_context
 from app.openai.translate import Translator
 
 
@@ -21,12 +21,12 @@ def test_small_bodies_do_not_change_threads(num_bytes: int, at_once: bool) -> No
 
     async def run() -> bool:
         translator = Translator(load_tokenizer("builtin"), "builtin", ())
-        exchange = Exchange(HttpSettings(), "id")
+        exchange = RequestContext(HttpSettings(), "id")
         exchange.num_body_bytes = num_bytes
-        token = enter(exchange)
+        token = set_context(exchange)
         try:
             return await translator.in_thread(threading.get_ident) == threading.get_ident()
         finally:
-            leave(token)
+            reset_context(token)
 
     assert asyncio.run(run()) == at_once

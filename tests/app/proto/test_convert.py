@@ -14,7 +14,7 @@ from app.client import LoadReport, MemoryReport, PinCard, PinList
 from app.errors import RequestError
 from app.openai import bodies, operator_replies, replies
 from app.openai.base import ClientFields
-from app.openai.tools.use import bodies as tool_bodies
+from app.openai.tools import bodies as tool_bodies
 from app.proto import convert
 from app.proto import folio_pb2 as pb
 from vmem import GroupReport, PinReport

@@ -24,8 +24,8 @@ from ray.exceptions import (
 from app.engine import SamplingParams
 from app.errors import DeadlineError, EngineError, FolioError, NoReplicaError, OverloadedError, UnavailableError
 from app.fleet.messages import ForkCall, GenerateRequest, Piece
-from app.fleet.overload import Refusals
-from app.serving.calls import Replicas, fits_by_value
+from app.fleet.overload import LoadShedder
+from app.serving.calls import ReplicaClient, fits_by_value
 from app.serving.failures import unwrap
 
 CALL = GenerateRequest("r", [1, 2], SamplingParams())
@@ -105,7 +105,7 @@ def replicas_with(*answers: list[Any], script: Script | None = None) -> tuple[An
     """The answers in this order, or as the script says."""
     left = list(answers)
     handle = Handle(script or (lambda call: left.pop(0)))
-    return Replicas(handle, Refusals()), handle  # type: ignore[arg-type]
+    return ReplicaClient(handle, LoadShedder()), handle  # type: ignore[arg-type]
 
 
 def full(replica: str, retry_after_s: float = 20.0) -> RayTaskError:
@@ -120,11 +120,11 @@ def stopped(replica: str) -> RayTaskError:
     return RayTaskError("generate", "traceback", error)
 
 
-async def ask(replicas: Replicas, stream: bool, call: GenerateRequest = CALL) -> list[str]:
+async def ask(replicas: ReplicaClient, stream: bool, call: GenerateRequest = CALL) -> list[str]:
     """The texts of its pieces."""
     if stream:
-        return [piece.text async for _, piece in replicas.generate_stream([call])]
-    [pieces] = await replicas.generate([call])
+        return [piece.text async for _, piece in replicas.stream_calls([call])]
+    [pieces] = await replicas.complete_calls([call])
     return [piece.text for piece in pieces]
 
 
@@ -177,7 +177,7 @@ def test_without_any_replica_it_is_not_repeated(stream: bool) -> None:
 def test_a_stream_that_has_begun_is_not_repeated() -> None:
     async def run() -> None:
         replicas, handle = replicas_with([BEGUN, GONE])
-        pieces = replicas.generate_stream([CALL])
+        pieces = replicas.stream_calls([CALL])
         assert (await anext(pieces))[1].text == "a"
         with pytest.raises(UnavailableError):
             await anext(pieces)
@@ -233,7 +233,7 @@ def test_when_all_are_full_the_soonest_is_named(stream: bool) -> None:
             await ask(replicas, stream)
         assert error.value.retry_after_s == pytest.approx(10.0, abs=1.0)
         assert handle.calls[2].refused_by == ("a", "b")
-        assert replicas._refusals.refuse(time.monotonic()) is not None
+        assert replicas._refusals.admission_delay_s(time.monotonic()) is not None
 
     asyncio.run(run())
 
@@ -244,7 +244,7 @@ def test_many_full_replicas_are_not_all_asked_by_one_request() -> None:
         with pytest.raises(OverloadedError):
             await ask(replicas, False)
         assert len(handle.calls) == 8
-        assert replicas._refusals.refuse(time.monotonic()) is not None  # they are as good as all
+        assert replicas._refusals.admission_delay_s(time.monotonic()) is not None  # they are as good as all
 
     asyncio.run(run())
 
@@ -275,7 +275,7 @@ def test_one_call_of_several_is_repeated_alone() -> None:
 
         calls = [GenerateRequest(str(i), [1], SamplingParams()) for i in range(3)]
         replicas, _ = replicas_with(script=script)
-        pieces = [entry async for entry in replicas.generate_stream(calls)]
+        pieces = [entry async for entry in replicas.stream_calls(calls)]
         assert sorted(number for number, _ in pieces) == [0, 0, 1, 1, 2, 2]
         assert tries == {"0": 1, "1": 2, "2": 1}
 
@@ -291,7 +291,7 @@ class Queue:
 
     def replicas(self, window: int) -> Any:
         self._handle = Handle(self._items)
-        return Replicas(self._handle, Refusals(), window)  # type: ignore[arg-type]
+        return ReplicaClient(self._handle, LoadShedder(), window)  # type: ignore[arg-type]
 
     def _items(self, call: Any) -> list[Any]:
         running = sum(not response.ended for response in self._handle.responses)
@@ -310,11 +310,11 @@ def test_a_batch_that_is_longer_than_the_queue(stream: bool) -> None:
         replicas = (queue := Queue(room)).replicas(window)
         calls = [GenerateRequest(str(i), [1], SamplingParams()) for i in range(20)]
         if stream:
-            entries = [entry async for entry in replicas.generate_stream(calls)]
+            entries = [entry async for entry in replicas.stream_calls(calls)]
             assert sorted(number for number, _ in entries) == sorted([*range(20)] * 3)
         else:
-            assert [len(pieces) for pieces in await replicas.generate(calls)] == [3] * 20
-        assert replicas._refusals.refuse(time.monotonic()) is None  # others may come in
+            assert [len(pieces) for pieces in await replicas.complete_calls(calls)] == [3] * 20
+        assert replicas._refusals.admission_delay_s(time.monotonic()) is None  # others may come in
         return queue
 
     windowed = asyncio.run(run(8, 4))
@@ -328,10 +328,10 @@ def test_a_batch_of_which_nothing_is_taken_is_refused(stream: bool) -> None:
         nobody_left = OverloadedError("all engine replicas have as many requests waiting as may")
         replicas, _ = replicas_with(script=lambda call: [nobody_left] if call.refused_by else [full("a")])
         calls = [GenerateRequest(str(i), [1], SamplingParams()) for i in range(5)]
-        answers = anext(replicas.generate_stream(calls)) if stream else replicas.generate(calls)
+        answers = anext(replicas.stream_calls(calls)) if stream else replicas.complete_calls(calls)
         with pytest.raises(OverloadedError, match="all engine replicas"):
             await answers
-        assert replicas._refusals.refuse(time.monotonic()) is not None
+        assert replicas._refusals.admission_delay_s(time.monotonic()) is not None
 
     asyncio.run(run())
 
@@ -344,7 +344,7 @@ def test_when_one_call_fails_the_others_are_cancelled(failure: Any) -> None:
         replicas, handle = replicas_with(script=lambda call: [failure] if call.request_id == "2" else [None])
         calls = [GenerateRequest(str(i), [1], SamplingParams()) for i in range(3)]
         with pytest.raises((EngineError, RuntimeError)):
-            await replicas.generate(calls)
+            await replicas.complete_calls(calls)
         assert [response.cancelled for response in handle.responses[:2]] == [True, True]
 
     asyncio.run(run())
@@ -353,7 +353,7 @@ def test_when_one_call_fails_the_others_are_cancelled(failure: Any) -> None:
 def test_a_caller_who_gives_up_cancels_the_call_and_it_is_not_repeated() -> None:
     async def run() -> None:
         replicas, handle = replicas_with(script=lambda call: [None])
-        task = asyncio.create_task(replicas.generate([CALL]))
+        task = asyncio.create_task(replicas.complete_calls([CALL]))
         while not handle.responses:
             await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -370,9 +370,9 @@ def test_forks_are_not_repeated() -> None:
         replicas, handle = replicas_with([GONE], [GONE])
         call = ForkCall("f", "r", 0, "a", SamplingParams())
         with pytest.raises(UnavailableError):
-            await replicas.fork(call)
+            await replicas.complete_fork(call)
         with pytest.raises(UnavailableError):
-            _ = [piece async for piece in replicas.fork_stream(call)]
+            _ = [piece async for piece in replicas.stream_fork(call)]
         assert len(handle.calls) == 2
 
     asyncio.run(run())

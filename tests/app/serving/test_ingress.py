@@ -15,7 +15,7 @@ import pytest
 from ray import cloudpickle
 from ray.exceptions import RayTaskError
 
-from app.edge.admission import Admission
+from app.edge.admission import AdmissionControl
 from app.engine.model.loader import load_tokenizer
 from app.engine.request import TokenLogprobs
 from app.errors import (
@@ -30,13 +30,13 @@ from app.errors import (
     UnknownRequestError,
 )
 from app.fleet.messages import ForkCall, GenerateRequest, Piece
-from app.fleet.overload import Refusals
+from app.fleet.overload import LoadShedder
 from app.openai import translate as translator
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, TokenizeRequest
 from app.openai.responses.body import ResponsesRequest
 from app.openai.text_encoder import TextEncoder
 from app.openai.translate import Translator
-from app.serving.calls import Replicas
+from app.serving.calls import ReplicaClient
 from app.serving.failures import unwrap
 from app.serving.ingress import Ingress
 from app.serving.metrics import RequestMeter
@@ -125,9 +125,9 @@ def ingress_with(engines: Engines) -> Any:
     ingress: Any = object.__new__(Ingress.__bases__[0])  # what Serve makes of it needs a cluster to end well
     ingress._translator, ingress._model_names = Translator(TOKENIZER, "m", ("pirate",)), ("m", "pirate")
     ingress._created, ingress._max_model_len = 0, None
-    refusals = Refusals()
-    ingress._replicas = Replicas(engines, refusals)  # type: ignore[arg-type]
-    ingress._admission = Admission(refusals)
+    refusals = LoadShedder()
+    ingress._replicas = ReplicaClient(engines, refusals)  # type: ignore[arg-type]
+    ingress._admission = AdmissionControl(refusals)
     ingress._meter = RequestMeter()
     return ingress
 
@@ -150,7 +150,9 @@ def test_a_deadline_counts_from_the_arrival(stream: bool, monkeypatch: pytest.Mo
 
     async def run() -> None:
         ingress = ingress_with(engines := Engines())
-        monkeypatch.setattr(ingress._translator, "completion", partial(slowly, ingress._translator.completion))
+        monkeypatch.setattr(
+            ingress._translator, "translate_completion", partial(slowly, ingress._translator.translate_completion)
+        )
         for timeout_s in (60.0, 0.05):
             request = completion(timeout_s=timeout_s)
             answer = collect(ingress.generate_stream(request)) if stream else ingress.generate(request)
@@ -218,7 +220,7 @@ def test_long_answers_are_made_outside_of_the_event_loop(monkeypatch: pytest.Mon
         return "answer"
 
     async def run() -> None:
-        whole = ingress_with(Engines())._translator.whole
+        whole = ingress_with(Engines())._translator.build_answer
         for num_tokens in (1, 1000):
             tokens = (TokenLogprobs(5, -1.0, 1, ()),) * num_tokens
             assert await whole(note, [[Piece("", (5,) * num_tokens, logprobs=tokens)]]) == "answer"

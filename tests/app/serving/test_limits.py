@@ -8,19 +8,19 @@ from concurrent.futures import Future
 
 import pytest
 
-from app.edge.shares import Answer, Books, Shares
-from app.fleet.overload import Refusals
+from app.edge.shares import IngressLimits, LimitAnswer, LimitLedger
+from app.fleet.overload import LoadShedder
 from app.serving import limits
-from app.serving.limits import SharedLimits
+from app.serving.limits import LimitReporter
 
 
 class _Call:
-    def __init__(self, answer: Callable[..., Answer]) -> None:
+    def __init__(self, answer: Callable[..., LimitAnswer]) -> None:
         self._answer = answer
         self.held: list[Callable[[], None]] | None = None
 
     def remote(self, *args: object) -> _Call:
-        self._future: Future[Answer] = Future()
+        self._future: Future[LimitAnswer] = Future()
         if self.held is None:
             self._future.set_result(self._answer(*args))
         else:
@@ -28,7 +28,7 @@ class _Call:
             self.held.append(lambda: future.set_result(self._answer(*args)))
         return self
 
-    def future(self) -> Future[Answer]:
+    def future(self) -> Future[LimitAnswer]:
         return self._future
 
 
@@ -36,15 +36,15 @@ class StandIn:
     """The actor, for as long as `exchange.held` is a list one that has stopped."""
 
     def __init__(self) -> None:
-        self.books = Books()
-        self.exchange = _Call(self.books.exchange)
+        self.books = LimitLedger()
+        self.exchange = _Call(self.books.settle_usage)
 
 
 @pytest.fixture
 def actor(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     monkeypatch.setattr(limits, "ANSWER_TIMEOUT_S", 0.01)
     made = StandIn()
-    monkeypatch.setattr(SharedLimits, "_find", lambda self, makes: made)
+    monkeypatch.setattr(LimitReporter, "_find", lambda self, makes: made)
     return made
 
 
@@ -52,17 +52,17 @@ def test_what_is_answered_late_is_entered_once(actor: StandIn) -> None:
     """Regression: after a second without an answer the same was reported again, and counted twice."""
 
     async def run() -> None:
-        shares = Shares()
-        shared = SharedLimits(shares, Refusals(), "a", "first", lambda: 2)
+        shares = IngressLimits()
+        shared = LimitReporter(shares, LoadShedder(), "a", "first", lambda: 2)
         limit = shares.limit("key/tokens", 1000)
         await shared._beat()
-        limit.owe(300)
+        limit.charge_usage(300)
         actor.exchange.held = []
         for _ in range(3):
             await shared._beat()
             assert not shares.connected
         [answer], actor.exchange.held = actor.exchange.held, None
-        limit.owe(100)
+        limit.charge_usage(100)
         answer()
         await shared._beat()
         assert shares.connected
@@ -77,15 +77,15 @@ def test_books_that_have_forgotten_an_ingress_hear_all_of_it(actor: StandIn) -> 
     """Regression: they said so in an answer that came too late, and nobody read it."""
 
     async def run() -> None:
-        shares = Shares()
-        shared = SharedLimits(shares, Refusals(), "a", "first", lambda: 2)
+        shares = IngressLimits()
+        shared = LimitReporter(shares, LoadShedder(), "a", "first", lambda: 2)
         limit = shares.limit("key/running", 4, refills=False)
-        limit.owe(3)
+        limit.charge_usage(3)
         for _ in range(2):
             await shared._beat()
         actor.exchange.held = []
         await shared._beat()
-        actor.books.leave("first")
+        actor.books.remove_ingress("first")
         [answer], actor.exchange.held = actor.exchange.held, None
         answer()
         for _ in range(2):

@@ -10,13 +10,13 @@ from ray.exceptions import RayActorError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from app.fleet.messages import ToldPrefixes
+from app.fleet.messages import HotPrefixes
 from app.serving import peers
-from app.serving.peers import Peers
+from app.serving.peers import PeerReplicas
 from vmem import CachedPrefix
 
 TOLD = [CachedPrefix((1, 2), ("tenant:a",), 3)]
-TELLS = ToldPrefixes("same", TOLD)
+TELLS = HotPrefixes("same", TOLD)
 UNAVAILABLE = DeploymentUnavailableError(DeploymentID("EngineReplica", "app"))
 
 
@@ -66,7 +66,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> list[Any]:
     monkeypatch.setattr(peers, "serve", serve)
     monkeypatch.setattr(peers, "DeploymentHandle", serve.handle)
     monkeypatch.setattr(peers, "_ASK_AGAIN_S", 0.0)
-    told = Peers("EngineReplica", "app").prefixes("same")
+    told = PeerReplicas("EngineReplica", "app").prefixes("same")
     assert not serve.open_handles  # its router would read all replicas' reports for ever
     return told
 
@@ -79,7 +79,7 @@ def test_a_first_replica_asks_nobody(states: dict[str, int] | None, monkeypatch:
 
 
 def test_those_that_run_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    serve = Serve({"RUNNING": 2, "STARTING": 1}, [TELLS, ToldPrefixes("same", [])])
+    serve = Serve({"RUNNING": 2, "STARTING": 1}, [TELLS, HotPrefixes("same", [])])
     assert ask(monkeypatch, serve) == [TOLD, []]
     assert serve.asked == [("EngineReplica", "app", "hot_prefixes")]
 
@@ -103,7 +103,7 @@ def test_other_models_and_versions_have_other_words(
 ) -> None:
     """Regression: token ids of another tokenizer were computed, and pinned, as if they were this one's."""
     caplog.set_level("INFO")
-    other = ToldPrefixes("other", TOLD)
+    other = HotPrefixes("other", TOLD)
     assert ask(monkeypatch, Serve({"RUNNING": 4}, [other, TELLS, TOLD, other])) == [TOLD]
     assert [r.getMessage() for r in caplog.records if "another model" in r.getMessage()] == [
         "3 replicas have another model or version; their prefixes are not restored"

@@ -16,8 +16,8 @@ from app.config.engine import EngineConfig
 from app.engine import AsyncEngine, Delta, SamplingParams
 from app.engine.async_engine import Pace
 from app.errors import DeadlineError, OverloadedError, UnavailableError, UnknownRequestError
-from app.fleet.messages import Expected, ForkCall, GenerateRequest, Share, ShareCall, ToldPrefixes
-from app.fleet.retry import Repeats
+from app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, HotPrefixes, SharedStreamCall, SharedStreamKey
+from app.fleet.retry import DuplicateGuard
 from app.fleet.streams import StreamPace
 from app.serving import replica as replica_module
 from app.serving.replica import EngineReplica
@@ -82,7 +82,7 @@ def replica_with(engine: Engine) -> Any:
     replica._closing, replica._leaving, replica._member = False, None, None
     replica._engine, replica._audit, replica._name = engine, Audit(), "here"
     replica._pace = StreamPace(10, min_interval_s=0.05, max_interval_s=1.0)
-    replica._shared, replica._alone = SharedStreams(), Repeats()
+    replica._shared, replica._alone = SharedStreams(), DuplicateGuard()
     return replica
 
 
@@ -96,7 +96,7 @@ REQUEST = GenerateRequest(
     tenant="t",
     user="u",
     timeout_s=2.0,
-    expected=Expected("here", 4),
+    expected=ExpectedPrefix("here", 4),
 )
 
 
@@ -193,7 +193,7 @@ def test_what_a_replica_tells_a_new_one() -> None:
         replica = replica_with(engine := Engine(DELTAS))
         engine.hot_prefixes = lambda: [CachedPrefix((1,), (), 2)]  # type: ignore[attr-defined]
         engine.prefix_fingerprint = "f"  # type: ignore[attr-defined]
-        assert await replica.hot_prefixes() == ToldPrefixes("f", [CachedPrefix((1,), (), 2)])
+        assert await replica.hot_prefixes() == HotPrefixes("f", [CachedPrefix((1,), (), 2)])
 
     asyncio.run(run())
 
@@ -337,11 +337,11 @@ def test_only_its_own_shared_stream() -> None:
     async def run() -> None:
         replica = replica_with(Engine(DELTAS))
         with pytest.raises(UnknownRequestError):
-            await anext(replica.share(ShareCall("i", 1, "there")))
-        stream = replica.share(ShareCall("i", 1, "here"))
+            await anext(replica.share(SharedStreamCall("i", 1, "there")))
+        stream = replica.share(SharedStreamCall("i", 1, "here"))
         opening = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
-        request = replace(REQUEST, share=Share("i", 7))
+        request = replace(REQUEST, share=SharedStreamKey("i", 7))
         own = [item async for item in replica.generate_stream(request)]
         assert [item if isinstance(item, int) else [p.text for p in item] for item in own] == [["a"], 1]
         assert [entry[:2] for entry in await opening] == [(7, "b"), (7, "c")]

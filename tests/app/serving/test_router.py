@@ -17,7 +17,7 @@ from ray.serve.request_router import PendingRequest
 from app.engine import SamplingParams
 from app.engine.prefix_keys import prompt_keys
 from app.errors import DeadlineError, NoReplicaError, OverloadedError
-from app.fleet.messages import Expected, ForkCall, GenerateRequest, report_as_stats, report_from_stats
+from app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, report_as_stats, report_from_stats
 from app.serving.router import FolioRouter
 from tests.app.fleet.reports import IDLE, UNIT, report
 
@@ -95,7 +95,7 @@ def test_a_prompt_goes_where_it_is_cached(replicas: list[Replica]) -> None:
         router = router_for(replicas)
         request = pending()
         assert await choose(router, request) == "b"
-        assert request.args[0].expected == Expected("b", 10 * UNIT)  # for the replica to compare
+        assert request.args[0].expected == ExpectedPrefix("b", 10 * UNIT)  # for the replica to compare
 
     asyncio.run(run())
 
@@ -416,7 +416,7 @@ def test_a_failing_policy_does_not_hold_requests(replicas: list[Replica], caplog
     """Serve logs what `choose_replicas` raises and never asks again: the request would wait for ever."""
 
     class Broken:
-        def rank(self, *args: Any) -> list[str]:
+        def rank_replicas(self, *args: Any) -> list[str]:
             raise ZeroDivisionError
 
     async def run() -> None:

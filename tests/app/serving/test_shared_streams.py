@@ -14,10 +14,10 @@ from ray.exceptions import ActorUnavailableError
 
 from app.engine import SamplingParams
 from app.errors import EngineError, FolioError, UnavailableError
-from app.fleet.messages import GenerateRequest, Piece, Share, ShareCall
-from app.fleet.overload import Refusals
+from app.fleet.messages import GenerateRequest, Piece, SharedStreamCall, SharedStreamKey
+from app.fleet.overload import LoadShedder
 from app.serving import shared_streams as shared_module
-from app.serving.calls import Replicas
+from app.serving.calls import ReplicaClient
 from app.serving.shared_streams import SharedReader, SharedStreams
 
 NUM = 8
@@ -86,7 +86,10 @@ class Replica:
     async def _diverted(
         self, lists: AsyncGenerator[list[Piece], None], call: GenerateRequest
     ) -> AsyncGenerator[list[Piece] | int, None]:
-        async with aclosing(lists), aclosing(self.streams.divert(lists, call.share)) as own:  # as `EngineReplica` does
+        async with (
+            aclosing(lists),
+            aclosing(self.streams.route_pieces(lists, call.share)) as own,
+        ):  # as `EngineReplica` does
             async for item in own:
                 yield item
 
@@ -102,7 +105,7 @@ class Replica:
         finally:
             self.closed += 1
 
-    def _share(self, call: ShareCall) -> Call:
+    def _share(self, call: SharedStreamCall) -> Call:
         self.shared.append(Call(self.streams.messages(call)))
         return self.shared[-1]
 
@@ -120,7 +123,7 @@ class Crowd:
     def __init__(self) -> None:
         self.replica = Replica()
         self.reader = SharedReader(self.replica)  # type: ignore[arg-type]
-        replicas = Replicas(self.replica, Refusals(), shared=self.reader)  # type: ignore[arg-type]
+        replicas = ReplicaClient(self.replica, LoadShedder(), shared=self.reader)  # type: ignore[arg-type]
         self.texts: list[list[str]] = [[] for _ in range(NUM)]
         self.tasks = [asyncio.create_task(self._ask(replicas, number)) for number in range(NUM)]
 
@@ -133,9 +136,9 @@ class Crowd:
     async def all_have(self, text: str, requests: range = range(NUM)) -> None:
         await until(lambda: all(f"{number}{text}" in self.texts[number] for number in requests))
 
-    async def _ask(self, replicas: Replicas, number: int) -> None:
+    async def _ask(self, replicas: ReplicaClient, number: int) -> None:
         call = GenerateRequest(f"request {number}", [1], SamplingParams(max_tokens=10))
-        async with aclosing(replicas.generate_stream([call])) as pieces:
+        async with aclosing(replicas.stream_calls([call])) as pieces:
             async for _, piece in pieces:
                 self.texts[number].append(piece.text)
 
@@ -165,9 +168,9 @@ def test_a_step_of_all_streams_is_one_message() -> None:
 def test_a_single_stream_has_no_other_beside_it() -> None:
     async def run() -> None:
         replica = Replica()
-        replicas = Replicas(replica, Refusals(), shared=SharedReader(replica))  # type: ignore[arg-type]
+        replicas = ReplicaClient(replica, LoadShedder(), shared=SharedReader(replica))  # type: ignore[arg-type]
         call = GenerateRequest("r", [1], SamplingParams(max_tokens=10))
-        stream = replicas.generate_stream([call])
+        stream = replicas.stream_calls([call])
         first = asyncio.ensure_future(anext(stream))
         await until(lambda: bool(replica.pieces))
         replica.step("a", requests=range(1))
@@ -283,7 +286,7 @@ def test_messages_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def run() -> None:
         streams = SharedStreams()
-        messages = streams.messages(ShareCall("i", 1, "r"))
+        messages = streams.messages(SharedStreamCall("i", 1, "r"))
         first = asyncio.ensure_future(anext(messages))
         await asyncio.sleep(0)
 
@@ -292,7 +295,7 @@ def test_messages_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
                 end = "stop" if number == 4 else None
                 yield [Piece("t", (1, 2, 3), 0, end)]  # type: ignore[arg-type]
 
-        assert [item async for item in streams.divert(lists(), Share("i", 7))][1:] == [1]
+        assert [item async for item in streams.route_pieces(lists(), SharedStreamKey("i", 7))][1:] == [1]
         assert [len(await first), len(await anext(messages))] == [2, 2]
         await messages.aclose()
 

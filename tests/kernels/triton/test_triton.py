@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels import flash_attn_with_kvcache
-from kernels.provider import FP8_DTYPES, CacheScales, KernelError, Masking, Rotary, VarlenBatch, problem_of
+from kernels.provider import FP8_DTYPES, CacheScales, KernelError, Masking, Rotary, VarlenBatch, describe_problem
 from kernels.reference import ReferenceProvider, first_visible
 from kernels.triton.provider import TritonProvider
 from tests.kernels.cases import GuardedMemory
@@ -345,7 +345,7 @@ def test_copy_blocks(words: int) -> None:
 def test_what_is_unsupported_has_a_reason(provider: TritonProvider) -> None:
     case = make_case([(1, 5)])
     arguments = (case.query, case.key_cache, case.value_cache, case.batch, case.masking)
-    problem = problem_of(*arguments)
+    problem = describe_problem(*arguments)
     assert provider.unsupported(problem) is None
     for change, reason in (
         ({"dtype": torch.float64, "cache_dtype": torch.float64}, "float64"),

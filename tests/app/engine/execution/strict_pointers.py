@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kernels import AttentionProvider, CopyBlocks
-from kernels.provider import Problem
+from kernels.provider import AttentionProblem
 
 
 def check_pointers(driver: Any, what: str, **tensors: torch.Tensor | None) -> None:
@@ -35,7 +35,7 @@ class StrictProvider:
         self._provider = provider
         self._driver = driver
 
-    def unsupported(self, problem: Problem) -> str | None:
+    def unsupported(self, problem: AttentionProblem) -> str | None:
         return self._provider.unsupported(problem)
 
     def write(self, *tensors: torch.Tensor, **options: Any) -> None:

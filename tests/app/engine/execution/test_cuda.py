@@ -26,7 +26,7 @@ from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
 from tests.vmem.backends.fake_driver import FakeDriver
 from tests.vmem.backends.stand_in_driver import StandInDriver, skip_without_stand_in
 from tests.vmem.small_memory import pages_read
-from vmem import CudaBackend, Demand, KVMemory, MapError, select_backend
+from vmem import CudaBackend, KVMemory, MapError, StepDemand, select_backend
 from vmem.backends.cuda import CPU
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -69,7 +69,7 @@ def _install(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     select_provider, select_block_copy = executor.select_provider, kv_plan.select_block_copy
     reading: list[set[int]] = [set()]
 
-    def ensure_and_note(memory: KVMemory, demands: Iterable[Demand]) -> None:
+    def ensure_and_note(memory: KVMemory, demands: Iterable[StepDemand]) -> None:
         demands = list(demands)
         ensure(memory, demands)
         reading[0] = pages_read(memory, demands)

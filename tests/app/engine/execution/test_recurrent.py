@@ -49,8 +49,8 @@ def make_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel
 def observe(model: PreTrainedModel) -> dict[int, RecurrentLayer]:
     installed = recurrent.install(model)
     probe = StateProbe()
-    recurrent.bind(model, probe)
-    attention.bind(model, attention.GeometryProbe(ReferenceProvider()))
+    recurrent.bind_mixers(model, probe)
+    attention.bind_attention(model, attention.GeometryProbe(ReferenceProvider()))
     forward(model, torch.arange(6), torch.arange(6), torch.tensor([5]))
     return probe.layers(installed)
 
@@ -84,8 +84,8 @@ class PackedModel:
             positions.append(torch.arange(first, self.lengths[block]))
         self.batch = batch
         self.states.set_batch(batch)
-        recurrent.bind(self.model, self.states)
-        attention.bind(self.model, self)
+        recurrent.bind_mixers(self.model, self.states)
+        attention.bind_attention(self.model, self)
         return forward(self.model, torch.cat(token_ids), torch.cat(positions), torch.arange(batch.cu_seqlens[-1]))
 
     def attend(
@@ -136,7 +136,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str) -> Non
 @torch.inference_mode()
 def alone(model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
     """Logits `[num_tokens, vocab_size]` by transformers' own attention and mixers."""
-    recurrent.bind(model, None)
+    recurrent.bind_mixers(model, None)
     model.set_attn_implementation("eager")
     logits: torch.Tensor = model(input_ids=token_ids[None], use_cache=False).logits[0]
     model.set_attn_implementation(attention.IMPLEMENTATION)
@@ -166,9 +166,9 @@ def test_mixers(name: str) -> None:
             return out
 
         with torch.inference_mode():
-            recurrent.bind(model, states)
+            recurrent.bind_mixers(model, states)
             actual = in_steps(packed, inputs)
-            recurrent.bind(model, None)
+            recurrent.bind_mixers(model, None)
             for i, hidden_states in enumerate(inputs):
                 expected = mixer(hidden_states=hidden_states[None])[0]
                 assert_close(actual[i], expected, f"layer {mixer.layer}, sequence {i}")
@@ -200,7 +200,7 @@ def test_chunks_equal_those_of_transformers(name: str) -> None:
     chunks = make_prompts([70])[0].split(counts)
     actual = [packed([chunk], batch_of([len(chunk)], [2], [i == 0])) for i, chunk in enumerate(chunks)]
 
-    recurrent.bind(model, None)
+    recurrent.bind_mixers(model, None)
     model.set_attn_implementation("eager")
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():

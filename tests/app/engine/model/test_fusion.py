@@ -62,14 +62,14 @@ def test_which_attention_is_fused(name: str, layers: int) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings)).eval()
     tokens = torch.randint(400, (1, 30))
     provider = GeometryProbe(ReferenceProvider())
-    attention.bind(model, provider)
+    attention.bind_attention(model, provider)
     with torch.inference_mode():
         expected = model(tokens, use_cache=False).logits
         model.set_attn_implementation(attention.IMPLEMENTATION)
         assert fuse_attention(model, CpuElementwise()) == layers
         fused = [module for module in model.modules() if isinstance(module, FusedAttention)]
         assert len(fused) == layers
-        attention.bind(model, provider)
+        attention.bind_attention(model, provider)
         torch.testing.assert_close(model(tokens, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
         model.set_attn_implementation("eager")
         torch.testing.assert_close(model(tokens, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)

@@ -28,7 +28,7 @@ def be_on(
     monkeypatch: pytest.MonkeyPatch, memory_bytes: int, available_bytes: int, max_map_count: int = 65_530
 ) -> None:
     machine = Machine(memory_bytes, available_bytes, limited=True, num_cores=8, max_map_count=max_map_count)
-    monkeypatch.setattr(Machine, "read", lambda: machine)
+    monkeypatch.setattr(Machine, "detect", lambda: machine)
     monkeypatch.setattr(kv_plan, "resident_bytes", lambda: WEIGHT_BYTES)
 
 

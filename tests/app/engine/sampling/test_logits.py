@@ -18,7 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from app.engine.sampling.logits import process
+from app.engine.sampling.logits import apply_logits_processors
 from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.penalties import BadWords
 from app.engine.sampling.sampler import sample
@@ -43,7 +43,7 @@ def state(prompt: list[int], output: list[int], words: BadWords | None = None, *
 
 def processed(logits: torch.Tensor, *states: SamplingState) -> torch.Tensor:
     changed = logits.clone()
-    process(changed, states, [0] * len(states))
+    apply_logits_processors(changed, states, [0] * len(states))
     return changed
 
 

@@ -57,8 +57,8 @@ def test_rows_are_worked_on_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
         sizes.append(tensor.numel())
         return order(tensor)
 
-    order = logprobs.order
-    monkeypatch.setattr(logprobs, "order", seen)
+    order = logprobs.sort_keys
+    monkeypatch.setattr(logprobs, "sort_keys", seen)
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 300)
     assert prompt_logprobs(logits, tokens, 3) == whole
     assert sizes == [300, 300, 300, 200]

@@ -175,7 +175,7 @@ def test_what_is_too_wide_is_refused_before_a_stream_begins(structure: Structure
     """It shows behind the first token only."""
     tokenizer = byte_level()
     with pytest.raises(RequestError, match=f"too complex for the parser .*{remedy}") as raised:
-        StructureCompiler(tokenizer, len(tokenizer), {0}).check(structure)
+        StructureCompiler(tokenizer, len(tokenizer), {0}).check_structure(structure)
     assert raised.value.param == "structure"
 
 
@@ -223,7 +223,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers() -> None:
         compiler = StructureCompiler(tokenizer, vocab_size, {0})
         assert allowed(compiler.matcher(Structure("regex", ".*")), vocab_size)  # `allowed` looks at the bits after
         with pytest.raises(RequestError, match="nothing this model can write"):
-            compiler.check(Structure("grammar", f"start: <[{len(tokenizer) - 1}]>"))
+            compiler.check_structure(Structure("grammar", f"start: <[{len(tokenizer) - 1}]>"))
 
 
 def test_forks_go_their_own_ways() -> None:
@@ -278,14 +278,14 @@ def test_a_token_that_does_not_follow_is_refused() -> None:
 def test_what_cannot_be_is_refused(structure: Structure, message: str) -> None:
     tokenizer = byte_level()
     with pytest.raises(RequestError, match=message) as raised:
-        StructureCompiler(tokenizer, len(tokenizer), {0}).check(structure)
+        StructureCompiler(tokenizer, len(tokenizer), {0}).check_structure(structure)
     assert raised.value.param == "structure"
     assert len(str(raised.value)) < 700
 
 
 def test_a_tokenizer_whose_tokens_depend_on_their_neighbours_is_refused() -> None:
     with pytest.raises(RequestError, match="WordPiece"):
-        StructureCompiler(wordpiece(), 3, ()).check(Structure("regex", "a"))
+        StructureCompiler(wordpiece(), 3, ()).check_structure(Structure("regex", "a"))
 
 
 def test_without_llguidance_only_structures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +331,7 @@ def test_compiled_structures_are_kept_and_the_longest_unused_forgotten(monkeypat
     tokenizer = byte_level()
     compiler = StructureCompiler(tokenizer, len(tokenizer), {0})
     for spec in ("a", "b", "a", "c", "a", "b"):
-        compiler.check(Structure("regex", spec))
+        compiler.check_structure(Structure("regex", spec))
     assert compiled == ["a", "b", "c", "b"]
 
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase
 
 from app.engine.model.loader import load_tokenizer
-from app.engine.sampling.token_text import TextStream
+from app.engine.sampling.token_text import IncrementalDetokenizer
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 def stream(tokenizer: PreTrainedTokenizerBase, text: str, stop: list[str]) -> tuple[list[str], bool]:
     """Pieces as they come out, and whether a stop string ended them."""
-    output = TextStream(tokenizer.backend_tokenizer, tokenizer.encode("Say: "), stop)
+    output = IncrementalDetokenizer(tokenizer.backend_tokenizer, tokenizer.encode("Say: "), stop)
     pieces = []
     for token in tokenizer.encode(text):
         piece, stopped = output.push(token)
@@ -42,7 +42,7 @@ def test_pieces_join_to_the_text(tokenizer: PreTrainedTokenizerBase, text: str) 
 def test_half_a_character_is_never_emitted(tokenizer: PreTrainedTokenizerBase) -> None:
     tokens = tokenizer.encode("🙂")
     assert len(tokens) > 1
-    output = TextStream(tokenizer.backend_tokenizer, [], [])
+    output = IncrementalDetokenizer(tokenizer.backend_tokenizer, [], [])
     assert [output.push(token)[0] for token in tokens[:-1]] == [""] * (len(tokens) - 1)
     assert output.flush() == ""
 
@@ -52,9 +52,9 @@ def test_special_tokens_are_text_only_where_they_are_kept(tokenizer: PreTrainedT
     [end], [user] = (tokenizer.encode(token) for token in ("<|end|>", "<|user|>"))
     tokens = [*tokenizer.encode("a "), user, *tokenizer.encode("b é"), end]
     for kept, text in (((), "a b é"), ((user,), "a <|user|>b é")):
-        output = TextStream(tokenizer.backend_tokenizer, [], ["never"], kept=kept)
+        output = IncrementalDetokenizer(tokenizer.backend_tokenizer, [], ["never"], kept=kept)
         assert "".join(output.push(token)[0] for token in tokens) + output.flush() == text
-    output = TextStream(tokenizer.backend_tokenizer, [], ["|>b"], kept=(user,))
+    output = IncrementalDetokenizer(tokenizer.backend_tokenizer, [], ["|>b"], kept=(user,))
     assert "".join(output.push(token)[0] for token in tokens[:4]) == "a <|user"
 
 
@@ -90,7 +90,7 @@ def test_stop_strings(
 def test_a_stop_string_may_be_part_of_the_text(
     tokenizer: PreTrainedTokenizerBase, text: str, stop: list[str], expected: str, met: str | None
 ) -> None:
-    output = TextStream(tokenizer.backend_tokenizer, [], stop, include_stop_str=True)
+    output = IncrementalDetokenizer(tokenizer.backend_tokenizer, [], stop, include_stop_str=True)
     pieces = []
     for token in tokenizer.encode(text):
         piece, stopped = output.push(token)
@@ -117,7 +117,7 @@ SHORT = st.text("ab", min_size=1, max_size=3)
 @given(st.lists(SHORT, max_size=8), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3), st.booleans())
 def test_stops_do_not_depend_on_how_text_is_cut(tokens: list[str], stop: list[str], include: bool) -> None:
     """The same as when each letter is a token, which is looked at here one after the other."""
-    output = TextStream(LETTERS, [], stop, include_stop_str=include)
+    output = IncrementalDetokenizer(LETTERS, [], stop, include_stop_str=include)
     seen, stopped = "", False
     for token in tokens:
         piece, stopped = output.push(LETTERS.token_to_id(token))
@@ -137,7 +137,7 @@ def test_stops_do_not_depend_on_how_text_is_cut(tokens: list[str], stop: list[st
 
 
 def test_text_is_held_back_only_while_it_may_be_a_stop(tokenizer: PreTrainedTokenizerBase) -> None:
-    output = TextStream(tokenizer.backend_tokenizer, [], ["room 5"])
+    output = IncrementalDetokenizer(tokenizer.backend_tokenizer, [], ["room 5"])
     emitted = ""
     for token in tokenizer.encode("The room 4"):
         emitted += output.push(token)[0]
@@ -147,7 +147,7 @@ def test_text_is_held_back_only_while_it_may_be_a_stop(tokenizer: PreTrainedToke
 def test_a_prompt_cut_inside_a_character_is_not_echoed(tokenizer: PreTrainedTokenizerBase) -> None:
     """The decoder took a prompt that ends in half a character for output, and emitted all of it."""
     first, *rest = tokenizer.encode("é")
-    output = TextStream(tokenizer.backend_tokenizer, [*tokenizer.encode("secret prompt"), first], [])
+    output = IncrementalDetokenizer(tokenizer.backend_tokenizer, [*tokenizer.encode("secret prompt"), first], [])
     emitted = "".join(output.push(token)[0] for token in (*rest, *tokenizer.encode(" and on")))
     assert "secret" not in emitted
     assert emitted.endswith(" and on")
@@ -158,7 +158,7 @@ def test_bytes_that_are_no_character_do_not_stop_the_stream() -> None:
     vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"a": 256, "b": 257}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    output = TextStream(tokenizer, [256], [])
+    output = IncrementalDetokenizer(tokenizer, [256], [])
     emitted = "".join(output.push(token)[0] for token in (0x0A, 0xE2, 256, 257, 257))
     assert emitted.startswith("\n")
     assert emitted.endswith("bb")

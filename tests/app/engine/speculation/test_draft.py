@@ -182,7 +182,7 @@ def test_rejected_guesses_are_not_in_the_prefix_cache(make_drafting: MakeDraftin
     drafting.check(request, again, 8)
     other = make_request(tokens(27) + guesses)
     drafting.check(other, drafting.propose([other], [4])[0], 4)
-    drafting.proposer.forget(request)
+    drafting.proposer.forget_request(request)
     drafting.check(other, drafting.propose([other], [4])[0], 4)
 
 

@@ -128,9 +128,9 @@ def test_a_new_request_begins_where_the_others_are() -> None:
     lengths = control(StepTimes(fixed_s=0.02, token_s=0.01))
     old, new = make_request([1], max_tokens=10_000), make_request([1], max_tokens=10_000)
     assert lengths.choose([new], 100)[0] > 0
-    lengths.forget(new)
+    lengths.forget_request(new)
     for _ in range(500):
         lengths.note(old, 4, 0)
     assert lengths.choose([new], 100) == [0]
-    lengths.forget(old)
+    lengths.forget_request(old)
     assert list(lengths._records) == [new]

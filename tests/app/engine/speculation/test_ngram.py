@@ -98,8 +98,8 @@ def test_a_generated_text_makes_few_pieces() -> None:
 def test_what_is_forgotten_can_come_back() -> None:
     proposer, request = NgramProposer(), make_request([1, 2, 3, 1, 2])
     assert proposer.propose([request], [1]) == [[3]]
-    proposer.forget(request)
+    proposer.forget_request(request)
     assert not proposer._indexes
-    proposer.forget(request)
+    proposer.forget_request(request)
     assert proposer.propose([request], [1]) == [[3]]
     assert proposer.propose([request], [0]) == [[]]

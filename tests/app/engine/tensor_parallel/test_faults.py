@@ -215,7 +215,7 @@ def test_memory_goes_on_alone_when_peers_are_lost(folder: Path) -> None:
     engine.cancel("0")
     engine.check_integrity()
     memory: KVMemory = engine.memory
-    sequence = memory.open()
+    sequence = memory.create_sequence()
     memory.append(sequence, 100)
     memory.free(sequence)
     engine.close()

@@ -21,7 +21,7 @@ def nothing() -> None:
 
 
 def ring(check: Callable[[], None] = nothing, num_peers: int = 2) -> tuple[RingWriter, list[RingReader]]:
-    address = shared_memory.create(1, num_peers)
+    address = shared_memory.create_rings(1, num_peers)
     writer = RingWriter(address.open(), address, 0, check)
     readers = [RingReader(address.open(), address, 0, peer) for peer in range(num_peers)]
     os.close(address.fd)

@@ -24,6 +24,7 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
+from app.builtin import resolve_model
 from app.config.args import AppArgs
 from app.config.checkpoint import checkpoint_faults, rank_faults
 from app.config.engine import EngineConfig
@@ -33,7 +34,6 @@ from app.fleet.autoscaling import ScalingTargets
 
 FOLIO = "app.main:build"
 DEPLOYMENTS = ("Ingress", "EngineReplica")
-BUILTIN, BUILTIN_FOLDER = "builtin", Path(__file__).parent / "builtin" / "model"
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _MOST_SHOWN = 80  # characters of a value
@@ -212,7 +212,7 @@ class _Faults:
         for key, model in (("model", engine.model), ("draft_model", engine.draft_model)):
             if model is None:
                 continue
-            folder = BUILTIN_FOLDER if model == BUILTIN else Path(model)
+            folder = Path(resolve_model(model))
             if folder.is_dir():
                 weights = engine.load_format == "auto"
                 self.add(

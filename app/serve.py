@@ -352,10 +352,6 @@ def stop(client: Any, timeout_s: float) -> None:
     client._shutdown = True
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 _ASK_S = 1.0
 
 
@@ -404,3 +400,7 @@ def _who_answers(host: str, port: int) -> str:
         return " by an HTTP server"
     except (OSError, HTTPException, ValueError, LookupError, TypeError):
         return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from app.engine.model.loader import BUILTIN_FOLDER
+from app.builtin import BUILTIN_FOLDER
 from app.engine.report import StepTimes
 from app.fleet.policies import PrefixAware
 from benchmarks import harness

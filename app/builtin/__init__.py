@@ -1,0 +1,11 @@
+"""The built-in model: its name and folder. The modules here, which trained it, are not imported with the package."""
+
+from pathlib import Path
+
+BUILTIN = "builtin"
+BUILTIN_FOLDER = Path(__file__).parent / "model"
+
+
+def resolve_model(model: str) -> str:
+    """The folder or Hub id behind a model's name."""
+    return str(BUILTIN_FOLDER) if model == BUILTIN else model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import runpy
 import socket
 import subprocess
 import sys
@@ -125,10 +126,16 @@ def test_a_check_starts_nothing(
 def test_a_port_in_use(
     config: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Regression: both servers said "serving", and half of the requests reached the wrong one."""
+    """Regression: both servers said "serving", and half of the requests reached the wrong one.
+
+    Run as `python -m app.serve` runs it: `main` was called before the functions below it were defined.
+    """
     monkeypatch.setattr(ray, "init", refuse)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert serve.main([config({}, host="127.0.0.1", port=listener.getsockname()[1])]) == 2
+        monkeypatch.setattr(sys, "argv", ["app.serve", config({}, host="127.0.0.1", port=listener.getsockname()[1])])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(serve.__file__, run_name="__main__")
+    assert ended.value.code == 2
     [line] = capfd.readouterr().err.splitlines()
     assert line.startswith("http_options: 127.0.0.1:")
     assert " is in use; stop that, or choose another port" in line

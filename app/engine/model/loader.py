@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from app.builtin import resolve_model
 from app.config.engine import EngineConfig
 from app.config.machine import Machine, check_resources
 from app.engine.execution import attention, recurrent
@@ -36,8 +37,6 @@ from kernels import CpuElementwise, KernelError
 
 logger = logging.getLogger(__name__)
 
-BUILTIN = "builtin"
-BUILTIN_FOLDER = Path(__file__).parents[2] / "builtin" / "model"
 # Anything else masks in a way that is not passed to the attention function.
 ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "hybrid"}
 RECURRENT_LAYER_TYPES = {"linear_attention", "mamba", "conv"}
@@ -78,11 +77,6 @@ class LoadedModel:
     adapters: LoRALayers | None = None
 
 
-def resolve(model: str) -> str:
-    """The folder or Hub id behind a model's name."""
-    return str(BUILTIN_FOLDER) if model == BUILTIN else model
-
-
 def resolve_device(name: str) -> torch.device:
     """Where to run. Raises `ConfigError` for CUDA on a machine without it."""
     if name == "cuda" and not torch.cuda.is_available():
@@ -93,7 +87,7 @@ def resolve_device(name: str) -> torch.device:
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """Raises `ModelError` when there is none, or none that can decode incrementally."""
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(resolve(model))
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(resolve_model(model))
     except (OSError, ValueError) as error:
         raise ModelError(f"no tokenizer for {model!r}: {one_line(error)}") from error
     if not tokenizer.is_fast:
@@ -104,7 +98,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 def load_config(model: str) -> PreTrainedConfig:
     """The model's config. Raises `ModelError` when it cannot be found or cannot be served."""
     try:
-        config = AutoConfig.from_pretrained(resolve(model))
+        config = AutoConfig.from_pretrained(resolve_model(model))
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot load {model!r}: {one_line(error)}") from error
     text_config = config.get_text_config()
@@ -144,7 +138,7 @@ def load_model(config: EngineConfig, comm: Communicator | None = None) -> Loaded
     device = resolve_device(config.device)
     attention.register()
     dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
-    folder, settings = resolve(config.model), {"dtype": dtype, "attn_implementation": attention.IMPLEMENTATION}
+    folder, settings = resolve_model(config.model), {"dtype": dtype, "attn_implementation": attention.IMPLEMENTATION}
     plan = None
     is_random = config.load_format == "dummy"
     try:

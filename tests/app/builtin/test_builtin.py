@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from app.builtin import corpus
+from app.builtin import BUILTIN_FOLDER, corpus
 from app.engine import LLM, SamplingParams
-from app.engine.model.loader import BUILTIN_FOLDER
 
 
 def test_answers_follow_from_questions() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from app.checks import BUILTIN_FOLDER
+from app.builtin import BUILTIN_FOLDER
 from app.config.checkpoint import checkpoint_faults, rank_faults
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from app.builtin import BUILTIN_FOLDER
 from app.config.engine import EngineConfig
 from app.engine import AsyncEngine, SamplingParams
 from app.engine.engine import Engine
-from app.engine.model.loader import BUILTIN_FOLDER, load_model
+from app.engine.model.loader import load_model
 from app.engine.startup import (
     SAMPLED,
     STRUCTURED,

@@ -1,7 +1,8 @@
 """Size and shape of the source tree: lines, longest parts, import circles, imports against the order of layers.
 
 `python -m benchmarks.structure` reads the working tree; `--against COMMIT` puts an earlier commit beside it.
-`--levels FOLDER` lists the modules below a folder by their distance from modules that import none of it.
+`--levels PACKAGE` lists its modules by the longest chain of imports below each. `--crossed` lists the files whose code
+runs for one streamed chat request, from the ASGI application to the pages and back, without Ray's part.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import json
 import subprocess
 import tarfile
 import tempfile
+import threading
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("app", "vmem", "kernels")
@@ -215,6 +218,35 @@ def core_path(root: Path) -> list[str]:
     ]
 
 
+def crossed() -> list[str]:
+    """Trace one streamed chat request through a whole server in this process, after one that warms it up."""
+    from starlette.testclient import TestClient
+
+    from tests.local_server import LocalServer  # a server without Ray is needed for tests only
+
+    called: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            called.add(frame.f_code.co_filename)
+
+    threading.setprofile(note)  # of threads that start from here on: the engine's and the event loop's
+    server = LocalServer()
+    try:
+        chat = {"model": "builtin", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "stream": True}
+        client = TestClient(server.api)
+        for _ in range(2):
+            server.wait_until_idle()
+            called.clear()
+            assert client.post("/v1/chat/completions", json=chat).text.endswith("[DONE]\n\n")
+        server.wait_until_idle()
+    finally:
+        threading.setprofile(None)
+        server.close()
+    files = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return sorted(str(path.relative_to(ROOT)) for path in files if str(path) in called)
+
+
 def summary(root: Path) -> dict[str, object]:
     """All figures of one tree."""
     found = modules(root)
@@ -255,7 +287,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--against", metavar="COMMIT")
     parser.add_argument("--levels", metavar="PACKAGE")
+    parser.add_argument("--crossed", action="store_true")
     options = parser.parse_args()
+    if options.crossed:
+        files = crossed()
+        print("\n".join(files))
+        lines = sum((ROOT / file).read_text().count("\n") for file in files)
+        print(json.dumps({"chat_request_files": len(files), "chat_request_lines": lines}))
+        return
     if options.levels:
         depth = levels(modules(ROOT), options.levels)
         for name in sorted(depth, key=lambda n: (depth[n], n)):
@@ -265,8 +304,8 @@ def main() -> None:
     if options.against:
         with tempfile.TemporaryDirectory() as folder:
             archive = subprocess.run(["git", "archive", options.against], cwd=ROOT, capture_output=True, check=True)
-            with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-                files.extractall(folder, filter="data")
+            with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tree:
+                tree.extractall(folder, filter="data")
             columns.insert(0, summary(Path(folder)))
     for key in columns[-1]:
         print(f"{key:28}" + " | ".join(str(c[key]) for c in columns))

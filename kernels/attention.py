@@ -1,12 +1,13 @@
-"""The public front: attention over a KV cache with flash-attention's arguments, and over packed batches.
+"""Public attention functions: flash-attention's `flash_attn_with_kvcache`, and packed batches.
 
-Both views of a cache are read. Blocks with a table: caches `[num_blocks, block_size, num_kv_heads, head_dim]` and a
-`block_table`. Contiguous: caches `[batch_size_cache, seqlen_cache, num_kv_heads, head_dim]`, a row a sequence; rows may
-be ranges of mapped memory that end in a hole, for nothing past `cache_seqlens` is read. Strides are free but for the
-last.
+A cache has one of two forms, with any strides but 1 for the last dimension:
 
-On a CPU the numbers in the index tensors are checked, too. On CUDA only shapes and dtypes are, because looking would
-wait for the device.
+- paged: `[num_blocks, block_size, num_kv_heads, head_dim]`, with a `block_table`;
+- contiguous: `[batch_size_cache, seqlen_cache, num_kv_heads, head_dim]`, one row per sequence. Nothing past
+  `cache_seqlens` is read, so a row may be a region that ends in a hole.
+
+On CUDA only shapes and dtypes are checked, because reading index tensors would wait for the device. On a CPU their
+numbers are checked, too.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ import torch
 
 from kernels.arguments import (
     bound_of,
+    cached_lengths,
+    check_new_tokens,
     check_numbers,
     check_tensor,
     leftpad_of,
-    masking_and_scales,
+    masking_of,
     rotary_of,
+    scales_of,
     sequence_table,
     slots_of,
     window_of,
@@ -34,7 +38,6 @@ from kernels.provider import (
     Rotary,
     VarlenBatch,
     check_attend,
-    check_write,
     describe_problem,
     refuse_unsupported,
     rotate,
@@ -85,22 +88,21 @@ def flash_attn_with_kvcache(
             `[batch_size_cache, seqlen_cache, num_kv_heads, head_dim]`. Their head sizes may differ. dtype of `q`, or
             8-bit floats.
         k, v: `[batch_size, seqlen_new, num_kv_heads, head_dim]`, stored from `cache_seqlens` on. There must be room.
-        rotary_cos, rotary_sin: `[seqlen_ro, rotary_dim / 2]`; turn `k` by its positions `cache_seqlens`,
-            `cache_seqlens + 1`, …, and `q` by the same if it is causal or has a window, else by `cache_seqlens`.
+        rotary_cos, rotary_sin: `[seqlen_ro, rotary_dim / 2]`; rotate `k` by its positions `cache_seqlens`,
+            `cache_seqlens + 1`, …, and `q` by the same with a causal mask or a window, else by `cache_seqlens`.
             Only with `k`, `v`.
-        cache_seqlens: int or `[batch_size]` int32, tokens cached before; all of the cache if not given.
+        cache_seqlens: int or `[batch_size]` int32, tokens cached before the call; by default all of the cache.
         cache_batch_idx: `[batch_size]` int32, each sequence's row of a contiguous cache; 0, 1, … if not given.
-        cache_leftpad: `[batch_size]` int32, the first token of the cache that counts.
+        cache_leftpad: `[batch_size]` int32, the first visible token of the cache.
         block_table: `[batch_size, max_blocks_per_sequence]` int32; any block size.
         softmax_scale: `1 / sqrt(head_dim)` if not given.
         softcap: above 0, a score s becomes `softcap · tanh(s / softcap)`.
         rotary_interleaved: pairs are dimensions 0 and 1, …; else 0 and rotary_dim / 2, ….
         alibi_slopes: `[num_heads]` or `[batch_size, num_heads]` float32, adds `-slope · |i + seqlen_k - seqlen_q - j|`.
-        num_splits: parts at most that a single query's cache is divided into between processors, where the kernel
-            divides it; 0: a heuristic.
-        sinks: `[num_heads]` float32, one more score for each head, without a value.
-        k_descale, v_descale: `[num_kv_heads]` float32, by which a cache of 8-bit floats is multiplied.
-        provider: whose kernels; those that `select_provider("auto", …)` finds if not given.
+        num_splits: the most parts into which a single query's cache is split between processors; 0: a heuristic.
+        sinks: `[num_heads]` float32, one more score per head, without a value.
+        k_descale, v_descale: `[num_kv_heads]` float32, factors of a cache of 8-bit floats.
+        provider: the kernels; by default `select_provider("auto", …)`.
 
     Returns:
         `[batch_size, seqlen_q, num_heads, head_dim of v_cache]`, and with `return_softmax_lse` the logarithm of each
@@ -111,68 +113,43 @@ def flash_attn_with_kvcache(
         KernelError: the provider cannot do this; nothing has been stored.
     """
     check_tensor(q, "q", (None, None, None, None))
+    check_new_tokens(k, v, rotary_cos, rotary_sin)
     batch_size, seqlen_q, num_heads, _ = q.shape
     table = sequence_table(k_cache, v_cache, block_table, cache_batch_idx, batch_size, q.device)
     capacity = table.shape[1] * k_cache.shape[1]
-    if cache_seqlens is None and k is not None:
-        raise ValueError("k and v are stored at cache_seqlens, which is not given")
-    if cache_seqlens is None or isinstance(cache_seqlens, int):
-        length = capacity if cache_seqlens is None else cache_seqlens
-        if not 0 <= length <= capacity:
-            raise ValueError(f"cache_seqlens {length} is not within 0 … {capacity}, what the cache holds")
-        cache_seqlens = torch.full((batch_size,), length, dtype=torch.int32, device=q.device)
-    check_tensor(cache_seqlens, "cache_seqlens", (batch_size,), torch.int32, q.device)
+    lengths = cached_lengths(cache_seqlens, batch_size, capacity, q.device)
     num_new = 0
-    if k is not None or v is not None:
-        if k is None or v is None:
-            raise ValueError("k and v go together: only one of them is given")
+    if k is not None and v is not None:
+        if cache_seqlens is None:
+            raise ValueError("cache_seqlens is not given; k and v are stored from there on")
         check_tensor(k, "k", (batch_size, None, *k_cache.shape[2:]), q.dtype, q.device)
         check_tensor(v, "v", (batch_size, k.shape[1], *v_cache.shape[2:]), q.dtype, q.device)
         num_new = k.shape[1]
+    all_lengths = lengths + num_new
     window = window_of(window_size, causal, capacity + seqlen_q)
     leftpad = leftpad_of(cache_leftpad, batch_size, q.device)
     names = ("cache_batch_idx", "row") if block_table is None else ("block_table", "block")
-    counts = torch.full_like(cache_seqlens, seqlen_q)
-    check_numbers(names, counts, cache_seqlens + num_new, num_new, leftpad, window[0], table, k_cache)
+    counts = torch.full_like(lengths, seqlen_q)
+    check_numbers(names, counts, all_lengths, num_new, leftpad, window[0], table, k_cache)
 
-    steps = torch.arange(max(num_new, seqlen_q), device=q.device)
-    positions = cache_seqlens[:, None].long() + steps
-    query = q.flatten(0, 1)
-    rotary = None
-    if rotary_cos is not None or rotary_sin is not None:
-        if k is None:
-            raise ValueError("rotary_cos and rotary_sin turn new keys: give k and v, too")
-        local = window != (-1, -1)
-        turned = positions[:, :seqlen_q] if local else positions[:, :1].expand(-1, seqlen_q)
-        rotary = rotary_of(rotary_cos, rotary_sin, positions[:, :num_new], rotary_interleaved, k)
-        query = rotate(query, rotary_of(rotary_cos, rotary_sin, turned, rotary_interleaved, q))
-    masking, scales = masking_and_scales(
-        q,
-        k_cache,
-        batch_size,
-        softmax_scale,
-        window,
-        softcap,
-        num_splits,
-        alibi_slopes,
-        sinks,
-        k_descale,
-        v_descale,
-    )
-    cu_seqlens_q = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device) * seqlen_q
-    most = capacity if q.is_cuda else min(capacity, int((cache_seqlens + num_new).max()) if batch_size else 0)
-    batch = VarlenBatch(cu_seqlens_q, cache_seqlens + num_new, table, seqlen_q, most, leftpad)
-    new = None
+    query, new = q.flatten(0, 1), None
     if k is not None and v is not None:
+        positions = lengths[:, None].long() + torch.arange(max(num_new, seqlen_q), device=q.device)
+        rotary = rotary_of(rotary_cos, rotary_sin, positions[:, :num_new], rotary_interleaved, k)
+        in_query = positions[:, :1].expand(-1, seqlen_q) if window == (-1, -1) else positions[:, :seqlen_q]
+        query = _rotated(query, rotary_of(rotary_cos, rotary_sin, in_query, rotary_interleaved, q))
         slots = slots_of(table, torch.arange(batch_size, device=q.device)[:, None], positions[:, :num_new], k_cache)
         new = _New(k.flatten(0, 1), v.flatten(0, 1), slots, rotary)
+    masking = masking_of(q, batch_size, softmax_scale, window, softcap, alibi_slopes, sinks)
+    cu_seqlens_q = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device) * seqlen_q
+    most = capacity if q.is_cuda else min(capacity, int(all_lengths.max()) if batch_size else 0)
+    batch = VarlenBatch(cu_seqlens_q, all_lengths, table, seqlen_q, most, leftpad)
+    scales = scales_of(k_cache, k_descale, v_descale)
     out, lse = _store_and_attend(
         provider, query, k_cache, v_cache, new, batch, masking, scales, num_splits, return_softmax_lse
     )
     out = out.unflatten(0, (batch_size, seqlen_q))
-    if lse is None:
-        return out
-    return out, lse.view(batch_size, seqlen_q, num_heads).transpose(1, 2)
+    return out if lse is None else (out, lse.view(batch_size, seqlen_q, num_heads).transpose(1, 2))
 
 
 def varlen_attention(
@@ -203,27 +180,27 @@ def varlen_attention(
     return_softmax_lse: bool = False,
     provider: AttentionProvider | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The same for sequences of different lengths, packed one after the other: chunks of prompts over what is cached of
-    them already, beside decodes.
+    """Attention of a packed batch of sequences of different lengths: chunks of prompts beside decodes.
 
     Args:
         q: `[num_tokens, num_heads, head_dim]`, the last tokens of each sequence.
         cu_seqlens_q: `[num_seqs + 1]` int32, where each sequence's queries begin; the last entry is `num_tokens`.
-        cache_seqlens: `[num_seqs]` int32, tokens of each sequence that are cached when its queries attend: their own
-            included, and those of `k`, `v`.
+        cache_seqlens: `[num_seqs]` int32, cached tokens of each sequence, the queries' own and those of `k`, `v`
+            included.
         block_table: `[num_seqs, max_blocks_per_sequence]` int32. For a contiguous cache of width 1: each sequence's
             row.
-        k, v: `[num_tokens, num_kv_heads, head_dim]`, the queries' own keys and values, if they are to be stored first.
-        max_seqlen_q, max_seqlen_k: bounds for the number of a sequence's queries and cached tokens, if they are known;
-            else looking for them waits for the device.
-        rotary_cos, rotary_sin: `[seqlen_ro, rotary_dim / 2]`; turn `q` and `k` by their positions. Only with `k`, `v`.
+        k, v: `[num_tokens, num_kv_heads, head_dim]`, the queries' own keys and values, to be stored first.
+        max_seqlen_q, max_seqlen_k: upper bounds of a sequence's queries and cached tokens. Without them the call waits
+            for the device to find the maxima.
+        rotary_cos, rotary_sin: `[seqlen_ro, rotary_dim / 2]`; rotate `q` and `k` by their positions. Only with `k`.
 
-    The other arguments, and the errors, are those of `flash_attn_with_kvcache`.
+    Other arguments and errors as in `flash_attn_with_kvcache`.
 
     Returns:
         `[num_tokens, num_heads, head_dim of v_cache]`, and with `return_softmax_lse` `[num_tokens, num_heads]` float32.
     """
     check_tensor(q, "q", (None, None, None))
+    check_new_tokens(k, v, rotary_cos, rotary_sin)
     check_tensor(cache_seqlens, "cache_seqlens", (None,), torch.int32, q.device)
     num_seqs, num_tokens = cache_seqlens.numel(), len(q)
     check_tensor(cu_seqlens_q, "cu_seqlens_q", (num_seqs + 1,), torch.int32, q.device)
@@ -241,28 +218,16 @@ def varlen_attention(
     if k is not None and v is not None:
         check_tensor(k, "k", (num_tokens, *k_cache.shape[2:]), q.dtype, q.device)
         check_tensor(v, "v", (num_tokens, *v_cache.shape[2:]), q.dtype, q.device)
-        if not q.is_cuda and (counts > cache_seqlens).any():
-            raise ValueError(
-                "cache_seqlens counts the tokens of k and v, too: a sequence has more of them than it says"
-            )
         sequence = torch.repeat_interleave(torch.arange(num_seqs, device=q.device), counts, output_size=num_tokens)
         before = (cache_seqlens - cu_seqlens_q[1:]).long()
         positions = torch.arange(num_tokens, device=q.device) + before[sequence]
-        rotary = None
-        if rotary_cos is not None or rotary_sin is not None:
-            rotary = rotary_of(rotary_cos, rotary_sin, positions, rotary_interleaved, k)
-            q = rotate(q, rotary)
+        rotary = rotary_of(rotary_cos, rotary_sin, positions, rotary_interleaved, k)
+        q = _rotated(q, rotary)
         new = _New(k, v, slots_of(table, sequence, positions, k_cache), rotary)
-    elif k is not None or v is not None:
-        raise ValueError("k and v go together: only one of them is given")
-    elif rotary_cos is not None or rotary_sin is not None:
-        raise ValueError("rotary_cos and rotary_sin turn new keys: give k and v, too")
-    masking, scales = masking_and_scales(
-        q, k_cache, num_seqs, softmax_scale, window, softcap, num_splits, alibi_slopes, sinks, k_descale, v_descale
-    )
-    batch = VarlenBatch(
-        cu_seqlens_q.contiguous(), cache_seqlens.contiguous(), table, max_seqlen_q, max_seqlen_k, leftpad
-    )
+    masking = masking_of(q, num_seqs, softmax_scale, window, softcap, alibi_slopes, sinks)
+    starts, lengths = cu_seqlens_q.contiguous(), cache_seqlens.contiguous()
+    batch = VarlenBatch(starts, lengths, table, max_seqlen_q, max_seqlen_k, leftpad)
+    scales = scales_of(k_cache, k_descale, v_descale)
     out, lse = _store_and_attend(
         provider, q, k_cache, v_cache, new, batch, masking, scales, num_splits, return_softmax_lse
     )
@@ -271,12 +236,16 @@ def varlen_attention(
 
 @dataclass(frozen=True, slots=True)
 class _New:
-    """Keys and values `[num_tokens, num_kv_heads, dim]` to be stored, where, and how far the keys are turned."""
+    """Keys and values `[num_tokens, num_kv_heads, dim]` to store, their slots, and the keys' rotation."""
 
     key: torch.Tensor
     value: torch.Tensor
     slots: torch.Tensor
     rotary: Rotary | None
+
+
+def _rotated(query: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+    return query if rotary is None else rotate(query, rotary)
 
 
 def _store_and_attend(
@@ -291,13 +260,13 @@ def _store_and_attend(
     num_splits: int,
     with_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Store what is new and attend, unless the provider cannot: then nothing is stored."""
+    """Store the new tokens and attend. Nothing is stored if the provider cannot attend."""
+    if num_splits < 0:
+        raise ValueError(f"num_splits {num_splits} is below 0")
     provider = provider or _default(query.device)
     lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
     check_attend(query, k_cache, v_cache, batch, masking, lse)
     refuse_unsupported(provider, describe_problem(query, k_cache, v_cache, batch, masking, lse))
-    if new is not None:
-        check_write(new.key, new.value, k_cache, v_cache, new.slots, new.rotary)
     if new is not None:
         provider.write(new.key, new.value, k_cache, v_cache, new.slots, rotary=new.rotary, scales=scales)
     out = provider.attend(query, k_cache, v_cache, batch, masking, scales=scales, lse=lse, num_splits=num_splits)
@@ -305,7 +274,7 @@ def _store_and_attend(
 
 
 def _default(device: torch.device) -> AttentionProvider:
-    """One for each stream: kernels keep what their parts write between launches."""
+    """The "auto" provider of the current stream: kernels keep partial results between launches."""
     return _default_of(device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
 
 

@@ -1,11 +1,8 @@
-"""What an attention provider is, and the checks that all of them share.
-
-Rotary position embedding, for callers of the kernels whose keys are not rotated yet.
-"""
+"""Attention providers: their interface, its values, the argument checks that all share, and rotary embedding."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -15,21 +12,21 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class KernelError(Exception):
-    """A kernel cannot be built, is not available, does not support a shape, or is given a cache that is not there."""
+    """A kernel cannot be built, is not available, does not support a shape, or got a cache without memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class VarlenBatch:
-    """The queries of one step, packed one sequence after the other, and where their keys and values are cached.
+    """The packed queries of one step, and the cached tokens of their sequences.
 
     Attributes:
-        cu_seqlens_q: `[num_seqs + 1]` int32, where each sequence's queries begin; its last entry is their number.
+        cu_seqlens_q: `[num_seqs + 1]` int32, the index of each sequence's first query; the last entry is their number.
         cache_seqlens: `[num_seqs]` int32, cached tokens of each sequence, the queries' own included.
         block_table: `[num_seqs, width]` int32, the sequence's blocks in the cache; entries past its last block are not
             read. In the region view a sequence is one block, its region: the table has width 1.
-        max_seqlen_q, max_seqlen_k: at least the most queries and the most cached tokens of a sequence. Kernels size
-            their grids by them, so that nothing waits for the device.
-        cache_leftpad: `[num_seqs]` int32, the first cached token that counts; `None` for 0 everywhere.
+        max_seqlen_q, max_seqlen_k: upper bounds of a sequence's queries and cached tokens. Kernels size their grids by
+            them, without waiting for the device.
+        cache_leftpad: `[num_seqs]` int32, the first visible cached token; `None` for 0 everywhere.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -57,26 +54,27 @@ class VarlenBatch:
                 raise ValueError(f"{name} must be a contiguous int32 tensor, got {tensor.dtype}")
 
     def to(self, device: torch.device) -> VarlenBatch:
-        """The same batch with its tensors on the device."""
-        return VarlenBatch(
-            self.cu_seqlens_q.to(device, non_blocking=True),
-            self.cache_seqlens.to(device, non_blocking=True),
-            self.block_table.to(device, non_blocking=True),
-            self.max_seqlen_q,
-            self.max_seqlen_k,
-            None if self.cache_leftpad is None else self.cache_leftpad.to(device, non_blocking=True),
-        )
+        """A copy of the batch with its tensors on the device."""
+        tensors = {
+            name: tensor.to(device, non_blocking=True)
+            for name in ("cu_seqlens_q", "cache_seqlens", "block_table", "cache_leftpad")
+            if (tensor := getattr(self, name)) is not None
+        }
+        return replace(self, **tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class Masking:
-    """How scores become weights: `softmax(softcap(q·k·scale) + alibi)` over the visible tokens.
+    """Scores and visibility: weights are `softmax(softcap(q·k·scale) + alibi)` over the visible tokens.
 
-    The last query of a sequence stands at its last cached token. A query at position p sees the cached positions
-    `p - window_left … p + window_right`; a negative window has no end. The default is causal attention. `softcap > 0`
-    replaces a score s by `softcap · tanh(s / softcap)`. `alibi_slopes [num_q_heads]` or `[num_seqs, num_q_heads]`
-    float32 adds `-slope · |p - position|`. `sinks [num_q_heads]` float32 adds one score a head to the denominator,
-    without a value. A query that sees nothing gives zeros.
+    The last query of a sequence has the position of its last cached token. A query that sees nothing gives zeros.
+
+    Attributes:
+        window_left, window_right: a query at position p sees `p - window_left … p + window_right`; negative: no bound.
+            The default is causal attention.
+        softcap: above 0, a score s becomes `softcap · tanh(s / softcap)`.
+        alibi_slopes: `[num_q_heads]` or `[num_seqs, num_q_heads]` float32, adds `-slope · |p - position|`.
+        sinks: `[num_q_heads]` float32, one more score per head in the denominator, without a value.
     """
 
     scale: float
@@ -89,12 +87,12 @@ class Masking:
     def __post_init__(self) -> None:
         for name in ("window_left", "window_right"):
             if getattr(self, name) > MAX_WINDOW:  # kernels add positions in 32 bits
-                raise ValueError(f"{name} {getattr(self, name)} is above {MAX_WINDOW}; -1 is a window without an end")
+                raise ValueError(f"{name} {getattr(self, name)} is above {MAX_WINDOW}; -1 is no bound")
 
 
 @dataclass(frozen=True, slots=True)
 class CacheScales:
-    """What a cache of 8-bit floats holds is `value / scale`: `key`, `value` `[num_kv_heads]` float32."""
+    """Scales `[num_kv_heads]` float32 of a cache of 8-bit floats, which holds `x / scale`."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -102,16 +100,16 @@ class CacheScales:
 
 @dataclass(frozen=True, slots=True)
 class AttentionProblem:
-    """What the choice of a provider depends on.
+    """The properties of a call that decide which provider can take it.
 
     Attributes:
         dtype, cache_dtype: of the queries; of the cache.
         num_blocks, block_tokens: of the cache: blocks, or regions.
-        key_strides, value_strides: of the caches, in elements, the last one left out.
+        key_strides, value_strides: of the caches, in elements, without the last one.
         paged: a sequence may have more than one block.
         decode: no sequence has more than one query.
-        extras: which of "window", "right" (a window that is not causal), "softcap", "alibi", "sinks", "leftpad" and
-            "lse" occur.
+        extras: the features in use, of "window", "right" (a window that is not causal), "softcap", "alibi", "sinks",
+            "leftpad" and "lse".
     """
 
     device_type: str
@@ -131,17 +129,16 @@ class AttentionProblem:
 
 
 class AttentionProvider(Protocol):
-    """Attention over a cache, and the write into it.
+    """Attention over a cache, and writes into it.
 
-    Caches are `[num_blocks, block_tokens, num_kv_heads, dim]` with any strides but 1 for the last. In the block-table
-    view a block is a block; in the region view it is a sequence's region. Their dtype is that of the queries, or one of
-    `FP8_DTYPES`.
+    Caches are `[num_blocks, block_tokens, num_kv_heads, dim]` with any strides but 1 for the last; in the region view a
+    block is a sequence's region. Their dtype is that of the queries, or one of `FP8_DTYPES`.
     """
 
     name: str
 
     def unsupported(self, problem: AttentionProblem) -> str | None:
-        """Why `attend` cannot do this, as a sentence; `None` if it can."""
+        """The reason why `attend` cannot take this, as a sentence; `None` if it can."""
         ...
 
     def write(
@@ -156,7 +153,11 @@ class AttentionProvider(Protocol):
         scales: CacheScales | None = None,
     ) -> None:
         """Store `key`, `value` `[num_tokens, num_kv_heads, dim]` at `slots [num_tokens]` int64, each
-        `block · block_tokens + position within the block`; keys are rotated first where `rotary` says so."""
+        `block · block_tokens + position within the block`; keys are rotated first by `rotary`.
+
+        Raises:
+            ValueError: the tensors do not fit (`check_write`); nothing is stored.
+        """
         ...
 
     def attend(
@@ -171,15 +172,14 @@ class AttentionProvider(Protocol):
         lse: torch.Tensor | None = None,
         num_splits: int = 0,
     ) -> torch.Tensor:
-        """Attention of `query [num_tokens, num_q_heads, key_dim]`; returns `[num_tokens, num_q_heads, value_dim]` of
-        its dtype. No cached token past `cache_seqlens` is read, nor one that no query of its sequence sees: there may
-        be a hole.
+        """Attend with `query [num_tokens, num_q_heads, key_dim]`; returns `[num_tokens, num_q_heads, value_dim]` of its
+        dtype. No cached token is read that no query of its sequence sees: it may be a hole.
 
         Args:
             lse: `[num_tokens, num_q_heads]` float32, contiguous; filled with the logarithm of each softmax's
                 denominator, sinks included, and minus infinity where nothing is visible.
-            num_splits: into how many parts at most a sequence's cache is split between processors, where a kernel
-                splits at all; 0 for a choice of its own.
+            num_splits: the most parts into which a sequence's cache is split between processors; 0: the kernel's
+                choice.
 
         Raises:
             KernelError: `unsupported` gives a reason.
@@ -195,7 +195,7 @@ def describe_problem(
     masking: Masking,
     lse: torch.Tensor | None = None,
 ) -> AttentionProblem:
-    """The problem that a call poses."""
+    """The `AttentionProblem` of a call."""
     extras = {
         "window": masking.window_left >= 0,
         "right": masking.window_right != 0,
@@ -219,7 +219,7 @@ def describe_problem(
         value_strides=value_cache.stride()[:3],
         paged=batch.block_table.shape[1] > 1,
         decode=batch.max_seqlen_q <= 1,
-        extras=frozenset(name for name, there in extras.items() if there),
+        extras=frozenset(name for name, used in extras.items() if used),
     )
 
 
@@ -231,33 +231,26 @@ def check_attend(
     masking: Masking,
     lse: torch.Tensor | None,
 ) -> None:
-    """Raise `ValueError` with the shapes unless they fit together."""
-    if query.ndim != 3 or key_cache.ndim != 4 or value_cache.ndim != 4:
-        shapes = [list(t.shape) for t in (query, key_cache, value_cache)]
+    """Raise `ValueError` unless shapes, dtypes and strides fit together."""
+    _check_caches(key_cache, value_cache)
+    if query.ndim != 3 or query.shape[2] != key_cache.shape[3]:
         raise ValueError(
-            "expected a query [tokens, heads, dim] and caches [blocks, tokens, kv_heads, dim], "
-            f"got {shapes[0]}, {shapes[1]} and {shapes[2]}"
-        )
-    if query.shape[2] != key_cache.shape[3] or key_cache.shape[:3] != value_cache.shape[:3]:
-        raise ValueError(
-            f"query {list(query.shape)}, keys {list(key_cache.shape)}, values {list(value_cache.shape)} do not match"
+            f"query {list(query.shape)} does not match [tokens, heads, dim] of keys {_describe(key_cache)}"
         )
     if 0 in key_cache.shape[1:] or 0 in value_cache.shape[1:]:
         raise ValueError(f"caches {list(key_cache.shape)} and {list(value_cache.shape)} are empty")
-    if query.shape[1] % key_cache.shape[2]:
-        raise ValueError(f"{query.shape[1]} query heads cannot share {key_cache.shape[2]} KV heads evenly")
-    if key_cache.dtype != value_cache.dtype or key_cache.dtype not in (query.dtype, *FP8_DTYPES):
-        raise ValueError(f"dtypes differ: {query.dtype}, {key_cache.dtype}, {value_cache.dtype}")
-    if key_cache.stride(3) != 1 or value_cache.stride(3) != 1:
-        raise ValueError("the caches must have stride 1 along the head")
     num_heads, num_seqs = query.shape[1], batch.cache_seqlens.numel()
+    if num_heads % key_cache.shape[2]:
+        raise ValueError(f"{num_heads} query heads cannot share {key_cache.shape[2]} KV heads evenly")
+    if key_cache.dtype not in (query.dtype, *FP8_DTYPES):
+        raise ValueError(f"queries of {query.dtype} cannot read a cache of {key_cache.dtype}")
     if masking.sinks is not None:
-        _check(masking.sinks, "sinks", (num_heads,))
+        _check_floats(masking.sinks, "sinks", (num_heads,))
     if masking.alibi_slopes is not None:
         shape = (num_heads,) if masking.alibi_slopes.ndim == 1 else (num_seqs, num_heads)
-        _check(masking.alibi_slopes, "alibi_slopes", shape)
+        _check_floats(masking.alibi_slopes, "alibi_slopes", shape)
     if lse is not None:
-        _check(lse, "lse", tuple(query.shape[:2]))
+        _check_floats(lse, "lse", tuple(query.shape[:2]))
 
 
 def check_write(
@@ -268,51 +261,58 @@ def check_write(
     slots: torch.Tensor,
     rotary: Rotary | None,
 ) -> None:
-    """Raise `ValueError` with the shapes unless the new tokens fit the cache."""
+    """Raise `ValueError` unless the new tokens fit the cache."""
+    _check_caches(key_cache, value_cache)
     for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
-        if (
-            new.ndim != 3
-            or cache.ndim != 4
-            or new.shape[1:] != cache.shape[2:]
-            or cache.dtype not in (new.dtype, *FP8_DTYPES)
-        ):
-            raise ValueError(
-                f"{name} {list(new.shape)} {new.dtype} does not fit a cache {list(cache.shape)} {cache.dtype}"
-            )
-        if cache.stride(3) != 1:
-            raise ValueError("the caches must have stride 1 along the head")
-    if key_cache.shape[:3] != value_cache.shape[:3] or (key.dtype, key_cache.dtype) != (value.dtype, value_cache.dtype):
-        raise ValueError(
-            f"keys {key.dtype} into {list(key_cache.shape)} {key_cache.dtype} and values {value.dtype} into "
-            f"{list(value_cache.shape)} {value_cache.dtype} do not go together"
-        )
+        if new.ndim != 3 or new.shape[1:] != cache.shape[2:] or cache.dtype not in (new.dtype, *FP8_DTYPES):
+            raise ValueError(f"{name} {_describe(new)} does not fit a cache {_describe(cache)}")
+    if key.dtype != value.dtype:
+        raise ValueError(f"keys of {key.dtype} and values of {value.dtype} differ in dtype")
     if len(key) != len(value) or slots.shape != key.shape[:1] or slots.dtype != torch.int64 or slots.stride(0) > 1:
         raise ValueError(
-            f"{len(key)} keys and {len(value)} values need as many contiguous int64 slots, got {list(slots.shape)} "
-            f"{slots.dtype} with strides {slots.stride()}"
+            f"{len(key)} keys and {len(value)} values need as many contiguous int64 slots, got {_describe(slots)} with "
+            f"strides {slots.stride()}"
         )
-    if rotary is not None:
-        if rotary.positions.shape != slots.shape or rotary.cos.shape != rotary.sin.shape or rotary.cos.ndim != 2:
-            raise ValueError(
-                f"{len(key)} keys cannot be turned by positions {list(rotary.positions.shape)}, cos "
-                f"{list(rotary.cos.shape)} and sin {list(rotary.sin.shape)}"
-            )
-        if 2 * rotary.cos.shape[1] > key.shape[2]:
-            raise ValueError(f"{2 * rotary.cos.shape[1]} dimensions are to be turned, keys have {key.shape[2]}")
+    if rotary is None:
+        return
+    if rotary.positions.shape != slots.shape or rotary.cos.shape != rotary.sin.shape or rotary.cos.ndim != 2:
+        shapes = ", ".join(str(list(x.shape)) for x in (rotary.positions, rotary.cos, rotary.sin))
+        raise ValueError(f"{len(key)} keys cannot be rotated by positions, cos and sin of shapes {shapes}")
+    if 2 * rotary.cos.shape[1] > key.shape[2]:
+        raise ValueError(f"cannot rotate {2 * rotary.cos.shape[1]} dimensions of keys that have {key.shape[2]}")
+
+
+def _check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+    if key_cache.ndim != 4 or value_cache.ndim != 4:
+        shapes = f"{list(key_cache.shape)} and {list(value_cache.shape)}"
+        raise ValueError(f"caches must be [blocks, tokens, kv_heads, dim], got {shapes}")
+    if key_cache.shape[:3] != value_cache.shape[:3] or key_cache.dtype != value_cache.dtype:
+        raise ValueError(f"caches of keys {_describe(key_cache)} and of values {_describe(value_cache)} do not match")
+    if key_cache.stride(3) != 1 or value_cache.stride(3) != 1:
+        raise ValueError("the caches must have stride 1 along the head")
+
+
+def _check_floats(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():
+        raise ValueError(f"{name} must be a contiguous float32 tensor {list(shape)}, got {_describe(tensor)}")
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype}"
 
 
 def refuse_unsupported(provider: AttentionProvider, problem: AttentionProblem) -> None:
-    """Raise `KernelError` if the provider says why it cannot do this."""
+    """Raise `KernelError` with the provider's reason if it does not support the problem."""
     reason = provider.unsupported(problem)
     if reason is not None:
-        raise KernelError(f"attention {provider.name} cannot do this: {reason}")
+        raise KernelError(f"attention provider {provider.name} does not support this call: {reason}")
 
 
 def as_cached(
     key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, scales: CacheScales | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values `[num_tokens, num_kv_heads, dim]` as a cache of that dtype holds them: divided by the scales and
-    clipped if that is one of `FP8_DTYPES`."""
+    """Convert keys and values `[num_tokens, num_kv_heads, dim]` for a cache of that dtype: 8-bit floats are divided by
+    the scales and clipped."""
     if dtype not in FP8_DTYPES:
         return key, value
     if scales is not None:
@@ -321,20 +321,13 @@ def as_cached(
     return key.float().clamp(-limit, limit).to(dtype), value.float().clamp(-limit, limit).to(dtype)
 
 
-def _check(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} must be a contiguous float32 tensor {list(shape)}, got {list(tensor.shape)} {tensor.dtype}"
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Which angle each of some tokens is turned by (RoFormer §3.2.2).
+    """Rotary embedding of some tokens (RoFormer §3.2.2).
 
     Attributes:
-        cos, sin: `[num_positions, rotary_dim / 2]`; dimensions from `rotary_dim` on are left as they are.
-        positions: `[num_tokens]` int64, a row of `cos` for each token.
+        cos, sin: `[num_positions, rotary_dim / 2]`; dimensions from `rotary_dim` on are unchanged.
+        positions: `[num_tokens]` int64, each token's row of `cos` and `sin`.
         interleaved: pairs are the dimensions 0 and 1, 2 and 3, …; else 0 and rotary_dim / 2, … (GPT-NeoX).
     """
 
@@ -345,15 +338,12 @@ class Rotary:
 
 
 def rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """`x [num_tokens, num_heads, dim]` rotated, in float32 (or float64) and rounded once."""
+    """Rotate `x [num_tokens, num_heads, dim]` in float32 (or float64); round once."""
     compute = torch.promote_types(x.dtype, torch.float32)
     cos, sin = (table[rotary.positions][:, None].to(compute) for table in (rotary.cos, rotary.sin))
     half = cos.shape[-1]
-    turned = x[..., : 2 * half].to(compute)
-    if rotary.interleaved:
-        first, second = turned[..., 0::2], turned[..., 1::2]
-    else:
-        first, second = turned[..., :half], turned[..., half:]
+    pairs = x[..., : 2 * half].to(compute)
+    first, second = (pairs[..., 0::2], pairs[..., 1::2]) if rotary.interleaved else pairs.split(half, dim=-1)
     parts = (first * cos - second * sin, first * sin + second * cos)
-    turned = torch.stack(parts, dim=-1).flatten(-2) if rotary.interleaved else torch.cat(parts, dim=-1)
-    return torch.cat([turned.to(x.dtype), x[..., 2 * half :]], dim=-1)
+    rotated = torch.stack(parts, dim=-1).flatten(-2) if rotary.interleaved else torch.cat(parts, dim=-1)
+    return torch.cat([rotated.to(x.dtype), x[..., 2 * half :]], dim=-1)

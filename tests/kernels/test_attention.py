@@ -208,12 +208,18 @@ def test_wrong_writes_are_named_and_nothing_is_stored() -> None:
     turns = torch.zeros(9, 8)
     for wrong, message in (
         ({"key": torch.zeros(3, 2, 16)}, r"key \[3, 2, 16\]"),
-        ({"value": torch.zeros(3, 2, 32).bfloat16(), "value_cache": torch.zeros(4, 8, 2, 32).bfloat16()}, "together"),
-        ({"value_cache": torch.zeros(8, 4, 2, 32)}, "together"),
+        ({"value_cache": torch.zeros(4, 8, 2, 32).bfloat16()}, r"\[4, 8, 2, 32\] torch.bfloat16 do not match"),
+        ({"value_cache": torch.zeros(8, 4, 2, 32)}, r"of values \[8, 4, 2, 32\] .* do not match"),
+        ({"value": torch.zeros(3, 2, 32).bfloat16()}, r"value \[3, 2, 32\] torch.bfloat16 does not fit"),
         ({"value_cache": torch.zeros(4, 8, 32, 2).transpose(2, 3)}, "stride 1"),
+        (
+            {name: torch.zeros(4, 8, 2, 32, dtype=torch.float8_e5m2) for name in ("key_cache", "value_cache")}
+            | {"value": torch.zeros(3, 2, 32).half()},
+            "keys of torch.float32 and values of torch.float16",
+        ),
         ({"slots": torch.arange(6)[::2]}, "contiguous int64 slots"),
         ({"slots": torch.arange(2)}, "3 keys"),
-        ({"rotary": Rotary(turns, turns, torch.arange(2), True)}, "turned by positions"),
+        ({"rotary": Rotary(turns, turns, torch.arange(2), True)}, "rotated by positions"),
         ({"rotary": Rotary(torch.zeros(9, 17), torch.zeros(9, 17), torch.arange(3), True)}, "34 dimensions"),
     ):
         for name in ("cpu", "reference"):

@@ -1,11 +1,11 @@
-"""Copying blocks of a cache: for copy-on-write, and to and from where swaps are staged."""
+"""Block copies, for copy-on-write and for staging swaps."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib
 import logging
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
@@ -17,48 +17,26 @@ logger = logging.getLogger(__name__)
 _POINTER, _INT64 = ctypes.c_void_p, ctypes.c_int64
 
 
-class CopyBlocks(Protocol):
-    """`target[target_rows[i]] = source[source_rows[i]]` for every i, in one pass.
-
-    `source`, `target` `[num_blocks, words]` int64 with adjacent words and any row stride; they may be the same tensor
-    if no row is read that is written. `source_rows`, `target_rows` `[n]` int64 on the same device, not checked against
-    the number of blocks.
-
-    Raises:
-        ValueError: the tensors are not that.
-    """
-
-    def __call__(
-        self, source: torch.Tensor, target: torch.Tensor, source_rows: torch.Tensor, target_rows: torch.Tensor
-    ) -> None: ...
+# (source, target, source rows, target rows): `target[target_rows[i]] = source[source_rows[i]]` for every i.
+# Tensors `[num_blocks, words]` int64 with adjacent words and any row stride; they may be the same tensor if no row is
+# both read and written. Rows `[n]` int64 on the same device, contiguous, not checked against the number of blocks.
+CopyBlocks = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
-def select_block_copy(device: torch.device) -> CopyBlocks:
-    """The fastest copy for the device: Triton's, the CPU's, or by torch's indexing where the other is not to be had."""
+def select_block_copy(device: torch.device) -> CopyBlocks | None:
+    """The one-pass copy for the device, Triton's or the CPU's; `None` without Triton or a compiler."""
     try:
         if device.type == "cpu":
             return CpuBlockCopy()
         copy: CopyBlocks = importlib.import_module("kernels.triton.copy").copy_blocks
         return copy
     except (KernelError, ImportError) as error:
-        logger.warning("blocks are copied by indexing, in two passes: %s", error)
-        return copy_by_index
-
-
-def copy_by_index(
-    source: torch.Tensor, target: torch.Tensor, source_rows: torch.Tensor, target_rows: torch.Tensor
-) -> None:
-    """`CopyBlocks` in plain torch."""
-    check_copy(source, target, source_rows, target_rows)
-    target.index_copy_(0, target_rows, source.index_select(0, source_rows))
+        logger.warning("no one-pass block copy; blocks are copied by indexing, in two passes: %s", error)
+        return None
 
 
 class CpuBlockCopy:
-    """`CopyBlocks` by all processors (`csrc/copy.cpp`).
-
-    Raises:
-        KernelError: there is no compiler, or it failed.
-    """
+    """`CopyBlocks` on all processors (`csrc/copy.cpp`). Raises `KernelError` if it cannot be compiled."""
 
     def __init__(self) -> None:
         self._library = load_library("copy")
@@ -91,7 +69,7 @@ class _CopyCall(ctypes.Structure):
 def check_copy(
     source: torch.Tensor, target: torch.Tensor, source_rows: torch.Tensor, target_rows: torch.Tensor
 ) -> None:
-    """Raise `ValueError` unless the tensors are what `CopyBlocks` takes."""
+    """Raise `ValueError` unless the tensors fit `CopyBlocks`."""
     for name, blocks in (("source", source), ("target", target)):
         if blocks.ndim != 2 or blocks.dtype != torch.int64 or (blocks.shape[1] > 1 and blocks.stride(1) != 1):
             raise ValueError(

@@ -91,10 +91,10 @@ CopyBlocks = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], 
 _STAGING_BYTES = 64 << 20
 
 
-def copy_by_index(
+def _copy_by_index(
     source: torch.Tensor, target: torch.Tensor, source_rows: torch.Tensor, target_rows: torch.Tensor
 ) -> None:
-    """`CopyBlocks` in plain torch, through a copy between. `kernels`, which this package may not import, has better."""
+    """`CopyBlocks` in plain torch, in two passes."""
     target.index_copy_(0, target_rows, source.index_select(0, source_rows))
 
 
@@ -159,12 +159,12 @@ class LocalContents:
     steps, from and to pinned memory.
 
     Args:
-        copy_blocks: how blocks are copied, gathered and scattered.
+        copy_blocks: copies, gathers and scatters blocks; by default torch's indexing, in two passes.
     """
 
-    def __init__(self, tensors: CacheTensors, copy_blocks: CopyBlocks = copy_by_index) -> None:
+    def __init__(self, tensors: CacheTensors, copy_blocks: CopyBlocks | None = None) -> None:
         self._tensors = tensors
-        self._copy_blocks = copy_blocks
+        self._copy_blocks = copy_blocks or _copy_by_index
         self._stream: torch.cuda.Stream | None = None
         self._saved: dict[int, tuple[int, list[torch.Tensor]]] = {}  # key → group, of each home [num_rows, words]
 

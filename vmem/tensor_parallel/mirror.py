@@ -32,7 +32,7 @@ from vmem.tensor_parallel.orders import (
     pack,
     unpack,
 )
-from vmem.tensors import BlockContents, CacheTensors, CopyBlocks, LocalContents, copy_by_index
+from vmem.tensors import BlockContents, CacheTensors, CopyBlocks, LocalContents
 
 
 class _PeersOfOneMemory:
@@ -313,7 +313,7 @@ def mirror(
     *,
     capacity_bytes: int,
     headroom_bytes: int = 0,
-    copy_blocks: CopyBlocks = copy_by_index,
+    copy_blocks: CopyBlocks | None = None,
 ) -> tuple[Backend, Callable[[CacheTensors], BlockContents]]:
     """What `KVMemory` works on: this rank's memory alone, or that of all ranks. Raises `MapError`."""
     if peers is None:

@@ -1,4 +1,4 @@
-"""Attention over cached keys and values. Knows nothing of pages, requests or Ray: tensors in, tensors out."""
+"""Attention over a KV cache, block copies and CPU products: tensors in, tensors out."""
 
 from kernels.attention import flash_attn_with_kvcache, varlen_attention
 from kernels.blocks import CopyBlocks, select_block_copy

@@ -1,9 +1,11 @@
-"""Attention in plain torch, each sequence's keys and values gathered first: slow, and simple enough to be believed.
+"""Reference attention in plain torch, and torch's own attention for machines without a compiler.
 
-The provider for machines without a compiler: torch's own attention.
+Both gather each sequence's keys and values first: slow, and simple enough to be believed.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
@@ -21,8 +23,28 @@ from kernels.provider import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """One sequence of a batch, its visible keys and values gathered.
+
+    Attributes:
+        query: `[num_queries, num_q_heads, key_dim]`.
+        key, value: `[num_cached, num_kv_heads, dim]`.
+        mask: `[num_queries, num_cached]` bool, true where a query sees a token.
+        bias: `[num_q_heads, num_queries, num_cached]`, added to the scores.
+        lse: `[num_queries, num_q_heads]` float32, to be filled.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor
+    bias: torch.Tensor | None
+    lse: torch.Tensor | None
+
+
 class GatherProvider:
-    """Write by index, and walk the sequences of a batch one by one; a subclass attends for one."""
+    """Write by index, and attend sequence by sequence; a subclass attends for one."""
 
     name: str
 
@@ -71,33 +93,21 @@ class GatherProvider:
                 continue
             key, value = (_gather(cache, batch.block_table[i], begin, end) for cache in (key_cache, value_cache))
             if key.dtype != query.dtype:
-                key, value = (_dequantize(x, s, query.dtype) for x, s in zip((key, value), _pair(scales), strict=True))
-            mask = visible(num_queries, lengths[i], begin, end, masking, query.device)
-            slopes = masking.alibi_slopes
+                key = _dequantize(key, None if scales is None else scales.key, query.dtype)
+                value = _dequantize(value, None if scales is None else scales.value, query.dtype)
+            positions = torch.arange(end - num_queries, end, device=query.device)
+            distance = positions[:, None] - torch.arange(begin, end, device=query.device)
             bias = None
-            if slopes is not None:
-                distance = _positions(num_queries, lengths[i], query.device)[:, None] - torch.arange(
-                    begin, end, device=query.device
-                )
+            if (slopes := masking.alibi_slopes) is not None:
                 bias = -(slopes if slopes.ndim == 1 else slopes[i])[:, None, None] * distance.abs()
-            out[rows] = self.attend_one(
-                query[rows], key, value, mask, bias, masking, None if lse is None else lse[rows]
-            )
+            rows_lse = None if lse is None else lse[rows]
+            sequence = Gathered(query[rows], key, value, _visible(distance, masking), bias, rows_lse)
+            out[rows] = self.attend_one(sequence, masking)
         return out
 
-    def attend_one(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor,
-        bias: torch.Tensor | None,
-        masking: Masking,
-        lse: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """`[q, heads, dim]` against `[cached, kv_heads, dim]`, where `mask [q, cached]` says, with a bias `[heads, q,
-        cached]` on the scores."""
-        raise AssertionError("a provider defines this")
+    def attend_one(self, sequence: Gathered, masking: Masking) -> torch.Tensor:
+        """Attention of one sequence, `[num_queries, num_q_heads, value_dim]`."""
+        raise NotImplementedError
 
 
 class ReferenceProvider(GatherProvider):
@@ -105,35 +115,54 @@ class ReferenceProvider(GatherProvider):
 
     name = "reference"
 
-    def attend_one(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor,
-        bias: torch.Tensor | None,
-        masking: Masking,
-        lse: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend_one(self, sequence: Gathered, masking: Masking) -> torch.Tensor:
+        query, mask = sequence.query, sequence.mask
         compute = torch.promote_types(query.dtype, torch.float32)
-        group_size = query.shape[1] // key.shape[1]
-        keys = key.to(compute).repeat_interleave(group_size, dim=1)
-        values = value.to(compute).repeat_interleave(group_size, dim=1)
+        group_size = query.shape[1] // sequence.key.shape[1]
+        keys = sequence.key.to(compute).repeat_interleave(group_size, dim=1)
+        values = sequence.value.to(compute).repeat_interleave(group_size, dim=1)
         scores = torch.einsum("qhd,khd->hqk", query.to(compute), keys) * masking.scale
         if masking.softcap > 0:
             scores = masking.softcap * torch.tanh(scores / masking.softcap)
-        if bias is not None:
-            scores = scores + bias
+        if sequence.bias is not None:
+            scores = scores + sequence.bias
         scores = scores.masked_fill(~mask, -torch.inf)
         if masking.sinks is not None:
-            sinks = masking.sinks.to(compute)[:, None, None].expand(-1, query.shape[0], 1)
+            sinks = masking.sinks.to(compute)[:, None, None].expand(-1, len(query), 1)
             scores = torch.cat([scores, sinks], dim=-1)
         total = scores.logsumexp(dim=-1, keepdim=True)
         blind = ~mask.any(dim=1)
-        weights = (scores - total).exp()[..., : key.shape[0]].masked_fill(blind[:, None], 0.0)
-        if lse is not None:
-            lse.copy_(total[..., 0].T.masked_fill(blind[:, None], -torch.inf))
+        weights = (scores - total).exp()[..., : len(keys)].masked_fill(blind[:, None], 0.0)
+        if sequence.lse is not None:
+            sequence.lse.copy_(total[..., 0].T.masked_fill(blind[:, None], -torch.inf))
         return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
+
+
+class SdpaProvider(ReferenceProvider):
+    """torch's scaled_dot_product_attention, one call per sequence, grouped heads folded into the query rows.
+
+    Folding is exact and several times faster than `enable_gqa` on CPUs. SDPA has no softcap, ALiBi, sinks or logarithm
+    of the denominator; calls with these are computed by the reference.
+    """
+
+    name = "sdpa"
+
+    def attend_one(self, sequence: Gathered, masking: Masking) -> torch.Tensor:
+        if masking.softcap > 0 or masking.sinks is not None or sequence.bias is not None or sequence.lse is not None:
+            return super().attend_one(sequence, masking)
+        query, key, value = sequence.query, sequence.key, sequence.value
+        (num_queries, num_heads, dim), num_kv_heads = query.shape, key.shape[1]
+        group_size = num_heads // num_kv_heads
+        folded = query.view(num_queries, num_kv_heads, group_size, dim).permute(1, 2, 0, 3)
+        folded = folded.reshape(1, num_kv_heads, group_size * num_queries, dim)
+        # A single query sees all gathered tokens.
+        mask = None if num_queries == 1 else sequence.mask.repeat(group_size, 1)
+        out = functional.scaled_dot_product_attention(
+            folded, key.transpose(0, 1)[None], value.transpose(0, 1)[None], attn_mask=mask, scale=masking.scale
+        )
+        out = out.view(num_kv_heads, group_size, num_queries, value.shape[2]).permute(2, 0, 1, 3)
+        out = out.reshape(num_queries, num_heads, value.shape[2])
+        return out if mask is None else out.masked_fill(~sequence.mask.any(dim=1)[:, None, None], 0.0)
 
 
 def write_by_index(
@@ -153,31 +182,22 @@ def write_by_index(
 
 
 def first_visible(num_queries: int, num_cached: int, leftpad: int, masking: Masking) -> int:
-    """The cached token before which no query sees any."""
+    """The first cached token that some query sees."""
     return leftpad if masking.window_left < 0 else max(leftpad, num_cached - num_queries - masking.window_left)
 
 
-def visible(
-    num_queries: int, num_cached: int, begin: int, end: int, masking: Masking, device: torch.device
-) -> torch.Tensor:
-    """Which of the cached tokens `begin … end - 1` each of the last `num_queries` positions sees: bool
-    `[num_queries, end - begin]`."""
-    query_positions = _positions(num_queries, num_cached, device)[:, None]
-    cached_positions = torch.arange(begin, end, device=device)
-    mask = torch.ones(num_queries, end - begin, dtype=torch.bool, device=device)
+def _visible(distance: torch.Tensor, masking: Masking) -> torch.Tensor:
+    """Visibility by `distance`, the query's position minus the cached token's."""
+    mask = torch.ones_like(distance, dtype=torch.bool)
     if masking.window_right >= 0:
-        mask &= cached_positions <= query_positions + masking.window_right
+        mask &= distance >= -masking.window_right
     if masking.window_left >= 0:
-        mask &= cached_positions >= query_positions - masking.window_left
+        mask &= distance <= masking.window_left
     return mask
 
 
-def _positions(num_queries: int, num_cached: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(num_cached - num_queries, num_cached, device=device)
-
-
 def _gather(cache: torch.Tensor, table: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """Cached tokens `begin … end - 1` of a sequence, `[num_tokens, num_kv_heads, dim]`; no others are read."""
+    """Read only the cached tokens `begin … end - 1` of a sequence, `[num_tokens, num_kv_heads, dim]`."""
     block_tokens = cache.shape[1]
     if table.numel() == 1:
         return cache[int(table[0]), begin:end]
@@ -191,48 +211,3 @@ def _gather(cache: torch.Tensor, table: torch.Tensor, begin: int, end: int) -> t
 def _dequantize(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     wide = x.to(torch.float32)
     return (wide if scale is None else wide * scale[:, None]).to(dtype)
-
-
-def _pair(scales: CacheScales | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return (None, None) if scales is None else (scales.key, scales.value)
-
-
-class SdpaProvider(GatherProvider):
-    """torch's scaled_dot_product_attention, one call a sequence, grouped heads folded into the query rows.
-
-    Folding is exact and several times faster than `enable_gqa` on CPUs. Softcap, ALiBi, sinks and the logarithm of the
-    denominator are beyond SDPA and take the reference's way.
-    """
-
-    name = "sdpa"
-
-    def __init__(self) -> None:
-        self._reference = ReferenceProvider()
-
-    def attend_one(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor,
-        bias: torch.Tensor | None,
-        masking: Masking,
-        lse: torch.Tensor | None,
-    ) -> torch.Tensor:
-        num_queries, num_heads, dim = query.shape
-        if masking.softcap > 0 or masking.sinks is not None or bias is not None or lse is not None:
-            return self._reference.attend_one(query, key, value, mask, bias, masking, lse)
-        num_kv_heads = key.shape[1]
-        group_size = num_heads // num_kv_heads
-        folded = query.view(num_queries, num_kv_heads, group_size, dim).permute(1, 2, 0, 3)
-        folded = folded.reshape(1, num_kv_heads, group_size * num_queries, dim)
-        # One query sees all that was gathered.
-        attn_mask = None if num_queries == 1 else mask.repeat(group_size, 1)
-        out = functional.scaled_dot_product_attention(
-            folded, key.transpose(0, 1)[None], value.transpose(0, 1)[None], attn_mask=attn_mask, scale=masking.scale
-        )
-        out = out.view(num_kv_heads, group_size, num_queries, value.shape[2]).permute(2, 0, 1, 3)
-        out = out.reshape(num_queries, num_heads, value.shape[2])
-        if num_queries > 1:
-            out = out.masked_fill(~mask.any(dim=1)[:, None, None], 0.0)
-        return out

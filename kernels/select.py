@@ -1,4 +1,4 @@
-"""Which attention provider to use: a table by device and phase, asked for each new shape."""
+"""Choice of an attention provider: a table by device and phase, consulted for each new shape."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from kernels.provider import (
     CacheScales,
     KernelError,
     Masking,
-    Rotary,
     VarlenBatch,
     describe_problem,
 )
 
 logger = logging.getLogger(__name__)
 
-# Where each provider is; nothing of it is imported before somebody wants it.
+# Module and class of each provider, imported on first use.
 _CLASSES = {
     "cpu": ("kernels.cpu.provider", "CpuProvider"),
     "triton": ("kernels.triton.provider", "TritonProvider"),
@@ -29,14 +28,14 @@ _CLASSES = {
     "sdpa": ("kernels.reference", "SdpaProvider"),
     "reference": ("kernels.reference", "ReferenceProvider"),
 }
-_DEVICES = {  # the others run anywhere
+_DEVICES = {  # the others run on any device
     "cpu": ("cpu",),
     "triton": ("cuda",),
     "torch-flash": ("cuda",),
 }
-# What "auto" tries, best first, by device and by whether every sequence has one query. On CUDA the order is not
-# measured yet: Triton decodes because it reads any block size and interleaved caches, torch's flash attention prefills
-# because it is the one that Triton would have to equal.
+# Order in which "auto" tries providers, by device and by whether the batch only decodes. On CUDA the order is not
+# measured yet. Triton decodes because it reads any block size and interleaved caches; torch's flash attention prefills
+# because it is the baseline for Triton.
 _PREFERENCE: Mapping[tuple[str, bool], Sequence[str]] = {
     ("cpu", True): ("cpu", "sdpa", "reference"),
     ("cpu", False): ("cpu", "sdpa", "reference"),
@@ -48,7 +47,7 @@ PROVIDERS = ("auto", *_CLASSES)
 
 
 def select_provider(name: str, device: torch.device) -> AttentionProvider:
-    """The provider called `name`; with "auto" one that asks the table for each shape.
+    """The provider called `name`; "auto" chooses by shape.
 
     Raises:
         KernelError: the name is unknown, or that provider cannot run here.
@@ -64,13 +63,10 @@ def select_provider(name: str, device: torch.device) -> AttentionProvider:
 
 
 class AutoProvider:
-    """Takes, for each shape, the first provider of the table that is there and supports it; says once what it takes.
-
-    Args:
-        device_type: "cpu" or "cuda".
+    """For each shape, the first available provider of the table that supports it. Logs the choice once per shape.
 
     Raises:
-        KernelError: it is neither.
+        KernelError: `device_type` is neither "cpu" nor "cuda".
     """
 
     name = "auto"
@@ -80,14 +76,19 @@ class AutoProvider:
         self._available: dict[str, AttentionProvider] = {}
         orders = [order for (device, _), order in _PREFERENCE.items() if device == device_type]
         if not orders:
-            raise KernelError(f"there is no attention for {device_type}; choose reference or sdpa by name")
+            raise KernelError(f"attention auto does not know the device {device_type}; choose reference or sdpa")
         for name in dict.fromkeys(name for order in orders for name in order):
             try:
                 self._available[name] = _make(name)
             except KernelError as error:
                 first = any(order[0] == name for order in orders)
-                logger.log(logging.WARNING if first else logging.DEBUG, "no attention %s: %s", name, error)
-        self._writer = next(iter(self._available.values()))
+                logger.log(
+                    logging.WARNING if first else logging.DEBUG,
+                    "attention provider %s is not available: %s",
+                    name,
+                    error,
+                )
+        self.write = next(iter(self._available.values())).write
         self._chosen: dict[AttentionProblem, AttentionProvider] = {}
 
     def unsupported(self, problem: AttentionProblem) -> str | None:
@@ -99,19 +100,6 @@ class AutoProvider:
                     return None
                 reasons.append(f"{name}: {reason}")
         return "; ".join(reasons)
-
-    def write(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slots: torch.Tensor,
-        *,
-        rotary: Rotary | None = None,
-        scales: CacheScales | None = None,
-    ) -> None:
-        self._writer.write(key, value, key_cache, value_cache, slots, rotary=rotary, scales=scales)
 
     def attend(
         self,
@@ -132,19 +120,19 @@ class AutoProvider:
         )
 
     def _choose(self, problem: AttentionProblem) -> AttentionProvider:
-        """The first that can; a warning if it is not the first of the table."""
+        """Choose the first provider that supports the problem, with a warning if it is slow."""
         for name in _PREFERENCE[self._device_type, problem.decode]:
             provider = self._available.get(name)
             if provider is not None and provider.unsupported(problem) is None:
                 break
         else:
-            raise KernelError(f"no attention for this: {self.unsupported(problem)}")
+            raise KernelError(f"no attention provider supports this call: {self.unsupported(problem)}")
         first = next(iter(self._available))
         reason = self._available[first].unsupported(problem)
         if reason is not None and name in ("sdpa", "reference"):
-            logger.warning("attention goes through %s, many times slower than %s: %s", name, first, reason)
+            logger.warning("attention falls back to %s, many times slower than %s: %s", name, first, reason)
         else:
-            logger.debug("attention %s for %s", name, problem)
+            logger.debug("attention provider %s for %s", name, problem)
         self._chosen[problem] = provider
         return provider
 

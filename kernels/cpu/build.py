@@ -1,7 +1,7 @@
-"""C++ kernels, compiled for this machine's processor when they are first used.
+"""Build of the C++ kernels: compile for this machine's processor on first use, and load.
 
-The libraries need no torch headers and share torch's OpenMP runtime (torch is imported before they are loaded), so
-`torch.set_num_threads` governs them.
+The libraries need no torch headers. They share torch's OpenMP runtime, because torch is imported before they are
+loaded; so `torch.set_num_threads` governs them.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ logger = logging.getLogger(__name__)
 _FOLDER = Path(__file__).parent / "csrc"
 # No -ffast-math: linked into a library it sets flush-to-zero for the whole process.
 _FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC"]
-# What the C++ side calls each dtype.
+# Numbers of the dtypes in C++.
 CPP_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 @cache
 def load_library(name: str, march: str = "native") -> ctypes.CDLL:
-    """The library of `csrc/<name>.cpp`, compiled unless this source, compiler and processor have met before.
+    """The library of `csrc/<name>.cpp`, compiled unless it is cached for this source, compiler and processor.
 
     Args:
-        march: the processor it is for, as the compiler names it.
+        march: the compiler's name of the processor.
 
     Raises:
-        KernelError: there is no compiler, it failed, or the folder for what it makes does not do.
+        KernelError: there is no compiler, it failed, or the cache folder cannot be used.
     """
     source = _FOLDER / f"{name}.cpp"
     try:
         return ctypes.CDLL(str(_build(source, march)))
     except (OSError, subprocess.SubprocessError) as error:
-        where = f"compiled in {_cache()}; set XDG_CACHE_HOME to another folder"
-        raise KernelError(f"{source.name} cannot be {where}: {error}") from error
+        raise KernelError(
+            f"{source.name} cannot be compiled in {_cache()}: {error}; set XDG_CACHE_HOME to another folder"
+        ) from error
 
 
 def _build(source: Path, march: str) -> Path:
@@ -69,7 +70,7 @@ def _build(source: Path, march: str) -> Path:
         )
         if result.returncode:
             raise KernelError(f"{compiler} failed on {source.name}:\n{result.stderr[-2000:]}")
-        built.replace(library)  # atomic: another process may be building the same one
+        built.replace(library)  # atomic: another process may be building the same library
     return library
 
 
@@ -77,12 +78,16 @@ def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "folio"
 
 
+def address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 def has_matrix_tiles() -> bool:
-    """Whether the processor multiplies bfloat16 matrices in tiles (AMX), several times faster than in vectors."""
+    """True if the processor multiplies bfloat16 matrices in tiles (AMX), several times faster than in vectors."""
     return "amx_bf16" in _cpu_flags().split()
 
 
 def _cpu_flags() -> str:
-    """What `-march=native` depends on."""
+    """The processor's features, on which `-march=native` depends."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,4 +1,4 @@
-"""Row-wise operations of a layer in one pass each, on the CPU (`csrc/elementwise.cpp`)."""
+"""Row-wise operations of a layer on the CPU, in one pass each (`csrc/elementwise.cpp`)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, 
 
 
 class CpuElementwise:
-    """float32, bfloat16 and float16; computes in float32 and rounds once.
+    """RMS norm, gated SiLU and rotary embedding in float32, bfloat16 and float16, rounded once from float32.
 
     Raises:
-        KernelError: there is no compiler, or it failed.
+        KernelError: the library cannot be compiled.
     """
 
     def __init__(self) -> None:
@@ -35,27 +35,28 @@ class CpuElementwise:
         if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
             raise ValueError(f"weight {list(weight.shape)} {weight.dtype} for x {list(x.shape)} {x.dtype}")
         x = x.contiguous()
-        out = torch.empty_like(x)
-        size = x.shape[-1]
-        rows = x.numel() // size
-        dtype = CPP_DTYPES[x.dtype]
-        self._rms_norm(dtype, x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, eps, offset)
+        out, size = torch.empty_like(x), x.shape[-1]
+        pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+        self._rms_norm(CPP_DTYPES[x.dtype], *pointers, x.numel() // size, size, eps, offset)
         return out
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`silu(gate) * up` of `gate_up [..., 2 * size]`, gates first; returns `[..., size]`."""
         if gate_up.shape[-1] % 2:
-            raise ValueError(f"the last dimension of {list(gate_up.shape)} must hold gates and ups, an even number")
+            raise ValueError(f"the last dimension of {list(gate_up.shape)} must be even: gates, then ups")
         gate_up = gate_up.contiguous()
         size = gate_up.shape[-1] // 2
         out = gate_up.new_empty(*gate_up.shape[:-1], size)
-        rows = out.numel() // size
-        self._silu_mul(CPP_DTYPES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), rows, size)
+        self._silu_mul(CPP_DTYPES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), out.numel() // size, size)
         return out
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Rotary positions, in place: `x [rows, heads, head_dim]` with stride 1 along the head; `cos`, `sin`
-        `[..., rows, dim]` of its dtype, for the first `dim` elements of each head, pairs half of that apart."""
+        """Rotate the first `dim` elements of each head in place, pairs `dim / 2` apart.
+
+        Args:
+            x: `[rows, heads, head_dim]`, stride 1 along the head.
+            cos, sin: `[..., rows, dim]` of its dtype.
+        """
         rows, heads, head_dim = x.shape
         dim = cos.shape[-1]
         if cos.shape != sin.shape or cos.numel() != rows * dim or dim > head_dim or dim % 2:
@@ -63,5 +64,5 @@ class CpuElementwise:
         if cos.dtype != x.dtype or sin.dtype != x.dtype or x.stride(2) != 1:
             raise ValueError(f"cos {cos.dtype} and sin {sin.dtype} for x {x.dtype} with strides {x.stride()}")
         cos, sin = cos.contiguous(), sin.contiguous()
-        dtype = CPP_DTYPES[x.dtype]
-        self._rotate(dtype, x.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, heads, dim, x.stride(0), x.stride(1))
+        pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr()
+        self._rotate(CPP_DTYPES[x.dtype], *pointers, rows, heads, dim, x.stride(0), x.stride(1))

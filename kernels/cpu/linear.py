@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu.build import CPP_DTYPES, load_library
+from kernels.cpu.build import CPP_DTYPES, address, load_library
 from kernels.provider import KernelError
 
 _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -21,10 +21,10 @@ _NEEDS = {torch.float32: "AVX-512", torch.bfloat16: "AVX-512 BF16"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """A weight `[outputs, inputs]` as the kernel reads it.
+    """A weight `[outputs, inputs]` in the kernel's order.
 
     Attributes:
-        scales: `[outputs]` float32, what 8-bit weights are multiplied with; `None` for weights of the dtype itself.
+        scales: `[outputs]` float32, factors of 8-bit weights; `None` for weights of the dtype itself.
         dtype: of inputs, biases and results.
     """
 
@@ -36,19 +36,19 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes."""
+        """Bytes of the data and scales."""
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
 
 class CpuLinear:
-    """`x @ weight.T + bias`, summed in float32; weights in float32, bfloat16, or 8-bit integers with a scale for each
-    output. A row's result depends neither on the other rows nor on the number of threads.
+    """`x @ weight.T + bias`, summed in float32; weights in float32, bfloat16, or 8-bit integers with a scale per
+    output. A row's result depends neither on other rows nor on the number of threads.
 
     Args:
-        march: the processor to compile for, as the compiler names it.
+        march: the compiler's name of the processor.
 
     Raises:
-        KernelError: there is no compiler, or it failed.
+        KernelError: the library cannot be compiled.
     """
 
     def __init__(self, march: str = "native") -> None:
@@ -64,30 +64,30 @@ class CpuLinear:
         self._linear.restype = None
 
     def unsupported(self, dtype: torch.dtype) -> str | None:
-        """Why weights of this dtype cannot be packed, as a sentence; `None` if they can."""
+        """The reason why weights of this dtype cannot be packed, as a sentence; `None` if they can."""
         if dtype not in _NEEDS:
-            return f"it has no products of {dtype}"
+            return f"there is no kernel for {dtype}"
         return None if self._supports(CPP_DTYPES[dtype]) else f"the processor lacks {_NEEDS[dtype]}"
 
     def pack(self, weight: torch.Tensor, *, int8: bool = False) -> PackedWeight:
-        """A copy of `weight [outputs, inputs]` for `__call__`.
+        """Copy `weight [outputs, inputs]` for `__call__`.
 
         Args:
-            int8: rounded to 8-bit integers, the largest of each output to 127.
+            int8: round to 8-bit integers, scaled so that each output's largest weight is 127.
 
         Raises:
             KernelError: `unsupported` gives a reason.
         """
         reason = self.unsupported(weight.dtype)
-        if reason is not None:
+        if reason:
             raise KernelError(f"a weight of {weight.dtype} cannot be packed: {reason}")
         weight = weight.contiguous()
         outputs, inputs = weight.shape
         num_bytes = -(-outputs // _TILE) * _TILE * _words(inputs, weight.dtype) * _WORD_BYTES
         data = _on_huge_pages(num_bytes // weight.element_size() if int8 else num_bytes)
         scales = torch.empty(outputs) if int8 else None
-        scales_at = None if scales is None else scales.data_ptr()
-        self._pack(CPP_DTYPES[weight.dtype], weight.data_ptr(), data.data_ptr(), scales_at, outputs, inputs)
+        pointers = weight.data_ptr(), data.data_ptr(), address(scales)
+        self._pack(CPP_DTYPES[weight.dtype], *pointers, outputs, inputs)
         return PackedWeight(data, scales, outputs, inputs, weight.dtype)
 
     def __call__(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -102,18 +102,8 @@ class CpuLinear:
         if rows == 0:
             return out
         panels = torch.empty(rows * _words(weight.inputs, x.dtype), dtype=torch.int32)
-        self._linear(
-            CPP_DTYPES[x.dtype],
-            x.data_ptr(),
-            weight.data.data_ptr(),
-            None if weight.scales is None else weight.scales.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            panels.data_ptr(),
-            rows,
-            weight.outputs,
-            weight.inputs,
-        )
+        pointers = (address(tensor) for tensor in (x, weight.data, weight.scales, bias, out, panels))
+        self._linear(CPP_DTYPES[x.dtype], *pointers, rows, weight.outputs, weight.inputs)
         return out
 
 
@@ -122,8 +112,7 @@ def _words(inputs: int, dtype: torch.dtype) -> int:
 
 
 def _on_huge_pages(num_bytes: int) -> torch.Tensor:
-    """Memory of its own, from a huge page on where it is larger than one: streams of weights would else spend a part of
-    their time on address translation."""
+    """Memory on huge pages if it is larger than one: reading weights would else spend time on address translation."""
     if num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(num_bytes, dtype=torch.uint8)
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,4 +1,4 @@
-"""Names of all prefixes of a row of tokens in one call, on the CPU (`csrc/chain.cpp`)."""
+"""Prefix hashing on the CPU: digests of all prefixes of a prompt in one call (`csrc/chain.cpp`)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ DIGEST_BYTES = 16
 
 
 class CpuChain:
-    """Each prefix's digest is BLAKE2b of the last one's and of the tokens of a unit, four bytes each, lowest first.
+    """Chain of BLAKE2b digests: each of the digest before and a unit's tokens, as 4-byte little-endian integers.
 
-    Holds the interpreter's lock: reading a list of numbers without it is not allowed, and takes as long as the rest.
+    Holds the interpreter's lock, which reading Python's list needs; reading takes half of the time.
 
     Raises:
-        KernelError: there is no compiler, or it failed.
+        KernelError: the library cannot be compiled.
     """
 
     def __init__(self) -> None:
@@ -24,21 +24,24 @@ class CpuChain:
         self._hash.restype = ctypes.c_int64
 
     def __call__(self, token_ids: list[int], unit_tokens: int, root: bytes, name_bytes: int) -> bytes:
-        """The first `name_bytes` bytes of each whole unit's digest.
+        """The first `name_bytes` bytes of each whole unit's digest, joined.
 
         Args:
             root: the digest before the first unit, `DIGEST_BYTES`.
 
         Raises:
-            OverflowError: a token is no number of 32 bits.
-            TypeError: it is none at all.
+            OverflowError: a token does not fit 32 bits.
+            TypeError: a token is not an integer.
         """
         if len(root) != DIGEST_BYTES or not 0 < name_bytes <= DIGEST_BYTES or unit_tokens < 1:
-            raise ValueError(f"digests have {DIGEST_BYTES} bytes, not {len(root)}; names {name_bytes} of these")
+            raise ValueError(
+                f"root of {len(root)} bytes, names of {name_bytes}, units of {unit_tokens} tokens: digests have "
+                f"{DIGEST_BYTES} bytes, names 1 to {DIGEST_BYTES} of these, and units at least one token"
+            )
         num_units = len(token_ids) // unit_tokens
         digest = ctypes.create_string_buffer(root, DIGEST_BYTES)
         names = ctypes.create_string_buffer(num_units * name_bytes)
         wrong = self._hash(token_ids, num_units, unit_tokens, digest, names, name_bytes)
         if wrong >= 0:
-            raise OverflowError(f"token {wrong} is {token_ids[wrong]}, not a number of 32 bits")
+            raise OverflowError(f"token {wrong} is {token_ids[wrong]}, not an integer of 32 bits")
         return names.raw

@@ -1,4 +1,4 @@
-"""The CPU attention provider, over `csrc/attention.cpp`."""
+"""The CPU attention provider (`csrc/attention.cpp`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from kernels.arguments import check_numbers
-from kernels.cpu.build import CPP_DTYPES, load_library
+from kernels.cpu.build import CPP_DTYPES, address, load_library
 from kernels.provider import (
     AttentionProblem,
     CacheScales,
@@ -53,27 +53,24 @@ class _WriteCall(ctypes.Structure):
     _fields_ = [
         *((name, _POINTER) for name in ("key", "value", "key_cache", "value_cache", "slots")),
         *((f"{side}_{name}_stride", _INT64) for side in ("key", "value") for name in ("token", "head")),
-        *(
-            (f"{side}_{name}_stride", _INT64)
-            for side in ("key_cache", "value_cache")
-            for name in ("block", "token", "head")
-        ),
+        *((f"key_cache_{name}_stride", _INT64) for name in ("block", "token", "head")),
+        *((f"value_cache_{name}_stride", _INT64) for name in ("block", "token", "head")),
         *((name, _INT64) for name in ("num_blocks", "block_tokens")),
         *((name, _INT32) for name in ("num_tokens", "num_kv_heads", "key_dim", "value_dim", "element_bytes")),
     ]
 
 
 class CpuProvider:
-    """Reads region views and block tables in place, decode and chunked prefill; float32, bfloat16, float16.
+    """Decode and chunked prefill over both views in place; float32, bfloat16, float16.
 
-    A call that would go beyond its cache, or whose cache is of a memory that has been closed, raises `KernelError` and
-    touches nothing.
+    A call that would read or write outside of its cache, or whose cache is no longer mapped, raises `KernelError` and
+    reads and writes nothing.
 
     Args:
-        march: the processor to compile for, as the compiler names it.
+        march: the compiler's name of the processor.
 
     Raises:
-        KernelError: there is no compiler, or it failed.
+        KernelError: the library cannot be compiled.
     """
 
     name = "cpu"
@@ -87,11 +84,11 @@ class CpuProvider:
 
     def unsupported(self, problem: AttentionProblem) -> str | None:
         if problem.device_type != "cpu":
-            return f"it cannot run on {problem.device_type}"
+            return f"runs on cpu, not on {problem.device_type}"
         if problem.dtype not in CPP_DTYPES or problem.cache_dtype != problem.dtype:
-            return f"it takes float32, bfloat16 and float16, not {problem.dtype} over {problem.cache_dtype}"
+            return f"takes float32, bfloat16 and float16, not {problem.dtype} over {problem.cache_dtype}"
         if problem.num_q_heads // problem.num_kv_heads > _MAX_GROUP_SIZE:
-            return f"it takes at most {_MAX_GROUP_SIZE} query heads a KV head"
+            return f"takes at most {_MAX_GROUP_SIZE} query heads per KV head"
         if problem.dtype == torch.bfloat16 and problem.key_dim % 2:
             return f"head size {problem.key_dim} is odd"
         return None
@@ -113,11 +110,7 @@ class CpuProvider:
         key, value = as_cached(key, value, key_cache.dtype, scales)
         key, value = _unit_stride(key), _unit_stride(value)
         call = _WriteCall(
-            key.data_ptr(),
-            value.data_ptr(),
-            key_cache.data_ptr(),
-            value_cache.data_ptr(),
-            slots.data_ptr(),
+            *(tensor.data_ptr() for tensor in (key, value, key_cache, value_cache, slots)),
             *key.stride()[:2],
             *value.stride()[:2],
             *key_cache.stride()[:3],
@@ -129,7 +122,7 @@ class CpuProvider:
         )
         if result := self._library.folio_write(call):
             wrong = f"slots from {int(slots.min())} to {int(slots.max())}, of {len(key_cache) * key_cache.shape[1]}"
-            raise _refusal(result, key_cache, wrong)
+            raise _cache_error(result, key_cache, wrong)
 
     def attend(
         self,
@@ -151,17 +144,9 @@ class CpuProvider:
         out = query.new_empty(num_tokens, num_heads, value_cache.shape[3])
         slopes = masking.alibi_slopes
         call = _AttentionCall(
-            query.data_ptr(),
-            key_cache.data_ptr(),
-            value_cache.data_ptr(),
-            out.data_ptr(),
-            _address(lse),
-            batch.cu_seqlens_q.data_ptr(),
-            batch.cache_seqlens.data_ptr(),
-            _address(batch.cache_leftpad),
-            batch.block_table.data_ptr(),
-            _address(masking.sinks),
-            _address(slopes),
+            *map(address, (query, key_cache, value_cache, out, lse)),
+            *map(address, (batch.cu_seqlens_q, batch.cache_seqlens, batch.cache_leftpad, batch.block_table)),
+            *map(address, (masking.sinks, slopes)),
             *query.stride()[:2],
             *key_cache.stride()[:3],
             *value_cache.stride()[:3],
@@ -185,46 +170,32 @@ class CpuProvider:
         if result == _UNSUPPORTED:
             self._refuse(query, key_cache, value_cache, batch, masking)
         if result:
-            raise _refusal(result, key_cache, _outside(batch, masking, key_cache, num_tokens))
+            raise _cache_error(result, key_cache, _outside(batch, masking, key_cache, num_tokens))
         return out
 
     def _refuse(self, *call: Any) -> NoReturn:
         refuse_unsupported(self, describe_problem(*call))
-        raise AssertionError("the kernel refused what it should support")
+        raise AssertionError("the kernel refused a supported call")
 
 
-def _refusal(result: int, key_cache: torch.Tensor, wrong: str) -> KernelError:
-    """Why the kernel has touched nothing."""
+def _cache_error(result: int, key_cache: torch.Tensor, wrong: str) -> KernelError:
     if result == _OUTSIDE:
-        return KernelError(f"attention cpu is to go beyond a cache {list(key_cache.shape)}: {wrong}")
+        return KernelError(f"attention provider cpu: the call exceeds its cache {list(key_cache.shape)}: {wrong}")
     return KernelError(
-        f"attention cpu is given a cache {list(key_cache.shape)} at {key_cache.data_ptr():#x} where no memory is "
-        "mapped: it has been closed"
+        f"attention provider cpu: no memory is mapped at {key_cache.data_ptr():#x} for the cache "
+        f"{list(key_cache.shape)}; its memory has been closed"
     )
 
 
 def _outside(batch: VarlenBatch, masking: Masking, key_cache: torch.Tensor, num_tokens: int) -> str:
-    """Which of the numbers are outside of the cache, if any are."""
-    counts, table = batch.cu_seqlens_q.diff(), batch.block_table
+    """The numbers of the batch that are outside of the cache."""
+    names, counts, pad = ("block_table", "block"), batch.cu_seqlens_q.diff(), batch.cache_leftpad
     try:
-        check_numbers(
-            ("block_table", "block"),
-            counts,
-            batch.cache_seqlens,
-            0,
-            batch.cache_leftpad,
-            masking.window_left,
-            table,
-            key_cache,
-        )
+        check_numbers(names, counts, batch.cache_seqlens, 0, pad, masking.window_left, batch.block_table, key_cache)
     except ValueError as error:
         return str(error)
-    return f"cu_seqlens_q {batch.cu_seqlens_q.tolist()} for {num_tokens} queries, cache_leftpad {batch.cache_leftpad}"
+    return f"cu_seqlens_q {batch.cu_seqlens_q.tolist()} for {num_tokens} queries, cache_leftpad {pad}"
 
 
 def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

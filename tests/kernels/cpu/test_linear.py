@@ -94,7 +94,7 @@ def test_wrong_arguments_are_named(linear: CpuLinear) -> None:
 
 
 def test_other_processors_are_told(linear: CpuLinear) -> None:
-    assert linear.unsupported(torch.float16) == "it has no products of torch.float16"
+    assert linear.unsupported(torch.float16) == "there is no kernel for torch.float16"
     plain = CpuLinear(march="x86-64-v3")
     assert plain.unsupported(torch.bfloat16) == "the processor lacks AVX-512 BF16"
     with pytest.raises(KernelError, match="lacks AVX-512"):

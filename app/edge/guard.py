@@ -16,10 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.config.http import HttpSettings, RateLimits
 from app.edge.keys import KeyRing
+from app.edge.limits import IngressLimits
 from app.edge.quota import AddressQuotas, Quota
 from app.edge.request_body import ClientGone, Head, check_size, read_body, read_head, replay
 from app.edge.request_log import log_request
-from app.edge.shares import IngressLimits
 from app.errors import RateLimitError
 from app.exchange import EdgeObserver, RequestContext, reset_context, set_context
 from app.http_errors import Headers, HttpRefusal, error_response
@@ -37,7 +37,7 @@ class Guard:
         app: what is guarded.
         keys: who may call; `None`: everybody.
         echoes_id: answers carry `x-request-id`; not where something in front, such as Serve's server, sees to that.
-        shares: of this ingress, whose limits hold over several; `None`: over this one.
+        ingress_limits: of this ingress, whose limits hold over several; `None`: over this one.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Guard:
         *,
         echoes_id: bool = True,
         watcher: EdgeObserver | None = None,
-        shares: IngressLimits | None = None,
+        ingress_limits: IngressLimits | None = None,
     ) -> None:
         self._app = app
         self._settings = settings
@@ -57,7 +57,7 @@ class Guard:
         self._watcher = watcher or EdgeObserver()
         self._addresses = None
         if settings.address_limits != RateLimits():
-            self._addresses = AddressQuotas(settings.address_limits, settings.max_addresses, shares)
+            self._addresses = AddressQuotas(settings.address_limits, settings.max_addresses, ingress_limits)
         self._num_running = 0
         self._mean_s = 1.0  # that an answer takes
 
@@ -209,11 +209,15 @@ def protect(
     *,
     echoes_id: bool = True,
     watcher: EdgeObserver | None = None,
-    shares: IngressLimits | None = None,
+    ingress_limits: IngressLimits | None = None,
 ) -> FastAPI:
     """Add the middleware to it, as in `Guard`. Raises `ConfigError` when the API keys cannot be read."""
-    keys = None if settings.api_keys is None else KeyRing(settings.api_keys, settings.key_limits, watcher, shares)
-    api.add_middleware(Guard, settings=settings, keys=keys, echoes_id=echoes_id, watcher=watcher, shares=shares)
+    keys = (
+        None if settings.api_keys is None else KeyRing(settings.api_keys, settings.key_limits, watcher, ingress_limits)
+    )
+    api.add_middleware(
+        Guard, settings=settings, keys=keys, echoes_id=echoes_id, watcher=watcher, ingress_limits=ingress_limits
+    )
     if settings.cors_origins:  # outside of the guard: browsers ask without a key first, and want to read refusals
         api.add_middleware(
             CORSMiddleware,

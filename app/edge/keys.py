@@ -18,8 +18,8 @@ import yaml
 from pydantic import ValidationError
 
 from app.config.http import KeyEntry, KeyFile, KeySource, RateLimits
+from app.edge.limits import IngressLimits
 from app.edge.quota import Quota
-from app.edge.shares import IngressLimits
 from app.errors import ConfigError
 from app.exchange import EdgeObserver
 
@@ -54,11 +54,11 @@ class KeyRing:
         source: KeySource,
         default_limits: RateLimits,
         watcher: EdgeObserver | None = None,
-        shares: IngressLimits | None = None,
+        ingress_limits: IngressLimits | None = None,
     ) -> None:
         self._source = source
         self._default_limits = default_limits
-        self._shares = shares or IngressLimits()
+        self._ingress_limits = ingress_limits or IngressLimits()
         self._watcher = watcher or EdgeObserver()
         self._seen = self._signature()
         self._checked_at = time.monotonic()
@@ -118,9 +118,9 @@ class KeyRing:
             limits = entry.limits or self._default_limits
             quota = old.pop(entry.name, None)
             if quota is None:
-                quota = Quota(limits, self._shares, f"key:{entry.name}")
+                quota = Quota(limits, self._ingress_limits, f"key:{entry.name}")
             elif quota.limits != limits:
-                quota.limit(limits)
+                quota.set_limits(limits)
             keys.append(ApiKey(_digest_of(entry), entry, quota))
         self._keys = tuple(keys)
         for quota in old.values():

@@ -1,102 +1,100 @@
-"""How much a caller may ask for: requests and tokens in a minute, and how many requests at once."""
+"""Quotas of callers: requests and tokens per minute, and concurrent requests."""
 
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections import OrderedDict
 
 from app.config.http import RateLimits
-from app.edge.shares import IngressLimits, LeasedLimit
+from app.edge.limits import IngressLimits, LeasedLimit
 from app.errors import RateLimitError, RequestError
 
-# Of the mean time that a caller's request runs: each new one counts so much.
-_WEIGHT = 0.1
-# Of names of addresses' limits.
+# Weight of a new measurement in the mean time that a caller's request runs.
+_MEAN_WEIGHT = 0.1
+# Prefix of the names of addresses' limits.
 _PREFIX = "address:"
 
 
 class Quota:
-    """What one caller may still ask for. It is taken at the start of a request and given back, where that applies, at
-    its end. Levels are those of all ingresses together.
+    """What one caller may still use, over all ingresses. Requests take from it at their start and give back at their
+    end, where that applies.
 
     Args:
+        ingress_limits: of this ingress; `None`: this quota alone.
         name: of the caller, the same in every ingress.
-        shares: of this ingress; `None`: it shares nothing.
     """
 
-    def __init__(self, limits: RateLimits, shares: IngressLimits | None = None, name: str = "") -> None:
-        self._shares = shares or IngressLimits()
+    def __init__(self, limits: RateLimits, ingress_limits: IngressLimits | None = None, name: str = "") -> None:
+        self._ingress_limits = ingress_limits or IngressLimits()
         self._name = name
         self._num_running = 0
-        self._changed_at = self._shares.clock()
-        self._ran_s = 0.0  # all that run together, since one has ended
-        self._mean_s = 1.0  # that a request runs
+        self._changed_at = self._ingress_limits.clock()
+        self._ran_s = 0.0  # by all requests together, since the last one ended
+        self._mean_run_s = 1.0
         self._running: LeasedLimit | None = None
         self._requests: LeasedLimit | None = None
         self._tokens: LeasedLimit | None = None
-        self.limit(limits)
+        self.set_limits(limits)
 
-    def limit(self, limits: RateLimits) -> None:
-        """Change the limits; requests that run stay counted."""
+    def set_limits(self, limits: RateLimits) -> None:
+        """Change the limits; running requests stay counted."""
         self.limits = limits
         self._running = self._resized(self._running, "running", limits.concurrent_requests, refills=False)
         self._requests = self._resized(self._requests, "requests", limits.requests_per_minute)
         self._tokens = self._resized(self._tokens, "tokens", limits.tokens_per_minute)
 
     def begin(self) -> None:
-        """A request begins; `end` must follow.
+        """Count a request as running, until `end`.
 
         Raises:
-            RateLimitError: not now.
+            RateLimitError: a limit is used up for now.
         """
         if self._tokens is not None and (level := self._tokens.level) <= 0:
-            raise RateLimitError(
-                f"you may use {self._tokens.most} tokens a minute, and have used them; wait, or ask for less",
-                (1 - level) * 60 / self._tokens.most,
-            )
+            raise _rate_limit_error("tokens_per_minute", self._tokens, (1 - level) * 60 / self._tokens.limit)
         running = self._running
         if running is not None and running.try_take(1) > 0:
             raise RateLimitError(
-                f"{running.most} of your requests are being answered, as many as may be; wait for one to end",
-                self._mean_s / running.most,
+                f"concurrency limit reached (concurrent_requests={running.limit}); send the request again when another "
+                "of yours has ended",
+                self._mean_run_s / running.limit,
             )
         if self._requests is not None and (wait_s := self._requests.try_take(1)) > 0:
             if running is not None:
                 running.charge_usage(-1)
-            raise RateLimitError(f"you may send {self._requests.most} requests a minute; wait", wait_s)
+            raise _rate_limit_error("requests_per_minute", self._requests, wait_s)
         self._count(1)
 
     def end(self) -> None:
-        """The request that began has ended."""
+        """Count the request as ended."""
         assert self._num_running > 0
         self._count(-1)
-        self._mean_s += _WEIGHT * (self._ran_s - self._mean_s)  # Little: all time, by the number of those that end
+        self._mean_run_s += _MEAN_WEIGHT * (self._ran_s - self._mean_run_s)  # Little's law
         self._ran_s = 0.0
         if self._running is not None:
             self._running.charge_usage(-1)
 
     def take_prompt(self, num_tokens: int) -> None:
-        """A prompt is going to be computed.
+        """Charge a prompt before it is computed.
 
         Raises:
-            RateLimitError: it is more than is left now.
-            RequestError: it is more than will ever be left.
+            RateLimitError: fewer tokens are left now.
+            RequestError: the prompt exceeds the limit itself.
         """
         if self._tokens is None:
             return
-        if num_tokens > self._tokens.most:
+        if num_tokens > self._tokens.limit:
             raise RequestError(
-                f"the prompt has {num_tokens} tokens, and you may use {self._tokens.most} a minute: shorten it"
+                f"the prompt has {num_tokens} tokens, more than the limit (tokens_per_minute={self._tokens.limit}); "
+                "shorten the prompt"
             )
         if (wait_s := self._tokens.try_take(num_tokens)) > 0:
-            raise RateLimitError(
-                f"you may use {self._tokens.most} tokens a minute, and fewer are left than the {num_tokens} of "
-                "this prompt; wait, or shorten it",
-                wait_s,
+            raise _rate_limit_error(
+                "tokens_per_minute", self._tokens, wait_s, f"the prompt has {num_tokens} tokens and fewer are left: "
             )
 
     def owe_tokens(self, num_tokens: int) -> None:
-        """So many were generated. A negative number: a prompt was not computed after all."""
+        """Charge generated tokens; a negative number gives back a prompt that was not computed."""
         if self._tokens is not None:
             self._tokens.charge_usage(num_tokens)
 
@@ -106,26 +104,24 @@ class Quota:
         return not self._num_running and all(limit.is_fresh for limit in self._limits())
 
     def close(self) -> None:
-        """It is forgotten."""
         for limit in self._limits():
             limit.close()
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """OpenAI's `x-ratelimit-…`: what is left, and how long until all is there again."""
+        """OpenAI's `x-ratelimit-…` headers: limit, what remains, and seconds until the limit is full again."""
         found: list[tuple[bytes, bytes]] = []
         for name, limit in ((b"requests", self._requests), (b"tokens", self._tokens)):
             if limit is not None:
                 level = limit.level
-                full_in_s = (limit.most - level) * 60 / limit.most
                 found += [
-                    (b"x-ratelimit-limit-" + name, b"%d" % limit.most),
-                    (b"x-ratelimit-remaining-" + name, b"%d" % max(level, 0.0)),  # a debt is nothing left to clients
-                    (b"x-ratelimit-reset-" + name, b"%.3fs" % full_in_s),
+                    (b"x-ratelimit-limit-" + name, b"%d" % limit.limit),
+                    (b"x-ratelimit-remaining-" + name, b"%d" % max(level, 0.0)),  # clients know no negative rest
+                    (b"x-ratelimit-reset-" + name, b"%.3fs" % ((limit.limit - level) * 60 / limit.limit)),
                 ]
         return found
 
     def _count(self, change: int) -> None:
-        now = self._shares.clock()
+        now = self._ingress_limits.clock()
         self._ran_s += self._num_running * (now - self._changed_at)
         self._changed_at = now
         self._num_running += change
@@ -134,38 +130,47 @@ class Quota:
         return [limit for limit in (self._running, self._requests, self._tokens) if limit is not None]
 
     def _resized(
-        self, limit: LeasedLimit | None, what: str, most: int | None, *, refills: bool = True
+        self, limit: LeasedLimit | None, kind: str, bound: int | None, *, refills: bool = True
     ) -> LeasedLimit | None:
-        if most is None:
+        if bound is None:
             if limit is not None:
                 limit.close()
             return None
         if limit is None:
-            limit = self._shares.limit(f"{self._name}/{what}", most, refills=refills)
+            limit = self._ingress_limits.add_limit(f"{self._name}/{kind}", bound, refills=refills)
             if not refills:
                 limit.charge_usage(self._num_running)
-        elif limit.most != most:
-            limit.resize(most)
+        elif limit.limit != bound:
+            limit.resize(bound)
         return limit
+
+
+def _rate_limit_error(name: str, limit: LeasedLimit, wait_s: float, reason: str = "") -> RateLimitError:
+    again = f"send the request again in {max(1, math.ceil(wait_s))} s"
+    return RateLimitError(f"{reason}rate limit reached ({name}={limit.limit}); {again}", wait_s)
 
 
 class AddressQuotas:
     """A quota for each client address, of bounded number.
 
-    An address is forgotten only when its quota is as good as new, so nobody gains by making the server forget. When
-    there is no such one, further addresses share one quota.
+    Only addresses with a fresh quota are forgotten, so that forgetting gives no address more. While no quota is fresh,
+    further addresses share one quota.
     """
 
-    def __init__(self, limits: RateLimits, max_addresses: int, shares: IngressLimits | None = None) -> None:
+    def __init__(self, limits: RateLimits, max_addresses: int, ingress_limits: IngressLimits | None = None) -> None:
         self._limits = limits
         self._max_addresses = max_addresses
-        self._shares = shares or IngressLimits()
-        self._shares.unknown = self._hear_of
-        self._quotas: OrderedDict[str, Quota] = OrderedDict()  # the one that has called last is last
-        self._shared = Quota(limits, self._shares, _PREFIX + "*")
+        self._ingress_limits = ingress_limits or IngressLimits()
+        self._ingress_limits.on_unknown = self._add_announced
+        self._quotas: OrderedDict[str, Quota] = OrderedDict()  # by last call, the latest last
+        self._shared = Quota(limits, self._ingress_limits, _PREFIX + "*")
+
+    def __len__(self) -> int:
+        """Addresses with a quota of their own."""
+        return len(self._quotas)
 
     def quota_of(self, address: str) -> Quota:
-        """IPv6 addresses count by network: a client has 2⁶⁴ of them."""
+        """IPv6 addresses count by network, because a client has 2⁶⁴ addresses."""
         if ":" in address:
             address = _network_of(address)
         quota = self._quotas.get(address)
@@ -177,20 +182,20 @@ class AddressQuotas:
             if not self._quotas[oldest].is_fresh:
                 return self._shared
             self._quotas.pop(oldest).close()
-        quota = self._quotas[address] = Quota(self._limits, self._shares, _PREFIX + address)
+        quota = self._quotas[address] = Quota(self._limits, self._ingress_limits, _PREFIX + address)
         return quota
 
-    def _hear_of(self, name: str) -> None:
-        """An address has used much of a limit in another ingress."""
+    def _add_announced(self, name: str) -> None:
+        """Add the quota of an address that has used much of a limit in another ingress."""
         if name.startswith(_PREFIX):
             self.quota_of(name.removeprefix(_PREFIX).rpartition("/")[0])
 
 
 def _network_of(address: str) -> str:
-    """The /64 of an IPv6 address; IPv4 addresses written as IPv6 ones, and what is none, stay themselves."""
+    """The /64 of an IPv6 address. IPv4-mapped addresses become IPv4; any other text stays as it is."""
     try:
         parsed = ipaddress.IPv6Address(address.partition("%")[0])
-    except ValueError:  # proxies write what they like
+    except ValueError:  # from a proxy's header
         return address[:64]
     if parsed.ipv4_mapped is not None:
         return str(parsed.ipv4_mapped)

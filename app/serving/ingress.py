@@ -18,8 +18,8 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from app.config.http import HttpSettings
 from app.edge.admission import AdmissionControl, LoadSheddingMiddleware
 from app.edge.guard import protect
+from app.edge.limits import IngressLimits
 from app.edge.request_body import ReadsRefusedBodies
-from app.edge.shares import IngressLimits
 from app.engine.model.loader import load_tokenizer
 from app.errors import (
     DeadlineError,
@@ -141,7 +141,11 @@ class Ingress(GrpcIngress):
     async def __serve_build_asgi_app__(self) -> FastAPI:
         # Serve's server echoes ids.
         api = protect(
-            build_api(self), self._http or HttpSettings(), echoes_id=False, watcher=self._edge, shares=self._shares
+            build_api(self),
+            self._http or HttpSettings(),
+            echoes_id=False,
+            watcher=self._edge,
+            ingress_limits=self._shares,
         )
         api.add_middleware(LoadSheddingMiddleware, gate=self._admission, watcher=self._edge)
         api.add_middleware(ReadsRefusedBodies)

@@ -2,7 +2,7 @@
 
 The actor has a name, and whichever ingress finds none creates and owns it: it ends with that ingress, and so with the
 application, and the others make a new one, which learns from their reports what has been used. An ingress that cannot
-reach it grants its share of each limit (`app/edge/shares.py`). Where there is one ingress there is no actor.
+reach it grants its share of each limit (`app/edge/limits.py`). Where there is one ingress there is no actor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
-from app.edge.shares import BEAT_S, HURRY_S, IngressLimits, LimitAnswer, LimitLedger, LimitUsage
+from app.edge.limit_ledger import LimitLedger
+from app.edge.limits import EARLY_REPORT_S, REPORT_PERIOD_S, IngressLimits, LimitAnswer, LimitUsage
 from app.fleet.overload import LoadShedder
 from app.serving.ledger import NAMESPACE
 
@@ -80,7 +81,9 @@ class LimitReporter:
         """Begin; within the event loop of the requests."""
         if self._task is None:
             loop = asyncio.get_running_loop()
-            self._shares.on_hurry = lambda: self._hurried.is_set() or loop.call_soon_threadsafe(self._hurried.set)
+            self._shares.on_early_report = lambda: (
+                self._hurried.is_set() or loop.call_soon_threadsafe(self._hurried.set)
+            )
             self._task = loop.create_task(self._run(), name="folio-limits")
 
     async def _run(self) -> None:
@@ -89,10 +92,10 @@ class LimitReporter:
                 await self._beat()
             except Exception:  # limits go on as shares; the next beat may do better
                 logger.exception("the limits of callers could not be exchanged")
-            await asyncio.sleep(HURRY_S)
+            await asyncio.sleep(EARLY_REPORT_S)
             try:
                 is_busy = self._shares.has_reports or self._refusals.is_shedding(time.monotonic())
-                async with asyncio.timeout(BEAT_S if is_busy and self._actor is not None else IDLE_BEAT_S):
+                async with asyncio.timeout(REPORT_PERIOD_S if is_busy and self._actor is not None else IDLE_BEAT_S):
                     await self._hurried.wait()
             except TimeoutError:
                 pass
@@ -108,12 +111,12 @@ class LimitReporter:
                 return
             is_late = self._exchange is not None
             if self._exchange is None:
-                self._uses = self._shares.reports()
+                self._uses = self._shares.take_reports()
                 exchange = self._actor.exchange.remote(self._ingress, self._uses, self._refusals.num_arrived)
                 self._exchange = asyncio.wrap_future(exchange.future())
             done, _ = await asyncio.wait([self._exchange], timeout=ANSWER_TIMEOUT_S)
             if not done:  # the books may have entered it, or will: another report waits until that is known
-                self._shares.lost({}, max(num_replicas, self._shares.num_ingresses))
+                self._shares.note_disconnected({}, max(num_replicas, self._shares.num_ingresses))
                 self._say("no answer")
                 return
             ended, self._exchange = self._exchange, None
@@ -121,7 +124,7 @@ class LimitReporter:
         except (RayError, ValueError) as error:  # it has died, or has just been found dead
             self._actor = None
             uses, self._uses = self._uses, {}
-            self._shares.lost(uses, max(num_replicas, self._shares.num_ingresses))
+            self._shares.note_disconnected(uses, max(num_replicas, self._shares.num_ingresses))
             self._say(type(error).__name__)
             return
         self._uses = {}

@@ -12,8 +12,8 @@ import pytest
 import ray
 
 from app.config.http import RateLimits
+from app.edge.limits import IngressLimits
 from app.edge.quota import Quota
-from app.edge.shares import IngressLimits
 from app.errors import RateLimitError
 from app.fleet.overload import LoadShedder
 from app.serving.ledger import NAMESPACE

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from app.edge.shares import LimitLedger
+from app.edge.limit_ledger import LimitLedger
 from app.fleet.overload import LoadShedder
 
 
@@ -29,7 +29,7 @@ def test_when_all_refuse_the_first_to_have_room_is_named() -> None:
 
 class Crowd:
     """Replicas that begin `begin_per_s` each, and doors to which 4 times as many requests come. Each door hears four
-    times a second which share of them comes to it, as `app.edge.shares.LimitLedger` tells it."""
+    times a second which share of them comes to it, as `app.edge.limit_ledger.LimitLedger` tells it."""
 
     def __init__(self, num_doors: int, num_replicas: int, begin_per_s: float, where: str, said: float = 1.0) -> None:
         self.doors = [LoadShedder() for _ in range(num_doors)]

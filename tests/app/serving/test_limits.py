@@ -8,7 +8,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from app.edge.shares import IngressLimits, LimitAnswer, LimitLedger
+from app.edge.limit_ledger import LimitLedger
+from app.edge.limits import IngressLimits, LimitAnswer
 from app.fleet.overload import LoadShedder
 from app.serving import limits
 from app.serving.limits import LimitReporter
@@ -54,7 +55,7 @@ def test_what_is_answered_late_is_entered_once(actor: StandIn) -> None:
     async def run() -> None:
         shares = IngressLimits()
         shared = LimitReporter(shares, LoadShedder(), "a", "first", lambda: 2)
-        limit = shares.limit("key/tokens", 1000)
+        limit = shares.add_limit("key/tokens", 1000)
         await shared._beat()
         limit.charge_usage(300)
         actor.exchange.held = []
@@ -68,7 +69,7 @@ def test_what_is_answered_late_is_entered_once(actor: StandIn) -> None:
         assert shares.connected
         await shared._beat()
         assert limit.level == pytest.approx(600, abs=20)
-        assert actor.books._accounts["key/tokens"].level == pytest.approx(600, abs=20)
+        assert actor.books.level("key/tokens") == pytest.approx(600, abs=20)
 
     asyncio.run(run())
 
@@ -79,7 +80,7 @@ def test_books_that_have_forgotten_an_ingress_hear_all_of_it(actor: StandIn) -> 
     async def run() -> None:
         shares = IngressLimits()
         shared = LimitReporter(shares, LoadShedder(), "a", "first", lambda: 2)
-        limit = shares.limit("key/running", 4, refills=False)
+        limit = shares.add_limit("key/running", 4, refills=False)
         limit.charge_usage(3)
         for _ in range(2):
             await shared._beat()
@@ -90,6 +91,6 @@ def test_books_that_have_forgotten_an_ingress_hear_all_of_it(actor: StandIn) -> 
         answer()
         for _ in range(2):
             await shared._beat()
-        assert actor.books._accounts["key/running"].level == 1
+        assert actor.books.level("key/running") == 1
 
     asyncio.run(run())

@@ -1,9 +1,4 @@
-"""Errors as OpenAI clients expect them: a status and a JSON body.
-
-Answers that the guard gives itself.
-
-From OpenAI's error JSON back to the error that it was made of, in a client.
-"""
+"""Errors as HTTP answers with OpenAI's JSON, refusals by the guard, and the errors behind such answers for clients."""
 
 from __future__ import annotations
 
@@ -13,7 +8,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from app import http_errors as errors
 from app.errors import (
     ContextLengthError,
     DeadlineError,
@@ -31,12 +25,39 @@ from app.errors import (
 )
 from app.exchange import current_context
 
-# A body may have as many faults as fields.
-_MOST_COMPLAINTS = 5
-# Fields that are not known here have any name.
-_LONGEST_NAME = 100
-# Of pydantic's kinds of errors; others say it well enough.
-_COMPLAINTS = {
+Headers = list[tuple[bytes, bytes]]
+
+# (error, status, type, code) of errors without a code of their own; the first match counts.
+_ANSWERS: tuple[tuple[type[FolioError], int, str, str], ...] = (
+    (ForbiddenError, 403, "invalid_request_error", "not_allowed"),
+    (RateLimitError, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (OverloadedError, 429, "rate_limit_error", "overloaded"),
+    (DeadlineError, 408, "timeout_error", "timeout"),
+    (UnavailableError, 503, "server_error", "unavailable"),
+    (EngineError, 500, "server_error", "engine_error"),
+    (ModelError, 500, "server_error", "model_error"),  # files of an adapter
+)
+_NOT_FOUND = (UnknownModelError, UnknownRequestError, UnknownPinError)
+_BY_CODE: dict[str, type[FolioError]] = {
+    **{error.code: error for error in (ContextLengthError, *_NOT_FOUND)},
+    **{code: error for error, _, _, code in _ANSWERS},
+    "invalid_api_key": ForbiddenError,
+}
+_BY_TYPE: dict[str, type[FolioError]] = {
+    "invalid_request_error": RequestError,
+    "rate_limit_error": OverloadedError,
+    "timeout_error": DeadlineError,
+    "server_error": EngineError,
+}
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
+_TOO_LARGE = {413: "body_too_large", 414: "url_too_long", 431: "headers_too_large"}
+# The rest of a refused body follows on this connection.
+_CLOSE: Headers = [(b"connection", b"close")]
+
+# A body may have as many faults as fields; unknown fields may have any name.
+_MAX_FAULTS, _MAX_NAME_CHARS = 5, 100
+# Messages for pydantic's types of errors; other types keep pydantic's message.
+_MESSAGES = {
     "extra_forbidden": "unknown field",
     "missing": "is missing",
     "model_type": "must be an object",
@@ -54,7 +75,6 @@ _COMPLAINTS = {
     "too_long": "must have at most {max_length}",
     "string_pattern_mismatch": "must match {pattern}",
 }
-_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
 
 
 class ErrorDetail(BaseModel):
@@ -70,60 +90,62 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+def error_body(message: str, kind: str, param: str | None, code: str | None) -> ErrorBody:
+    return ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code))
+
+
 def error_response(error: BaseException) -> tuple[int, ErrorBody]:
-    """(HTTP status, body). What the client did not cause is not explained to it; the log has the traceback."""
+    """(HTTP status, body). Internal errors are not explained to the client; the log has the traceback."""
     if isinstance(error, RequestError):
-        status = 404 if isinstance(error, UnknownModelError | UnknownRequestError | UnknownPinError) else 400
+        status = 404 if isinstance(error, _NOT_FOUND) else 400
         return status, error_body(error.message, "invalid_request_error", error.param, error.code)
-    if isinstance(error, ForbiddenError):
-        return 403, error_body(error.message, "invalid_request_error", error.param, "not_allowed")
-    if isinstance(error, RateLimitError):
-        return 429, error_body(str(error), "rate_limit_error", None, "rate_limit_exceeded")
-    if isinstance(error, OverloadedError):
-        return 429, error_body(str(error), "rate_limit_error", None, "overloaded")
-    if isinstance(error, DeadlineError):
-        return 408, error_body(str(error), "timeout_error", None, "timeout")
-    if isinstance(error, UnavailableError):
-        return 503, error_body(str(error), "server_error", None, "unavailable")
-    if isinstance(error, EngineError):
-        return 500, error_body(str(error), "server_error", None, "engine_error")
-    if isinstance(error, ModelError):  # an adapter whose files cannot be used
-        return 500, error_body(str(error), "server_error", None, "model_error")
-    exchange = current_context()
-    where = "" if exchange is None else f" of request {exchange.request_id}"
+    for kind, status, name, code in _ANSWERS:
+        if isinstance(error, kind):
+            return status, error_body(str(error), name, getattr(error, "param", None), code)
+    context = current_context()
+    where = "" if context is None else f" of request {context.request_id}"
     return 500, error_body(f"internal error; the server's log says more{where}", "server_error", None, "internal_error")
 
 
 def error_headers(error: BaseException) -> dict[str, str]:
-    """`Retry-After` in whole seconds, when the error knows it."""
+    """`Retry-After` in whole seconds, if the error knows it."""
     if isinstance(error, OverloadedError | UnavailableError) and error.retry_after_s is not None:
-        return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+        return {"Retry-After": str(whole_seconds(error.retry_after_s))}
     return {}
 
 
+def whole_seconds(retry_after_s: float) -> int:
+    return max(1, math.ceil(retry_after_s))
+
+
+def http_error(status: int, message: str) -> ErrorBody:
+    """The body for a request that reaches no route."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return error_body(message, kind, None, _HTTP_CODES.get(status))
+
+
 def validation_error(errors: Sequence[Any], given: Any) -> ErrorBody:
-    """pydantic's complaints of the body `given` in one message, in words of its writer; `param` is the first field's
-    name."""
+    """pydantic's errors in the body `given` as one message; `param` is the first faulty field."""
     if errors[0]["type"] == "json_invalid":
-        why = errors[0]["ctx"]["error"]
-        return error_body(f"the body is not valid JSON: {why}", "invalid_request_error", None, "invalid_json")
-    found: dict[str, list[str]] = {}  # a value that may be of several kinds has a complaint of each
+        reason = errors[0]["ctx"]["error"]
+        return error_body(f"the body is not valid JSON: {reason}", "invalid_request_error", None, "invalid_json")
+    found: dict[str, list[str]] = {}  # a union has an error for each of its types
     for error in errors:
-        place = _place(error, given)
-        if (complaint := _complaint(error)) not in found.setdefault(_written(place), []):
-            found[_written(place)].append(complaint)
+        place = _written(_place(error, given))
+        if (message := _message(error)) not in found.setdefault(place, []):
+            found[place].append(message)
     messages = [
         f"{place or 'body'}: {' or '.join([first, *(other.removeprefix('must be ') for other in others)])}"
         for place, (first, *others) in found.items()
     ]
-    if len(messages) > _MOST_COMPLAINTS:
-        messages[_MOST_COMPLAINTS:] = [f"and {len(messages) - _MOST_COMPLAINTS} more"]
-    field = next((str(part)[:_LONGEST_NAME] for part in _place(errors[0], given)), None)
+    if len(messages) > _MAX_FAULTS:
+        messages[_MAX_FAULTS:] = [f"and {len(messages) - _MAX_FAULTS} more"]
+    field = next((str(part)[:_MAX_NAME_CHARS] for part in _place(errors[0], given)), None)
     return error_body("; ".join(messages), "invalid_request_error", field, "invalid_value")
 
 
 def _place(error: Any, given: Any) -> list[str | int]:
-    """The path of what is wrong in the body: pydantic's, without names of models and kinds, which no client knows."""
+    """Path of the faulty value in the body: pydantic's path without names of models and types."""
     path = [part for part in error["loc"] if part not in ("body", "header")]
     place: list[str | int] = []
     for i, part in enumerate(path):
@@ -138,36 +160,19 @@ def _place(error: Any, given: Any) -> list[str | int]:
 
 
 def _written(place: Sequence[str | int]) -> str:
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part[:_LONGEST_NAME]}" for part in place)
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part[:_MAX_NAME_CHARS]}" for part in place)
     return "".join(parts).removeprefix(".")
 
 
-def _complaint(error: Any) -> str:
-    if (known := _COMPLAINTS.get(error["type"])) is not None:
+def _message(error: Any) -> str:
+    if (known := _MESSAGES.get(error["type"])) is not None:
         return known.format(**error.get("ctx", {}))
     message: str = error["msg"].removeprefix("Value error, ")
     return message.replace("Input should be", "must be").replace(" a valid ", " a ")
 
 
-def http_error(status: int, message: str) -> ErrorBody:
-    """Of what is refused before it comes to a route."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return error_body(message, kind, None, _HTTP_CODES.get(status))
-
-
-def error_body(message: str, kind: str, param: str | None, code: str | None) -> ErrorBody:
-    return ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code))
-
-
-Headers = list[tuple[bytes, bytes]]
-
-# What follows on this connection is the rest of a body that nobody wants.
-_CLOSE: Headers = [(b"connection", b"close")]
-_TOO_LARGE = {413: "body_too_large", 414: "url_too_long", 431: "headers_too_large"}
-
-
 class HttpRefusal(FolioError):
-    """The request is not let in. `status`, `answer` and `headers` are those of the HTTP answer."""
+    """A request is refused before it reaches a route, with this status, JSON and these headers."""
 
     def __init__(self, status: int, answer: ErrorBody, headers: Headers | None = None) -> None:
         super().__init__(answer.error.message)
@@ -177,75 +182,50 @@ class HttpRefusal(FolioError):
 
     @staticmethod
     def from_error(error: FolioError) -> HttpRefusal:
-        """As the API would answer that error."""
-        status, answer = errors.error_response(error)
-        headers = [(name.lower().encode(), value.encode()) for name, value in errors.error_headers(error).items()]
-        return HttpRefusal(status, answer, headers)
+        """The refusal with the API's answer to an error."""
+        headers = [(name.lower().encode(), value.encode()) for name, value in error_headers(error).items()]
+        return HttpRefusal(*error_response(error), headers)
 
     @staticmethod
     def no_key(presented: bool) -> HttpRefusal:
         if presented:
-            message, challenge = "the API key is not valid here", b'Bearer error="invalid_token"'
+            message, challenge = "the API key is invalid; send a valid one", b'Bearer error="invalid_token"'
         else:
-            message, challenge = "there is no API key; send it as Authorization: Bearer KEY", b"Bearer"
-        answer = errors.error_body(message, "invalid_request_error", None, "invalid_api_key")
+            message, challenge = "the API key is missing; send it as Authorization: Bearer KEY", b"Bearer"
+        answer = error_body(message, "invalid_request_error", None, "invalid_api_key")
         return HttpRefusal(401, answer, [(b"www-authenticate", challenge)])
 
     @staticmethod
     def not_operator() -> HttpRefusal:
-        return HttpRefusal.from_error(ForbiddenError("this is for operators; your API key is not one of theirs"))
+        return HttpRefusal.from_error(ForbiddenError("this path is for operators; send an operator's API key"))
 
     @staticmethod
-    def too_large(status: int, what: str, most: int, unit: str) -> HttpRefusal:
+    def too_large(status: int, message: str) -> HttpRefusal:
         """413, 414 or 431."""
-        message = f"{what} may have at most {most} {unit}"
-        return HttpRefusal(
-            status, errors.error_body(message, "invalid_request_error", None, _TOO_LARGE[status]), _CLOSE
-        )
+        return HttpRefusal(status, error_body(message, "invalid_request_error", None, _TOO_LARGE[status]), _CLOSE)
 
     @staticmethod
     def bad_length() -> HttpRefusal:
-        message = "Content-Length is not a number of bytes"
-        return HttpRefusal(400, errors.error_body(message, "invalid_request_error", None, "invalid_value"), _CLOSE)
+        message = "Content-Length is not a number of bytes; send the body's length in decimal digits"
+        return HttpRefusal(400, error_body(message, "invalid_request_error", None, "invalid_value"), _CLOSE)
 
     @staticmethod
     def too_slow(timeout_s: float) -> HttpRefusal:
-        message = f"the body has not arrived within {timeout_s:g} s; send it again"
-        return HttpRefusal(408, errors.error_body(message, "timeout_error", None, "timeout"), _CLOSE)
+        message = f"the body has not arrived in time (body_timeout_s={timeout_s:g}); send the request again"
+        return HttpRefusal(408, error_body(message, "timeout_error", None, "timeout"), _CLOSE)
 
     @staticmethod
-    def too_busy(most: int, retry_after_s: float) -> HttpRefusal:
-        message = f"{most} requests are being answered, as many as may be; send it again later"
-        headers = [(b"retry-after", b"%d" % max(1, math.ceil(retry_after_s)))]
-        return HttpRefusal(503, errors.error_body(message, "server_error", None, "overloaded"), headers)
-
-
-_BY_CODE: dict[str, type[FolioError]] = {
-    "context_length_exceeded": ContextLengthError,
-    "model_not_found": UnknownModelError,
-    "request_not_found": UnknownRequestError,
-    "pin_not_found": UnknownPinError,
-    "not_allowed": ForbiddenError,
-    "invalid_api_key": ForbiddenError,
-    "rate_limit_exceeded": RateLimitError,
-    "overloaded": OverloadedError,
-    "timeout": DeadlineError,
-    "unavailable": UnavailableError,
-    "model_error": ModelError,
-}
-_BY_TYPE: dict[str, type[FolioError]] = {
-    "invalid_request_error": RequestError,
-    "rate_limit_error": OverloadedError,
-    "timeout_error": DeadlineError,
-    "server_error": EngineError,
-}
+    def too_busy(limit: int, retry_after_s: float) -> HttpRefusal:
+        message = f"the server is busy (max_concurrent_requests={limit}); send the request again later"
+        headers = [(b"retry-after", b"%d" % whole_seconds(retry_after_s))]
+        return HttpRefusal(503, error_body(message, "server_error", None, "overloaded"), headers)
 
 
 def error_of(answer: Any, retry_after_s: float | None = None) -> FolioError | None:
-    """The error of an answer's JSON, or of a streamed event's; `None` if it is not one.
+    """The error behind an answer's JSON, or a streamed event's; `None` if the JSON is no error.
 
     Args:
-        retry_after_s: what the answer says beside it.
+        retry_after_s: of the answer's headers.
     """
     detail = answer.get("error") if isinstance(answer, dict) else None
     if not isinstance(detail, dict):
@@ -254,7 +234,7 @@ def error_of(answer: Any, retry_after_s: float | None = None) -> FolioError | No
     kind = _BY_CODE.get(str(code)) or _BY_TYPE.get(str(detail.get("type")), EngineError)
     if issubclass(kind, RequestError):
         error = kind(message, param)
-        error.code = code or kind.code  # of a plain `RequestError` there are several
+        error.code = code or kind.code  # a plain `RequestError` may have any of several
         return error
     if issubclass(kind, ForbiddenError):
         return kind(message, param)

@@ -1,4 +1,4 @@
-"""What a server's processes write down: not what was asked or answered."""
+"""Logging of a server's processes: no text of prompts or outputs, no tracebacks for refused requests."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from app.errors import (
     UnavailableError,
 )
 
-# Serve's own, whose records do not come to the root logger's handlers. It logs what a replica's methods raise.
+# Serve's logger has its own handlers and logs every exception of a replica's methods.
 _SERVE_LOGGER = "ray.serve"
-# Refusals: the client is told, the ingress's line of the request has them, and nothing is wrong with the server.
+# Refusals are no errors of the server; the client's answer and the request's log line have them.
 _REFUSALS = (RequestError, ForbiddenError, OverloadedError, DeadlineError)
-# Their messages quote settings, files and numbers. Others' may quote a prompt, or what a model made of it.
+# Their messages quote settings, files and numbers; messages of other errors may quote prompts or outputs.
 _HARMLESS = (OSError, MemoryError, ConfigError, ModelError, OverloadedError, DeadlineError, UnavailableError)
 _WITHHELD = "(message withheld: it may quote a request; logging_config: {log_level: DEBUG} of the deployment shows it)"
 
 
 def configure_logs() -> None:
-    """For the process of a replica: what `app` says from INFO on, to stderr. Of exceptions, also those that Serve logs,
-    only the type and the place are written, unless their messages are harmless, or Serve's log level is DEBUG. What a
-    client did wrong is no error of the replica, though its method raises it."""
+    """Set up the process of a replica: `app` logs from INFO on to stderr. Exceptions, also those that Serve logs,
+    appear without their messages unless these are harmless or Serve's log level is DEBUG. Refusals do not appear."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("app").setLevel(logging.INFO)
     for name in (None, _SERVE_LOGGER):
@@ -39,24 +38,24 @@ def configure_logs() -> None:
 
 
 class WithheldMessages(logging.Filter):
-    """For a handler: tracebacks are written without the messages of exceptions."""
+    """Filter of a handler: tracebacks without the messages of exceptions."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         shows = logging.getLogger(_SERVE_LOGGER).isEnabledFor(logging.DEBUG)
         if record.exc_info and record.exc_info[1] is not None and not shows:
-            record.exc_text = describe(record.exc_info[1])  # which formatters take if it is there
+            record.exc_text = describe(record.exc_info[1])  # formatters use it in place of their own
         return True
 
 
 class DropRefusals(logging.Filter):
-    """For a handler: Serve has an error with a traceback for whatever a replica's method raises, also for refusals."""
+    """Filter of a handler: no record of Serve's for a refusal that a replica's method raised."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.name != _SERVE_LOGGER or not record.exc_info or not isinstance(record.exc_info[1], _REFUSALS)
 
 
 def describe(error: BaseException) -> str:
-    """A traceback as Python writes it, where messages that may quote a request are left out."""
+    """Python's traceback, without messages that may quote a request."""
     return "\n".join(_lines(error, set())).rstrip("\n")
 
 

@@ -1,12 +1,8 @@
-"""The door of an ingress: what may come in, and how many are inside.
-
-Load shedding before a body is read: an answer from the head alone, while the door of the ingress is shut.
-"""
+"""Admission control of an ingress: load shedding from a request's head, draining, requests in flight."""
 
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,15 +16,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.errors import OverloadedError, UnavailableError
 from app.exchange import EdgeObserver
 from app.fleet.overload import LoadShedder
-from app.http_errors import HttpRefusal
+from app.http_errors import HttpRefusal, whole_seconds
 
-# How long a client of a server that is stopped should wait: by then another one may answer at its address.
+# `Retry-After` while the server drains: by then another server may answer at its address.
 _DRAINED_AFTER_S = 5.0
+# Paths of requests that become work for engines.
+_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 
 
 @dataclass(slots=True)
 class _Ticket:
-    """Of a request that the door has let in when its head came."""
+    """A request was admitted from its head."""
 
     is_used: bool = False
 
@@ -37,26 +35,21 @@ _TICKET: ContextVar[_Ticket | None] = ContextVar("ticket", default=None)
 
 
 class AdmissionControl:
-    """Refuses at once what would be refused anyhow: while replicas are full, and when the server is about to stop.
+    """Refuse requests at once while all replicas are full, and when the server drains."""
 
-    Args:
-        refusals: of the replicas.
-    """
-
-    def __init__(self, refusals: LoadShedder) -> None:
-        self._refusals = refusals
-        self._num_inside = 0
+    def __init__(self, shedder: LoadShedder) -> None:
+        self._shedder = shedder
+        self._num_in_flight = 0
         self._is_draining = False
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that have been let in and have not ended."""
-        return self._num_inside
+        return self._num_in_flight
 
     @contextmanager
     def try_admit(self) -> Iterator[float | None]:
-        """See `app.edge.admission.Gate`. Who `enter`s while this is open has been let in already."""
-        retry_after_s = self._refusals.admission_delay_s(time.monotonic())
+        """Admit a request from its head, see `AdmissionGate`. `admitted` within this context asks no second time."""
+        retry_after_s = self._shedder.admission_delay_s(time.monotonic())
         if retry_after_s is not None:
             yield retry_after_s
             return
@@ -66,67 +59,62 @@ class AdmissionControl:
             yield None
         finally:
             _TICKET.reset(token)
-            if not ticket.is_used:  # something was wrong with it: another may come instead
-                self._refusals.return_admission()
+            if not ticket.is_used:  # the request was invalid: another one may use its place
+                self._shedder.return_admission()
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """A request is inside while this is open.
+        """Count a request as in flight within this context.
 
         Raises:
-            UnavailableError: the server is about to stop.
-            OverloadedError: all replicas are full, and as many as they can take have been let in.
+            UnavailableError: the server is draining.
+            OverloadedError: all replicas are full, and as many requests as they can take were admitted.
         """
         self.check_open()
         ticket = _TICKET.get()
         if ticket is not None and not ticket.is_used:
             ticket.is_used = True
-        elif (retry_after_s := self._refusals.admission_delay_s(time.monotonic())) is not None:
+        elif (retry_after_s := self._shedder.admission_delay_s(time.monotonic())) is not None:
             raise overloaded_error(retry_after_s)
-        self._num_inside += 1
+        self._num_in_flight += 1
         try:
             yield
         finally:
-            self._num_inside -= 1
+            self._num_in_flight -= 1
 
     def start_draining(self) -> None:
-        """From now on nothing comes in."""
+        """Refuse all further requests."""
         self._is_draining = True
 
     def check_open(self) -> None:
-        """Raise `UnavailableError` when the server is about to stop."""
+        """Raise `UnavailableError` while the server drains."""
         if self._is_draining:
             raise UnavailableError(
-                "this server is draining: it finishes what it has begun and takes nothing new; send the request again",
+                "the server is draining: it finishes requests in flight and takes no new ones; send the request again",
                 _DRAINED_AFTER_S,
             )
 
 
-# Requests that become work for the engines.
-_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
-
-
 class AdmissionGate(Protocol):
-    """What decides."""
+    """The decision behind load shedding."""
 
     def try_admit(self) -> AbstractContextManager[float | None]:
-        """Of a request of which the head is there: `None`, and it may come in while this is open; or when there may be
-        room for it, in seconds."""
+        """A context with `None` if the request may enter while it is open; else with the seconds until it may."""
         ...
 
 
 class LoadSheddingMiddleware:
-    """ASGI middleware, outside of everything that costs more than a refusal does.
+    """ASGI middleware around everything that costs more than a refusal.
 
-    What comes of a refused body is read and thrown away by the HTTP server (uvicorn), so that the client, which may be
-    sending still, gets its answer, and the connection is good for its next request. A browser's page could not read
-    answers without the headers for its origin: its requests go on, and are refused inside.
+    The HTTP server (uvicorn) discards the body of a refused request, so that a client that still sends gets its answer
+    and keeps its connection. Requests with an `Origin` pass and are refused inside: a browser's page can read an answer
+    only with CORS headers.
     """
 
-    def __init__(self, app: ASGIApp, gate: AdmissionGate, watcher: EdgeObserver) -> None:
+    def __init__(self, app: ASGIApp, gate: AdmissionGate, observer: EdgeObserver) -> None:
         self._app = app
         self._gate = gate
-        self._watcher = watcher
+        self._observer = observer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or not _is_sheddable(scope):
@@ -136,18 +124,16 @@ class LoadSheddingMiddleware:
             if retry_after_s is None:
                 await self._app(scope, receive, send)
                 return
-        start, body = _answer(max(1, math.ceil(retry_after_s)))
-        self._watcher.on_refused("overloaded")
-        await send(dict(start))  # servers may write into it
+        start, body = _answer(whole_seconds(retry_after_s))
+        self._observer.on_refused("overloaded")
+        await send(dict(start))  # copies, because servers may change a message
         await send(dict(body))
 
 
 def overloaded_error(retry_after_s: float) -> OverloadedError:
-    """What a refusal by the door says."""
-    return OverloadedError(
-        f"all engine replicas have as many requests waiting as may; try again in {max(1, math.ceil(retry_after_s))} s",
-        retry_after_s,
-    )
+    """The error of a request that is shed."""
+    again = f"send the request again in {whole_seconds(retry_after_s)} s"
+    return OverloadedError(f"queue full on every engine replica (max_queued_requests); {again}", retry_after_s)
 
 
 def _is_sheddable(scope: Scope) -> bool:

@@ -25,14 +25,14 @@ from app.exchange import EdgeObserver
 
 logger = logging.getLogger(__name__)
 
-# How soon a changed file is noticed. One `stat` in this time is all that it costs.
+# Period of checks for a changed file; a check is one `stat`.
 CHECK_PERIOD_S = 1.0
 _STRUCTURED = {".yaml", ".yml", ".json"}
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key's SHA-256, what it allows, and what is left of that."""
+    """SHA-256 of a key, its permissions and its quota."""
 
     digest: bytes
     entry: KeyEntry
@@ -40,35 +40,34 @@ class ApiKey:
 
 
 class KeyRing:
-    """The keys that are valid now.
+    """The valid API keys.
 
-    A file that cannot be read, or has an error, when it changes leaves the keys as they were: `problem` says so, and
-    the log.
+    A changed file that has an error, or cannot be read, leaves the keys as they were; `problem` and the log say why.
 
     Raises:
-        ConfigError: it cannot be read, or has an error, at the start.
+        ConfigError: at the start, the file has an error or cannot be read.
     """
 
     def __init__(
         self,
         source: KeySource,
         default_limits: RateLimits,
-        watcher: EdgeObserver | None = None,
+        observer: EdgeObserver | None = None,
         ingress_limits: IngressLimits | None = None,
     ) -> None:
         self._source = source
         self._default_limits = default_limits
         self._ingress_limits = ingress_limits or IngressLimits()
-        self._watcher = watcher or EdgeObserver()
-        self._seen = self._signature()
+        self._observer = observer or EdgeObserver()
+        self._read_signature = self._signature()
         self._checked_at = time.monotonic()
         self._reading: asyncio.Task[None] | None = None
         self._keys: tuple[ApiKey, ...] = ()
-        self._adopt(self._read())
-        self._note(None)
+        self._replace_keys(self._read())
+        self._set_problem(None)
 
     def find(self, presented: str) -> ApiKey | None:
-        """Whose key that is. It is compared with all, and each time as a whole, so that the time tells nothing."""
+        """The key that was presented. Compares all keys in constant time, so that timing reveals nothing."""
         digest = hashlib.sha256(presented.encode("utf-8", "surrogateescape")).digest()
         found = None
         for key in self._keys:
@@ -77,8 +76,8 @@ class KeyRing:
         return found
 
     async def refresh(self) -> None:
-        """Read the file again if it has changed, in a thread; callers meanwhile go by the old keys. The reading goes on
-        when the request that has begun it is cancelled."""
+        """Read a changed file again, in a thread. Other requests use the old keys meanwhile, and cancelling the request
+        that started the reading does not end it."""
         now = time.monotonic()
         if self._source.file is None or now < self._checked_at + CHECK_PERIOD_S:
             return
@@ -86,32 +85,32 @@ class KeyRing:
             return
         self._checked_at = now
         signature = self._signature()
-        if signature == self._seen:
-            self._watcher.on_keys_read(self.problem)  # again: gauges that nobody sets are forgotten
+        if signature == self._read_signature:
+            self._observer.on_keys_read(self.problem)  # again, because gauges expire
             return
         self._reading = asyncio.create_task(self._read_again(signature))
         await asyncio.shield(self._reading)
 
     async def _read_again(self, signature: tuple[int, ...] | None) -> None:
-        """What has `signature` counts as seen only when it is clear what has become of it."""
+        """The signature counts as read only at the end, when the outcome is known."""
         try:
-            self._adopt(await asyncio.to_thread(self._read))
-        except Exception as error:  # noqa: BLE001 - requests are answered whatever it is, and somebody is told
-            # Others than our own may quote a key.
+            self._replace_keys(await asyncio.to_thread(self._read))
+        except Exception as error:  # noqa: BLE001 - requests go on with the old keys
+            # Messages of other errors may quote a key.
             problem = str(error) if isinstance(error, ConfigError) else f"reading them failed ({type(error).__name__})"
-            self._note(problem)
+            self._set_problem(problem)
             logger.error("the API keys stay as they were: %s", problem)
         else:
-            self._note(None)
+            self._set_problem(None)
             logger.info("%d API keys from %s", len(self._keys), self._source.file)
-        self._seen = signature
+        self._read_signature = signature
 
-    def _note(self, problem: str | None) -> None:
+    def _set_problem(self, problem: str | None) -> None:
         self.problem = problem
-        self._watcher.on_keys_read(problem)
+        self._observer.on_keys_read(problem)
 
-    def _adopt(self, entries: Sequence[KeyEntry]) -> None:
-        """Keys that keep their name keep what they have used."""
+    def _replace_keys(self, entries: Sequence[KeyEntry]) -> None:
+        """A key keeps its quota if its name stays."""
         old = {key.entry.name: key.quota for key in self._keys}
         keys = []
         for entry in entries:
@@ -127,33 +126,31 @@ class KeyRing:
             quota.close()
 
     def _signature(self) -> tuple[int, ...] | None:
-        """Of the file; `None` when it is not there. A link that is turned to another file changes it, too."""
-        if self._source.file is None:
-            return None
+        """Identity and version of the file that a path or link leads to; `None` without one."""
         try:
-            found = os.stat(self._source.file)
+            found = None if self._source.file is None else os.stat(self._source.file)
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_ino, found.st_size, found.st_dev
+        return found and (found.st_mtime_ns, found.st_ino, found.st_size, found.st_dev)
 
     def _read(self) -> Sequence[KeyEntry]:
-        if self._source.file is None:
-            assert self._source.env is not None
-            text = os.environ.get(self._source.env)
-            if text is None:
-                raise ConfigError(
-                    f"http.api_keys.env is {self._source.env!r}, which the ingress does not have in its environment: "
-                    "set it (runtime_env, env_vars), or use a file"
-                )
-            return key_list(text.replace(",", "\n").splitlines(), self._source.env)
-        return read_keys(self._source.file)
+        if self._source.file is not None:
+            return read_keys(self._source.file)
+        assert self._source.env is not None
+        text = os.environ.get(self._source.env)
+        if text is None:
+            raise ConfigError(
+                f"http.api_keys.env is {self._source.env!r}, which the ingress does not have in its environment: "
+                "set it (runtime_env, env_vars), or use a file"
+            )
+        return key_list(text.replace(",", "\n").splitlines(), self._source.env)
 
 
 def read_keys(path: Path) -> Sequence[KeyEntry]:
     """The keys in a file: YAML or JSON by its name, otherwise one key a line.
 
     Raises:
-        ConfigError: it cannot be read, has an error, or no key. The message has nothing of the file's content.
+        ConfigError: the file cannot be read, has an error, or has no key. The message quotes nothing of the file.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -173,11 +170,11 @@ def read_keys(path: Path) -> Sequence[KeyEntry]:
 
 
 def key_list(lines: Iterable[str], where: str) -> Sequence[KeyEntry]:
-    """A key on each line, good for everything; empty lines and those that begin with # are left out. A key's name is
-    the beginning of its SHA-256, so that it stays the same when others come and go.
+    """A key on each line, with all permissions; empty lines and lines that begin with # are skipped. A key's name is
+    the beginning of its SHA-256, so that it does not depend on other keys.
 
     Raises:
-        ConfigError: a line is no key, or none is.
+        ConfigError: a line is no key, or there is no key.
     """
     entries = []
     for number, line in enumerate(lines, 1):
@@ -189,17 +186,17 @@ def key_list(lines: Iterable[str], where: str) -> Sequence[KeyEntry]:
             entries.append(KeyEntry(name=name, key=key, operator=True))
         except ValidationError:
             raise ConfigError(
-                f"key {number} in {where} has {len(key)} characters, or others than visible ASCII; keys have 16 to 512 "
-                "of these"
+                f"key {number} in {where} has {len(key)} characters, or others than visible ASCII; use 16 to 512 "
+                "characters of visible ASCII"
             ) from None
     if not entries:
-        raise ConfigError(f"{where} has no API key, so that nobody could call: add one, or leave out http.api_keys")
+        raise ConfigError(f"{where} has no API key, so no request could be answered: add one, or omit http.api_keys")
     _check_distinct(entries, where)
     return entries
 
 
 def _parsed(text: str, path: Path) -> Any:
-    """The parsers' own messages quote what they have read."""
+    """Parse without the parsers' own messages, which quote the text."""
     try:
         return json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
     except json.JSONDecodeError as error:
@@ -210,8 +207,8 @@ def _parsed(text: str, path: Path) -> Any:
         line = 1
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:  # PyYAML lets them through
         raise ConfigError(
-            f"the API keys in {path} cannot be parsed ({type(error).__name__}): a value is not what it looks like, "
-            "such as a date that does not exist, which quotes make a text; or it nests too deep"
+            f"the API keys in {path} cannot be parsed ({type(error).__name__}): a value has another type than it "
+            "should, such as a date that does not exist (quote it), or the file nests too deep"
         ) from None
     raise ConfigError(f"the API keys in {path} cannot be parsed; the error is near line {line}")
 

@@ -1,13 +1,11 @@
-"""How a request arrives: its headers and its body, within limits.
-
-The rest of a body that was refused is read before its connection is closed.
-"""
+"""Head and body of a request: read within limits, and the rest of refused bodies discarded."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,18 +17,25 @@ from app.http_errors import HttpRefusal
 _REQUEST_ID = re.compile(REQUEST_ID.encode())
 _LENGTH = re.compile(rb"[0-9]{1,18}")
 _ATTEMPT = ATTEMPT_HEADER.encode()
-_WANTED = {b"x-request-id", b"authorization", b"x-api-key", b"content-length", b"transfer-encoding", _ATTEMPT}
-_NO_BODY = {"GET", "HEAD", "OPTIONS"}
+_READ_HEADERS = {b"x-request-id", b"authorization", b"x-api-key", b"content-length", b"transfer-encoding", _ATTEMPT}
+_WITHOUT_BODY = {"GET", "HEAD", "OPTIONS"}
+# Bounds on reading a refused body, ample for honest clients. Others may find their connection reset.
+_MAX_DISCARDED_BYTES, _MAX_DISCARD_S = 64 << 20, 5.0
 
 
 class ClientGone(Exception):
-    """The client has left before it had sent everything."""
+    """The client left before its body was complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What the guard wants of the headers. `attempt_of`: names all attempts of HAProxy to have this request answered;
-    `None` without HAProxy. `key`: the one presented. `has_body`: or may have one."""
+    """Headers that the guard reads.
+
+    Attributes:
+        attempt_of: names all of HAProxy's attempts at this request; `None` without HAProxy.
+        key: as presented.
+        has_body: the request may have a body.
+    """
 
     request_id: str
     attempt_of: str | None
@@ -40,10 +45,10 @@ class Head:
 
 
 def read_head(scope: Scope) -> Head:
-    """Of the first header of each name. It never fails, so that every answer has a request id."""
+    """Read the first header of each name. Never fails, so that every answer has a request id."""
     found: dict[bytes, bytes] = {}
     for name, value in scope["headers"]:
-        if name in _WANTED:
+        if name in _READ_HEADERS:
             found.setdefault(name, value)
     given = found.get(b"x-request-id", b"")
     scheme, _, key = found.get(b"authorization", b"").partition(b" ")
@@ -56,31 +61,33 @@ def read_head(scope: Scope) -> Head:
         attempt_of=attempt_of.decode() if _REQUEST_ID.fullmatch(attempt_of) else None,
         key=key.strip().decode("latin-1") or None,
         content_length=length,
-        has_body=scope["method"] not in _NO_BODY or length is not None or b"transfer-encoding" in found,
+        has_body=scope["method"] not in _WITHOUT_BODY or length is not None or b"transfer-encoding" in found,
     )
 
 
 def check_size(scope: Scope, head: Head, settings: HttpSettings) -> None:
-    """Raises `Refusal` when there is too much in it, or will be."""
-    if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > settings.max_url_bytes:
-        raise HttpRefusal.too_large(414, "path and query", settings.max_url_bytes, "bytes")
+    """Raise `HttpRefusal` if URL, headers or announced body are too large."""
+    num_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+    if num_bytes > (most := settings.max_url_bytes):
+        raise HttpRefusal.too_large(414, f"path and query have {num_bytes} bytes (max_url_bytes={most}); shorten them")
     headers = scope["headers"]
-    if len(headers) > settings.max_headers:
-        raise HttpRefusal.too_large(431, "a request", settings.max_headers, "headers")
-    if sum(len(name) + len(value) for name, value in headers) > settings.max_header_bytes:
-        raise HttpRefusal.too_large(431, "the headers of a request", settings.max_header_bytes, "bytes")
+    if len(headers) > (most := settings.max_headers):
+        raise HttpRefusal.too_large(431, f"the request has {len(headers)} headers (max_headers={most}); send fewer")
+    num_bytes = sum(len(name) + len(value) for name, value in headers)
+    if num_bytes > (most := settings.max_header_bytes):
+        raise HttpRefusal.too_large(431, f"the headers have {num_bytes} bytes (max_header_bytes={most}); shorten them")
     if head.content_length is not None:
         if not _LENGTH.fullmatch(head.content_length):
             raise HttpRefusal.bad_length()
         if int(head.content_length) > settings.max_body_bytes:
-            raise HttpRefusal.too_large(413, "a body", settings.max_body_bytes, "bytes")
+            raise _body_too_large(settings.max_body_bytes)
 
 
 async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
-    """The whole body. Routes want it whole anyway, and so it is refused before they see anything of it.
+    """The whole body, so that a refusal comes before any route sees a part of it.
 
     Raises:
-        Refusal: it is too long, or takes too long.
+        HttpRefusal: the body is too long, or takes too long.
         ClientGone: the client has left.
     """
     chunks: list[bytes] = []
@@ -94,7 +101,7 @@ async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> bytes
                 chunk = message.get("body", b"")
                 num_bytes += len(chunk)
                 if num_bytes > max_bytes:
-                    raise HttpRefusal.too_large(413, "a body", max_bytes, "bytes")
+                    raise _body_too_large(max_bytes)
                 if chunk:
                     chunks.append(chunk)
                 if not message.get("more_body", False):
@@ -103,28 +110,31 @@ async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> bytes
         raise HttpRefusal.too_slow(timeout_s) from None
 
 
+def _body_too_large(max_bytes: int) -> HttpRefusal:
+    return HttpRefusal.too_large(413, f"the body is too long (max_body_bytes={max_bytes}); shorten it")
+
+
 def replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that has the body in one message, and then what comes after it."""
+    """A `receive` that gives the body in one message and then what `receive` gives."""
     first: Message | None = {"type": "http.request", "body": body, "more_body": False}
 
-    async def receive_whole() -> Message:
+    async def receive_body_first() -> Message:
         nonlocal first
         if first is None:
             return await receive()
-        message, first = first, None  # which the application may keep alone
+        message, first = first, None  # keep no reference to the body
         return message
 
-    return receive_whole
-
-
-# Enough for clients that meant well. Who sends more, or slower, may find its connection reset.
-_MOST_BYTES, _MOST_S = 64 << 20, 5.0
+    return receive_body_first
 
 
 class ReadsRefusedBodies:
-    """ASGI middleware next to the HTTP server. A client that still sends when its connection is closed gets an error of
-    its operating system, and never the answer. So where an answer closes it (`connection: close`), the answer's end
-    waits until the body is there; nobody gets what comes of it meanwhile."""
+    """ASGI middleware next to the HTTP server: read a refused body before its connection is closed.
+
+    A client that still sends when its connection is closed gets an error of its operating system instead of the answer.
+    An answer that closes the connection (`connection: close`) therefore ends only when the body has been read; the
+    application gets none of it.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -135,27 +145,28 @@ class ReadsRefusedBodies:
             return
         body = _Body(receive)
 
-        async def send_when_read(message: Message) -> None:
-            if message["type"] == "http.response.start":
+        async def send_after_body(message: Message) -> None:
+            is_start = message["type"] == "http.response.start"
+            if is_start:
                 body.is_refused = (b"connection", b"close") in map(tuple, message.get("headers", ()))
-            await send(message)  # the client may read it while it sends
-            if body.is_refused and message["type"] == "http.response.start":
-                await body.read()
+            await send(message)  # before the body is read: a client may read the answer while it sends
+            if is_start and body.is_refused:
+                await body.discard()
 
-        await self._app(scope, body.receive, send_when_read)
+        await self._app(scope, body.receive, send_after_body)
 
 
 class _Body:
-    """`is_refused`: what comes of it is thrown away."""
+    """The body of one request. `is_refused`: what arrives is discarded."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._num_bytes = self._num_waiting = 0
+        self._num_bytes = self._num_receiving = 0
         self._ended = asyncio.Event()
         self.is_refused = False
 
     async def receive(self) -> Message:
-        self._num_waiting += 1
+        self._num_receiving += 1
         try:
             while True:
                 message = await self._receive()
@@ -165,23 +176,22 @@ class _Body:
                 if not self.is_refused:
                     return message
                 self._num_bytes += len(message.get("body", b""))
-                if self._num_bytes > _MOST_BYTES:
+                if self._num_bytes > _MAX_DISCARDED_BYTES:
                     self._ended.set()
-                    await asyncio.Event().wait()  # the server stops taking what comes, too
+                    await asyncio.Event().wait()  # the server stops reading, too
         finally:
-            self._num_waiting -= 1
+            self._num_receiving -= 1
 
-    async def read(self) -> None:
-        """Returns when there is no more of it, or more than is read."""
+    async def discard(self) -> None:
+        """Read until the body ends, or its bounds are reached."""
         if self._ended.is_set():
             return
-        # Serve reads by itself.
-        reading = None if self._num_waiting else asyncio.create_task(self.receive())
+        # Serve has a task that receives.
+        receiving = None if self._num_receiving else asyncio.create_task(self.receive())
         try:
-            async with asyncio.timeout(_MOST_S):
-                await self._ended.wait()
-        except TimeoutError:
-            pass
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_MAX_DISCARD_S):
+                    await self._ended.wait()
         finally:
-            if reading is not None:
-                reading.cancel()
+            if receiving is not None:
+                receiving.cancel()

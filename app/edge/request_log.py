@@ -1,4 +1,4 @@
-"""The log of requests: one line each, with nothing of what was asked or answered.
+"""Log of requests: one line each, without any text of prompts or outputs.
 
 POST /v1/completions 200 1204 ms finished request_id=6f1c… ttft_ms=89 prompt_tokens=12 cached_tokens=0 …
 """
@@ -15,45 +15,34 @@ from app.exchange import RequestContext
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_PATH = 200
+_MAX_PATH_CHARS = 200
 
 
-def log_request(scope: Scope, exchange: RequestContext, is_complete: bool) -> None:
+def log_request(scope: Scope, context: RequestContext, is_complete: bool) -> None:
     """Write the line. `is_complete`: the whole answer was sent."""
     if not logger.isEnabledFor(logging.INFO):
         return
-    now = time.monotonic()
+    failed = context.error_code is not None or context.status is None or context.status >= 400
     first: dict[str, str | int] = {
         "method": scope["method"] if scope["method"].isalpha() else "?",
-        "path": quote(scope["path"])[:_LONGEST_PATH],  # escaped: line breaks would forge lines
-        "status": exchange.status if exchange.status is not None else 0,
-        "total_ms": round(1000 * (now - exchange.begun_at)),
-        "end": _end_of(exchange, is_complete),
+        "path": quote(scope["path"])[:_MAX_PATH_CHARS],  # escaped, because line breaks would forge lines
+        "status": context.status if context.status is not None else 0,
+        "total_ms": round(1000 * (time.monotonic() - context.begun_at)),
+        "end": "disconnected" if not is_complete else "error" if failed else "finished",
     }
-    fields: dict[str, str | int] = {"request_id": exchange.request_id}
-    if exchange.first_byte_at is not None:
-        fields["ttft_ms"] = round(1000 * (exchange.first_byte_at - exchange.begun_at))
-    if exchange.generation_id is not None:
-        fields["generation"] = exchange.generation_id
-        fields["prompt_tokens"] = exchange.prompt_tokens
-        fields["cached_tokens"] = exchange.cached_tokens
-        fields["output_tokens"] = exchange.output_tokens
-    if exchange.key is not None:
-        fields["key"] = exchange.key.name
-        if exchange.key.tenant is not None:
-            fields["tenant"] = quote(exchange.key.tenant)
-    if exchange.error_code is not None:
-        fields["error"] = exchange.error_code
-    logger.info(
-        "%s %s %s %s ms %s %s",
-        *first.values(),
-        " ".join(f"{name}={value}" for name, value in fields.items()),
-        extra={"request": first | fields},
-    )
-
-
-def _end_of(exchange: RequestContext, is_complete: bool) -> str:
-    if not is_complete:
-        return "disconnected"
-    failed = exchange.error_code is not None or exchange.status is None or exchange.status >= 400
-    return "error" if failed else "finished"
+    fields: dict[str, str | int] = {"request_id": context.request_id}
+    if context.first_byte_at is not None:
+        fields["ttft_ms"] = round(1000 * (context.first_byte_at - context.begun_at))
+    if context.generation_id is not None:
+        fields["generation"] = context.generation_id
+        fields["prompt_tokens"] = context.prompt_tokens
+        fields["cached_tokens"] = context.cached_tokens
+        fields["output_tokens"] = context.output_tokens
+    if context.key is not None:
+        fields["key"] = context.key.name
+        if context.key.tenant is not None:
+            fields["tenant"] = quote(context.key.tenant)
+    if context.error_code is not None:
+        fields["error"] = context.error_code
+    named = " ".join(f"{name}={value}" for name, value in fields.items())
+    logger.info("%s %s %s %s ms %s %s", *first.values(), named, extra={"request": first | fields})

@@ -144,10 +144,10 @@ class Ingress(GrpcIngress):
             build_api(self),
             self._http or HttpSettings(),
             echoes_id=False,
-            watcher=self._edge,
+            observer=self._edge,
             ingress_limits=self._shares,
         )
-        api.add_middleware(LoadSheddingMiddleware, gate=self._admission, watcher=self._edge)
+        api.add_middleware(LoadSheddingMiddleware, gate=self._admission, observer=self._edge)
         api.add_middleware(ReadsRefusedBodies)
         add_memory_route(api, self)
         trusting: Any = ProxyHeadersMiddleware

@@ -486,7 +486,7 @@ def test_a_slow_head(hurried: Front, application: Application) -> None:
 
 def test_slow_bodies(hurried: Front, application: Application, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that fit into a buffer are HAProxy's to refuse, longer ones the guard's."""
-    monkeypatch.setattr(unread, "_MOST_S", 0.1)
+    monkeypatch.setattr(unread, "_MAX_DISCARD_S", 0.1)
     count, long = len(application.scopes), haproxy.BUFFER_BYTES * 4
     for length, sent in ((100, 0), (long, 10), (long, long // 2)):
         raw = request("POST", "/slow", b"x" * length)

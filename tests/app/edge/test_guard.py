@@ -117,7 +117,7 @@ def test_refusals_are_told() -> None:
             told.append(code)
 
     settings = HttpSettings(address_limits=RateLimits(requests_per_minute=1), max_url_bytes=100)
-    app = Guard(echo, settings, watcher=Listens())
+    app = Guard(echo, settings, observer=Listens())
     assert [answer_of(app, path=path).status for path in ("/", "/", "/" + "x" * 100)] == [200, 429, 414]
     assert told == ["rate_limit_exceeded", "url_too_long"]
 

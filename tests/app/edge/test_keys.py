@@ -196,10 +196,10 @@ def test_new_limits_are_for_what_runs_too(tmp_path: Path) -> None:
 def test_a_broken_change_leaves_the_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         told: list[str | None] = []
-        watcher = EdgeObserver()
-        watcher.on_keys_read = told.append  # type: ignore[method-assign]
+        observer = EdgeObserver()
+        observer.on_keys_read = told.append  # type: ignore[method-assign]
         path = write(tmp_path / "keys.yaml", f"keys: [{{name: a, key: {ALICE}}}]")
-        ring = KeyRing(KeySource(file=path), LIMITS, watcher)
+        ring = KeyRing(KeySource(file=path), LIMITS, observer)
         write(path, "keys: [")
         await ring.refresh()
         await ring.refresh()

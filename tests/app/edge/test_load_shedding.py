@@ -53,8 +53,8 @@ async def never() -> dict[str, Any]:
 
 def test_a_refusal_reads_no_body() -> None:
     """Bodies were read, parsed and validated first: 4 times as many as could be answered."""
-    watcher = Counts()
-    door = LoadSheddingMiddleware(echo, Gate(2.3), watcher)
+    observer = Counts()
+    door = LoadSheddingMiddleware(echo, Gate(2.3), observer)
     for path in (PATH, "/v1/chat/completions", "/v1/responses"):
         for _ in range(2):  # what servers do to an answer must not be in the next one
             answer = asyncio.run(call(door, "POST", path, [("content-length", "1000000")], receive=never))
@@ -68,7 +68,7 @@ def test_a_refusal_reads_no_body() -> None:
             assert int(answer.headers["content-length"]) == len(answer.body)
             answer.messages[0]["headers"] = []
             answer.messages[0]["status"] = 200
-    assert watcher.told == ["overloaded"] * 6
+    assert observer.told == ["overloaded"] * 6
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def served() -> Iterator[tuple[Gate, str, int]]:
     async def length(request: Request) -> dict[str, int]:
         return {"length": len(await request.body())}
 
-    api.add_middleware(LoadSheddingMiddleware, gate=gate, watcher=Counts())
+    api.add_middleware(LoadSheddingMiddleware, gate=gate, observer=Counts())
     with listening(api) as url:
         host, port = urlparse(url).hostname, urlparse(url).port
         assert host is not None

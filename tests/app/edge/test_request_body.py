@@ -80,7 +80,7 @@ def test_who_still_sends_reads_why_it_was_refused(address: tuple[str, int]) -> N
 
 
 def test_endless_bodies_are_not_read_to_their_end(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unread, "_MOST_BYTES", LONG)
+    monkeypatch.setattr(unread, "_MAX_DISCARDED_BYTES", LONG)
     chunk, sent = b"10000\r\n" + b"x" * (1 << 16) + b"\r\n", 0
     with socket.create_connection(address, timeout=30) as client, contextlib.suppress(ConnectionError):
         client.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
@@ -92,5 +92,5 @@ def test_endless_bodies_are_not_read_to_their_end(address: tuple[str, int], monk
 
 def test_nor_waited_for(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The client would wait for its answer for as long as the server for its body."""
-    monkeypatch.setattr(unread, "_MOST_S", 0.1)
+    monkeypatch.setattr(unread, "_MAX_DISCARD_S", 0.1)
     assert answer_to(address, b"content-length: %d" % LONG, [b"x"])[1] == "body_too_large"

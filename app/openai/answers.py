@@ -1,15 +1,31 @@
-"""From the pieces of a completion's outputs to its answer, whole or chunk by chunk."""
+"""Answers: the pieces of a completion or chat completion as JSON bodies, whole or chunk by chunk."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from app.engine.request import TokenLogprobs
 from app.exchange import current_context
 from app.fleet.messages import Piece, public_id
-from app.openai.logprobs import Offsets, TokenTexts, completion_logprobs, prompt_logprobs
+from app.openai.logprobs import (
+    Offsets,
+    TokenTexts,
+    chat_logprobs,
+    completion_logprobs,
+    joined_logprobs,
+    prompt_logprobs,
+)
 from app.openai.replies import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatDelta,
+    ChatLogprobs,
+    ChoiceEnd,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
@@ -17,31 +33,55 @@ from app.openai.replies import (
     PromptTokensDetails,
     Usage,
 )
+from app.openai.tools.bodies import FunctionCallDelta, ToolCall, ToolCallDelta
+from app.openai.tools.parser import ToolCallParser
 
 
-class Tally:
-    """What a request has used: each prompt once, and the tokens of all outputs. Its caller is charged for that.
+class Answer:
+    """What all answers share: id, usage and prompt log probabilities. Usage is charged to the caller.
+
+    Args:
+        prompts: token ids of each prompt; a fork has one empty prompt, which has been counted already.
+        num_top: alternatives to list with each token; `None`: no log probabilities.
+        num_prompt_top: the same for `prompt_logprobs`.
+
+    Attributes:
+        id: the public id, once there has been a piece. Only the answer to a single prompt can be forked by it.
 
     Raises:
         RateLimitError: the caller may not have so many tokens now.
         RequestError: the caller may never have so many.
     """
 
-    def __init__(self, num_prompt_tokens: Sequence[int]) -> None:
-        self._num_prompt_tokens = sum(num_prompt_tokens)
-        self._num_cached = [0] * len(num_prompt_tokens)
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        tokens: TokenTexts,
+        prompts: Sequence[Sequence[int]],
+        *,
+        num_top: int | None = None,
+        num_prompt_top: int | None = None,
+    ) -> None:
+        self.id = request_id
+        self.created = int(time.time())
+        self._model = model
+        self._tokens = tokens
+        self._prompts = prompts
+        self._num_top = num_top
+        self._num_prompt_top = num_prompt_top
+        self._prompt_entries: dict[int, tuple[TokenLogprobs, ...]] = {}  # by prompt: only one output carries them
+        self._has_public_id = len(prompts) > 1
+        self._num_prompt_tokens = sum(map(len, prompts))
+        self._num_cached = [0] * len(prompts)
         self._num_output_tokens = 0
         self._exchange = current_context()
         if self._exchange is not None:
             self._exchange.count_prompt(self._num_prompt_tokens)
 
-    def add(self, piece: Piece, prompt: int = 0) -> None:
-        self._num_cached[prompt] = max(self._num_cached[prompt], piece.num_cached_tokens)
-        self._num_output_tokens += len(piece.token_ids)
-        if self._exchange is not None:
-            self._exchange.count_output(len(piece.token_ids), sum(self._num_cached))
-
+    @property
     def usage(self) -> Usage:
+        """Up to now: each prompt once, and the tokens of all outputs."""
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=self._num_output_tokens,
@@ -49,17 +89,34 @@ class Tally:
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._num_cached)),
         )
 
+    def _head(self) -> dict[str, Any]:
+        return {"id": self.id, "created": self.created, "model": self._model}
 
-class CompletionAnswer:
-    """The answer to one or several prompts. Only that to a single one has an id that can be forked.
+    def _receive(self, piece: Piece, prompt: int = 0) -> None:
+        if not self._has_public_id:
+            self.id, self._has_public_id = public_id(self.id, piece.replica), True
+        if piece.prompt_logprobs:
+            self._prompt_entries[prompt] = piece.prompt_logprobs
+
+    def _count(self, piece: Piece, prompt: int = 0) -> None:
+        self._num_cached[prompt] = max(self._num_cached[prompt], piece.num_cached_tokens)
+        self._num_output_tokens += len(piece.token_ids)
+        if self._exchange is not None:
+            self._exchange.count_output(len(piece.token_ids), sum(self._num_cached))
+
+    def _prompt_logprobs(self, prompt: int = 0) -> PromptLogprobs | None:
+        if self._num_prompt_top is None:
+            return None
+        return prompt_logprobs(self._tokens, self._prompt_entries.get(prompt, ()), self._num_prompt_top)
+
+
+class CompletionAnswer(Answer):
+    """The answer to one or several prompts.
 
     Args:
-        prompts: token ids of each; an empty one for a fork, whose prompt has been counted already.
         num_outputs: of each prompt.
-        num_top: alternatives to list with each token; `None`: no log probabilities.
-        num_prompt_top: the same for `prompt_logprobs`.
-        echo: the prompts' texts, for outputs to begin with.
-        only_echoes: the outputs themselves are not shown.
+        echo: the prompts' texts, with which outputs begin.
+        only_echoes: the generated tokens are not shown.
     """
 
     def __init__(
@@ -75,89 +132,159 @@ class CompletionAnswer:
         echo: Sequence[str] | None = None,
         only_echoes: bool = False,
     ) -> None:
-        self._id = request_id
-        self._model = model
-        self._created = int(time.time())
-        self._tokens = tokens
-        self._prompts = prompts
+        super().__init__(request_id, model, tokens, prompts, num_top=num_top, num_prompt_top=num_prompt_top)
         self._num_outputs = num_outputs
-        self._num_top = num_top
-        self._num_prompt_top = num_prompt_top
         self._echo = echo
         self._only_echoes = only_echoes
-        self._tally = Tally([len(prompt) for prompt in prompts])
-        self._prompt_entries: dict[int, tuple[TokenLogprobs, ...]] = {}  # by prompt: they come with one output only
-        self._offsets: dict[tuple[int, int], Offsets] = {}  # of outputs that have begun
-        self._is_named = len(prompts) > 1
+        self._offsets: dict[tuple[int, int], Offsets] = {}  # by prompt and output, once the output has begun
 
     def chunk(self, piece: Piece, prompt: int = 0) -> Completion:
-        """What a piece of an output of that prompt adds."""
+        """The chunk of a piece of an output of that prompt."""
         return self._completion([self._choice(piece, prompt)])
 
     def last_chunk(self) -> Completion:
-        """The usage, when everything else has been said."""
-        return self._completion([], self._tally.usage())
+        """The chunk behind all others, with the usage."""
+        return self._completion([], self.usage)
 
     def full_answer(self, outputs: Sequence[Sequence[Piece]]) -> Completion:
         """Args: for each prompt its outputs, each in one piece."""
         choices = [self._choice(piece, prompt) for prompt, pieces in enumerate(outputs) for piece in pieces]
-        return self._completion(sorted(choices, key=lambda choice: choice.index), self._tally.usage())
+        return self._completion(sorted(choices, key=lambda choice: choice.index), self.usage)
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
-        return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
+        return Completion(**self._head(), choices=choices, usage=usage)
 
     def _choice(self, piece: Piece, prompt: int) -> CompletionChoice:
-        if not self._is_named:
-            self._id, self._is_named = public_id(self._id, piece.replica), True
-        if piece.prompt_logprobs:
-            self._prompt_entries[prompt] = piece.prompt_logprobs
+        self._receive(piece, prompt)
         offsets = self._offsets.get((prompt, piece.index))
         begins = offsets is None
-        echo = self._echo[prompt] if self._echo is not None and begins else ""
         if offsets is None:
             offsets = self._offsets[prompt, piece.index] = self._first_offsets(prompt)
-        logprobs = self._echoed(prompt, offsets) if begins else None
+        text = self._echo[prompt] if self._echo is not None and begins else ""
+        logprobs = self._echoed_logprobs(prompt, offsets) if begins else None
         if not self._only_echoes:
-            self._tally.add(piece, prompt)
-            logprobs = self._joined(logprobs, piece, offsets)
+            self._count(piece, prompt)
+            text += piece.text
+            if self._num_top is not None:
+                more = completion_logprobs(self._tokens, offsets, piece.logprobs, self._num_top)
+                logprobs = more if logprobs is None else joined_logprobs(logprobs, more)
         return CompletionChoice(
             index=prompt * self._num_outputs + piece.index,
-            text=echo if self._only_echoes else echo + piece.text,
+            text=text,
             logprobs=logprobs,
             finish_reason="length" if self._only_echoes and piece.finish_reason is not None else piece.finish_reason,
             stop_reason=None if self._only_echoes else piece.stop_reason,
             score=piece.score,
-            prompt_logprobs=self._of_prompt(prompt) if begins else None,
+            prompt_logprobs=self._prompt_logprobs(prompt) if begins else None,
         )
 
     def _first_offsets(self, prompt: int) -> Offsets:
-        if self._echo is None:
+        if self._echo is None or self._num_top is None:
             return Offsets(self._tokens)
-        whole = Offsets(self._tokens)
+        tokens_text = Offsets(self._tokens)
         for token_id in self._prompts[prompt]:
-            whole.push(token_id)
-        return Offsets(self._tokens, whole.at - len(self._echo[prompt]))
+            tokens_text.push(token_id)
+        return Offsets(self._tokens, tokens_text.at - len(self._echo[prompt]))
 
-    def _echoed(self, prompt: int, offsets: Offsets) -> CompletionLogprobs | None:
+    def _echoed_logprobs(self, prompt: int, offsets: Offsets) -> CompletionLogprobs | None:
         if self._echo is None or self._num_top is None:
             return None
         entries = self._prompt_entries.get(prompt, ())
         return completion_logprobs(self._tokens, offsets, entries, self._num_top, self._prompts[prompt][0])
 
-    def _joined(self, before: CompletionLogprobs | None, piece: Piece, offsets: Offsets) -> CompletionLogprobs | None:
-        if self._num_top is None:
+
+class ChatAnswer(Answer):
+    """The answer to a conversation.
+
+    Args:
+        new_parser: makes a parser for each output, where tools may be called.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        tokens: TokenTexts,
+        prompt: Sequence[int],
+        *,
+        num_top: int | None = None,
+        num_prompt_top: int | None = None,
+        new_parser: Callable[[], ToolCallParser] | None = None,
+    ) -> None:
+        super().__init__(request_id, model, tokens, [prompt], num_top=num_top, num_prompt_top=num_prompt_top)
+        self._new_parser = new_parser
+        self._parsers: dict[int, ToolCallParser] = {}  # by output, as all of these
+        self._num_calls: dict[int, int] = {}
+        self._begun: set[int] = set()
+        self._held_entries: dict[int, tuple[TokenLogprobs, ...]] = {}
+
+    def chunk(self, piece: Piece) -> ChatCompletionChunk | None:
+        """The chunk of a piece; `None` while the parser holds all of its text back."""
+        num_before = self._num_calls.get(piece.index, 0)
+        content, calls = self._parse(piece)
+        entries = self._held_entries.pop(piece.index, ()) + piece.logprobs
+        if not (content or calls or piece.finish_reason is not None):
+            self._held_entries[piece.index] = entries
             return None
-        after = completion_logprobs(self._tokens, offsets, piece.logprobs, self._num_top)
-        if before is None:
-            return after
-        return CompletionLogprobs(
-            tokens=before.tokens + after.tokens,
-            token_logprobs=before.token_logprobs + after.token_logprobs,
-            top_logprobs=before.top_logprobs + after.top_logprobs,
-            text_offset=before.text_offset + after.text_offset,
+        is_first, begins = not self._begun, piece.index not in self._begun
+        self._begun.add(piece.index)
+        delta = ChatDelta(
+            role="assistant" if begins else None,
+            # Clients concatenate contents: an empty one is sent, too, unless there are calls instead.
+            content=content if content or not calls else None,
+            tool_calls=[_call_delta(index, call) for index, call in enumerate(calls, num_before)] or None,
+        )
+        choice = ChatChunkChoice(delta=delta, **self._ending(piece), logprobs=self._logprobs(entries))
+        return self._chunk([choice], prompt_logprobs=self._prompt_logprobs() if is_first else None)
+
+    def last_chunk(self) -> ChatCompletionChunk:
+        """The chunk behind all others, with the usage."""
+        return self._chunk([], usage=self.usage)
+
+    def full_answer(self, pieces: Sequence[Piece]) -> ChatCompletion:
+        """Args: outputs, each in one piece."""
+        choices = []
+        for piece in sorted(pieces, key=lambda piece: piece.index):
+            content, calls = self._parse(piece)
+            message = AssistantMessage(content=content if content or not calls else None, tool_calls=calls or None)
+            choices.append(ChatChoice(message=message, **self._ending(piece), logprobs=self._logprobs(piece.logprobs)))
+        return ChatCompletion(
+            **self._head(), choices=choices, usage=self.usage, prompt_logprobs=self._prompt_logprobs()
         )
 
-    def _of_prompt(self, prompt: int) -> PromptLogprobs | None:
-        if self._num_prompt_top is None:
-            return None
-        return prompt_logprobs(self._tokens, self._prompt_entries.get(prompt, ()), self._num_prompt_top)
+    def _parse(self, piece: Piece) -> tuple[str, list[ToolCall]]:
+        self._receive(piece)
+        self._count(piece)
+        if self._new_parser is None:
+            return piece.text, []
+        if piece.index not in self._parsers:
+            self._parsers[piece.index] = self._new_parser()
+        content, calls = self._parsers[piece.index].push(piece.text)
+        if piece.finish_reason is not None:
+            more, last_calls = self._parsers[piece.index].finish()
+            content, calls = content + more, calls + last_calls
+        self._num_calls[piece.index] = self._num_calls.get(piece.index, 0) + len(calls)
+        return content, calls
+
+    def _ending(self, piece: Piece) -> dict[str, Any]:
+        """The fields of a choice that its piece decides."""
+        reason: ChoiceEnd | None = piece.finish_reason
+        if reason == "stop" and self._num_calls.get(piece.index):
+            reason = "tool_calls"
+        return {
+            "index": piece.index,
+            "finish_reason": reason,
+            "stop_reason": piece.stop_reason,
+            "score": piece.score,
+        }
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
+        return None if self._num_top is None else chat_logprobs(self._tokens, entries, self._num_top)
+
+    def _chunk(self, choices: list[ChatChunkChoice], **more: Any) -> ChatCompletionChunk:
+        return ChatCompletionChunk(**self._head(), choices=choices, **more)
+
+
+def _call_delta(index: int, call: ToolCall) -> ToolCallDelta:
+    function = FunctionCallDelta(name=call.function.name, arguments=call.function.arguments)
+    return ToolCallDelta(index=index, id=call.id, type="function", function=function)

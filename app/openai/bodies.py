@@ -1,12 +1,8 @@
-"""Request bodies of the OpenAI API. Types are strict and unknown fields are errors.
-
-Bodies of `/tokenize` and `/detokenize`, shaped as vLLM's.
-"""
+"""Request bodies of the OpenAI API, and bodies of `/tokenize` and `/detokenize` as vLLM has them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag, model_validator
@@ -17,33 +13,29 @@ from app.openai.base import (
     ClientFields,
     ListOf,
     Name,
-    OmitNoneModel,
+    Omitted,
     StrictBody,
     Text,
     at_most,
+    joined_text,
     only_text,
     text_or,
     unsupported_field,
 )
-from app.openai.sampling_body import (
-    ResponseFormat,
-    SamplingBody,
-    TokenIds,
-    guided_structure,
-    only_structure,
-    structure_of,
-)
+from app.openai.sampling_body import ResponseFormat, SamplingBody, TokenIds, structure_of
 from app.openai.tools.bodies import ToolCall, ToolChoice, Tools
 
 MAX_PROMPTS = 256
 MAX_MESSAGES = 4096
-# Of one message; of its tool calls, too.
+# Of one message; also the most tool calls of one message.
 MAX_PARTS = 1024
 MAX_TOP_LOGPROBS = 20
+# Decoding them is one call, which holds the interpreter's lock part of the time.
+MAX_DETOKENIZED = 1 << 18
 
 
 def _kind_of(prompt: object) -> str:
-    """Its first element decides, so that what is wrong is said of that kind only."""
+    """The kind of the first element, so that errors describe only this kind."""
     if isinstance(prompt, list):
         if prompt and isinstance(prompt[0], str):
             return "texts"
@@ -52,11 +44,10 @@ def _kind_of(prompt: object) -> str:
 
 
 def _in_path(name: str) -> str:
-    """As it can stand in a path."""
     if not name.isprintable():
-        raise ValueError("it has a character that cannot be printed; leave that out")
+        raise ValueError("the name has a character that cannot be printed; leave it out")
     if {".", ".."} & set(name.split("/")):
-        raise ValueError("'.' and '..' would be changed in a path; choose another name")
+        raise ValueError("'.' and '..' would be changed in a URL's path; choose another name")
     return name
 
 
@@ -71,43 +62,43 @@ Prompt = Annotated[
 
 
 class GenerationBody(SamplingBody, ClientFields):
-    """What completions, chat completions and responses share."""
+    """Fields that completions, chat completions and responses share."""
 
     priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
-    """The lower goes first, and is preempted last. 0 by default."""
+    """Requests with a lower number are scheduled first and preempted last. 0 by default."""
     cache_salt: Name | None = None
-    """Only requests with the same one share cached prefixes."""
+    """Only requests with the same salt share cached prefixes."""
     pin: PinName | None = None
-    """Keep the prompt, as far as it fills whole blocks, in the prefix cache of every replica under this name, until it
-    is unpinned. It is computed there before the answer begins. The same prompt may be pinned again; another one under
-    that name is an error."""
+    """Pin the whole blocks of the prompt in the prefix cache of every replica under this name, until they are unpinned.
+    They are computed before the answer begins. Pinning the same prompt again has no effect; another prompt under this
+    name is an error."""
     tenant: Name | None = None
-    """Whose request it is: tenants share no cached prefixes (`isolate_tenants`), and get equal shares
+    """The tenant of the request: tenants share no cached prefixes (`isolate_tenants`) and are scheduled fairly
     (`fair_tenants`)."""
     timeout_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
-    """The request ends with an error when it has not finished after so many seconds."""
+    """Seconds after which an unfinished request ends with an error."""
     user: Text | None = None
-    """Whom the request comes from: what `tenant` is for `fair_tenants` where there is none."""
+    """The end user. `fair_tenants` takes the user for the tenant of requests without one."""
 
 
 class CompletionRequest(GenerationBody):
     """`POST /v1/completions`."""
 
     prompt: Annotated[Prompt, Field(examples=["The key of room 417 is 93. The key of room 417 is"])]
-    """Text or token ids, or several of one kind; the answer then has all outputs of the first prompt, then those of the
+    """Text or token ids, or a list of one kind. The answer has all outputs of the first prompt, then those of the
     second, and so on."""
     max_tokens: int | None = 16
     """Tokens to generate at most; null: as many as the context has room for. 0 with `echo`: only the prompt."""
     echo: bool | None = None
-    """Outputs begin with their prompt; with `logprobs` the prompt's tokens have theirs, too."""
+    """Begin outputs with their prompt; with `logprobs`, also give the log probabilities of the prompt's tokens."""
     logprobs: int | None = None
-    """Log probabilities of each token, and so many alternatives."""
+    """Log probabilities of each token, with this number of alternatives."""
     suffix: Annotated[None, unsupported_field("models here only continue a prompt; leave it out")] = None
     """Refused: models here only continue a prompt."""
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """Each by itself. Raises `RequestError` when there are none."""
+        """The prompts as a list. Raises `RequestError` when it is empty."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt:
@@ -118,42 +109,37 @@ class CompletionRequest(GenerationBody):
 
     @property
     def only_echoes(self) -> bool:
-        """Whether nothing but the prompt is wanted. The token that is generated nevertheless is not shown."""
+        """Whether only the prompt is returned. The engine still generates one token, which is not shown."""
         return bool(self.echo) and self.max_tokens == 0
 
     def sampling_params(self) -> SamplingParams:
-        """Raises `RequestError` when a value is out of bounds."""
+        """Raises `RequestError`, see `params`."""
         of_prompt = self.prompt_logprobs, self.logprobs if self.echo else None
         return self.params(
             1 if self.only_echoes else self.max_tokens,
             logprobs=self.logprobs,
             prompt_logprobs=max((number for number in of_prompt if number is not None), default=None),
-            structure=guided_structure(self),
         )
 
 
 class ForkRequest(SamplingBody):
-    """`n` more outputs of a request that runs, or has just ended, from where its output `index` is now; `model` is the
-    one that it runs with."""
+    """`n` more outputs of a running or recently finished request, with the same `model`. They continue output `index`
+    from its current end."""
 
     request_id: str
-    """The `id` of its answer, or of the chunks that have come so far."""
+    """The `id` of the request's answer or chunks."""
     index: Annotated[int, Field(ge=0)] = 0
-    """Of the output."""
+    """The output to continue."""
     max_tokens: int | None = 16
-    """Tokens to generate at most, more than there are already."""
+    """Tokens to generate at most, beyond the existing ones."""
     logprobs: int | None = None
-    """Log probabilities of each token, and so many alternatives."""
+    """Log probabilities of each token, with this number of alternatives."""
 
     def sampling_params(self) -> SamplingParams:
-        """Raises `RequestError` when a value is out of bounds."""
+        """Raises `RequestError`, see `params`."""
         if self.prompt_logprobs is not None:
-            raise RequestError(
-                "prompt_logprobs cannot be set for a fork: its prompt is computed already", "prompt_logprobs"
-            )
-        return self.params(
-            self.max_tokens, logprobs=self.logprobs, prompt_logprobs=None, structure=guided_structure(self)
-        )
+            raise RequestError("a fork's prompt is computed already; leave prompt_logprobs out", "prompt_logprobs")
+        return self.params(self.max_tokens, logprobs=self.logprobs, prompt_logprobs=None)
 
 
 class TextPart(StrictBody):
@@ -174,40 +160,38 @@ class Message(StrictBody):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """`developer` is `system` by another name."""
     content: Content | None = None
-    """Text, whole or in parts. An assistant's message may have `tool_calls` instead or beside it."""
+    """Text, or a list of parts. An assistant's message may have `tool_calls` instead or as well."""
     name: str | None = None
-    """Of who speaks. Chat templates are not shown it."""
+    """Name of the speaker. Chat templates do not get it."""
     tool_calls: Annotated[ListOf[ToolCall] | None, Field(min_length=1), at_most(MAX_PARTS, "calls")] = None
-    """The calls that the assistant has made."""
+    """The assistant's calls."""
     tool_call_id: Text | None = None
     """The call that a tool's message answers."""
     refusal: Annotated[
-        None, unsupported_field("models here do not refuse in a field of its own; put the text into content")
+        None, unsupported_field("refusals have no field of their own here; put the text into content")
     ] = None
-    """Null, as in answers of OpenAI's."""
+    """Null, as in OpenAI's answers."""
     annotations: Annotated[list[Any] | None, Field(max_length=0)] = None
-    """Empty, as in answers of OpenAI's."""
+    """Empty, as in OpenAI's answers."""
     audio: Annotated[None, unsupported_field("messages are text here; leave it out")] = None
-    """Null, as in answers of OpenAI's."""
+    """Null, as in OpenAI's answers."""
     function_call: Annotated[None, unsupported_field("it is deprecated and not known here; use tool_calls")] = None
-    """Null, as in answers of OpenAI's."""
+    """Null, as in OpenAI's answers."""
     parsed: Any = None
-    """What the official client has made of an answer. Nobody looks at it."""
+    """Added to answers by OpenAI's client. Ignored."""
     provider_specific_fields: Any = None
-    """What LiteLLM has made of an answer. Nobody looks at it."""
+    """Added to answers by LiteLLM. Ignored."""
 
     @property
     def text(self) -> str:
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        return "".join(part.text for part in self.content)
+        return joined_text(self.content)
 
     @model_validator(mode="after")
     def _check_role(self) -> Message:
         if self.tool_calls is not None and self.role != "assistant":
-            raise ValueError(f"tool_calls are an assistant's, and this message is a {self.role}'s")
+            raise ValueError(f"only an assistant's message may have tool_calls; the role is {self.role}")
         if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise ValueError("a tool's message needs the tool_call_id that it answers, and no other may have one")
+            raise ValueError("a tool's message needs a tool_call_id, and no other message may have one")
         if self.content is None and self.tool_calls is None:
             raise ValueError("content is missing")
         return self
@@ -228,57 +212,49 @@ class ChatCompletionRequest(GenerationBody):
     logprobs: bool | None = None
     """Log probabilities of each token."""
     top_logprobs: int | None = None
-    """And so many alternatives of each, between 0 and 20."""
+    """Number of alternatives for each token, between 0 and 20."""
     tools: Tools | None = None
     """Functions that the model may call."""
     tool_choice: ToolChoice | None = None
-    """"none": tools are not shown; "auto", the default: the model decides; "required", or one by its name: it calls."""
+    """"none": the prompt does not show tools; "auto", the default: the model decides; "required", or a function's name:
+    the answer is a call."""
     parallel_tool_calls: bool | None = None
-    """Whether a forced answer may call several at once. True by default."""
+    """Whether a forced answer may have several calls. True by default."""
     response_format: ResponseFormat | None = None
-    """What the answer looks like: text, a JSON object, or JSON that follows a schema."""
+    """The form of the answer: text, a JSON object, or JSON that follows a schema."""
     modalities: Annotated[ListOf[Literal["text"]] | None, unsupported_field("answers are text here", ["text"])] = None
     """Answers are text."""
     reasoning_effort: Annotated[
-        Literal["none"] | None, unsupported_field("what a model thinks is part of its text here; leave it out", "none")
+        Literal["none"] | None, unsupported_field("reasoning is part of the text here; leave it out", "none")
     ] = None
-    """What a model thinks is part of its text here: any effort but "none" is refused."""
+    """Reasoning is part of the text here: any effort but "none" is refused."""
     verbosity: Annotated[
-        Literal["medium"] | None, unsupported_field("say in the prompt how long it may be", "medium")
+        Literal["medium"] | None, unsupported_field("ask for a length in the prompt; leave it out", "medium")
     ] = None
-    """Anything but "medium", which changes nothing, is refused: say it in the prompt."""
+    """Anything but "medium", which has no effect, is refused: ask for a length in the prompt."""
     functions: Annotated[None, unsupported_field("it is deprecated and not known here; use tools")] = None
     """Refused: use `tools`."""
     function_call: Annotated[None, unsupported_field("it is deprecated and not known here; use tool_choice")] = None
     """Refused: use `tool_choice`."""
     audio: Annotated[None, unsupported_field("answers are text here; leave it out")] = None
     """Refused: answers are text."""
-    prediction: Annotated[
-        None, unsupported_field("tokens are guessed by the server's settings (speculation) here; leave it out")
-    ] = None
-    """Refused: the server's settings say how tokens are guessed."""
+    prediction: Annotated[None, unsupported_field("the server's settings decide about speculation; leave it out")] = (
+        None
+    )
+    """Refused: the server's settings decide about speculation."""
     web_search_options: Annotated[None, unsupported_field("this server has no web search; leave it out")] = None
     """Refused: there is no web search."""
 
     def sampling_params(self, forced: Structure | None = None, kept_token_ids: Collection[int] = ()) -> SamplingParams:
-        """What is asked for, with tools as `ToolUse` describes them.
-
-        Args:
-            forced: what `tool_choice` makes of the output.
-            kept_token_ids: special tokens that calls begin or end with.
-
-        Raises:
-            RequestError: a value is out of bounds.
-        """
-        asked = {"tool_choice": forced, "response_format": structure_of(self.response_format)}
-        asked["guided_json and its like"] = guided_structure(self)
-        params = self.params(
+        """`forced` and `kept_token_ids` are those of `ToolUse`. Raises `RequestError`, see `params`."""
+        return self.params(
             self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             logprobs=self._num_logprobs(),
             prompt_logprobs=self.prompt_logprobs,
-            structure=only_structure({name: value for name, value in asked.items() if value is not None}),
+            kept_token_ids=kept_token_ids,
+            tool_choice=forced,
+            response_format=structure_of(self.response_format),
         )
-        return replace(params, kept_token_ids=sorted(kept_token_ids)) if kept_token_ids else params
 
     def _num_logprobs(self) -> int | None:
         if self.top_logprobs is None:
@@ -293,26 +269,22 @@ class ChatCompletionRequest(GenerationBody):
 
 
 class PinRequest(StrictBody):
-    """A prefix to keep in the cache under a name: either a prompt, or messages that conversations begin with."""
+    """A prefix to pin under a name: a text that prompts begin with, or messages that conversations begin with."""
 
     name: Annotated[PinName, Field(examples=["rules"])]
-    """The same prefix may be pinned again; another one under that name is an error."""
+    """Pinning the same prefix again has no effect; another prefix under this name is an error."""
     prompt: str | TokenIds | None = None
     """Text or token ids that prompts begin with. At least one block of tokens."""
     messages: Messages | None = None
-    """What conversations begin with."""
+    """Messages that conversations begin with."""
     cache_salt: Name | None = None
-    """Only requests with the same one share it."""
+    """Only requests with the same salt share the prefix."""
     tenant: Name | None = None
-    """Only requests of the same one share it, unless `isolate_tenants` is off."""
-
-
-# Their text is made in one call, during which some of the time nothing else runs.
-MAX_DETOKENIZED = 1 << 18
+    """Only requests of the same tenant share the prefix, unless `isolate_tenants` is off."""
 
 
 class TokenizeRequest(StrictBody):
-    """`POST /tokenize`: either a text, or a conversation as `/v1/chat/completions` would write it."""
+    """`POST /tokenize`: either a text, or a conversation as in `/v1/chat/completions`."""
 
     model: Annotated[Text | None, Field(max_length=256, examples=["builtin"])] = None
     """The served model, or an adapter of it; by default the model."""
@@ -323,23 +295,21 @@ class TokenizeRequest(StrictBody):
     tools: Tools | None = None
     """With messages: functions that the model may call."""
     add_special_tokens: bool | None = None
-    """What the tokenizer puts around a text, such as a first token; true by default. A conversation's template writes
-    them itself."""
+    """Add the tokenizer's special tokens to a text, such as a first token; true by default. The chat template writes
+    those of conversations."""
     add_generation_prompt: bool | None = None
-    """With messages: what an answer follows. True by default."""
+    """With messages: add the template's text before an answer. True by default."""
     return_token_strs: bool | None = None
-    """Add each token's text."""
+    """Return each token's text."""
 
 
-class Tokens(OmitNoneModel):
-    """`count` tokens; `token_strs` if they were asked for: what is no whole character is written `\\xe2\\x82`."""
-
-    _left_out = frozenset({"token_strs"})
+class Tokens(BaseModel):
+    """`count` tokens, and with `return_token_strs` their texts: an incomplete character is written `\\xe2\\x82`."""
 
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] | None = None
+    token_strs: Omitted[list[str]] = None
 
 
 class DetokenizeRequest(StrictBody):
@@ -352,6 +322,6 @@ class DetokenizeRequest(StrictBody):
 
 
 class DetokenizedText(BaseModel):
-    """The text, with special tokens as they are written."""
+    """The text, special tokens included."""
 
     prompt: str

@@ -1,7 +1,4 @@
-"""What the OpenAPI page says beside what is read off the routes.
-
-Requests to try on the OpenAPI page; all of them work with the built-in model.
-"""
+"""OpenAPI page: texts, schemas of errors and streams, and example requests, which work with the built-in model."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from app.openai.responses.replies import (
 
 DESCRIPTION = (
     "OpenAI's completions, chat completions and responses for one model and its adapters. Unknown fields are errors, "
-    "and nulls are defaults. `docs/api.md` says what is beyond OpenAI's API, and what is refused."
+    "and nulls are defaults. `docs/api.md` lists extensions of OpenAI's API and refused fields."
 )
 _RESPONSE_EVENTS: list[type[BaseModel]] = [
     ResponseEvent,
@@ -46,30 +43,30 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 def _error(description: str) -> dict[str, Any]:
-    """With its content: FastAPI would say of a model that it has the media type of the route's good answers."""
+    """With explicit content: FastAPI would give a model the media type of the route's successful answer."""
     return {"description": description, "content": {"application/json": {"schema": _ERROR_SCHEMA}}}
 
 
 ERRORS: Responses = {
-    400: _error("The request is at fault: `param` says which field."),
-    401: _error("There is no API key, or one that is not valid here."),
-    403: _error("The API key does not allow what the request asks for."),
+    400: _error("The request is invalid: `param` names the field."),
+    401: _error("The API key is missing or invalid."),
+    403: _error("The API key does not allow the request."),
     404: _error("There is no such model, request, pinned prefix or route."),
-    408: _error("The request has not finished within its `timeout_s`."),
+    408: _error("The request did not finish within its `timeout_s`."),
     413: _error("The body is too large."),
-    415: _error("The body is not JSON by its content type."),
-    429: _error("Too many requests wait, or a client has sent too many. `Retry-After` says when to try again."),
-    500: _error("The server is at fault; its log says more."),
-    503: _error("No engine can be reached now. Send the request again."),
+    415: _error("The content type is not JSON."),
+    429: _error("The queue is full, or the caller exceeds its limits. `Retry-After` gives the seconds to wait."),
+    500: _error("The server failed; see its log."),
+    503: _error("No engine replica can be reached now. Send the request again."),
     "4XX": _error("The request is refused."),
 }
 
 
 def _stream_of(description: str, *data: type[BaseModel], has_end_mark: bool = False) -> Responses:
-    """As OpenAPI 3.2 describes sequences: the schema is that of an item, here an event's fields.
+    """A stream as OpenAPI 3.2 describes sequences, by the schema of an item: an event's fields.
 
     Args:
-        data: what an event's data may be, as JSON.
+        data: the bodies that an event's data may be.
     """
     references = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in data]
     shown: dict[str, Any] = {
@@ -105,12 +102,12 @@ RESPONSE_STREAM = _stream_of(
 
 
 def describe(api: FastAPI) -> None:
-    """Add the schemas of what is only streamed to the page."""
-    made = api.openapi
+    """Add the schemas of chunks and events, which no route declares, to the page."""
+    build_page = api.openapi
 
     def openapi() -> dict[str, Any]:
         if api.openapi_schema is None:
-            page = made()
+            page = build_page()
             models: list[type[BaseModel]] = [ErrorBody, ChatCompletionChunk, *_RESPONSE_EVENTS]
             _, streamed = models_json_schema(
                 [(model, "serialization") for model in models],
@@ -120,7 +117,7 @@ def describe(api: FastAPI) -> None:
         assert api.openapi_schema is not None
         return api.openapi_schema
 
-    api.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's documentation says it is to be extended
+    api.openapi = openapi  # type: ignore[method-assign]  # the way of FastAPI's documentation
 
 
 _KEYS = "The key of room 417 is 93. The key of room 256 is 12."

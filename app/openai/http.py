@@ -1,4 +1,4 @@
-"""The HTTP API over a service object: routes, streaming, errors. Knows neither Ray nor the engine."""
+"""HTTP API over a service object: routes, streams, errors. Knows neither Ray nor the engine."""
 
 from __future__ import annotations
 
@@ -33,34 +33,29 @@ from app.openai.bodies import (
 from app.openai.description import CHAT_STREAM, COMPLETION_STREAM, DESCRIPTION, ERRORS, RESPONSE_STREAM, describe
 from app.openai.json_body import json_routes
 from app.openai.operator_replies import LoadReport, PinCard, PinDeleted, PinList
-from app.openai.replies import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
-    ModelCard,
-    ModelList,
-)
+from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, ModelCard, ModelList
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ErrorEvent, ResponseObject, StreamEvent
 from app.openai.sse import Frames, on_one_line
+from vmem import MemoryReport
 
 logger = logging.getLogger(__name__)
 
 _PROMETHEUS = "text/plain; version=1.0.0; charset=utf-8"
-# Longer lists are written outside of the event loop.
-_MOST_TOKENS = 10_000
+# Longer lists of tokens are serialised outside of the event loop.
+_LOOP_TOKENS = 10_000
 
 Session = Annotated[
     str | None,
     Header(
         max_length=256,
-        description="A hint: requests with the same one go to the same replica where that costs little.",
+        description="A hint: requests of the same session go to the same replica where that costs little.",
     ),
 ]
 
 
 class Service(Protocol):
-    """What the routes need. Every method raises `FolioError`s."""
+    """The methods behind the routes. All raise `FolioError`."""
 
     async def models(self) -> ModelList: ...
     async def model(self, name: str) -> ModelCard: ...
@@ -75,6 +70,7 @@ class Service(Protocol):
     async def tokenize(self, request: TokenizeRequest) -> Tokens: ...
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizedText: ...
     async def load(self) -> LoadReport: ...
+    async def reports(self) -> dict[str, MemoryReport]: ...
     async def pins(self) -> PinList: ...
     async def pin(self, request: PinRequest) -> None: ...
     async def unpin(self, name: str) -> None: ...
@@ -134,22 +130,22 @@ def _add_generation(api: FastAPI, service: Service) -> None:
 def _add_models(api: FastAPI, service: Service) -> None:
     @api.get("/v1/models", tags=["models"])
     async def list_models() -> ModelList:
-        """The served model, and its adapters."""
+        """The served model and its adapters."""
         return await service.models()
 
     @api.get("/v1/models/{name:path}", tags=["models"])
     async def get_model(name: str) -> ModelCard:
-        """One of them."""
+        """The model, or one of its adapters."""
         return await service.model(name)
 
 
 def _add_tokens(api: FastAPI, service: Service) -> None:
-    # Answers may be long: they are made here, since FastAPI would look at every token once more.
+    # Answers may be long: they are serialised here, since FastAPI would validate every token again.
     @api.post("/tokenize", response_model=Tokens, tags=["tokens"])
     async def tokenize(request: Annotated[TokenizeRequest, Body(openapi_examples=examples.TOKENIZE)]) -> Response:
-        """The tokens of a text or a conversation, and how many they are."""
+        """The tokens of a text or a conversation, and their number."""
         answer = await service.tokenize(request)
-        return _json(answer) if answer.count <= _MOST_TOKENS else await asyncio.to_thread(_json, answer)
+        return _json(answer) if answer.count <= _LOOP_TOKENS else await asyncio.to_thread(_json, answer)
 
     @api.post("/detokenize", response_model=DetokenizedText, tags=["tokens"])
     async def detokenize(request: DetokenizeRequest) -> Response:
@@ -161,26 +157,31 @@ def _add_operation(api: FastAPI, service: Service) -> None:
     @api.head("/health", include_in_schema=False)
     @api.get("/health", response_class=Response, tags=["operation"])
     async def health() -> Response:
-        """Whether this server process lives. It says nothing of the engine replicas: restarting this would not help
-        them."""
+        """Whether this server process runs. It does not depend on the engine replicas, which a restart of this process
+        would not help."""
         return Response(status_code=200)
 
     @api.head("/ready", include_in_schema=False)
     @api.get("/ready", response_class=Response, tags=["operation"])
     async def ready() -> Response:
-        """Whether requests are welcome: an engine replica answers, and the server is not about to stop."""
+        """Whether requests are accepted: an engine replica answers, and the server is not draining."""
         await service.ready()
         return Response(status_code=200)
 
     @api.get("/metrics", response_class=PlainTextResponse, tags=["operation"])
     async def metrics() -> Response:
-        """What all replicas tell Prometheus, in its text format; docs/metrics.md says what there is."""
+        """Metrics of all replicas in Prometheus' text format; see docs/metrics.md."""
         return Response(await service.metrics(), media_type=_PROMETHEUS)
 
     @api.get("/v1/load", tags=["operation"])
     async def load() -> LoadReport:
-        """How busy every engine replica is, and what its memory holds."""
+        """Load and memory of every engine replica."""
         return await service.load()
+
+    @api.get("/v1/load/memory", tags=["operation"])
+    async def memory() -> dict[str, MemoryReport]:
+        """The KV memory of every engine replica in detail, by the replica's name."""
+        return await service.reports()
 
     @api.get("/v1/pins", tags=["operation"])
     async def pins() -> PinList:
@@ -189,17 +190,17 @@ def _add_operation(api: FastAPI, service: Service) -> None:
 
     @api.post("/v1/pins", tags=["operation"])
     async def pin(request: Annotated[PinRequest, Body(openapi_examples=examples.PIN)]) -> PinCard:
-        """Compute a prefix on every engine replica, and keep it in the prefix cache until it is unpinned."""
+        """Compute a prefix on every engine replica and pin it in the prefix cache."""
         await service.pin(request)
         cards = {card.id: card for card in (await service.pins()).data}
         if request.name not in cards:
-            raise UnknownPinError(f"{request.name!r} has been unpinned meanwhile", "name")
+            raise UnknownPinError(f"{request.name!r} was unpinned meanwhile; pin it again", "name")
         return cards[request.name]
 
     @api.delete("/v1/pins/{name:path}", tags=["operation"])
     async def unpin(name: str, request: Request) -> PinDeleted:
-        """Let a pinned prefix go."""
-        if not request.scope["path"].endswith(name):  # Starlette drops a newline at the end
+        """Unpin a prefix."""
+        if not request.scope["path"].endswith(name):  # Starlette drops a final newline
             raise UnknownPinError("no pin has a newline in its name", "name")
         await service.unpin(name)
         return PinDeleted(id=name)
@@ -224,7 +225,7 @@ def _add_error_handlers(api: FastAPI) -> None:
     async def failed(request: Request, error: Exception) -> Response:
         status, answer = errors.error_response(error)
         note_error(answer.error.code)
-        if status == 503:  # expected while replicas are replaced, and of many requests at once
+        if status == 503:  # expected while replicas are replaced, for many requests at once
             logger.warning("%s %s: %s", request.method, request.url.path, answer.error.message)
         elif status >= 500:
             logger.error("request %s failed: %s %s", request_id(), request.method, request.url.path, exc_info=error)
@@ -232,7 +233,7 @@ def _add_error_handlers(api: FastAPI) -> None:
 
 
 def _allowed(request: Request) -> dict[str, str]:
-    """The methods of all routes of a path: Starlette names those of the first one."""
+    """The methods of all routes of a path. Starlette gives those of the first route."""
     routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
     return {"Allow": ", ".join(sorted({method for route in routes for method in route.methods}))}
 
@@ -242,39 +243,39 @@ def _json(answer: BaseModel, status: int = 200, headers: Mapping[str, str] | Non
 
 
 def _dumped(answer: BaseModel) -> str:
-    """Errors may quote anything that a client has sent, halves of surrogate pairs too, which are not UTF-8."""
+    """The body as JSON. Errors may quote unpaired surrogates of a client, which only ASCII JSON can carry."""
     return json.dumps(answer.model_dump()) if isinstance(answer, ErrorBody) else answer.model_dump_json()
 
 
 async def _stream(chunks: AsyncIterator[BaseModel]) -> Response:
-    """Server-sent events as chat completions have them."""
+    """Server-sent events of completions and chat completions: data only, with an end mark."""
 
     def failed(error: Exception) -> str:
         return f"data: {_dumped(errors.error_response(error)[1])}\n\n"
 
-    return await _sent(chunks, Frames().event, failed, "data: [DONE]\n\n")
+    return await _streamed(chunks, Frames().event, failed, "data: [DONE]\n\n")
 
 
 async def _stream_events(events: AsyncIterator[StreamEvent]) -> Response:
-    """Server-sent events as responses have them: with names, and without an end mark."""
+    """Server-sent events of responses: with names, and without an end mark."""
     last_number = 0
 
-    def shown(event: StreamEvent) -> str:
+    def written(event: StreamEvent) -> str:
         nonlocal last_number
         last_number = event.sequence_number
         return f"event: {event.type}\ndata: {on_one_line(event.model_dump_json())}\n\n"
 
     def failed(error: Exception) -> str:
         detail = errors.error_response(error)[1].error
-        return shown(
+        return written(
             ErrorEvent(sequence_number=last_number + 1, code=detail.code, message=detail.message, param=detail.param)
         )
 
-    return await _sent(events, shown, failed, "")
+    return await _streamed(events, written, failed, "")
 
 
 def note_broken_stream(error: Exception) -> None:
-    """Tell the logs of an error after the status has been sent: with a traceback only if nobody could expect it."""
+    """Log an error of a stream whose status has been sent, with a traceback unless it was to be expected."""
     status, answer = errors.error_response(error)
     note_error(answer.error.code)
     unexpected = status >= 500 and status != 503
@@ -288,20 +289,20 @@ def note_broken_stream(error: Exception) -> None:
     )
 
 
-async def _sent(
-    items: AsyncIterator[Any], shown: Callable[[Any], str | bytes], failed: Callable[[Exception], str], end: str
+async def _streamed(
+    items: AsyncIterator[Any], write: Callable[[Any], str | bytes], failed: Callable[[Exception], str], end: str
 ) -> Response:
-    """The first item is awaited here, so that a request refused at once gets its status."""
+    """A streaming response. The first item is awaited here, so that a request refused at once gets its status."""
     first = await anext(items)
 
     async def events() -> AsyncIterator[str | bytes]:
         try:
             async with aclosing(cast(Any, items)):
-                yield shown(first)
+                yield write(first)
                 async for item in items:
-                    yield shown(item)
+                    yield write(item)
             yield end
-        except Exception as error:  # noqa: BLE001  # the status is sent already: the error becomes an event
+        except Exception as error:  # noqa: BLE001  # the status has been sent: the error becomes an event
             note_broken_stream(error)
             yield failed(error)
 

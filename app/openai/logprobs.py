@@ -1,7 +1,4 @@
-"""Log probabilities in OpenAI's shapes.
-
-What tokens are by themselves: bytes, and how these are written in log probabilities.
-"""
+"""Log probabilities in OpenAI's shapes, and tokens as they are written in them."""
 
 from __future__ import annotations
 
@@ -24,43 +21,101 @@ from app.openai.replies import (
     TopLogprob,
 )
 
-# JSON has no infinity; OpenAI writes this for what is next to impossible.
+# JSON has no infinity. OpenAI sends this value for tokens of probability 0.
 LEAST_LOGPROB = -9999.0
+# SentencePiece's sign for a space.
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+
+
+class TokenTexts:
+    """The texts of a tokenizer's tokens, as bytes from the vocabulary: a decoder would drop a token's first space, and
+    replace incomplete characters."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._backend: Tokenizer = tokenizer.backend_tokenizer
+        self._added = self._backend.get_added_tokens_decoder()
+        decoders = set(_decoder_types(self._backend))
+        self._is_byte_level = "ByteLevel" in decoders
+        self._has_space_sign = bool(decoders & {"Metaspace", "Replace", "ByteFallback"})
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is not part of any text."""
+        added = self._added.get(token_id)
+        return added is not None and added.special
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The token's text in UTF-8, perhaps part of a character; empty for ids beyond the tokenizer's vocabulary."""
+        if token_id in self._added:
+            return self._added[token_id].content.encode()
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level and (content := byte_level_bytes(token)) is not None:
+            return content
+        if self._has_space_sign:
+            if len(token) == 6 and token.startswith("<0x"):
+                return bytes([int(token[3:5], 16)])
+            return token.replace(_SPACE, " ").encode()
+        return self._backend.decode([token_id], skip_special_tokens=False).encode()
+
+    def chat_token(self, token_id: int) -> str:
+        """The token as in chat completions: `\\xe2\\x82` for an incomplete character."""
+        return _written(self.bytes_of(token_id), "")
+
+    def completion_token(self, token_id: int) -> str:
+        """The token as in completions: `bytes:\\xe2\\x82` for an incomplete character."""
+        return _written(self.bytes_of(token_id), "bytes:")
+
+
+def _written(content: bytes, mark: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return mark + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+def _decoder_types(tokenizer: Tokenizer) -> Iterator[str]:
+    if tokenizer.decoder is None:
+        return
+    state: Mapping[str, Any] = json.loads(tokenizer.decoder.__getstate__())
+    yield state["type"]
+    for part in state.get("decoders", ()):
+        # "Replace" replaces the sign for a space, or anything else.
+        if part["type"] != "Replace" or part["pattern"] == {"String": _SPACE}:
+            yield part["type"]
 
 
 class Offsets:
-    """Where each token's text begins in an output, as it grows.
+    """The offset of each token's text in an output that grows.
 
     Args:
-        before: characters by which the tokens' texts are ahead of the output's: tokenizers of some models begin every
-            text with a space that is not in it.
+        before: characters by which the tokens' text is ahead of the output's. Some tokenizers begin every text with a
+            space that the output does not have.
+
+    Attributes:
+        at: characters so far.
     """
 
     def __init__(self, tokens: TokenTexts, before: int = 0) -> None:
+        self.at = -before
         self._tokens = tokens
-        self._at = -before
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    @property
-    def at(self) -> int:
-        """Characters so far."""
-        return self._at
-
     def push(self, token_id: int) -> int:
-        """The token's offset in characters. A token that ends a character begins where the character does."""
-        begins = max(self._at, 0)
+        """The token's offset in characters. A token that completes a character begins where the character does."""
+        begins = max(self.at, 0)
         if not self._tokens.is_special(token_id):
-            self._at += len(self._decoder.decode(self._tokens.bytes_of(token_id)))
+            self.at += len(self._decoder.decode(self._tokens.bytes_of(token_id)))
         return begins
 
 
 def completion_logprobs(
     tokens: TokenTexts, offsets: Offsets, entries: Sequence[TokenLogprobs], num_top: int, first: int | None = None
 ) -> CompletionLogprobs:
-    """Of `num_top` alternatives, and the token itself if it is not one of them.
+    """Each token with `num_top` alternatives, and the token itself if it is not one of them.
 
     Args:
-        first: the token before all others, a prompt's first, which has no log probability.
+        first: the first token of the prompt, which has no log probability and precedes all entries.
     """
     answer = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     if first is not None:
@@ -77,8 +132,14 @@ def completion_logprobs(
     return answer
 
 
+def joined_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    """Those of one text, then those of its continuation."""
+    fields = CompletionLogprobs.model_fields
+    return CompletionLogprobs(**{name: getattr(first, name) + getattr(second, name) for name in fields})
+
+
 def chat_logprobs(tokens: TokenTexts, entries: Sequence[TokenLogprobs], num_top: int) -> ChatLogprobs:
-    """Of exactly `num_top` alternatives, of which the token may be one."""
+    """Each token with exactly `num_top` alternatives, of which the token may be one."""
 
     def written(token_id: int, logprob: float) -> TopLogprob:
         content = tokens.bytes_of(token_id)
@@ -96,7 +157,7 @@ def chat_logprobs(tokens: TokenTexts, entries: Sequence[TokenLogprobs], num_top:
 
 
 def prompt_logprobs(tokens: TokenTexts, entries: Sequence[TokenLogprobs], num_top: int) -> PromptLogprobs:
-    """Nothing for the first token; `entries` are those of the others."""
+    """`None` for the first token; `entries` are those of the others."""
     answer: PromptLogprobs = [None]
     for entry in entries:
         ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top[:num_top], 1)]
@@ -113,66 +174,3 @@ def prompt_logprobs(tokens: TokenTexts, entries: Sequence[TokenLogprobs], num_to
 
 def _finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
-
-
-# SentencePiece's sign for a space.
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-
-
-class TokenTexts:
-    """The texts of a tokenizer's tokens. A decoder would take a token's first space, and write what is no whole
-    character as one that replaces it: so their bytes are read from the vocabulary."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._backend: Tokenizer = tokenizer.backend_tokenizer
-        self._added = self._backend.get_added_tokens_decoder()
-        decoders = set(_decoder_types(self._backend))
-        self._is_byte_level = "ByteLevel" in decoders
-        self._has_space_sign = bool(decoders & {"Metaspace", "Replace", "ByteFallback"})
-
-    def is_special(self, token_id: int) -> bool:
-        """Whether it is not part of any text."""
-        added = self._added.get(token_id)
-        return added is not None and added.special
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """Its text in UTF-8, perhaps part of a character; nothing when the model has more tokens than the tokenizer."""
-        if token_id in self._added:
-            return self._added[token_id].content.encode()
-        token = self._backend.id_to_token(token_id)
-        if token is None:
-            return b""
-        if self._is_byte_level and (content := byte_level_bytes(token)) is not None:
-            return content
-        if self._has_space_sign:
-            if len(token) == 6 and token.startswith("<0x"):
-                return bytes([int(token[3:5], 16)])
-            return token.replace(_SPACE, " ").encode()
-        return self._backend.decode([token_id], skip_special_tokens=False).encode()
-
-    def chat_token(self, token_id: int) -> str:
-        """As chat completions write it: `\\xe2\\x82` when it is no whole character."""
-        return _written(self.bytes_of(token_id), "")
-
-    def completion_token(self, token_id: int) -> str:
-        """As completions write it: `bytes:\\xe2\\x82` when it is no whole character."""
-        return _written(self.bytes_of(token_id), "bytes:")
-
-
-def _written(content: bytes, mark: str) -> str:
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        return mark + "".join(f"\\x{byte:02x}" for byte in content)
-
-
-def _decoder_types(tokenizer: Tokenizer) -> Iterator[str]:
-    """Names of the tokenizer's decoders, those of a sequence one after the other."""
-    if tokenizer.decoder is None:
-        return
-    state: Mapping[str, Any] = json.loads(tokenizer.decoder.__getstate__())
-    yield state["type"]
-    for part in state.get("decoders", ()):
-        # "Replace" is a sign for a space, or anything else
-        if part["type"] != "Replace" or part["pattern"] == {"String": _SPACE}:
-            yield part["type"]

@@ -1,4 +1,4 @@
-"""Response bodies of the OpenAI API, and their chunks."""
+"""Response bodies of the OpenAI API: completions, chat completions, their chunks, models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from app.openai.base import OmitNoneModel
+from app.openai.base import Omitted
 from app.openai.tools.bodies import ToolCall, ToolCallDelta
 
 ChoiceEnd = Literal["stop", "length", "tool_calls"]
@@ -19,7 +19,7 @@ class PromptTokensDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """Prompts count once, however many outputs they have."""
+    """Each prompt counts once, whatever the number of its outputs."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -28,22 +28,22 @@ class Usage(BaseModel):
 
 
 class PromptLogprob(BaseModel):
-    """A token that stands in the prompt, or could have stood there. `rank`: 1 for the likeliest."""
+    """A token of the prompt, or an alternative to it. `rank` is 1 for the likeliest."""
 
     logprob: float
     rank: int
     decoded_token: str
 
 
-# For each token of the prompt: token id → it and its alternatives. The first has none.
+# For each token of the prompt but the first: token id → log probability, of the token and its alternatives.
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 class CompletionLogprobs(BaseModel):
-    """One entry a token. Tokens that are no whole characters are written `bytes:\\xe2\\x82`.
+    """One entry a token. Incomplete characters are written `bytes:\\xe2\\x82`.
 
-    `text_offset`: where the token's text begins in the choice's, in characters. `top_logprobs`: token → log
-    probability. Both of these and `token_logprobs` are null for the first token of a prompt that is echoed.
+    `text_offset` is the token's offset in the choice's text, in characters. `top_logprobs` is token → log probability.
+    `token_logprobs` and `top_logprobs` are null for the first token of an echoed prompt.
     """
 
     tokens: list[str]
@@ -52,23 +52,21 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class CompletionChoice(OmitNoneModel):
-    """Extensions, left out when there is nothing to say: `stop_reason`, the stop string or token id that ended the
-    output; `score`, of a beam; `prompt_logprobs`."""
-
-    _left_out = frozenset({"stop_reason", "score", "prompt_logprobs"})
+class CompletionChoice(BaseModel):
+    """Extensions, left out while null: `stop_reason`, the stop string or token id that ended the output; `score`, of a
+    beam; `prompt_logprobs`."""
 
     index: int = 0
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: ChoiceEnd | None = None
-    stop_reason: str | int | None = None
-    score: float | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    stop_reason: Omitted[str | int] = None
+    score: Omitted[float] = None
+    prompt_logprobs: Omitted[PromptLogprobs] = None
 
 
 class Completion(BaseModel):
-    """The answer of `/v1/completions`, and one chunk of it when streamed."""
+    """The answer of `/v1/completions`, or one chunk of it when streamed."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -79,7 +77,7 @@ class Completion(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """`bytes`: of the token's text, which may be part of a character."""
+    """`bytes` of the token's text, which may be part of a character."""
 
     token: str
     logprob: float
@@ -96,33 +94,27 @@ class ChatLogprobs(BaseModel):
     content: list[ChatTokenLogprob]
 
 
-class AssistantMessage(OmitNoneModel):
-    """`content` is null when there is nothing but tool calls."""
-
-    _left_out = frozenset({"tool_calls"})
+class AssistantMessage(BaseModel):
+    """`content` is null when there are only tool calls."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Omitted[list[ToolCall]] = None
 
 
-class ChatChoice(OmitNoneModel):
+class ChatChoice(BaseModel):
     """Extensions as in `CompletionChoice`."""
-
-    _left_out = frozenset({"stop_reason", "score"})
 
     index: int = 0
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: ChoiceEnd | None = None
-    stop_reason: str | int | None = None
-    score: float | None = None
+    stop_reason: Omitted[str | int] = None
+    score: Omitted[float] = None
 
 
-class ChatCompletion(OmitNoneModel):
+class ChatCompletion(BaseModel):
     """The answer of `/v1/chat/completions`; `prompt_logprobs` is an extension."""
-
-    _left_out = frozenset({"prompt_logprobs"})
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -130,34 +122,28 @@ class ChatCompletion(OmitNoneModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: Omitted[PromptLogprobs] = None
 
 
-class ChatDelta(OmitNoneModel):
-    """What a chunk adds to the message; absent fields are left out of the JSON."""
+class ChatDelta(BaseModel):
+    """A chunk's part of the message."""
 
-    _left_out = frozenset({"role", "content", "tool_calls"})
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
+    role: Omitted[Literal["assistant"]] = None
+    content: Omitted[str] = None
+    tool_calls: Omitted[list[ToolCallDelta]] = None
 
 
-class ChatChunkChoice(OmitNoneModel):
-    _left_out = frozenset({"stop_reason", "score"})
-
+class ChatChunkChoice(BaseModel):
     index: int = 0
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: ChoiceEnd | None = None
-    stop_reason: str | int | None = None
-    score: float | None = None
+    stop_reason: Omitted[str | int] = None
+    score: Omitted[float] = None
 
 
-class ChatCompletionChunk(OmitNoneModel):
+class ChatCompletionChunk(BaseModel):
     """One chunk of a streamed chat completion. `prompt_logprobs`, an extension, come with the first."""
-
-    _left_out = frozenset({"prompt_logprobs"})
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -165,7 +151,7 @@ class ChatCompletionChunk(OmitNoneModel):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: Omitted[PromptLogprobs] = None
 
 
 class ModelCard(BaseModel):

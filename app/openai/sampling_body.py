@@ -1,13 +1,11 @@
-"""How a request says that tokens are to be chosen.
-
-What clients say of the output's form → `Structure`. Whether the engine can compile it, the engine says.
-"""
+"""Sampling fields of bodies: the choice of tokens, the form of the output, and both as `SamplingParams`."""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, Literal, Protocol
+from collections.abc import Collection
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -26,13 +24,12 @@ from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, unsup
 MAX_CHOICES = 4096
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 
-
 TokenIds = ListOf[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
 class StreamOptions(StrictBody):
     include_usage: bool | None = None
-    """A last chunk has the token counts. The events of `/v1/responses` end with them anyway."""
+    """Send the token counts in a last chunk. The events of `/v1/responses` always end with them."""
     include_obfuscation: Annotated[
         Literal[False] | None, unsupported_field("chunks are not padded here; leave it out or send false", False)
     ] = None
@@ -46,9 +43,9 @@ class SamplingBody(StrictBody):
     model: Annotated[Text, Field(max_length=256, examples=["builtin"])]
     """The served model, or an adapter of it."""
     n: int | None = None
-    """Outputs; their prompt is computed once."""
+    """Number of outputs; the prompt is computed once for all."""
     best_of: int | None = None
-    """So many outputs are generated, and the `n` whose tokens have the highest mean log probability returned."""
+    """Number of outputs to generate, of which the `n` with the highest mean log probability are returned."""
     temperature: float | None = None
     """0 is greedy; above, logits are divided by it. 1 by default."""
     top_p: float | None = None
@@ -56,19 +53,19 @@ class SamplingBody(StrictBody):
     top_k: int | None = None
     """Sample among the k likeliest tokens; 0: all."""
     min_p: float | None = None
-    """Sample among tokens at least so many times as likely as the likeliest; 0: all."""
+    """Sample among tokens of at least this share of the likeliest token's probability; 0: all."""
     frequency_penalty: float | None = None
-    """Taken from a token's logit, times how often it is in the output."""
+    """Subtracted from a token's logit once for each time that it is in the output."""
     presence_penalty: float | None = None
-    """Taken from the logits of tokens in the output."""
+    """Subtracted from the logits of tokens in the output."""
     repetition_penalty: float | None = None
-    """Logits of tokens in prompt or output are divided by it if positive, else multiplied. 1 changes nothing."""
+    """Divides positive logits of tokens in prompt or output, and multiplies negative ones. 1 has no effect."""
     logit_bias: Annotated[dict[str, float], at_most(MAX_LOGIT_BIAS, "tokens")] | None = None
-    """Token id, as a string → what is added to its logit, between -100 and 100."""
+    """Token id, as a string → number added to its logit, between -100 and 100."""
     bad_words: Annotated[ListOf[Text], at_most(MAX_BAD_WORDS, "strings")] | None = None
-    """Strings that are not to be in the output."""
+    """Strings that the output may not contain."""
     seed: int | None = None
-    """The same seed and the same request give the same tokens, in any company."""
+    """The same seed and request give the same tokens, whatever else is in the batch."""
     stop: str | Annotated[ListOf[str], at_most(MAX_STOP_STRINGS, "strings")] | None = None
     """Strings that end the output."""
     stop_token_ids: Annotated[TokenIds, at_most(MAX_STOP_TOKENS, "tokens")] | None = None
@@ -76,17 +73,17 @@ class SamplingBody(StrictBody):
     include_stop_str: bool | None = None
     """The output includes the stop string that ended it."""
     ignore_eos: bool | None = None
-    """Go on after the end-of-sequence token."""
+    """Continue after the end-of-sequence token."""
     min_tokens: int | None = None
-    """Before so many tokens nothing that would end the output is chosen, but for `stop` strings."""
+    """Number of tokens before which no token that ends the output is chosen. `stop` strings still end it."""
     use_beam_search: bool | None = None
-    """The `n` likeliest of `best_of` beams instead of samples. Nothing else may then be said about sampling."""
+    """The `n` likeliest of `best_of` beams instead of samples. No other sampling field can then be set."""
     length_penalty: float | None = None
-    """Of beams: a score is the sum of log probabilities over the length to this power. 1 by default."""
+    """Of beams: the score is the sum of log probabilities over the length to this power. 1 by default."""
     early_stopping: EarlyStopping | None = None
-    """Of beams: true: stop when `best_of` have ended; false: when a better one is unlikely; "never": impossible."""
+    """Of beams: stop when `best_of` have ended (true), a better one is unlikely (false), or impossible ("never")."""
     prompt_logprobs: int | None = None
-    """Log probabilities of the prompt's tokens, and so many alternatives for each."""
+    """Log probabilities of the prompt's tokens, with this number of alternatives for each."""
     guided_json: str | JsonObject | None = None
     """A JSON schema that the output follows. At most one of the `guided_…` fields can be set."""
     guided_regex: Text | None = None
@@ -98,7 +95,7 @@ class SamplingBody(StrictBody):
     stream: bool | None = None
     """Send the output as server-sent events while it is generated."""
     stream_options: StreamOptions | None = None
-    """With `stream`."""
+    """Options of `stream`."""
 
     @property
     def include_usage(self) -> bool:
@@ -115,37 +112,46 @@ class SamplingBody(StrictBody):
         *,
         logprobs: int | None,
         prompt_logprobs: int | None,
-        structure: Structure | None,
+        kept_token_ids: Collection[int] = (),
+        **forms: Structure | None,
     ) -> SamplingParams:
-        given: dict[str, Any] = {
-            "n": self.n,
-            "best_of": self.best_of,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "frequency_penalty": self.frequency_penalty,
-            "presence_penalty": self.presence_penalty,
-            "repetition_penalty": self.repetition_penalty,
-            "bad_words": self.bad_words,
-            "stop": self.stop,
-            "stop_token_ids": self.stop_token_ids,
-            "min_tokens": self.min_tokens,
-            "length_penalty": self.length_penalty,
-            "early_stopping": self.early_stopping,
+        """The parameters that the fields give.
+
+        Args:
+            kept_token_ids: special tokens that are part of the output's text.
+            forms: the structures that other fields ask for, by the field's name.
+
+        Raises:
+            RequestError: a value is out of bounds, or several fields decide the output's form.
+        """
+        given = {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
+        given |= {
+            "max_tokens": max_tokens,
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
+            "logit_bias": _by_token_id(self.logit_bias or {}),
+            "structure": self._structure(forms),
+            "kept_token_ids": sorted(kept_token_ids),
         }
-        return SamplingParams(
-            max_tokens=max_tokens,
-            logit_bias=_by_token_id(self.logit_bias or {}),
-            seed=self.seed,
-            include_stop_str=bool(self.include_stop_str),
-            ignore_eos=bool(self.ignore_eos),
-            use_beam_search=bool(self.use_beam_search),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            structure=structure,
-            **{name: value for name, value in given.items() if value is not None},
-        )
+        return SamplingParams(**given)
+
+    def _structure(self, forms: dict[str, Structure | None]) -> Structure | None:
+        found = {name: structure for name, structure in forms.items() if structure is not None}
+        if (schema := self.guided_json) is not None:
+            found["guided_json"] = Structure("json", schema if isinstance(schema, str) else json.dumps(schema))
+        if self.guided_regex is not None:
+            found["guided_regex"] = Structure("regex", self.guided_regex)
+        if self.guided_choice is not None:
+            found["guided_choice"] = Structure("choice", json.dumps(self.guided_choice))
+        if self.guided_grammar is not None:
+            found["guided_grammar"] = Structure("grammar", self.guided_grammar)
+        if len(found) > 1:
+            raise RequestError(f"only one of {', '.join(found)} can decide the output's form", next(iter(found)))
+        return next(iter(found.values()), None)
+
+
+# Fields that both have by the same name. A null is the default of `SamplingParams`.
+_SHARED = sorted(SamplingBody.model_fields.keys() & SamplingParams.__dataclass_fields__.keys())
 
 
 def _by_token_id(logit_bias: dict[str, float]) -> dict[int, float]:
@@ -166,7 +172,7 @@ class JsonObjectFormat(StrictBody):
 
 
 class JsonSchema(StrictBody):
-    """`name` and `description` are for people. `strict` is accepted: the output follows the schema in any case."""
+    """`name`, `description` and `strict` are accepted and ignored: the output always follows the schema."""
 
     name: str
     description: str | None = None
@@ -175,7 +181,7 @@ class JsonSchema(StrictBody):
 
 
 class JsonSchemaFormat(StrictBody):
-    """JSON that the schema describes; without a schema any object."""
+    """JSON that follows the schema; without a schema any object."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
@@ -184,45 +190,10 @@ class JsonSchemaFormat(StrictBody):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class HasGuides(Protocol):
-    """The fields of a body that say what the output looks like, as vLLM calls them."""
-
-    @property
-    def guided_json(self) -> str | dict[str, Any] | None: ...
-    @property
-    def guided_regex(self) -> str | None: ...
-    @property
-    def guided_choice(self) -> list[str] | None: ...
-    @property
-    def guided_grammar(self) -> str | None: ...
-
-
 def structure_of(response_format: ResponseFormat | None) -> Structure | None:
-    """What OpenAI's `response_format` asks for; `None`: anything."""
+    """The structure of OpenAI's `response_format`; `None`: any text."""
     if isinstance(response_format, JsonObjectFormat):
         return Structure("json", "{}")
     if isinstance(response_format, JsonSchemaFormat):
         return Structure("json", json.dumps(response_format.json_schema.schema_ or {}))
     return None
-
-
-def guided_structure(body: HasGuides) -> Structure | None:
-    """What the extension fields ask for; `None`: nothing. Raises `RequestError` when more than one is given."""
-    given: dict[str, Structure] = {}
-    if body.guided_json is not None:
-        schema = body.guided_json
-        given["guided_json"] = Structure("json", schema if isinstance(schema, str) else json.dumps(schema))
-    if body.guided_regex is not None:
-        given["guided_regex"] = Structure("regex", body.guided_regex)
-    if body.guided_choice is not None:
-        given["guided_choice"] = Structure("choice", json.dumps(body.guided_choice))
-    if body.guided_grammar is not None:
-        given["guided_grammar"] = Structure("grammar", body.guided_grammar)
-    return only_structure(given)
-
-
-def only_structure(asked: dict[str, Structure]) -> Structure | None:
-    """Of what fields ask for, the one; `None` when none does. Raises `RequestError` when several do."""
-    if len(asked) > 1:
-        raise RequestError(f"only one of {', '.join(asked)} can decide the output's form", next(iter(asked)))
-    return next(iter(asked.values()), None)

@@ -1,7 +1,4 @@
-"""Chunks of a stream as server-sent events.
-
-Server-sent events as this API writes them, read.
-"""
+"""Server-sent events: chunks written as events, and the data of this API's events read back."""
 
 from __future__ import annotations
 
@@ -13,19 +10,18 @@ from pydantic_core import to_json
 from app.openai.replies import ChatCompletionChunk, ChatDelta, Completion
 
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
-# How a chunk without text, or content, has that: nowhere else, since within strings quotes are escaped.
+# The empty text of a chunk. It occurs once: within strings quotes are escaped.
 _EMPTY = {Completion: '"text":""', ChatCompletionChunk: '"content":""'}
 
 
 class Frames:
-    """Writes the chunks of one stream. Of most chunks only the text is new: what stands around it is written once,
-    since writing it takes most of the time."""
+    """Writes the chunks of one stream as events. Most chunks differ only in their text, so the JSON around it, which
+    takes most of the time, is serialised once."""
 
     def __init__(self) -> None:
         self._around: dict[tuple[str, int], tuple[str, str]] = {}  # by id and index of the choice
 
     def event(self, chunk: BaseModel) -> bytes:
-        """Its bytes on the wire."""
         text = _only_text(chunk)
         if text is None:
             return f"data: {on_one_line(chunk.model_dump_json())}\n\n".encode()
@@ -38,13 +34,13 @@ class Frames:
 
 
 def on_one_line(dumped: str) -> str:
-    """JSON and events may have these characters as they are; but clients that split a stream by Python's idea of a
-    line, such as httpx's and requests' `iter_lines`, would break there."""
+    """Escape line ends other than newline. JSON and events allow them, but clients that split a stream like Python's
+    `splitlines`, such as httpx's and requests' `iter_lines`, would break there."""
     return dumped if dumped.isascii() else dumped.translate(_LINE_ENDS)
 
 
 def _only_text(chunk: BaseModel) -> str | None:
-    """The text of a chunk that has nothing else to say."""
+    """The text of a chunk, if it carries nothing else."""
     if not isinstance(chunk, Completion | ChatCompletionChunk) or len(chunk.choices) != 1 or chunk.usage is not None:
         return None
     choice = chunk.choices[0]
@@ -61,7 +57,7 @@ def _only_text(chunk: BaseModel) -> str | None:
 
 
 def _around(chunk: Completion | ChatCompletionChunk) -> tuple[str, str]:
-    """What a chunk like this has before its text and after it."""
+    """The JSON before and after the text of such a chunk."""
     [choice] = chunk.choices
     change = {"delta": ChatDelta(content="")} if isinstance(chunk, ChatCompletionChunk) else {"text": ""}
     empty = chunk.model_copy(update={"choices": [choice.model_copy(update=change)]})
@@ -73,7 +69,7 @@ _DATA, DONE = b"data: ", b"[DONE]"
 
 
 async def event_data(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The data of each event, which is one line, from the parts of an answer as they come; `DONE` too."""
+    """The data of each event, which is one line, from the parts of an answer as they arrive; `DONE` included."""
     begun = b""
     async for part in parts:
         *events, begun = (begun + part).split(b"\n\n")

@@ -1,7 +1,4 @@
-"""Texts to tokens, where texts of clients never become control tokens.
-
-How much text a number of tokens can be at most: what is longer need not be tokenised to be refused.
-"""
+"""Text encoder: texts to tokens without control tokens of clients, and bounds on the tokens of a text."""
 
 from __future__ import annotations
 
@@ -16,42 +13,43 @@ from transformers import PreTrainedTokenizerBase
 
 from app.errors import ContextLengthError, RequestError
 
-# Each splits the text once more.
+# Control tokens that a text may spell; each is a further cut.
 MAX_SPELLED = 4096
+# NFC makes other characters shorter, at most to 2/7 of their bytes (U+1FBE, U+0308, U+0301 become U+0390).
+_NFC_SHRINKS = 4
 
 
 class TextEncoder:
     """Tokenises without holding the interpreter's lock.
 
-    A chat template renders messages and its own control tokens into one text, and a tokenizer takes each `<|end|>` in
-    it for the token, whoever wrote it. So clients' texts are *shielded* before they are rendered: a mark goes into
-    every control token that they spell. The rendered text is cut at the marks, and its parts are tokenised one by one:
-    in none of them is such a token whole. Texts that spell none are tokenised as ever.
+    A chat template renders messages and its own control tokens into one text, in which a tokenizer reads every
+    `<|end|>` as the token. Clients' texts are therefore *shielded* before they are rendered: a mark is put into every
+    control token that they spell. The rendered text is cut at the marks and its parts are tokenised one by one, so that
+    no part contains a client's control token. Texts that spell none are tokenised as usual.
 
     Args:
         tokenizer: of the tokenizers library.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        tokenizer.encode("")  # sets how its backend truncates and pads: not at all
+        tokenizer.encode("")  # switches off the backend's truncation and padding
         self._backend = tokenizer.backend_tokenizer
         special = [token for token in self._backend.get_added_tokens_decoder().values() if token.special]
-        # Nobody can guess it, and templates that quote, trim or change case leave digits as they are.
+        # Clients cannot guess the mark, and templates that quote, trim or change case leave digits unchanged.
         self._mark = f"{secrets.randbelow(10**32):032}"
         self._spelled = sorted({token.content for token in special}, key=len)
         self._begins = {content[0] for content in self._spelled}
-        # These are looked for after normalisation, where other texts may have become them.
+        # Tokens that are matched after normalisation, which may turn other texts into them.
         normalizer = self._backend.normalizer
         self._normalized = [t.content for t in special if t.normalized] if normalizer is not None else []
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text; control tokens that it spells included."""
+        """The tokens of a text. Control tokens that it spells become tokens."""
         return self._encode([text], add_special_tokens)
 
     def shielded(self, value: Any, param: str) -> Any:
-        """A client's text, or what is made of lists, dicts and texts, as a template may have it. Raises `RequestError`
-        when it spells too many control tokens, or one that cannot be cut."""
+        """Shield all texts of a client's value of texts, lists and dicts. Raises `RequestError` for a text that spells
+        too many control tokens, or one that cannot be cut."""
         if isinstance(value, str):
             return self._shielded(value, param)
         if isinstance(value, dict):
@@ -59,11 +57,11 @@ class TextEncoder:
         return [self.shielded(item, param) for item in value] if isinstance(value, list) else value
 
     def unshielded(self, text: str) -> str:
-        """As it would be rendered without shielding."""
+        """The rendered text without marks."""
         return text.replace(self._mark, "")
 
     def encode_shielded(self, text: str) -> list[int]:
-        """The tokens of what a template has rendered."""
+        """The tokens of a rendered text."""
         return self._encode(text.split(self._mark), add_special_tokens=False)
 
     def _encode(self, parts: list[str], add_special_tokens: bool) -> list[int]:
@@ -78,7 +76,7 @@ class TextEncoder:
         if not any(begin in text for begin in self._begins):
             return text
         for content in self._spelled:
-            while content in text:  # again where it overlaps itself
+            while content in text:  # repeatedly, as occurrences may overlap
                 if len(content) == 1 or text.count(content) > MAX_SPELLED:
                     most = MAX_SPELLED if len(content) > 1 else 0
                     raise RequestError(f"{param} spells the control token {content!r} more than {most} times", param)
@@ -86,13 +84,9 @@ class TextEncoder:
         return text
 
 
-# NFC makes other characters shorter, at most to 2/7 of their bytes (U+1FBE, U+0308, U+0301 are U+0390).
-_NFC_SHRINKS = 4
-
-
 class TextBounds:
-    """The longest token of a tokenizer in bytes, if each token is a bounded part of the text: not so when it may leave
-    out something, or has one token for all that it does not know. Then nothing is refused."""
+    """Lower bound on the tokens of a text, from the bytes of the tokenizer's longest token. There is none for
+    tokenizers that leave out text or have one token for all unknown text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         state: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -100,21 +94,21 @@ class TextBounds:
         self._shrinks = any(part["type"] == "NFC" for part in _parts(state["normalizer"], "normalizers"))
 
     def check_length(self, text: str, max_model_len: int, param: str) -> None:
-        """Raises `ContextLengthError` when it has more tokens than that for sure."""
+        """Raise `ContextLengthError` if the text must have more than `max_model_len` tokens."""
         if self._longest is None:
             return
         num_bytes = len(text) if text.isascii() else len(text.encode())
         longest = self._longest * (_NFC_SHRINKS if self._shrinks and not text.isascii() else 1)
         if num_bytes > max_model_len * longest:
             raise ContextLengthError(
-                f"the context is {max_model_len} tokens, and {param} has {num_bytes} bytes: more than so many tokens "
-                "can be",
+                f"the context is {max_model_len} tokens, and {param} has {num_bytes} bytes, more than so many tokens "
+                "can have; send less text",
                 param,
             )
 
 
 def _longest_token(state: Mapping[str, Any]) -> int | None:
-    """Of a tokenizer as it is written to a file."""
+    """In bytes, from a tokenizer's serialised state; `None` if tokens are not bounded parts of the text."""
     model, added = state["model"], state["added_tokens"]
     before = list(_parts(state["pre_tokenizer"], "pretokenizers"))
     if model.get("type") != "BPE" or any(token["lstrip"] or token["rstrip"] for token in added):
@@ -123,7 +117,7 @@ def _longest_token(state: Mapping[str, Any]) -> int | None:
         return None
     if not all(_keeps_all(part) for part in before):
         return None
-    # Every byte has a token, so that nothing is left out or unknown; in GPT-2's alphabet a character is a byte.
+    # Every byte must have a token: then no text is left out or unknown. A character of GPT-2's alphabet is a byte.
     is_byte_level = any(part["type"] == "ByteLevel" for part in before)
     names = model["vocab"].keys()
     if is_byte_level:
@@ -138,7 +132,7 @@ def _longest_token(state: Mapping[str, Any]) -> int | None:
 
 
 def _keeps_length(normalizer: Mapping[str, Any]) -> bool:
-    """Whether the text has at least as many bytes afterwards, but for NFC."""
+    """Whether the normalised text has at least as many bytes, except for NFC."""
     if normalizer["type"] == "Replace":
         replaced = normalizer["pattern"].get("String")
         return replaced is not None and len(normalizer["content"].encode()) >= len(replaced.encode())
@@ -146,14 +140,14 @@ def _keeps_length(normalizer: Mapping[str, Any]) -> bool:
 
 
 def _keeps_all(pre_tokenizer: Mapping[str, Any]) -> bool:
-    """Whether all of the text becomes tokens."""
+    """Whether all text becomes tokens."""
     if pre_tokenizer["type"] in {"Split", "Punctuation"}:
         return pre_tokenizer["behavior"] != "Removed"
     return pre_tokenizer["type"] in {"ByteLevel", "Digits", "Metaspace"}
 
 
 def _parts(state: Mapping[str, Any] | None, name: str) -> Iterator[Mapping[str, Any]]:
-    """Those of a sequence, one after the other, also within each other."""
+    """The parts of a component, with nested sequences flattened."""
     if state is None:
         return
     if state["type"] != "Sequence":

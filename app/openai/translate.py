@@ -1,4 +1,8 @@
-"""From bodies to calls of engine replicas, and to what will make answers of their pieces."""
+"""Translator: bodies to calls of engine replicas, and the answers that their pieces become.
+
+A conversation goes through here in one direction: tools (`tools.use`) → prompt (`prompts`, `text_encoder`) → sampling
+parameters (`bodies`, `sampling_body`) → call.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from app.engine.sampling.params import SamplingParams
 from app.errors import RequestError, UnknownModelError, UnknownRequestError
 from app.exchange import current_context
 from app.fleet.messages import ForkCall, GenerateRequest, Piece, split_public_id
-from app.openai.answers import CompletionAnswer
+from app.openai.answers import ChatAnswer, CompletionAnswer
 from app.openai.bodies import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -24,32 +28,22 @@ from app.openai.bodies import (
     TokenizeRequest,
     Tokens,
 )
-from app.openai.chat_answers import ChatAnswer
-from app.openai.lanes import SizedExecutor
+from app.openai.json_body import SizedExecutor
 from app.openai.logprobs import TokenTexts
-from app.openai.prompts import (
-    CheckLength,
-    decode_tokens,
-    encode_chat,
-    encode_completion,
-    encode_pin,
-    encode_tokenize,
-    prompt_texts,
-)
+from app.openai.prompts import PromptEncoder
 from app.openai.responses.answers import ResponseAnswer
 from app.openai.responses.body import ResponsesRequest, in_terms_of_responses
-from app.openai.text_encoder import TextBounds, TextEncoder
 from app.openai.tools.use import tool_use
 
-# Of their own: long texts must not keep the event loop's other threads.
+# Separate threads: long texts must not occupy those of the event loop's default executor.
 _NUM_THREADS = 4
-# A body of at most so many bytes is translated in the event loop: it takes no longer than handing it to a thread, whose
-# turn comes 5 ms late when others compute.
+# Smaller bodies are translated in the event loop: that takes no longer than the hand-over to a thread, which waits 5 ms
+# for the interpreter's lock while other threads compute.
 _LOOP_BYTES = 2048
-# Log probabilities of an answer, alternatives included, that its prompts may ask for: they cost the engine little, and
-# each of its outputs repeats them. That many are 5 MB of JSON.
+# Log probabilities of prompts in an answer, alternatives included. They cost the engine little, but each output repeats
+# them: this many are 5 MB of JSON.
 MAX_PROMPT_LOGPROBS = 200_000
-# Answers with log probabilities of more tokens are put together in threads, as bodies of so many bytes a token are.
+# Answers with log probabilities of more tokens are built in threads, like bodies of so many bytes a token.
 _LOOP_TOKENS, _TOKEN_BYTES = 200, 64
 
 P = ParamSpec("P")
@@ -57,47 +51,46 @@ T = TypeVar("T")
 
 
 class Translator:
-    """Everything that needs the tokenizer. It may take long: call it `in_thread`. Every method raises `RequestError`s.
-    Texts that are longer than `max_model_len` tokens can be are refused before they are tokenised.
+    """Everything that needs the tokenizer. Methods may take long: call them through `in_thread`. All raise
+    `RequestError`.
 
     Args:
-        model_name: what clients call the model.
-        adapters: names of its LoRA adapters, which clients ask for as for models.
+        model_name: the name by which clients call the model.
+        adapters: names of its LoRA adapters, which clients request as models.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model_name: str, adapters: Sequence[str]) -> None:
         self._tokenizer = tokenizer
-        self._encoder = TextEncoder(tokenizer)
+        self._prompts = PromptEncoder(tokenizer)
         self._tokens = TokenTexts(tokenizer)
-        self._bounds = TextBounds(tokenizer)
-        self._lanes = SizedExecutor("translator", _NUM_THREADS)
+        self._executor = SizedExecutor("translator", _NUM_THREADS)
         self._model_name = model_name
         self._adapters = tuple(adapters)
 
     async def in_thread(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call one of the other methods so, as `asyncio.to_thread` would; for large bodies one at a time, and for small
-        ones in the event loop. Of a handle's request nobody knows how large it is."""
+        """Call another method: in the event loop for small bodies, and in a thread for large ones and for requests by
+        handle, whose size is not known."""
         exchange = current_context()
         num_bytes = 0 if exchange is None else exchange.num_body_bytes
         if 0 < num_bytes <= _LOOP_BYTES:
             return method(*args, **kwargs)
-        return await self._lanes.run(num_bytes, method, *args, **kwargs)
+        return await self._executor.run(num_bytes, method, *args, **kwargs)
 
     async def build_answer(self, build: Callable[[list[list[Piece]]], T], outputs: list[list[Piece]]) -> T:
-        """What `build` makes of whole outputs; outside of the event loop if they have many log probabilities."""
+        """Call `build` with complete outputs, in a thread if they have many log probabilities."""
         pieces = [piece for of_prompt in outputs for piece in of_prompt]
         num_prompt = sum(len(piece.prompt_logprobs) for piece in pieces) * len(pieces)
         num_tokens = num_prompt + sum(len(piece.logprobs) for piece in pieces)
         if num_tokens < _LOOP_TOKENS:
             return build(outputs)
-        return await self._lanes.run(num_tokens * _TOKEN_BYTES, build, outputs)
+        return await self._executor.run(num_tokens * _TOKEN_BYTES, build, outputs)
 
     def translate_completion(
         self, request: CompletionRequest, session: str | None, max_model_len: int
     ) -> tuple[list[GenerateRequest], CompletionAnswer]:
-        """A call for each prompt, and what their pieces come to."""
+        """A call for each prompt, and the answer."""
         adapter = self.adapter_of(request.model)
-        prompts = encode_completion(self._encoder, request, self._length_check(max_model_len))
+        prompts = self._prompts.encode_completion(request, max_model_len)
         tops = (request.logprobs if request.echo else None, request.prompt_logprobs)
         _check_entries(sum(map(len, prompts)) * request.num_outputs, *tops)
         params = request.sampling_params()
@@ -114,7 +107,7 @@ class Translator:
             num_outputs=request.num_outputs,
             num_top=request.logprobs,
             num_prompt_top=request.prompt_logprobs,
-            echo=prompt_texts(self._tokenizer, request) if request.echo else None,
+            echo=self._prompts.echoed_texts(request) if request.echo else None,
             only_echoes=request.only_echoes,
         )
         return calls, answer
@@ -122,7 +115,7 @@ class Translator:
     def translate_response(
         self, request: ResponsesRequest, session: str | None, max_model_len: int
     ) -> tuple[list[GenerateRequest], ResponseAnswer]:
-        """The same for a response."""
+        """The one call, and the answer."""
         with in_terms_of_responses():
             calls, chat = self.translate_chat(request.as_chat(), session, max_model_len, "resp")
         return calls, ResponseAnswer(request, chat)
@@ -130,10 +123,10 @@ class Translator:
     def translate_chat(
         self, request: ChatCompletionRequest, session: str | None, max_model_len: int, kind: str = "chatcmpl"
     ) -> tuple[list[GenerateRequest], ChatAnswer]:
-        """The one call, and what its pieces come to. `kind`: how the id begins."""
+        """The one call, and the answer. `kind` is the prefix of the id."""
         adapter = self.adapter_of(request.model)
         tools = tool_use(self._tokenizer, request.tools, request.tool_choice, request.parallel_tool_calls)
-        prompt = encode_chat(self._encoder, request, self._length_check(max_model_len))
+        prompt = self._prompts.encode_chat(request, max_model_len)
         if tools is None:
             params = request.sampling_params()
         else:
@@ -147,17 +140,17 @@ class Translator:
             prompt,
             num_top=params.logprobs,
             num_prompt_top=params.prompt_logprobs,
-            parser=None if tools is None else tools.parser,
+            new_parser=None if tools is None else tools.parser,
         )
         return [call], answer
 
     def translate_fork(self, request: ForkRequest) -> tuple[ForkCall, CompletionAnswer]:
-        """The same for a fork. Raises `UnknownRequestError` if the id is not one that could be forked."""
+        """The call and the answer. Raises `UnknownRequestError` if no request with such an id could be forked."""
         self.adapter_of(request.model)
         fork_of, replica = split_public_id(request.request_id)
         if not replica:
             raise UnknownRequestError(
-                f"{request.request_id!r} is not the id of an answer to one prompt, and only such can be forked",
+                f"{request.request_id!r} is not the id of an answer to one prompt; only such requests can be forked",
                 "request_id",
             )
         call = ForkCall(_new_id("cmpl"), fork_of, request.index, replica, request.sampling_params())
@@ -174,37 +167,34 @@ class Translator:
     def translate_tokenize(self, request: TokenizeRequest, max_model_len: int) -> Tokens:
         """The tokens of a text or a conversation."""
         self._check_model(request.model)
-        tokens = encode_tokenize(self._encoder, request, self._length_check(max_model_len))
+        tokens = self._prompts.encode_tokenize(request, max_model_len)
         texts = [self._tokens.chat_token(token_id) for token_id in tokens] if request.return_token_strs else None
         return Tokens(count=len(tokens), max_model_len=max_model_len, tokens=tokens, token_strs=texts)
 
     def translate_detokenize(self, request: DetokenizeRequest) -> DetokenizedText:
         """The text of tokens."""
         self._check_model(request.model)
-        return DetokenizedText(prompt=decode_tokens(self._tokenizer, request.tokens))
+        return DetokenizedText(prompt=self._prompts.decode(request.tokens))
 
     def encode_pin_prefix(self, request: PinRequest) -> list[int]:
-        """What prompts that begin so have in common."""
-        return encode_pin(self._encoder, request)
-
-    def _check_model(self, model: str | None) -> None:
-        """Raises `UnknownModelError`, or `ForbiddenError` when the caller's API key does not allow it."""
-        name = self._model_name if model is None else model
-        self.adapter_of(name)
-        if (exchange := current_context()) is not None:
-            exchange.check_model(name)
-
-    def _length_check(self, max_model_len: int) -> CheckLength:
-        return lambda text, param: self._bounds.check_length(text, max_model_len, param)
+        """The common prefix of prompts that begin with the pinned text or messages."""
+        return self._prompts.encode_pin(request)
 
     def adapter_of(self, model: str) -> str | None:
-        """Of the model that a request names; `None`: the model itself. Raises `UnknownModelError`."""
+        """The adapter of that name, or `None` for the model itself. Raises `UnknownModelError`."""
         if model == self._model_name:
             return None
         if model not in self._adapters:
             served = ", ".join(map(repr, (self._model_name, *self._adapters)))
             raise UnknownModelError(f"the model {model!r} does not exist; this server has {served}", "model")
         return model
+
+    def _check_model(self, model: str | None) -> None:
+        """Raises `UnknownModelError`, or `ForbiddenError` if the caller's API key does not allow the model."""
+        name = self._model_name if model is None else model
+        self.adapter_of(name)
+        if (exchange := current_context()) is not None:
+            exchange.check_model(name)
 
 
 def _new_id(kind: str) -> str:
@@ -215,13 +205,13 @@ def _check_entries(num_prompt_tokens: int, *num_top: int | None) -> None:
     """Raise `RequestError` for too many log probabilities of prompts.
 
     Args:
-        num_prompt_tokens: times outputs, since each of these begins with them.
-        num_top: alternatives of each; `None`: not wanted.
+        num_prompt_tokens: over all outputs, since the answer repeats the prompt's for each.
+        num_top: alternatives of each kind of log probabilities; `None`: not requested.
     """
     entries = num_prompt_tokens * sum(1 + top for top in num_top if top is not None)
     if entries > MAX_PROMPT_LOGPROBS:
         raise RequestError(
-            f"the answer would have {entries} log probabilities of prompts; at most {MAX_PROMPT_LOGPROBS}: ask for "
+            f"the answer would have {entries} log probabilities of prompts; at most {MAX_PROMPT_LOGPROBS}: request "
             "fewer prompts, outputs or alternatives at once",
             "logprobs",
         )
@@ -236,6 +226,7 @@ def _call_of(
     session: str | None,
     number: int = 0,
 ) -> GenerateRequest:
+    """The call for prompt `number`, as far as the caller's API key allows it."""
     tenant, timeout_s = request.tenant, request.timeout_s
     exchange, repeat_key = current_context(), None
     if exchange is not None:

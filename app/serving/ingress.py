@@ -46,7 +46,7 @@ from app.openai.bodies import (
     Tokens,
 )
 from app.openai.http import build_api, note_broken_stream
-from app.openai.operator_replies import LoadReport, PinList, add_memory_route, load_report, pin_list
+from app.openai.operator_replies import LoadReport, PinList, load_report, pin_list
 from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, ModelCard, ModelList
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ResponseObject, StreamEvent
@@ -149,7 +149,6 @@ class Ingress(GrpcIngress):
         )
         api.add_middleware(LoadSheddingMiddleware, gate=self._admission, observer=self._edge)
         api.add_middleware(ReadsRefusedBodies)
-        add_memory_route(api, self)
         trusting: Any = ProxyHeadersMiddleware
         self._api = trusting(api, trusted_addresses())  # for gRPC; for HTTP uvicorn has it
         self._limits.start()

@@ -1,15 +1,16 @@
-"""From the pieces of an output to a response, whole or event by event."""
+"""Answers of `/v1/responses`: the pieces of an output as a response, whole or event by event."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from app.errors import OverloadedError, RequestError
 from app.fleet.messages import Piece
 from app.http_errors import error_response
-from app.openai.chat_answers import ChatAnswer
+from app.openai.answers import ChatAnswer
 from app.openai.replies import ChatTokenLogprob, ChoiceEnd
 from app.openai.responses.body import NamedSchemaFormat, ResponsesRequest
 from app.openai.responses.replies import (
@@ -37,51 +38,44 @@ from app.openai.responses.replies import (
 from app.openai.sampling_body import TextFormat
 from app.openai.tools.bodies import ToolCallDelta
 
+E = TypeVar("E", bound=StreamEvent)
+
 
 class ResponseAnswer:
-    """The response to a request, as it grows: items appear in `output` in the order in which they begin.
+    """The response to a request, as it grows. Items appear in `output` in the order in which they begin.
 
     Args:
-        chat: makes contents and calls of the pieces.
+        chat: splits the pieces into content and calls.
     """
 
     def __init__(self, request: ResponsesRequest, chat: ChatAnswer) -> None:
         self._request = request
         self._chat = chat
-        self._created = int(time.time())
-        self._sequence_number = 0
-        self._begun = False
+        self._num_events = 0
         self._items: list[OutputItem] = []
         self._message: tuple[int, OutputMessage] | None = None
-        self._call: tuple[int, OutputFunctionCall] | None = None  # the latest, until the next one
+        self._call: tuple[int, OutputFunctionCall] | None = None  # the latest, until the next one begins
 
     def events(self, piece: Piece) -> list[StreamEvent]:
-        """What a piece of the output adds; its last one ends the response."""
-        chunk = self._chat.chunk(piece)  # which learns the response's id
+        """The events of a piece of the output. The output's last piece ends the response."""
+        chunk = self._chat.chunk(piece)  # also sets the public id
         events: list[StreamEvent] = []
-        if not self._begun:
-            self._begun = True
-            events += [
-                ResponseEvent(
-                    type="response.created", response=self._response("in_progress"), sequence_number=self._next()
-                ),
-                ResponseEvent(
-                    type="response.in_progress", response=self._response("in_progress"), sequence_number=self._next()
-                ),
-            ]
+        if not self._num_events:
+            for kind in ("response.created", "response.in_progress"):
+                events.append(self._event(ResponseEvent, type=kind, response=self._response("in_progress")))
         if chunk is None:
             return events
         [choice] = chunk.choices
         if choice.delta.content:
             events += self._text(choice.delta.content, choice.logprobs.content if choice.logprobs else [])
         for delta in choice.delta.tool_calls or ():
-            events += self._arguments(delta)
+            events += self._begin_call(delta)
         if choice.finish_reason is not None:
             events += self._end(choice.finish_reason)
         return events
 
     def failed(self, error: BaseException) -> ResponseEvent:
-        """The last event of a response that has begun and cannot go on."""
+        """The last event of a response that has begun and then failed."""
         message = error_response(error)[1].error.message
         for item in self._items:
             if item.status == "in_progress":
@@ -92,7 +86,7 @@ class ResponseAnswer:
             response.error.code = "rate_limit_exceeded"
         elif isinstance(error, RequestError):
             response.error.code = "invalid_prompt"
-        return ResponseEvent(type="response.failed", response=response, sequence_number=self._next())
+        return self._event(ResponseEvent, type="response.failed", response=response)
 
     def full_answer(self, pieces: Sequence[Piece]) -> ResponseObject:
         """Args: the output, in one piece or several."""
@@ -100,134 +94,97 @@ class ResponseAnswer:
         assert isinstance(events[-1], ResponseEvent)
         return events[-1].response
 
-    def _next(self) -> int:
-        self._sequence_number += 1
-        return self._sequence_number - 1
+    def _event(self, kind: type[E], **fields: Any) -> E:
+        self._num_events += 1
+        return kind(**fields, sequence_number=self._num_events - 1)
 
     def _text(self, content: str, logprobs: list[ChatTokenLogprob]) -> list[StreamEvent]:
-        events: list[StreamEvent] = []
-        if self._message is None:
-            events += self._begin_message()
+        events = [] if self._message is not None else self._begin_message()
         assert self._message is not None
         index, message = self._message
-        part = message.content[0]
+        [part] = message.content
         part.text += content
         part.logprobs += logprobs
-        event = TextDeltaEvent(
-            item_id=message.id, output_index=index, delta=content, logprobs=logprobs, sequence_number=self._next()
-        )
-        return [*events, event]
+        fields = {"item_id": message.id, "output_index": index, "delta": content, "logprobs": logprobs}
+        return [*events, self._event(TextDeltaEvent, **fields)]
 
     def _begin_message(self) -> list[StreamEvent]:
         message = OutputMessage(id=f"msg_{uuid.uuid4().hex}", status="in_progress", content=[])
-        added = self._added(message)
+        added = self._add(message)
         part = OutputText(text="")
         message.content.append(part)
         self._message = added.output_index, message
-        return [
-            added,
-            PartEvent(
-                type="response.content_part.added",
-                item_id=message.id,
-                output_index=added.output_index,
-                part=part.model_copy(deep=True),
-                sequence_number=self._next(),
-            ),
-        ]
+        fields = {"item_id": message.id, "output_index": added.output_index, "part": part.model_copy(deep=True)}
+        return [added, self._event(PartEvent, type="response.content_part.added", **fields)]
 
     def _end_message(self, reason: ChoiceEnd) -> list[StreamEvent]:
         assert self._message is not None
         index, message = self._message
         message.status = "incomplete" if reason == "length" else "completed"
         [part] = message.content
+        place = {"item_id": message.id, "output_index": index}
         return [
-            TextDoneEvent(
-                item_id=message.id,
-                output_index=index,
-                text=part.text,
-                logprobs=part.logprobs,
-                sequence_number=self._next(),
-            ),
-            PartEvent(
-                type="response.content_part.done",
-                item_id=message.id,
-                output_index=index,
-                part=part,
-                sequence_number=self._next(),
-            ),
-            ItemEvent(type="response.output_item.done", output_index=index, item=message, sequence_number=self._next()),
+            self._event(TextDoneEvent, **place, text=part.text, logprobs=part.logprobs),
+            self._event(PartEvent, type="response.content_part.done", **place, part=part),
+            self._event(ItemEvent, type="response.output_item.done", output_index=index, item=message),
         ]
 
-    def _arguments(self, delta: ToolCallDelta) -> list[StreamEvent]:
-        """The first delta of a call has its id and its function's name."""
-        events: list[StreamEvent] = []
-        if delta.id is not None:
-            events += self._end_call()
-            assert delta.function.name is not None
-            call = OutputFunctionCall(
-                id=f"fc_{uuid.uuid4().hex}",
-                call_id=delta.id,
-                name=delta.function.name,
-                arguments="",
-                status="in_progress",
-            )
-            added = self._added(call)
-            self._call = added.output_index, call
-            events.append(added)
-        assert self._call is not None
-        index, call = self._call
-        if delta.function.arguments:
-            call.arguments += delta.function.arguments
-            more = delta.function.arguments
-            events.append(
-                ArgumentsDeltaEvent(item_id=call.id, output_index=index, delta=more, sequence_number=self._next())
-            )
-        return events
+    def _begin_call(self, delta: ToolCallDelta) -> list[StreamEvent]:
+        """Add a call, which the parser delivers complete. The item ends with the next call or with the response."""
+        assert delta.id is not None
+        assert delta.function.name is not None
+        assert delta.function.arguments is not None
+        events = self._end_call()
+        call = OutputFunctionCall(
+            id=f"fc_{uuid.uuid4().hex}",
+            call_id=delta.id,
+            name=delta.function.name,
+            arguments="",
+            status="in_progress",
+        )
+        added = self._add(call)
+        call.arguments = delta.function.arguments
+        self._call = added.output_index, call
+        place = {"item_id": call.id, "output_index": added.output_index}
+        return [*events, added, self._event(ArgumentsDeltaEvent, **place, delta=call.arguments)]
 
     def _end_call(self) -> list[StreamEvent]:
         if self._call is None:
             return []
         (index, call), self._call = self._call, None
         call.status = "completed"
+        fields = {"item_id": call.id, "output_index": index, "name": call.name, "arguments": call.arguments}
         return [
-            ArgumentsDoneEvent(
-                item_id=call.id,
-                output_index=index,
-                name=call.name,
-                arguments=call.arguments,
-                sequence_number=self._next(),
-            ),
-            ItemEvent(type="response.output_item.done", output_index=index, item=call, sequence_number=self._next()),
+            self._event(ArgumentsDoneEvent, **fields),
+            self._event(ItemEvent, type="response.output_item.done", output_index=index, item=call),
         ]
 
-    def _added(self, item: OutputItem) -> ItemEvent:
+    def _add(self, item: OutputItem) -> ItemEvent:
         index = len(self._items)
         self._items.append(item)
-        # A copy: a caller by handle may look at events later, when the item has grown.
+        # A copy: callers through a handle may read the event after the item has grown.
         copy = item.model_copy(deep=True)
-        return ItemEvent(type="response.output_item.added", output_index=index, item=copy, sequence_number=self._next())
+        return self._event(ItemEvent, type="response.output_item.added", output_index=index, item=copy)
 
     def _end(self, reason: ChoiceEnd) -> list[StreamEvent]:
-        events: list[StreamEvent] = []
-        if not self._items:  # an empty answer is a message, too
-            events += self._begin_message()
+        events = [] if self._items else self._begin_message()  # an empty answer is a message, too
         if self._message is not None:
             events += self._end_message(reason)
         events += self._end_call()
-        if reason == "length":
-            response = self._response("incomplete")
+        status = "incomplete" if reason == "length" else "completed"
+        response = self._response(status)
+        if status == "incomplete":
             response.incomplete_details = IncompleteDetails()
-            return [*events, ResponseEvent(type="response.incomplete", response=response, sequence_number=self._next())]
-        response = self._response("completed")
-        response.completed_at = int(time.time())
-        return [*events, ResponseEvent(type="response.completed", response=response, sequence_number=self._next())]
+        else:
+            response.completed_at = int(time.time())
+        return [*events, self._event(ResponseEvent, type=f"response.{status}", response=response)]
 
     def _response(self, status: str) -> ResponseObject:
         asked = self._request
         return ResponseObject.model_validate(
             {
                 "id": self._chat.id,
-                "created_at": self._created,
+                "created_at": self._chat.created,
                 "status": status,
                 "model": asked.model,
                 "output": list(self._items),

@@ -1,4 +1,4 @@
-"""The body of `POST /v1/responses`, and the chat completion that it comes to."""
+"""Body of `POST /v1/responses`, and its conversion to a chat completion."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from app.errors import RequestError
-from app.openai.base import JsonObject, ListOf, StrictBody, Text, at_most, only_text, text_or, unsupported_field
+from app.openai.base import (
+    JsonObject,
+    ListOf,
+    StrictBody,
+    Text,
+    at_most,
+    joined_text,
+    only_text,
+    text_or,
+    unsupported_field,
+)
 from app.openai.bodies import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -40,7 +50,7 @@ class InputText(StrictBody):
 
 
 class GivenOutputText(StrictBody):
-    """Text of an answer before. Its annotations and log probabilities are not looked at."""
+    """Text of an earlier answer. Annotations and log probabilities are ignored."""
 
     type: Literal["output_text"]
     text: Text
@@ -52,7 +62,7 @@ Part = Annotated[InputText | GivenOutputText, Field(discriminator="type"), only_
 
 
 class InputMessage(StrictBody):
-    """A message, one that the client wrote or one of an answer before."""
+    """A message of the client, or of an earlier answer."""
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
@@ -67,11 +77,11 @@ class InputMessage(StrictBody):
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return joined_text(self.content)
 
 
 class GivenFunctionCall(StrictBody):
-    """A call of an answer before."""
+    """A call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: Text
@@ -82,7 +92,7 @@ class GivenFunctionCall(StrictBody):
 
 
 class FunctionCallOutput(StrictBody):
-    """What the function has returned."""
+    """The value that a function has returned."""
 
     type: Literal["function_call_output"]
     call_id: Text
@@ -96,7 +106,7 @@ class FunctionCallOutput(StrictBody):
 
     @property
     def text(self) -> str:
-        return self.output if isinstance(self.output, str) else "".join(part.text for part in self.output)
+        return joined_text(self.output)
 
 
 def _type_of(item: object) -> object:
@@ -118,7 +128,7 @@ InputItem = Annotated[
 
 
 class FunctionTool(StrictBody):
-    """A function that may be called, as `FunctionDefinition`, one level less deep."""
+    """A function that may be called: `FunctionDefinition`, one level less deep."""
 
     type: Literal["function"]
     name: FunctionName
@@ -133,7 +143,7 @@ class NamedFunction(StrictBody):
 
 
 class NamedSchemaFormat(StrictBody):
-    """JSON that the schema describes. `name`, `description` and `strict` are accepted: it is followed in any case."""
+    """JSON that follows the schema. `name`, `description` and `strict` are accepted and ignored."""
 
     type: Literal["json_schema"]
     name: Text
@@ -144,21 +154,21 @@ class NamedSchemaFormat(StrictBody):
 
 class TextConfig(StrictBody):
     format: Annotated[TextFormat | JsonObjectFormat | NamedSchemaFormat | None, Field(discriminator="type")] = None
-    """What the answer looks like: text, a JSON object, or JSON that follows a schema."""
+    """The form of the answer: text, a JSON object, or JSON that follows a schema."""
     verbosity: Annotated[
-        Literal["medium"] | None, unsupported_field("say in the instructions how long it may be", "medium")
+        Literal["medium"] | None, unsupported_field("ask for a length in the instructions; leave it out", "medium")
     ] = None
-    """Anything but "medium", which changes nothing, is refused: say it in the instructions."""
+    """Anything but "medium", which has no effect, is refused: ask for a length in the instructions."""
 
 
 class Reasoning(StrictBody):
-    """What a model thinks is part of its text here."""
+    """Reasoning is part of the text here."""
 
     effort: Annotated[
-        Literal["none"] | None, unsupported_field("what a model thinks is part of its text here; leave it out", "none")
+        Literal["none"] | None, unsupported_field("reasoning is part of the text here; leave it out", "none")
     ] = None
     """Any effort but "none" is refused."""
-    summary: Annotated[None, unsupported_field("what a model thinks is part of its text here; leave it out")] = None
+    summary: Annotated[None, unsupported_field("reasoning is part of the text here; leave it out")] = None
 
 
 class ResponsesRequest(GenerationBody):
@@ -170,40 +180,40 @@ class ResponsesRequest(GenerationBody):
         text_or("items"),
         Field(examples=["What is Folio?"]),
     ]
-    """The user's text, or the conversation so far: messages, calls of functions, and what these have returned."""
+    """The user's text, or the conversation so far: messages, calls of functions, and their return values."""
     instructions: Text | None = None
-    """A system message that goes before the input."""
+    """A system message before the input."""
     max_output_tokens: Annotated[int | None, Field(ge=1)] = None
     """Tokens to generate at most; by default as many as the context has room for."""
     text: TextConfig | None = None
     """The form of the answer."""
     tools: Annotated[ListOf[FunctionTool] | None, Field(max_length=MAX_TOOLS), at_most(MAX_TOOLS, "tools")] = None
-    """Functions that the model may call. There are no tools that run on the server."""
+    """Functions that the model may call. No tools run on the server."""
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
-    """"none": tools are not shown; "auto", the default: the model decides; "required", or one by its name: it calls."""
+    """"none": the prompt does not show tools; "auto", the default: the model decides; "required", or a function's name:
+    the answer is a call."""
     parallel_tool_calls: bool | None = None
-    """Whether a forced answer may call several at once. True by default."""
+    """Whether a forced answer may have several calls. True by default."""
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
-    """Log probabilities of each token, and so many alternatives."""
+    """Log probabilities of each token, with this number of alternatives."""
     include: (
         Annotated[
             ListOf[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], at_most(MAX_PARTS, "names")
         ]
         | None
     ) = None
-    """`message.output_text.logprobs`: log probabilities of each token. The other one adds nothing: what a model thinks
-    is part of its text."""
+    """`message.output_text.logprobs`: log probabilities of each token. The other one has no effect."""
     reasoning: Reasoning | None = None
-    """What a model thinks is part of its text here: nothing that changes something can be set."""
+    """Reasoning is part of the text here: values with an effect are refused."""
     truncation: Annotated[
         Literal["disabled"] | None,
-        unsupported_field("nothing is cut off here: send less of the conversation, or 'disabled'", "disabled"),
+        unsupported_field("conversations are not truncated here; send less, or 'disabled'", "disabled"),
     ] = None
     """A conversation that is too long is an error: "auto" is refused."""
     n: Annotated[int | None, Field(ge=1, le=1)] = None
     """A response has one output."""
-    prompt_logprobs: Annotated[None, unsupported_field("responses have no place for them; use /v1/completions")] = None
-    """Refused: a response has no place for them."""
+    prompt_logprobs: Annotated[None, unsupported_field("responses have no field for them; use /v1/completions")] = None
+    """Refused: a response has no field for them."""
     background: Annotated[
         Literal[False] | None, unsupported_field("a response lives as long as its connection here; leave it out", False)
     ] = None
@@ -221,14 +231,14 @@ class ResponsesRequest(GenerationBody):
     )
     """Refused: nothing is stored."""
     max_tool_calls: int | None = None
-    """A bound of calls of tools that run on the server, of which there are none."""
+    """The most calls of tools that run on the server, of which there are none."""
 
     @property
     def wants_logprobs(self) -> bool:
         return self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())
 
     def as_chat(self) -> ChatCompletionRequest:
-        """The same as a chat completion."""
+        """The chat completion with the same output."""
         shared = {name: getattr(self, name) for name in GenerationBody.model_fields}
         return ChatCompletionRequest(
             **shared,
@@ -245,7 +255,7 @@ class ResponsesRequest(GenerationBody):
         messages = [Message(role="system", content=self.instructions)] if self.instructions is not None else []
         if isinstance(self.input, str):
             return [*messages, Message(role="user", content=self.input)]
-        calling: Message | None = None  # an assistant's message that a call just before belongs to, too
+        calling: Message | None = None  # the assistant's message to which a call that follows belongs
         for item in self.input:
             if isinstance(item, GivenFunctionCall):
                 call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
@@ -273,7 +283,7 @@ class ResponsesRequest(GenerationBody):
 
 
 def _tool_fields(tools: Sequence[FunctionTool], choice: str | NamedFunction | None) -> dict[str, Any]:
-    """As chat completions have them. `auto` and `none` may be said without tools: clients do."""
+    """The fields of a chat completion. Clients send "auto" and "none" also without tools."""
     functions = [tool.model_dump(exclude={"type"}) for tool in tools]
     return {
         "tools": [Tool(type="function", function=FunctionDefinition(**function)) for function in functions] or None,
@@ -283,13 +293,13 @@ def _tool_fields(tools: Sequence[FunctionTool], choice: str | NamedFunction | No
     }
 
 
-# What fields of a chat completion are called here.
+# Fields of a chat completion → their names here.
 _FIELDS = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
 
 
 @contextmanager
 def in_terms_of_responses() -> Iterator[None]:
-    """Errors of the chat completion that a response comes to name the response's fields."""
+    """Rename the fields in errors of a response's chat completion to the response's fields."""
     try:
         yield
     except RequestError as error:

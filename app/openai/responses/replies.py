@@ -1,4 +1,4 @@
-"""The answer of `/v1/responses`, and the events that it is streamed as."""
+"""Replies of `/v1/responses`: the response object and the events of its stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OutputMessage(BaseModel):
 
 
 class OutputFunctionCall(BaseModel):
-    """`arguments` is JSON as text; `call_id` is what the function's output has to name."""
+    """`arguments` is JSON as text. The function's output refers to `call_id`."""
 
     id: str
     type: Literal["function_call"] = "function_call"
@@ -41,14 +41,14 @@ OutputItem = OutputMessage | OutputFunctionCall
 
 
 class InputTokensDetails(BaseModel):
-    """`cached_tokens` of the input were found in the prefix cache. What is written to it is not counted: always 0."""
+    """`cached_tokens` of the input were found in the prefix cache. Tokens written to it are not counted: always 0."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(BaseModel):
-    """What a model thinks is part of its text here, and not counted apart: always 0."""
+    """Reasoning is part of the text here and not counted separately: always 0."""
 
     reasoning_tokens: int = 0
 
@@ -62,7 +62,7 @@ class ResponseUsage(BaseModel):
 
 
 class FailureDetail(BaseModel):
-    """Why a response that had begun has failed."""
+    """The error of a response that had begun."""
 
     code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
     message: str
@@ -73,7 +73,7 @@ class IncompleteDetails(BaseModel):
 
 
 class SchemaFormatEcho(BaseModel):
-    """As it was asked for."""
+    """The schema format of the request."""
 
     model_config = ConfigDict(serialize_by_alias=True, validate_by_name=True)
 
@@ -95,7 +95,7 @@ class ReasoningEcho(BaseModel):
 
 
 class ResponseObject(BaseModel):
-    """A response, and what it was asked to be. `id` can be forked, while it runs and for a while after."""
+    """A response, and the settings of its request. Its `id` can be forked while it runs and shortly after."""
 
     id: str
     object: Literal["response"] = "response"
@@ -134,7 +134,7 @@ class _Event(BaseModel):
 
 
 class ResponseEvent(_Event):
-    """Of the response as a whole: it has begun, or ended in one of three ways."""
+    """The response has begun, or ended in one of three ways."""
 
     type: Literal[
         "response.created",
@@ -155,7 +155,7 @@ class ItemEvent(_Event):
 
 
 class PartEvent(_Event):
-    """A message's only part begins, or is complete."""
+    """The only part of a message begins, or is complete."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
     item_id: str
@@ -206,7 +206,7 @@ class ArgumentsDoneEvent(_Event):
 
 
 class ErrorEvent(_Event):
-    """The server has failed so badly that it cannot say more."""
+    """The server failed before it could build a failed response."""
 
     type: Literal["error"] = "error"
     code: str | None

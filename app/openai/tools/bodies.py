@@ -1,28 +1,39 @@
-"""Bodies of tool calls: what a request says of its tools, and the calls in messages, answers and chunks."""
+"""Bodies of tool calls: tools of a request, and the calls in messages, answers and chunks."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
-from app.openai.base import JsonObject, ListOf, OmitNoneModel, StrictBody, Text, at_most
+from app.errors import RequestError
+from app.openai.base import JsonObject, ListOf, Omitted, StrictBody, Text, at_most
 
 MAX_TOOLS = 128
 
-
-# What OpenAI's API allows; so a name needs no escaping in JSON or in a grammar.
+# The characters that OpenAI's API allows. They need no escaping in JSON or in a grammar.
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 class FunctionDefinition(StrictBody):
-    """A function that may be called. `parameters` is the JSON schema of its arguments, an object's; without one it
-    takes none. `strict` is accepted: calls that are forced follow the schema anyway, others never do for sure."""
+    """A function that may be called. `parameters` is the JSON schema of its arguments, of type object; a function
+    without `parameters` takes none. `strict` is ignored: forced calls follow the schema, others are not constrained."""
 
     name: FunctionName
     description: Text | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
+
+    def arguments_schema(self) -> dict[str, Any]:
+        """The schema of the arguments. Raises `RequestError` unless its type is object."""
+        if self.parameters is None:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        schema = {"type": "object"} | self.parameters
+        if schema["type"] != "object":
+            raise RequestError(
+                f"the parameters of {self.name} have the type {schema['type']!r}; it must be 'object'", "tools"
+            )
+        return schema
 
 
 class Tool(StrictBody):
@@ -44,12 +55,12 @@ class NamedToolChoice(StrictBody):
     function: ChosenFunction
 
 
-# "none": tools are not shown; "auto": the model decides; "required": it calls at least one.
+# "none": the prompt does not show tools; "auto": the model decides; "required": the model calls at least one.
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 
 class FunctionCall(StrictBody):
-    """`arguments` is JSON as text; from a model that was not forced it may be anything."""
+    """`arguments` is JSON as text. Unless the call was forced, it may not follow the function's schema."""
 
     name: Text
     arguments: Text
@@ -57,7 +68,7 @@ class FunctionCall(StrictBody):
     @model_validator(mode="before")
     @classmethod
     def _without_parsed_arguments(cls, fields: Any) -> Any:
-        """The official client adds them to calls of answers, and sends them back."""
+        """Drop the field that OpenAI's client adds to the calls of answers and sends back."""
         if not isinstance(fields, dict):
             return fields
         return {name: value for name, value in fields.items() if name != "parsed_arguments"}
@@ -71,21 +82,17 @@ class ToolCall(StrictBody):
     function: FunctionCall
 
 
-class FunctionCallDelta(OmitNoneModel):
-    """`arguments` continues what chunks before have brought of it."""
+class FunctionCallDelta(BaseModel):
+    """`arguments` continues those of earlier chunks."""
 
-    _left_out = frozenset({"name", "arguments"})
-
-    name: str | None = None
-    arguments: str | None = None
+    name: Omitted[str] = None
+    arguments: Omitted[str] = None
 
 
-class ToolCallDelta(OmitNoneModel):
-    """What a chunk adds to call number `index`: first its id, type and name, then pieces of its arguments."""
-
-    _left_out = frozenset({"id", "type"})
+class ToolCallDelta(BaseModel):
+    """A chunk's part of call number `index`: first id, type and name, then pieces of the arguments."""
 
     index: int
-    id: str | None = None
-    type: Literal["function"] | None = None
+    id: Omitted[str] = None
+    type: Omitted[Literal["function"]] = None
     function: FunctionCallDelta

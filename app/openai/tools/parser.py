@@ -1,7 +1,7 @@
-"""From a model's text to content and tool calls, piece by piece.
+"""Tool call parser: splits a model's output into content and calls, incrementally.
 
-Whatever is not a whole and valid call of a known function is content, to the last character; only white space next to
-a call is dropped. How the text is cut into pieces changes nothing but when things are known.
+Text that is not a complete and valid call of a known function is content, to the last character; only white space next
+to a call is dropped. The result does not depend on how the text is cut into pieces.
 
 ```
 START ──marker, or bare JSON──> JSON ──complete and valid──> END ──end marker──> AFTER
@@ -16,15 +16,16 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import NoReturn
 
 from app.engine.sampling.token_text import overlap
-from app.openai.tools.bodies import FunctionCallDelta, ToolCallDelta
+from app.openai.base import check_text
+from app.openai.tools.bodies import FunctionCall, ToolCall
 from app.openai.tools.formats import ToolFormat
 
-# White space next to markers belongs to them, and is held back until it is known whether one follows; beyond so many
-# characters it is content.
+# White space next to markers belongs to them and is held back until the next text decides. More characters than this
+# are content.
 _MAX_SPACE = 64
 _SPACE = " \t\r\n"
 _STRUCTURAL = re.compile(r'["{}\[\]]')
@@ -32,144 +33,140 @@ _IN_STRING = re.compile(r'["\\]')
 
 
 class ToolCallParser:
-    """Finds the calls in one output. Each is told whole, in one delta, as soon as it is complete.
+    """Finds the calls in one output. Each call is returned complete.
 
     Args:
         functions: names of the functions that may be called.
-        forced: the output is nothing but calls, so the first may lack its marker.
+        forced: the output is constrained to calls, so the first marker may be missing.
+
+    Attributes:
+        undecided: the text that no state has consumed yet.
     """
 
     def __init__(self, tool_format: ToolFormat, functions: Collection[str], *, forced: bool = False) -> None:
+        self.undecided = ""
         self._format = tool_format
         self._functions = frozenset(functions)
         self._is_bare = forced or tool_format.is_bare
-        self._buffer = ""  # not looked at for good
-        self._raw: list[str] = []  # what may be a call so far, as content if it is none
+        self._raw: list[str] = []  # consumed text of a possible call: content if it is malformed
         self._scan = _JsonScan()
-        self._found: list[tuple[str, str]] = []  # calls whose end marker is still to come
-        self._num_calls = 0
+        self._found: list[tuple[str, str]] = []  # calls that wait for their end marker
         self._content: list[str] = []
-        self._calls: list[ToolCallDelta] = []
-        # A state looks at the buffer and returns whether it got any further.
+        self._calls: list[ToolCall] = []
+        # A state looks at the undecided text and returns whether it has consumed some or changed the state.
         self._state: Callable[[], bool] = self._start if self._is_bare else self._in_content
 
-    def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
-        """More of the output; returns the content and the calls that are now certain."""
-        self._buffer += text
-        while self._buffer and self._state():
+    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Append output; returns the content and the calls that are now certain."""
+        self.undecided += text
+        while self.undecided and self._state():
             pass
-        return self._taken()
+        return self._take_results()
 
-    def finish(self) -> tuple[str, list[ToolCallDelta]]:
-        """The output is complete; returns the rest. A last call may lack its end marker."""
+    def finish(self) -> tuple[str, list[ToolCall]]:
+        """End the output; returns the rest. The last call may lack its end marker."""
         if self._found:
-            self._tell()
+            self._emit()
         else:
-            self._content += [*self._raw, self._buffer]
-        self._raw, self._buffer = [], ""
-        return self._taken()
+            self._content += [*self._raw, self.undecided]
+        self._raw, self.undecided = [], ""
+        return self._take_results()
 
-    def _taken(self) -> tuple[str, list[ToolCallDelta]]:
+    def _take_results(self) -> tuple[str, list[ToolCall]]:
         content, calls = "".join(self._content), self._calls
         self._content, self._calls = [], []
         return content, calls
 
     def _start(self) -> bool:
-        return self._space_then(self._begin, self._no_call)
+        return self._space_then(self._begin)
 
     def _begin(self) -> bool:
-        """At something that is no white space, where a call may begin without a marker."""
-        if self._buffer.startswith(self._format.marker):
-            return self._move(len(self._format.marker), self._before_json)
-        if self._format.marker.startswith(self._buffer):
-            return False
-        return self._begin_json() if self._buffer.startswith(self._format.opening) else self._no_call()
+        """At a character that is not white space, where a call may begin without a marker."""
+        if self.undecided.startswith(self._format.marker):
+            return self._consume(len(self._format.marker), self._before_json)
+        return not self._format.marker.startswith(self.undecided) and self._open()
 
     def _in_content(self) -> bool:
-        at = self._buffer.find(self._format.marker)
+        at = self.undecided.find(self._format.marker)
         found = at >= 0
         if not found:
-            at = len(self._buffer) - overlap(self._buffer, self._format.marker)
-        space = at - len(self._buffer[:at].rstrip(_SPACE))
+            at = len(self.undecided) - overlap(self.undecided, self._format.marker)
+        space = at - len(self.undecided[:at].rstrip(_SPACE))
         held = at - min(space, _MAX_SPACE)
-        self._content.append(self._buffer[:held])
-        self._buffer = self._buffer[held:]
-        return found and self._move(at - held + len(self._format.marker), self._before_json)
+        self._content.append(self.undecided[:held])
+        self.undecided = self.undecided[held:]
+        return found and self._consume(at - held + len(self._format.marker), self._before_json)
 
     def _before_json(self) -> bool:
-        return self._space_then(self._open, self._no_call)
+        return self._space_then(self._open)
 
     def _open(self) -> bool:
-        return self._begin_json() if self._buffer.startswith(self._format.opening) else self._no_call()
-
-    def _begin_json(self) -> bool:
+        if not self.undecided.startswith(self._format.opening):
+            return self._reject()
         self._scan = _JsonScan()
         return self._go(self._in_json)
 
     def _in_json(self) -> bool:
-        end = self._scan.feed(self._buffer)
-        self._raw.append(self._buffer[:end])
+        end = self._scan.feed(self.undecided)
+        self._raw.append(self.undecided[:end])
         self._scan.text.append(self._raw[-1])
         if end is None:
-            self._buffer = ""
+            self.undecided = ""
             return False
-        self._buffer = self._buffer[end:]
+        self.undecided = self.undecided[end:]
         calls = _calls("".join(self._scan.text), self._format)
         if calls is None or not self._functions.issuperset(name for name, _ in calls):
-            return self._no_call()
+            return self._reject()
         self._found = calls
         if self._format.end:
             return self._go(self._before_end)
-        self._tell()
+        self._emit()
         return self._go(self._after)
 
     def _before_end(self) -> bool:
-        return self._space_then(self._at_end, self._no_call)
+        return self._space_then(self._at_end)
 
     def _at_end(self) -> bool:
         end = self._format.end
-        if self._buffer.startswith(end):
-            self._buffer = self._buffer[len(end) :]
-            self._tell()
+        if self.undecided.startswith(end):
+            self.undecided = self.undecided[len(end) :]
+            self._emit()
             return self._go(self._after)
-        return not end.startswith(self._buffer) and self._no_call()
+        return not end.startswith(self.undecided) and self._reject()
 
     def _after(self) -> bool:
-        """Behind a call: white space, and where calls have no markers a semicolon, may lead to another."""
-        self._buffer = self._buffer.lstrip(_SPACE)
-        if not self._buffer:
+        """Behind a call: white space, and a semicolon where calls have no markers, may precede another call."""
+        self.undecided = self.undecided.lstrip(_SPACE)
+        if not self.undecided:
             return False
         if not self._is_bare:
             return self._go(self._in_content)
-        return self._move(1, self._start) if self._buffer[0] == ";" else self._begin()
+        return self._consume(1, self._start) if self.undecided[0] == ";" else self._begin()
 
-    def _space_then(self, then: Callable[[], bool], otherwise: Callable[[], bool]) -> bool:
-        """Go over white space, once something else is there; `otherwise` when there is too much of it."""
-        rest = self._buffer.lstrip(_SPACE)
-        space = len(self._buffer) - len(rest)
+    def _space_then(self, then: Callable[[], bool]) -> bool:
+        """Consume white space once other text follows; reject the call if there is too much of it."""
+        rest = self.undecided.lstrip(_SPACE)
+        space = len(self.undecided) - len(rest)
         if space > _MAX_SPACE:
-            return otherwise()
-        return bool(rest) and self._move(space, self._state) and then()
+            return self._reject()
+        return bool(rest) and self._consume(space, self._state) and then()
 
-    def _no_call(self) -> bool:
-        """What may have been a call is content."""
+    def _reject(self) -> bool:
+        """Turn the text of a possible call into content."""
         self._content += self._raw
         self._raw, self._found = [], []
         return self._go(self._in_content)
 
-    def _tell(self) -> None:
+    def _emit(self) -> None:
         for name, arguments in self._found:
-            function = FunctionCallDelta(name=name, arguments=arguments)
-            call_id = new_call_id(self._format)
-            self._calls.append(ToolCallDelta(index=self._num_calls, id=call_id, type="function", function=function))
-            self._num_calls += 1
+            function = FunctionCall(name=name, arguments=arguments)
+            self._calls.append(ToolCall(id=new_call_id(self._format), function=function))
         self._raw, self._found = [], []
 
-    def _move(self, length: int, state: Callable[[], bool]) -> bool:
-        """Take so much of the buffer for part of a call."""
+    def _consume(self, length: int, state: Callable[[], bool]) -> bool:
         if length:
-            self._raw.append(self._buffer[:length])
-        self._buffer = self._buffer[length:]
+            self._raw.append(self.undecided[:length])
+        self.undecided = self.undecided[length:]
         return self._go(state)
 
     def _go(self, state: Callable[[], bool]) -> bool:
@@ -178,7 +175,7 @@ class ToolCallParser:
 
 
 class _JsonScan:
-    """Finds the end of a JSON object or array by its brackets, looking at each character once."""
+    """Finds the end of a JSON object or array by its brackets, reading each character once."""
 
     def __init__(self) -> None:
         self.text: list[str] = []
@@ -187,7 +184,7 @@ class _JsonScan:
         self._escaped = False
 
     def feed(self, text: str) -> int | None:
-        """Where in `text`, which goes on from the last one, it ends; `None`: not in here."""
+        """The end's index in `text`, which continues the previous one; `None` if the end is not in it."""
         at = 0
         while at < len(text):
             if self._escaped:
@@ -210,69 +207,55 @@ class _JsonScan:
 
 
 def _calls(text: str, tool_format: ToolFormat) -> list[tuple[str, str]] | None:
-    """(name, arguments as JSON text) of each call in a JSON object, or array of some; `None` if it is none."""
+    """(Name, arguments as JSON text) of each call in a JSON object, or in an array of them; `None` if malformed."""
     try:
         parsed = _strict(text)
         if tool_format.opening == "{":
             return [_call(text)]
-        if not parsed:
-            return None
-        return [_call(element) for element in _elements(text)]
+        return [_call(element) for _, element in _values(text)] if parsed else None
     except (ValueError, RecursionError):
         return None
 
 
 def _call(text: str) -> tuple[str, str]:
-    """Raises `ValueError` if it is no call."""
+    """Raises `ValueError` if the JSON is not a call."""
     if not text.startswith("{"):
         raise ValueError("not an object")
-    members = _members(text)
+    members = dict(_values(text))
     name = json.loads(members.get("name", "null"))
     arguments = members.get("arguments", members.get("parameters", "{}"))
     value = _strict(arguments)
     if isinstance(value, str):  # JSON in JSON, as in OpenAI's own bodies
-        arguments, value = value, _strict(value)
+        arguments, value = check_text(value), _strict(value)
     if not isinstance(name, str) or not isinstance(value, dict):
         raise ValueError("not a call")
     return name, arguments
 
 
-def _members(text: str) -> dict[str, str]:
-    """The members of a valid JSON object, each value as it is written: numbers lose digits when they are parsed."""
-    members = {}
-    at = _skip(text, 1)
-    while text[at] != "}":
-        key, at = _DECODER.raw_decode(text, at)
-        begin = _skip(text, _skip(text, at) + 1)  # behind the colon
-        _, end = _DECODER.raw_decode(text, begin)
-        members[key] = text[begin:end]
-        at = _skip(text, end)
-        if text[at] == ",":
-            at = _skip(text, at + 1)
-    return members
-
-
-def _elements(text: str) -> list[str]:
-    """The elements of a valid JSON array, as they are written."""
-    elements = []
-    at = _skip(text, 1)
-    while text[at] != "]":
+def _values(text: str) -> Iterator[tuple[str, str]]:
+    """(Key, value as written) of each member of a valid JSON object; in an array keys are empty. Parsed numbers would
+    lose digits."""
+    at = _skip_space(text, 1)
+    while text[at] not in "}]":
+        key = ""
+        if text[0] == "{":
+            key, at = _DECODER.raw_decode(text, at)
+            at = _skip_space(text, _skip_space(text, at) + 1)  # behind the colon
         _, end = _DECODER.raw_decode(text, at)
-        elements.append(text[at:end])
-        at = _skip(text, end)
+        yield key, text[at:end]
+        at = _skip_space(text, end)
         if text[at] == ",":
-            at = _skip(text, at + 1)
-    return elements
+            at = _skip_space(text, at + 1)
 
 
-def _skip(text: str, at: int) -> int:
+def _skip_space(text: str, at: int) -> int:
     while text[at] in _SPACE:
         at += 1
     return at
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")  # Python would take it
+    raise ValueError(f"{name} is not JSON")  # Python accepts NaN and Infinity
 
 
 _DECODER = json.JSONDecoder()
@@ -280,6 +263,6 @@ _strict = json.JSONDecoder(parse_constant=_no_constant).decode
 
 
 def new_call_id(tool_format: ToolFormat) -> str:
-    """Mistral's templates refuse ids that are not nine letters and digits."""
+    """An id for a call. Mistral's templates require nine letters and digits."""
     number = uuid.uuid4().hex
     return number[:9] if tool_format.name == "mistral" else f"call_{number[:24]}"

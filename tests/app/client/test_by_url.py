@@ -36,7 +36,6 @@ from app.client import (
 )
 from app.client.over_grpc import OverGrpc
 from app.config.http import HttpSettings, KeySource
-from app.openai.operator_replies import add_memory_route
 from app.openai.responses.body import ResponsesRequest
 from tests.app.openai.test_http import FakeService
 from tests.grpc_server import grpc_listening
@@ -284,9 +283,7 @@ def test_keys_reports_and_times_to_come_back(scheme: str, tmp_path: Path) -> Non
         async def reports(self) -> dict[str, MemoryReport]:
             return {"r1": report, "r2": report}
 
-    service = Service()
-    api = guarded_api(service, HttpSettings(api_keys=KeySource(file=tmp_path / "keys")))
-    add_memory_route(api, service)
+    api = guarded_api(Service(), HttpSettings(api_keys=KeySource(file=tmp_path / "keys")))
 
     async def work(url: str) -> None:
         async with Folio(url) as folio:

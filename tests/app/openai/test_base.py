@@ -1,4 +1,4 @@
-"""Bodies that are valid JSON and yet cannot be shown to a model, or written as JSON again."""
+"""Bodies that are valid JSON, but cannot be rendered in a prompt or written as JSON again."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from app.engine.model.loader import load_tokenizer
 from app.errors import RequestError
 from app.openai.base import MAX_JSON_DEPTH, check_json
 from app.openai.bodies import ChatCompletionRequest
-from app.openai.prompts import encode_chat
-from app.openai.text_encoder import TextEncoder
+from app.openai.prompts import PromptEncoder
 
 BODY: dict[str, Any] = {"model": "builtin", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -25,21 +24,17 @@ BODY: dict[str, Any] = {"model": "builtin", "messages": [{"role": "user", "conte
         ({"a": {"b": float("nan")}}, "not JSON compliant"),
     ],
 )
-def test_what_json_cannot_carry_is_an_error(value: dict[str, Any], complaint: str) -> None:
-    """Tools with half of a surrogate pair were answered with 500."""
+def test_values_that_json_cannot_carry_are_errors(value: dict[str, Any], complaint: str) -> None:
+    """Tools with an unpaired surrogate were answered with 500."""
     tool = {"type": "function", "function": {"name": "f", "parameters": value}}
-    wants: list[dict[str, Any]] = [
-        {"tools": [tool]},
-        {"guided_json": value},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": value}}},
-    ]
-    for more in wants:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": value}}
+    for more in ({"tools": [tool]}, {"guided_json": value}, {"response_format": form}):
         with pytest.raises(ValueError, match=complaint):
             ChatCompletionRequest.model_validate(BODY | more)
 
 
 def test_nesting_has_a_bound() -> None:
-    """Beyond some hundred levels templates and encoders met Python's own bound, which was answered with 500."""
+    """Deeper nesting met Python's recursion limit in templates and encoders, and was answered with 500."""
     deepest: dict[str, Any] = {}
     for _ in range(MAX_JSON_DEPTH - 1):
         deepest = {"a": deepest}
@@ -50,10 +45,10 @@ def test_nesting_has_a_bound() -> None:
 
 
 @pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"a":' * 200 + "1" + "}" * 200, '{"a": NaN}'])
-def test_arguments_of_earlier_calls_can_be_shown(arguments: str) -> None:
-    """They come as text, so that only their JSON has the half of a pair."""
+def test_arguments_of_earlier_calls_must_be_strict_json(arguments: str) -> None:
+    """They are text in the body, so only their own JSON has the unpaired surrogate."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [*BODY["messages"], {"role": "assistant", "tool_calls": [call]}]
     request = ChatCompletionRequest.model_validate(BODY | {"messages": messages})
     with pytest.raises(RequestError, match="arguments of the tool call '1' cannot be shown"):
-        encode_chat(TextEncoder(load_tokenizer("builtin")), request, lambda *_: None)
+        PromptEncoder(load_tokenizer("builtin")).encode_chat(request, 4096)

@@ -1,4 +1,4 @@
-"""What bodies turn into: sampling parameters, prompts, and errors that name the field."""
+"""Bodies as sampling parameters, structures and prompts, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def chat(**fields: Any) -> ChatCompletionRequest:
     return ChatCompletionRequest.model_validate({"model": "m", "messages": [USER]} | fields)
 
 
-def test_what_is_left_out_is_the_default() -> None:
+def test_fields_that_are_left_out_or_null_have_the_default() -> None:
     assert completion().sampling_params() == SamplingParams()
     assert chat().sampling_params() == SamplingParams(max_tokens=None)
     nothing = dict.fromkeys(("n", "temperature", "top_p", "stop", "logit_bias", "seed", "logprobs", "early_stopping"))
     assert completion(**nothing).sampling_params() == SamplingParams()
 
 
-def test_every_field_arrives() -> None:
+def test_every_field_becomes_a_parameter() -> None:
     fields: dict[str, Any] = {
         "n": 2,
         "best_of": 3,
@@ -83,7 +83,7 @@ def test_logprobs_of_both_kinds() -> None:
     assert chat(logprobs=False).sampling_params().logprobs is None
 
 
-def test_an_echo_alone_takes_a_token() -> None:
+def test_an_echo_alone_generates_a_token() -> None:
     assert completion(echo=True, max_tokens=0).sampling_params().max_tokens == 1
     with pytest.raises(RequestError, match="max_tokens is 0"):
         completion(max_tokens=0).sampling_params()
@@ -91,12 +91,7 @@ def test_an_echo_alone_takes_a_token() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "prompts"),
-    [
-        ("a", ["a"]),
-        ([1, 2], [[1, 2]]),
-        (["a", ""], ["a", ""]),
-        ([[1], [2, 3]], [[1], [2, 3]]),
-    ],
+    [("a", ["a"]), ([1, 2], [[1, 2]]), (["a", ""], ["a", ""]), ([[1], [2, 3]], [[1], [2, 3]])],
 )
 def test_prompts(prompt: object, prompts: object) -> None:
     assert completion(prompt=prompt).prompts == prompts
@@ -114,7 +109,7 @@ def test_prompts(prompt: object, prompts: object) -> None:
         (5, ("prompt", "text")),
     ],
 )
-def test_a_bad_prompt_is_said_of_its_kind_only(prompt: object, place: object) -> None:
+def test_errors_of_a_prompt_describe_only_its_kind(prompt: object, place: object) -> None:
     with pytest.raises(ValidationError) as caught:
         completion(prompt=prompt)
     assert [error["loc"] for error in caught.value.errors()] == [place]
@@ -151,22 +146,22 @@ MANY = 100_000
         (DetokenizeRequest, {"tokens": [""] * MANY}),
     ],
 )
-def test_many_faults_of_a_kind_are_one_complaint(body: type[BaseModel], fields: dict[str, Any]) -> None:
-    """Each takes about a kilobyte, and the event loop waits while they are written."""
+def test_many_invalid_items_are_one_error(body: type[BaseModel], fields: dict[str, Any]) -> None:
+    """Each error takes about a kilobyte, and the event loop waits while they are written."""
     with pytest.raises(ValidationError) as caught:
         body.model_validate({"model": "m"} | fields)
     assert caught.value.error_count() == 1
 
 
-def test_many_faults_of_what_may_be_two_kinds() -> None:
+def test_many_invalid_items_of_a_text_or_list_are_two_errors() -> None:
     with pytest.raises(ValidationError) as caught:
         completion(stop=[0] * MANY)
     assert caught.value.error_count() == 2  # neither a text, nor a list of texts
 
 
-def test_what_is_too_many_is_not_looked_at() -> None:
-    """260,000 messages took three seconds to validate; what is wrong with one of them was said before their number."""
-    for body, fields, most in (
+@pytest.mark.parametrize(
+    ("body", "fields", "most"),
+    [
         (ChatCompletionRequest, {"messages": [None] * (MAX_MESSAGES + 1)}, MAX_MESSAGES),
         (ResponsesRequest, {"input": [None] * (MAX_MESSAGES + 1)}, MAX_MESSAGES),
         (ChatCompletionRequest, {"messages": [{"role": "user", "content": [None] * 1025}]}, 1024),
@@ -176,9 +171,12 @@ def test_what_is_too_many_is_not_looked_at() -> None:
         (CompletionRequest, {"prompt": "x", "guided_choice": [None] * 4097}, 4096),
         (CompletionRequest, {"prompt": [[None]] * (MAX_PROMPTS + 1)}, MAX_PROMPTS),
         (DetokenizeRequest, {"tokens": [None] * ((1 << 18) + 1)}, 1 << 18),
-    ):
-        with pytest.raises(ValidationError, match=f"there may be at most {most}"):
-            body.model_validate({"model": "m"} | fields)
+    ],
+)
+def test_bounds_are_checked_before_items(body: type[BaseModel], fields: dict[str, Any], most: int) -> None:
+    """260,000 messages took three seconds to validate, and an invalid one was reported instead of their number."""
+    with pytest.raises(ValidationError, match=f"there may be at most {most}"):
+        body.model_validate({"model": "m"} | fields)
 
 
 def test_the_number_of_prompts_has_bounds() -> None:
@@ -202,11 +200,7 @@ def test_the_number_of_prompts_has_bounds() -> None:
         (chat(top_logprobs=2), "top_logprobs", "logprobs is not true"),
         (chat(logprobs=True, top_logprobs=21), "top_logprobs", "between 0 and 20"),
         (chat(response_format={"type": "json_object"}, guided_json={}), "response_format", "only one of"),
-        (
-            ForkRequest(model="m", request_id="r", prompt_logprobs=1),
-            "prompt_logprobs",
-            "computed already",
-        ),
+        (ForkRequest(model="m", request_id="r", prompt_logprobs=1), "prompt_logprobs", "computed already"),
     ],
 )
 def test_bounds_and_contradictions(request_: Any, param: str, message: str) -> None:
@@ -215,15 +209,52 @@ def test_bounds_and_contradictions(request_: Any, param: str, message: str) -> N
     assert caught.value.param == param
 
 
-def test_what_decides_the_form() -> None:
-    schema = {"type": "integer"}
-    asked = chat(response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema}})
-    assert asked.sampling_params().structure == Structure("json", '{"type": "integer"}')
-    assert chat(response_format={"type": "text"}).sampling_params().structure is None
+def schema_format(**fields: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "n"} | fields}
+
+
+@pytest.mark.parametrize(
+    ("fields", "structure"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Structure("json", "{}")),
+        ({"response_format": schema_format()}, Structure("json", "{}")),
+        (
+            {"response_format": schema_format(schema={"type": "array"}, strict=True)},
+            Structure("json", '{"type": "array"}'),
+        ),
+        ({"guided_json": '{"type": "null"}'}, Structure("json", '{"type": "null"}')),
+        ({"guided_json": {"type": "null"}}, Structure("json", '{"type": "null"}')),
+        ({"guided_regex": "a"}, Structure("regex", "a")),
+        ({"guided_choice": ["a", "é"]}, Structure("choice", '["a", "\\u00e9"]')),
+        ({"guided_grammar": "start: /a/"}, Structure("grammar", "start: /a/")),
+    ],
+)
+def test_structures(fields: dict[str, Any], structure: Structure | None) -> None:
+    assert chat(**fields).sampling_params().structure == structure
+
+
+@pytest.mark.parametrize(
+    "response_format",
+    [
+        {"type": "xml"},
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {"schema": {}}},
+        schema_format(schema="{}"),
+        {"type": "text", "json_schema": {"name": "n"}},
+    ],
+)
+def test_invalid_response_formats(response_format: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        chat(response_format=response_format)
+
+
+def test_a_forced_call_is_the_only_structure() -> None:
     forced = Structure("grammar", "start: /a/")
     assert chat().sampling_params(forced).structure == forced
     with pytest.raises(RequestError, match="only one of tool_choice, response_format"):
-        asked.sampling_params(forced)
+        chat(response_format=schema_format()).sampling_params(forced)
 
 
 def test_special_tokens_of_calls_are_kept() -> None:
@@ -242,7 +273,7 @@ def test_special_tokens_of_calls_are_kept() -> None:
         {"role": "assistant", "content": None},
     ],
 )
-def test_messages_that_cannot_be(message: object) -> None:
+def test_invalid_messages(message: object) -> None:
     with pytest.raises(ValidationError):
         Message.model_validate(message)
 
@@ -261,7 +292,7 @@ def test_fields_that_are_refused(fields: dict[str, Any]) -> None:
         completion(**fields)
 
 
-# What ChatOpenAI of LangChain, LiteLLM and the OpenAI client send unasked, or when messages are sent back as they came.
+# Fields that LangChain's ChatOpenAI, LiteLLM and OpenAI's client send by themselves, or with messages of answers.
 USUAL: dict[str, Any] = {
     "stream": False,
     "n": 1,
@@ -286,7 +317,7 @@ SENT_BACK: dict[str, Any] = {
 }
 
 
-def test_what_clients_send_changes_nothing() -> None:
+def test_fields_that_clients_send_change_nothing() -> None:
     assert chat(**USUAL, messages=[USER, SENT_BACK, USER]).sampling_params() == chat(n=1).sampling_params()
     nulls = dict.fromkeys(ChatCompletionRequest.model_fields.keys() - {"model", "messages"})
     assert chat(**nulls).sampling_params() == chat().sampling_params()
@@ -303,7 +334,7 @@ def test_what_clients_send_changes_nothing() -> None:
         ("modalities", ["text", "audio"], "answers are text"),
         ("prediction", {"type": "content", "content": "x"}, "speculation"),
         ("web_search_options", {}, "no web search"),
-        ("reasoning_effort", "low", "part of its text"),
+        ("reasoning_effort", "low", "part of the text"),
         ("verbosity", "high", "in the prompt"),
         ("messages", [SENT_BACK | {"refusal": "no"}], "put the text into content"),
         ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "text only"),
@@ -311,7 +342,7 @@ def test_what_clients_send_changes_nothing() -> None:
         ("metadata", {"k" * 65: "v"}, "at most 64"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(field: str, value: object, message: str) -> None:
+def test_unsupported_values_are_refused(field: str, value: object, message: str) -> None:
     with pytest.raises(ValidationError, match=message) as caught:
         chat(**{field: value})
     assert caught.value.errors()[0]["loc"][0] == field

@@ -54,6 +54,7 @@ from app.openai.replies import (
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ArgumentsDeltaEvent, ResponseObject, StreamEvent
 from tests.local_server import guarded_api
+from vmem import MemoryReport
 
 USAGE = Usage(
     prompt_tokens=1,
@@ -127,6 +128,9 @@ class FakeService:
     async def load(self) -> LoadReport:
         figures = dict.fromkeys(LoadFigures.model_fields, 0)
         return LoadReport(num_replicas=1, num_silent=1, total=LoadFigures(**figures), least_queued_s=None, replicas=[])
+
+    async def reports(self) -> dict[str, MemoryReport]:
+        return {}
 
     async def pins(self) -> PinList:
         return PinList(data=[PinCard(id=name, num_tokens=16, num_bytes=1, num_replicas=1) for name in self.pinned])

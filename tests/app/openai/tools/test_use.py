@@ -14,8 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from app.engine.sampling.structure import StructureCompiler
 from app.errors import RequestError
 from app.openai.bodies import ChatCompletionRequest
-from app.openai.prompts import encode_chat
-from app.openai.text_encoder import TextEncoder
+from app.openai.prompts import PromptEncoder
 from app.openai.tools.bodies import FunctionCallDelta, ToolCallDelta, ToolChoice, Tools
 from app.openai.tools.formats import closed, tool_format
 from app.openai.tools.use import tool_use
@@ -77,13 +76,13 @@ def test_syntaxes_that_are_not_known_are_told_from_those_that_are() -> None:
         tokenizer = model(template)
         assert tool_format(tokenizer) is None
         assert tool_use(tokenizer, TOOLS, "auto", None) is None
-        with pytest.raises(RequestError, match="not known"):
+        with pytest.raises(RequestError, match="not supported"):
             tool_use(tokenizer, TOOLS, "required", None)
 
 
 @pytest.mark.parametrize("template", [None, "{{ messages }} tools_of_trade"])
 def test_a_model_that_knows_no_tools_is_shown_none(template: str | None) -> None:
-    with pytest.raises(RequestError, match=r"no chat template|knows no tools") as raised:
+    with pytest.raises(RequestError, match=r"no chat template|does not use tools") as raised:
         tool_use(model(template), TOOLS, None, None)
     assert raised.value.param == "tools"
     assert tool_use(model(template), TOOLS, "none", None) is None
@@ -139,7 +138,7 @@ def test_choices_that_cannot_be_made() -> None:
     with pytest.raises(RequestError, match="two tools have the name 'now'"):
         tool_use(tokenizer, [*TOOLS, TOOLS[1]], None, None)
     function = TOOLS[0].function.model_copy(update={"parameters": {"type": "array"}})
-    with pytest.raises(RequestError, match="arguments are an object"):
+    with pytest.raises(RequestError, match="it must be 'object'"):
         tool_use(tokenizer, [TOOLS[0].model_copy(update={"function": function})], None, None)
 
 
@@ -167,7 +166,7 @@ CONVERSATION: list[dict[str, Any]] = [
 def prompt(tokenizer: PreTrainedTokenizerBase, **fields: Any) -> str:
     messages = fields.pop("messages", CONVERSATION)
     body = ChatCompletionRequest.model_validate({"model": "m", "messages": messages, **fields})
-    text = tokenizer.decode(encode_chat(TextEncoder(tokenizer), body, lambda *_: None))
+    text = tokenizer.decode(PromptEncoder(tokenizer).encode_chat(body, 4096))
     assert isinstance(text, str)
     return text
 
@@ -205,7 +204,7 @@ def test_templates_get_what_they_expect() -> None:
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([{"role": "tool", "tool_call_id": "c2", "content": "x"}], "no message before has the tool call 'c2'"),
+        ([{"role": "tool", "tool_call_id": "c2", "content": "x"}], "no earlier message has the tool call 'c2'"),
         ([{**CONVERSATION[2], "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]}], "not JSON"),
         ([{**CONVERSATION[2], "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "1"}}]}], "object"),
     ],
@@ -216,7 +215,7 @@ def test_messages_that_answer_nothing_or_call_wrongly_are_refused(messages: list
 
 
 def test_calls_are_not_shown_to_a_model_that_knows_no_tools() -> None:
-    with pytest.raises(RequestError, match="knows no tools"):
+    with pytest.raises(RequestError, match="does not use tools"):
         prompt(model("{{ messages }}"))
 
 

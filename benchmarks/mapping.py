@@ -207,7 +207,7 @@ def replay(
     for i, (prompt, output) in enumerate(lengths):
         tokens = list(range(i * MAX_TOKENS, i * MAX_TOKENS + prompt))  # no two prompts begin alike
         group = SequenceGroup(0, i)
-        Request(str(i), tokens, params, output, None, memory.chain(), group, tokens.copy())
+        Request(str(i), tokens, params, output, None, memory.prefixes.chain(), group, tokens.copy())
         scheduler.add(group)
     busy = busy_cuda if args.device == "cuda" else busy_cpu
     steps_s, num_steps = 0.0, 0

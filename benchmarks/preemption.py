@@ -207,7 +207,7 @@ def measure(llm: LLM, model: str, block_tokens: int, num_tokens: int, repeats: i
     until_next_token(engine, request)  # in the step in which they begin requests are never swapped
     assert request.memory is not None
     picked = engine._scheduler._preemption_mode([request])
-    expected = engine._recovery.cost([(request.num_computed, 0)], engine.memory.swap_bytes([request.memory]))
+    expected = engine._recovery.cost([(request.num_computed, 0)], engine.memory.swapping.num_bytes([request.memory]))
     rounds, outputs = [], []
     for _ in range(repeats + 1):
         swap_s, decode_s = swap(engine, request), until_next_token(engine, request)

@@ -327,20 +327,20 @@ def miss_costs_s(memory: KVMemory, prompt: list[int]) -> tuple[float, float]:
     """A look-up that finds nothing, and all that the prefix cache adds to the one step of a prompt: the calls that the
     scheduler makes. The keys and values are never written; nobody will ask for them."""
     start = time.perf_counter()
-    chain = memory.chain()
-    match = memory.match(chain, prompt)  # hashes the prompt
+    chain = memory.prefixes.chain()
+    match = memory.prefixes.match(chain, prompt)  # hashes the prompt
     looked_up = time.perf_counter()
     sequence = memory.create_sequence(expected_tokens=len(prompt))
-    memory.match(chain, prompt)
+    memory.prefixes.match(chain, prompt)
     memory.share_prefix(sequence, chain, prompt)
-    memory.announce_prefill(sequence, len(prompt))
+    memory.prefixes.announce_prefill(sequence, len(prompt))
     admitted = time.perf_counter()
     memory.append(sequence, len(prompt))
     memory.ensure([StepDemand(sequence, 0, len(prompt))])
     memory.launched()
     computed = time.perf_counter()
-    memory.stage_prefix(sequence, prompt, 0, len(prompt))
-    memory.commit_prefixes()
+    memory.prefixes.stage_prefix(sequence, prompt, 0, len(prompt))
+    memory.prefixes.commit_prefixes()
     done = time.perf_counter()
     memory.free(sequence)
     assert not match.num_tokens

@@ -181,7 +181,7 @@ def tokens(llm: LLM) -> list[list[int]]:
         for delta in llm.engine.step():
             outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
         if all(len(output) == 10 for output in outputs.values()) and len(outputs) == len(prompts):
-            pages = llm.engine.memory._pages
+            pages = llm.engine.memory.pages
             llm.engine.set_budget(pages.fewest * pages.page_bytes, 1)
     assert sum(llm.engine._scheduler.num_preempted.values())
     llm.engine.check_integrity()

@@ -120,9 +120,9 @@ class Walkthrough:
 
     def owners(self, *sequences: Tracked) -> str:
         """How many sequences own each of these sequences' blocks: the block pool's reference counts."""
-        pool = self.memory._groups[0].pool  # no report names single blocks
+        pool = self.memory.group_memories[0].pool  # no report names single blocks
         block_ids = sorted({block_id for sequence in sequences for block_id in sequence.table})
-        return "Owners: " + "  ".join(f"#{block_id}: {pool.reference_count(block_id)}" for block_id in block_ids)
+        return "Owners: " + "  ".join(f"#{block_id}: {pool.references[block_id]}" for block_id in block_ids)
 
 
 def plain_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which blocks are free, which of those have pages, and how many owners each of the others has."""
+"""Block pool: the state and the reference count of every block."""
 
 from __future__ import annotations
 
@@ -10,54 +10,57 @@ from vmem.errors import IntegrityError
 
 
 class BlockPool:
-    """Reference counts and states of the blocks with these ids (PagedAttention §4.3).
+    """States and reference counts of the blocks with these ids (PagedAttention §4.3).
 
-    cold ──attach──> loose ──take──> owned ──free──> loose   free, and no region shows it
-      ^                │             ^       ├─────> tied    free, and a region still shows it (deferred reclamation);
-      └────detach──────┘             │       │               loose again when the last such place is hidden
-                                     │       └─────> kept    free, and its content may be wanted again (prefix cache);
-                                     └───revive─────────┘    loose or tied when that is forgotten
+    unbacked            ──attach──>    free             ──detach──>  unbacked
+    free, free-mapped   ──allocate──>  owned
+    owned               ──free──>      free             no region maps the block
+                                       free-mapped      a region still maps it (deferred reclamation)
+                                       cached           the prefix cache has indexed it
+    free-mapped         ──unmap──>     free             the last region mapping is gone
+    cached              ──hit──>       owned
+    cached              ──evict──>     free, free-mapped
 
-    Low ids go first: neighbours are mapped by one call and merge into one mapping. A block that is being attached,
-    detached, or shown ahead of need is *moving* and belongs to nobody. Only called under its memory's lock.
+    Low ids are allocated first: neighbours are mapped by one call and merge into one mapping. A block that is being
+    attached, detached or mapped ahead is *moving*, and neither free nor owned. Only called with the memory's lock held.
+
+    Attributes:
+        references: by block id, the number of owners.
+        region_mappings: by block id, the number of places of regions that map it.
+        freed_at: by block id, when it was last freed, in seconds of a monotonic clock.
+        indexed_blocks: blocks whose content the prefix cache has indexed, owned or cached.
+        num_owned: blocks with at least one reference.
     """
 
     def __init__(self, block_ids: range) -> None:
         self.block_ids = block_ids
-        self._references = [0] * block_ids.stop
-        self._places = [0] * block_ids.stop  # in how many places of regions it is shown
-        self._cold = list(block_ids)  # a heap; ascending order is one
-        self._loose: OrderedDict[int, None] = OrderedDict()  # the longest free first
-        self._lowest_loose: list[int] = []  # heap over the same ids; entries that left `_loose` are skipped
+        self.references = [0] * block_ids.stop
+        self.region_mappings = [0] * block_ids.stop
+        self.freed_at = [0.0] * block_ids.stop
+        self.indexed_blocks: set[int] = set()
+        self.num_owned = 0
+        self._unbacked = list(block_ids)  # a heap; ascending order is one
+        # Of these queues the first was freed first.
+        self._free: OrderedDict[int, None] = OrderedDict()
+        self._free_mapped: OrderedDict[int, None] = OrderedDict()
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._lowest_free: list[int] = []  # heap over the ids in `_free`; entries that left `_free` are skipped
         self._in_heap = [False] * block_ids.stop
-        self._tied: OrderedDict[int, None] = OrderedDict()  # the longest free first
-        self._eager: set[int] = set()  # tied blocks that were mapped ahead for whoever comes next
-        self._kept: OrderedDict[int, None] = OrderedDict()  # the longest free first
-        self.indexed_blocks: set[int] = set()  # blocks whose content has a name, free or owned
+        self._eager: set[int] = set()  # free-mapped blocks that were mapped ahead
         self._moving: set[int] = set()
-        self._freed_at = [0.0] * block_ids.stop
         self._fence = [0] * block_ids.stop
-        self._num_owned = 0
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.block_ids)
-
-    @property
-    def num_owned(self) -> int:
-        return self._num_owned
 
     @property
     def num_unbacked(self) -> int:
-        return len(self._cold)
+        return len(self._unbacked)
 
     @property
     def num_free(self) -> int:
-        return len(self._loose)
+        return len(self._free)
 
     @property
     def num_free_mapped(self) -> int:
-        return len(self._tied)
+        return len(self._free_mapped)
 
     @property
     def num_eager(self) -> int:
@@ -65,240 +68,225 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Free blocks whose content may be wanted again."""
-        return len(self._kept)
-
-    def reference_count(self, block_id: int) -> int:
-        return self._references[block_id]
-
-    def num_region_mappings(self, block_id: int) -> int:
-        """In how many places of regions the block is shown."""
-        return self._places[block_id]
+        return len(self._cached)
 
     def is_allocatable(self, block_id: int) -> bool:
-        """Free, with pages, and of no content, so that `take` would take it."""
-        return block_id in self._tied or block_id in self._loose
+        """Whether the block is free or free-mapped."""
+        return block_id in self._free_mapped or block_id in self._free
 
     def is_cached(self, block_id: int) -> bool:
-        """Free, but its content may be wanted again."""
-        return block_id in self._kept
+        return block_id in self._cached
 
     # ---- content ----
 
     def mark_indexed(self, block_id: int) -> None:
-        """The content of this owned block has a name now: when it is free, others may want it."""
-        assert self._references[block_id], f"block {block_id} has content, but nobody owns it"
+        """Note that the prefix cache has indexed this owned block: once freed, it is cached."""
+        assert self.references[block_id], f"block {block_id} is indexed, but has no owner"
         self.indexed_blocks.add(block_id)
 
     def unmark_indexed(self, block_id: int) -> None:
-        """Its content has no name any more; if it is free, it is for anybody."""
+        """Note that the block is no longer indexed; a cached block becomes free, and the first to be reused."""
         self.indexed_blocks.remove(block_id)
-        if block_id in self._kept:
-            del self._kept[block_id]
-            self._file(block_id)
-            queue = self._tied if self._places[block_id] else self._loose
-            queue.move_to_end(block_id, last=False)  # nobody has chosen it for longer than the others
+        if block_id in self._cached:
+            del self._cached[block_id]
+            self._make_free(block_id)
+            queue = self._free_mapped if self.region_mappings[block_id] else self._free
+            queue.move_to_end(block_id, last=False)
 
     def acquire_cached(self, block_ids: Iterable[int]) -> None:
-        """Own these blocks for their content, whether others own them or not."""
+        """Add a reference to each of these indexed blocks, cached or owned."""
         for block_id in block_ids:
-            if self._references[block_id]:
-                self._references[block_id] += 1
+            if self.references[block_id]:
+                self.references[block_id] += 1
             else:
-                del self._kept[block_id]
+                del self._cached[block_id]
                 self._own(block_id)
 
     def oldest_cached(self) -> int | None:
-        """The free block whose content nobody has wanted for longest."""
-        return next(iter(self._kept), None)
-
-    def freed_at(self, block_id: int) -> float:
-        return self._freed_at[block_id]
+        """The cached block that was freed first."""
+        return next(iter(self._cached), None)
 
     # ---- owners ----
 
     def allocate_block(self, block_id: int) -> None:
-        """Own this free block, with one reference."""
-        if block_id in self._tied:
-            del self._tied[block_id]
+        """Allocate this free or free-mapped block."""
+        if block_id in self._free_mapped:
+            del self._free_mapped[block_id]
             self._eager.discard(block_id)
-        elif block_id in self._loose:
-            del self._loose[block_id]
+        elif block_id in self._free:
+            del self._free[block_id]
         else:
-            raise IntegrityError(f"take of block {block_id}, which is not free")
+            raise IntegrityError(f"block {block_id} cannot be allocated: not free")
         self._own(block_id)
 
     def allocate_free(self, count: int) -> list[int]:
-        """Own up to `count` free blocks that no region shows, lowest ids first."""
+        """Allocate up to `count` free blocks, lowest ids first."""
         taken: list[int] = []
-        while len(taken) < count and self._loose:
-            block_id = heapq.heappop(self._lowest_loose)
+        while len(taken) < count and self._free:
+            block_id = heapq.heappop(self._lowest_free)
             self._in_heap[block_id] = False
-            if block_id in self._loose:
-                del self._loose[block_id]
+            if block_id in self._free:
+                del self._free[block_id]
                 self._own(block_id)
                 taken.append(block_id)
         return taken
 
     def allocate_free_mapped(self, count: int) -> list[int]:
-        """Own up to `count` free blocks that regions still show, the longest free first. Those places are stale now."""
-        taken: list[int] = []
-        while len(taken) < count and self._tied:
-            block_id, _ = self._tied.popitem(last=False)
-            self._eager.discard(block_id)
+        """Allocate up to `count` free-mapped blocks, those freed first. Their places in regions become stale."""
+        taken = [self._free_mapped.popitem(last=False)[0] for _ in range(min(count, len(self._free_mapped)))]
+        self._eager.difference_update(taken)
+        for block_id in taken:
             self._own(block_id)
-            taken.append(block_id)
         return taken
 
     def add_references(self, block_ids: Iterable[int]) -> None:
         """Add one reference to each block; each needs a `free` of its own."""
         for block_id in block_ids:
-            if not self._references[block_id]:
-                raise IntegrityError(f"share of block {block_id}, which nobody owns")
-            self._references[block_id] += 1
+            if not self.references[block_id]:
+                raise IntegrityError(f"block {block_id} cannot be shared: nobody owns it")
+            self.references[block_id] += 1
 
     def free(self, block_ids: Iterable[int], *, fence: int, now: float) -> None:
-        """Drop one reference of each block; a block without any is free again.
+        """Drop one reference of each block.
 
         Args:
-            fence: of the last step that may read it; 0 if that has not changed since it was taken.
-            now: the time, in seconds of a monotonic clock.
+            fence: of the last step that may read the blocks; 0 if none since they were allocated.
         """
         for block_id in block_ids:
-            if not self._references[block_id]:
-                raise IntegrityError(f"free of block {block_id}, which is free already")
-            self._references[block_id] -= 1
-            if self._references[block_id]:
+            if not self.references[block_id]:
+                raise IntegrityError(f"block {block_id} cannot be freed: free already")
+            self.references[block_id] -= 1
+            if self.references[block_id]:
                 continue
-            self._num_owned -= 1
-            self._freed_at[block_id] = now
+            self.num_owned -= 1
+            self.freed_at[block_id] = now
             self._fence[block_id] = max(self._fence[block_id], fence)
             if block_id in self.indexed_blocks:
-                self._kept[block_id] = None
+                self._cached[block_id] = None
             else:
-                self._file(block_id)
+                self._make_free(block_id)
 
     # ---- regions ----
 
     def note_region_mapped(self, block_ids: Iterable[int]) -> None:
-        """Note that each of these owned blocks is shown in one more place of a region."""
+        """Count one more region mapping of each of these owned blocks."""
         for block_id in block_ids:
-            assert self._references[block_id], f"block {block_id} is shown, but nobody owns it"
-            self._places[block_id] += 1
+            assert self.references[block_id], f"block {block_id} is mapped in a region, but has no owner"
+            self.region_mappings[block_id] += 1
 
-    def begin_show(self, count: int, *, steals: bool = False) -> list[int]:
-        """Up to `count` free blocks that are about to be shown for whoever comes: loose ones, and if that `steals`,
-        those that other places still show."""
+    def begin_map_ahead(self, count: int, *, steals: bool = False) -> list[int]:
+        """Take up to `count` free blocks to map ahead; with `steals` also free-mapped ones."""
         block_ids = self.allocate_free(count)
         if steals:
             block_ids += self.allocate_free_mapped(count - len(block_ids))
         for block_id in block_ids:
-            self._references[block_id] = 0
-        self._num_owned -= len(block_ids)
+            self.references[block_id] = 0
+        self.num_owned -= len(block_ids)
         self._moving.update(block_ids)
         return block_ids
 
-    def end_show(self, block_ids: Sequence[int], now: float, *, failed: bool) -> None:
-        """They are shown in one place more and free, or loose as before."""
+    def end_map_ahead(self, block_ids: Sequence[int], now: float, *, failed: bool) -> None:
+        """Count one more region mapping of each block unless the mapping failed; the blocks are free again."""
         for block_id in block_ids:
             self._moving.remove(block_id)
-            self._freed_at[block_id] = now
-            if failed:
-                self._file(block_id)
-            else:
-                self._places[block_id] += 1
-                self._tied[block_id] = None
-                self._eager.add(block_id)
+            self.freed_at[block_id] = now
+            self.region_mappings[block_id] += not failed
+            self._make_free(block_id)
+        if not failed:
+            self._eager.update(block_ids)
 
     def note_region_unmapped(self, block_ids: Iterable[int]) -> None:
-        """Note that each of these blocks is shown in one place less."""
+        """Count one region mapping less of each block; free-mapped blocks without any become free, the first to be
+        detached."""
         for block_id in block_ids:
-            if not self._places[block_id]:
-                raise IntegrityError(f"block {block_id} is hidden where it was not shown")
-            self._places[block_id] -= 1
-            if not self._places[block_id] and block_id in self._tied:
-                del self._tied[block_id]
+            if not self.region_mappings[block_id]:
+                raise IntegrityError(f"block {block_id} cannot be unmapped: no region maps it")
+            self.region_mappings[block_id] -= 1
+            if not self.region_mappings[block_id] and block_id in self._free_mapped:
+                del self._free_mapped[block_id]
                 self._eager.discard(block_id)
-                self._make_loose(block_id)
-                self._loose.move_to_end(block_id, last=False)  # nobody chose it for as long as it was tied
+                self._make_free(block_id)
+                self._free.move_to_end(block_id, last=False)
 
     # ---- pages ----
 
     def begin_attach(self, count: int) -> list[int]:
-        """Up to `count` cold blocks, lowest ids first, that are about to get pages."""
-        block_ids = [heapq.heappop(self._cold) for _ in range(min(count, len(self._cold)))]
+        """Take up to `count` unbacked blocks, lowest ids first, to attach pages."""
+        block_ids = [heapq.heappop(self._unbacked) for _ in range(min(count, len(self._unbacked)))]
         self._moving.update(block_ids)
         return block_ids
 
     def detachable(self, count: int, *, freed_before: float) -> tuple[list[int], int]:
-        """Up to `count` loose blocks whose pages could go, the longest free first, and the latest of their fences.
-        Those freed after `freed_before` stay."""
+        """Up to `count` free blocks whose pages could go, those freed first, and the latest of their fences. Blocks
+        freed after `freed_before` stay."""
         block_ids: list[int] = []
-        for block_id in self._loose:
-            if len(block_ids) == count or self._freed_at[block_id] > freed_before:
+        for block_id in self._free:
+            if len(block_ids) == count or self.freed_at[block_id] > freed_before:
                 break
             block_ids.append(block_id)
         return sorted(block_ids), max((self._fence[b] for b in block_ids), default=0)
 
     def begin_detach(self, block_ids: Sequence[int]) -> None:
-        """These loose blocks are about to lose their pages."""
+        """Take these free blocks to detach their pages."""
         for block_id in block_ids:
-            del self._loose[block_id]
+            del self._free[block_id]
         self._moving.update(block_ids)
 
-    def end_move(self, block_ids: Sequence[int], *, has_pages: bool) -> None:
-        """The blocks now have pages, or have none."""
+    def end_move(self, block_ids: Sequence[int], *, has_pages: bool, freed_at: float | None = None) -> None:
+        """End attaching or detaching: the blocks are free, or unbacked.
+
+        Args:
+            freed_at: when blocks with new pages count as freed.
+        """
         for block_id in block_ids:
             self._moving.remove(block_id)
+            if freed_at is not None:
+                self.freed_at[block_id] = freed_at
             if has_pages:
-                self._make_loose(block_id)
+                self._make_free(block_id)
             else:
-                heapq.heappush(self._cold, block_id)
-
-    def end_attach(self, block_ids: Sequence[int], now: float) -> None:
-        """The blocks have pages now, and count as free from this moment."""
-        for block_id in block_ids:
-            self._freed_at[block_id] = now
-        self.end_move(block_ids, has_pages=True)
+                heapq.heappush(self._unbacked, block_id)
 
     def oldest_free_since(self) -> float | None:
-        """When the block that has been free for longest, and is shown nowhere, was freed."""
-        return self._freed_at[next(iter(self._loose))] if self._loose else None
+        """When the first of the free blocks was freed."""
+        return self.freed_at[next(iter(self._free))] if self._free else None
 
-    def check_integrity(self, owned: Counter[int], shown: Counter[int]) -> None:
-        """Raise `IntegrityError` unless references are those of `owned`, places those of `shown`, and every block has
-        exactly one state."""
-        for name, counts, expected in (("references", self._references, owned), ("places", self._places, shown)):
+    def check_integrity(self, owned: Counter[int], mapped: Counter[int]) -> None:
+        """Raise `IntegrityError` unless the reference counts are those of `owned`, the region mappings those of
+        `mapped`, and every block has exactly one state."""
+        for name, counts, expected in (
+            ("references", self.references, owned),
+            ("region mappings", self.region_mappings, mapped),
+        ):
             counted = Counter({b: n for b, n in enumerate(counts) if n})
             if counted != expected:
                 raise IntegrityError(f"{name}: {dict(counted - expected)} too many, {dict(expected - counted)} too few")
-        states = [*self._cold, *self._loose, *self._tied, *self._kept, *self._moving, *owned]
+        states = [*self._unbacked, *self._free, *self._free_mapped, *self._cached, *self._moving, *owned]
         if sorted(states) != list(self.block_ids):
             raise IntegrityError(
                 f"{len(states)} states for {len(self.block_ids)} blocks: {Counter(states).most_common(3)}"
             )
-        if len(owned) != self._num_owned:
-            raise IntegrityError(f"{len(owned)} blocks are owned, {self._num_owned} counted")
-        if any(not self._places[b] for b in self._tied) or any(self._places[b] for b in (*self._loose, *self._cold)):
-            raise IntegrityError("a free block is filed where its places do not belong")
-        if not self._kept.keys() <= self.indexed_blocks or self.indexed_blocks - set(owned) - self._kept.keys():
-            raise IntegrityError("a free block with content is filed as one without, or the reverse")
-        if not self._eager <= self._tied.keys() or not self._loose.keys() <= set(self._lowest_loose):
+        if len(owned) != self.num_owned:
+            raise IntegrityError(f"{len(owned)} blocks are owned, {self.num_owned} counted")
+        if any(not self.region_mappings[b] for b in self._free_mapped) or any(
+            self.region_mappings[b] for b in (*self._free, *self._unbacked)
+        ):
+            raise IntegrityError("the free and free-mapped queues contradict the region mappings")
+        if not self._cached.keys() <= self.indexed_blocks or self.indexed_blocks - set(owned) - self._cached.keys():
+            raise IntegrityError("the cached blocks contradict the indexed ones")
+        if not self._eager <= self._free_mapped.keys() or not self._free.keys() <= set(self._lowest_free):
             raise IntegrityError("the queues of free blocks contradict each other")
 
     def _own(self, block_id: int) -> None:
-        self._references[block_id] = 1
-        self._num_owned += 1
+        self.references[block_id] = 1
+        self.num_owned += 1
 
-    def _file(self, block_id: int) -> None:
-        """A free block without content is tied or loose."""
-        if self._places[block_id]:
-            self._tied[block_id] = None
-        else:
-            self._make_loose(block_id)
-
-    def _make_loose(self, block_id: int) -> None:
-        self._loose[block_id] = None
+    def _make_free(self, block_id: int) -> None:
+        """Queue a block without owner and content as free or free-mapped."""
+        if self.region_mappings[block_id]:
+            self._free_mapped[block_id] = None
+            return
+        self._free[block_id] = None
         if not self._in_heap[block_id]:
             self._in_heap[block_id] = True
-            heapq.heappush(self._lowest_loose, block_id)
+            heapq.heappush(self._lowest_free, block_id)

@@ -1,4 +1,4 @@
-"""How many physical pages there may be, and which of them hold no block at the moment."""
+"""Page budget: how many physical pages there may be, and the spare ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BudgetAnswer = Literal["applied", "deferred", "stale"]
 
 
 class PagePool:
-    """The page budget that all layer groups share. Only called under its memory's lock.
+    """The page budget of all layer groups. Only called with the memory's lock held.
 
     Args:
         budget: pages at first, and the most there may ever be.
@@ -21,10 +21,11 @@ class PagePool:
 
     Attributes:
         most: pages there may ever be.
-        budget: pages there may be now; lowered and raised at run time. More may exist until some are destroyed.
+        budget: pages there may be now. After it was lowered, more may exist until some are destroyed.
         revision: of the last order that changed the budget.
         num_pinned: pages that pinned prefixes own.
-        spare: handles of pages that belong to no block.
+        num_created: pages that exist.
+        spare: handles of pages without a block.
     """
 
     def __init__(self, page_bytes: int, budget: int, fewest: int) -> None:
@@ -35,11 +36,23 @@ class PagePool:
         self.budget = budget
         self.revision = 0
         self.spare: list[int] = []
-        self._num_created = 0
-        self._num_promised = 0
+        self.num_created = 0
+        self._num_promised = 0  # claimed and not created yet
 
     def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
-        """Change the budget, unless a newer order has; "deferred" while more pages exist than it allows."""
+        """Change the budget.
+
+        Args:
+            revision: increases with every order, so that an older one that arrives late is ignored.
+
+        Returns:
+            "applied" when physical memory is within the budget now, "deferred" when it will be, "stale" for a revision
+            that is not newer than the last.
+
+        Raises:
+            BudgetError: the budget is below what the longest sequence, the floor and pinned prefixes take, or above the
+                budget at the start.
+        """
         if revision <= self.revision:
             return "stale"
         self._check_budget(budget_bytes)
@@ -56,40 +69,34 @@ class PagePool:
             )
 
     @property
-    def num_created(self) -> int:
-        return self._num_created
-
-    @property
     def num_committed(self) -> int:
         """Pages that exist or are being created."""
-        return self._num_created + self._num_promised
+        return self.num_created + self._num_promised
 
     @property
     def num_claimable(self) -> int:
-        """Pages that could be claimed now: the spare ones, and those the budget still allows to create."""
+        """Pages that could be claimed now: spare ones, and those that may still be created."""
         return len(self.spare) + self.budget - self.num_committed
 
     def claim(self, count: int) -> tuple[list[int], int]:
-        """Claim `count` pages: handles of spare ones, and how many the caller is to create. Settle with `settle`."""
+        """Claim `count` pages: returns handles of spare ones, and the number that the caller creates. End with
+        `settle`."""
         if count > self.num_claimable:
-            raise IntegrityError(f"claim of {count} pages where there is room for {self.num_claimable}")
+            raise IntegrityError(f"claim of {count} pages where {self.num_claimable} can be claimed")
         kept = max(len(self.spare) - count, 0)
         self.spare, handles = self.spare[:kept], self.spare[kept:]
         self._num_promised += count - len(handles)
         return handles, count - len(handles)
 
     def settle(self, promised: int, created: int) -> None:
-        """Of a claim, `promised` pages were to be created and `created` were."""
+        """End a claim: `created` of the `promised` pages exist now."""
         self._num_promised -= promised
-        self._num_created += created
-
-    def destroyed(self, count: int) -> None:
-        self._num_created -= count
+        self.num_created += created
 
     def check_integrity(self, num_attached: int) -> None:
-        """Raise `IntegrityError` unless every page is either attached to a block or spare. Nothing may be under way."""
-        if self._num_promised or num_attached + len(self.spare) != self._num_created:
+        """Raise `IntegrityError` unless every page is attached to a block or spare. No claim may be open."""
+        if self._num_promised or num_attached + len(self.spare) != self.num_created:
             raise IntegrityError(
-                f"{self._num_created} pages exist, {num_attached} belong to blocks, {len(self.spare)} are spare, "
+                f"{self.num_created} pages exist, {num_attached} belong to blocks, {len(self.spare)} are spare, "
                 f"{self._num_promised} are promised"
             )

@@ -9,12 +9,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 
-from vmem.backends.base import AddressRange, Backend, retry_undo
+from vmem.backends.base import AddressRange, Backend, adjacent_runs, retry_undo
 from vmem.block_pool import BlockPool
 from vmem.errors import IntegrityError, VmemError
 from vmem.layout import KVLayout, StateLayout
 from vmem.region import HOLE, Region
-from vmem.runs import adjacent_runs
 
 # Adoption looks at this many parked regions only: the choice must not cost what it saves.
 _ADOPTION_CANDIDATES = 4
@@ -48,12 +47,15 @@ class LayerGroup:
         return num_blocks * self.layout.num_slices
 
 
+def most_pages(groups: Iterable[LayerGroup], num_tokens: int, step_tokens: int) -> int:
+    """The most pages that one sequence of `num_tokens` tokens owns, all layer groups together."""
+    return sum(group.most_pages(num_tokens, step_tokens) for group in groups)
+
+
 def longest_sequence(groups: Sequence[LayerGroup], num_pages: int, step_tokens: int) -> int:
-    """The most tokens of one sequence that fit into so many pages, all layer groups together, up to 2³⁰."""
+    """The most tokens of one sequence that fit into so many pages, up to 2³⁰."""
     return bisect.bisect_left(
-        range(1, 1 << 30),
-        True,
-        key=lambda num_tokens: sum(group.most_pages(num_tokens, step_tokens) for group in groups) > num_pages,
+        range(1, 1 << 30), True, key=lambda num_tokens: most_pages(groups, num_tokens, step_tokens) > num_pages
     )
 
 
@@ -126,6 +128,11 @@ class GroupMemory:
     @property
     def num_slices(self) -> int:
         return self.layout.num_slices
+
+    @property
+    def region_tokens(self) -> int:
+        """Tokens that one region can map."""
+        return self.region_blocks * self.layout.block_tokens
 
     @property
     def reserved_bytes(self) -> int:
@@ -284,7 +291,7 @@ class GroupMemory:
                 raise IntegrityError(
                     f"region {region.slot} shows {region.mapped_blocks} where {region.blocks} should be"
                 )
-        attached = self.pool.num_blocks - self.pool.num_unbacked
+        attached = len(self.pool.block_ids) - self.pool.num_unbacked
         if len(self.handles) != attached:
             raise IntegrityError(f"{attached} blocks should have pages, {len(self.handles)} do")
         anchored = sum(span.num_bytes for span in self._anchored) // self._page_bytes
@@ -305,5 +312,26 @@ class _Undo(ExitStack):
         return super().__exit__(kind, error, trace)
 
 
-def total_pages(groups: Iterable[GroupMemory]) -> int:
-    return sum(len(group.handles) * group.num_slices for group in groups)
+def reserve_groups(
+    backend: Backend, groups: Sequence[LayerGroup], anchor: int, num_pages: int, num_regions: int, max_tokens: int
+) -> list[GroupMemory]:
+    """Reserve the memory of all layer groups, or of none, for up to `num_pages` pages in each."""
+    reserved: list[GroupMemory] = []
+    try:
+        for group in groups:
+            reserved.append(
+                GroupMemory(
+                    backend,
+                    len(reserved),
+                    group,
+                    anchor=anchor,
+                    num_blocks=num_pages // group.layout.num_slices,
+                    num_regions=num_regions,
+                    region_blocks=0 if group.is_state else group.layout.num_blocks(max_tokens),
+                )
+            )
+    except VmemError:
+        for made in reserved:
+            made.release()
+        raise
+    return reserved

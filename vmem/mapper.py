@@ -1,7 +1,7 @@
-"""The thread that changes mappings while a step computes.
+"""Mapper: the thread that changes mappings while a step computes.
 
-It knows nothing of blocks: it asks for the next unit of work, runs it, and asks again. What there is to do follows from
-the state of the memory alone, so nothing is queued that could grow stale.
+The thread asks the policy for the next unit of work, runs it, and asks again. Work follows from the state of the memory
+alone, so that no queue can grow stale.
 """
 
 from __future__ import annotations
@@ -11,24 +11,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from vmem.backends.base import Backend
 from vmem.errors import IntegrityError, OutOfPages, VmemError
+from vmem.lock import MemoryLock
+from vmem.mapper_policy import MappingPolicy
 from vmem.mapping_work import MappingCounts, MappingWork
+from vmem.region import Region
 
 logger = logging.getLogger(__name__)
 
 # After a failed call the thread rests, so that a device in trouble is not asked thousands of times a second …
 _REST_AFTER_FAILURE_S = 0.05
-# … and after so many failures in a row the next step is told, unless they were in giving memory back: that the report
-# and the log say, and requests go on.
+# … and after so many failures in a row the next step raises the error. Failures to give memory back are only reported
+# and logged: requests go on.
 _FAILURES_TO_SURFACE = 3
 
 
 @dataclass(slots=True)
 class MappingTimes:
-    """Seconds, and calls, that steps waited for (exposed), and that passed beside them (hidden)."""
+    """Seconds and calls that steps waited for (exposed), and that passed beside them (hidden)."""
 
     exposed_s: float = 0.0
     hidden_s: float = 0.0
@@ -36,40 +39,33 @@ class MappingTimes:
     num_hidden: int = 0
 
 
-@dataclass(slots=True)
 class Mapper:
-    """One background thread, and the same work done at once for the engine when it cannot wait.
+    """One background thread, and the same work in the engine's thread when a step cannot wait.
 
-    Neither holds the lock while the device maps, copies or is waited for: that takes milliseconds, or as long as a
-    step. Even one `mmap` of 20 µs goes without it: letting go of the lock and taking it again costs about 1 µs.
+    The lock is released while the device maps, copies or is waited for, which takes milliseconds or as long as a step.
+    Releasing and taking it again costs about 1 µs, one `mmap` 20 µs.
 
-    Args:
-        next_work: the next unit of work, or `None`; called with the lock held.
-        wait_s: how long until there may be work without anybody saying so; called with the lock held.
-        forget: called with the lock held after a failure: what steps were going to need they will ask for themselves.
+    Methods other than `start`, `stop` and `call` are called within a turn.
 
     Attributes:
-        lock: guards all the books. Also the condition on which work is announced and awaited. Not reentrant, so that
-            `unlocked` really lets go of it.
-        turn: taken before the lock by calls that change what is owned, until they end, and by the thread while it
-            chooses. While somebody else has it, the thread finishes what it has in hand and begins nothing, so that the
-            lock may be let go of.
+        fence: of the last launched step, which may still read what is freed now.
+        is_working: whether the thread has work in hand.
     """
 
-    next_work: Callable[[], MappingWork | None]
-    wait_s: Callable[[], float | None]
-    clear_step_demand: Callable[[], None]
-    lock: threading.Condition = field(default_factory=lambda: threading.Condition(threading.Lock()))
-    turn_lock: threading.Lock = field(default_factory=threading.Lock)
-    counts: MappingCounts = field(default_factory=MappingCounts)
-    times: MappingTimes = field(default_factory=MappingTimes)
-    num_failures: int = 0
-    _working: bool = False
-    _stopping: bool = False
-    _failures_in_a_row: int = 0
-    _failure: VmemError | None = None
-    _death: BaseException | None = None
-    _thread: threading.Thread | None = None
+    def __init__(self, backend: Backend, lock: MemoryLock, policy: MappingPolicy) -> None:
+        self._backend = backend
+        self._lock = lock
+        self._policy = policy
+        self.counts = MappingCounts()
+        self.times = MappingTimes()
+        self.num_failures = 0
+        self.is_working = False
+        self.fence = backend.fence()
+        self._stopping = False
+        self._failures_in_a_row = 0
+        self._failure: VmemError | None = None
+        self._death: BaseException | None = None
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="folio-mapper", daemon=True)
@@ -77,60 +73,61 @@ class Mapper:
 
     def stop(self) -> None:
         """End the thread once it has finished the work in hand."""
-        with self.lock:
+        with self._lock:
             self._stopping = True
-            self.lock.notify_all()
+            self._lock.notify_all()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    @property
-    def is_working(self) -> bool:
-        """Whether the thread is at work on something now, without the lock."""
-        return self._working
-
-    def wake(self) -> None:
-        """There may be work. With the lock held."""
-        self.lock.notify_all()
-
     @contextmanager
-    def unlocked(self) -> Iterator[None]:
-        """With turn and lock held, let go of the lock for what takes long. Nothing that the caller has looked at is
-        taken meanwhile; there may be more to take."""
-        self.lock.release()
-        try:
-            yield
-        finally:
-            self.lock.acquire()
-
-    def wait_while(self, condition: Callable[[], bool]) -> None:
-        """With turn and lock held, wait until what the thread has in hand has made the condition false. It begins
-        nothing else meanwhile: a step must not wait for the whole of a long list."""
-        if not condition():
-            return
+    def call(self) -> Iterator[None]:
+        """Take a turn for a call that needs a live mapper. Waiting for the turn counts as exposed time."""
         start = time.perf_counter()
-        try:
-            while condition():
-                self.raise_death()
-                self.lock.wait()
-        finally:
+        with self._lock.turn():
             self.times.exposed_s += time.perf_counter() - start
+            self._raise_death()
+            yield
 
-    def wait_for(self, backend: Backend, fence: int) -> None:
-        """With turn and lock held, wait until the device has passed the fence."""
+    # ---- within a turn ----
+
+    def set_fence(self) -> None:
+        """Mark the device's work so far: it may still read what is freed from now on."""
+        with self._lock.unlocked():  # a device without an event for the mark is waited for
+            fence = self._backend.fence()
+        self.fence = fence
+
+    def wait_for_fence(self, fence: int) -> None:
+        """Wait until the device has passed the fence."""
         start = time.perf_counter()
-        with self.unlocked():
-            backend.wait(fence)
+        with self._lock.unlocked():
+            self._backend.wait(fence)
         self.times.exposed_s += time.perf_counter() - start
 
+    def wait_for_region(self, region: Region) -> None:
+        """Wait until the thread no longer changes the region."""
+        self._wait_while(lambda: region.busy)
+
+    def wait_for_work(self) -> bool:
+        """Wait until the thread has finished its work in hand; False if it had none."""
+        if not self.is_working:
+            return False
+        self._wait_while(lambda: self.is_working)
+        return True
+
+    def wait_until_idle(self) -> None:
+        """The same for an audit, whose time is not exposed."""
+        while self.is_working:
+            self._raise_death()
+            self._lock.wait()
+
     def run_now(self, work: MappingWork) -> None:
-        """Do the work in the calling thread, with turn and lock held. Raises what the work raises, its effects
-        undone."""
+        """Do the work in the calling thread. A failure is raised, its effects undone."""
         self.times.num_exposed += 1
         start = time.perf_counter()
         failed = True
         try:
-            with self.unlocked():
+            with self._lock.unlocked():
                 work.call()
             failed = False
         finally:
@@ -138,60 +135,67 @@ class Mapper:
             self.times.exposed_s += time.perf_counter() - start
 
     def raise_failure(self) -> None:
-        """Raise what ended the thread, or what it failed at again and again. With the lock held."""
-        self.raise_death()
+        """Raise the error that ended the thread, or that keeps coming back."""
+        self._raise_death()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
 
-    def raise_death(self) -> None:
-        """Raise `IntegrityError` if the thread has died. With the lock held."""
+    def _raise_death(self) -> None:
         if self._death is not None:
             raise IntegrityError(f"the mapper thread has died: {self._death!r}") from self._death
 
-    def wait_until_idle(self) -> None:
-        """With turn and lock held, wait until the thread has nothing in hand."""
-        while self._working:
-            self.raise_death()
-            self.lock.wait()
+    def _wait_while(self, condition: Callable[[], bool]) -> None:
+        """Wait for the work in hand. The thread begins no other meanwhile: a step must not wait for a long list."""
+        if not condition():
+            return
+        start = time.perf_counter()
+        try:
+            while condition():
+                self._raise_death()
+                self._lock.wait()
+        finally:
+            self.times.exposed_s += time.perf_counter() - start
+
+    # ---- the thread ----
 
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self.turn_lock.acquire()
-                with self.lock:
+                self._lock.turn_lock.acquire()
+                with self._lock:
                     try:
                         work, wait_s = self._choose()
                     finally:
-                        self.turn_lock.release()  # and still with the lock, or a wake-up might come before the wait
+                        # With the lock still held, or a notification might come before the wait.
+                        self._lock.turn_lock.release()
                     if work is not None:
                         self._do(work)
                     elif not self._stopping:
-                        self.lock.wait(wait_s)
+                        self._lock.wait(wait_s)
         except BaseException as error:
             logger.exception("the mapper thread dies")
-            with self.lock:
+            with self._lock:
                 self._death = error
-                self._working = False
-                self.lock.notify_all()
+                self.is_working = False
+                self._lock.notify_all()
 
     def _choose(self) -> tuple[MappingWork | None, float | None]:
-        """The next unit of work, else how long to wait for some: when the device does not even say what may be changed,
-        for a while."""
+        """Return the next unit of work, else how long to wait for some."""
         try:
-            work = None if self._stopping else self.next_work()
-            return work, self.wait_s() if work is None else None
+            now = time.monotonic()
+            work = None if self._stopping else self._policy.next_work(now)
+            return work, self._policy.wait_s(now) if work is None else None
         except IntegrityError:
             raise
-        except VmemError as failure:
+        except VmemError as failure:  # the device does not even say which fences it has passed
             self._note_failure(failure, gives_back=True)
             return None, _REST_AFTER_FAILURE_S
 
     def _do(self, work: MappingWork) -> None:
-        """Run the work without the lock, which is held before and after."""
-        self._working = True
+        self.is_working = True
         failure: VmemError | None = None
-        self.lock.release()
+        self._lock.release()
         start = time.perf_counter()
         try:
             work.call()
@@ -201,28 +205,28 @@ class Mapper:
             failure = error
         finally:
             elapsed = time.perf_counter() - start
-            self.lock.acquire()
-            self._working = False
+            self._lock.acquire()
+            self.is_working = False
         work.finish(self.counts, time.monotonic(), failed=failure is not None)
         self.times.hidden_s += elapsed
         self.times.num_hidden += 1
-        self.lock.notify_all()
+        self._lock.notify_all()
         if failure is None:
             self._failures_in_a_row = 0
             self._failure = None
             return
-        self.clear_step_demand()
+        self._policy.clear_step_demand()
         self._note_failure(failure, gives_back=work.gives_back)
         rested_at = time.monotonic() + _REST_AFTER_FAILURE_S
         while not self._stopping and (left := rested_at - time.monotonic()) > 0:
-            self.lock.wait(left)
+            self._lock.wait(left)
 
     def _note_failure(self, failure: VmemError, *, gives_back: bool) -> None:
-        if isinstance(failure, OutOfPages):  # others use the device too; whoever needs the pages hears it then
+        if isinstance(failure, OutOfPages):  # the device has other users; the step that needs the pages raises it
             return
         self.num_failures += 1
         self._failures_in_a_row += 1
-        if self._failures_in_a_row & (self._failures_in_a_row - 1) == 0:  # the first, and ever fewer of the next
+        if self._failures_in_a_row & (self._failures_in_a_row - 1) == 0:  # failures 1, 2, 4, 8 …
             logger.warning("failure %d in a row, the mapper will try again: %s", self._failures_in_a_row, failure)
         if self._failures_in_a_row >= _FAILURES_TO_SURFACE and not gives_back:
             self._failure = failure

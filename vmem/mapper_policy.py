@@ -155,7 +155,7 @@ class MappingPolicy:
         due = [at + self._options.idle_release_s for at in since]
         kept = [(group.pool, group.pool.oldest_cached()) for group in self._groups]
         keep_s = max(self._options.cache_release_s, self._options.idle_release_s)
-        due += [pool.freed_at(b) + keep_s for pool, b in kept if b is not None]
+        due += [pool.freed_at[b] + keep_s for pool, b in kept if b is not None]
         return min(max(min(due) - now, _FENCE_POLL_S), _LONGEST_WAIT_S) if due else None
 
     # ---- duties, the most urgent first ----
@@ -218,7 +218,7 @@ class MappingPolicy:
         missing = self.floor - self._pages.num_created
         if missing <= 0:
             return None
-        group = min(self._groups, key=lambda group: len(group.handles) / group.pool.num_blocks)
+        group = min(self._groups, key=lambda group: len(group.handles) / len(group.pool.block_ids))
         return self._attach(group, missing // group.num_slices)
 
     def _map_ahead(self) -> MappingWork | None:
@@ -282,7 +282,7 @@ class MappingPolicy:
                 return work
             if not group.pool.num_free_mapped:
                 self._prefixes.evict(group.index, count)
-        block_ids = group.pool.begin_show(count, steals=steals)
+        block_ids = group.pool.begin_map_ahead(count, steals=steals)
         return MapRegion(group, region, place, block_ids, ahead=True) if block_ids else None
 
     def _can_extend(self, group: GroupMemory, region: Region, depth: int) -> bool:
@@ -321,9 +321,9 @@ class MappingPolicy:
         for group in self._groups:
             count = min(-(-excess // group.num_slices), self._unit_blocks(group))
             while count > 0 and (block_id := group.pool.oldest_cached()) is not None:
-                if group.pool.freed_at(block_id) > kept_before:
+                if group.pool.freed_at[block_id] > kept_before:
                     break
-                if group.pool.num_region_mappings(block_id) and idle_since < math.inf:
+                if group.pool.region_mappings[block_id] and idle_since < math.inf:
                     # Shown in a region: only with it, when that is idle, too.
                     return self._hide_tail(parked_only=True, idle_since=idle_since, frees=False)
                 count -= self._prefixes.evict_block(group.index, block_id)

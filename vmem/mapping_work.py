@@ -1,6 +1,6 @@
-"""The units of mapping work. Each is begun and finished under the memory's lock; `call` in between needs no lock.
+"""Mapping work: units that the mapper runs beside a step, and the engine when a step cannot wait.
 
-So the mapper can run one while the engine goes on, and the engine can run one itself when it cannot wait.
+A unit is created and finished with the memory's lock held; `call` in between runs without it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vmem.region import Region
 
 @dataclass(slots=True)
 class MappingCounts:
-    """Calls and pages since the start, the mapper's and the engine's together."""
+    """Pages since the start, the mapper's and the engine's together."""
 
     maps: int = 0
     unmaps: int = 0
@@ -29,26 +29,27 @@ class MappingCounts:
 
 
 class MappingWork(Protocol):
-    """Constructing it claims what it works on, so that nobody else touches that until `finish`.
+    """One unit of work. Its constructor claims blocks, pages or a region until `finish`.
 
-    `gives_back`: it only returns memory; no step waits for it.
+    Attributes:
+        gives_back: whether the unit only returns memory, so that no step waits for it.
     """
 
     gives_back: bool
 
     def call(self) -> None:
-        """Call the backend. When it raises, the device is as before."""
+        """Call the backend. A call that raises leaves the device unchanged."""
         ...
 
     def finish(self, counts: MappingCounts, now: float, *, failed: bool) -> None:
-        """Enter the outcome into the books, and let go of what was claimed."""
+        """Record the outcome and end the claim."""
         ...
 
 
 class AttachPages:
-    """Give pages to up to `count` cold blocks, and map them at home. They are loose afterwards.
+    """Attach pages to up to `count` unbacked blocks and map them at home: they become free.
 
-    When the device is out of memory the pages it still gave are spare afterwards.
+    If the device runs out of memory, the pages created until then become spare.
     """
 
     gives_back = False
@@ -81,15 +82,15 @@ class AttachPages:
         self._pages.settle(self._to_create, len(self._created))
         counts.creates += len(self._created)
         if failed:
-            self._pages.spare += self._spare + self._created  # what could not be destroyed among them
+            self._pages.spare += self._spare + self._created  # with those that could not be destroyed
             self._group.pool.end_move(self.block_ids, has_pages=False)
             return
         counts.maps += len(self.block_ids) * self._group.num_slices
         self._group.handles.update(zip(self.block_ids, self._handles, strict=True))
-        self._group.pool.end_attach(self.block_ids, now)
+        self._group.pool.end_move(self.block_ids, has_pages=True, freed_at=now)
 
     def _destroy_created(self) -> None:
-        """Undo; what cannot be destroyed stays, and is spare."""
+        """Undo; pages that cannot be destroyed become spare."""
         with suppress(VmemError):
             while self._created:
                 self._backend.destroy(self._created[-1])
@@ -97,7 +98,7 @@ class AttachPages:
 
 
 class DetachPages:
-    """Unmap loose blocks at home; their pages are spare afterwards."""
+    """Unmap free blocks at home: they become unbacked, their pages spare."""
 
     gives_back = True
 
@@ -118,7 +119,7 @@ class DetachPages:
 
 
 class DestroyPages:
-    """Give up to `count` spare pages back to the machine."""
+    """Destroy up to `count` spare pages."""
 
     gives_back = True
 
@@ -137,14 +138,14 @@ class DestroyPages:
         done = self._count - len(self._left)
         counts.destroys += done
         self._pages.spare += self._left
-        self._pages.destroyed(done)
+        self._pages.num_created -= done
 
 
 class MapRegion:
-    """Map blocks behind places of a region. They must be owned while this runs.
+    """Map blocks in places of a region.
 
     Args:
-        ahead: nobody's yet: they came from `BlockPool.begin_show`, and are free again afterwards.
+        block_ids: owned while the work runs, or with `ahead` taken by `BlockPool.begin_map_ahead`.
     """
 
     gives_back = False
@@ -163,11 +164,11 @@ class MapRegion:
         region.busy = False
         if not failed:
             counts.maps += len(self._block_ids) * self._group.num_slices
-            counts.aliases += sum(pool.num_region_mappings(b) > 0 for b in self._block_ids) * self._group.num_slices
+            counts.aliases += sum(pool.region_mappings[b] > 0 for b in self._block_ids) * self._group.num_slices
             region.put(self._start, self._block_ids)
             region.touched = now
         if self._ahead:
-            pool.end_show(self._block_ids, now, failed=failed)
+            pool.end_map_ahead(self._block_ids, now, failed=failed)
         elif not failed:
             pool.note_region_mapped(self._block_ids)
         if failed:
@@ -175,7 +176,7 @@ class MapRegion:
 
 
 class UnmapRegion:
-    """Turn places of a region, all of which show a block, into holes."""
+    """Unmap places of a region; all of them must be mapped."""
 
     gives_back = True
 

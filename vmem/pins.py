@@ -1,4 +1,4 @@
-"""Prefixes that stay: sequences nobody computes, held for the blocks they own (PagedAttention §4.4, shared prefix)."""
+"""Pinned prefixes: sequences that no step computes, kept for the blocks they own (PagedAttention §4.4)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from vmem.budget import PagePool
 from vmem.errors import PinError
 from vmem.group import GroupMemory
+from vmem.lock import MemoryLock
 from vmem.prefix_summary import CachedPrefix
 from vmem.prefix_tree import TokenChain, decode_tokens
-from vmem.sequence import GroupTable, SequenceMemory
+from vmem.sequence import SequenceMemory
 
 
 @dataclass(frozen=True, slots=True)
 class PinReport:
-    """One pinned prefix. `num_bytes` counts blocks that it shares with other pins as well."""
+    """One pinned prefix. `num_bytes` includes blocks shared with other pins."""
 
     name: str
     num_tokens: int
@@ -23,29 +24,56 @@ class PinReport:
 
 
 class Pins:
-    """Pinned prefixes by name. Only called under the memory's lock.
+    """Pinned prefixes by name; `KVMemory.pin` and `KVMemory.unpin` change them.
 
     Args:
-        quota: share of the page budget that they may take. What the longest sequence needs is never theirs.
+        quota: share of the page budget that pins may take. The longest sequence must always fit beside them.
     """
 
-    def __init__(self, pages: PagePool, groups: Sequence[GroupMemory], quota: float) -> None:
+    def __init__(self, lock: MemoryLock, pages: PagePool, groups: Sequence[GroupMemory], quota: float) -> None:
+        self._lock = lock
         self._pages = pages
         self._groups = groups
         self._quota = quota
         self._pins: dict[str, SequenceMemory] = {}
-        self.num_pages = 0
 
-    @property
-    def names(self) -> Collection[str]:
-        return self._pins.keys()
+    def check_pin(self, name: str, chain: TokenChain, token_ids: Sequence[int]) -> None:
+        """Raise `PinError` if this prefix can never be pinned under that name. From any thread.
+
+        Args:
+            chain: of the sequence to be pinned; is extended.
+        """
+        chain.extend(token_ids)
+        with self._lock:
+            if self.is_pinned(name, chain, len(token_ids)):
+                return
+            num_pages = 0
+            if all(group.spec.window_tokens is None for group in self._groups):
+                num_pages = sum(group.layout.num_blocks(len(token_ids)) * group.num_slices for group in self._groups)
+            self._check(name, num_pages)
+
+    def pinned_prefixes(self) -> list[CachedPrefix]:
+        """The pinned prefixes, the earliest pin first. From any thread."""
+        with self._lock:
+            return [
+                CachedPrefix(
+                    decode_tokens(b"".join(chain.units[: sequence.num_tokens // chain.unit_tokens])),
+                    chain.keys,
+                    0,
+                    name,
+                )
+                for name, sequence in self._pins.items()
+                if (chain := sequence.prefix.chain) is not None
+            ]
+
+    # ---- with the lock held ----
 
     @property
     def sequences(self) -> Collection[SequenceMemory]:
         return self._pins.values()
 
-    def has(self, name: str, chain: TokenChain, num_tokens: int) -> bool:
-        """Whether the first `num_tokens` tokens of the chain, whole units, are pinned under that name."""
+    def is_pinned(self, name: str, chain: TokenChain, num_tokens: int) -> bool:
+        """Whether the first `num_tokens` tokens of the chain, in whole units, are pinned under that name."""
         pinned = self._pins.get(name)
         if pinned is None or pinned.prefix.chain is None or pinned.num_tokens != num_tokens:
             return False
@@ -53,47 +81,28 @@ class Pins:
         own = pinned.prefix.chain
         return own.keys == chain.keys and own.units[:num_units] == chain.units[:num_units]
 
-    def check_quota(self, name: str, tables: Sequence[tuple[GroupMemory, GroupTable]], num_tokens: int) -> None:
-        """Raise `PinError` unless a prefix of these tables may be pinned under that name."""
-        self.check_request(name, 0)
-        more = 0
-        for group, table in tables:
-            pinned = self._blocks(group)
-            block_ids = set(table.block_ids[table.first : group.layout.num_blocks(num_tokens)])
-            more += len(block_ids - pinned) * group.num_slices
-        if self.num_pages + more > self._most:
-            raise self._too_large(more, self.num_pages)
-
-    def check_request(self, name: str, num_pages: int) -> None:
-        """Raise `PinError` if the name is taken, or so many pages exceed the quota, whatever is pinned already."""
-        if name in self._pins:
-            raise PinError(f"another prefix named {name!r} is pinned already; unpin it first")
-        if num_pages > self._most:
-            raise self._too_large(num_pages, 0)
+    def check_quota(self, name: str, sequence: SequenceMemory, num_tokens: int) -> None:
+        """Raise `PinError` unless the sequence's first `num_tokens` tokens may be pinned under that name now."""
+        num_pages = 0
+        for group, table in zip(self._groups, sequence.groups, strict=True):
+            block_ids = table.block_ids[table.first : group.layout.num_blocks(num_tokens)]
+            num_pages += len(set(block_ids) - self._blocks(group)) * group.num_slices
+        self._check(name, num_pages, self._pages.num_pinned)
 
     def add(self, name: str, sequence: SequenceMemory) -> None:
         self._pins[name] = sequence
         self._count()
 
-    def prefixes(self) -> list[CachedPrefix]:
-        """What is pinned, the first first."""
-        return [
-            CachedPrefix(
-                decode_tokens(b"".join(chain.units[: sequence.num_tokens // chain.unit_tokens])), chain.keys, 0, name
-            )
-            for name, sequence in self._pins.items()
-            if (chain := sequence.prefix.chain) is not None
-        ]
-
     def remove_pin(self, name: str) -> SequenceMemory:
-        """The caller frees it. Raises `PinError` if there is none of that name."""
+        """Remove a pin; the caller frees its sequence. Raises `PinError` if there is no such pin."""
         if name not in self._pins:
-            raise PinError(
-                f"no prefix named {name!r} is pinned; there are {', '.join(map(repr, self._pins)) or 'none'}"
-            )
+            raise PinError(f"no prefix named {name!r} is pinned; pinned: {', '.join(map(repr, self._pins)) or 'none'}")
         sequence = self._pins.pop(name)
         self._count()
         return sequence
+
+    def remove_all(self) -> list[SequenceMemory]:
+        return [self.remove_pin(name) for name in list(self._pins)]
 
     def report(self) -> tuple[PinReport, ...]:
         return tuple(
@@ -101,28 +110,27 @@ class Pins:
                 name,
                 sequence.num_tokens,
                 sum(
-                    (len(table.block_ids) - table.first) * group.layout.block_bytes
+                    len(table.owned) * group.layout.block_bytes
                     for group, table in zip(self._groups, sequence.groups, strict=True)
                 ),
             )
             for name, sequence in self._pins.items()
         )
 
-    @property
-    def _most(self) -> int:
-        return max(min(int(self._quota * self._pages.budget), self._pages.budget - self._pages.fewest), 0)
-
-    def _too_large(self, num_pages: int, num_pinned: int) -> PinError:
-        page_bytes = self._pages.page_bytes
-        return PinError(
-            f"the prefix takes {num_pages * page_bytes} bytes; {num_pinned * page_bytes} of the "
-            f"{self._most * page_bytes} that may be pinned are; raise pin_quota or kv_memory_bytes"
-        )
+    def _check(self, name: str, num_pages: int, num_pinned: int = 0) -> None:
+        """Raise `PinError` if the name is taken, or so many pages exceed the quota."""
+        if name in self._pins:
+            raise PinError(f"another prefix named {name!r} is pinned already; unpin it first")
+        most = max(min(int(self._quota * self._pages.budget), self._pages.budget - self._pages.fewest), 0)
+        if num_pinned + num_pages > most:
+            page_bytes = self._pages.page_bytes
+            raise PinError(
+                f"the prefix takes {num_pages * page_bytes} bytes; {num_pinned * page_bytes} of the "
+                f"{most * page_bytes} that may be pinned are; raise pin_quota or kv_memory_bytes"
+            )
 
     def _count(self) -> None:
-        self.num_pages = sum(len(self._blocks(group)) * group.num_slices for group in self._groups)
-        self._pages.num_pinned = self.num_pages
+        self._pages.num_pinned = sum(len(self._blocks(group)) * group.num_slices for group in self._groups)
 
     def _blocks(self, group: GroupMemory) -> set[int]:
-        tables = [sequence.groups[group.index] for sequence in self._pins.values()]
-        return {block_id for table in tables for block_id in table.block_ids[table.first :]}
+        return {b for sequence in self._pins.values() for b in sequence.groups[group.index].owned}

@@ -1,4 +1,4 @@
-"""What sequences find in the prefix cache, and what they leave there."""
+"""Prefix cache: sequences share cached prefixes and add their own."""
 
 from __future__ import annotations
 
@@ -7,49 +7,240 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vmem.errors import IntegrityError
-from vmem.group import GroupMemory
-from vmem.prefix_tree import PrefixCursor, PrefixMatch, PrefixNode, PrefixTree, TokenChain
+from vmem.group import GroupMemory, most_pages
+from vmem.lock import MemoryLock
+from vmem.prefix_summary import NO_KEYS, CachedKeys, CachedPrefix
+from vmem.prefix_tree import PrefixCounts, PrefixCursor, PrefixMatch, PrefixNode, PrefixTree, TokenChain
 from vmem.sequence import SequenceMemory
-from vmem.tables import BlockTables
+from vmem.tables import BlockAllocator, BlockTables
 
 # Tokens of a partly matching unit that are worth copying its blocks. A copy of 16 tokens takes about as long as
 # computing a tenth of a token (Qwen2.5-0.5B shape on 2 cores), but it costs a block until the copy is made.
-LEAST_PARTIAL_TOKENS = 4
+_LEAST_PARTIAL_TOKENS = 4
 
 
 @dataclass(slots=True)
 class _Pending:
-    """What a step that has not been computed yet will have computed."""
+    """Units that a step in progress computes for one sequence."""
 
     sequence: SequenceMemory
     end: int
     num_tokens: int
     first_unit: int
-    held: list[tuple[PrefixNode, int]] = field(default_factory=list)
+    indexed: list[tuple[PrefixNode, int]] = field(default_factory=list)  # (unit, group)
 
 
 class PrefixCache:
-    """Sequences share cached prefixes and put their own there. Only called under the memory's lock.
+    """The prefix cache of one memory.
 
-    A unit is *promised* when its sequence is admitted, *pending* while the step that computes it runs, and then
-    computed. In a step keys and values are written before any are read, layer by layer, so a sequence may share pending
-    units: if that step fails, it must start again.
+    A unit is *announced* when its sequence is admitted, *pending* while the step that computes it runs, and then
+    cached. A step writes keys and values before it reads any, layer by layer, so a sequence may share pending units; if
+    that step fails, the sequence must start again.
+
+    Args:
+        enabled: without it nothing is found and nothing is kept.
+        step_tokens: the most tokens that a step computes of one sequence.
+
+    Attributes:
+        unit_tokens: prefixes are shared in multiples of so many tokens.
+        has_states: whether a layer keeps a recurrent state; prefixes are then shared up to where a step has ended.
     """
 
-    def __init__(self, groups: Sequence[GroupMemory], index: PrefixTree, tables: BlockTables) -> None:
+    def __init__(
+        self,
+        groups: Sequence[GroupMemory],
+        lock: MemoryLock,
+        tree: PrefixTree,
+        allocator: BlockAllocator,
+        tables: BlockTables,
+        *,
+        enabled: bool,
+        step_tokens: int,
+    ) -> None:
         self._groups = groups
-        self._index = index
-        self._tables = tables
+        self._specs = [group.spec for group in groups]
         self._states = [group for group in groups if group.spec.is_state]
+        self._lock = lock
+        self._tree = tree
+        self._allocator = allocator
+        self._tables = tables
+        self._step_tokens = step_tokens
         self._pending: list[_Pending] = []
-        self._is_cut_short = False  # a sequence ended whose pending units others share
+        self._is_cut_short = False  # a sequence was freed whose pending units others share
+        self._keys: dict[int, tuple[int, CachedKeys]] = {}  # `most` → version of the summary, keys
+        self.enabled = enabled
+        self.unit_tokens = tree.unit_tokens
+        self.has_states = bool(self._states)
+
+    def chain(self, keys: tuple[str, ...] = ()) -> TokenChain:
+        """Create the hash chain of a request's tokens. Keep it as long as the request.
+
+        Args:
+            keys: what must be equal beside the tokens: a cache salt, an adapter.
+        """
+        return TokenChain(self.unit_tokens, keys, self._tree.hash)
 
     @property
-    def has_states(self) -> bool:
-        return bool(self._states)
+    def version(self) -> int:
+        """Increases whenever the result of `match` may change."""
+        return self._tree.changes
 
-    def share_prefix(self, sequence: SequenceMemory, match: PrefixMatch) -> None:
-        """Let a sequence without blocks own those of the match."""
+    def match(self, chain: TokenChain, token_ids: Sequence[int]) -> PrefixMatch:
+        """Return the cached prefix of these tokens but the last one, whose logits are needed. Extends the chain; valid
+        until the next call that changes ownership."""
+        chain.extend(token_ids)  # without the lock: hashing takes longer than the look-up
+        with self._lock:
+            return self.match_held(chain, token_ids)
+
+    def pages_needed(self, match: PrefixMatch, num_tokens: int) -> int:
+        """Free pages that a sequence of `num_tokens` tokens takes at most if it begins with the match; blocks that have
+        an owner cost nothing."""
+        needed = 0
+        with self._lock:
+            for group in self._groups:
+                pages = group.spec.most_pages(num_tokens, self._step_tokens)
+                if not group.spec.is_state:  # a shared state is copied
+                    shared = [node.blocks[group.index] or () for node in match.nodes]
+                    first = self._tables.first_visible(group, match.num_tokens) // self._blocks_per_unit(group)
+                    owned = sum(group.pool.references[b] > 0 for block_ids in shared[first:] for b in block_ids)
+                    pages = max(pages - owned * group.num_slices, 0)
+                needed += pages
+        return needed
+
+    def shared_tokens(self, sequences: Sequence[SequenceMemory]) -> list[int]:
+        """Of each sequence, the tokens at its beginning that stay cached when all of these are freed, because they have
+        another owner, and those in common with a sequence before it in the list."""
+        with self._lock:
+            owned = [Counter(b for s in sequences for b in s.groups[g].owned) for g in range(len(self._groups))]
+            seen: set[PrefixNode] = set()
+            shared = []
+            for sequence in sequences:
+                nodes = sequence.prefix.nodes[: sequence.prefix.computed]
+                num_units = 0
+                while num_units < len(nodes) and (
+                    nodes[num_units] in seen or self._has_other_owner(nodes[num_units], owned)
+                ):
+                    num_units += 1
+                shared.append(num_units * self.unit_tokens)
+                seen.update(nodes)
+            return shared
+
+    def cached_keys(self, most: int) -> CachedKeys:
+        """At most `most` keys of cached prefixes, to compare with the digests of a `TokenChain`. From any thread: waits
+        at most 20 ms, then returns the last result for the same `most`, at first `NO_KEYS`."""
+        summary = self._tree.summary
+        since, last = self._keys.get(most, (-1, NO_KEYS))
+        if since == summary.num_changes:
+            return last
+        with self._lock.soon() as held:
+            since, last = self._keys.get(most, (-1, NO_KEYS))  # another thread may have asked meanwhile
+            if held:
+                last = summary.keys(most, last, since)
+                self._keys[most] = summary.num_changes, last
+            return last
+
+    def hot_prefixes(self, most_tokens: int) -> list[CachedPrefix]:
+        """The cached prefixes with the most hits, at most `most_tokens` tokens together. From any thread."""
+        with self._lock:
+            return self._tree.hot(most_tokens)
+
+    def evict_prefixes(self, keys: tuple[str, ...]) -> None:
+        """Evict all prefixes with these keys; none of them may be in use by a step."""
+        with self._lock.turn():
+            self._tree.clear(keys)
+
+    def reset_counts(self) -> None:
+        """Count look-ups and evictions for reports from now on."""
+        with self._lock:
+            self._tree.counts = PrefixCounts()
+
+    # ---- the units of a step ----
+
+    def announce_prefill(self, sequence: SequenceMemory, num_tokens: int, snapshots: Sequence[int] = ()) -> None:
+        """Announce the prefill of the sequence's first `num_tokens` tokens, so that `match` tells other requests to
+        wait.
+
+        Args:
+            snapshots: lengths after which a recurrent state will be kept, because a step ends there.
+        """
+        path = sequence.prefix
+        if not self.enabled or path.chain is None:
+            return
+        with self._lock.turn():
+            self._tree.extend_cursor(path, num_tokens // self.unit_tokens)
+            for node in path.nodes[path.computed :]:
+                if node.writer is None and any(
+                    node.blocks[g.index] is None for g in self._groups if not g.spec.is_state
+                ):
+                    node.writer = path
+            for length in snapshots:
+                if self._states and 0 < length // self.unit_tokens <= len(path.nodes):
+                    node = path.nodes[length // self.unit_tokens - 1]
+                    if node.writer is None and node.blocks[self._states[0].index] is None:
+                        node.writer = path
+
+    def stage_prefix(self, sequence: SequenceMemory, token_ids: Sequence[int], start: int, end: int) -> None:
+        """Index the tokens `start … end - 1`, which the coming step computes; other sequences of that step may share
+        them. `commit_prefixes` or `abort_prefixes` follows."""
+        path = sequence.prefix
+        if not self.enabled or path.chain is None or (path.broken and path.computed == len(path.nodes)):
+            return
+        if end // self.unit_tokens <= path.computed:
+            return
+        path.chain.extend(token_ids[:end])
+        with self._lock.turn():
+            first = path.computed
+            self._tree.extend_cursor(path, end // self.unit_tokens)
+            pending = _Pending(sequence, end, end - start, first)
+            for i in range(first, min(end // self.unit_tokens, len(path.nodes))):
+                node = path.nodes[i]
+                if node.writer is None:
+                    node.writer = path
+                for group, block_ids in self._blocks_of_unit(sequence, i):
+                    if self._tree.index_blocks(node, group.index, block_ids):
+                        pending.indexed.append((node, group.index))
+                        node.pending = True
+            self._pending.append(pending)
+
+    def commit_prefixes(self) -> None:
+        """End the step: its pending units are cached."""
+        with self._lock.turn():
+            if self._is_cut_short:
+                raise IntegrityError("a sequence was freed between stage and commit while others share its units")
+            done, self._pending = self._pending, []
+            for pending in done:
+                for node, _ in pending.indexed:
+                    node.pending = False
+                path = pending.sequence.prefix
+                path.computed = min(pending.end // self.unit_tokens, len(path.nodes))
+                self._clear_writer(path, pending.first_unit, path.computed)
+                if pending.end == path.computed * self.unit_tokens:
+                    self._keep_state(pending.sequence, generated=pending.num_tokens == 1)
+
+    def abort_prefixes(self) -> None:
+        """Roll back the step: its pending units are not computed. Sequences that share them must be freed."""
+        with self._lock.turn():
+            self._is_cut_short = False
+            for pending in self._pending:
+                self._roll_back(pending)
+            self._pending = []
+
+    # ---- with the lock held ----
+
+    def match_held(self, chain: TokenChain, token_ids: Sequence[int]) -> PrefixMatch:
+        if not self.enabled:
+            return PrefixMatch((), None, 0, 0, is_being_computed=False)
+        limit = len(token_ids) - 1
+        match = self._tree.match(chain, token_ids, limit, _LEAST_PARTIAL_TOKENS)
+        if match.partial is not None:
+            # Until its copy is made, a partial unit takes its blocks twice.
+            needed = sum(most_pages(self._specs, n, self._step_tokens) for n in (len(token_ids), self.unit_tokens))
+            if needed > self._allocator.num_free_pages:
+                match = self._tree.match(chain, token_ids, limit, 0)
+        return match
+
+    def share_match(self, sequence: SequenceMemory, match: PrefixMatch) -> None:
+        """Give a sequence without blocks those of the match."""
         if not match.num_tokens:
             return
         nodes = [*match.nodes, *([match.partial] if match.partial is not None else [])]
@@ -58,175 +249,110 @@ class PrefixCache:
             if group.spec.is_state:
                 block_ids = list(match.nodes[-1].blocks[g] or ())
             else:
-                per_unit = self._index.unit_tokens // group.layout.block_tokens
-                block_ids = [b for node in nodes for b in node.blocks[g] or (0,) * per_unit]
+                block_ids = [b for node in nodes for b in node.blocks[g] or (0,) * self._blocks_per_unit(group)]
                 del block_ids[group.layout.num_blocks(match.num_tokens) :]
             table.block_ids = block_ids
             table.first = self._tables.first_visible(group, match.num_tokens)
-            group.pool.acquire_cached(block_ids[table.first :])
+            group.pool.acquire_cached(table.owned)
         sequence.num_tokens = match.num_tokens
-        self._index.start_cursor(sequence.prefix, match.nodes)
+        self._tree.start_cursor(sequence.prefix, match.nodes)
 
-    def pages_needed(self, match: PrefixMatch, num_tokens: int, step_tokens: int) -> int:
-        """Free pages that a sequence of `num_tokens` tokens takes at most if it begins with the match; what others own
-        already it does not take."""
-        needed = 0
-        for group in self._groups:
-            pages = group.spec.most_pages(num_tokens, step_tokens)
-            if not group.spec.is_state:  # a shared state is copied
-                shared = [node.blocks[group.index] or () for node in match.nodes]
-                per_unit = self._index.unit_tokens // group.layout.block_tokens
-                first = self._tables.first_visible(group, match.num_tokens) // per_unit
-                owned = sum(group.pool.reference_count(b) > 0 for block_ids in shared[first:] for b in block_ids)
-                pages = max(pages - owned * group.num_slices, 0)
-            needed += pages
-        return needed
+    def count_hit(self, match: PrefixMatch, num_queried: int) -> None:
+        self._tree.counts.queried_tokens += num_queried
+        self._tree.counts.hit_tokens += match.num_tokens
+        self._tree.note_hit(match)
 
-    def shared_tokens(self, sequences: Sequence[SequenceMemory]) -> list[int]:
-        """For each, tokens at the beginning that others than these own too, or one before it in the list has."""
-        owned = [
-            Counter(b for s in sequences for b in s.groups[group.index].block_ids[s.groups[group.index].first :])
-            for group in self._groups
-        ]
-        seen: set[PrefixNode] = set()
-        shared = []
-        for sequence in sequences:
-            nodes = sequence.prefix.nodes[: sequence.prefix.computed]
-            num_units = 0
-            while num_units < len(nodes) and (nodes[num_units] in seen or self._is_elsewhere(nodes[num_units], owned)):
-                num_units += 1
-            shared.append(num_units * self._index.unit_tokens)
-            seen.update(nodes)
-        return shared
+    def fork_prefix(self, parent: SequenceMemory, child: SequenceMemory, chain: TokenChain | None) -> None:
+        """Start the child's cursor in the units that it shares with its parent."""
+        child.prefix.chain = chain
+        if chain is not None:
+            num_units = min(child.num_tokens // self.unit_tokens, parent.prefix.computed, len(chain.units))
+            self._tree.start_cursor(child.prefix, parent.prefix.nodes[:num_units])
 
-    def _is_elsewhere(self, node: PrefixNode, owned: Sequence[Counter[int]]) -> bool:
-        """Whether somebody owns all of the node's blocks beside those who own them in `owned`."""
+    def truncate_prefix(self, sequence: SequenceMemory, num_tokens: int) -> None:
+        self._tree.truncate_cursor(sequence.prefix, num_tokens // self.unit_tokens)
+        if sequence.prefix.chain is not None:
+            sequence.prefix.chain.truncate_chain(num_tokens)
+
+    def release_prefix(self, sequence: SequenceMemory) -> None:
+        """End the sequence's cursor; its announced and pending units are not computed."""
+        for pending in [p for p in self._pending if p.sequence is sequence]:
+            self._pending.remove(pending)
+            for node, g in pending.indexed:
+                if any(self._groups[g].pool.references[b] > 1 for b in node.blocks[g] or ()):
+                    self._is_cut_short = True
+            self._roll_back(pending)
+        self._tree.truncate_cursor(sequence.prefix, 0)
+
+    def reindex_own_blocks(self, sequence: SequenceMemory) -> None:
+        """Index the sequence's own blocks in its units, in place of others with the same content."""
+        for i, node in enumerate(sequence.prefix.nodes):
+            blocks = self._blocks_of_unit(sequence, i)
+            if sequence.num_tokens == (i + 1) * self.unit_tokens:
+                blocks += [(group, tuple(sequence.groups[group.index].block_ids)) for group in self._states]
+            for group, block_ids in blocks:
+                if node.blocks[group.index] != block_ids:
+                    self._tree.unindex_blocks(node, group.index)
+                    self._tree.index_blocks(node, group.index, block_ids)
+
+    def restore_prefix(self, sequence: SequenceMemory, chain: TokenChain | None, num_units: int) -> None:
+        """Index the blocks of a sequence that was swapped in."""
+        path = sequence.prefix
+        path.chain = chain
+        if chain is None:
+            return
+        self._tree.extend_cursor(path, num_units)
+        path.computed = len(path.nodes)
+        for i, node in enumerate(path.nodes):
+            for group, block_ids in self._blocks_of_unit(sequence, i):
+                self._tree.index_blocks(node, group.index, block_ids)
+
+    def _blocks_per_unit(self, group: GroupMemory) -> int:
+        return self.unit_tokens // group.layout.block_tokens
+
+    def _blocks_of_unit(self, sequence: SequenceMemory, i: int) -> list[tuple[GroupMemory, tuple[int, ...]]]:
+        """The sequence's blocks in unit i, of each group that has no state and still has them in its window."""
+        blocks = []
+        for group, table in self._tables.tables_of(sequence):
+            if not group.spec.is_state and i * (count := self._blocks_per_unit(group)) >= table.first:
+                blocks.append((group, tuple(table.block_ids[i * count : (i + 1) * count])))
+        return blocks
+
+    def _has_other_owner(self, node: PrefixNode, owned: Sequence[Counter[int]]) -> bool:
+        """Whether each of the node's blocks has more references than `owned` counts."""
         for group, count in zip(self._groups, owned, strict=True):
             blocks = node.blocks[group.index]
             if group.spec.window_tokens is None and not group.spec.is_state and blocks is None:
                 return False
-            if any(group.pool.reference_count(b) <= count[b] for b in blocks or ()):
+            if any(group.pool.references[b] <= count[b] for b in blocks or ()):
                 return False
         return True
 
-    def reindex_own_blocks(self, sequence: SequenceMemory) -> None:
-        """Let its units name the sequence's own blocks, where they name others that hold the same."""
-        path = sequence.prefix
-        for i, node in enumerate(path.nodes):
-            for group, table in self._tables.tables_of(sequence):
-                block_ids = tuple(table.block_ids)
-                if not group.spec.is_state:
-                    per_unit = self._index.unit_tokens // group.layout.block_tokens
-                    block_ids = block_ids[i * per_unit : (i + 1) * per_unit]
-                    if i * per_unit < table.first:
-                        continue
-                elif sequence.num_tokens != (i + 1) * self._index.unit_tokens:
-                    continue
-                if node.blocks[group.index] != block_ids:
-                    self._index.unindex_blocks(node, group.index)
-                    self._index.index_blocks(node, group.index, block_ids)
+    def _roll_back(self, pending: _Pending) -> None:
+        for node, g in pending.indexed:
+            node.pending = False
+            self._tree.unindex_blocks(node, g)
+        path = pending.sequence.prefix
+        self._clear_writer(path, pending.first_unit, len(path.nodes))
 
-    def announce_prefill(self, sequence: SequenceMemory, num_tokens: int, snapshots: Sequence[int]) -> None:
-        """The sequence is going to compute its first `num_tokens` tokens; who wants the same should wait.
-
-        Args:
-            snapshots: lengths after which its state will be kept.
-        """
-        path = sequence.prefix
-        unit = self._index.unit_tokens
-        self._index.extend_cursor(path, num_tokens // unit)
-        for node in path.nodes[path.computed :]:
-            if node.writer is None and any(node.blocks[g.index] is None for g in self._groups if not g.spec.is_state):
-                node.writer = path
-        for length in snapshots:
-            if self._states and 0 < length // unit <= len(path.nodes):
-                node = path.nodes[length // unit - 1]
-                if node.writer is None and node.blocks[self._states[0].index] is None:
-                    node.writer = path
-
-    def stage_prefix(self, sequence: SequenceMemory, end: int, num_tokens: int) -> None:
-        """The coming step computes `num_tokens` tokens of the sequence, up to `end`."""
-        path = sequence.prefix
-        first = path.computed
-        self._index.extend_cursor(path, end // self._index.unit_tokens)
-        pending = _Pending(sequence, end, num_tokens, first)
-        for i in range(first, min(end // self._index.unit_tokens, len(path.nodes))):
-            node = path.nodes[i]
-            if node.writer is None:
-                node.writer = path
-            for group, table in self._tables.tables_of(sequence):
-                if group.spec.is_state:
-                    continue
-                per_unit = self._index.unit_tokens // group.layout.block_tokens
-                if i * per_unit < table.first:
-                    continue
-                block_ids = tuple(table.block_ids[i * per_unit : (i + 1) * per_unit])
-                if self._index.index_blocks(node, group.index, block_ids):
-                    pending.held.append((node, group.index))
-                    node.pending = True
-        self._pending.append(pending)
-
-    def commit_prefixes(self) -> None:
-        """The step is done: what it was to compute is computed."""
-        if self._is_cut_short:
-            raise IntegrityError("a sequence ended between begin and commit, and others share what it has not computed")
-        done, self._pending = self._pending, []
-        for pending in done:
-            for node, _ in pending.held:
-                node.pending = False
-            path = pending.sequence.prefix
-            path.computed = min(pending.end // self._index.unit_tokens, len(path.nodes))
-            self._let_go(path, pending.first_unit, path.computed)
-            if pending.end == path.computed * self._index.unit_tokens:
-                self._keep_state(pending.sequence, generated=pending.num_tokens == 1)
-
-    def fork(self, parent: SequenceMemory, child: SequenceMemory, chain: TokenChain | None) -> None:
-        """The child's tokens begin as the parent's do, as far as it has blocks."""
-        child.prefix.chain = chain
-        if chain is None:
-            return
-        num_units = min(child.num_tokens // self._index.unit_tokens, parent.prefix.computed, len(chain.units))
-        self._index.start_cursor(child.prefix, parent.prefix.nodes[:num_units])
-
-    def abort_prefixes(self, sequence: SequenceMemory | None = None) -> None:
-        """The step has failed, or this sequence ends before it: what was pending has not been computed."""
-        if sequence is None:
-            self._is_cut_short = False
-        for pending in [p for p in self._pending if sequence is None or p.sequence is sequence]:
-            self._pending.remove(pending)
-            for node, g in pending.held:
-                node.pending = False
-                if sequence is not None and any(
-                    self._groups[g].pool.reference_count(b) > 1 for b in node.blocks[g] or ()
-                ):
-                    self._is_cut_short = True
-                self._index.unindex_blocks(node, g)
-            path = pending.sequence.prefix
-            self._let_go(path, pending.first_unit, len(path.nodes))
-
-    def release_prefix(self, sequence: SequenceMemory) -> None:
-        """The sequence ends; what it promised others must compute themselves."""
-        self.abort_prefixes(sequence)
-        self._index.truncate_cursor(sequence.prefix, 0)
-
-    def _let_go(self, path: PrefixCursor, start: int, end: int) -> None:
+    def _clear_writer(self, path: PrefixCursor, start: int, end: int) -> None:
         for node in path.nodes[start:end]:
             if node.writer is path:
                 node.writer = None
-        self._index.changes += 1
+        self._tree.changes += 1
 
     def _keep_state(self, sequence: SequenceMemory, *, generated: bool) -> None:
-        """Keep the state that the sequence has now; of those made while it generates, only the latest."""
+        """Index the sequence's present state; of those made while it generates, only the latest."""
         path = sequence.prefix
         if not path.nodes or not path.computed:
             return
         node = path.nodes[path.computed - 1]
         for group in self._states:
             [block_id] = sequence.groups[group.index].block_ids
-            if not self._index.index_blocks(node, group.index, (block_id,)) or not generated:
+            if not self._tree.index_blocks(node, group.index, (block_id,)) or not generated:
                 continue
             if path.snapshot is not None:
                 [old] = path.snapshot.blocks[group.index] or (None,)
                 if old is not None and group.pool.is_cached(old):
-                    self._index.unindex_blocks(path.snapshot, group.index)
+                    self._tree.unindex_blocks(path.snapshot, group.index)
             path.snapshot = node

@@ -1,29 +1,20 @@
-"""Where KV memory is, at one moment.
-
-Where memory is, and whether the books add up.
-
-ReportCache of a memory that every thread may ask for at any time, an event loop's thread too.
-"""
+"""Report and audit of a KV memory."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vmem.allocator import BlockAllocator
 from vmem.backends.base import Backend
 from vmem.budget import PagePool
 from vmem.errors import IntegrityError
-from vmem.group import GroupMemory, total_pages
+from vmem.group import GroupMemory
+from vmem.lock import MemoryLock
 from vmem.mapper import Mapper
 from vmem.pins import PinReport, Pins
-from vmem.prefix_summary import NO_KEYS, CachedKeys, PrefixSummary
 from vmem.prefix_tree import PrefixTree
-from vmem.sequence import SequenceMemory
 from vmem.swapping import Swapping
 from vmem.tables import BlockTables, CopyOnWrite
 from vmem.views import RegionManager
@@ -111,44 +102,90 @@ class MemoryReport:
     groups: tuple[GroupReport, ...]
 
 
-class MemoryAudit:
-    """Reads everybody's books and writes none. Only called under the memory's lock.
+# A published report is renewed when a turn ends and the report is older than this: making one takes as long as the
+# bookkeeping of a few calls.
+_RENEWED_AFTER_S = 0.05
 
-    Args:
-        sequences: those that are open, now and later.
-    """
+
+class MemoryAudit:
+    """Reports and checks the accounting of one memory; changes nothing."""
 
     def __init__(
         self,
         backend: Backend,
         pages: PagePool,
         groups: Sequence[GroupMemory],
-        sequences: Collection[SequenceMemory],
-        *,
-        allocator: BlockAllocator,
-        copies: CopyOnWrite,
-        index: PrefixTree,
+        lock: MemoryLock,
         mapper: Mapper,
+        tree: PrefixTree,
+        regions: RegionManager,
+        copies: CopyOnWrite,
+        tables: BlockTables,
         pins: Pins,
         swapping: Swapping,
-        tables: BlockTables,
-        views: RegionManager,
     ) -> None:
         self._backend = backend
         self._pages = pages
         self._groups = groups
-        self._sequences = sequences
-        self._allocator = allocator
-        self._copies = copies
-        self._index = index
+        self._lock = lock
         self._mapper = mapper
+        self._tree = tree
+        self._regions = regions
+        self._copies = copies
+        self._tables = tables
         self._pins = pins
         self._swapping = swapping
-        self._tables = tables
-        self._views = views
+        lock.after_turn = self._publish_if_old
+        self.publish()
 
     def report(self) -> MemoryReport:
+        """See `KVMemory.report`."""
+        with self._lock.soon() as held:
+            if held:
+                self.publish()
+            return self._report
+
+    def publish(self) -> None:
+        """Make a report for readers that cannot have the lock. With the lock held."""
+        self._report = self._make_report()
+        self._published_at = time.monotonic()
+
+    @property
+    def _num_owned_pages(self) -> int:
+        return sum(group.pool.num_owned * group.num_slices for group in self._groups)
+
+    def _publish_if_old(self) -> None:
+        if time.monotonic() - self._published_at > _RENEWED_AFTER_S:
+            self.publish()
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` unless blocks, regions, pages, prefixes and mappings add up. Within a turn."""
+        self._mapper.wait_until_idle()
+        with self._lock.unlocked():  # only the budget can change meanwhile
+            sequences = [*self._tables.sequences, *self._pins.sequences]
+            self._tree.check_integrity([sequence.prefix for sequence in sequences])
+            mapped = 0
+            for g, group in enumerate(self._groups):
+                owned = Counter(b for s in sequences for b in s.groups[g].owned)
+                owned.update(block_id for at, block_id in self._copies.held if at == g)
+                mapped += group.check_integrity(owned)
+            self._pages.check_integrity(sum(len(group.handles) * group.num_slices for group in self._groups))
+            if mapped != self._backend.num_mappings:
+                raise IntegrityError(f"{mapped} pages should be mapped, {self._backend.num_mappings} are")
+
+    def check_idle(self) -> None:
+        """Raise `IntegrityError` unless no sequence is open, and every block is free or pinned. Within a turn."""
+        self.check_integrity()
+        owned = self._num_owned_pages - self._pages.num_pinned
+        if self._tables.sequences or owned or self._swapping.used_bytes:
+            raise IntegrityError(
+                f"idle, but {len(self._tables.sequences)} sequences are open, {owned} pages are owned, "
+                f"{self._swapping.used_bytes} bytes are swapped"
+            )
+
+    def _make_report(self) -> MemoryReport:
         page_bytes, counts, times = self._pages.page_bytes, self._mapper.counts, self._mapper.times
+        counted = self._tree.counts
         groups = tuple(
             GroupReport(
                 block_tokens=group.layout.block_tokens,
@@ -168,11 +205,11 @@ class MemoryAudit:
             mapped_bytes=self._backend.num_mappings * page_bytes,
             physical_bytes=self._pages.num_created * page_bytes,
             anchor_bytes=page_bytes,
-            active_bytes=self._allocator.num_owned_pages * page_bytes,
+            active_bytes=self._num_owned_pages * page_bytes,
             cached_bytes=sum(group.cached_blocks * group.block_bytes for group in groups),
-            pinned_bytes=self._pins.num_pages * page_bytes,
-            swapped_bytes=self._swapping.space.used_bytes,
-            swap_budget_bytes=self._swapping.space.budget_bytes,
+            pinned_bytes=self._pages.num_pinned * page_bytes,
+            swapped_bytes=self._swapping.used_bytes,
+            swap_budget_bytes=self._swapping.budget_bytes,
             parked_bytes=sum(group.parked_blocks * group.block_bytes for group in groups),
             eager_bytes=sum(group.eager_blocks * group.block_bytes for group in groups),
             num_mappings=self._backend.num_mappings,
@@ -186,103 +223,14 @@ class MemoryAudit:
             num_exposed=times.num_exposed,
             num_hidden=times.num_hidden,
             mapper_failures=self._mapper.num_failures,
-            adoptions=self._views.num_adoptions,
+            adoptions=self._regions.num_adoptions,
             adopted_blocks=self._tables.num_adopted,
-            demotions=self._views.num_demotions,
-            queried_tokens=self._index.counts.queried_tokens,
-            hit_tokens=self._index.counts.hit_tokens,
-            evicted_blocks=self._index.counts.evicted_blocks,
-            cached_prefixes=len(self._index),
+            demotions=self._regions.num_demotions,
+            queried_tokens=counted.queried_tokens,
+            hit_tokens=counted.hit_tokens,
+            evicted_blocks=counted.evicted_blocks,
+            cached_prefixes=len(self._tree),
             copied_blocks=self._copies.num_copied,
             pins=self._pins.report(),
             groups=groups,
         )
-
-    def check_integrity(self) -> None:
-        """Raise `IntegrityError` unless all adds up. The mapper must be idle."""
-        mapped = 0
-        sequences = [*self._sequences, *self._pins.sequences]
-        self._index.check_integrity([sequence.prefix for sequence in sequences])
-        for g, group in enumerate(self._groups):
-            owned = Counter(b for s in sequences for b in s.groups[g].block_ids[s.groups[g].first :])
-            owned.update(block_id for at, block_id in self._copies.held if at == g)
-            mapped += group.check_integrity(owned)
-        self._pages.check_integrity(total_pages(self._groups))
-        if mapped != self._backend.num_mappings:
-            raise IntegrityError(f"{mapped} pages should be mapped, {self._backend.num_mappings} are")
-
-    def check_idle(self) -> None:
-        """Raise `IntegrityError` unless no sequence is open, and every block is free or pinned."""
-        owned = self._allocator.num_owned_pages - self._pins.num_pages
-        if self._sequences or owned or self._swapping.space.used_bytes:
-            raise IntegrityError(
-                f"idle, but {len(self._sequences)} sequences are open, {owned} pages are owned, "
-                f"{self._swapping.space.used_bytes} bytes are swapped"
-            )
-
-
-# A reader waits for the lock no longer than this. It is held for bookkeeping only, so that microseconds are usual; more
-# is a very long sequence, or a holder that the machine has no core for.
-_PATIENCE_S = 0.02
-# A published report is renewed when a call of the engine ends and the report is older than this: making one takes as
-# long as the bookkeeping of a few calls.
-_RENEWED_AFTER_S = 0.05
-
-
-class ReportCache:
-    """Reads the books under the lock if it is free soon, else returns the figures that were published last.
-
-    Args:
-        lock: the memory's.
-
-    Attributes:
-        writer: the thread that changed the books last, other than the mapper's. It waits for the lock in any case, so
-            that it reads what it has written.
-    """
-
-    def __init__(self, lock: threading.Condition, accounts: MemoryAudit, summary: PrefixSummary) -> None:
-        self._lock = lock
-        self._accounts = accounts
-        self._summary = summary
-        self._keys: dict[int, tuple[int, CachedKeys]] = {}  # by the most that were asked for, with `num_changes` then
-        self.writer = threading.get_ident()
-        self.publish()
-
-    def report(self) -> MemoryReport:
-        """Where memory is now, or was a little earlier, see `KVMemory.report`."""
-        with self._soon() as held:
-            if held:
-                self.publish()
-            return self._report
-
-    def cached_keys(self, most: int) -> CachedKeys:
-        """At most `most` keys of cached prefixes: those of now, or those last returned for the same `most`."""
-        since, last = self._keys.get(most, (-1, NO_KEYS))
-        if since == self._summary.num_changes:
-            return last
-        with self._soon() as held:
-            since, last = self._keys.get(most, (-1, NO_KEYS))  # another thread may have asked meanwhile
-            if held:
-                last = self._summary.keys(most, last, since)
-                self._keys[most] = self._summary.num_changes, last
-            return last
-
-    def publish(self) -> None:
-        """Make a report for readers who cannot have the lock. With the lock held."""
-        self._report = self._accounts.report()
-        self._published_at = time.monotonic()
-
-    def publish_if_old(self) -> None:
-        """The same, unless there is one that is nearly new. With the lock held."""
-        if time.monotonic() - self._published_at > _RENEWED_AFTER_S:
-            self.publish()
-
-    @contextmanager
-    def _soon(self) -> Iterator[bool]:
-        """Hold the lock if it can be had soon; says whether it is held."""
-        held = self._lock.acquire(timeout=-1 if self.writer == threading.get_ident() else _PATIENCE_S)
-        try:
-            yield held
-        finally:
-            if held:
-                self._lock.release()

@@ -1,4 +1,4 @@
-"""What a sequence owns, and what a step asks of it."""
+"""Sequence: its block tables, regions and place in the prefix tree."""
 
 from __future__ import annotations
 
@@ -14,32 +14,35 @@ ViewPolicy = Literal["auto", "region", "block_table"]
 
 @dataclass(slots=True, eq=False)
 class GroupTable:
-    """What a sequence owns in one layer group.
+    """One sequence's blocks in one layer group.
 
     Attributes:
         block_ids: the block table: logical block index → block id.
-        first: blocks before it have left the window; they belong to others, and their entries mean nothing.
-        region: where they are shown in order, `None` if they are read through the block table.
+        first: blocks before it have left the window; their entries are void.
+        region: where the blocks are mapped in order; `None` if they are read through the block table.
     """
 
     block_ids: list[int] = field(default_factory=list)
     first: int = 0
     region: Region | None = None
 
+    @property
+    def owned(self) -> list[int]:
+        return self.block_ids[self.first :]
+
 
 @dataclass(slots=True, eq=False)
 class SequenceMemory:
-    """What one sequence owns. Made by `KVMemory.open` and `fork`, changed by `KVMemory` only.
+    """One sequence's memory. Created and changed by `KVMemory` only.
 
     Attributes:
-        policy: what was asked for; `view` is what it came to.
+        policy: the view that was requested; `view` is the present one.
         groups: one table for each layer group.
-        num_tokens: tokens there is room for as far as anybody asked.
-        expected_tokens: how long it will probably be soon; its region is chosen for that.
-        prefix: where it is in the tree of cached prefixes.
-        ready_tokens: tokens it can have without another look at its blocks: they are there, and its own from the last
-            token on. 0 where that is not known.
-        shown_tokens: tokens that it can be read up to without another look at its region; 0 where that is not known.
+        num_tokens: tokens that the blocks were allocated for.
+        expected_tokens: expected length soon; decides which region is adopted.
+        prefix: place in the prefix tree.
+        writable_tokens: capacity already allocated and exclusively owned; 0 if not known.
+        readable_tokens: tokens known to be mapped in the region; 0 if not known.
     """
 
     policy: ViewPolicy
@@ -52,10 +55,7 @@ class SequenceMemory:
 
     @property
     def view(self) -> View:
-        for table in self.groups:
-            if table.region is not None:
-                return "region"
-        return "block_table"
+        return "block_table" if all(table.region is None for table in self.groups) else "region"
 
 
 class StepDemand(NamedTuple):

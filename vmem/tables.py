@@ -1,38 +1,240 @@
-"""What block tables gain and lose.
-
-Copy-on-write: blocks that are to be copied before the next step (PagedAttention §4.4).
-"""
+"""Block tables: how they grow and shrink, where their blocks come from, and copy-on-write."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 
-from vmem.allocator import BlockAllocator
-from vmem.errors import VmemError
+from vmem.backends.base import Backend
+from vmem.budget import PagePool
+from vmem.errors import IntegrityError, OutOfPages, VmemError
 from vmem.group import GroupMemory
+from vmem.lock import MemoryLock
+from vmem.mapper import Mapper
+from vmem.mapping_work import AttachPages, DetachPages
+from vmem.prefix_tree import PrefixTree
 from vmem.region import HOLE
-from vmem.sequence import GroupTable, SequenceMemory
+from vmem.sequence import GroupTable, SequenceMemory, ViewPolicy
 from vmem.tensors import BlockContents
+from vmem.views import RegionManager
+
+
+class BlockAllocator:
+    """Blocks for the engine's thread: free ones first, then pages from wherever they cost least. Only called within a
+    turn."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        pages: PagePool,
+        groups: Sequence[GroupMemory],
+        tree: PrefixTree,
+        mapper: Mapper,
+        regions: RegionManager,
+    ) -> None:
+        self._backend = backend
+        self._pages = pages
+        self._groups = groups
+        self._tree = tree
+        self._mapper = mapper
+        self._regions = regions
+
+    @property
+    def num_free_pages(self) -> int:
+        return self._pages.budget - sum(group.pool.num_owned * group.num_slices for group in self._groups)
+
+    def must_evict(self, num_pages: int) -> bool:
+        """Whether so many pages can only be had by evicting cached content."""
+        cached = sum(group.pool.num_cached * group.num_slices for group in self._groups)
+        return num_pages > self.num_free_pages - cached
+
+    def allocate(self, group: GroupMemory, count: int) -> list[int]:
+        """Allocate `count` blocks, all or none.
+
+        Raises:
+            OutOfPages: there are not enough; the device may have less than the budget.
+            MapError: the device refused.
+        """
+        pool = group.pool
+        taken = pool.allocate_free(count)
+        device_full = False
+        try:
+            # Free-mapped blocks cost nothing now, and one more mapping when their region is adopted; a page that must
+            # be created and zeroed costs several times that, and memory. Content is evicted last.
+            taken += pool.allocate_free_mapped(count - len(taken))
+            while len(taken) < count:
+                missing = count - len(taken)
+                if device_full:
+                    missing = min(missing, len(self._pages.spare) // group.num_slices)
+                if missing and pool.num_unbacked and self._pages.num_claimable >= group.num_slices:
+                    try:
+                        self._mapper.run_now(AttachPages(self._backend, self._pages, group, missing))
+                    except OutOfPages:
+                        device_full = True
+                elif not (
+                    self._make_room(group, evicts=False)
+                    or self._tree.evict(group.index, count - len(taken))
+                    or self._make_room(group, evicts=True)
+                ):
+                    raise OutOfPages((count - len(taken)) * group.num_slices, max(self.num_free_pages, 0))
+                taken += pool.allocate_free(count - len(taken))
+                taken += pool.allocate_free_mapped(count - len(taken))
+        except VmemError:
+            pool.free(taken, fence=0, now=time.monotonic())
+            raise
+        return sorted(taken)  # neighbours are mapped by one call
+
+    def allocate_block(self, group: GroupMemory, block_id: int) -> None:
+        """Allocate this free or cached block; cached content is evicted."""
+        if group.pool.is_cached(block_id):
+            self._tree.evict_block(group.index, block_id)
+        group.pool.allocate_block(block_id)
+
+    def free(self, group: GroupMemory, block_ids: Sequence[int]) -> None:
+        """Drop a reference of each block; the last launched step may still read them."""
+        group.pool.free(block_ids, fence=self._mapper.fence, now=time.monotonic())
+
+    def _make_room(self, group: GroupMemory, *, evicts: bool) -> bool:
+        """Take pages from free blocks of other groups, or wait for the mapper's work in hand."""
+        for other in self._groups:
+            if other is group:
+                continue
+            needed = -(-group.num_slices // other.num_slices)
+            if evicts and not other.pool.num_free and not other.pool.num_free_mapped:
+                self._tree.evict(other.index, needed)
+            while not other.pool.num_free and other.pool.num_free_mapped and self._regions.unmap_oldest_tail(other):
+                pass
+            block_ids, fence = other.pool.detachable(needed, freed_before=math.inf)
+            if block_ids:
+                self._mapper.wait_for_fence(fence)
+                self._mapper.run_now(DetachPages(self._pages, other, block_ids))
+                return True
+        return self._mapper.wait_for_work()
+
+
+class CopyOnWrite:
+    """Copies of blocks due before the next step; each holds a reference on source and target. Only called within a
+    turn.
+
+    Attributes:
+        num_copied: blocks copied since the start.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupMemory],
+        allocator: BlockAllocator,
+        mapper: Mapper,
+        contents: BlockContents,
+        lock: MemoryLock,
+    ) -> None:
+        self._groups = groups
+        self._allocator = allocator
+        self._mapper = mapper
+        self._contents = contents
+        self._lock = lock
+        self.num_copied = 0
+        self._due: list[tuple[int, int, int]] = []  # (group, source, target)
+
+    @property
+    def held(self) -> list[tuple[int, int]]:
+        """(group, block) of every reference that due copies hold."""
+        return [(g, block_id) for g, *pair in self._due for block_id in pair]
+
+    def is_last_block_shared(self, g: int, table: GroupTable, num_tokens: int) -> bool:
+        """Whether the token after `num_tokens` would be written into a shared or indexed block."""
+        group = self._groups[g]
+        if num_tokens % group.layout.block_tokens == 0:
+            return False
+        last = table.block_ids[-1]
+        if last in group.pool.indexed_blocks:
+            return True
+        references = group.pool.references[last]
+        return references > 1 and references - self.held.count((g, last)) > 1
+
+    def unshare_last_block(self, g: int, table: GroupTable) -> None:
+        """Replace the table's shared last block by a block of its own, copied before the next step."""
+        group = self._groups[g]
+        [new] = self._allocator.allocate(group, 1)
+        old = table.block_ids[-1]
+        # If the old block is itself the target of a due copy, read from that copy's source.
+        source = next((a for at, a, b in self._due if (at, b) == (g, old)), old)
+        group.pool.add_references([source, new])
+        self._due.append((g, source, new))
+        if table.region is not None:
+            self._mapper.wait_for_region(table.region)
+            table.region.checked = min(table.region.checked, len(table.block_ids) - 1)
+            table.region.fence = self._mapper.fence
+        table.block_ids[-1] = new
+        self._allocator.free(group, [old])
+
+    def undo_unshare_last_block(self, g: int, table: GroupTable, shared: int) -> None:
+        group, new = self._groups[g], table.block_ids[-1]
+        source = next(a for at, a, b in self._due if (at, b) == (g, new))
+        self._due.remove((g, source, new))
+        group.pool.add_references([shared])
+        table.block_ids[-1] = shared
+        self._allocator.free(group, [source, new, new])
+
+    def run(self) -> None:
+        """Make the due copies, in the device's queue after the launched steps."""
+        if not self._due:
+            return
+        for g in sorted({at for at, _, _ in self._due}):
+            sources, targets = zip(*((source, target) for at, source, target in self._due if at == g), strict=True)
+            with self._lock.unlocked():
+                self._contents.copy(g, sources, targets)
+        self._mapper.set_fence()  # if this fails the copies stay due: copying again does no harm
+        done, self._due = self._due, []
+        self.num_copied += len(done)
+        for g, source, target in done:
+            self._allocator.free(self._groups[g], [source, target])
+
+    def drop_unneeded(self) -> None:
+        """Drop copies whose target has no other owner left."""
+        for copy in list(self._due):
+            g, source, target = copy
+            if self._groups[g].pool.references[target] == self.held.count((g, target)):
+                self._due.remove(copy)
+                self._allocator.free(self._groups[g], [source, target])
 
 
 class BlockTables:
-    """Grows tables, cuts them, and lets what left the window expire. Only called under the memory's lock.
+    """The tables of open sequences. Only called within a turn.
 
     Attributes:
-        num_adopted: blocks that sequences took because their region showed them already.
+        sequences: the open ones.
+        num_adopted: blocks that sequences took because their region mapped them already.
     """
 
-    def __init__(self, groups: Sequence[GroupMemory], allocator: BlockAllocator, copies: CopyOnWrite) -> None:
+    def __init__(
+        self,
+        groups: Sequence[GroupMemory],
+        allocator: BlockAllocator,
+        copies: CopyOnWrite,
+        mapper: Mapper,
+        max_tokens: int,
+    ) -> None:
         self._groups = groups
         self._allocator = allocator
         self._copies = copies
+        self._mapper = mapper
+        self._max_tokens = max_tokens
+        # Without windows, whose blocks expire, and states, which are copied, an allocated block stays as it is.
+        self.only_grow = not any(group.spec.is_state or group.spec.window_tokens is not None for group in groups)
+        self.sequences: set[SequenceMemory] = set()
         self.num_adopted = 0
 
     def tables_of(self, sequence: SequenceMemory) -> list[tuple[GroupMemory, GroupTable]]:
         return list(zip(self._groups, sequence.groups, strict=True))
 
+    def check_open(self, sequence: SequenceMemory) -> None:
+        if sequence not in self.sequences:
+            raise IntegrityError("the sequence is not open: it was freed or swapped out")
+
     def pages_to_grow(self, sequence: SequenceMemory, num_tokens: int) -> int:
-        """Pages the sequence would take to own blocks for so many tokens in all, copies of shared ones included."""
+        """Pages needed to own blocks for `num_tokens` tokens in all, copies of shared blocks included."""
         needed = 0
         for group, table in self.tables_of(sequence):
             num_blocks = group.layout.num_blocks(num_tokens) - len(table.block_ids)
@@ -41,30 +243,48 @@ class BlockTables:
         return needed
 
     def must_copy_state(self, sequence: SequenceMemory) -> bool:
-        """Whether the sequence's recurrent state is others' too, so that it cannot go on in it."""
+        """Whether the sequence's recurrent state is shared, so that the next step needs a copy."""
         return any(
             group.spec.is_state and self._copies.is_last_block_shared(group.index, table, sequence.num_tokens)
             for group, table in self.tables_of(sequence)
         )
 
-    def grow(self, group: GroupMemory, table: GroupTable, count: int, *, evicts: bool) -> None:
-        """Append blocks to the table: those its region shows next if they are free, then any. All or none.
+    def grow(self, sequence: SequenceMemory, num_tokens: int, *, evicts: bool) -> None:
+        """Own blocks for `num_tokens` tokens, the last block exclusively. All or nothing.
 
         Args:
-            evicts: the content of some free blocks must be given up anyway, so those that are mapped already do best.
+            evicts: cached content must be evicted anyway, so that cached blocks mapped in the region are best.
         """
+        had_tokens, tables = sequence.num_tokens, self.tables_of(sequence)
+        unshared: list[tuple[int, GroupTable, int]] = []  # (group, table, its shared block)
+        try:
+            for g, (group, table) in enumerate(tables):
+                if self._copies.is_last_block_shared(g, table, had_tokens):
+                    shared = table.block_ids[-1]
+                    self._copies.unshare_last_block(g, table)
+                    unshared.append((g, table, shared))
+                self._append_blocks(group, table, group.layout.num_blocks(num_tokens) - len(table.block_ids), evicts)
+        except VmemError:
+            for group, table in tables:
+                self.drop(group, table, group.layout.num_blocks(had_tokens))
+            for g, table, shared in unshared:
+                self._copies.undo_unshare_last_block(g, table, shared)
+            raise
+
+    def _append_blocks(self, group: GroupMemory, table: GroupTable, count: int, evicts: bool) -> None:
+        """Append blocks, all or none: those that the region maps next if they are free, then any."""
         if count <= 0:
             return
         region = table.region
         new: list[int] = []
         if region is not None:
-            self._allocator.wait_for_mapper(region)
+            self._mapper.wait_for_region(region)
             for place in range(len(table.block_ids), len(table.block_ids) + count):
-                shown = region.at(place)
-                if shown == HOLE or not group.can_allocate_in_place(shown, evicts=evicts):
+                mapped = region.at(place)
+                if mapped == HOLE or not group.can_allocate_in_place(mapped, evicts=evicts):
                     break
-                self._allocator.allocate_block(group, shown)
-                new.append(shown)
+                self._allocator.allocate_block(group, mapped)
+                new.append(mapped)
         self.num_adopted += len(new)
         try:
             new += self._allocator.allocate(group, count - len(new))
@@ -73,127 +293,74 @@ class BlockTables:
             raise
         table.block_ids += new
 
+    def set_length(self, sequence: SequenceMemory, num_tokens: int) -> None:
+        """Note the sequence's length, and its capacity where blocks stay as they are."""
+        sequence.num_tokens = num_tokens
+        if self.only_grow:
+            owned = [len(table.block_ids) * group.layout.block_tokens for group, table in self.tables_of(sequence)]
+            sequence.writable_tokens = min(*owned, self._max_tokens)
+
+    def fork(self, sequence: SequenceMemory, num_tokens: int, policy: ViewPolicy) -> SequenceMemory:
+        """Create a sequence, not open yet, that shares the blocks of the first `num_tokens` tokens."""
+        if not 0 < num_tokens <= sequence.num_tokens:
+            raise VmemError(f"a fork of {num_tokens} tokens from a sequence of {sequence.num_tokens}")
+        self.check_can_continue(sequence, num_tokens)
+        sequence.writable_tokens = 0
+        tables = []
+        for group, table in self.tables_of(sequence):
+            tables.append(GroupTable(table.block_ids[: group.layout.num_blocks(num_tokens)], table.first))
+            group.pool.add_references(tables[-1].owned)
+        return SequenceMemory(policy, tuple(tables), num_tokens)
+
     def drop(self, group: GroupMemory, table: GroupTable, kept: int) -> None:
-        """Free the blocks from `kept` on. Their places in the region become its tail."""
+        """Free the blocks from index `kept` on. Their places in the region become its tail."""
         if kept >= len(table.block_ids):
             table.first = min(table.first, kept)
             return
         if table.region is not None:
-            self._allocator.wait_for_mapper(table.region)
+            self._mapper.wait_for_region(table.region)
             table.region.checked = min(table.region.checked, kept)
             table.region.wanted = min(table.region.wanted, kept)
-            table.region.fence = self._allocator.fence
+            table.region.fence = self._mapper.fence
         freed = table.block_ids[max(kept, table.first) :]
         del table.block_ids[kept:]
         table.first = min(table.first, kept)
-        # The last first: of a prefix in the cache, its end is the first to go.
+        # In reverse, so that the end of a cached prefix is evicted first.
         self._allocator.free(group, freed[::-1])
-        self._copies.forget_unneeded()
+        self._copies.drop_unneeded()
 
-    def expire(self, group: GroupMemory, table: GroupTable, start: int) -> None:
-        """Free the blocks that no query from position `start` on sees any more."""
-        first = min(self.first_visible(group, start), len(table.block_ids))
-        if first <= table.first:
-            return
-        if table.region is not None:
-            region = table.region
-            self._allocator.wait_for_mapper(region)
-            region.first = first
-            region.checked = max(region.checked, first)
-            region.fence = self._allocator.fence
-            group.expired[region] = None
-        self._allocator.free(group, table.block_ids[table.first : first])
-        table.first = first
+    def expire(self, sequence: SequenceMemory, start: int) -> None:
+        """Free the blocks that no query from position `start` on sees."""
+        for group, table in self.tables_of(sequence):
+            first = min(self.first_visible(group, start), len(table.block_ids))
+            if first <= table.first:
+                continue
+            if table.region is not None:
+                region = table.region
+                self._mapper.wait_for_region(region)
+                region.first = first
+                region.checked = max(region.checked, first)
+                region.fence = self._mapper.fence
+                group.expired[region] = None
+            self._allocator.free(group, table.block_ids[table.first : first])
+            table.first = first
 
     def first_visible(self, group: GroupMemory, start: int) -> int:
         """The first block that a query at position `start` sees a token of."""
         window = group.spec.window_tokens
         return 0 if window is None else max(0, start - window + 1) // group.layout.block_tokens
 
-    def check_can_go_on(self, sequence: SequenceMemory, num_tokens: int) -> None:
-        """Raise `VmemError` unless the sequence can go on after its first `num_tokens` tokens."""
+    def check_can_continue(self, sequence: SequenceMemory, num_tokens: int) -> None:
+        """Raise `VmemError` unless the sequence can continue after its first `num_tokens` tokens."""
         for group, table in self.tables_of(sequence):
             if group.spec.is_state and num_tokens not in (0, sequence.num_tokens):
                 raise VmemError(
-                    f"{num_tokens} tokens cannot be gone on from: of {sequence.num_tokens} only the last state is known"
+                    f"cannot continue after {num_tokens} of {sequence.num_tokens} tokens: "
+                    "only the last recurrent state is kept"
                 )
             if self.first_visible(group, num_tokens) < table.first:
                 lost = table.first * group.layout.block_tokens
-                raise VmemError(f"{num_tokens} tokens cannot be gone on from: the first {lost} have left the window")
-
-
-class CopyOnWrite:
-    """Copies that are promised and not made yet; each holds a reference on both its blocks. Under the memory's lock.
-
-    Attributes:
-        num_copied: blocks copied since the start.
-    """
-
-    def __init__(self, groups: Sequence[GroupMemory], allocator: BlockAllocator, contents: BlockContents) -> None:
-        self._groups = groups
-        self._allocator = allocator
-        self._contents = contents
-        self.num_copied = 0
-        self._copies: list[tuple[int, int, int]] = []  # (group, from block, to block)
-
-    @property
-    def held(self) -> list[tuple[int, int]]:
-        """(group, block) of every reference that copies hold."""
-        return [(g, block_id) for g, *pair in self._copies for block_id in pair]
-
-    def is_last_block_shared(self, g: int, table: GroupTable, num_tokens: int) -> bool:
-        """Whether the token after `num_tokens` goes into a block that other sequences own too, or may want again."""
-        group = self._groups[g]
-        if num_tokens % group.layout.block_tokens == 0:
-            return False
-        last = table.block_ids[-1]
-        if last in group.pool.indexed_blocks:
-            return True
-        references = group.pool.reference_count(last)
-        return references > 1 and references - self.held.count((g, last)) > 1
-
-    def unshare_last_block(self, g: int, table: GroupTable) -> None:
-        """Replace the table's shared last block by one of its own, a copy of it when the next step begins."""
-        group = self._groups[g]
-        [new] = self._allocator.allocate(group, 1)
-        old = table.block_ids[-1]
-        # A copy of what is itself still to be copied reads from where that comes from.
-        source = next((a for at, a, b in self._copies if (at, b) == (g, old)), old)
-        group.pool.add_references([source, new])
-        self._copies.append((g, source, new))
-        if table.region is not None:
-            self._allocator.wait_for_mapper(table.region)
-            table.region.checked = min(table.region.checked, len(table.block_ids) - 1)
-            table.region.fence = self._allocator.fence
-        table.block_ids[-1] = new
-        self._allocator.free(group, [old])
-
-    def undo_unshare_last_block(self, g: int, table: GroupTable, shared: int) -> None:
-        """Undo `own_last`."""
-        group, new = self._groups[g], table.block_ids[-1]
-        source = next(a for at, a, b in self._copies if (at, b) == (g, new))
-        self._copies.remove((g, source, new))
-        group.pool.add_references([shared])
-        table.block_ids[-1] = shared
-        self._allocator.free(group, [source, new, new])
-
-    def run(self) -> None:
-        """Copy, on the device's own queue: after the steps before, before the steps to come."""
-        if not self._copies:
-            return
-        for g in sorted({at for at, _, _ in self._copies}):
-            sources, targets = zip(*((source, target) for at, source, target in self._copies if at == g), strict=True)
-            self._contents.copy(g, sources, targets)
-        self._allocator.set_fence()  # nothing is undone before: copying again would be harmless
-        done, self._copies = self._copies, []
-        self.num_copied += len(done)
-        for g, source, target in done:
-            self._allocator.free(self._groups[g], [source, target])
-
-    def forget_unneeded(self) -> None:
-        """Drop the copies into blocks that nobody owns any more."""
-        for copy in list(self._copies):
-            g, source, target = copy
-            if self._groups[g].pool.reference_count(target) == self.held.count((g, target)):
-                self._copies.remove(copy)
-                self._allocator.free(self._groups[g], [source, target])
+                raise VmemError(
+                    f"cannot continue after {num_tokens} of {sequence.num_tokens} tokens: "
+                    f"the first {lost} have left the window of {group.spec.window_tokens}"
+                )

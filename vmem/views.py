@@ -1,4 +1,4 @@
-"""Which view a sequence is read through, and the mappings its region needs."""
+"""Regions of sequences: adopt, map, unmap and park them, and demote sequences to the home view."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import logging
 import time
 from collections.abc import Sequence
 
-from vmem.allocator import BlockAllocator
-from vmem.backends.base import Backend
+from vmem.backends.base import Backend, adjacent_runs
 from vmem.errors import MapError, VmemError
 from vmem.group import GroupMemory
 from vmem.mapper import Mapper
-from vmem.mapper_policy import MappingOptions, MappingPolicy
+from vmem.mapper_policy import MappingPolicy
 from vmem.mapping_work import MapRegion, UnmapRegion
 from vmem.region import HOLE, Region
-from vmem.runs import adjacent_runs
 from vmem.sequence import GroupTable, SequenceMemory, StepDemand
 
 logger = logging.getLogger(__name__)
@@ -23,64 +21,57 @@ _ALL_TOKENS = 1 << 62
 
 
 class RegionManager:
-    """Sequences enter regions, are shown in them, and leave them. Only called under the memory's lock.
+    """The regions of all sequences. Only called within a turn.
 
-    With the policy "region" or "block_table" a sequence has that view. With "auto" it has a region, until the mappings
-    it needs exceed `MappingOptions.max_mappings` even after parked regions have given theirs up; from then on, and when
-    the device refuses one, its block table.
+    With the policy "region" or "block_table" a sequence keeps that view. With "auto" it has a region until its mappings
+    would exceed `max_mappings` although parked regions have given up theirs, or the device refuses one; then it is
+    demoted to the home view.
 
     Attributes:
-        num_adoptions: sequences that took over a parked region.
-        num_demotions: sequences that go on through their block table although a region was asked for.
+        num_adoptions: sequences that adopted a parked region.
+        num_demotions: sequences that were demoted, or found every region taken.
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        groups: Sequence[GroupMemory],
-        allocator: BlockAllocator,
-        mapper: Mapper,
-        background: MappingPolicy,
-        options: MappingOptions,
+        self, backend: Backend, groups: Sequence[GroupMemory], mapper: Mapper, policy: MappingPolicy, max_mappings: int
     ) -> None:
         self._backend = backend
         self._groups = groups
-        self._allocator = allocator
         self._mapper = mapper
-        self._background = background
-        self._max_mappings = options.max_mappings
+        self._policy = policy
+        self.max_mappings = max_mappings
         self.num_adoptions = 0
         self.num_demotions = 0
 
     def assign_regions(self, sequence: SequenceMemory, num_tokens: int, *, evicts: bool = False) -> None:
-        """Give a sequence of `num_tokens` tokens its regions, if its policy and the mapping budget allow it.
+        """Give a sequence of `num_tokens` tokens its regions, if its policy and `max_mappings` allow it.
 
         Args:
-            evicts: it will take blocks for which the content of others is given up.
+            evicts: the sequence will take blocks whose cached content is evicted.
 
         Raises:
-            VmemError: the policy is "region", and all of them are held.
+            VmemError: the policy is "region", and every region is held.
         """
         if sequence.policy == "block_table":
             return
         now = time.monotonic()
-        for group, table, prompts in zip(self._groups, sequence.groups, self._background.demand, strict=True):
+        for group, table, demand in zip(self._groups, sequence.groups, self._policy.demand, strict=True):
             if not group.region_blocks:
                 continue
             num_blocks = group.layout.num_blocks(num_tokens)
-            prompts.note_prompt(num_blocks, now)
+            demand.note_prompt(num_blocks, now)
             region = self._adopt(group, table.block_ids, num_blocks, evicts)
             if region is None:
-                self.park_regions(sequence)
                 if sequence.policy == "region":
-                    raise VmemError("every region is taken: more sequences opened than num_regions")
-                self.num_demotions += 1
+                    self.park_regions(sequence)
+                    raise VmemError(f"all {group.num_regions} regions (num_regions) are held by other sequences")
+                self._demote(sequence)
                 return
             self.num_adoptions += region.num_mapped > 0
             region.blocks = table.block_ids
             region.first = region.checked = table.first
             if table.first and region.num_mapped:
-                group.expired[region] = None  # what it shows before that is nobody's here
+                group.expired[region] = None  # mappings before the window are not this sequence's
             region.touched = now
             table.region = region
             missing = max(num_blocks - table.first - region.num_mapped, 0)
@@ -89,66 +80,87 @@ class RegionManager:
                 return
 
     def park_regions(self, sequence: SequenceMemory) -> None:
-        """Park the sequence's regions, with all they show."""
+        """Park the sequence's regions, with all their mappings."""
         sequence.readable_tokens = 0
         for group, table in zip(self._groups, sequence.groups, strict=True):
             if table.region is not None:
-                self._allocator.wait_for_mapper(table.region)
-                group.park(table.region, fence=self._allocator.fence, now=time.monotonic())
+                self._mapper.wait_for_region(table.region)
+                group.park(table.region, fence=self._mapper.fence, now=time.monotonic())
                 table.region = None
 
     def map_regions(self, sequence: SequenceMemory, num_tokens: int) -> None:
-        """Map what the sequence's regions do not show yet of its first `num_tokens` tokens; with "auto" it may lose
-        them instead.
+        """Map the sequence's first `num_tokens` tokens in its regions, or demote the sequence.
 
         Raises:
             MapError: the policy is "region", and the device refused.
         """
         for group, table in zip(self._groups, sequence.groups, strict=True):
+            end = group.layout.num_blocks(num_tokens)
             if table.region is None:
                 continue
             try:
-                done = self._show(sequence, group, table, table.region, group.layout.num_blocks(num_tokens))
+                mapped = self._map_region(sequence, group, table, table.region, end)
             except MapError as error:
                 if sequence.policy == "region":
                     raise
-                logger.warning("a sequence goes on through its block table: %s", error)
-                done = False
-            if not done:
+                logger.warning("a sequence is demoted to the home view: %s", error)
+                mapped = False
+            if not mapped:
                 self._demote(sequence)
                 return
 
     def readable_tokens(self, sequence: SequenceMemory) -> int:
-        """Tokens that the sequence can be read up to: all of them through its block tables."""
-        shown = [
+        """Tokens known to be mapped in all of the sequence's regions; without one, every token can be read."""
+        mapped = [
             table.region.checked * group.layout.block_tokens
             for group, table in zip(self._groups, sequence.groups, strict=True)
             if table.region is not None
         ]
-        return min(shown, default=_ALL_TOKENS)
+        return min(mapped, default=_ALL_TOKENS)
 
     def request_mapping(self, demand: StepDemand) -> None:
-        """Ask the mapper for what a step to come needs."""
+        """Have the mapper prepare a later step."""
         for g, (group, table) in enumerate(zip(self._groups, demand.sequence.groups, strict=True)):
-            wanted = min(group.layout.num_blocks(demand.end), group.region_blocks)
+            end = min(group.layout.num_blocks(demand.end), group.region_blocks)
             if table.region is None:
-                self._background.free_blocks_wanted[g] += max(wanted - len(table.block_ids), 0)
-            elif wanted > table.region.checked:
-                table.region.wanted = wanted
+                self._policy.free_blocks_wanted[g] += max(end - len(table.block_ids), 0)
+            elif end > table.region.checked:
+                table.region.wanted = end
                 group.wanted[table.region] = None
 
+    def unmap_oldest_tail(self, group: GroupMemory) -> bool:
+        """Unmap the tail of the region parked longest, else of a held one; False if there is no tail."""
+        for region in [*group.parked, *group.held]:
+            if len(region.mapped_blocks) > region.used or region in group.expired:
+                before = region.num_mapped
+                self.unmap_tail(group, region)
+                if region.num_mapped < before:
+                    return True
+        return False
+
+    def unmap_tail(self, group: GroupMemory, region: Region) -> None:
+        """Unmap all places that the holder does not use, once no step can read them."""
+        self._mapper.wait_for_region(region)
+        self._mapper.wait_for_fence(region.fence)
+        while (run := region.last_run(region.used, group.region_blocks)) is not None:
+            self._mapper.run_now(UnmapRegion(group, region, *run))
+        while (run := region.first_run(region.first, group.region_blocks)) is not None:
+            self._mapper.run_now(UnmapRegion(group, region, *run))
+
     def _adopt(self, group: GroupMemory, prefix: Sequence[int], num_blocks: int, evicts: bool) -> Region | None:
-        """A region for a sequence; waits for one that the mapper has in hand when there is no other."""
+        """Adopt a parked region; waits for one that the mapper changes if there is no other."""
         while True:
             region = group.adopt(prefix, num_blocks, evicts=evicts)
             busy = next((parked for parked in group.parked if parked.busy), None)
             if region is not None or busy is None:
                 return region
-            self._allocator.wait_for_mapper(busy)
+            self._mapper.wait_for_region(busy)
 
-    def _show(self, sequence: SequenceMemory, group: GroupMemory, table: GroupTable, region: Region, end: int) -> bool:
-        """Map what the region does not show of the table's first `end` blocks; False if it may not."""
-        self._allocator.wait_for_mapper(region)
+    def _map_region(
+        self, sequence: SequenceMemory, group: GroupMemory, table: GroupTable, region: Region, end: int
+    ) -> bool:
+        """Map the table's first `end` blocks in the region; False if `max_mappings` forbids it."""
+        self._mapper.wait_for_region(region)
         if region.checked >= end:
             return True
         missing = list(region.stale(end))
@@ -157,7 +169,7 @@ class RegionManager:
             return False
         stale = [place for place in missing if region.at(place) != HOLE]
         if stale:
-            self._mapper.wait_for(self._backend, region.fence)
+            self._mapper.wait_for_fence(region.fence)
         for first, past in adjacent_runs(stale):
             self._mapper.run_now(UnmapRegion(group, region, stale[first], stale[past - 1] + 1))
         for first, past in adjacent_runs(missing):
@@ -167,14 +179,12 @@ class RegionManager:
         return True
 
     def _demote(self, sequence: SequenceMemory) -> None:
-        """Read the sequence through its block table from now on."""
         self.park_regions(sequence)
         self.num_demotions += 1
 
     def _may_map(self, sequence: SequenceMemory, num_pages: int) -> bool:
-        """Whether so many more mappings are within their budget, at the cost of parked regions; by policy "region" they
-        may exceed it once there are none left."""
-        while self._backend.num_mappings + num_pages > self._max_mappings:
-            if not any(self._allocator.unmap_oldest_tail(group) for group in self._groups):
+        """Make room for more mappings within `max_mappings` by unmapping tails. The policy "region" may exceed it."""
+        while self._backend.num_mappings + num_pages > self.max_mappings:
+            if not any(self.unmap_oldest_tail(group) for group in self._groups):
                 return sequence.policy == "region"
         return True

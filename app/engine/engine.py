@@ -191,7 +191,7 @@ class Engine:
         )
         with _config_errors():
             warm_up(self._run_warm_up, rounds, self._recovery.forget_steps)
-        self.memory.evict_prefixes(WARM_UP_KEYS)
+        self.memory.prefixes.evict_prefixes(WARM_UP_KEYS)
         self._begin_counting()
         self._clock.lap("warm_up_s")
 
@@ -204,8 +204,8 @@ class Engine:
         """What an engine that begins beside this one should have: what was pinned since the start, and what is asked
         for most. From any thread."""
         configured = self.config.pinned_prompts.keys() | self.config.pinned_system_prompts.keys()
-        pinned = [prefix for prefix in self.memory.pinned_prefixes() if prefix.pin_name not in configured]
-        return pinned + self.memory.hot_prefixes(MOST_TOLD_TOKENS)[:MOST_TOLD_PREFIXES]
+        pinned = [prefix for prefix in self.memory.pins.pinned_prefixes() if prefix.pin_name not in configured]
+        return pinned + self.memory.prefixes.hot_prefixes(MOST_TOLD_TOKENS)[:MOST_TOLD_PREFIXES]
 
     def warm_prefixes(self, told: Sequence[Sequence[CachedPrefix]], limit_s: float) -> Restored:
         """Compute the prefixes that other engines tell of (`hot_prefixes`), and pin those that are pinned there. They
@@ -514,7 +514,7 @@ class Engine:
         """What has run so far were no requests: nobody may fork them, and load reports do not speak of them."""
         self._decoding.ended.clear()
         self._meter.reset_measurements()
-        self.memory.begin_counting()
+        self.memory.prefixes.reset_counts()
         if self._speculation is not None:
             self._speculation.begin()
 

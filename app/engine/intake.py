@@ -74,9 +74,9 @@ class RequestValidator:
 
     def prefix_to_pin(self, name: str, prompt_token_ids: Sequence[int], keys: tuple[str, ...]) -> Sequence[int]:
         """As `Engine.validate_pin`."""
-        if not self._memory.prefix_cache:
+        if not self._memory.prefixes.enabled:
             raise RequestError("nothing can be pinned: prefix_cache is off", "name")
-        unit = self._memory.unit_tokens
+        unit = self._memory.prefixes.unit_tokens
         prefix = prompt_token_ids[: len(prompt_token_ids) // unit * unit]
         if not prefix:
             raise RequestError(
@@ -85,7 +85,7 @@ class RequestValidator:
             )
         self.validate_request(prefix, SamplingParams(max_tokens=1))
         try:
-            self._memory.check_pin(name, self._memory.chain(keys), prefix)
+            self._memory.pins.check_pin(name, self._memory.prefixes.chain(keys), prefix)
         except PinError as error:
             raise RequestError(str(error), "name") from error
         return prefix
@@ -133,7 +133,7 @@ class RequestValidator:
             own,
             max_tokens,
             None if params.use_beam_search else self._vocabulary.detokenizer(prompt, params),
-            self._memory.chain(self.prefix_keys(options) if keys is None else keys),
+            self._memory.prefixes.chain(self.prefix_keys(options) if keys is None else keys),
             group,
             prompt.copy(),
             num_forks=params.num_sequences - 1,
@@ -166,7 +166,7 @@ class RequestValidator:
             raise RequestError(
                 f"{field} is {count}, but {self._scheduler.max_num_seqs} sequences run at once (max_num_seqs)", field
             )
-        shared = num_prompt_tokens if self._memory.prefix_cache else 0
+        shared = num_prompt_tokens if self._memory.prefixes.enabled else 0
         if not self._memory.fit_together([num_prompt_tokens + max_tokens] * count, shared):
             raise RequestError(
                 f"{count} sequences of up to {num_prompt_tokens + max_tokens} tokens do not fit into the KV cache "

@@ -205,11 +205,11 @@ def make_report(
     queued = sum(tokens - cached for tokens, cached in queued_parts)
     attended = sum(attended_tokens(tokens - cached, cached) for tokens, cached in queued_parts)
     memory_report = memory.report()
-    cached_keys = memory.cached_keys(most_keys)
+    cached_keys = memory.prefixes.cached_keys(most_keys)
     num_steps = -(-queued // step_tokens)
     return ReplicaReport(
         made_at=now,
-        unit_tokens=memory.unit_tokens,
+        unit_tokens=memory.prefixes.unit_tokens,
         keys=cached_keys.keys,
         changes=cached_keys.changes,
         stride=cached_keys.stride,

@@ -133,7 +133,7 @@ class PreemptionCostModel:
         """Swap sequences of a few lengths out and in, on a memory that nobody uses yet."""
         most = min(memory.report().swap_budget_bytes, _MOST_TRIED_BYTES)
         for num_blocks in _TRIED_BLOCKS:
-            num_tokens = min(num_blocks * memory.unit_tokens, memory.max_tokens)
+            num_tokens = min(num_blocks * memory.prefixes.unit_tokens, memory.max_tokens)
             tried = [swap for _ in range(_TRIALS) if (swap := _try_swap(memory, view, device, num_tokens, most))]
             if len(tried) > 1:
                 self.observe_swap(tried[0][0], statistics.median(seconds for _, seconds in tried[1:]))
@@ -150,7 +150,7 @@ def _try_swap(
         sequence = _filled(memory, view, num_tokens)
     except OutOfPages:
         return None
-    num_bytes = memory.swap_bytes([sequence])
+    num_bytes = memory.swapping.num_bytes([sequence])
     if num_bytes > most_bytes:
         memory.free(sequence)
         return None
@@ -165,7 +165,7 @@ def _try_swap(
         memory.ensure([StepDemand(filled[-1], 0, num_tokens)])
         elapsed += _now(device) - start
     except OutOfPages:
-        memory.discard_swapped(swapped)
+        memory.swapping.discard_swapped(swapped)
         return None
     finally:
         for sequence in filled:

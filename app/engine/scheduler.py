@@ -150,7 +150,7 @@ class Scheduler:
                 if group in queue:
                     queue.remove(group)
             if group.swapped is not None:
-                self._memory.discard_swapped(group.swapped)
+                self._memory.swapping.discard_swapped(group.swapped)
                 group.swapped = None
 
     def take_unschedulable(self) -> list[SequenceGroup]:
@@ -234,7 +234,7 @@ class Scheduler:
 
     def commit_step(self) -> bool:
         """The step that was scheduled is computed. False if nobody got further than before it was preempted."""
-        self._memory.commit_prefixes()
+        self._memory.prefixes.commit_prefixes()
         got_further = False
         for s in self._scheduled:
             request = s.request
@@ -255,10 +255,10 @@ class Scheduler:
     def abort_step(self) -> None:
         """It is not. Who shared what it was to compute begins again; so does everybody whose recurrent state may have
         been changed by half of it."""
-        self._memory.abort_prefixes()
+        self._memory.prefixes.abort_prefixes()
         self._refused = None
         lost = [*self._opened]
-        if self._memory.has_states:
+        if self._memory.prefixes.has_states:
             lost += [s.request.group for s in self._scheduled]
         for group in lost:
             if group in self._running:
@@ -299,12 +299,14 @@ class Scheduler:
             return True
         first, *others = group.members
         self._serving = first
-        match = self._memory.match(first.chain, self._findable(first))
+        match = self._memory.prefixes.match(first.chain, self._findable(first))
         if match.is_being_computed:
-            if not self._memory.has_states:  # else it may be what somebody generates, which no prompt brings nearer
+            if (
+                not self._memory.prefixes.has_states
+            ):  # else it may be what somebody generates, which no prompt brings nearer
                 self._refused = group, group.num_sequences, None
             return False
-        needed = self._memory.pages_needed(match, len(first.token_ids))
+        needed = self._memory.prefixes.pages_needed(match, len(first.token_ids))
         needed += sum(self._memory.pages_for(len(request.token_ids)) for request in others)
         needed += self._per_sequence * (group.num_sequences - len(group.members))  # the forks' first own blocks
         if needed + reserve <= self._memory.num_free_pages:
@@ -315,7 +317,7 @@ class Scheduler:
     def _open(self, request: Request) -> bool:
         """Give the request memory with what the prefix cache has of it; False if it should wait for more."""
         self._serving = request
-        match = self._memory.match(request.chain, self._findable(request))
+        match = self._memory.prefixes.match(request.chain, self._findable(request))
         if match.is_being_computed and any(r.memory is not None for r in self._requests() if r is not request):
             return False
         request.chain.extend(request.token_ids)
@@ -331,15 +333,15 @@ class Scheduler:
             request.num_cached_tokens = request.num_computed
             self._waiting.charge(request.group, request.num_uncomputed)
         request.snapshot_positions = self._stops(request, match)
-        self._memory.announce_prefill(memory, len(request.token_ids), request.snapshot_positions)
+        self._memory.prefixes.announce_prefill(memory, len(request.token_ids), request.snapshot_positions)
         self._opened.append(request.group)
         return True
 
     def _stops(self, request: Request, match: PrefixMatch) -> tuple[int, ...]:
         """Where steps end, so that the state there is kept: where prompts have branched, and before the last token."""
-        if not self._memory.has_states or not self._memory.prefix_cache:
+        if not self._memory.prefixes.has_states or not self._memory.prefixes.enabled:
             return ()
-        unit = self._memory.unit_tokens
+        unit = self._memory.prefixes.unit_tokens
         last = (len(request.token_ids) - 1) // unit * unit
         return tuple(sorted({n for n in (match.branch_tokens, last) if request.num_computed < n <= last}))
 
@@ -360,7 +362,7 @@ class Scheduler:
         end = request.num_computed + num_tokens
         end = next((stop for stop in request.snapshot_positions if request.num_computed < stop < end), end)
         if request.snapshot_positions and end < len(request.token_ids):
-            whole = end // self._memory.unit_tokens * self._memory.unit_tokens
+            whole = end // self._memory.prefixes.unit_tokens * self._memory.prefixes.unit_tokens
             end = whole if whole > request.num_computed else end
         num_tokens = end - request.num_computed
         if not self._grow(request, num_tokens, request.group if new else None):
@@ -396,7 +398,7 @@ class Scheduler:
         self._serving = request = scheduled.request
         assert request.memory is not None
         end = request.num_computed + scheduled.num_tokens - len(scheduled.drafts)  # only what is sure is shared
-        self._memory.stage_prefix(request.memory, request.token_ids, request.num_computed, end)
+        self._memory.prefixes.stage_prefix(request.memory, request.token_ids, request.num_computed, end)
 
     # ---- when blocks run out ----
 
@@ -440,7 +442,7 @@ class Scheduler:
         and are computed again; those that can only go on together are given up."""
         logger.warning("%d sequences of one request do not fit any more as they were", len(group.members))
         if group.swapped is not None:
-            self._memory.discard_swapped(group.swapped)
+            self._memory.swapping.discard_swapped(group.swapped)
             group.swapped, group.swapped_members = None, []
         for request in group.members:
             if request.memory is not None:
@@ -464,10 +466,10 @@ class Scheduler:
             return self._policy
         memories = [request.memory for request in members if request.memory is not None]
         sequences = []
-        for request, stays in zip(members, self._memory.shared_tokens(memories), strict=True):
+        for request, stays in zip(members, self._memory.prefixes.shared_tokens(memories), strict=True):
             stays = min(stays, request.num_computed)
             sequences.append((request.num_computed - stays, stays))
-        return self._recovery.cost(sequences, self._memory.swap_bytes(memories)).better
+        return self._recovery.cost(sequences, self._memory.swapping.num_bytes(memories)).better
 
     def _swap_out(self, group: SequenceGroup, members: list[Request]) -> bool:
         try:
@@ -484,7 +486,10 @@ class Scheduler:
             return self._admit(group, self._reserve)
         if self.num_running + _max_sequences(group) > self.max_num_seqs:
             return False
-        if self._running and self._memory.pages_of(group.swapped) + self._reserve > self._memory.num_free_pages:
+        if (
+            self._running
+            and self._memory.swapping.pages_needed(group.swapped) + self._reserve > self._memory.num_free_pages
+        ):
             return False
         self._serving = group.members[0]
         try:

@@ -31,7 +31,7 @@ def make_memory(device: Device, cache_tokens: int) -> KVMemory:
 
 def prompt_of(arrival: Arrival, memory: KVMemory) -> tuple[TokenChain, list[int]]:
     """The prompt's hashes, and tokens. Those of whole units are all alike, because only their hashes count."""
-    chain = memory.chain(())
+    chain = memory.prefixes.chain(())
     chain.units, chain.digests = list(arrival.units), list(arrival.digests)
-    whole = len(arrival.units) * memory.unit_tokens
+    whole = len(arrival.units) * memory.prefixes.unit_tokens
     return chain, [0] * whole + [arrival.tail] * (arrival.num_tokens - whole)

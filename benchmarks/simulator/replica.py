@@ -134,12 +134,12 @@ class SimulatedReplica:
 
     def cached_keys(self) -> CachedKeys:
         """Of all prefixes that are cached now."""
-        return self._memory.cached_keys(_ALL_KEYS)
+        return self._memory.prefixes.cached_keys(_ALL_KEYS)
 
     def submit(self, arrival: Arrival, expected_cached_tokens: int, now: float) -> Served:
         """A request arrives."""
         chain, prompt = prompt_of(arrival, self._memory)
-        due_tokens = len(prompt) - self._memory.match(chain, prompt).num_tokens
+        due_tokens = len(prompt) - self._memory.prefixes.match(chain, prompt).num_tokens
         served = Served(arrival, self.index, due_tokens)
         self._served[arrival.request_id] = served
         self.prefill_due_tokens += due_tokens

@@ -24,8 +24,8 @@ def hit_share(arrivals: Sequence[Arrival], device: Device, cache_tokens: int) ->
         cached = memory.share_prefix(sequence, chain, prompt)
         hits += cached
         memory.append(sequence, len(prompt))
-        memory.stage_prefix(sequence, prompt, cached, len(prompt))
-        memory.commit_prefixes()
+        memory.prefixes.stage_prefix(sequence, prompt, cached, len(prompt))
+        memory.prefixes.commit_prefixes()
         memory.free(sequence)
     memory.close()
     return hits / sum(arrival.num_tokens for arrival in arrivals)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -240,11 +241,11 @@ def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 def do_background(memory: KVMemory, most: int = 1000) -> int:
     """Do what the mapper would do now, in this thread; returns how many units there were."""
     for done in range(most):
-        with memory._lock:
-            work = memory._next_work()
+        with memory.lock:
+            work = memory.policy.next_work(time.monotonic())
             if work is None:
                 return done
-            memory._mapper.run_now(work)
+            memory.mapper.run_now(work)
     return most
 
 
@@ -252,7 +253,7 @@ def pages_read(memory: KVMemory, demands: Iterable[StepDemand]) -> set[int]:
     """Addresses of the pages that a step over these demands reads and writes."""
     addresses: set[int] = set()
     for demand in demands:
-        for group, table in zip(memory._groups, demand.sequence.groups, strict=True):
+        for group, table in zip(memory.group_memories, demand.sequence.groups, strict=True):
             size = group.layout.home_bytes
             for place in range(table.first, group.layout.num_blocks(demand.end)):
                 if table.region is not None:

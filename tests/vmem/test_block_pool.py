@@ -12,7 +12,7 @@ from vmem.errors import IntegrityError
 def warm(num_blocks: int) -> BlockPool:
     """A pool whose blocks all have pages."""
     pool = BlockPool(range(num_blocks))
-    pool.end_attach(pool.begin_attach(num_blocks), now=0.0)
+    pool.end_move(pool.begin_attach(num_blocks), has_pages=True, freed_at=0.0)
     return pool
 
 
@@ -51,7 +51,7 @@ def test_what_a_region_shows_is_tied_until_it_is_hidden() -> None:
     assert (pool.num_free, pool.num_free_mapped) == (2, 1)
     pool.check_integrity(Counter(), Counter([0]))
     assert pool.allocate_free_mapped(5) == [0]
-    with pytest.raises(IntegrityError, match="hidden where it was not shown"):
+    with pytest.raises(IntegrityError, match="no region maps it"):
         pool.note_region_unmapped([1])
 
 
@@ -73,11 +73,11 @@ def test_the_longest_free_are_detached_first() -> None:
 
 def test_eager_blocks_are_counted_until_somebody_takes_them() -> None:
     pool = warm(3)
-    block_ids = pool.begin_show(2)
+    block_ids = pool.begin_map_ahead(2)
     assert (block_ids, pool.num_owned, pool.num_free) == ([0, 1], 0, 1)
-    pool.end_show(block_ids, 1.0, failed=False)
+    pool.end_map_ahead(block_ids, 1.0, failed=False)
     assert (pool.num_eager, pool.num_free_mapped) == (2, 2)
-    pool.end_show(pool.begin_show(1), 1.0, failed=True)
+    pool.end_map_ahead(pool.begin_map_ahead(1), 1.0, failed=True)
     assert pool.num_free == 1
     pool.allocate_block(0)
     pool.note_region_unmapped([1])

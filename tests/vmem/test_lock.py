@@ -19,8 +19,7 @@ from tests.vmem.small_memory import (
     no_thread,
 )
 from tests.vmem.test_memory import DEADLINE_S, begin, finish, until
-from vmem import CHANGE_BYTES, NO_KEYS, KVMemory, LocalContents, MapError, StepDemand
-from vmem import report as figures
+from vmem import CHANGE_BYTES, NO_KEYS, KVMemory, LocalContents, MapError, StepDemand, lock, report
 
 __all__ = ["no_thread"]  # a fixture
 
@@ -83,40 +82,42 @@ def test_others_read_and_set_while_the_device_works(
 def test_figures_are_read_while_somebody_has_the_books(other: ThreadPoolExecutor) -> None:
     """`report` and `cached_keys` waited for the lock, however long it was held."""
     memory, _ = make_memory()
-    with memory._lock:
-        assert other.submit(memory.cached_keys, 100).result(DEADLINE_S) == NO_KEYS  # not known yet
+    with memory.lock:
+        assert other.submit(memory.prefixes.cached_keys, 100).result(DEADLINE_S) == NO_KEYS  # not known yet
     cache(memory, list(range(40)))
-    report, keys = memory.report(), memory.cached_keys(100)
+    report, keys = memory.report(), memory.prefixes.cached_keys(100)
     assert len(keys.keys) == 12
-    with memory._lock:
+    with memory.lock:
         assert other.submit(memory.report).result(DEADLINE_S) == report
-        assert other.submit(memory.cached_keys, 100).result(DEADLINE_S) == keys
+        assert other.submit(memory.prefixes.cached_keys, 100).result(DEADLINE_S) == keys
     cache(memory, list(range(100, 140)))
-    with memory._lock:
-        assert other.submit(memory.cached_keys, 100).result(DEADLINE_S) == keys  # the last ones that were returned
-    assert len(memory.cached_keys(100).changes) == 2 * CHANGE_BYTES
+    with memory.lock:
+        assert (
+            other.submit(memory.prefixes.cached_keys, 100).result(DEADLINE_S) == keys
+        )  # the last ones that were returned
+    assert len(memory.prefixes.cached_keys(100).changes) == 2 * CHANGE_BYTES
     finish(memory)
 
 
 def test_calls_of_the_engine_publish_a_report(other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else who cannot have the books is told of the time when somebody last could."""
-    monkeypatch.setattr(figures, "_RENEWED_AFTER_S", -1.0)
+    monkeypatch.setattr(report, "_RENEWED_AFTER_S", -1.0)
     memory, _ = make_memory()
     sequence = memory.create_sequence("block_table")
     memory.append(sequence, 40)
-    with memory._lock:
+    with memory.lock:
         assert other.submit(memory.report).result(DEADLINE_S).active_bytes == 3 * PAGE_BYTES
     finish(memory, sequence)
 
 
 def test_the_engine_reads_what_it_has_written(other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own thread was told of the time before its last call, because the mapper had the books."""
-    monkeypatch.setattr(figures, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(lock, "_PATIENCE_S", 0.0)
     memory, _ = make_memory()
     sequence = memory.create_sequence("block_table")
     memory.append(sequence, 40)
-    other.submit(memory._lock.acquire).result(DEADLINE_S)
-    release = threading.Timer(0.05, memory._lock.release)
+    other.submit(memory.lock.acquire).result(DEADLINE_S)
+    release = threading.Timer(0.05, memory.lock.release)
     release.start()
     assert memory.report().active_bytes == 3 * PAGE_BYTES
     release.join()
@@ -172,7 +173,7 @@ def test_an_audit_does_not_keep_others_from_the_books(
         asked.append(name)
         other.submit(memory.set_budget, NUM_PAGES * PAGE_BYTES, len(asked)).result(DEADLINE_S)
 
-    watch(monkeypatch, memory._accounts, ("check_integrity",), ask)
+    watch(monkeypatch, memory.tree, ("check_integrity",), ask)
     memory.check_integrity()
     assert asked
     finish(memory)
@@ -221,9 +222,9 @@ def test_more_regions_than_addresses_are_refused(num_regions: int) -> None:
 def cache(memory: KVMemory, token_ids: list[int]) -> None:
     """Let a sequence compute these tokens and end."""
     sequence = memory.create_sequence("block_table")
-    memory.share_prefix(sequence, memory.chain(), token_ids)
+    memory.share_prefix(sequence, memory.prefixes.chain(), token_ids)
     memory.append(sequence, len(token_ids))
-    memory.stage_prefix(sequence, token_ids, 0, len(token_ids))
+    memory.prefixes.stage_prefix(sequence, token_ids, 0, len(token_ids))
     memory.ensure([StepDemand(sequence, 0, len(token_ids))])
-    memory.commit_prefixes()
+    memory.prefixes.commit_prefixes()
     memory.free(sequence)

@@ -274,14 +274,14 @@ def test_groups_share_one_budget(no_thread: None) -> None:
     """What one group's sequences freed becomes pages of the other, although its blocks have them."""
     memory, _ = make_memory(num_pages=20, windowed=True, max_tokens=160)
     memory.free(begin(memory, 160))  # ten pages in each group
-    pool = memory._groups[0].pool
+    pool = memory.group_memories[0].pool
     sequence = memory.create_sequence("region")
     memory.append(sequence, 16)
     assert pool.num_owned == 1
     with pytest.raises(OutOfPages, match="20 pages needed"):
         memory.append(memory.create_sequence("block_table"), 160)
     memory.check_integrity()
-    for leftover in list(memory._sequences):
+    for leftover in list(memory.tables.sequences):
         memory.free(leftover)
     memory.close()
 
@@ -356,7 +356,7 @@ def test_misuse_is_refused() -> None:
     memory, _ = make_memory(num_regions=2)
     sequences = [begin(memory, 16) for _ in range(2)]
     extra = memory.create_sequence("region")
-    with pytest.raises(VmemError, match="every region is taken"):
+    with pytest.raises(VmemError, match="are held by other sequences"):
         memory.append(extra, 5)
     with pytest.raises(VmemError, match="exceed the 160"):
         memory.append(extra, MAX_TOKENS + 1)
@@ -583,9 +583,9 @@ def test_a_dead_mapper_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(memory._background, "next_work", broken)
+    monkeypatch.setattr(memory.policy, "next_work", broken)
     memory.plan([])
-    until(lambda: memory._mapper._death is not None)
+    until(lambda: memory.mapper._death is not None)
     calls: list[Callable[[], object]] = [
         lambda: memory.ensure([StepDemand(sequence, 0, 16)]),
         lambda: memory.append(sequence, 17),
@@ -603,12 +603,12 @@ def test_what_the_mapper_has_in_hand_is_still_free(no_thread: None) -> None:
     sequence = begin(memory, 16)
     free = memory.num_free_pages
     memory.plan([StepDemand(sequence, 16, 60)])
-    with memory._lock:
+    with memory.lock:
         for _ in range(2):  # pages first, then the places
-            work = memory._next_work()
+            work = memory.policy.next_work(time.monotonic())
             assert work is not None
             assert memory.num_free_pages == free
-            memory._mapper.run_now(work)
+            memory.mapper.run_now(work)
     assert memory.report().eager_bytes == 3 * PAGE_BYTES
     assert memory.num_free_pages == free
     finish(memory, sequence)
@@ -618,14 +618,14 @@ def test_a_region_that_the_mapper_has_in_hand_is_waited_for() -> None:
     """The only parked region was busy: that counted as none, and failed every request in flight."""
     memory, _ = make_memory(num_regions=1)
     memory.free(begin(memory, 40))
-    [region] = memory._groups[0].parked
-    with memory._lock:
+    [region] = memory.group_memories[0].parked
+    with memory.lock:
         region.busy = True
 
     def let_go() -> None:
-        with memory._lock:
+        with memory.lock:
             region.busy = False
-            memory._mapper.wake()
+            memory.lock.notify_all()
 
     timer = threading.Timer(0.05, let_go)
     timer.start()
@@ -636,7 +636,7 @@ def test_a_region_that_the_mapper_has_in_hand_is_waited_for() -> None:
 def test_a_step_waits_for_one_unit_and_not_for_the_whole_list(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mapper went from one unit of a region to the next, and a step that needed it waited for all of them."""
     memory, device = make_memory()
-    monkeypatch.setattr(memory._background, "_unit_pages", 1)
+    monkeypatch.setattr(memory.policy, "_unit_pages", 1)
     sequence = memory.create_sequence("region")
     memory.append(sequence, 80)
     gate, begun = threading.Event(), threading.Event()
@@ -732,7 +732,7 @@ def test_a_full_device_lends_from_the_other_group(no_thread: None, monkeypatch: 
     sequence = begin(memory, 96, "block_table")
     memory.append(sequence, 97)
     memory.ensure([StepDemand(sequence, 96, 97)])  # the window's group has free blocks now
-    free = memory._groups[1].pool.num_free
+    free = memory.group_memories[1].pool.num_free
     assert free >= 2
 
     def full(page_bytes: int) -> int:
@@ -790,7 +790,7 @@ def test_a_lower_budget_takes_free_pages_first() -> None:
     assert memory.set_budget(30 * PAGE_BYTES, 3) == "applied"
     assert memory.set_budget(10 * PAGE_BYTES, 2) == "stale"
     assert memory.report().budget_revision == 3
-    for sequence in list(memory._sequences):
+    for sequence in list(memory.tables.sequences):
         memory.free(sequence)
     memory.close()
 

@@ -155,7 +155,7 @@ class MemoryMachine(RuleBasedStateMachine):
         shared_with_step: list[SequenceMemory] = []
         for document in documents:
             ids = DOCUMENTS[document][:common] + self._fresh(max(own, 1 - common))
-            tokens = Tokens(self.memory.chain((salt,) if salt else ()), ids)
+            tokens = Tokens(self.memory.prefixes.chain((salt,) if salt else ()), ids)
             sequence = self.memory.create_sequence(policy, expected_tokens=len(ids))  # type: ignore[arg-type]
             try:
                 found = self.memory.share_prefix(sequence, tokens.chain, ids)
@@ -164,14 +164,14 @@ class MemoryMachine(RuleBasedStateMachine):
             except VmemError:
                 self._free(sequence)
                 continue
-            self.memory.announce_prefill(sequence, len(ids), [len(ids) // 16 * 16])
-            self.memory.stage_prefix(sequence, ids, found, len(ids))
+            self.memory.prefixes.announce_prefill(sequence, len(ids), [len(ids) // 16 * 16])
+            self.memory.prefixes.stage_prefix(sequence, ids, found, len(ids))
             self.written[sequence] = Tokens(tokens.chain, ids[:found])
             shared_with_step.append(sequence)
             demands.append(StepDemand(sequence, found, len(ids)))
             self.coming[sequence] = ids
         if not self._step(demands, view, fails=fails):
-            self.memory.abort_prefixes()
+            self.memory.prefixes.abort_prefixes()
             for sequence in shared_with_step:
                 del self.written[sequence]
                 self._free(sequence)
@@ -195,13 +195,15 @@ class MemoryMachine(RuleBasedStateMachine):
                 continue
             document = next((d for d in DOCUMENTS if d[:start] == tokens.ids), None)
             self.coming[sequence] = document[:end] if document else tokens.ids + self._fresh(end - start)
-            self.memory.stage_prefix(sequence, self.coming[sequence], start, end)
+            self.memory.prefixes.stage_prefix(sequence, self.coming[sequence], start, end)
             demands.append(StepDemand(sequence, start, end))
         if not self._step(demands, view):
-            self.memory.abort_prefixes()
+            self.memory.prefixes.abort_prefixes()
             for sequence in [demand.sequence for demand in demands]:
                 tokens = self.written[sequence]
-                if self.memory.has_states:  # as the scheduler does: half of the step may have changed the state
+                if (
+                    self.memory.prefixes.has_states
+                ):  # as the scheduler does: half of the step may have changed the state
                     del self.written[sequence]
                     self._free(sequence)
                     continue
@@ -227,7 +229,7 @@ class MemoryMachine(RuleBasedStateMachine):
         if parent is None or not self.written[parent].ids or self._has_room_ahead(parent):
             return
         tokens = self.written[parent]
-        own = tokens.first(len(tokens.ids) - (0 if self.memory.has_states else back))
+        own = tokens.first(len(tokens.ids) - (0 if self.memory.prefixes.has_states else back))
         chain = own.chain if cached else None
         try:
             child = self.memory.fork(parent, len(own.ids), policy, chain)  # type: ignore[arg-type]
@@ -262,7 +264,7 @@ class MemoryMachine(RuleBasedStateMachine):
             return
         swapped, tokens = self.swapped[which % len(self.swapped)]
         if gives_up:
-            self.memory.discard_swapped(swapped)
+            self.memory.swapping.discard_swapped(swapped)
         else:
             try:
                 sequences = self.memory.swap_in(swapped)
@@ -275,7 +277,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def pin(self, which: int, name: str, back: int) -> None:
         if (sequence := self._at(which)) is None or self._has_room_ahead(sequence):
             return
-        num_tokens = len(self.written[sequence].ids) - (0 if self.memory.has_states else back)
+        num_tokens = len(self.written[sequence].ids) - (0 if self.memory.prefixes.has_states else back)
         with contextlib.suppress(PinError, VmemError):
             self.memory.pin(name, sequence, num_tokens)
 
@@ -286,7 +288,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(fraction=st.floats(0, 1))
     def set_budget(self, fraction: float) -> None:
-        fewest = self.memory._pages.fewest + self.memory._pages.num_pinned
+        fewest = self.memory.pages.fewest + self.memory.pages.num_pinned
         pages = fewest + math.floor(fraction * (self.num_pages - fewest))
         self.revision += 1
         assert self.memory.set_budget(pages * PAGE_BYTES, self.revision) in ("applied", "deferred")
@@ -326,7 +328,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert report.physical_bytes <= self.num_pages * PAGE_BYTES
         assert report.pinned_bytes <= report.active_bytes
         assert report.swapped_bytes <= report.swap_budget_bytes
-        if not self.memory.prefix_cache:
+        if not self.memory.prefixes.enabled:
             assert not report.cached_bytes
         if isinstance(self.backend, FlakyCuda):
             assert not self.backend.fake.violations
@@ -340,7 +342,7 @@ class MemoryMachine(RuleBasedStateMachine):
         while self.written:
             self.memory.free(self._pop())
         for swapped, _ in self.swapped:
-            self.memory.discard_swapped(swapped)
+            self.memory.swapping.discard_swapped(swapped)
         self.finish_steps()
         self.memory.check_idle()
         self.memory.close()
@@ -369,7 +371,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def _has_room_ahead(self, sequence: SequenceMemory) -> bool:
         """Whether `grow` has given it room for tokens that were never computed: the state is not of that length."""
-        return self.memory.has_states and sequence.num_tokens != len(self.written[sequence].ids)
+        return self.memory.prefixes.has_states and sequence.num_tokens != len(self.written[sequence].ids)
 
     def _step(self, demands: list[StepDemand], view: str, *, fails: bool = False) -> bool:
         """Map, write and read back; then let the step run on while the rules go on. False if it failed before."""
@@ -383,13 +385,13 @@ class MemoryMachine(RuleBasedStateMachine):
             self.backend.fake.launch(pages_read(self.memory, demands))
         for demand in demands:
             tokens = self.written[demand.sequence]
-            if self.memory.has_states and demand.start:
+            if self.memory.prefixes.has_states and demand.start:
                 assert read_state(self.memory, demand.sequence) == tokens.contents[-1]
             tokens.ids = self.coming.pop(demand.sequence)
             values = tokens.contents[demand.start : demand.end]
             through = view if demand.sequence.view == "region" else "home"
             write(self.memory, demand, values, through)
-            if self.memory.has_states:
+            if self.memory.prefixes.has_states:
                 write_state(self.memory, demand.sequence, values[-1])
         for demand in demands:
             for group in self.memory.groups:
@@ -400,7 +402,7 @@ class MemoryMachine(RuleBasedStateMachine):
                     if demand.sequence.view == "region":
                         assert read(self.memory, demand, layer, "region") == expected
         self.memory.launched()
-        self.memory.commit_prefixes()
+        self.memory.prefixes.commit_prefixes()
         self.memory.plan([StepDemand(d.sequence, d.end, min(d.end + 5, MAX_TOKENS)) for d in demands])
         return True
 

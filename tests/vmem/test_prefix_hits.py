@@ -22,15 +22,15 @@ def ask(memory: KVMemory, ids: list[int], times: int = 1, keys: tuple[str, ...] 
 def hot(memory: KVMemory, most_tokens: int = 10_000) -> list[tuple[int, tuple[str, ...], int]]:
     """(tokens, keys, hits) of each."""
     memory.check_integrity()
-    return [(len(p.token_ids), p.keys, p.hits) for p in memory.hot_prefixes(most_tokens)]
+    return [(len(p.token_ids), p.keys, p.hits) for p in memory.prefixes.hot_prefixes(most_tokens)]
 
 
 def test_the_most_wanted_come_first_and_among_equals_the_latest() -> None:
     memory, _ = make_memory()
     for seed, times in ((1, 2), (2, 4), (3, 2), (4, 1)):  # the first time nothing is found
         ask(memory, prompt(33, seed), times)
-    assert [(p.token_ids[0], p.hits) for p in memory.hot_prefixes(10_000)] == [(2000, 3), (3000, 1), (1000, 1)]
-    assert memory.hot_prefixes(10_000)[0].token_ids == tuple(prompt(32, 2))
+    assert [(p.token_ids[0], p.hits) for p in memory.prefixes.hot_prefixes(10_000)] == [(2000, 3), (3000, 1), (1000, 1)]
+    assert memory.prefixes.hot_prefixes(10_000)[0].token_ids == tuple(prompt(32, 2))
 
 
 def test_keys_go_with_a_prefix() -> None:
@@ -56,9 +56,9 @@ def test_what_prefixes_have_in_common_counts_once() -> None:
 def test_what_is_not_cached_any_more_is_not_hot() -> None:
     memory, _ = make_memory()
     ask(memory, prompt(20), 3)
-    memory._index.clear()
+    memory.tree.clear()
     assert hot(memory) == []
-    assert not list(memory._index._hot)
+    assert not list(memory.tree._hot)
 
 
 def test_only_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_only_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None
     memory, _ = make_memory()
     for seed in (1, 2, 3):
         ask(memory, prompt(20, seed), 2)
-    assert [p.token_ids[0] for p in memory.hot_prefixes(10_000)] == [3000, 2000]
+    assert [p.token_ids[0] for p in memory.prefixes.hot_prefixes(10_000)] == [3000, 2000]
 
 
 def test_long_chains_that_do_not_fit_are_walked_once() -> None:
@@ -94,16 +94,16 @@ def test_prefixes_of_some_keys_are_forgotten() -> None:
     memory, _ = make_memory()
     ask(memory, prompt(40), 2)
     ask(memory, prompt(40), 2, ("warm-up",))
-    memory.evict_prefixes(("warm-up",))
+    memory.prefixes.evict_prefixes(("warm-up",))
     assert hot(memory) == [(32, (), 1)]
-    memory.begin_counting()
+    memory.prefixes.reset_counts()
     assert memory.report().queried_tokens == memory.report().hit_tokens == 0
     memory.free(run(memory, prompt(40), 0, ("warm-up",)))
     memory.free(run(memory, prompt(40), 32))
 
 
 def pin(memory: KVMemory, name: str, ids: list[int], keys: tuple[str, ...] = ()) -> None:
-    memory.check_pin(name, memory.chain(keys), ids)
+    memory.pins.check_pin(name, memory.prefixes.chain(keys), ids)
     sequence = run(memory, [*ids, 7], keys=keys)
     try:
         memory.pin(name, sequence, len(ids))
@@ -131,7 +131,7 @@ def test_a_name_is_one_prefix(ids: list[int], keys: tuple[str, ...]) -> None:
     memory, _ = make_memory(num_pages=64)
     pin(memory, "p", prompt(32), ("tenant:a",))
     with pytest.raises(PinError, match="another prefix named 'p'"):
-        memory.check_pin("p", memory.chain(keys), ids)
+        memory.pins.check_pin("p", memory.prefixes.chain(keys), ids)
     sequence = run(memory, [*ids, 7], keys=keys)
     with pytest.raises(PinError, match="another prefix named 'p'"):
         memory.pin("p", sequence, len(ids))
@@ -142,7 +142,7 @@ def test_pinned_prefixes_are_told_as_they_are() -> None:
     memory, _ = make_memory(num_pages=64)
     pin(memory, "first", prompt(32), ("salt:s",))
     pin(memory, "second", prompt(16, 1))
-    found = [(p.pin_name, p.token_ids, p.keys) for p in memory.pinned_prefixes()]
+    found = [(p.pin_name, p.token_ids, p.keys) for p in memory.pins.pinned_prefixes()]
     assert found == [("first", tuple(prompt(32)), ("salt:s",)), ("second", tuple(prompt(16, 1)), ())]
 
 

@@ -127,12 +127,12 @@ def test_the_stride_does_not_flutter() -> None:
 
 def compute(memory: KVMemory, token_ids: list[int]) -> list[bytes]:
     """Let a sequence compute these tokens and end; returns the keys of its prefixes."""
-    chain = memory.chain(())
+    chain = memory.prefixes.chain(())
     sequence = memory.create_sequence("block_table")
     start = memory.share_prefix(sequence, chain, token_ids)
     memory.append(sequence, len(token_ids))
-    memory.stage_prefix(sequence, token_ids, start, len(token_ids))
-    memory.commit_prefixes()
+    memory.prefixes.stage_prefix(sequence, token_ids, start, len(token_ids))
+    memory.prefixes.commit_prefixes()
     memory.free(sequence)
     return [key_of(d) for d in chain.digests]
 
@@ -147,7 +147,7 @@ def test_a_memory_names_what_a_prompt_would_find(windowed: bool) -> None:
         max_tokens=160,
     )
     keys = compute(memory, list(range(5 * UNIT)))
-    assert split(memory.cached_keys(100).keys) == set(keys)
+    assert split(memory.prefixes.cached_keys(100).keys) == set(keys)
     compute(memory, list(range(1000, 1000 + 9 * UNIT)))
     compute(memory, list(range(2000, 2000 + 9 * UNIT)))
     memory.check_integrity()

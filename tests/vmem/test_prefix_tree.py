@@ -38,8 +38,8 @@ def begin(memory: KVMemory, tokens: Tokens, found: int | None = None) -> Sequenc
     reused = memory.share_prefix(sequence, tokens.chain, tokens.ids)
     assert found is None or reused == found
     memory.append(sequence, len(tokens.ids), start=reused)
-    memory.announce_prefill(sequence, len(tokens.ids))
-    memory.stage_prefix(sequence, tokens.ids, reused, len(tokens.ids))
+    memory.prefixes.announce_prefill(sequence, len(tokens.ids))
+    memory.prefixes.stage_prefix(sequence, tokens.ids, reused, len(tokens.ids))
     return sequence
 
 
@@ -49,7 +49,7 @@ def compute(memory: KVMemory, *begun: tuple[SequenceMemory, Tokens, int]) -> Non
     memory.ensure(demands)
     for demand, (sequence, tokens, start) in zip(demands, begun, strict=True):
         write(memory, demand, tokens.contents[start:], "home")
-        if memory.has_states:
+        if memory.prefixes.has_states:
             write_state(memory, sequence, tokens.contents[-1])
     for demand, (_, tokens, _) in zip(demands, begun, strict=True):
         for group in memory.groups:
@@ -57,12 +57,12 @@ def compute(memory: KVMemory, *begun: tuple[SequenceMemory, Tokens, int]) -> Non
                 first = demand.sequence.groups[memory.tensors.group_of(layer)].first * 16
                 assert read(memory, demand, layer, "home") == tokens.contents[first:]
     memory.launched()
-    memory.commit_prefixes()
+    memory.prefixes.commit_prefixes()
 
 
 def run(memory: KVMemory, ids: list[int], found: int | None = None, keys: tuple[str, ...] = ()) -> SequenceMemory:
     """Compute a prompt; `found` of its tokens must be cached."""
-    tokens = Tokens(memory.chain(keys), ids)
+    tokens = Tokens(memory.prefixes.chain(keys), ids)
     sequence = begin(memory, tokens, found)
     compute(memory, (sequence, tokens, sequence.prefix.computed * 16 if found is None else found))
     return sequence
@@ -75,7 +75,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 def test_the_hash_is_the_same_everywhere() -> None:
     """Replicas and routers compare digests: they must not depend on the process, as Python's `hash` does."""
     memory, _ = make_memory()
-    chain = memory.chain(("salt",))
+    chain = memory.prefixes.chain(("salt",))
     chain.extend(list(range(40)))
     assert [digest.hex() for digest in chain.digests] == [
         "490fa165de81294d2998444f726cfdeb",
@@ -153,13 +153,13 @@ def test_without_the_cache_nothing_is_kept() -> None:
 
 def test_generated_tokens_are_found_by_the_next_turn() -> None:
     memory, _ = make_memory()
-    tokens = Tokens(memory.chain(), prompt(20))
+    tokens = Tokens(memory.prefixes.chain(), prompt(20))
     sequence = begin(memory, tokens)
     compute(memory, (sequence, tokens, 0))
     for token in prompt(30, 7):
         tokens.ids.append(token)
         memory.append(sequence, len(tokens.ids))
-        memory.stage_prefix(sequence, tokens.ids, len(tokens.ids) - 1, len(tokens.ids))
+        memory.prefixes.stage_prefix(sequence, tokens.ids, len(tokens.ids) - 1, len(tokens.ids))
         compute(memory, (sequence, tokens, len(tokens.ids) - 1))
     memory.free(sequence)
     memory.free(run(memory, prompt(20) + prompt(30, 7) + prompt(5, 8), found=48))
@@ -168,7 +168,7 @@ def test_generated_tokens_are_found_by_the_next_turn() -> None:
 
 def test_who_comes_in_the_same_step_shares_what_it_computes() -> None:
     memory, _ = make_memory()
-    one, two = (Tokens(memory.chain(), prompt(40) + prompt(8, seed)) for seed in (1, 2))
+    one, two = (Tokens(memory.prefixes.chain(), prompt(40) + prompt(8, seed)) for seed in (1, 2))
     first = begin(memory, one, found=0)
     second = begin(memory, two, found=32)
     assert second.groups[0].block_ids[:2] == first.groups[0].block_ids[:2]
@@ -181,27 +181,27 @@ def test_who_comes_in_the_same_step_shares_what_it_computes() -> None:
 
 def test_who_comes_while_it_is_promised_is_told_to_wait() -> None:
     memory, _ = make_memory()
-    tokens = Tokens(memory.chain(), prompt(64))
+    tokens = Tokens(memory.prefixes.chain(), prompt(64))
     writer = memory.create_sequence("block_table")
     memory.share_prefix(writer, tokens.chain, tokens.ids)
-    memory.announce_prefill(writer, 64)
+    memory.prefixes.announce_prefill(writer, 64)
     memory.append(writer, 32)
-    memory.stage_prefix(writer, tokens.ids, 0, 32)
+    memory.prefixes.stage_prefix(writer, tokens.ids, 0, 32)
     other = [*prompt(64), 1]
-    match = memory.match(memory.chain(), other)
+    match = memory.prefixes.match(memory.prefixes.chain(), other)
     assert (match.num_tokens, match.is_being_computed) == (32, True)
-    memory.abort_prefixes()
-    assert memory.match(memory.chain(), other).num_tokens == 0
+    memory.prefixes.abort_prefixes()
+    assert memory.prefixes.match(memory.prefixes.chain(), other).num_tokens == 0
     memory.free(writer)  # it will never come
-    assert not memory.match(memory.chain(), other).is_being_computed
+    assert not memory.prefixes.match(memory.prefixes.chain(), other).is_being_computed
     memory.check_idle()
     memory.close()
 
 
 def test_a_step_that_failed_leaves_nothing_behind() -> None:
     memory, _ = make_memory()
-    sequence = begin(memory, Tokens(memory.chain(), prompt(50)))
-    memory.abort_prefixes()
+    sequence = begin(memory, Tokens(memory.prefixes.chain(), prompt(50)))
+    memory.prefixes.abort_prefixes()
     memory.free(sequence)
     assert memory.report().cached_bytes == 0
     memory.free(run(memory, prompt(50), found=0))
@@ -211,15 +211,15 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
 def test_a_window_needs_only_its_window() -> None:
     """Layers with a window of 40 tokens have dropped the first blocks; the hit is found all the same."""
     memory, _ = make_memory(num_pages=60, windowed=True)
-    tokens = Tokens(memory.chain(), prompt(112))
+    tokens = Tokens(memory.prefixes.chain(), prompt(112))
     sequence = begin(memory, tokens)
     compute(memory, (sequence, tokens, 0))
     tokens.ids += prompt(1, 3)
     memory.append(sequence, 113, start=112)  # the first four blocks have left the window
     compute(memory, (sequence, tokens, 112))
-    windowed = memory._groups[1]
-    for block_id in list(windowed.pool._kept):
-        memory._index.evict_block(1, block_id)
+    windowed = memory.group_memories[1]
+    while (block_id := windowed.pool.oldest_cached()) is not None:
+        memory.tree.evict_block(1, block_id)
     memory.free(sequence)
     found = run(memory, prompt(120), found=112)
     assert found.groups[1].first == 4
@@ -231,10 +231,10 @@ def test_a_window_needs_only_its_window() -> None:
 
 def test_a_state_is_found_where_a_step_has_ended() -> None:
     memory, _ = make_memory(stateful=True)
-    tokens = Tokens(memory.chain(), prompt(48))
+    tokens = Tokens(memory.prefixes.chain(), prompt(48))
     first = begin(memory, tokens, found=0)
     compute(memory, (first, tokens, 0))
-    other = Tokens(memory.chain(), prompt(48) + prompt(4, 1))
+    other = Tokens(memory.prefixes.chain(), prompt(48) + prompt(4, 1))
     second = begin(memory, other, found=48)
     memory.ensure([StepDemand(second, 48, 52)])
     assert read_state(memory, second) == tokens.contents[-1]  # a copy: the first goes on in its own
@@ -252,13 +252,13 @@ def test_a_state_is_found_where_a_step_has_ended() -> None:
 
 def test_of_the_states_while_generating_only_the_last_is_kept() -> None:
     memory, _ = make_memory(num_pages=60, stateful=True)
-    tokens = Tokens(memory.chain(), prompt(16))
+    tokens = Tokens(memory.prefixes.chain(), prompt(16))
     sequence = begin(memory, tokens)
     compute(memory, (sequence, tokens, 0))
     for token in prompt(50, 7):
         tokens.ids.append(token)
         memory.append(sequence, len(tokens.ids))
-        memory.stage_prefix(sequence, tokens.ids, len(tokens.ids) - 1, len(tokens.ids))
+        memory.prefixes.stage_prefix(sequence, tokens.ids, len(tokens.ids) - 1, len(tokens.ids))
         compute(memory, (sequence, tokens, len(tokens.ids) - 1))
     memory.free(sequence)
     states = memory.report().groups[1]
@@ -311,7 +311,7 @@ def test_a_pin_shared_with_another_costs_nothing_more() -> None:
 def test_a_swapped_group_comes_back_as_it_was() -> None:
     """A parent and its fork share blocks before, in host memory, and after."""
     memory, _ = make_memory(num_pages=40, swap_pages=8, prefix_cache=False)
-    tokens = Tokens(memory.chain(), prompt(40))
+    tokens = Tokens(memory.prefixes.chain(), prompt(40))
     parent = begin(memory, tokens)
     compute(memory, (parent, tokens, 0))
     child = memory.fork(parent, 40)
@@ -337,7 +337,7 @@ def test_a_swapped_group_comes_back_as_it_was() -> None:
 def test_without_swap_space_nothing_is_swapped() -> None:
     memory, _ = make_memory(swap_pages=2)
     sequence = run(memory, prompt(40))
-    with pytest.raises(OutOfSwap, match="swap space free"):
+    with pytest.raises(OutOfSwap, match=r"8192 of 8192 \(swap_bytes\) are free"):
         memory.swap_out([sequence])
     memory.free(sequence)
     memory.check_idle()
@@ -354,7 +354,9 @@ def test_without_pages_nothing_comes_back_and_nothing_is_lost() -> None:
     memory.check_integrity()
     memory.free(filler)
     [sequence] = memory.swap_in(swapped)
-    assert read(memory, StepDemand(sequence, 0, 100), 0, "home") == Tokens(memory.chain(), prompt(100)).contents
+    assert (
+        read(memory, StepDemand(sequence, 0, 100), 0, "home") == Tokens(memory.prefixes.chain(), prompt(100)).contents
+    )
     memory.free(sequence)
     memory.check_idle()
     memory.close()
@@ -380,11 +382,11 @@ def test_digests_differ_by_all_that_comes_before() -> None:
 
 def in_a_region(memory: KVMemory, ids: list[int]) -> tuple[SequenceMemory, int]:
     """Compute a prompt in a region; returns how many of its tokens were cached, too."""
-    tokens = Tokens(memory.chain(), ids)
+    tokens = Tokens(memory.prefixes.chain(), ids)
     sequence = memory.create_sequence("region")
     found = memory.share_prefix(sequence, tokens.chain, tokens.ids)
     memory.append(sequence, len(ids), start=found)
-    memory.stage_prefix(sequence, ids, found, len(ids))
+    memory.prefixes.stage_prefix(sequence, ids, found, len(ids))
     compute(memory, (sequence, tokens, found))
     return sequence, found
 
@@ -392,20 +394,20 @@ def in_a_region(memory: KVMemory, ids: list[int]) -> tuple[SequenceMemory, int]:
 def test_a_named_state_is_not_gone_on_in() -> None:
     """There was room for the next tokens already, so nothing was copied, and the prefix had the state of another."""
     memory, _ = make_memory(stateful=True)
-    tokens = Tokens(memory.chain(), prompt(16))
+    tokens = Tokens(memory.prefixes.chain(), prompt(16))
     sequence = memory.create_sequence("block_table")
     memory.share_prefix(sequence, tokens.chain, prompt(48))
     memory.append(sequence, 48)
     for end in (16, 32):
         memory.append(sequence, end, start=end - 16)
-        memory.stage_prefix(sequence, prompt(48), end - 16, end)
+        memory.prefixes.stage_prefix(sequence, prompt(48), end - 16, end)
         tokens.ids = prompt(end)
         compute(memory, (sequence, tokens, end - 16))
-    other = Tokens(memory.chain(), prompt(16) + prompt(8, 1))
+    other = Tokens(memory.prefixes.chain(), prompt(16) + prompt(8, 1))
     second = begin(memory, other, found=16)
     memory.ensure([StepDemand(second, 16, 24)])
-    assert read_state(memory, second) == Tokens(memory.chain(), prompt(16)).contents[-1]
-    memory.abort_prefixes()
+    assert read_state(memory, second) == Tokens(memory.prefixes.chain(), prompt(16)).contents[-1]
+    memory.prefixes.abort_prefixes()
     memory.free(second)
     memory.free(sequence)
     memory.check_idle()
@@ -415,16 +417,16 @@ def test_a_named_state_is_not_gone_on_in() -> None:
 def test_other_tokens_after_a_truncation_have_another_name() -> None:
     """The chain kept the hashes of the tokens that were taken back, and the new ones were found under their name."""
     memory, _ = make_memory()
-    tokens = Tokens(memory.chain(), prompt(40))
+    tokens = Tokens(memory.prefixes.chain(), prompt(40))
     sequence = begin(memory, tokens)
     compute(memory, (sequence, tokens, 0))
     memory.append(sequence, 64)
-    memory.stage_prefix(sequence, prompt(64), 40, 64)
-    memory.abort_prefixes()
+    memory.prefixes.stage_prefix(sequence, prompt(64), 40, 64)
+    memory.prefixes.abort_prefixes()
     memory.truncate(sequence, 40)
     tokens.ids = prompt(40) + prompt(24, 5)
     memory.append(sequence, 64)
-    memory.stage_prefix(sequence, tokens.ids, 40, 64)
+    memory.prefixes.stage_prefix(sequence, tokens.ids, 40, 64)
     compute(memory, (sequence, tokens, 40))
     memory.free(sequence)
     memory.free(run(memory, prompt(70), found=40))
@@ -434,12 +436,12 @@ def test_other_tokens_after_a_truncation_have_another_name() -> None:
 
 def test_a_step_cannot_be_committed_when_the_writer_of_what_others_share_is_gone() -> None:
     memory, _ = make_memory()
-    first = begin(memory, Tokens(memory.chain(), prompt(48)))
-    second = begin(memory, Tokens(memory.chain(), prompt(40) + prompt(8, 1)), found=32)
+    first = begin(memory, Tokens(memory.prefixes.chain(), prompt(48)))
+    second = begin(memory, Tokens(memory.prefixes.chain(), prompt(40) + prompt(8, 1)), found=32)
     memory.free(first)
-    with pytest.raises(IntegrityError, match="between begin and commit"):
-        memory.commit_prefixes()
-    memory.abort_prefixes()
+    with pytest.raises(IntegrityError, match="between stage and commit"):
+        memory.prefixes.commit_prefixes()
+    memory.prefixes.abort_prefixes()
     memory.free(second)
     memory.free(run(memory, prompt(48), found=0))
     memory.check_idle()
@@ -450,16 +452,16 @@ def test_what_is_not_computed_yet_is_never_copied() -> None:
     """Its promise was gone with who gave it, so it passed for computed; a copy is made before the step."""
     memory, _ = make_memory()
     writer = memory.create_sequence("block_table")
-    chain = memory.chain()
+    chain = memory.prefixes.chain()
     memory.share_prefix(writer, chain, prompt(64))
-    memory.announce_prefill(writer, 64)
+    memory.prefixes.announce_prefill(writer, 64)
     other = memory.create_sequence("block_table")
-    memory.share_prefix(other, memory.chain(), prompt(64))
+    memory.share_prefix(other, memory.prefixes.chain(), prompt(64))
     memory.append(other, 64)
-    memory.stage_prefix(other, prompt(64), 0, 64)
+    memory.prefixes.stage_prefix(other, prompt(64), 0, 64)
     memory.free(writer)
-    assert memory.match(memory.chain(), prompt(45) + prompt(8, 1)).num_tokens == 32
-    memory.abort_prefixes()
+    assert memory.prefixes.match(memory.prefixes.chain(), prompt(45) + prompt(8, 1)).num_tokens == 32
+    memory.prefixes.abort_prefixes()
     memory.free(other)
     memory.close()
 
@@ -496,12 +498,12 @@ def test_places_before_the_window_do_not_keep_pages(no_thread: None) -> None:
     memory.free(first)
     second, found = in_a_region(memory, prompt(120))
     assert found == 112
-    while memory._groups[1].pool.num_cached:
-        memory._index.evict(1, 100)
-    with memory._lock:
-        block_ids = memory._allocator.allocate(memory._groups[0], memory.num_free_pages)
+    while memory.group_memories[1].pool.num_cached:
+        memory.tree.evict(1, 100)
+    with memory.lock:
+        block_ids = memory.allocator.allocate(memory.group_memories[0], memory.num_free_pages)
     assert memory.num_free_pages == 0
-    memory._allocator.free(memory._groups[0], block_ids)
+    memory.allocator.free(memory.group_memories[0], block_ids)
     memory.free(second)
     memory.check_idle()
     memory.close()
@@ -513,8 +515,8 @@ def test_a_reuse_without_a_region_changes_nothing() -> None:
     holder = memory.create_sequence("region")
     memory.append(holder, 16)
     sequence = memory.create_sequence("region")
-    with pytest.raises(VmemError, match="every region is taken"):
-        memory.share_prefix(sequence, memory.chain(), prompt(112))
+    with pytest.raises(VmemError, match="are held by other sequences"):
+        memory.share_prefix(sequence, memory.prefixes.chain(), prompt(112))
     assert [table.first for table in sequence.groups] == [0, 0]
     memory.free(holder)
     memory.free(sequence)
@@ -525,9 +527,9 @@ def test_a_reuse_without_a_region_changes_nothing() -> None:
 def test_empty_blocks_of_another_group_go_before_content() -> None:
     memory, _ = make_memory(num_pages=48, windowed=True)
     memory.free(run(memory, prompt(96)))
-    with memory._lock:
-        block_ids = memory._allocator.allocate(memory._groups[1], memory._pages.num_claimable)
-        memory._allocator.free(memory._groups[1], block_ids)
+    with memory.lock:
+        block_ids = memory.allocator.allocate(memory.group_memories[1], memory.pages.num_claimable)
+        memory.allocator.free(memory.group_memories[1], block_ids)
     sequence = memory.create_sequence("block_table")
     memory.append(sequence, 64)
     assert memory.report().evicted_blocks == 0
@@ -539,16 +541,16 @@ def test_wrong_use_is_refused() -> None:
     memory, _ = make_memory(swap_pages=20)
     sequence = run(memory, prompt(40))
     with pytest.raises(VmemError, match="cannot begin with a cached prefix"):
-        memory.share_prefix(sequence, memory.chain(), prompt(40))
+        memory.share_prefix(sequence, memory.prefixes.chain(), prompt(40))
     with pytest.raises(IntegrityError, match="twice"):
         memory.swap_out([sequence, sequence])
     with pytest.raises(PinError, match="cannot be pinned"):
         memory.pin("long", sequence, 41)
     swapped = memory.swap_out([sequence])
-    memory.discard_swapped(swapped)
-    with pytest.raises(IntegrityError, match="twice"):
-        memory.discard_swapped(swapped)
-    with pytest.raises(IntegrityError, match="given up"):
+    memory.swapping.discard_swapped(swapped)
+    with pytest.raises(IntegrityError, match="discarded before"):
+        memory.swapping.discard_swapped(swapped)
+    with pytest.raises(IntegrityError, match="discarded before"):
         memory.swap_in(swapped)
     memory.check_idle()
     memory.close()
@@ -557,10 +559,10 @@ def test_wrong_use_is_refused() -> None:
 def test_forks_tell_what_stays_without_them() -> None:
     memory, _ = make_memory(num_pages=60, windowed=True)
     parent = run(memory, prompt(112))
-    tokens = Tokens(parent.prefix.chain or memory.chain(), prompt(112))
+    tokens = Tokens(parent.prefix.chain or memory.prefixes.chain(), prompt(112))
     child = memory.fork(parent, 112, chain=tokens.chain.fork(112))
-    assert memory.shared_tokens([parent]) == [112]
-    assert memory.shared_tokens([parent, child]) == [0, 112]
+    assert memory.prefixes.shared_tokens([parent]) == [112]
+    assert memory.prefixes.shared_tokens([parent, child]) == [0, 112]
     memory.free(parent)
     memory.free(child)
     memory.close()

@@ -158,7 +158,7 @@ class _Engine:
                 pass
         if rng.random() < 0.02:
             self.revision += 1
-            pages = rng.randint(memory._pages.fewest, NUM_PAGES)
+            pages = rng.randint(memory.pages.fewest, NUM_PAGES)
             memory.set_budget(pages * PAGE_BYTES, self.revision)
         while memory.num_free_pages < 0 and self.written:
             memory.free(self.written.popitem()[0])
@@ -166,7 +166,7 @@ class _Engine:
     def _open(self) -> None:
         """A sequence that begins with what the prefix cache has of a document."""
         ids = DOCUMENTS[self.random.randrange(2)][: self.random.choice([20, 50, 100])]
-        tokens = Tokens(self.memory.chain(), ids)
+        tokens = Tokens(self.memory.prefixes.chain(), ids)
         sequence = self.memory.create_sequence(
             self.random.choice(["auto", "auto", "block_table"]), expected_tokens=len(ids)
         )
@@ -195,13 +195,13 @@ class _Engine:
             except (OutOfPages, MapError):
                 continue
             demands.append(StepDemand(sequence, start, end))
-            memory.stage_prefix(sequence, tokens.ids + self._next(sequence, end - start), start, end)
+            memory.prefixes.stage_prefix(sequence, tokens.ids + self._next(sequence, end - start), start, end)
         while self.backend.fake.num_running > MOST_RUNNING_STEPS:
             time.sleep(0.0001)
         try:
             memory.ensure(demands)
         except (OutOfPages, MapError):
-            memory.abort_prefixes()
+            memory.prefixes.abort_prefixes()
             return
         memory.plan([StepDemand(d.sequence, d.end, max(d.end + 1, d.sequence.num_tokens)) for d in demands])
         self.backend.fake.launch(pages_read(memory, demands))
@@ -212,7 +212,7 @@ class _Engine:
             values = tokens.contents[demand.start :]
             write(memory, demand, values, demand.sequence.view if demand.sequence.view == "region" else "home")
         memory.launched()
-        memory.commit_prefixes()
+        memory.prefixes.commit_prefixes()
         if demands:
             demand = self.random.choice(demands)
             for layer in (0, 1):

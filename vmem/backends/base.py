@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 
@@ -136,6 +136,15 @@ def one_at_a_time(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenat
             return method(self, *args, **kwargs)
 
     return cast(Callable[Concatenate[S, P], R], locked)
+
+
+def adjacent_runs(numbers: Sequence[int], step: int = 1) -> Iterator[tuple[int, int]]:
+    """(start, end) of each longest slice of `numbers` in which every number is the one before plus `step`."""
+    start = 0
+    for i in range(1, len(numbers) + 1):
+        if i == len(numbers) or numbers[i] != numbers[i - 1] + step:
+            yield start, i
+            start = i
 
 
 def retry_undo(undo: Callable[[], None]) -> None:

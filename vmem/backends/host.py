@@ -19,9 +19,8 @@ from collections.abc import Sequence
 
 import torch
 
-from vmem.backends.base import AddressRange, BackendAccounting, MemoryInfo, one_at_a_time
+from vmem.backends.base import AddressRange, BackendAccounting, MemoryInfo, adjacent_runs, one_at_a_time
 from vmem.errors import MapError, OutOfPages
-from vmem.runs import adjacent_runs
 
 _PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED, _MAP_FIXED_NOREPLACE, _MAP_NORESERVE = 0x10, 0x100000, 0x4000  # Python's mmap has no names for these

@@ -88,7 +88,7 @@ def _differences(
             SamplingParams(),
             1,
             None,
-            memory.chain(),
+            memory.prefixes.chain(),
             SequenceGroup(0, i),
             prompt.tolist(),
         )

@@ -231,16 +231,16 @@ class DraftProposer:
             logger.debug("no room for the draft of %s: %s", turn.request.request_id, error)
             return False
         # Guesses are not announced: nobody should find them in the prefix cache.
-        self._memory.stage_prefix(memory, shadow.token_ids, turn.first, turn.first + turn.num_tokens)
+        self._memory.prefixes.stage_prefix(memory, shadow.token_ids, turn.first, turn.first + turn.num_tokens)
         return True
 
     def _open(self, request: Request, count: int, idle: list[Request], turns: Sequence[_Turn]) -> bool:
         """A sequence for a new request, if the memory has room for it and for the rest of all others."""
-        chain = self._memory.chain(request.chain.keys)
-        match = self._memory.match(chain, request.token_ids)
+        chain = self._memory.prefixes.chain(request.chain.keys)
+        match = self._memory.prefixes.match(chain, request.token_ids)
         if match.is_being_computed and any(not turn.num_guesses for turn in turns):
             return False  # another one is computing the same prompt
-        needed = self._memory.pages_needed(match, len(request.token_ids) + count)
+        needed = self._memory.prefixes.pages_needed(match, len(request.token_ids) + count)
         while len(self._drafts) >= self._max_num_seqs or needed + self._reserve > self._memory.num_free_pages:
             if not idle:
                 return False
@@ -265,7 +265,7 @@ class DraftProposer:
             raise
         shadow.memory = memory
         self._drafts[request] = _Draft(shadow, len(request.token_ids))  # from here on `forget` frees it
-        self._memory.announce_prefill(memory, len(request.token_ids))
+        self._memory.prefixes.announce_prefill(memory, len(request.token_ids))
         return True
 
     @property
@@ -284,7 +284,7 @@ class DraftProposer:
         turns.sort(key=lambda turn: turn.draft.memory.view)
         guesses: dict[Request, list[int]] = {turn.request: [] for turn in turns}
         logits = self._run([Scheduled(turn.draft.shadow, turn.num_tokens) for turn in turns])
-        self._memory.commit_prefixes()
+        self._memory.prefixes.commit_prefixes()
         guessing = [turn for turn in turns if turn.num_guesses]
         position = 0
         while guessing:
@@ -333,7 +333,7 @@ class DraftProposer:
 
     def _abort(self, turns: Sequence[_Turn]) -> None:
         """Nobody knows what of the step was computed: its sequences begin again."""
-        self._memory.abort_prefixes()
+        self._memory.prefixes.abort_prefixes()
         for turn in turns:
             self.forget_request(turn.request)
 

@@ -120,7 +120,7 @@ def test_a_device_smaller_than_the_budget_fails_the_request(
         raise OutOfPages(1, 0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.memory._backend, "create", full)
+        patch.setattr(engine.memory.backend, "create", full)
         engine.submit("unlucky", prompts(100)[0], GREEDY)
         deltas: list[Delta] = []
         while engine.has_work:
@@ -165,8 +165,8 @@ def test_sequences_of_both_views_in_one_batch(make_checkpoint: MakeCheckpoint) -
     outputs = []
     for max_mappings in (50_000, 60):
         engine = make_engine(make_checkpoint, kv_memory_bytes=100 * BLOCK_BYTES, max_model_len=200)
-        engine.memory._views._max_mappings = max_mappings
-        background = engine.memory._background
+        engine.memory.regions.max_mappings = max_mappings
+        background = engine.memory.policy
         background._options = dataclasses.replace(background._options, max_mappings=max_mappings)
         for i, prompt in enumerate(prompts(60, 31, 47, 16, 90, 5)):
             engine.submit(str(i), prompt, GREEDY)

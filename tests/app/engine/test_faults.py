@@ -185,7 +185,7 @@ class Run:
         """Everybody's tokens, by output, and what they ended with."""
         engine = self.engine
         engine._cancel_all()  # of a test that has failed
-        engine.memory._index.clear()
+        engine.memory.tree.clear()
         self.owned.clear()
         outputs: Outputs = defaultdict(lambda: defaultdict(tuple))
         errors: dict[str, list[FolioError]] = defaultdict(list)
@@ -380,8 +380,14 @@ CASES = [
     *cases("load_report.LoadMeter", "note_begun", "plain"),
     # A step has its next tokens.
     *(
-        Case(f"vmem.memory.KVMemory.{name}", "plain")
-        for name in ("match", "share_prefix", "announce_prefill", "append", "stage_prefix")
+        Case(f"vmem.{name}", "plain")
+        for name in (
+            "prefix_cache.PrefixCache.match",
+            "memory.KVMemory.share_prefix",
+            "prefix_cache.PrefixCache.announce_prefill",
+            "memory.KVMemory.append",
+            "prefix_cache.PrefixCache.stage_prefix",
+        )
     ),
     # Its tokens are guessed.
     *cases("speculation.speculation", "_can_speculate", "guessed", expected=WITHOUT_GUESSES),
@@ -427,7 +433,7 @@ CASES = [
 EXEMPT = {
     "app.engine.scheduler.*": "composes the step out of the memory's books",
     "app.engine.execution.batch.*": "lays the step out",
-    "vmem.memory.KVMemory.*": "the memory's books: a call happens or changes nothing, else the engine stops",
+    "vmem.*": "the memory's accounting: a call happens or changes nothing, else the engine stops",
     "app.engine.decoding.Decoder._add": "the boundary itself",
     "app.engine.faults.attribute_failures.*": "the boundary itself",
     "app.engine.decoding.Decoder.end_sequence": "frees what the request has: it has to be done whatever happened",
@@ -513,7 +519,7 @@ def test_every_call_for_one_request_is_among_the_cases(run: Run) -> None:
 
     def note(frame: FrameType, event: str, _: object) -> None:
         module = frame.f_globals.get("__name__", "")
-        if event != "call" or not module.startswith(("app.engine.", "vmem.memory")):
+        if event != "call" or not module.startswith(("app.engine.", "vmem.memory", "vmem.prefix_cache")):
             return
         code = frame.f_code
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
@@ -637,7 +643,7 @@ def test_a_fork_that_fails_leaves_its_parent_alone(
 ) -> None:
     """The first of two forks stayed in its parent's group when the second one could not be made."""
     engine = run.engine
-    engine.memory._index.clear()
+    engine.memory.tree.clear()
     engine.submit("greedy", *OTHERS["greedy"][:2])
     output = [token for _ in range(2) for delta in engine.step() for token in delta.token_ids]
     with monkeypatch.context() as patches:

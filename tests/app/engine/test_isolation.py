@@ -48,19 +48,19 @@ def written_rows(engine: Engine, g: int) -> dict[int, int]:
     memory = engine.memory
     group = memory.groups[g]
     block_tokens = 1 if group.is_state else group.layout.block_tokens
-    holder, rows = memory._index._holder[g], defaultdict[int, int](int)
+    holder, rows = memory.tree._holder[g], defaultdict[int, int](int)
     for block_id, node in holder.items():
         rows[block_id] = 0 if node.pending else block_tokens
     # What the coming step writes is there for others of the same step, but not yet.
     starts = {
         block_id: pending.end - pending.num_tokens
-        for pending in memory._reuse._pending
-        for node, held in pending.held
-        if held == g
+        for pending in memory.prefixes._pending
+        for node, at in pending.indexed
+        if at == g
         for block_id in node.blocks[g] or ()
     }
     owners = [(r.memory, r.num_computed) for r in engine._scheduler.unfinished() if r.memory is not None]
-    owners += [(pinned, pinned.num_tokens) for pinned in memory._pins.sequences]
+    owners += [(pinned, pinned.num_tokens) for pinned in memory.pins.sequences]
     for sequence, num_computed in owners:
         table = sequence.groups[g]
         for i, block_id in enumerate(table.block_ids[table.first :], table.first):
@@ -72,12 +72,11 @@ def written_rows(engine: Engine, g: int) -> dict[int, int]:
 def poison(engine: Engine) -> int:
     """Fill what nobody may read; returns how many places that were."""
     memory, count = engine.memory, 0
-    with memory._lock, memory._quiet():
+    with memory.lock:
+        memory.mapper.wait_until_idle()
         for g, group in enumerate(memory.groups):
-            pool = memory._groups[g].pool
-            without_pages = {*pool._cold, *pool._moving}
             rows = written_rows(engine, g)
-            for block_id in set(range(pool.num_blocks)) - without_pages:
+            for block_id in (0, *memory.group_memories[g].handles):
                 start = rows.get(block_id, 0)
                 if group.is_state:
                     if start <= 0:
@@ -110,7 +109,7 @@ class Poisoned:
 
 def work(engine: Engine, way: str) -> Outputs:
     """Every kind of decoding, several at once, in chunks, with others' prefixes, preempted every few steps."""
-    engine.memory._index.clear()
+    engine.memory.tree.clear()
     repeating = tokens(9, 3) * 6
 
     def ask(name: str, prompt: list[int], **params: Any) -> None:
@@ -181,7 +180,7 @@ def test_only_what_was_written_is_read(
         poisoned.on, poisoned.num_places = True, 0
         assert work(poisoned.engine, way) == expected
         assert poisoned.num_places > 10_000
-    poisoned.engine.memory._index.clear()
+    poisoned.engine.memory.tree.clear()
     poisoned.engine.close()
 
 

@@ -76,7 +76,7 @@ def test_who_wants_what_is_being_computed_waits_for_it(make_checkpoint: MakeChec
     outputs = counted.run()
     assert counted.steps[:4] == [64] * 4
     assert [counted.cached[str(i)] for i in range(3)] == [0, 256, 256]
-    counted.engine.memory._index.clear()
+    counted.engine.memory.tree.clear()
     for i in range(3):
         counted.engine.submit(str(i), tokens(256) + tokens(16, 1 + i), GREEDY)
         assert counted.run() == {str(i): outputs[str(i)]}
@@ -252,10 +252,10 @@ def test_forks_that_cannot_run_together_are_refused(counted: Counted) -> None:
     counted.engine.submit("parent", tokens(40), SamplingParams(max_tokens=900))
     with pytest.raises(RequestError, match="in use"):
         counted.engine.fork("parent", "parent", GREEDY)
-    counted.engine.memory._pages.budget = 70
+    counted.engine.memory.pages.budget = 70
     with pytest.raises(RequestError, match="do not fit"):
         counted.engine.fork("parent", "child", SamplingParams(max_tokens=900))
-    counted.engine.memory._pages.budget = counted.engine.memory._pages.most
+    counted.engine.memory.pages.budget = counted.engine.memory.pages.most
     counted.engine.cancel("parent")
 
 
@@ -314,8 +314,8 @@ def test_a_prefix_pinned_after_traffic_stays(model: str, make_checkpoint: MakeCh
     counted.run()
     engine.pin("pin", "rules", tokens(70))
     counted.run()
-    for g, group in enumerate(engine.memory._groups):
-        engine.memory._index.evict(g, group.pool.num_cached)
+    for g, group in enumerate(engine.memory.group_memories):
+        engine.memory.tree.evict(g, group.pool.num_cached)
     engine.check_integrity()
     engine.submit("after", tokens(70), GREEDY)
     counted.run()
@@ -338,7 +338,7 @@ def test_who_shares_what_is_not_computed_yet_is_never_swapped(make_checkpoint: M
     scheduler.abort_step()
     fresh = counted.run()
     for i in range(2):
-        engine.memory._index.clear()
+        engine.memory.tree.clear()
         engine.submit(str(i), tokens(64) + tokens(8, 1 + i), GREEDY)
         assert counted.run() == {str(i): fresh[str(i)]}
     engine.close()
@@ -410,7 +410,7 @@ def test_without_host_memory_requests_are_computed_again(
 
     counted.engine.submit("0", tokens(40), GREEDY)
     counted.engine.step()
-    monkeypatch.setattr(counted.engine.memory._swapping._contents, "save", full)
+    monkeypatch.setattr(counted.engine.memory.contents, "save", full)
     counted.engine._scheduler._preempt(counted.engine._generations["0"].sequences[0].group)
     assert counted.engine._scheduler.num_preempted == {"swap": 0, "recompute": 1}
     assert counted.engine.report().swapped_bytes == 0

@@ -16,7 +16,7 @@ from app.engine.request import SequenceGroup
 from app.engine.scheduler import Scheduled, Scheduler
 from app.errors import RequestError
 from tests.conftest import SMALL, VOCAB_SIZE, MakeCheckpoint
-from vmem import KVMemory
+from vmem.prefix_cache import PrefixCache
 
 TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
 BLOCK_BYTES = 4096  # of 32 tokens
@@ -200,13 +200,13 @@ def test_what_runs_is_counted_once_and_not_for_each_draft(make: Any, monkeypatch
 def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths of the prompts that are looked up in the prefix cache to see whether they may begin."""
     lengths: list[int] = []
-    match = KVMemory.match
+    match = PrefixCache.match
 
-    def counted(memory: KVMemory, chain: Any, token_ids: Any) -> Any:
+    def counted(prefixes: PrefixCache, chain: Any, token_ids: Any) -> Any:
         lengths.append(len(token_ids))
-        return match(memory, chain, token_ids)
+        return match(prefixes, chain, token_ids)
 
-    monkeypatch.setattr(KVMemory, "match", counted)
+    monkeypatch.setattr(PrefixCache, "match", counted)
     return lengths
 
 

@@ -227,7 +227,7 @@ class Run:
     def __init__(self, engine: Engine, reference: Reference) -> None:
         self.engine = engine
         self.reference = reference
-        engine.memory._index.clear()
+        engine.memory.tree.clear()
         self.begun: dict[str, tuple[list[int], SamplingParams, int]] = {}
         self.outputs: dict[str, list[int]] = {}
         self.several: dict[str, int] = {}  # outputs to come
@@ -318,7 +318,7 @@ class Run:
         HAPPENED["pin"] += 1
 
     def set_budget(self, share: float) -> None:
-        pages = self.engine.memory._pages
+        pages = self.engine.memory.pages
         self.revision += 1
         fewest = pages.fewest + pages.num_pinned
         self.engine.set_budget(round(fewest + share * (pages.most - fewest)) * pages.page_bytes, self.revision)

@@ -229,7 +229,7 @@ def test_nothing_waits_for_the_memory_on_the_event_loop() -> None:
     in_time: list[bool] = []
 
     def hold() -> None:
-        with memory._lock:
+        with memory.lock:
             held.set()
             in_time.append(loop_went_on.wait(60))
 

@@ -81,7 +81,7 @@ def generate(folder: Path, launch: Launch = thread_ranks, **settings: Any) -> tu
                         engine.fork(i, fork, SamplingParams(max_tokens=NEW_TOKENS - 6, temperature=0))
                         outputs[fork] = outputs[i][:6]
             if "fork of 3" in outputs:
-                pages = engine.memory._pages
+                pages = engine.memory.pages
                 engine.set_budget(pages.fewest * pages.page_bytes, revision=1)
             engine.check_integrity()
         return outputs, engine
@@ -97,9 +97,9 @@ def test_greedy_tokens_are_those_of_one_rank(name: str, size: int, make_checkpoi
         _expected[name], _ = generate(folder)
     actual, engine = generate(folder, tensor_parallel_size=size, preemption="swap" if size == 2 else "recompute")
     assert actual == _expected[name]
-    assert engine.memory._index.counts.hit_tokens > 100
+    assert engine.memory.tree.counts.hit_tokens > 100
     assert sum(engine._scheduler.num_preempted.values()) > 0
-    assert engine.memory._copies.num_copied > 0
+    assert engine.memory.copies.num_copied > 0
 
 
 @pytest.mark.parametrize("launch", [socket_ranks, pytest.param(spawn_ranks, marks=pytest.mark.processes)])

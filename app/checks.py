@@ -1,11 +1,11 @@
-"""What is wrong with a configuration: all of it, a line each, before anything starts.
+"""Faults of a configuration: all of them, a line each, before anything starts.
 
-A line names the file, the key as in the YAML, its value, and what is allowed or the nearest known key:
+A line has the file, the key as in the YAML, its value, and the allowed values or the nearest known key:
 
     serve_config.yaml: applications[0].args.engine.max_num_seq is not a setting; the nearest is max_num_seqs
 
-The models that validate when the server starts say what is allowed: Serve's for its own settings, `AppArgs` for ours.
-Serve's ignore unknown keys, so these are looked for here. Of a checkpoint the heads of its files are read.
+Values are validated by the models that the server uses: Serve's for its own settings, `AppArgs` for ours. Serve's
+models ignore unknown keys, which are therefore found here. Of a checkpoint the heads of its files are read.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ FOLIO = "app.main:build"
 DEPLOYMENTS = ("Ingress", "EngineReplica")
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_MOST_SHOWN = 80  # characters of a value
-_MOST_LISTED = 12  # keys where none is near
+_MAX_SHOWN_CHARS = 80  # of a value
+_MAX_LISTED = 12  # known keys, when none is near
 
 
 def load_config(path: Path, *, is_local: bool = True) -> ServeDeploySchema:
-    """A file that `serve deploy` takes, checked.
+    """Load and check a configuration file of `serve deploy`.
 
     Args:
-        is_local: the server runs on this machine, so that modules and models it names must be here.
+        is_local: the server runs on this machine: named modules and models must exist here.
 
     Raises:
-        ConfigError: with a line for each fault.
+        ConfigError: a line for each fault.
     """
     try:
         value = _parsed(path)
@@ -64,14 +64,14 @@ def load_config(path: Path, *, is_local: bool = True) -> ServeDeploySchema:
 
 
 def check_args(args: AppArgs) -> None:
-    """Of an application that is about to be deployed. Raises `ConfigError` with a line for each fault."""
+    """Check an application's arguments. Raises `ConfigError` with a line for each fault."""
     faults = _Faults()
     faults.check_models(args.engine, "args.engine")
     faults.close()
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML takes the last of several equal keys, and drops the others."""
+    """Loader that refuses equal keys, of which YAML keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -79,7 +79,7 @@ class _UniqueKeys(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if key.value in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key.value} is there twice", key.start_mark
+                        None, None, f"the key {key.value} occurs twice", key.start_mark
                     )
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
@@ -104,29 +104,29 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """What a model says of one of its keys. `kind`: the model of its value, or of the entries of its value."""
+    """One key of a model. `kind`: the model of its value, or of the entries of a list."""
 
     kind: Any = None
     is_list: bool = False
 
 
 class _Faults:
-    """Collects lines."""
+    """Collects a line for each fault."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, None] = {}  # ordered; models of models find some twice
+        self._lines: dict[str, None] = {}  # ordered; nested models find some twice
 
     def add(self, lines: Iterable[str]) -> None:
         self._lines.update(dict.fromkeys(" ".join(line.split()) for line in lines))
 
     def close(self) -> None:
-        """Raises `ConfigError` if there are any."""
+        """Raise `ConfigError` if there are faults."""
         if self._lines:
             raise ConfigError("\n".join(self._lines))
 
     def check_value(self, kind: Any, value: object, path: str) -> bool:
-        """Hold a value against a model, and each part of it against the model of the part, so that all faults are
-        found and not only the first model's. Returns whether it is valid, apart from unknown keys."""
+        """Validate a value, and each part of it by the part's model, so that all faults are found and not only the
+        first model's. Returns whether the value is valid, apart from unknown keys."""
         if not isinstance(value, dict):
             return self._validate(kind, value, path, skipped=frozenset())
         settings, known, invalid = _settings(kind), {}, set()
@@ -138,18 +138,18 @@ class _Faults:
             if setting.kind is None or part is None:
                 continue
             parts = list(enumerate(part)) if setting.is_list and isinstance(part, list) else [(None, part)]
-            for i, one in parts:
+            for i, entry in parts:
                 where = _join(path, key) if i is None else f"{_join(path, key)}[{i}]"
-                if isinstance(one, dict) and not self.check_value(setting.kind, one, where):
+                if isinstance(entry, dict) and not self.check_value(setting.kind, entry, where):
                     invalid.add(key)
         kept = {key: _without_unknown(settings[key], part) for key, part in known.items() if key not in invalid}
         return self._validate(kind, kept, path, frozenset(invalid)) and not invalid
 
     def _validate(self, kind: Any, value: object, path: str, skipped: frozenset[str]) -> bool:
-        """`skipped`: keys with faults that have been told, and are left out of the value."""
+        """`skipped`: keys left out of the value, whose faults are known."""
         try:
             TypeAdapter(kind).validate_python(value)
-        except ConfigError as error:  # ours begin with the key
+        except ConfigError as error:  # its lines begin with the key
             self.add(_join(path, line) for line in str(error).splitlines())
             return False
         except ValidationError as error:
@@ -157,12 +157,12 @@ class _Faults:
             self.add(lines)
             return not lines
         except (ImportError, AttributeError, TypeError, ValueError) as error:
-            self.add([f"{path}: {error}"])  # Serve imports what some settings name
+            self.add([f"{path}: {error}"])  # from importing what a setting names
             return False
         return True
 
     def check_application(self, application: Mapping[str, Any], path: str, *, is_local: bool) -> None:
-        """What Serve's models do not know: an application of ours has certain deployments, and a model."""
+        """Check Folio's deployments and models, which Serve's models do not know."""
         import_path = str(application.get("import_path", "")).replace(".build", ":build")
         module = import_path.partition(":")[0]
         if module == FOLIO.partition(":")[0] and import_path != FOLIO:
@@ -170,7 +170,7 @@ class _Faults:
         elif import_path == FOLIO:
             self._check_folio(application, path, is_local=is_local)
         elif is_local and module and not application.get("runtime_env") and not _is_module(module):
-            self.add([f"{path}.import_path is {application['import_path']!r}; there is no module {module}"])
+            self.add([f"{path}.import_path is {application['import_path']!r}; no module {module} exists"])
 
     def _check_folio(self, application: Mapping[str, Any], path: str, *, is_local: bool) -> None:
         for i, deployment in enumerate(_dicts(application.get("deployments"))):
@@ -188,14 +188,14 @@ class _Faults:
             self._check_here(engine, f"{path}.args.engine")
 
     def _check_here(self, engine: Mapping[str, Any], path: str) -> None:
-        """What the machine and its files say of an engine's settings."""
+        """Check an engine's settings against this machine and its files."""
         known = {key: value for key, value in engine.items() if key in _settings(EngineConfig)}
-        # A wrong setting is no reason to be silent about the others, unless it is one that says what to look at.
+        # With an invalid setting, check at least what concerns models.
         for kept in (known, {key: known[key] for key in _OF_MODELS if key in known}):
             try:
                 config = TypeAdapter(EngineConfig).validate_python(kept)
             except (ConfigError, ValidationError):
-                assert self._lines  # has been told
+                assert self._lines  # the fault is known
             else:
                 self.add(_join(path, line) for line in check_resources(config, Machine.detect()))
                 self.check_models(config, path)
@@ -208,7 +208,7 @@ class _Faults:
         self.check_value(ScalingTargets, kwargs, f"{path}.policy_kwargs")
 
     def check_models(self, engine: EngineConfig, path: str) -> None:
-        """Folders of checkpoints and adapters. What is on the Hub is looked for when it is loaded."""
+        """Check folders of checkpoints and adapters. Hub ids are checked when they are loaded."""
         for key, model in (("model", engine.model), ("draft_model", engine.draft_model)):
             if model is None:
                 continue
@@ -220,26 +220,26 @@ class _Faults:
                 )
                 ranks = engine.tensor_parallel_size if key == "model" else 1
                 self.add(f"{path}.tensor_parallel_size is {ranks}; {fault}" for fault in rank_faults(folder, ranks))
-            elif (why := _why_no_hub_id(model)) is not None:
-                self.add([f"{_join(path, key)} is {model!r}; {why}"])
+            elif (reason := _why_not_hub_id(model)) is not None:
+                self.add([f"{_join(path, key)} is {model!r}; {reason}"])
         for name, source in engine.adapters.items():
             where = f"{path}.adapters.{name}"
             if Path(source).is_dir():
                 if not (Path(source) / "adapter_config.json").is_file():
-                    self.add([f"{where} is {source!r}, which has no adapter_config.json: it is no LoRA adapter"])
-            elif (why := _why_no_hub_id(source)) is not None:
-                self.add([f"{where} is {source!r}; {why}"])
+                    self.add([f"{where} is {source!r}, a folder without adapter_config.json; a LoRA adapter has one"])
+            elif (reason := _why_not_hub_id(source)) is not None:
+                self.add([f"{where} is {source!r}; {reason}"])
 
 
 _OF_MODELS = ("model", "draft_model", "speculation", "tensor_parallel_size", "load_format", "adapters")
 
 
-def _why_no_hub_id(model: str) -> str | None:
-    """`None`: it may be one."""
+def _why_not_hub_id(model: str) -> str | None:
+    """Why a name is no Hub id; `None` if it may be one."""
     if Path(model).exists():
-        return "that is a file; it must be a folder with config.json, or a Hub id"
+        return "a file; it must be a folder with config.json, or a Hub id"
     if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
-        return "there is no such folder, and a Hub id has the form name or owner/name"
+        return "no such folder exists, and a Hub id has the form name or owner/name"
     return None
 
 
@@ -260,12 +260,12 @@ def _setting(annotation: Any) -> _Setting:
 
 
 def _parts(annotation: Any) -> tuple[Any, ...]:
-    """The types of a union, or the one type."""
+    """The types of a union, or the single type."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
 def _without_unknown(setting: _Setting, value: Any) -> Any:
-    """Keys that have been told are not to be told again."""
+    """The value without unknown keys, whose faults are known."""
     if isinstance(value, list) and setting.is_list:
         return [_without_unknown(_Setting(setting.kind), part) for part in value]
     if setting.kind is None or not isinstance(value, dict):
@@ -275,8 +275,8 @@ def _without_unknown(setting: _Setting, value: Any) -> Any:
 
 
 def _lines(error: ValidationError, value: object, path: str, skipped: frozenset[str]) -> Iterator[str]:
-    """One for each key. Pydantic has an entry for each type that the value might have had."""
-    wanted: dict[str, tuple[object, list[str]]] = {}
+    """A line for each key. Pydantic has an entry for each type of a union."""
+    expected: dict[str, tuple[object, list[str]]] = {}
     for entry in error.errors(include_url=False):
         where, found, location = path, value, entry["loc"]
         if entry["type"] == "missing":
@@ -294,10 +294,10 @@ def _lines(error: ValidationError, value: object, path: str, skipped: frozenset[
         if message.startswith("Input should be"):
             allowed = message.removeprefix("Input should be ").partition(", unable")[0]
             allowed = re.sub(r"^(a valid|a) dictionary( or (an )?instance of .*)?$", "a mapping", allowed)
-            wanted.setdefault(where, (found, []))[1].append(allowed)
+            expected.setdefault(where, (found, []))[1].append(allowed)
         else:
             yield f"{where}: {message}" if where else message
-    for where, (found, allowed_ones) in wanted.items():
+    for where, (found, allowed_ones) in expected.items():
         yield f"{where or 'it'} is {_shown(found)}; it must be {' or '.join(dict.fromkeys(allowed_ones))}"
 
 
@@ -310,15 +310,15 @@ def _shown(value: object) -> str:
         text = json.dumps(value, ensure_ascii=False)  # null and true, as in YAML
     except (TypeError, ValueError):
         text = str(value)
-    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "…"
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
     names = list(known)
     if near := difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.6):
         return f"the nearest is {near[0]}"
-    more = ", …" if len(names) > _MOST_LISTED else ""
-    return f"there are {', '.join(names[:_MOST_LISTED])}{more}"
+    more = ", …" if len(names) > _MAX_LISTED else ""
+    return f"there are {', '.join(names[:_MAX_LISTED])}{more}"
 
 
 def _dicts(value: object) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint's folder, found in its files' heads: without torch, and without reading weights."""
+"""Faults of a checkpoint's folder, found in the heads of its files, without torch and without reading weights."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-# What transformers' table of each name has are model types.
+# Names of transformers' tables of model types.
 _CAUSAL, _MASKED, _SEQ2SEQ = "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"
 _INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 _LFS_POINTER = b"version https://git-lfs"
-# Of a file's header, as `safetensors` allows.
-_MOST_HEADER_BYTES = 100_000_000
+# Limit of the `safetensors` library.
+_MAX_HEADER_BYTES = 100_000_000
 
 
 def checkpoint_faults(folder: Path, *, weights: bool = True) -> Iterator[str]:
-    """
-    Args:
-        weights: whether they are wanted; else config and tokenizer are enough.
+    """A sentence for each fault that would make loading fail or outputs wrong; each names its file.
 
-    Yields:
-        a sentence for each fault that loading would end in, or that would be served wrongly; each names its file.
+    Args:
+        weights: check the weights, too.
     """
     try:
         config = _json(folder / "config.json")
@@ -41,11 +39,11 @@ def checkpoint_faults(folder: Path, *, weights: bool = True) -> Iterator[str]:
 
 
 def rank_faults(folder: Path, tensor_parallel_size: int) -> Iterator[str]:
-    """Why so many ranks cannot share the model: heads are never cut, and several ranks may have the same KV head."""
+    """Why the model cannot be divided among the ranks: no head is cut; several ranks may have the same KV head."""
     try:
         text = _text_config(_json(folder / "config.json"))
     except ValueError:
-        return  # which `checkpoint_faults` tells
+        return  # a fault of `checkpoint_faults`
     query, key_value = (text.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(query, int) and query % tensor_parallel_size:
         yield f"the {query} attention heads of {folder} must be a multiple of it"
@@ -54,7 +52,7 @@ def rank_faults(folder: Path, tensor_parallel_size: int) -> Iterator[str]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Raises `ValueError` with a sentence when it is no JSON object."""
+    """Raises `ValueError` with a sentence unless the file is a JSON object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -79,12 +77,12 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _architecture_faults(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
     path, kind = folder / "config.json", config.get("model_type")
     if not isinstance(kind, str):
-        yield f"{path} has no model_type, so that the architecture is not known"
+        yield f"{path} has no model_type; the architecture is unknown"
         return
     if config.get("is_encoder_decoder", kind in _model_types(_SEQ2SEQ)):
         yield f"{path}: {kind} is an encoder-decoder model; Folio serves text-generating decoders only"
     elif kind in _model_types(_MASKED) and not config.get("is_decoder", False):
-        yield f"{path}: {kind} is an encoder, not a text-generating decoder, which is what Folio serves"
+        yield f"{path}: {kind} is an encoder; Folio serves text-generating decoders only"
     elif not {kind, _text_config(config).get("model_type")} & _model_types(_CAUSAL):
         yield f"{path}: {kind} is no text-generating decoder that transformers {_transformers()[1]} knows"
 
@@ -95,10 +93,10 @@ def _model_types(table: str) -> frozenset[str]:
 
 @cache
 def _transformers() -> tuple[Mapping[str, frozenset[str]], str]:
-    """The model types of transformers' tables, and its version, both read from its source: importing it takes seconds.
+    """Model types of transformers' tables, and its version, from its source, because importing it takes seconds.
 
     Raises:
-        LookupError: this version of transformers has no such tables there.
+        LookupError: this version of transformers has no such tables.
     """
     spec = find_spec("transformers")
     assert spec is not None
@@ -138,7 +136,7 @@ def _tokenizer_faults(folder: Path, vocab_size: object) -> Iterator[str]:
 
 
 def _ids_of_text(content: Mapping[str, Any]) -> dict[str, int]:
-    """The tokens that text can become. Special ones it cannot: a model of text may lack those of images."""
+    """Ids of the tokens that text can become. A text model may lack special tokens, such as those of images."""
     vocabulary = (content["model"]).get("vocab") or {}
     ids = dict(vocabulary) if isinstance(vocabulary, dict) else {piece[0]: i for i, piece in enumerate(vocabulary)}
     for token in content.get("added_tokens") or ():
@@ -151,8 +149,8 @@ def _ids_of_text(content: Mapping[str, Any]) -> dict[str, int]:
 
 def _weight_faults(folder: Path) -> Iterator[str]:
     files, index = sorted(folder.glob("*.safetensors")), folder / _INDEX
-    if (whole := folder / "model.safetensors").is_file():  # which transformers takes first
-        files = [whole]
+    if (single := folder / "model.safetensors").is_file():  # preferred by transformers
+        files = [single]
     elif index.is_file():
         try:
             names = sorted({str(name) for name in _json(index)["weight_map"].values()})
@@ -170,7 +168,7 @@ def _weight_faults(folder: Path) -> Iterator[str]:
 
 
 def _safetensors_faults(path: Path) -> Iterator[str]:
-    """The format: a length in 8 bytes, a JSON header of that many, and the tensors, which end where it says."""
+    """The format: the header's length in 8 bytes, a JSON header, and the tensors, which end where the header says."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(len(_LFS_POINTER))
@@ -179,12 +177,12 @@ def _safetensors_faults(path: Path) -> Iterator[str]:
             return
         header_bytes = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else size
         file.seek(8)
-        header = file.read(header_bytes) if header_bytes <= min(size - 8, _MOST_HEADER_BYTES) else b""
+        header = file.read(header_bytes) if header_bytes <= min(size - 8, _MAX_HEADER_BYTES) else b""
     try:
         tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
         needed = 8 + header_bytes + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
     except (ValueError, AttributeError, TypeError, LookupError):
-        yield f"{path} has {size} bytes and no whole safetensors header: it is truncated, or damaged; copy it again"
+        yield f"{path} has {size} bytes and no complete safetensors header: it is truncated or damaged; copy it again"
         return
     if size != needed:
-        yield f"{path} has {size} bytes and its header says {needed}: it is truncated, or damaged; copy it again"
+        yield f"{path} has {size} bytes and its header says {needed}: it is truncated or damaged; copy it again"

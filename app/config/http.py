@@ -1,4 +1,4 @@
-"""`args.http` of the YAML: what protects the HTTP interface."""
+"""HTTP settings (`args.http` in the YAML): API keys, limits, sizes, timeouts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class _Settings(BaseModel):
 
 
 class RateLimits(_Settings):
-    """What one caller may ask of all ingress replicas together (see `shares.py`); `None`: as much as it likes.
+    """Limits of one caller over all ingress replicas (`app.edge.limits`); `None`: no limit.
 
     Attributes:
-        requests_per_minute: may also come at once after a minute without any.
-        tokens_per_minute: of prompts, counted when they are known, and of outputs, counted as they are generated.
-        concurrent_requests: that are being answered.
+        requests_per_minute: may also come at once, after a minute without any.
+        tokens_per_minute: of prompts, counted when tokenised, and of outputs, counted as generated.
+        concurrent_requests: requests in flight.
     """
 
     requests_per_minute: PositiveInt | None = None
@@ -26,8 +26,7 @@ class RateLimits(_Settings):
 
 
 class KeySource(_Settings):
-    """Where API keys are: in a file, which is read again when it changes, or in an environment variable. Both are those
-    of the ingress replica, on its node."""
+    """Source of API keys on the ingress's node: a file, read again when it changes, or an environment variable."""
 
     file: Path | None = None
     env: str | None = None
@@ -35,30 +34,29 @@ class KeySource(_Settings):
     @model_validator(mode="after")
     def _check_one(self) -> KeySource:
         if (self.file is None) == (self.env is None):
-            raise ValueError("api_keys needs either file, a path, or env, the name of an environment variable")
+            raise ValueError("set either file, a path, or env, the name of an environment variable")
         return self
 
 
 class HttpSettings(_Settings):
-    """Protection of the HTTP interface. Limits of callers hold over all ingress replicas, other ones for each of them.
+    """Protection of the HTTP interface. Limits of callers hold over all ingress replicas, others for each of them.
 
     Attributes:
-        api_keys: who may call; `None`: everybody who can reach the port.
-        open_paths: these need no key and count towards no limit.
-        operator_paths: these, and what is below them, need a key that is an operator's, if `api_keys` is set.
-        key_limits: of each key that has none of its own.
-        address_limits: of each client address, where there are no keys, and of those that send a wrong one.
-        max_addresses: as many are told apart; when more call at once, the further ones share the limits of one.
-        max_concurrent_requests: of all callers together, in one ingress replica; more are answered 503.
+        api_keys: valid keys; `None`: everybody who can reach the port may call.
+        open_paths: paths that need no key and count towards no limit.
+        operator_paths: paths that need an operator's key, and all paths below them, if `api_keys` is set.
+        key_limits: of each key without limits of its own.
+        address_limits: of each client address without `api_keys`; with them, of addresses that send a wrong key.
+        max_addresses: addresses with limits of their own; while more are active, the others share one address's limits.
+        max_concurrent_requests: of all callers together in one ingress replica; further ones are answered 503.
         max_body_bytes: of a request; longer ones are answered 413.
-        body_timeout_s: a body that has not arrived after so long is answered 408.
-        max_headers: number of header lines, and
-        max_header_bytes: their size; more is answered 431.
+        body_timeout_s: a body that takes longer to arrive is answered 408.
+        max_headers, max_header_bytes: number and size of header lines; more is answered 431.
         max_url_bytes: path and query; longer ones are answered 414.
-        default_timeout_s: `timeout_s` of requests that name none; by default `max_timeout_s`.
-        max_timeout_s: requests that name a longer one are refused.
-        cors_origins: web pages of these origins may call from a browser; "*": of all.
-        log_requests: one line for each request in the log, without any of its text.
+        default_timeout_s: `timeout_s` of requests without one; by default `max_timeout_s`.
+        max_timeout_s: requests with a longer `timeout_s` are refused.
+        cors_origins: origins of web pages that may call from a browser; "*": all.
+        log_requests: one log line for each request, without any of its text.
     """
 
     api_keys: KeySource | None = None
@@ -82,7 +80,7 @@ class HttpSettings(_Settings):
     def _check_timeouts(self) -> HttpSettings:
         default, most = self.default_timeout_s, self.max_timeout_s
         if default is not None and most is not None and default > most:
-            raise ValueError(f"default_timeout_s is {default} and max_timeout_s {most}; the former must not be longer")
+            raise ValueError(f"default_timeout_s is {default}; it must not be longer than max_timeout_s, {most}")
         return self
 
 
@@ -90,14 +88,14 @@ class KeyEntry(_Settings):
     """One API key in a file.
 
     Attributes:
-        name: appears in the log, never the key.
-        key: itself, at least 16 characters; or
-        sha256: of the key, in hexadecimal, so that the file need not hold it.
-        tenant: whose requests these are; bodies that name another are refused. `None`: bodies may name any.
-        models: models and adapters that may be asked for; `None`: all.
-        operator: whether it is good for `operator_paths`, too.
-        best_priority: bodies may not ask for a lower `priority`, which would go first.
-        limits: instead of `key_limits`.
+        name: appears in the log in place of the key.
+        key: the key itself, at least 16 characters; or
+        sha256: its SHA-256 in hexadecimal, so that the file need not hold the key.
+        tenant: of all requests with the key; bodies with another tenant are refused. `None`: bodies may name any.
+        models: allowed models and adapters; `None`: all.
+        operator: `operator_paths` are allowed.
+        best_priority: the lowest `priority` allowed; lower ones go first.
+        limits: in place of `key_limits`.
     """
 
     name: str = Field(min_length=1, max_length=64, pattern=r"^[\w.@-]+$")
@@ -112,7 +110,7 @@ class KeyEntry(_Settings):
     @model_validator(mode="after")
     def _check_one(self) -> KeyEntry:
         if (self.key is None) == (self.sha256 is None):
-            raise ValueError("needs either key or sha256")
+            raise ValueError("set either key or sha256")
         return self
 
 

@@ -1,5 +1,4 @@
-"""What memory, mappings and cores this process may use, and which settings do not fit. Imports nothing heavy: it is
-asked before anything starts."""
+"""Machine resources that this process may use, and settings that exceed them. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,25 +11,25 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from app.config.engine import EngineConfig
 
-# The scheduler looks at every running sequence in each step, and each may have a range of addresses of its own.
+# The scheduler visits every running sequence in each step, and each may have a region of its own.
 MOST_SEQS = 1 << 16
-# A step of more tokens takes seconds on any device, and nothing else begins or ends meanwhile.
+# A step of more tokens takes seconds on any device, during which no request begins or ends.
 MOST_STEP_TOKENS = 1 << 20
-# Of the memory, left to what grows beside weights, steps and the KV cache: the interpreter, requests, page tables.
+# Share of the memory left to the interpreter, requests and page tables, beside weights, steps and the KV cache.
 SPARE_SHARE = 1 / 16
 _DEFAULT_MAP_COUNT = 65_530  # Linux's vm.max_map_count
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this process may use of the machine it is on.
+    """Resources of this machine that the process may use.
 
     Attributes:
         memory_bytes: all memory, or the lowest limit of the control groups that the process is in.
-        available_bytes: what of that can be had now without swapping: free, or the page cache's.
-        limited: whether a control group is what limits the memory.
+        available_bytes: available now without swapping: free, or in the page cache.
+        limited: a control group limits the memory.
         num_cores: by affinity and by the control groups' processor quota, rounded up.
-        max_map_count: memory mappings of one process at most, vm.max_map_count.
+        max_map_count: most memory mappings of one process (vm.max_map_count).
     """
 
     memory_bytes: int
@@ -41,10 +40,10 @@ class Machine:
 
     @classmethod
     def detect(cls, root: Path = Path("/")) -> Self:
-        """Control groups of version 1 and 2, at their usual places.
+        """Read /proc and the control groups of versions 1 and 2.
 
         Args:
-            root: where `proc` and `sys` are.
+            root: the folder of `proc` and `sys`.
 
         Raises:
             OSError: there is no /proc.
@@ -67,7 +66,7 @@ class Machine:
 
 
 def resident_bytes(root: Path = Path("/")) -> int:
-    """What this process has in memory now, but for shared memory: a KV cache counts there at each of its addresses."""
+    """Resident memory of this process without shared memory, where a KV cache counts at each of its addresses."""
     status = _fields((root / "proc/self/status").read_text())
     return (status["RssAnon:"] + status["RssFile:"]) << 10
 
@@ -78,13 +77,13 @@ def num_threads(config: EngineConfig) -> int:
 
 
 def check_resources(config: EngineConfig, machine: Machine, *, reserved_bytes: int = 0) -> list[str]:
-    """Why the settings do not fit the machine, a line for each that does not: name, value, what is allowed and why.
+    """A line for each setting that exceeds the machine: name, value, bound, reason.
 
-    A ceiling may be more than is available now, because it is taken as needed, and another replica that has the memory
-    may be about to stop; a floor may not. Defaults are no problem: they shrink to what there is.
+    A ceiling may exceed what is available now: it is taken as needed, and the replica that has the memory may be about
+    to stop. A floor may not. Defaults shrink to what is available.
 
     Args:
-        reserved_bytes: of each rank, what its weights and its steps take of the machine's memory, if that is known.
+        reserved_bytes: memory for weights and steps of each rank, if known.
     """
     problems: list[str] = []
     defaults = {field.name: field.default for field in fields(config)}
@@ -101,17 +100,17 @@ def check_resources(config: EngineConfig, machine: Machine, *, reserved_bytes: i
         taken = f"; weights and steps take {_gib(reserved_bytes)}" if reserved_bytes else ""
         at_most("kv_memory_bytes", most_bytes - reserved_bytes, why + taken)
         at_most("kv_memory_floor_bytes", machine.available_bytes // ranks, why)
-        cores = f"this process may use {machine.num_cores} cores, and more threads would wait for each other"
+        cores = f"this process may use {machine.num_cores} cores, and further threads would wait"
         at_most("num_threads", machine.num_cores, cores)
     at_most("swap_bytes", most_bytes, why)
-    at_most("max_num_seqs", MOST_SEQS, "every step looks at each running sequence")
+    at_most("max_num_seqs", MOST_SEQS, "every step visits each running sequence")
     at_most("max_num_batched_tokens", MOST_STEP_TOKENS, "a step would take too long")
     return problems
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, used) in bytes of each control group that limits this process's memory. The page cache that nobody has
-    used lately does not count as used (`kubectl top` counts alike)."""
+    """(limit, used) in bytes of each control group that limits this process's memory. Inactive page cache does not
+    count as used (nor does it in `kubectl top`)."""
     for folder, unified in _groups(root, "memory"):
         limit_name, used_name, cache_name = (
             ("memory.max", "memory.current", "inactive_file")
@@ -140,8 +139,8 @@ def _quotas(root: Path) -> Iterator[int]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """(folder, whether of version 2) of the control groups above this process that can be seen. In a container the
-    topmost is the container's own, whatever /proc calls it."""
+    """(folder, whether of version 2) of the visible control groups above this process. In a container the topmost is
+    the container's own, whatever its name in /proc."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

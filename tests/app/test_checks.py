@@ -1,4 +1,4 @@
-"""Configurations that cannot work: each fault is a line, all of them come at once, and nothing is started for it."""
+"""Configurations with faults: a line for each fault, all at once, and nothing is started."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def application(**settings: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("file", ["serve_config.yaml", "examples/hotel_desk/hotel_desk.yaml"])
-def test_the_files_that_come_with_folio_are_good(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folios_own_files_are_valid(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
     config = load_config(ROOT / file)
     assert config.applications
@@ -89,9 +89,9 @@ def test_the_files_that_come_with_folio_are_good(file: str, monkeypatch: pytest.
             "which is 67108864",
         ),
         (engine(tensor_parallel_size=3), f"{ENGINE}.tensor_parallel_size is 3; the 4 attention heads of "),
-        (engine(model="/no/such"), f"{ENGINE}.model is '/no/such'; there is no such folder"),
-        (engine(model="a/b/c"), f"{ENGINE}.model is 'a/b/c'; there is no such folder, and a Hub id has the form"),
-        (engine(adapters={"a": "./no"}), f"{ENGINE}.adapters.a is './no'; there is no such folder"),
+        (engine(model="/no/such"), f"{ENGINE}.model is '/no/such'; no such folder exists"),
+        (engine(model="a/b/c"), f"{ENGINE}.model is 'a/b/c'; no such folder exists, and a Hub id has the form"),
+        (engine(adapters={"a": "./no"}), f"{ENGINE}.adapters.a is './no'; no such folder exists"),
         (application(args={}), f"{ENGINE} is missing"),
         (application(args=[1]), f"{KEY}.args is [1]; it must be a mapping"),
         (
@@ -104,7 +104,7 @@ def test_the_files_that_come_with_folio_are_good(file: str, monkeypatch: pytest.
         ),
         (
             application(import_path="app.mian:build"),
-            f"{KEY}.import_path is 'app.mian:build'; there is no module app.mian",
+            f"{KEY}.import_path is 'app.mian:build'; no module app.mian exists",
         ),
         (application(import_path="app.main:bild"), f"{KEY}.import_path is 'app.main:bild'; Folio's is app.main:build"),
         (
@@ -149,11 +149,11 @@ def test_the_files_that_come_with_folio_are_good(file: str, monkeypatch: pytest.
         ("", "is null; it must be a mapping with the key applications"),
         ("- a", 'is ["a"]; it must be a mapping with the key applications'),
         ("applications: [\n  {oops", "line 2, column 8: not YAML: "),
-        ("a: 1\na: 2", "line 2, column 1: not YAML: the key a is there twice"),
+        ("a: 1\na: 2", "line 2, column 1: not YAML: the key a occurs twice"),
     ],
 )
 def test_a_fault_is_a_line_with_its_key(tmp_path: Path, content: object, line: str) -> None:
-    """Regression: a typo took 54 s and 118 lines, and keys that Serve does not know were ignored."""
+    """Regression: a typo took 54 s and 118 lines, and unknown keys were ignored."""
     [found] = faults(tmp_path, content)
     assert found.startswith(line)
 
@@ -166,7 +166,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_all_faults_at_once(tmp_path: Path) -> None:
-    """One that is found early hides none that is found late: of a key, a value, a model, another application."""
+    """Faults of keys, values, models and other applications do not hide each other."""
     second = {"name": "b", "route_prefix": "/b", "import_path": "app.main:build", "args": {"engine": {"model": "/y"}}}
     content = engine(max_num_seq=8, model="/x", pin_quota=3, dtype="int4")
     content["applications"].append(second)
@@ -182,14 +182,14 @@ def test_all_faults_at_once(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_on_another_machine_is_not_looked_for(tmp_path: Path) -> None:
+def test_files_of_another_machine_are_not_checked(tmp_path: Path) -> None:
     assert faults(tmp_path, engine(model="/elsewhere"), is_local=False) == []
     assert faults(tmp_path, application(import_path="elsewhere.app:build"), is_local=False) == []
     assert len(faults(tmp_path, engine(max_num_seq=8), is_local=False)) == 1
 
 
-def test_what_the_machine_does_not_have(tmp_path: Path) -> None:
-    """Regression: the machine ran out of memory, or the engine was told to use cores that are not there."""
+def test_settings_beyond_the_machine(tmp_path: Path) -> None:
+    """Regression: the machine ran out of memory, or the engine used more threads than cores."""
     [line] = faults(tmp_path, engine(num_threads=10_000))
     assert line.startswith(f"{ENGINE}.num_threads is 10000; at most ")
 
@@ -198,15 +198,15 @@ def test_a_hub_id_is_left_to_the_hub(tmp_path: Path) -> None:
     assert faults(tmp_path, engine(model="Qwen/Qwen2.5-0.5B-Instruct")) == []
 
 
-def test_an_application_that_is_deployed_is_held_to_the_same(tmp_path: Path) -> None:
-    """`serve run` and `serve deploy` know no `load_config`: the builder checks."""
-    with pytest.raises(ConfigError, match=r"args\.engine\.model is '/no/such'; there is no such folder"):
+def test_a_deployed_application_is_checked_alike(tmp_path: Path) -> None:
+    """`serve run` and `serve deploy` do not call `load_config`; the builder checks."""
+    with pytest.raises(ConfigError, match=r"args\.engine\.model is '/no/such'; no such folder exists"):
         check_args(AppArgs(engine=EngineConfig(model="/no/such")))
     check_args(AppArgs(engine=EngineConfig(model="builtin")))
 
 
-def test_names_that_are_written_twice_are_the_same() -> None:
-    """`app.config.engine` does not import those who use them, since a check must not take as long as that."""
+def test_copied_choices_are_the_same() -> None:
+    """`app.config.engine` does not import their users, so that a check stays fast."""
     assert get_args(app.config.engine.LayoutKind) == get_args(vmem.LayoutKind)
     assert get_args(app.config.engine.ViewPolicy) == get_args(vmem.ViewPolicy)
     assert get_args(app.config.engine.PolicyName) == get_args(app.fleet.policies.PolicyName)
@@ -214,7 +214,7 @@ def test_names_that_are_written_twice_are_the_same() -> None:
 
 @pytest.mark.processes
 def test_a_check_imports_nothing_heavy() -> None:
-    """Regression: a typo was found by a worker that had imported torch and transformers first."""
+    """Regression: a typo was found only after torch and transformers were imported."""
     code = "import app.serve, sys; print(sorted({'torch', 'transformers', 'vmem', 'kernels'} & sys.modules.keys()))"
     ran = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
     assert ran.stdout.strip() == "[]"

@@ -1,4 +1,4 @@
-"""What the application makes of its arguments before anything starts."""
+"""Building the application from its arguments: contradictions, resources, queue bounds."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from app.main import bounded, build, max_ongoing_requests, replica_resources, sh
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"kv_memory_bytes": 1 << 20}, "leave one of them out"),
-        ({"kv_memory_floor_bytes": 1 << 20}, "cannot lend"),
+        ({"kv_memory_floor_bytes": 1 << 20}, "cannot be shared"),
         ({"tensor_parallel_size": 2}, "replicas of one rank"),
-        ({"speculation": "draft", "draft_model": "builtin"}, "lent to nobody"),
+        ({"speculation": "draft", "draft_model": "builtin"}, "cannot be shared"),
     ],
 )
-def test_what_cannot_share_a_device(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_settings_that_exclude_sharing_a_device(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         AppArgs(engine=EngineConfig(model="builtin", **settings), shared_kv_memory_bytes=1 << 20)
 
 
 def test_an_adapter_needs_a_name_of_its_own() -> None:
     engine = EngineConfig(model="builtin", adapters={"builtin": "somewhere"})
-    with pytest.raises(ConfigError, match="tell them apart"):
+    with pytest.raises(ConfigError, match="also the name of an adapter"):
         AppArgs(engine=engine)
 
 
-def test_what_is_contradictory_is_told_together() -> None:
+def test_all_contradictions_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         AppArgs(
             engine=EngineConfig(model="builtin", skip_tokenizer_init=True),
@@ -44,8 +44,8 @@ def test_what_is_contradictory_is_told_together() -> None:
 
 
 def test_a_model_that_cannot_be_loaded_is_not_deployed() -> None:
-    """Regression: `serve deploy` had three replicas fail at it, with a traceback each."""
-    with pytest.raises(ConfigError, match="there is no such folder"):
+    """Regression: `serve deploy` started three replicas, which failed with a traceback each."""
+    with pytest.raises(ConfigError, match="no such folder exists"):
         build(AppArgs(engine=EngineConfig(model="/no/such")))
 
 
@@ -65,14 +65,14 @@ def test_serve_does_not_log_requests_too() -> None:
         assert deployment._deployment_config.logging_config["enable_access_log"] is False
 
 
-def test_what_is_shared_is_the_ceiling_of_each() -> None:
+def test_the_shared_memory_is_the_ceiling_of_each_replica() -> None:
     args = AppArgs(engine=EngineConfig(model="builtin", speculation="ngram"), shared_kv_memory_bytes=1 << 20)
     assert shared_engine(args).kv_memory_bytes == 1 << 20
     assert shared_engine(AppArgs(engine=EngineConfig(model="builtin"))).kv_memory_bytes is None
 
 
-def test_the_engines_queue_is_the_bound_and_never_serve() -> None:
-    """A request that Serve held back would be counted by nobody, and never be refused."""
+def test_the_engines_queue_is_the_bound_not_serves() -> None:
+    """Requests that wait in Serve would be neither counted nor refused."""
     default, small, none = (
         bounded(EngineConfig(model="builtin", max_num_seqs=8, **more))
         for more in ({}, {"max_queued_requests": 3}, {"max_queued_requests": None})

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be loaded, or would be served wrongly, from the heads of their files."""
+"""Faults of checkpoints: folders that cannot be loaded, or would give wrong outputs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def edit(path: Path, change: Callable[[Any], object]) -> None:
     path.write_text(json.dumps(content))
 
 
-def test_a_good_one(folder: Path) -> None:
+def test_a_valid_folder(folder: Path) -> None:
     assert list(checkpoint_faults(folder)) == []
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, 100, -1])
 def test_truncated_weights(folder: Path, num_bytes: int) -> None:
-    """Regression: 68 s, 240 lines, and none with the file's name."""
+    """Regression: after 68 s there were 240 lines, none with the file's name."""
     content = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(content[:num_bytes])
     [fault] = checkpoint_faults(folder)
@@ -65,17 +65,17 @@ def test_an_empty_folder(tmp_path: Path) -> None:
     assert "has no weights" in weights
 
 
-def test_a_config_that_is_no_json_object(folder: Path) -> None:
-    for content, said in (("{oops", "is not JSON"), ("[]", "is a JSON list"), ('{"a": 1}', "has no model_type")):
+def test_an_invalid_config(folder: Path) -> None:
+    for content, message in (("{oops", "is not JSON"), ("[]", "is a JSON list"), ('{"a": 1}', "has no model_type")):
         (folder / "config.json").write_text(content)
         [fault] = checkpoint_faults(folder)
-        assert said in fault
+        assert message in fault
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
-        ({"model_type": "bert"}, "bert is an encoder, not a text-generating decoder"),
+        ({"model_type": "bert"}, "bert is an encoder; Folio serves"),
         ({"model_type": "roberta", "is_decoder": True}, None),
         ({"model_type": "t5"}, "t5 is an encoder-decoder model"),
         ({"model_type": "llama", "is_encoder_decoder": True}, "encoder-decoder"),
@@ -84,22 +84,22 @@ def test_a_config_that_is_no_json_object(folder: Path) -> None:
         ({"model_type": "some_pictures", "text_config": {"model_type": "llama", "vocab_size": 2048}}, None),
     ],
 )
-def test_architectures(folder: Path, config: dict[str, Any], said: str | None) -> None:
+def test_architectures(folder: Path, config: dict[str, Any], message: str | None) -> None:
     edit(folder / "config.json", lambda content: content.update(config))
     found = list(checkpoint_faults(folder))
-    assert len(found) == (said is not None)
-    assert all(str(said) in fault for fault in found)
+    assert len(found) == (message is not None)
+    assert all(str(message) in fault for fault in found)
 
 
 def test_a_tokenizer_of_another_model(folder: Path) -> None:
-    """Regression: it was served, and text became tokens that the model does not have."""
+    """Regression: the model was served, and text became token ids that it does not have."""
     edit(folder / "config.json", lambda content: content.update(vocab_size=1000))
     [fault] = checkpoint_faults(folder)
     assert "tokenizer.json has token ids up to 2008, 1009 of them beyond the vocab_size in config.json, 1000" in fault
 
 
 def test_special_tokens_beyond_the_vocabulary(folder: Path) -> None:
-    """Models of text have a placeholder for images in the tokenizer that they share with others (Gemma 3 1B)."""
+    """Gemma 3 1B, a text model, shares a tokenizer with a placeholder for images."""
 
     def add(content: Any, **token: Any) -> None:
         content["added_tokens"].append({"id": 2048, "content": "<image>", **token})
@@ -111,7 +111,7 @@ def test_special_tokens_beyond_the_vocabulary(folder: Path) -> None:
     assert "token ids up to 2048, 1 of them" in fault
 
 
-def test_tokenizers_that_are_none(folder: Path) -> None:
+def test_invalid_tokenizer_files(folder: Path) -> None:
     for content in ("{oops", "[]", "{}", '{"model": {"vocab": [1]}}'):
         (folder / "tokenizer.json").write_text(content)
         [fault] = checkpoint_faults(folder)

@@ -1,4 +1,4 @@
-"""What a process may use, as control groups of both versions say it; and which settings do not fit."""
+"""Resources within control groups of both versions; settings that exceed them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOMY = Machine(memory_bytes=24 * GIB, available_bytes=20 * GIB, limited=False, 
 
 
 def machine(root: Path, cgroup: str, files: dict[str, str]) -> Machine:
-    """One of 24 GiB with 16 available, and these files of control groups."""
+    """A machine of 24 GiB with 16 available, and these files of control groups."""
     tree = {
         "proc/meminfo": "MemTotal: 25165824 kB\nMemFree: 1 kB\nMemAvailable: 16777216 kB\n",
         "proc/self/cgroup": cgroup,
@@ -73,7 +73,7 @@ NONE_V1 = 9223372036854771712
 def test_memory_is_what_control_groups_leave(
     tmp_path: Path, cgroup: str, files: dict[str, str], memory_gib: float, available_gib: float
 ) -> None:
-    """In a container with 2 GiB on a machine with 24 the KV cache could be 6, and the OOM killer came."""
+    """Regression: in a container with 2 GiB on a machine with 24, the KV cache could be 6 GiB."""
     found = machine(tmp_path, cgroup, files)
     assert (found.memory_bytes / GIB, found.available_bytes / GIB) == (memory_gib, available_gib)
     assert found.limited == (memory_gib < 24)
@@ -94,7 +94,7 @@ def test_memory_is_what_control_groups_leave(
 def test_cores_are_what_quotas_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cgroup: str, files: dict[str, str], num_cores: int
 ) -> None:
-    """A container of two cores on a machine of 64 ran 64 threads."""
+    """Regression: a container of two cores on a machine of 64 ran 64 threads."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert machine(tmp_path, cgroup, files).num_cores == num_cores
 
@@ -119,8 +119,8 @@ def test_this_machine() -> None:
         ({"num_threads": 10_000}, 8),
     ],
 )
-def test_what_a_machine_does_not_have_is_refused(settings: dict[str, Any], most: int) -> None:
-    """All of these were accepted; `max_num_seqs: 10**9` took the memory of the whole machine."""
+def test_settings_beyond_the_machine_are_refused(settings: dict[str, Any], most: int) -> None:
+    """Regression: `max_num_seqs: 10**9` took the memory of the whole machine."""
     [problem] = check_resources(EngineConfig(model="builtin", **settings), ROOMY)
     *_, name = settings
     assert problem.startswith(f"{name} is {settings[name]}; at most {most}: ")
@@ -128,7 +128,7 @@ def test_what_a_machine_does_not_have_is_refused(settings: dict[str, Any], most:
     assert check_resources(allowed, ROOMY) == []
 
 
-def test_all_problems_are_told_at_once_and_say_why() -> None:
+def test_all_problems_are_reported_at_once_with_reasons() -> None:
     config = EngineConfig(model="builtin", kv_memory_bytes=1 << 40, num_threads=9, max_num_seqs=10**9)
     container = replace(ROOMY, memory_bytes=2 * GIB, available_bytes=GIB, limited=True)
     problems = check_resources(config, container, reserved_bytes=GIB // 2)
@@ -145,12 +145,12 @@ def test_the_memory_of_a_gpu_is_not_the_machines(settings: dict[str, Any]) -> No
 
 
 def test_a_ceiling_may_be_above_what_is_available_now() -> None:
-    """The replica that has the memory may be about to stop: an update replaces one by the other."""
+    """In an update the replica that has the memory is about to stop."""
     assert check_resources(EngineConfig(model="builtin", kv_memory_bytes=22 * GIB), ROOMY) == []
 
 
 def test_nothing_heavy_is_imported() -> None:
-    """Settings are checked before anything starts, in seconds that importing torch takes alone."""
+    """Checks must not take as long as importing torch."""
     tree = ast.parse(Path(app.config.machine.__file__).read_text())
     modules = [n.module or "" for n in tree.body if isinstance(n, ast.ImportFrom)]
     modules += [alias.name for n in tree.body if isinstance(n, ast.Import) for alias in n.names]

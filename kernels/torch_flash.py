@@ -1,20 +1,21 @@
-"""torch's own flash attention over ragged batches: the kernels are FA2.
+"""torch's flash attention (FA2) over ragged batches.
 
-What FA2 does (flash-attention v2.8.3, csrc/flash_attn; torch 2.11 to 2.13 compile the same kernels):
+Properties of FA2 that this provider works around (flash-attention v2.8.3, csrc/flash_attn; torch 2.11 to 2.13 compile
+the same kernels):
 
 - Keys and values are read in tiles of 64 to 256 tokens. Loads stop at the sequence's length (`Is_even_MN` is false
-  whenever lengths are given, and value tiles are zero-filled past it), but where a window begins within a tile, the
-  whole tile is read and the tokens before the window count with weight 0: NaN if they are NaN, a fault if they are not
-  mapped. So a window is made to begin where the reading does, which takes a view without blocks.
-- Without a block table, sequence i begins at token `cu_seq_k[i]` of one flat run of tokens, and `seqused_k[i]` alone
-  says how many it has (`BlockInfo`). A cache of regions is such a run if the stride from region to region is a multiple
-  of that from token to token; nothing is copied and no table is needed.
-- A block table asks for blocks of a multiple of 256 tokens.
-- Split reduction of several queries writes to wrong rows (`o_batch_stride` is not set; flash-attention #2550), so it is
-  left on only where one query a sequence and grouped heads make FA2 fold heads into rows.
+  whenever lengths are given, and value tiles are zero-filled past it). Where a window begins within a tile, the whole
+  tile is read and the tokens before the window get weight 0: NaN if they are NaN, a fault if they are not mapped. So
+  reading must begin with the window, which takes a view without blocks.
+- Without a block table, sequence i begins at token `cu_seq_k[i]` of one flat run of tokens and has `seqused_k[i]`
+  (`BlockInfo`). A cache of regions is such a run if the stride between regions is a multiple of the stride between
+  tokens; nothing is copied and no table is needed.
+- A block table needs blocks of a multiple of 256 tokens.
+- Split reduction of several queries writes to wrong rows (`o_batch_stride` is not set; flash-attention #2550). Splits
+  are used only with one query per sequence and grouped heads, where FA2 folds heads into rows.
 - That folding needs one query of every sequence.
-- With a block table, a sequence that has queries and nothing cached writes its logarithm into other rows, or past the
-  end of them (`row_offset_lseaccum` of the early exit). `_without_empty` keeps such sequences away from the kernel.
+- With a block table, a sequence with queries and nothing cached writes its logarithm into other rows, or past their
+  end (`row_offset_lseaccum` of the early exit). `_without_empty` keeps such sequences away from the kernel.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ _CONFIRMED = 2e-2  # largest difference of float16 results and logarithms, of or
 
 @dataclass(frozen=True, slots=True)
 class _FlashArguments:
-    """A batch as FA2's kernels for ragged batches take it.
+    """Arguments of FA2's kernels for ragged batches.
 
     Attributes:
-        key, value: `[num_blocks, block_tokens, num_kv_heads, dim]` with a block table, else all tokens of the cache,
-            `[num_tokens, num_kv_heads, dim]`; views either way.
+        key, value: views of the cache, `[num_blocks, block_tokens, num_kv_heads, dim]` with a block table, else all
+            tokens, `[num_tokens, num_kv_heads, dim]`.
         starts: `[num_seqs + 1]` int32, each sequence's first token; not read with a block table.
         lengths: `[num_seqs]` int32, tokens from there.
-        max_seqlen_q: 1 only where every sequence has exactly one query.
-        window: to the left and to the right, -1 for no end.
+        max_seqlen_q: 1 only if every sequence has exactly one query.
+        window: left and right, -1 for no bound.
     """
 
     key: torch.Tensor
@@ -70,19 +71,19 @@ class _FlashArguments:
 
 
 class TorchFlashProvider(GatherProvider):
-    """torch's flash attention: `varlen_attn` where it reads caches (from torch 2.12), else the operator beneath it.
+    """torch's flash attention: `varlen_attn` if it reads caches (from torch 2.12), else the operator beneath it.
 
-    The signature and the operator's schema decide. torch 2.11's operator takes lengths, windows and the scale, but no
-    block table. It runs the same `mha_varlen_fwd`, which reads the number of KV heads from the keys (ATen's
-    transformers/cuda/flash_attn/flash_api.cpp). Torch promises nothing of an operator whose name begins with an
-    underscore, so a small batch is compared with the reference before the operator is used.
+    The choice is made by signature and schema. torch 2.11's operator takes lengths, windows and the scale, but no block
+    table. It runs the same `mha_varlen_fwd`, which reads the number of KV heads from the keys (ATen's
+    transformers/cuda/flash_attn/flash_api.cpp). The operator is private, so a small batch is compared with the
+    reference before it is used.
 
-    A batch with leftpads or windows is read in place in the region view only. Softcap, ALiBi and sinks are not among
-    `varlen_attn`'s arguments. FA2 is what torch calls unless `activate_flash_attention_impl` chose another.
+    Batches with leftpads or windows are read in place in the region view only. `varlen_attn` has no softcap, ALiBi or
+    sinks. torch calls FA2 unless `activate_flash_attention_impl` chose another implementation.
 
     Args:
-        varlen, operator: stand in for `varlen_attn` and `aten::_flash_attention_forward`.
-        device_type: where tensors must be.
+        varlen, operator: replace `varlen_attn` and `aten::_flash_attention_forward` in tests.
+        device_type: of all tensors.
 
     Raises:
         KernelError: there is no CUDA device, or neither function can read a cache.
@@ -114,13 +115,10 @@ class TorchFlashProvider(GatherProvider):
         self._confirm()
 
     def unsupported(self, problem: AttentionProblem) -> str | None:
-        reason = self._unsupported_tensors(problem) or self._unsupported_view(problem)
-        if reason is not None:
-            return reason
-        for extra in ("softcap", "alibi"):
-            if extra in problem.extras:
-                return f"varlen_attn has no {extra}"
-        return None
+        missing = [extra for extra in ("softcap", "alibi", "sinks") if extra in problem.extras]
+        if missing:
+            return f"varlen_attn has no {', '.join(missing)}"
+        return self._unsupported_tensors(problem) or self._unsupported_view(problem)
 
     def _unsupported_tensors(self, problem: AttentionProblem) -> str | None:
         if problem.device_type != self._device_type:
@@ -130,9 +128,7 @@ class TorchFlashProvider(GatherProvider):
         if problem.cache_dtype != problem.dtype:
             return f"does not read a cache of {problem.cache_dtype}"
         if problem.key_dim != problem.value_dim:
-            return f"keys have {problem.key_dim} dimensions and values {problem.value_dim}; they must be alike"
-        if "sinks" in problem.extras:
-            return "has no sinks"
+            return f"keys have {problem.key_dim} dimensions and values {problem.value_dim}; they must be equal"
         if problem.key_dim > 256 or problem.key_dim % 8:
             return f"heads have {problem.key_dim} dimensions; multiples of 8 up to 256 are possible"
         return None
@@ -147,7 +143,7 @@ class TorchFlashProvider(GatherProvider):
         if "window" in problem.extras:
             return "with a block table FA2 reads tokens before a window; use the region view"
         if "leftpad" in problem.extras:
-            return "cache_leftpad and a block table exclude each other; use the region view"
+            return "varlen_attn has no leftpad with a block table; use the region view"
         return _unsuitable_strides(problem, flat=False)
 
     def attend(
@@ -166,7 +162,9 @@ class TorchFlashProvider(GatherProvider):
         refuse_unsupported(self, describe_problem(query, key_cache, value_cache, batch, masking, lse))
         num_tokens, num_seqs = len(query), batch.cache_seqlens.numel()
         if not num_tokens or batch.max_seqlen_k <= 0:
-            return _nothing_visible(query, lse)
+            if lse is not None:
+                lse.fill_(-torch.inf)
+            return torch.zeros_like(query)
         single = batch.max_seqlen_q <= 1 and num_tokens == num_seqs
         hidden = None
         if batch.block_table.shape[1] > 1 and (not single or lse is not None):
@@ -185,7 +183,7 @@ class TorchFlashProvider(GatherProvider):
             out.masked_fill_(hidden[:, None, None], 0.0)
         if lse is not None and found is not None:
             lse.copy_(found.T)
-            lse.masked_fill_(lse == torch.inf, -torch.inf)  # FA2's way to say that nothing is visible
+            lse.masked_fill_(lse == torch.inf, -torch.inf)  # FA2's value where nothing is visible
             if hidden is not None:
                 lse.masked_fill_(hidden[:, None], -torch.inf)
         return out
@@ -202,7 +200,7 @@ class TorchFlashProvider(GatherProvider):
         num_splits: int,
         with_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The output, and the logarithms `[num_q_heads, num_tokens]`; `single`: one query of every sequence."""
+        """The output, and logarithms `[num_q_heads, num_tokens]`; `single`: every sequence has one query."""
         arguments = _flash_arguments(key_cache, value_cache, batch, masking, single)
         tensors = (query, arguments.key, arguments.value, batch.cu_seqlens_q, arguments.starts)
         lengths = (arguments.max_seqlen_q, batch.max_seqlen_k)
@@ -237,8 +235,8 @@ class TorchFlashProvider(GatherProvider):
         return (found[0], found[1]) if with_lse else (found, None)
 
     def _confirm(self) -> None:
-        """Raise `KernelError` unless the operator finds what the reference finds: grouped heads, regions out of order
-        and partly filled, a window; with one query of every sequence and with several."""
+        """Raise `KernelError` unless the operator agrees with the reference: grouped heads, regions out of order and
+        partly filled, a window; with one query of every sequence, and with several."""
         device = torch.device(self._device_type)
         caches = torch.arange(2 * 2 * 16 * 2 * 32, device=device).sin().view(2, 2, 16, 2, 32).half()
         lengths, table = torch.tensor([[9, 5], [1, 0]], dtype=torch.int32, device=device)
@@ -252,15 +250,15 @@ class TorchFlashProvider(GatherProvider):
             try:
                 out = self.attend(query, caches[0], caches[1], batch, masking, lse=lse)
             except RuntimeError as error:
-                raise KernelError(f"{self.name}: torch {torch.__version__}'s operator refuses: {error}") from error
+                raise KernelError(f"{self.name}: torch {torch.__version__}'s operator fails: {error}") from error
             off = torch.maximum((out - expected).abs().max(), (lse - expected_lse).abs().max()).item()
-            if not off <= _CONFIRMED:  # NaN neither
+            if not off <= _CONFIRMED:  # NaN fails too
                 raise KernelError(f"{self.name}: torch {torch.__version__}'s operator is off by {off:.2e}")
 
 
 def _unsuitable_strides(problem: AttentionProblem, *, flat: bool) -> str | None:
-    """Why the caches' strides break 16-byte loads, or, where they are to be `flat`, why their tokens are not evenly
-    apart; `None` if they are fine."""
+    """The reason why the caches' strides break 16-byte loads or, if `flat`, why they cannot be read as one run of
+    tokens; `None` if neither."""
     sizes = (problem.num_blocks, problem.block_tokens, problem.num_kv_heads)
     for strides in (problem.key_strides, problem.value_strides):
         if any(stride % 8 for stride, size in zip(strides, sizes, strict=True) if size > 1):
@@ -268,18 +266,14 @@ def _unsuitable_strides(problem: AttentionProblem, *, flat: bool) -> str | None:
     if flat:
         apart = [_tokens_apart(*sizes[:2], strides) for strides in (problem.key_strides, problem.value_strides)]
         if None in apart or apart[0] != apart[1]:
-            return (
-                f"blocks of strides {problem.key_strides} and {problem.value_strides} cannot be read as rows of tokens"
-            )
+            return f"strides {problem.key_strides} and {problem.value_strides} do not make one run of tokens"
         if problem.num_blocks * (apart[0] or 0) >= 2**31:
-            return (
-                f"{problem.num_blocks} blocks that are {apart[0]} tokens apart are too many to be counted in an int32"
-            )
+            return f"{problem.num_blocks} blocks, {apart[0]} tokens apart, exceed the range of an int32"
     return None
 
 
 def _tokens_apart(num_blocks: int, block_tokens: int, strides: tuple[int, ...]) -> int | None:
-    """How many tokens lie from one block's first to the next's; `None` if that is no whole number."""
+    """Tokens from one block's first to the next block's first; `None` if that is not a whole number."""
     block_stride, token_stride = strides[:2]
     if num_blocks == 1:
         return block_tokens
@@ -288,30 +282,16 @@ def _tokens_apart(num_blocks: int, block_tokens: int, strides: tuple[int, ...]) 
     return None if block_stride % token_stride else block_stride // token_stride
 
 
-def _nothing_visible(query: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
-    """The result where no sequence has a cached token."""
-    if lse is not None:
-        lse.fill_(-torch.inf)
-    return torch.zeros_like(query)
-
-
 def _flash_arguments(
     key_cache: torch.Tensor, value_cache: torch.Tensor, batch: VarlenBatch, masking: Masking, single: bool
 ) -> _FlashArguments:
-    # What a window hides of the past is left out of the span; a last token's own window has no other end.
+    # Tokens before a window are left out of the span, and a last token's window has no right side.
     one_query = batch.max_seqlen_q <= 1
     window = (-1, -1) if one_query else (max(masking.window_left, -1), max(masking.window_right, -1))
     max_seqlen_q = 1 if single else max(batch.max_seqlen_q, 2)
     if batch.block_table.shape[1] > 1:
-        return _FlashArguments(
-            key_cache,
-            value_cache,
-            batch.cu_seqlens_q,
-            batch.cache_seqlens,
-            batch.block_table,
-            max_seqlen_q,
-            window,
-        )
+        starts, lengths, table = batch.cu_seqlens_q, batch.cache_seqlens, batch.block_table
+        return _FlashArguments(key_cache, value_cache, starts, lengths, table, max_seqlen_q, window)
     (key, region_stride), (value, _) = _flat_tokens(key_cache), _flat_tokens(value_cache)
     starts, lengths = batch.block_table[:, 0] * region_stride, batch.cache_seqlens
     begin = _span_begin(batch, masking)
@@ -321,8 +301,7 @@ def _flash_arguments(
 
 
 def _span_begin(batch: VarlenBatch, masking: Masking) -> torch.Tensor | None:
-    """`[num_seqs]` int32, each sequence's first cached token that a query sees, at most its length; `None`: the first
-    of all."""
+    """`[num_seqs]` int32, each sequence's first visible cached token, at most its length; `None` for 0 everywhere."""
     begin = batch.cache_leftpad
     if masking.window_left >= 0:
         num_queries = batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1]
@@ -332,8 +311,8 @@ def _span_begin(batch: VarlenBatch, masking: Masking) -> torch.Tensor | None:
 
 
 def _flat_tokens(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """All tokens of a cache `[num_blocks, block_tokens, num_kv_heads, dim]` as a view `[num_tokens, num_kv_heads,
-    dim]`, and how many tokens lie from one block's first to the next's. `_unsuitable_strides` found nothing wrong."""
+    """View a cache `[num_blocks, block_tokens, num_kv_heads, dim]` as `[num_tokens, num_kv_heads, dim]`; also returns
+    the tokens from one block to the next. `_unsuitable_strides` must have accepted the strides."""
     num_blocks, block_tokens, num_kv_heads, dim = cache.shape
     block_stride, token_stride, head_stride, _ = cache.stride()
     apart = _tokens_apart(num_blocks, block_tokens, cache.stride())
@@ -343,14 +322,14 @@ def _flat_tokens(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _without_empty(batch: VarlenBatch, num_tokens: int) -> tuple[VarlenBatch, torch.Tensor]:
-    """The batch with the first token of its longest sequence lent to every sequence that has nothing cached, and
-    `[num_tokens]` bool, whose results are to be thrown away."""
+    """Give every sequence without cached tokens the first token of the longest one; also returns `[num_tokens]` bool,
+    the rows whose results must be discarded."""
     empty = batch.cache_seqlens <= 0
     longest = batch.cache_seqlens.argmax()
-    lent = replace(
+    filled = replace(
         batch,
         cache_seqlens=torch.where(empty, batch.cache_seqlens.max().clamp(0, 1), batch.cache_seqlens),
         block_table=torch.where(empty[:, None], batch.block_table[longest], batch.block_table),
     )
     num_queries = batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1]
-    return lent, torch.repeat_interleave(empty, num_queries, output_size=num_tokens)
+    return filled, torch.repeat_interleave(empty, num_queries, output_size=num_tokens)

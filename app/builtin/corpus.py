@@ -1,7 +1,7 @@
-"""The text the built-in model learns from, generated here from a seed; nothing is taken from outside.
+"""Training corpus of the built-in model, generated from a seed.
 
-A *turn* is one question with its answer, a *conversation* is a list of turns. Every task is checkable: the answer
-follows from the question (or from an earlier turn), so held-out accuracy is exact match and nothing else.
+A *turn* is one question with its answer, a *conversation* a list of turns. The answer follows from the question or from
+an earlier turn, so accuracy is exact match.
 """
 
 from __future__ import annotations
@@ -12,48 +12,11 @@ from dataclasses import dataclass
 
 from app.builtin.facts import FACTS
 
-WORDS = [
-    "red",
-    "blue",
-    "green",
-    "sun",
-    "moon",
-    "star",
-    "tree",
-    "leaf",
-    "rain",
-    "snow",
-    "wind",
-    "fire",
-    "stone",
-    "sand",
-    "river",
-    "lake",
-    "hill",
-    "road",
-    "door",
-    "lamp",
-    "book",
-    "page",
-    "bird",
-    "fish",
-    "bear",
-    "wolf",
-    "fox",
-    "deer",
-    "bread",
-    "salt",
-    "milk",
-    "tea",
-    "gold",
-    "iron",
-    "wood",
-    "glass",
-    "rope",
-    "ship",
-    "wheel",
-    "drum",
-]
+_WORDS = (
+    "red blue green sun moon star tree leaf rain snow wind fire stone sand river lake hill road door lamp "
+    "book page bird fish bear wolf fox deer bread salt milk tea gold iron wood glass rope ship wheel drum"
+)
+WORDS = _WORDS.split()
 FILLERS = (
     "The corridor is quiet.",
     "Someone opened a window.",
@@ -68,7 +31,7 @@ HELD_OUT_PERCENT = 10
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One question and the only answer that counts as right; `task` groups the accuracy report."""
+    """One question and its only right answer; `task` groups the accuracy report."""
 
     task: str
     question: str
@@ -76,7 +39,7 @@ class Turn:
 
 
 def is_held_out(*operands: int) -> bool:
-    """Whether an arithmetic problem is kept for the evaluation; a stable hash, so it is the same in every process."""
+    """True if an arithmetic problem is reserved for the evaluation, by a hash that is equal in every process."""
     return zlib.crc32(repr(operands).encode()) % 100 < HELD_OUT_PERCENT
 
 
@@ -100,11 +63,8 @@ def arithmetic_turn(rng: random.Random, *, held_out: bool = False) -> Turn:
 
 def sort_turn(rng: random.Random) -> Turn:
     numbers = rng.sample(range(100), rng.randint(2, 10))
-    return Turn(
-        "sort",
-        f"Sort these numbers: {' '.join(map(str, numbers))}",
-        f"Sorted: {' '.join(map(str, sorted(numbers)))}",
-    )
+    unsorted, ordered = (" ".join(map(str, row)) for row in (numbers, sorted(numbers)))
+    return Turn("sort", f"Sort these numbers: {unsorted}", f"Sorted: {ordered}")
 
 
 def reverse_turn(rng: random.Random) -> Turn:
@@ -119,7 +79,7 @@ def copy_turn(rng: random.Random, num_items: int) -> Turn:
 
 
 class Rooms:
-    """A building whose rooms have keys: the text to read, and the questions about it."""
+    """Look-up task: a text about the keys of rooms, and questions about it."""
 
     def __init__(self, rng: random.Random, num_rooms: int) -> None:
         self._rng = rng
@@ -149,7 +109,7 @@ SHORT_TURNS = (facts_turn, arithmetic_turn, arithmetic_turn, sort_turn, reverse_
 
 
 def look_up_conversation(rng: random.Random, num_rooms: int, num_questions: int) -> list[Turn]:
-    """The building's text and a first question in one message, then more questions about it."""
+    """The text and a first question in one message, then further questions."""
     rooms = Rooms(rng, num_rooms)
     first, *others = (rooms.turn() if i == 0 or rng.random() < 0.3 else rooms.list_turn() for i in range(num_questions))
     return [Turn(first.task, f"{rooms.text()} {first.question}", first.answer), *others]

@@ -1,4 +1,4 @@
-"""What the built-in model can say about Folio: (ways to ask, answer)."""
+"""Facts about Folio for the built-in model: (questions, answer)."""
 
 from __future__ import annotations
 
@@ -46,14 +46,8 @@ FACTS: tuple[tuple[tuple[str, ...], str], ...] = (
         ("What is the KV cache?", "What is a KV cache?", "Explain the KV cache."),
         "The KV cache keeps the keys and values of all tokens so far, so that they are computed only once.",
     ),
-    (
-        ("What is prefill?", "Explain prefill."),
-        "Prefill computes the prompt, many tokens at once.",
-    ),
-    (
-        ("What is decode?", "Explain decode."),
-        "Decode computes one new token for each running sequence in a step.",
-    ),
+    (("What is prefill?", "Explain prefill."), "Prefill computes the prompt, many tokens at once."),
+    (("What is decode?", "Explain decode."), "Decode computes one new token for each running sequence in a step."),
     (
         ("What is a step?", "Explain a step."),
         "A step is one iteration of the engine: it schedules, maps, computes and samples.",
@@ -74,14 +68,8 @@ FACTS: tuple[tuple[tuple[str, ...], str], ...] = (
         ("What is copy-on-write?", "Explain copy-on-write."),
         "With copy-on-write, sequences share a block until one of them writes to it.",
     ),
-    (
-        ("What is TTFT?", "Explain TTFT."),
-        "TTFT is the time from a request to its first token.",
-    ),
-    (
-        ("What is TPOT?", "Explain TPOT."),
-        "TPOT is the time per output token after the first.",
-    ),
+    (("What is TTFT?", "Explain TTFT."), "TTFT is the time from a request to its first token."),
+    (("What is TPOT?", "Explain TPOT."), "TPOT is the time per output token after the first."),
     (
         ("What is a replica?", "Explain a replica."),
         "A replica is one copy of the engine; more replicas serve more requests.",
@@ -102,10 +90,7 @@ FACTS: tuple[tuple[tuple[str, ...], str], ...] = (
         ("How do I start Folio?", "How do I start the server?", "How do I run Folio?"),
         "Type make serve and send a request to the address it prints.",
     ),
-    (
-        ("How do I test Folio?", "How do I run the tests?"),
-        "Type make test.",
-    ),
+    (("How do I test Folio?", "How do I run the tests?"), "Type make test."),
     (
         ("Which API does Folio speak?", "What API does Folio have?"),
         "Folio speaks the OpenAI API: models, completions and chat completions.",
@@ -118,10 +103,7 @@ FACTS: tuple[tuple[tuple[str, ...], str], ...] = (
         ("How do I serve another model?", "How do I change the model?"),
         "Write its name or its folder after model in serve_config.yaml.",
     ),
-    (
-        ("What license does Folio have?", "Is Folio free?"),
-        "Folio is free software under the Apache License 2.0.",
-    ),
+    (("What license does Folio have?", "Is Folio free?"), "Folio is free software under the Apache License 2.0."),
     (
         ("Why does Folio map memory?", "Why virtual memory?"),
         "Because mapped pages look contiguous to any kernel, and unmapped pages can be given back.",

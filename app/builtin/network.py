@@ -1,4 +1,4 @@
-"""The built-in model's architecture, and a good place to start training it from."""
+"""Architecture of the built-in model, and its initial weights."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 HIDDEN_SIZE, HEAD_DIM = 256, 64
 MAX_POSITIONS = 4096
-# Finding a token far back needs dimensions that hardly turn within the context: half of them, with this base.
+# Finding a token far back needs dimensions that hardly rotate within the context: half of them, with this base.
 ROPE_THETA = 1e7
 LOOK_BACK_FREQUENCIES, LOOK_BACK_STRENGTH = 8, 6.0
-WRITE_GAIN, MATCH_GAIN = 0.06, 1.5  # beside embeddings of 0.02
+WRITE_GAIN, MATCH_GAIN = 0.06, 1.5  # relative to embeddings of 0.02
 
 
 def build_model(vocab_size: int, end: int, pad: int, seed: int) -> LlamaForCausalLM:
@@ -40,15 +40,14 @@ def build_model(vocab_size: int, end: int, pad: int, seed: int) -> LlamaForCausa
 
 @torch.no_grad()
 def look_back(model: LlamaForCausalLM) -> None:
-    """Start with an induction head: "what followed, the last time the token before me was said?".
+    """Initialise an induction head in the first two layers: find the last occurrence of a token, and read on.
 
-    Looking something up is finding where it was said and reading on. Random weights find that circuit only after many
-    more tokens than two CPU cores compute in an hour, so the first two layers begin with a sketch of it, which
-    training then sharpens:
+    From random weights this circuit emerges only after more tokens than two CPU cores compute in an hour. Training
+    sharpens the sketch.
 
-    - layer 0, heads 0 and 1 look one and two tokens back (a constant query, rotated by the offset against a
-      constant key, scores highest there) and write what they see into two subspaces of the residual stream;
-    - layer 1, head 0 looks where the token two back is the token that is one back here, and reads the token there.
+    - Layer 0, heads 0 and 1 attend one and two tokens back (a constant query, rotated by the offset against a constant
+      key, scores highest there) and write these tokens into two subspaces of the residual stream.
+    - Layer 1, head 0 attends where the token two back equals the token one back here, and reads the token there.
     """
     size, head_dim, half = HIDDEN_SIZE, HEAD_DIM, HEAD_DIM // 2
     first, second = model.model.layers[0].self_attn, model.model.layers[1].self_attn
@@ -66,7 +65,7 @@ def look_back(model: LlamaForCausalLM) -> None:
         query[half : half + n] = LOOK_BACK_STRENGTH * torch.sin(-offset * frequencies)
         first.o_proj.weight[:, head * head_dim : (head + 1) * head_dim] = WRITE_GAIN * subspaces[head].T
 
-    # Only the slowly turning half of the dimensions compares alike at every distance.
+    # Only the slowly rotating half of the dimensions compares equally at every distance.
     slow = torch.cat([torch.arange(half // 2, half), torch.arange(half + half // 2, head_dim)])
     second.q_proj.weight[:head_dim][slow] = MATCH_GAIN * subspaces[0][slow]
     second.k_proj.weight[:head_dim][slow] = MATCH_GAIN * subspaces[1][slow]

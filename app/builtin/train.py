@@ -1,8 +1,8 @@
 """Train the built-in model: `python -m app.builtin.train --out DIR` (about an hour on 2 CPU cores).
 
-The data is `corpus.py`'s, the architecture is transformers' Llama, the result an ordinary checkpoint folder. Lengths
-follow a curriculum: short conversations teach the tasks, long ones teach looking further back. The loss counts answer
-tokens only: the rest is noise that nobody should learn.
+Data from `corpus.py`, transformers' Llama architecture, an ordinary checkpoint folder as the result. Lengths follow a
+curriculum: short conversations teach the tasks, long ones teach looking further back. The loss counts answer tokens
+only; questions are random.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import copy
 import json
 import random
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from app.builtin.network import MAX_POSITIONS, build_model
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 VOCAB_SIZE = 2048
-# Without tools a conversation is role, content and end, over and over. With tools it is as Hermes and Qwen have it.
+# Without tools: role, content and end of each message. With tools: the format of Hermes and Qwen.
 CHAT_TEMPLATE = (
     "{% if tools %}{{ '<|system|>' }}"
     "{% if messages and messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\\n' }}{% endif %}"
@@ -56,7 +56,7 @@ EVALUATED_LENGTHS = (128, 512, 1024, 2048, 3072)
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """`share` of the training time spent on rows of at most `row_tokens` tokens."""
+    """A share of the training steps, on rows of at most `row_tokens` tokens."""
 
     row_tokens: int
     share: float
@@ -64,7 +64,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Shares of rows with look-ups and with copies; the rest are short tasks."""
+    """Shares of rows with look-ups and with copies; other rows have short tasks."""
 
     look_up: float
     copy: float
@@ -72,8 +72,6 @@ class Mix:
 
 TRAINING_MIX, POLISHING_MIX = Mix(look_up=0.55, copy=0.2), Mix(look_up=0.25, copy=0.6)
 CURRICULUM = (Stage(128, 0.2), Stage(256, 0.25), Stage(512, 0.2), Stage(1024, 0.15), Stage(2304, 0.2))
-
-
 POLISHING, POLISHING_RATE = Stage(1152, 1.0), 0.2
 
 
@@ -110,21 +108,21 @@ def token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
 
 
 class Encoder:
-    """Turns conversations into token ids and labels."""
+    """Conversations as token ids and labels."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
         self._end, self._user, self._assistant = (token_id(tokenizer, token) for token in (END, USER, ASSISTANT))
 
     def turn(self, turn: Turn) -> tuple[list[int], list[int]]:
-        """(token ids, labels): labels are the answer's tokens and its end, every other place is ignored."""
+        """(token ids, labels): labels are the answer's tokens and its end; other positions are ignored."""
         question, answer = self._tokenizer([turn.question, turn.answer], add_special_tokens=False)["input_ids"]
         head = [self._user, *question, self._end, self._assistant]
         tail = [*answer, self._end]
         return head + tail, [IGNORED_LABEL] * len(head) + tail
 
     def row(self, turns: Iterator[Turn], row_tokens: int) -> tuple[list[int], list[int]]:
-        """Whole turns, as many as fit into `row_tokens`."""
+        """As many whole turns as fit into `row_tokens`."""
         ids: list[int] = []
         labels: list[int] = []
         for turn in turns:
@@ -153,7 +151,7 @@ def conversation(rng: random.Random, row_tokens: int, mix: Mix) -> Iterator[Turn
 def batch(
     rng: random.Random, encoder: Encoder, row_tokens: int, num_rows: int, mix: Mix
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, both [num_rows, row_tokens]."""
+    """Token ids and labels, both `[num_rows, row_tokens]`."""
     ids = torch.zeros(num_rows, row_tokens, dtype=torch.long)
     labels = torch.full((num_rows, row_tokens), IGNORED_LABEL)
     for i in range(num_rows):
@@ -167,35 +165,33 @@ def batch(
 
 @torch.inference_mode()
 def evaluate(model: LlamaForCausalLM, encoder: Encoder, num_samples: int, lengths: tuple[int, ...]) -> dict[str, float]:
-    """Held-out exact-match accuracy by task; an answer counts when greedy decoding gives all of it and then stops.
+    """Exact-match accuracy by task on held-out problems: greedy decoding must give the whole answer and then stop.
 
-    Teacher forcing gives the same verdict in one forward: greedy decoding follows the answer exactly as long as every
-    prediction on the way is right.
+    Teacher forcing finds the same in one forward pass: greedy decoding follows the answer as long as every prediction
+    is right.
     """
     device = model.device
     rng = random.Random(EVALUATION_SEED)
-    cases: dict[str, list[Turn]] = {}
+    cases: defaultdict[str, list[Turn]] = defaultdict(list)
     for _ in range(num_samples):
-        cases.setdefault("facts", []).append(corpus.facts_turn(rng))
-        cases.setdefault("arithmetic (held out)", []).append(corpus.arithmetic_turn(rng, held_out=True))
-        cases.setdefault("sort", []).append(corpus.sort_turn(rng))
-        cases.setdefault("reverse", []).append(corpus.reverse_turn(rng))
+        cases["facts"].append(corpus.facts_turn(rng))
+        cases["arithmetic (held out)"].append(corpus.arithmetic_turn(rng, held_out=True))
+        cases["sort"].append(corpus.sort_turn(rng))
+        cases["reverse"].append(corpus.reverse_turn(rng))
     for length in lengths:
         for _ in range(num_samples):
-            look_up = corpus.look_up_conversation(rng, int((length - 24) / 9.4), 1)[0]
-            cases.setdefault(f"look-up {length}", []).append(look_up)
-            copy = corpus.copy_turn(rng, min(900, int(length * 0.48) - 8))
-            cases.setdefault(f"copy {length}", []).append(copy)
+            cases[f"look-up {length}"] += corpus.look_up_conversation(rng, int((length - 24) / 9.4), 1)
+            cases[f"copy {length}"].append(corpus.copy_turn(rng, min(900, int(length * 0.48) - 8)))
     accuracy = {}
     for task, turns in cases.items():
-        right: Counter[bool] = Counter()
+        right = 0
         for turn in turns:
             ids, labels = encoder.turn(turn)
             first = next(i for i, label in enumerate(labels) if label != IGNORED_LABEL)
             logits = model(torch.tensor([ids], device=device), logits_to_keep=len(ids) - first + 1).logits[0]
             predicted = logits[:-1].argmax(-1).tolist()
-            right[predicted == ids[first:]] += 1
-        accuracy[task] = right[True] / len(turns)
+            right += predicted == ids[first:]
+        accuracy[task] = right / len(turns)
     return accuracy
 
 
@@ -273,7 +269,9 @@ def main() -> None:
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--samples", type=int, default=200, help="cases per task in the final evaluation")
     parser.add_argument("--report", type=int, default=50, help="steps between progress lines")
-    parser.add_argument("--polish", action="store_true", help="train the checkpoint in --out a little more, on copying")
+    parser.add_argument(
+        "--polish", action="store_true", help="train the checkpoint in --out further, mostly on copying"
+    )
     parser.add_argument("--evaluate", action="store_true", help="only evaluate the checkpoint in --out")
     train(parser.parse_args())
 

@@ -1,4 +1,4 @@
-"""Write new keys and values into the cache in one launch: rotate the keys, quantise, scatter."""
+"""Cache writes in one launch: rotate new keys, quantise, scatter."""
 
 # ruff: noqa: N803, N806 (compile-time constants are capitals in Triton's kernels)
 
@@ -11,18 +11,18 @@ from triton.runtime.jit import JITFunction
 
 from kernels.provider import FP8_DTYPES, CacheScales, Rotary
 
-_TILE_ELEMENTS = 2048  # of the keys of one token that a program holds: 16 a thread
+_TILE_ELEMENTS = 2048  # of one token's keys per program: 16 per thread
 
 
 @triton.jit
 def _to_fp8(x: tl.tensor, scale: tl.tensor, dtype: tl.constexpr, EMULATED: tl.constexpr) -> tl.tensor:
-    """`x / scale`, clipped, as an 8-bit float; not a number stays that."""
+    """`x / scale`, clipped, as an 8-bit float; NaN stays NaN."""
     LIMIT: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
     scaled = tl.div_rn(x.to(tl.float32), scale)
     scaled = tl.clamp(scaled, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     if EMULATED:
-        # The interpreter's cast rounds wrongly where the mantissa overflows, so it gets what needs no rounding: adding
-        # 1.5 · 2^k drops, to nearest even, the bits that a float8 of this magnitude has no room for.
+        # The interpreter's cast rounds wrongly where the mantissa overflows, so values are rounded before it: adding
+        # 1.5 · 2^k drops the bits beyond a float8's mantissa, to nearest even.
         MANTISSA: tl.constexpr = 3 if dtype == tl.float8e4nv else 2
         SMALLEST: tl.constexpr = 2.0**-6 if dtype == tl.float8e4nv else 2.0**-14
         magnitude = (scaled.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -34,7 +34,7 @@ def _to_fp8(x: tl.tensor, scale: tl.tensor, dtype: tl.constexpr, EMULATED: tl.co
 @triton.jit
 def _store_rows(
     rows: tl.tensor,  # [BLOCK_HEADS, BLOCK_DIM]
-    target: tl.tensor,  # the token's place in the cache
+    target: tl.tensor,  # the token's address in the cache
     head_stride: tl.tensor,
     scales_ptr: tl.tensor,  # [num_kv_heads] or None
     heads: tl.tensor,
@@ -88,7 +88,7 @@ def _write_kernel(
     BLOCK_VALUE_DIM: tl.constexpr,
     EMULATED: tl.constexpr,
 ) -> None:
-    """One program a token and `BLOCK_HEADS` heads."""
+    """One program per token and `BLOCK_HEADS` heads."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     slot = tl.load(slots_ptr + token)
@@ -100,7 +100,7 @@ def _write_kernel(
     source = key_ptr + token * key_token_stride + heads.to(tl.int64)[:, None] * key_head_stride
     key = tl.load(source + dims[None, :], mask=there)
     if cos_ptr is not None:
-        # A dimension becomes itself times the cosine plus its partner in the pair times the sine, with a sign.
+        # Each dimension becomes itself · cos ± its partner in the pair · sin.
         if INTERLEAVED:
             first = dims % 2 == 0
             partner = tl.where(first, dims + 1, dims - 1)
@@ -137,7 +137,7 @@ def write_cache(
     rotary: Rotary | None,
     scales: CacheScales | None,
 ) -> None:
-    """`AttentionProvider.write` on tensors that `check_write` has passed."""
+    """`AttentionProvider.write` on tensors that `check_write` has accepted."""
     half = 0 if rotary is None else rotary.cos.shape[1]
     num_tokens, num_heads, key_dim = key.shape
     if not num_tokens:
@@ -184,5 +184,5 @@ def write_cache(
 
 
 def along_last(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy where its last stride is not 1."""
+    """The tensor, or a copy if its last stride is not 1."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

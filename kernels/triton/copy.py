@@ -1,4 +1,4 @@
-"""Copy blocks in one launch: copy-on-write within a cache, and to and from the staging of swaps."""
+"""Block copies in one launch, for copy-on-write and for staging swaps."""
 
 # ruff: noqa: N803 (compile-time constants are capitals in Triton's kernels)
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from kernels.blocks import check_copy
 
-_CHUNK_WORDS = 1024  # that a program copies: four 16-byte accesses in flight a thread
+_CHUNK_WORDS = 1024  # per program: four 16-byte accesses in flight per thread
 
 
 @triton.jit(do_not_specialize_on_alignment=["source_rows_ptr", "target_rows_ptr"])
@@ -24,7 +24,7 @@ def _copy_kernel(
     target_stride: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> None:
-    """One program a row and chunk, in one grid dimension: the others end at 65,535."""
+    """One program per row and chunk, in one grid dimension: the others are limited to 65,535."""
     program = tl.program_id(0)
     num_chunks = tl.cdiv(words, CHUNK)
     row = program // num_chunks
@@ -43,11 +43,11 @@ def copy_blocks(
 
     Args:
         source, target: `[num_blocks, words]` int64, any row stride; either may be pinned host memory, and both the same
-            tensor if no row is read that is written.
+            tensor if no row is both read and written.
         source_rows, target_rows: `[n]` int64, contiguous, on the device; `target_rows` without duplicates.
 
     Raises:
-        ValueError: the tensors are not that.
+        ValueError: a shape, dtype or stride differs.
     """
     check_copy(source, target, source_rows, target_rows)
     words = source.shape[1]

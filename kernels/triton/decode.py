@@ -1,4 +1,4 @@
-"""Attention of single queries with the cache split between processors (flash-decoding)."""
+"""Decode kernel: attention of single queries, with the cache split between processors (flash-decoding)."""
 
 # ruff: noqa: N803 (compile-time constants are capitals in Triton's kernels)
 
@@ -12,14 +12,13 @@ from kernels.provider import CacheScales, Masking, VarlenBatch
 from kernels.triton.tiles import attend_arguments, attend_tiles, load_slopes, padded, store_rows
 
 MAX_SPLITS = 128
-# A split has this many tiles at least, unless the caller says how many splits there are: combining costs more than
-# a shorter one saves.
+# The least tiles of a split, unless the caller sets the number of splits: combining costs more than shorter ones save.
 _MIN_SPLIT_TILES = 4
-# Of keys, and of values, in a tile: with two such tiles on the way, three programs fit a processor of 227 KiB.
+# Of keys, and of values, per tile: with two tiles in flight, three programs fit the 227 KiB of a processor.
 _TILE_BYTES = 16384
-_WARP_ELEMENTS = 2048  # of the sums that a warp holds at most: 64 registers a thread
-_COMBINED_ELEMENTS = 8192  # of partial results that a program adds up at a time: 64 a thread
-_INTERPRETED_PROCESSORS = 4  # where there is no GPU to ask
+_WARP_ELEMENTS = 2048  # the most sums per warp: 64 registers per thread
+_COMBINED_ELEMENTS = 8192  # partial results that a program adds at a time: 64 per thread
+_INTERPRETED_PROCESSORS = 4  # without a GPU
 
 
 @triton.jit
@@ -34,7 +33,7 @@ def _combine_splits(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The running softmax over all splits, in their order whichever came last: the same in every run."""
+    """The running softmax over all splits, in a fixed order: results do not depend on which split ends last."""
     rows = tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, BLOCK_VALUE_DIM)
     accumulated = tl.full([BLOCK_ROWS, BLOCK_VALUE_DIM], 0.0, tl.float32)
@@ -44,7 +43,7 @@ def _combine_splits(
         splits = begin + tl.arange(0, BLOCK_SPLITS)
         slots = (first_slot + splits[:, None]) * GROUP + rows[None, :]
         there = (splits < num_splits)[:, None] & (rows < GROUP)[None, :]
-        # From the second-level cache, where other processors have left them.
+        # Bypass the first-level cache: other processors have written these.
         peaks = tl.load(partial_sums_ptr + slots * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
         totals = tl.load(partial_sums_ptr + slots * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
         parts = tl.load(
@@ -117,7 +116,7 @@ def _decode_kernel(
     BLOCK_SPLITS: tl.constexpr,
     UPCAST_DOT: tl.constexpr,
 ) -> None:
-    """One program a sequence, KV head and split: `[num_seqs, num_kv_heads, num_splits]`."""
+    """One program per sequence, KV head and split: `[num_seqs, num_kv_heads, num_splits]`."""
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -125,7 +124,7 @@ def _decode_kernel(
     if tl.load(cu_seqlens_q_ptr + sequence + 1) - token != 1:
         return
 
-    # The query stands at the last cached token, and sees first … last - 1.
+    # The query has the position of the last cached token, and sees first … last - 1.
     num_cached = tl.load(cache_seqlens_ptr + sequence)
     first = 0
     if leftpad_ptr is not None:
@@ -136,7 +135,7 @@ def _decode_kernel(
     origin = first // BLOCK_TILE * BLOCK_TILE
     num_tiles = tl.cdiv(tl.maximum(last - origin, 0), BLOCK_TILE)
     split_tiles = tl.maximum(tl.cdiv(num_tiles, tl.num_programs(2)), min_split_tiles)
-    num_splits = tl.maximum(tl.cdiv(num_tiles, split_tiles), 1)  # others have no tokens, and nobody waits for them
+    num_splits = tl.maximum(tl.cdiv(num_tiles, split_tiles), 1)  # the other programs have no tokens
     if split >= num_splits:
         return
     start = origin + split * split_tiles * BLOCK_TILE
@@ -161,8 +160,8 @@ def _decode_kernel(
     accumulated = tl.full([BLOCK_ROWS, BLOCK_VALUE_DIM], 0.0, tl.float32)
     total = tl.full([BLOCK_ROWS], 0.0, tl.float32)
     peak = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    # All rows see the same tokens, so the bounds are mask enough. Masking every tile keeps it one loop, and its loads
-    # in flight from the first tile to the last.
+    # All rows see the same tokens, so only the bounds are masked. Masking every tile keeps this one loop, with loads in
+    # flight from the first tile to the last.
     accumulated, total, peak = attend_tiles(
         query,
         accumulated,
@@ -200,7 +199,7 @@ def _decode_kernel(
     )
 
     complete = num_splits == 1
-    if SPLIT:  # noqa: SIM102 (one is known when compiling, the other is not)
+    if SPLIT:  # noqa: SIM102 (SPLIT is a compile-time constant)
         if num_splits > 1:
             value_dims = tl.arange(0, BLOCK_VALUE_DIM)
             pair = sequence * tl.num_programs(1) + kv_head
@@ -209,7 +208,7 @@ def _decode_kernel(
             tl.store(partial_ptr + slots[:, None] * VALUE_DIM + value_dims[None, :], accumulated, mask=there)
             tl.store(partial_sums_ptr + slots * 2, peak, mask=valid)
             tl.store(partial_sums_ptr + slots * 2 + 1, total, mask=valid)
-            # One thread counts for the program, so all must have stored; releasing, it publishes what all have stored.
+            # One thread counts for the program, after all threads have stored; its release publishes their stores.
             tl.debug_barrier()
             complete = tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel", scope="gpu") == num_splits - 1
             if complete:
@@ -245,10 +244,10 @@ def _decode_kernel(
 
 
 class SplitDecode:
-    """Attention for the sequences of a batch that have exactly one query; the others are left alone.
+    """Attention for the sequences of a batch with exactly one query; other sequences are skipped.
 
-    Owns, for each device, the splits' partial results and their counters. They grow with the largest batch seen, and
-    calls share them: one stream at a time, and no growth after a CUDA graph has captured a call.
+    Owns, for each device, the splits' partial results and counters. They grow with the largest batch seen. Calls share
+    them: use one stream at a time, and no larger batch after a CUDA graph has captured a call.
     """
 
     def __init__(self) -> None:
@@ -269,14 +268,14 @@ class SplitDecode:
         lse: torch.Tensor | None,
         num_splits: int,
     ) -> None:
-        """Fill those sequences' rows of `out`, and of `lse`; arguments as of `AttentionProvider.attend`, checked."""
+        """Fill those sequences' rows of `out` and `lse`; arguments as of `AttentionProvider.attend`, checked."""
         num_seqs, num_kv_heads = batch.cache_seqlens.numel(), key_cache.shape[2]
         group, value_dim, device = query.shape[1] // num_kv_heads, value_cache.shape[3], query.device
         widest = max(padded(query.shape[2]), padded(value_dim))
         block_rows = padded(group)
         block_tile = min(128, max(16, _TILE_BYTES // (widest * key_cache.element_size())))
         num_warps = 4 if block_rows * widest <= _WARP_ELEMENTS * 4 else 8
-        if query.dtype == torch.float32:  # without tensor cores a thread holds whole rows of both factors, and spills
+        if query.dtype == torch.float32:  # no tensor cores: a thread holds whole rows of both factors
             block_tile, num_warps = 16, 8
         min_split_tiles = 1
         if num_splits <= 0:
@@ -308,21 +307,21 @@ class SplitDecode:
             )
 
     def _choose_splits(self, num_pairs: int, num_cached: int, block_tile: int, device: torch.device) -> int:
-        """So many that two programs run on each processor, if the longest sequence has tokens for them."""
+        """As many as give each processor two programs, if the longest sequence has tokens for them."""
         if device not in self._num_processors:
             self._num_processors[device] = (
                 torch.cuda.get_device_properties(device).multi_processor_count
                 if device.type == "cuda"
                 else _INTERPRETED_PROCESSORS
             )
-        wanted = triton.cdiv(2 * self._num_processors[device], num_pairs)
-        return max(1, min(wanted, triton.cdiv(num_cached, _MIN_SPLIT_TILES * block_tile)))
+        even = triton.cdiv(2 * self._num_processors[device], num_pairs)
+        return max(1, min(even, triton.cdiv(num_cached, _MIN_SPLIT_TILES * block_tile)))
 
 
 def _grown(
     tensors: dict[torch.device, torch.Tensor], size: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """The device's tensor, in its place a larger one of zeros if it has fewer elements than that."""
+    """The device's tensor, replaced by a larger one of zeros if it has fewer elements."""
     tensor = tensors.get(device)
     if tensor is None or tensor.numel() < size:
         tensor = tensors[device] = torch.zeros(triton.next_power_of_2(size), dtype=dtype, device=device)

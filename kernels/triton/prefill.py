@@ -1,4 +1,4 @@
-"""Attention of several queries a sequence, packed, over a cache that holds their own keys too (chunked prefill)."""
+"""Prefill kernel: packed queries, several per sequence, over a cache that holds their own keys too."""
 
 # ruff: noqa: N803, N806 (compile-time constants are capitals in Triton's kernels)
 
@@ -11,9 +11,9 @@ import triton.language as tl
 from kernels.provider import CacheScales, Masking, VarlenBatch
 from kernels.triton.tiles import attend_arguments, attend_tiles, load_slopes, padded, store_rows
 
-# Widest head, rows (queries times heads of a group), tokens of a tile, warps, stages: what neither spills much of 255
-# registers a thread nor needs more than 227 KiB for the queries and the stages of keys and values. Few rows, as when
-# tokens are speculated, are bound by memory, as decode is.
+# Widest head, rows (queries times heads of a group), tokens per tile, warps, stages. Chosen to spill little of 255
+# registers per thread and to need at most 227 KiB for the queries and the stages of keys and values. Few rows, as with
+# draft tokens, are bound by memory, as decode is.
 _Config = tuple[int, int, int, int, int]
 _CONFIGS: tuple[_Config, ...] = (
     (64, 16, 128, 4, 3),
@@ -24,13 +24,13 @@ _CONFIGS: tuple[_Config, ...] = (
     (128, 128, 64, 8, 3),
     (256, 128, 32, 8, 2),
 )
-_FLOAT32_CONFIGS: tuple[_Config, ...] = (  # not on tensor cores: a thread holds whole rows of both factors
+_FLOAT32_CONFIGS: tuple[_Config, ...] = (  # no tensor cores: a thread holds whole rows of both factors
     (256, 16, 16, 8, 2),
     (64, 64, 32, 8, 2),
     (128, 64, 16, 16, 2),
     (256, 32, 16, 8, 2),
 )
-_FLOAT32_LARGE_GROUP: _Config = (256, 64, 16, 16, 2)  # spills some bytes, and holds the heads of a group of up to 64
+_FLOAT32_LARGE_GROUP: _Config = (256, 64, 16, 16, 2)  # spills a little; groups of up to 64 heads
 
 
 @triton.jit(
@@ -66,7 +66,7 @@ def _prefill_kernel(
     value_block_stride: tl.tensor,
     value_token_stride: tl.tensor,
     value_head_stride: tl.tensor,
-    SKIP_SINGLE: tl.constexpr,  # sequences with one query are another kernel's
+    SKIP_SINGLE: tl.constexpr,  # sequences with one query: the decode kernel's
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -83,13 +83,13 @@ def _prefill_kernel(
     BLOCK_TILE: tl.constexpr,
     UPCAST_DOT: tl.constexpr,
 ) -> None:
-    """One program for the queries of a tile and a KV head: `[num_tiles, num_kv_heads]`.
+    """One program per tile of queries and KV head: `[num_tiles, num_kv_heads]`.
 
-    A sequence has a tile more than its queries could need, so that tiles are counted off without a sum over sequences:
-    the first tile of sequence i is `cu_seqlens_q[i] // BLOCK_QUERIES + i`.
+    Each sequence has one tile more than its queries could need. So the first tile of sequence i is
+    `cu_seqlens_q[i] // BLOCK_QUERIES + i`, without a sum over sequences.
     """
     BLOCK_QUERIES: tl.constexpr = BLOCK_ROWS // GROUP
-    # The last queries of a sequence see the most: they go first, and the short work fills the end.
+    # The last queries of a sequence see the most tokens: they go first, and short work fills the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     sequence = 0
@@ -109,7 +109,7 @@ def _prefill_kernel(
     if idle:
         return
 
-    # Some row sees each of the tokens first … last - 1, and every row all of inner_first … inner_last - 1.
+    # Each of the tokens first … last - 1 is visible to some row, inner_first … inner_last - 1 to all rows.
     num_cached = tl.load(cache_seqlens_ptr + sequence)
     first_position = num_cached - num_queries + first_query
     last_position = num_cached - num_queries + tl.minimum(first_query + BLOCK_QUERIES, num_queries) - 1
@@ -147,7 +147,7 @@ def _prefill_kernel(
     total = tl.full([BLOCK_ROWS], 0.0, tl.float32)
     peak = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
 
-    # Three stretches of tiles: up to where every row sees all, from there without masks, and the rest.
+    # Three stretches of tiles: masked, visible to every row and unmasked, masked again.
     inner_start = tl.cdiv(inner_first, BLOCK_TILE) * BLOCK_TILE
     inner_stop = tl.maximum(inner_last // BLOCK_TILE * BLOCK_TILE, inner_start)
     for stretch in tl.static_range(3):
@@ -226,7 +226,7 @@ def attend_prefill(
     *,
     skip_single: bool,
 ) -> None:
-    """Fill `out`, and `lse`, except, if so asked, for the sequences that have exactly one query; arguments as of
+    """Fill `out` and `lse`; `skip_single` leaves out sequences with exactly one query. Arguments as of
     `AttentionProvider.attend`, checked."""
     num_seqs, num_kv_heads = batch.cache_seqlens.numel(), key_cache.shape[2]
     group = query.shape[1] // num_kv_heads
@@ -247,7 +247,7 @@ def attend_prefill(
 
 
 def _choose_config(configs: tuple[_Config, ...], widest: int, group: int, num_queries: int) -> _Config:
-    """The first with enough rows in a tile; where none has, with the most. A tile has the rows of a query at least."""
-    lines = [config for config in configs if widest <= config[0] and group <= config[1]] or [_FLOAT32_LARGE_GROUP]
-    enough = [config for config in lines if group * num_queries <= config[1]]
-    return enough[0] if enough else max(lines, key=lambda config: config[1])
+    """The first with enough rows in a tile, else the one with most rows. A tile holds at least one query's rows."""
+    fitting = [config for config in configs if widest <= config[0] and group <= config[1]] or [_FLOAT32_LARGE_GROUP]
+    enough = [config for config in fitting if group * num_queries <= config[1]]
+    return enough[0] if enough else max(fitting, key=lambda config: config[1])

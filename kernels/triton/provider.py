@@ -1,4 +1,4 @@
-"""The provider for GPUs: Triton kernels, one for single queries and one for several."""
+"""The Triton provider for GPUs: one kernel for single queries and one for several."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_DIM = 256
 _MAX_GROUP = 64
 _FP8_CAPABILITY = (8, 9)
-# Heads beyond this many dimensions take tiles of up to 132 KiB, which these GPUs do not have.
+# Larger heads take tiles of up to 132 KiB, more shared memory than these GPUs (by compute capability) have.
 _SMALL_DIM, _SMALL_SHARED_MEMORY = 128, {(7, 0), (7, 5), (8, 6), (8, 9), (12, 0), (12, 1)}
 
 
 class TritonProvider:
-    """Attention by Triton. Calls share the space where splits meet, so one provider serves one stream.
+    """Attention in Triton, for one stream: calls share the buffers of split reductions.
 
-    A kernel is compiled when first needed, which takes seconds; Triton keeps the result on disk.
+    A kernel is compiled on first use, which takes seconds; Triton caches the result on disk.
 
     Raises:
         KernelError: Triton is not installed, or there is no CUDA device.
@@ -42,27 +42,28 @@ class TritonProvider:
         try:
             import triton
         except ImportError as error:
-            raise KernelError(f"attention triton needs the package triton, which comes with torch: {error}") from error
+            raise KernelError(
+                f"attention triton needs the package triton, which torch installs on Linux: {error}"
+            ) from error
         if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
-            raise KernelError("attention triton needs a CUDA device, or TRITON_INTERPRET=1 to be tried without one")
-        from kernels.triton import cache as triton_cache
-        from kernels.triton import decode as triton_decode
-        from kernels.triton import prefill as triton_prefill
-        from kernels.triton import tiles as triton_tiles
+            raise KernelError("attention triton needs a CUDA device; TRITON_INTERPRET=1 interprets it on a CPU")
+        from kernels.triton.cache import write_cache
+        from kernels.triton.decode import SplitDecode
+        from kernels.triton.prefill import attend_prefill
+        from kernels.triton.tiles import INTERPRETED
 
-        self._write = triton_cache.write_cache
-        self._decode = triton_decode.SplitDecode()
-        self._prefill = triton_prefill.attend_prefill
-        self._interpreted = triton_tiles.INTERPRETED
+        self._write, self._prefill = write_cache, attend_prefill
+        self._decode = SplitDecode()
+        self._interpreted = INTERPRETED
 
     def unsupported(self, problem: AttentionProblem) -> str | None:
         if problem.device_type != "cuda" and not self._interpreted:
-            return f"it does not run on {problem.device_type}"
+            return f"runs on cuda, not on {problem.device_type}"
         if problem.dtype not in _DTYPES:
             return f"queries cannot be {problem.dtype}"
         if problem.cache_dtype in FP8_DTYPES:
             if not self._has_fp8(problem.device_type):
-                return "8-bit floats need compute capability 8.9, which this GPU has not"
+                return "8-bit floats need a GPU of compute capability 8.9"
         elif problem.cache_dtype != problem.dtype:
             return f"a cache cannot be {problem.cache_dtype} for queries of {problem.dtype}"
         if max(problem.key_dim, problem.value_dim) > _MAX_DIM:
@@ -75,14 +76,12 @@ class TritonProvider:
         return None
 
     def _has_fp8(self, device_type: str) -> bool:
-        return self._interpreted or (
-            device_type == "cuda" and torch.cuda.get_device_capability(torch.cuda.current_device()) >= _FP8_CAPABILITY
-        )
+        return self._interpreted or (device_type == "cuda" and torch.cuda.get_device_capability() >= _FP8_CAPABILITY)
 
     def _has_large_tiles(self, device_type: str) -> bool:
-        if self._interpreted or device_type != "cuda":
-            return self._interpreted
-        return torch.cuda.get_device_capability(torch.cuda.current_device()) not in _SMALL_SHARED_MEMORY
+        return self._interpreted or (
+            device_type == "cuda" and torch.cuda.get_device_capability() not in _SMALL_SHARED_MEMORY
+        )
 
     def write(
         self,
@@ -119,7 +118,7 @@ class TritonProvider:
         num_seqs = batch.cache_seqlens.numel()
         if not out.numel() or not num_seqs:
             return out
-        # The maximum is a bound, but a lone sequence has all queries.
+        # max_seqlen_q is an upper bound; of a single sequence the number of queries is known.
         max_seqlen_q = query.shape[0] if num_seqs == 1 else batch.max_seqlen_q
         several = max_seqlen_q > 1
         single = not several or num_seqs > 1

@@ -1,4 +1,4 @@
-"""What decode and prefill share: tiles of cached tokens, and the arguments that both kernels take."""
+"""Tiles of cached tokens, and the arguments common to the decode and prefill kernels."""
 
 # ruff: noqa: N803 (compile-time constants are capitals in Triton's kernels)
 
@@ -15,8 +15,8 @@ from triton.runtime.jit import JITFunction
 from kernels.provider import CacheScales, Masking, VarlenBatch
 from kernels.triton.cache import along_last
 
-# One table width and blocks longer than this: a region. Shorter blocks are looked up even if the table is one wide, so
-# that a short batch over blocks does not need a kernel of its own.
+# A table of width 1 with longer blocks is a region view. Shorter blocks are looked up even in a table of width 1, so
+# that a short batch over blocks does not compile a further kernel.
 _MAX_BLOCK_TOKENS = 512
 
 
@@ -43,12 +43,12 @@ def attend_tiles(
     key_token_stride: tl.tensor,
     value_block_stride: tl.tensor,
     value_token_stride: tl.tensor,
-    MASKED: tl.constexpr,  # some row does not see all tokens of some tile
-    HAS_LEFT: tl.constexpr,  # rows see different tokens because of window_left; and so on
+    MASKED: tl.constexpr,  # some token of some tile is invisible to some row
+    HAS_LEFT: tl.constexpr,  # visibility differs between rows by window_left
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
-    ADDRESSING: tl.constexpr,  # the table is read once for the "region", for each "tile", or for each "token"
+    ADDRESSING: tl.constexpr,  # the table is read once per "region", "tile" or "token"
     BLOCK_TOKENS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -56,7 +56,7 @@ def attend_tiles(
     BLOCK_VALUE_DIM: tl.constexpr,
     BLOCK_TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Take the tiles that begin at `start`, `start + BLOCK_TILE`, … before `stop` into the running softmax."""
+    """Add the tiles that begin at `start`, `start + BLOCK_TILE`, … before `stop` to the running softmax."""
     key_dims = tl.arange(0, BLOCK_KEY_DIM)
     value_dims = tl.arange(0, BLOCK_VALUE_DIM)
     block = _load_blocks(table_ptr, start, stop, first, last, ADDRESSING, BLOCK_TOKENS, BLOCK_TILE)
@@ -68,10 +68,10 @@ def attend_tiles(
             within = within % BLOCK_TOKENS
         key_rows = block * key_block_stride + within * key_token_stride
         key = _load_tile(key_ptr, key_rows, key_dims, readable, MASKED, KEY_DIM, BLOCK_KEY_DIM)
-        # ieee: TF32 is not float32. It means nothing to shorter floats.
+        # ieee: not TF32. Shorter floats are not affected.
         scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * factor
         if HAS_SOFTCAP:
-            scores = cap * (1.0 - 2.0 / (tl.exp2(scores * 2.8853900817779268) + 1.0))  # tanh; the number is 2 / ln 2
+            scores = cap * (1.0 - 2.0 / (tl.exp2(scores * 2.8853900817779268) + 1.0))  # tanh; 2 / ln 2
         if HAS_ALIBI:
             scores -= slope[:, None] * tl.abs(position[:, None] - tokens[None, :]).to(tl.float32)
         if MASKED:
@@ -84,7 +84,7 @@ def attend_tiles(
 
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         base = new_peak
-        if MASKED:  # a row may have seen nothing yet, and -inf - -inf is not a number
+        if MASKED:  # a row may have seen nothing yet, and -inf - -inf is NaN
             base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(peak - base)
@@ -98,7 +98,7 @@ def attend_tiles(
             weights.to(query.dtype), value.to(query.dtype), accumulated, input_precision="ieee", out_dtype=tl.float32
         )
         if ADDRESSING != "region":
-            # A tile ahead: were it read where it is needed, the keys and values could not be fetched ahead.
+            # One tile ahead: otherwise keys and values could not be prefetched.
             block = _load_blocks(table_ptr, begin + BLOCK_TILE, stop, first, last, ADDRESSING, BLOCK_TOKENS, BLOCK_TILE)
     return accumulated, total, peak
 
@@ -114,7 +114,7 @@ def _load_blocks(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_TILE: tl.constexpr,
 ) -> tl.tensor:
-    """The block of the tile that begins there, or `[BLOCK_TILE]` its tokens' blocks; 0 from `stop` on."""
+    """The block of the tile at `begin`, or its tokens' blocks `[BLOCK_TILE]`; 0 from `stop` on."""
     if ADDRESSING == "region":
         block = tl.load(table_ptr, mask=begin < stop, other=0)
     elif ADDRESSING == "tile":
@@ -136,7 +136,7 @@ def _load_tile(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """`[BLOCK_TILE, BLOCK_DIM]`, zero where nothing may be read: what recycled memory holds may not be a number."""
+    """`[BLOCK_TILE, BLOCK_DIM]`, zero where nothing is readable: recycled memory may hold NaN."""
     pointers = base + rows[:, None] + dims[None, :]
     if MASKED and DIM == BLOCK_DIM:
         tile = tl.load(pointers, mask=readable[:, None], other=0.0)
@@ -166,7 +166,7 @@ def store_rows(
     VALUE_DIM: tl.constexpr,
     BLOCK_VALUE_DIM: tl.constexpr,
 ) -> None:
-    """Divide by the sum of the weights, and store; a row that sees nothing is zero."""
+    """Divide by the sum of the weights and store; zeros in rows that see nothing."""
     blind = peak == float("-inf")
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + heads, mask=valid, other=0.0) * 1.4426950408889634  # 1 / ln 2
@@ -192,7 +192,7 @@ def store_rows(
 def load_slopes(
     slopes_ptr: tl.tensor, sequence: tl.tensor, slopes_stride: tl.tensor, heads: tl.tensor, valid: tl.tensor
 ) -> tl.tensor:
-    """The ALiBi slope of each row, in units of log 2; zeros without any."""
+    """The ALiBi slope of each row, in units of log 2; zeros without ALiBi."""
     slope = tl.full(heads.shape, 0.0, tl.float32)
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + sequence * slopes_stride + heads, mask=valid, other=0.0) * 1.4426950408889634
@@ -213,7 +213,7 @@ def attend_arguments(
     lse: torch.Tensor | None,
     block_tile: int,
 ) -> dict[str, Any]:
-    """What the decode and the prefill kernel take alike."""
+    """Arguments that the decode and the prefill kernel share."""
     num_heads, num_kv_heads = query.shape[1], key_cache.shape[2]
     block_tokens, width = key_cache.shape[1], batch.block_table.shape[1]
     slopes = masking.alibi_slopes
@@ -267,10 +267,10 @@ def attend_arguments(
         "BLOCK_KEY_DIM": padded(query.shape[2]),
         "BLOCK_VALUE_DIM": padded(value_cache.shape[3]),
         "BLOCK_TILE": block_tile,
-        "UPCAST_DOT": INTERPRETED,  # the interpreter multiplies the bits of bfloat16 and 8-bit floats
+        "UPCAST_DOT": INTERPRETED,  # the interpreter multiplies the bit patterns of short floats
     }
 
 
 def padded(size: int) -> int:
-    """The least side of a tile that holds so many: `tl.dot` wants powers of two from 16."""
+    """The smallest tile side that holds `size`: `tl.dot` takes powers of two from 16."""
     return max(16, triton.next_power_of_2(size))

@@ -18,7 +18,10 @@ from kernels.reference import ReferenceProvider, first_visible
 # Largest difference allowed against float64, for values of order 1: sums are float32, weights and results are rounded.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 LSE_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-4, torch.float16: 1e-4}
-RAGGED = [(1, 1), (1, 17), (5, 5), (3, 64), (1, 65), (70, 200), (33, 33), (1, 300)]
+Lengths = list[tuple[int, int]]  # (queries, cached) of each sequence
+RAGGED: Lengths = [(1, 1), (1, 17), (5, 5), (3, 64), (1, 65), (70, 200), (33, 33), (1, 300)]
+# Table entry of no block, for all entries without visible tokens: reading it ends the process.
+INVALID = -(10**6)
 
 
 @dataclass(frozen=True)
@@ -30,62 +33,77 @@ class Case:
     masking: Masking
     scales: CacheScales | None = None
 
+    @property
+    def arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, VarlenBatch, Masking]:
+        """The positional arguments of `AttentionProvider.attend`."""
+        return self.query, self.key_cache, self.value_cache, self.batch, self.masking
+
+
+def make_batch(lengths: Lengths, table: torch.Tensor, leftpad: list[int] | None = None, slack: int = 0) -> VarlenBatch:
+    """A batch of sequences; `slack` is added to its maxima."""
+    return VarlenBatch(
+        torch.tensor(list(itertools.accumulate((q for q, _ in lengths), initial=0)), dtype=torch.int32),
+        torch.tensor([cached for _, cached in lengths], dtype=torch.int32),
+        table.int().contiguous(),
+        max(q for q, _ in lengths) + slack,
+        max(cached for _, cached in lengths) + slack,
+        None if leftpad is None else torch.tensor(leftpad, dtype=torch.int32),
+    )
+
 
 def make_case(
-    lengths: list[tuple[int, int]],
+    lengths: Lengths,
     heads: tuple[int, int] = (4, 2),
     dims: tuple[int, int] = (64, 64),
     dtype: torch.dtype = torch.float32,
     view: str = "block_table",
     *,
-    block_tokens: int = 16,
+    cache_dtype: torch.dtype | None = None,
+    block_tokens: int | None = None,
+    spare_columns: int = 0,
     masking: Masking | None = None,
     leftpad: list[int] | None = None,
+    slack: int = 0,
+    device: str | torch.device = "cpu",
     seed: int = 7,
 ) -> Case:
-    """`lengths` are (queries, cached) of each sequence. What no query may see is NaN; table entries that are not used
-    name a block that is not there."""
+    """Random tensors. Tokens that no query sees are NaN, and table entries without visible tokens are `INVALID`."""
     generator = torch.Generator().manual_seed(seed)
     num_q_heads, num_kv_heads = heads
     masking = masking or Masking(dims[0] ** -0.5)
-    query = torch.randn(sum(q for q, _ in lengths), num_q_heads, dims[0], generator=generator).to(dtype)
     longest = max(cached for _, cached in lengths)
-    if view == "region":
-        block_tokens = longest + 3
-    width = max(1, -(-longest // block_tokens))
+    block_tokens = block_tokens or (longest + 3 if view == "region" else 16)
+    width = 1 if view == "region" else max(1, -(-longest // block_tokens)) + spare_columns
     num_blocks = len(lengths) * width + 2
-    table = torch.randperm(num_blocks, generator=generator)[: len(lengths) * width].view(-1, width).int()
-    spans = [
-        (first_visible(q, cached, leftpad[i] if leftpad else 0, masking), cached)
-        for i, (q, cached) in enumerate(lengths)
-    ]
+    ids = torch.randperm(num_blocks, generator=generator)[: len(lengths) * width].view(-1, width)
+    table, slots = torch.full_like(ids, INVALID), [torch.empty(0, dtype=torch.int64)]
+    for i, (num_queries, end) in enumerate(lengths):
+        begin = first_visible(num_queries, end, leftpad[i] if leftpad else 0, masking)
+        if num_queries and begin < end:
+            tokens = torch.arange(begin, end)
+            columns = tokens // block_tokens
+            table[i, columns] = ids[i, columns]
+            slots.append(ids[i, columns] * block_tokens + tokens % block_tokens)
+    visible = torch.cat(slots)
 
     def cache(dim: int) -> torch.Tensor:
-        interleaved = torch.full((num_blocks, block_tokens, 3, num_kv_heads, dim), torch.nan, dtype=dtype)
-        layer = interleaved[:, :, 1]
-        for sequence, (begin, end) in enumerate(spans):
-            positions = torch.arange(begin, max(begin, end))
-            rows = torch.randn(len(positions), num_kv_heads, dim, generator=generator).to(dtype)
-            layer[table[sequence, positions // block_tokens].long(), positions % block_tokens] = rows
-        return layer
+        """One of three interleaved layers."""
+        layers = torch.full((num_blocks * block_tokens, 3, num_kv_heads, dim), torch.nan)
+        layers[visible, 1] = torch.randn(len(visible), num_kv_heads, dim, generator=generator)
+        return layers.to(cache_dtype or dtype).to(device).unflatten(0, (num_blocks, block_tokens))[:, :, 1]
 
-    caches = cache(dims[0]), cache(dims[1])
-    places = torch.arange(width)
-    for sequence, (_, cached) in enumerate(lengths):
-        table[sequence, places >= -(-cached // block_tokens)] = 2**31 - 1
-    batch = VarlenBatch(
-        torch.tensor(list(itertools.accumulate((q for q, _ in lengths), initial=0)), dtype=torch.int32),
-        torch.tensor([cached for _, cached in lengths], dtype=torch.int32),
-        table.contiguous(),
-        max(q for q, _ in lengths),
-        longest,
-        None if leftpad is None else torch.tensor(leftpad, dtype=torch.int32),
-    )
-    return Case(query, *caches, batch, masking)
+    # A slice, as of a fused projection.
+    num_tokens = sum(num_queries for num_queries, _ in lengths)
+    query = torch.randn(num_tokens, num_q_heads + 2, dims[0], generator=generator).to(dtype).to(device)[:, 1:-1]
+    scales = None
+    if cache_dtype in FP8_DTYPES:
+        scales = CacheScales(*(0.5 + torch.rand(2, num_kv_heads, generator=generator).to(device)))
+    batch = make_batch(lengths, table, leftpad, slack).to(torch.device(device))
+    return Case(query, cache(dims[0]), cache(dims[1]), batch, masking, scales)
 
 
 def random_case(seed: int) -> Case:
-    """Anything that a provider of this machine should do."""
+    """A problem that every provider for CPUs supports."""
     rng = random.Random(seed)
     num_seqs = rng.randint(1, 6)
     lengths = []
@@ -116,13 +134,14 @@ def random_case(seed: int) -> Case:
     leftpad = None
     if rng.random() < 0.25:
         leftpad = [rng.randint(0, cached) for _, cached in lengths]
+    view = rng.choice(["region", "block_table"])
     return make_case(
         lengths,
         (num_heads, num_kv_heads),
         (key_dim, value_dim),
         rng.choice([torch.float32, torch.bfloat16, torch.float16]),
-        rng.choice(["region", "block_table"]),
-        block_tokens=rng.choice([1, 3, 16, 64, 256]),
+        view,
+        block_tokens=None if view == "region" else rng.choice([1, 3, 16, 64, 256]),
         masking=masking,
         leftpad=leftpad,
         seed=seed,
@@ -130,7 +149,7 @@ def random_case(seed: int) -> Case:
 
 
 class GuardedMemory:
-    """Two pieces of memory, each between two pages that nobody may touch."""
+    """Two pieces of memory, each between two inaccessible pages."""
 
     def __init__(self, num_pages: int) -> None:
         self._num_bytes = num_pages * mmap.PAGESIZE
@@ -144,7 +163,7 @@ class GuardedMemory:
         self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
 
     def tensor(self, which: int, shape: tuple[int, ...], dtype: torch.dtype, *, at_end: bool) -> torch.Tensor:
-        """Memory of piece 0 or 1, ending or beginning at a page that is not to be touched."""
+        """Memory of piece 0 or 1 that ends or begins at an inaccessible page."""
         num_bytes = math.prod(shape) * dtype.itemsize
         assert num_bytes <= self._num_bytes
         offset = mmap.PAGESIZE + (self._num_bytes - num_bytes if at_end else 0)
@@ -159,21 +178,40 @@ class GuardedMemory:
                 assert mprotect(guard, mmap.PAGESIZE, flags) == 0
 
 
-def check(provider: AttentionProvider, case: Case, *, tolerance: float | None = None, num_splits: int = 0) -> None:
-    """The provider's results against the reference's in float64."""
-    query = case.query
-    caches = case.key_cache, case.value_cache
-    wide = caches if caches[0].dtype in FP8_DTYPES else tuple(cache.double() for cache in caches)
-    shape = query.shape[:2]
-    expected_lse, lse = torch.empty(shape), torch.full(shape, torch.nan)
-    args = (case.batch, case.masking)
-    expected = ReferenceProvider().attend(query.double(), *wide, *args, scales=case.scales, lse=expected_lse)
-    actual = provider.attend(query, *caches, *args, scales=case.scales, lse=lse, num_splits=num_splits)
-    assert actual.dtype == query.dtype
-    difference = (actual.double() - expected).abs().max().item() if actual.numel() else 0.0
-    assert difference <= (tolerance or TOLERANCE[query.dtype]), f"maximum difference {difference:.2e}"  # NaN fails too
-    empty = expected_lse == -torch.inf
-    assert torch.equal(lse == -torch.inf, empty)
-    off = (lse - expected_lse)[~empty].abs().max().item() if (~empty).any() else 0.0
-    bound = (tolerance or LSE_TOLERANCE[query.dtype]) * max(1.0, expected_lse[~empty].abs().max().item() if off else 1)
-    assert off <= bound, f"maximum difference of the logarithms {off:.2e}"
+def check(
+    provider: AttentionProvider,
+    case: Case,
+    *,
+    tolerance: float | None = None,
+    lse_tolerance: float | None = None,
+    relative: bool = False,
+    num_splits: int = 0,
+    with_lse: bool = True,
+) -> torch.Tensor:
+    """Compare the provider's results with the reference's in float64, and return them.
+
+    Differences of results are absolute, or with `relative` divided by 1 + |expected|.
+    """
+    shape, dtype, device = case.query.shape[:2], case.query.dtype, case.query.device
+    wide = [x if x.dtype in FP8_DTYPES else x.double() for x in (case.query, case.key_cache, case.value_cache)]
+    expected_lse = torch.empty(shape, device=device)
+    expected = ReferenceProvider().attend(*wide, case.batch, case.masking, scales=case.scales, lse=expected_lse)
+    lse = torch.full(shape, torch.nan, device=device) if with_lse else None
+    actual = provider.attend(*case.arguments, scales=case.scales, lse=lse, num_splits=num_splits)
+    assert actual.dtype == dtype
+    assert actual.shape == expected.shape
+    scale = 1 + expected.abs() if relative else 1.0
+    difference = _largest((actual.double() - expected) / scale)
+    assert difference <= (tolerance or TOLERANCE[dtype]), f"maximum difference {difference:.2e}"  # NaN fails too
+    blind = expected_lse == -torch.inf
+    assert not actual[blind].any()
+    if lse is not None:
+        assert torch.equal(lse == -torch.inf, blind)
+        off = _largest((lse - expected_lse)[~blind] / expected_lse[~blind].abs().clamp(min=1.0))
+        limit = lse_tolerance or tolerance or LSE_TOLERANCE[dtype]
+        assert off <= limit, f"maximum difference of the logarithms {off:.2e}"
+    return actual
+
+
+def _largest(difference: torch.Tensor) -> float:
+    return difference.abs().max().item() if difference.numel() else 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,10 @@ import torch
 from kernels import AttentionProvider, CacheScales, KernelError, Masking, Rotary, VarlenBatch, select_provider
 from kernels.cpu.provider import CpuProvider
 from kernels.reference import ReferenceProvider
-from tests.kernels.cases import RAGGED, TOLERANCE, Case, GuardedMemory, check, make_case, random_case
+from tests.kernels.cases import RAGGED, TOLERANCE, Case, GuardedMemory, check, make_batch, make_case, random_case
 
 CPU = torch.device("cpu")
-# Processors that the C++ is compiled for; this one can run them.
+# Processors to compile for that this machine can run.
 _FLAGS = Path("/proc/cpuinfo").read_text()
 MARCHES = ["native"]
 MARCHES += ["x86-64-v3"] if " avx2 " in _FLAGS and " fma " in _FLAGS else []
@@ -59,21 +60,15 @@ def test_long_sequences_are_split(block_tokens: int, num_splits: int) -> None:
 
 
 def test_result_does_not_depend_on_the_rest_of_the_batch() -> None:
-    """Bit by bit, so that a request gives the same tokens alone and in a crowd."""
+    """Equal to the bit: a request gives the same tokens in every batch."""
     provider = select_provider("cpu", CPU)
     lengths = [(1, 700), (40, 90), (1, 64), (1, 1500)]
     case = make_case(lengths, (14, 2), dtype=torch.bfloat16)
-    together = provider.attend(case.query, case.key_cache, case.value_cache, case.batch, case.masking)
+    together = provider.attend(*case.arguments)
     starts = case.batch.cu_seqlens_q.tolist()
-    for i, (queries, cached) in enumerate(lengths):
+    for i, length in enumerate(lengths):
         rows = slice(starts[i], starts[i + 1])
-        one = VarlenBatch(
-            torch.tensor([0, queries], dtype=torch.int32),
-            case.batch.cache_seqlens[i : i + 1],
-            case.batch.block_table[i : i + 1],
-            queries,
-            cached,
-        )
+        one = make_batch([length], case.batch.block_table[i : i + 1])
         alone = provider.attend(case.query[rows], case.key_cache, case.value_cache, one, case.masking)
         assert torch.equal(alone, together[rows])
 
@@ -99,15 +94,15 @@ def test_masking(name: str, masking: Masking) -> None:
 
 
 def test_large_scores_do_not_overflow() -> None:
-    """exp of the raw scores (about 200) would be infinite in float32; their rounding error is what is left."""
+    """exp of the raw scores (about 200) would be infinite in float32; only their rounding error remains."""
     case = make_case(RAGGED, (8, 2), view="region", masking=Masking(1.0))
-    case = Case(case.query * 5, case.key_cache * 5, case.value_cache, case.batch, case.masking)
+    case = replace(case, query=case.query * 5, key_cache=case.key_cache * 5)
     check(select_provider("cpu", CPU), case, tolerance=1e-3)
 
 
 @pytest.mark.parametrize("name", ["cpu", "sdpa", "reference"])
 def test_edges(name: str) -> None:
-    """No queries, nothing cached, one token, a block and a region that are full, more queries than tokens."""
+    """No queries, nothing cached, one token, a full block, a full region, more queries than tokens."""
     provider = select_provider(name, CPU)
     for view in ("region", "block_table"):
         check(provider, make_case([(1, 5), (0, 9), (2, 7), (1, 0), (0, 0), (1, 1), (16, 16), (4, 2)], view=view))
@@ -117,7 +112,7 @@ def test_edges(name: str) -> None:
 
 
 def test_eight_bit_cache() -> None:
-    """What is written divided by the scales is read multiplied by them; too large values are clipped."""
+    """Values are divided by the scales when written, multiplied when read, and clipped if too large."""
     torch.manual_seed(0)
     provider = select_provider("auto", CPU)
     scales = CacheScales(torch.tensor([0.5, 2.0]), torch.tensor([0.25, 1.0]))
@@ -129,13 +124,7 @@ def test_eight_bit_cache() -> None:
     held = value_cache.float().flatten(0, 1)[:40] * scales.value[:, None]
     assert (held[1:] - value[1:]).abs().max() < 0.07 * value[1:].abs().max()
     assert (held[0, 0] == 448 * 0.25).all()
-    batch = VarlenBatch(
-        torch.tensor([0, 1], dtype=torch.int32),
-        torch.tensor([40], dtype=torch.int32),
-        torch.tensor([[0, 1, 2]], dtype=torch.int32),
-        1,
-        40,
-    )
+    batch = make_batch([(1, 40)], torch.tensor([[0, 1, 2]]))
     check(provider, Case(torch.randn(1, 4, 64), key_cache, value_cache, batch, Masking(0.125), scales), tolerance=1e-4)
     with pytest.raises(KernelError, match="float8"):
         select_provider("cpu", CPU).attend(torch.randn(1, 4, 64), key_cache, value_cache, batch, Masking(0.125))
@@ -166,33 +155,22 @@ def test_write_then_read_back(make: Callable[[], AttentionProvider], interleaved
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (14, 2)])
 def test_nothing_beyond_the_cache_is_read(cpu: CpuProvider, heads: tuple[int, int], dtype: torch.dtype) -> None:
-    """Caches that end at a page which ends the process when it is read, and that begin behind one."""
+    """The caches end or begin at an inaccessible page."""
     with GuardedMemory(64) as memory:
         for at_end, dim, length, queries in itertools.product((True, False), (64, 80, 34), (1, 17, 33, 70), (1, 5)):
             shape = (1, length, heads[1], dim)
             key, value = (memory.tensor(side, shape, dtype, at_end=at_end).normal_() for side in range(2))
             query = torch.randn(queries, heads[0], dim).to(dtype)
-            region = torch.zeros(1, 1, dtype=torch.int32)
-            blocks = torch.arange(length - 1, -1, -1, dtype=torch.int32)[None].contiguous()
-            for table, caches in (
-                (region, (key, value)),
-                (blocks, (key.view(length, 1, *shape[2:]), value.view(length, 1, *shape[2:]))),
-            ):
-                lengths = [torch.tensor(n, dtype=torch.int32) for n in ([0, queries], [length])]
-                batch = VarlenBatch(*lengths, table, queries, length)
-                check(cpu, Case(query, *caches, batch, Masking(dim**-0.5)))
+            region, blocks = torch.zeros(1, 1), torch.arange(length - 1, -1, -1)[None]
+            for table, block_tokens in ((region, length), (blocks, 1)):
+                caches = (cache.view(-1, block_tokens, *shape[2:]) for cache in (key, value))
+                check(cpu, Case(query, *caches, make_batch([(queries, length)], table), Masking(dim**-0.5)))
 
 
 def test_heads_far_apart() -> None:
-    """A head-major cache: what lies between the heads is nothing to bring in."""
+    """A head-major cache: memory between the heads must not be prefetched."""
     cache = torch.randn(2, 2, 8, 3000, 64).bfloat16().transpose(2, 3)
-    batch = VarlenBatch(
-        torch.tensor([0, 1, 2], dtype=torch.int32),
-        torch.tensor([2900, 40], dtype=torch.int32),
-        torch.tensor([[1], [0]], dtype=torch.int32),
-        1,
-        2900,
-    )
+    batch = make_batch([(1, 2900), (1, 40)], torch.tensor([[1], [0]]))
     query = torch.randn(2, 16, 64).bfloat16()
     check(select_provider("cpu", CPU), Case(query, cache[0], cache[1], batch, Masking(0.125)))
 
@@ -230,15 +208,18 @@ def test_wrong_writes_are_named_and_nothing_is_stored() -> None:
 
 def test_wrong_shapes_are_named() -> None:
     case = make_case([(1, 5)], view="region")
-    caches, batch = (case.key_cache, case.value_cache), case.batch
-    provider = select_provider("cpu", CPU)
-    with pytest.raises(ValueError, match=r"\[1, 4, 16\]"):
-        provider.attend(case.query[..., :16], *caches, batch, Masking(1.0))
-    with pytest.raises(ValueError, match="3 query heads"):
-        provider.attend(case.query[:, :3], *caches, batch, Masking(1.0))
-    with pytest.raises(ValueError, match=r"sinks must be .* \[4\], got \[3\]"):
-        provider.attend(case.query, *caches, batch, Masking(1.0, sinks=torch.zeros(3)))
+    for wrong, message in (
+        (replace(case, query=case.query[..., :16]), r"\[1, 4, 16\]"),
+        (replace(case, query=case.query[:, :3]), "3 query heads"),
+        (replace(case, query=case.query.half()), "queries of torch.float16 cannot read a cache of torch.float32"),
+        (replace(case, key_cache=case.key_cache[0]), r"caches must be \[blocks, tokens, kv_heads, dim\]"),
+        (replace(case, masking=Masking(1.0, sinks=torch.zeros(3))), r"sinks must be .* \[4\], got \[3\]"),
+        (replace(case, masking=Masking(1.0, alibi_slopes=torch.zeros(2, 4))), r"alibi_slopes must be .* \[1, 4\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            select_provider("cpu", CPU).attend(*wrong.arguments)
     with pytest.raises(ValueError, match="lse"):
-        provider.attend(case.query, *caches, batch, Masking(1.0), lse=torch.zeros(4))
+        select_provider("cpu", CPU).attend(*case.arguments, lse=torch.zeros(4))
+    batch = case.batch
     with pytest.raises(ValueError, match="cu_seqlens_q"):
         VarlenBatch(batch.cu_seqlens_q[:1], batch.cache_seqlens, batch.block_table, 1, 5)

@@ -49,10 +49,10 @@ def test_wrong_tensors_are_named() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("fails", ["folder", "compiler", "loading"])
-def test_what_keeps_a_kernel_from_being_built_has_one_type(
+def test_failed_builds_raise_kernel_error(
     fails: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, uncached_libraries: None
 ) -> None:
-    """Regression: routers were not made where the cache was read-only or not for code, though they can do without."""
+    """Regression: routers failed to start where the cache folder was read-only or not executable."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if fails == "folder":
         (tmp_path / "folio").write_text("no folder")

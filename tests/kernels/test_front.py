@@ -1,4 +1,4 @@
-"""The public functions against flash-attention's semantics, written out query by query."""
+"""The public attention functions against flash-attention's semantics, written out query by query."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from kernels.reference import ReferenceProvider
 PROVIDERS = {"cpu": CpuProvider, "reference": ReferenceProvider}
 
 
-def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position: int, interleaved: bool) -> torch.Tensor:
-    """One token's heads `[heads, dim]`, turned by the definition of rotary embedding, dimension by dimension."""
+def rotate_token(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position: int, interleaved: bool
+) -> torch.Tensor:
+    """Rotate one token's heads `[heads, dim]` by the definition of rotary embedding, dimension by dimension."""
     out = x.clone()
     half = cos.shape[1]
     for i in range(half):
@@ -62,8 +64,7 @@ def attend_one(
             scores = softcap * (scores / softcap).tanh()
         if slopes is not None:
             scores = scores - slopes[head] * (diagonal - torch.tensor(seen)).abs()
-        every = scores if sinks is None else torch.cat([scores, sinks[head : head + 1]])
-        lse[head] = every.logsumexp(0)
+        lse[head] = (scores if sinks is None else torch.cat([scores, sinks[head : head + 1]])).logsumexp(0)
         out[head] = (scores - lse[head]).exp() @ values[seen, kv_head]
     return out, lse
 
@@ -141,15 +142,17 @@ def test_flash_attn_with_kvcache(name: str, seed: int) -> None:
             assert k is not None
             assert v is not None
             new = k[b, t].double()
-            keys[length + t] = new if cos is None else turn(new, cos.double(), sin.double(), length + t, interleaved)
+            keys[length + t] = (
+                new if cos is None else rotate_token(new, cos.double(), sin.double(), length + t, interleaved)
+            )
             values[length + t] = v[b, t].double()
         torch.testing.assert_close(content(k_cache).double(), keys, atol=1e-5, rtol=0)
         torch.testing.assert_close(content(v_cache).double(), values, atol=0, rtol=0)
         for i in range(seqlen_q):
             query = q[b, i].double()
             if cos is not None and sin is not None:
-                query = turn(query, cos.double(), sin.double(), length + (i if local else 0), interleaved)
-            wanted, wanted_lse = attend_one(
+                query = rotate_token(query, cos.double(), sin.double(), length + (i if local else 0), interleaved)
+            expected, expected_lse = attend_one(
                 query,
                 keys[: length + seqlen_new],
                 values[: length + seqlen_new],
@@ -162,8 +165,8 @@ def test_flash_attn_with_kvcache(name: str, seed: int) -> None:
                 slopes=None if slopes is None else (slopes if slopes.ndim == 1 else slopes[b]).double(),
                 sinks=None if sinks is None else sinks.double(),
             )
-            torch.testing.assert_close(out[b, i].double(), wanted, atol=2e-5, rtol=1e-5)
-            torch.testing.assert_close(lse[b, :, i].double(), wanted_lse, atol=2e-5, rtol=1e-5)
+            torch.testing.assert_close(out[b, i].double(), expected, atol=2e-5, rtol=1e-5)
+            torch.testing.assert_close(lse[b, :, i].double(), expected_lse, atol=2e-5, rtol=1e-5)
     untouched = torch.ones(num_rows * capacity, dtype=torch.bool)
     used = (
         (table[:, :, None] * block_size + torch.arange(block_size)).flatten()
@@ -293,29 +296,37 @@ GOOD: dict[str, Any] = {
         ({"num_splits": -1}, "num_splits -1 is below 0"),
     ],
 )
-def test_wrong_arguments_are_named_and_nothing_is_stored(wrong: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_named_and_store_nothing(wrong: dict[str, Any], message: str) -> None:
     arguments = GOOD | {"k_cache": torch.full_like(GOOD["k_cache"], 7.0)} | wrong
     with pytest.raises(ValueError, match=message):
         flash_attn_with_kvcache(**arguments)
     assert (arguments["k_cache"] == 7).all()
 
 
-def test_wrong_packing_is_named() -> None:
-    q, cache = torch.zeros(4, 4, 32), torch.zeros(6, 16, 2, 32)
-    lengths, table = torch.tensor([4, 20], dtype=torch.int32), torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
-    with pytest.raises(ValueError, match="increase from 0 to 4"):
-        varlen_attention(q, cache, cache, torch.tensor([0, 3, 2], dtype=torch.int32), lengths, table)
-    starts = torch.tensor([0, 3, 4], dtype=torch.int32)
-    with pytest.raises(ValueError, match="only one of k and v"):
-        varlen_attention(q, cache, cache, starts, lengths, table, torch.zeros(4, 2, 32))
-    new = torch.zeros(4, 2, 32)
-    with pytest.raises(ValueError, match="cache_seqlens from -1"):
-        varlen_attention(q, cache, cache, starts, torch.tensor([2, 20], dtype=torch.int32), table, new, new)
-    for bound in ("max_seqlen_q", "max_seqlen_k"):
-        with pytest.raises(ValueError, match=f"{bound} 2 is below"):
-            varlen_attention(q, cache, cache, starts, lengths, table, **{bound: 2})
-    with pytest.raises(ValueError, match="rotary_cos"):
-        varlen_attention(q, cache, cache, starts, lengths, table, rotary_cos=torch.zeros(9, 8))
+NEW = torch.zeros(4, 2, 32)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"cu_seqlens_q": torch.tensor([0, 3, 2], dtype=torch.int32)}, "increase from 0 to 4"),
+        ({"k": NEW}, "only one of k and v"),
+        ({"k": NEW, "v": NEW, "cache_seqlens": torch.tensor([2, 20], dtype=torch.int32)}, "cache_seqlens from -1"),
+        ({"max_seqlen_q": 2}, "max_seqlen_q 2 is below"),
+        ({"max_seqlen_k": 2}, "max_seqlen_k 2 is below"),
+        ({"rotary_cos": torch.zeros(9, 8)}, "rotary_cos"),
+    ],
+)
+def test_wrong_packing_is_named(wrong: dict[str, Any], message: str) -> None:
+    cache = torch.zeros(6, 16, 2, 32)
+    arguments = {
+        "q": torch.zeros(4, 4, 32),
+        "cu_seqlens_q": torch.tensor([0, 3, 4], dtype=torch.int32),
+        "cache_seqlens": GOOD["cache_seqlens"],
+        "block_table": GOOD["block_table"],
+    }
+    with pytest.raises(ValueError, match=message):
+        varlen_attention(k_cache=cache, v_cache=cache, **(arguments | wrong))
 
 
 def test_nothing_to_do() -> None:
@@ -343,19 +354,19 @@ def test_a_provider_can_be_forced_and_stores_nothing_that_it_cannot_read() -> No
         flash_attn_with_kvcache(q.long(), cache.long(), cache.long())
 
 
-def test_windows_without_an_end() -> None:
-    """However they are written: kernels count in 32 bits."""
+def test_windows_without_a_bound() -> None:
+    """Windows wider than the cache hide nothing, also beyond the kernels' 32 bits."""
     q, cache = torch.randn(2, 3, 4, 32), torch.randn(6, 16, 2, 32)
     lengths, table = torch.tensor([4, 20], dtype=torch.int32), torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
-    wanted = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, block_table=table)
+    expected = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, block_table=table)
     for window in ((2**40, -1), (-1, 2**31 - 1), (40, 40)):
         out = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, block_table=table, window_size=window)
-        assert torch.equal(out, wanted)  # type: ignore[arg-type]
+        assert torch.equal(out, expected)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="-1 is no bound"):
         Masking(1.0, window_left=2**40)
 
 
-def test_entries_that_nobody_reads_may_be_anything() -> None:
+def test_table_entries_of_invisible_blocks_may_be_invalid() -> None:
     """Blocks before the window, and those of a sequence without queries."""
     q, cache = torch.randn(1, 4, 32), torch.randn(6, 16, 2, 32)
     starts, lengths = torch.tensor([0, 1, 1], dtype=torch.int32), torch.tensor([33, 20], dtype=torch.int32)
@@ -404,7 +415,7 @@ def attend(length=20, table=(1, 3), starts=(0, 1), leftpad=None, window=-1):
 def write(*slots):
     provider.write(new, new, key, value, torch.tensor(slots))
 
-def told(call, *args, **kwargs):
+def report(call, *args, **kwargs):
     try:
         call(*args, **kwargs)
     except KernelError as error:
@@ -412,30 +423,30 @@ def told(call, *args, **kwargs):
     else:
         print("done")
 
-told(attend)
-told(attend, table=(-9, 3), window=1)
-told(attend, table=(1, 4))
-told(attend, table=(-1, 3))
-told(attend, table=(1, 1 << 30))
-told(attend, length=33)
-told(attend, length=-1)
-told(attend, starts=(0, 1 << 20))
-told(attend, leftpad=-4096)
-told(write, 0, 63)
-told(write, 0, 64)
-told(write, -1, 0)
+report(attend)
+report(attend, table=(-9, 3), window=1)
+report(attend, table=(1, 4))
+report(attend, table=(-1, 3))
+report(attend, table=(1, 1 << 30))
+report(attend, length=33)
+report(attend, length=-1)
+report(attend, starts=(0, 1 << 20))
+report(attend, leftpad=-4096)
+report(write, 0, 63)
+report(write, 0, 64)
+report(write, -1, 0)
 before = raw.clone()
-told(write, 0, 1 << 40)
+report(write, 0, 1 << 40)
 print(torch.equal(raw, before))
 libc.munmap(address, 2 * size)
-told(attend)
-told(write, 0, 63)
+report(attend)
+report(write, 0, 63)
 """
 
 
 @pytest.mark.processes
-def test_a_kernel_touches_nothing_outside_of_its_cache() -> None:
-    """A closed memory, a block id or a length beyond the cache ended the process (SIGSEGV in `folio_write`)."""
+def test_a_kernel_reads_and_writes_only_its_cache() -> None:
+    """Regression: a closed memory, or a block id or length beyond the cache, ended the process with SIGSEGV."""
     child = subprocess.run([sys.executable, "-c", REFUSED_CALLS], capture_output=True, text=True, timeout=300)
     assert child.returncode == 0, child.stderr
     expected = [
@@ -457,4 +468,4 @@ def test_a_kernel_touches_nothing_outside_of_its_cache() -> None:
         "its memory has been closed",
     ]
     lines = child.stdout.splitlines()
-    assert [want for want, line in zip(expected, lines, strict=True) if want not in line] == [], child.stdout
+    assert [part for part, line in zip(expected, lines, strict=True) if part not in line] == [], child.stdout

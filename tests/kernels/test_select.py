@@ -1,4 +1,4 @@
-"""The table of providers."""
+"""Choice of attention providers."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def test_unknown_or_unavailable_provider_is_an_error() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("name", ["triton", "torch-flash"])
-def test_provider_that_is_not_there_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_provider_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(KernelError):
         select_provider(name, torch.device("cuda"))
 
 
-def test_auto_takes_the_next_provider_for_what_the_first_cannot(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_takes_the_next_provider_if_the_first_does_not_support_a_call(caplog: pytest.LogCaptureFixture) -> None:
     provider = select_provider("auto", CPU)
     for _ in range(2):
         check(provider, make_case([(1, 20), (3, 9)], (65, 1)))
@@ -42,7 +42,7 @@ def test_auto_takes_the_next_provider_for_what_the_first_cannot(caplog: pytest.L
     ]
 
 
-def test_no_compiler_falls_back_only_when_auto(
+def test_only_auto_falls_back_without_a_compiler(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, uncached_libraries: None
 ) -> None:
     monkeypatch.setattr(build.shutil, "which", lambda name: None)

@@ -1,4 +1,4 @@
-"""The built-in model's data is right, and the shipped checkpoint can do what its README says."""
+"""The built-in model: its corpus is right, and its checkpoint answers as the README states."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_checkpoint_is_small() -> None:
 
 @pytest.mark.parametrize("num_rooms", [10, 50, 200])
 def test_look_up_needs_the_whole_context(num_rooms: int) -> None:
-    """Up to about 1,900 tokens of context, in chunks of 256, 16 requests at once: right nearly always."""
+    """16 requests at once over up to 1,900 tokens of context, in chunks of 256: at least 14 right answers."""
     rng = random.Random(num_rooms)
     turns = [corpus.look_up_conversation(rng, num_rooms, 1)[0] for _ in range(16)]
     prompts: list[str | list[int]] = [f"<|user|>{turn.question}<|end|><|assistant|>" for turn in turns]

@@ -1,4 +1,4 @@
-"""One-pass operations against their definitions in float64."""
+"""Row-wise CPU operations against their definitions in float64."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_wrong_shapes_are_named() -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("dim", [2, 34, 64])
 def test_rotate(dim: int, dtype: torch.dtype) -> None:
-    """Only the heads it is given, and of those only the first elements, with whatever strides."""
+    """Only the given heads, and of these only the first elements, with any strides."""
     torch.manual_seed(0)
     cos, sin = torch.randn(2, 1, 9, dim).to(dtype)
     whole = torch.randn(9, 5, 64).to(dtype)
@@ -66,7 +66,7 @@ def test_rotate(dim: int, dtype: torch.dtype) -> None:
     assert torch.equal(whole[:, ::4].double(), before[:, ::4])
 
 
-def test_wrong_rotations_are_named() -> None:
+def test_wrong_rotary_tables_are_named() -> None:
     x, cos = torch.ones(3, 2, 8), torch.ones(1, 3, 8)
     for wrong in (torch.ones(1, 2, 8), torch.ones(1, 3, 10), torch.ones(1, 3, 8).bfloat16()):
         with pytest.raises(ValueError, match="cos"):

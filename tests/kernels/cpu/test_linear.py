@@ -1,4 +1,4 @@
-"""Packed linear layers against float64, and rows alone against rows in a crowd."""
+"""Packed linear layers against float64, and single rows against larger batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def random_layer(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[torch.T
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
-    """What 8-bit weights stand for, in float64."""
+    """The values of 8-bit weights, in float64."""
     scale = weight.float().abs().amax(dim=1, keepdim=True) / 127
     return (weight.float() / scale).round().double() * scale.double()
 
@@ -93,7 +93,7 @@ def test_wrong_arguments_are_named(linear: CpuLinear) -> None:
         linear(torch.ones(2, 8), packed, torch.ones(5))
 
 
-def test_other_processors_are_told(linear: CpuLinear) -> None:
+def test_unsupported_dtypes_and_processors(linear: CpuLinear) -> None:
     assert linear.unsupported(torch.float16) == "there is no kernel for torch.float16"
     plain = CpuLinear(march="x86-64-v3")
     assert plain.unsupported(torch.bfloat16) == "the processor lacks AVX-512 BF16"

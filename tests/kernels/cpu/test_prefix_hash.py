@@ -1,4 +1,4 @@
-"""Names of prefixes, made in one call, are those that the prefix cache makes one by one."""
+"""Prefix hashing in one call against hashlib."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def chain() -> CpuChain:
     return CpuChain()
 
 
-# A unit and what precedes it take less than a block of BLAKE2b, just one (28), one and a little, and several.
+# A unit and the digest before it take less than a BLAKE2b block of 128 bytes, just one (28), little more, or several.
 @pytest.mark.parametrize("unit_tokens", [1, 16, 27, 28, 29, 32, 60, 61, 256])
 @pytest.mark.parametrize("name_bytes", [6, DIGEST_BYTES])
-def test_as_pythons(chain: CpuChain, unit_tokens: int, name_bytes: int) -> None:
+def test_equals_hashlib(chain: CpuChain, unit_tokens: int, name_bytes: int) -> None:
     rng = np.random.default_rng(unit_tokens)
     token_ids = [-(2**31), 2**31 - 1, -1, *rng.integers(0, 200_000, 5 * unit_tokens).tolist()]
     expected, digest, content = [], ROOT, np.array(token_ids, dtype="<i4").tobytes()
@@ -32,7 +32,7 @@ def test_as_pythons(chain: CpuChain, unit_tokens: int, name_bytes: int) -> None:
     assert len(expected) >= 5
 
 
-def test_less_than_a_unit_has_no_name(chain: CpuChain) -> None:
+def test_less_than_a_unit_has_no_digest(chain: CpuChain) -> None:
     assert chain([1] * 15, 16, ROOT, 6) == chain([], 16, ROOT, 6) == b""
 
 
@@ -43,12 +43,12 @@ def test_tokens_of_more_than_32_bits(chain: CpuChain, token: int) -> None:
 
 
 @pytest.mark.parametrize("token", ["1", None, 1.0])
-def test_tokens_that_are_no_numbers(chain: CpuChain, token: object) -> None:
+def test_tokens_that_are_not_integers(chain: CpuChain, token: object) -> None:
     with pytest.raises(TypeError):
         chain([0, token], 2, ROOT, 6)  # type: ignore[list-item]
 
 
-def test_what_would_be_read_or_written_beyond_its_end(chain: CpuChain) -> None:
+def test_wrong_sizes_are_refused(chain: CpuChain) -> None:
     for root, unit_tokens, name_bytes in ((b"short", 16, 6), (ROOT, 0, 6), (ROOT, 16, 0), (ROOT, 16, 17)):
         with pytest.raises(ValueError, match="digests have 16 bytes"):
             chain([1] * 64, unit_tokens, root, name_bytes)

@@ -1,9 +1,9 @@
-"""The Triton kernels of production shapes, compiled for an H100 without one: what the compiler makes of each.
+"""Triton kernels of production shapes, compiled for an H100 without one: registers, spills, shared memory, accesses.
 
 `python -m tests.kernels.triton.test_compile i n` compiles every n-th shape from the i-th, and prints a line of JSON for
-each. It calls the functions that launch the kernels, with caches laid out as in production and a driver that has no
-device: Triton specialises and compiles as it would for the launch, and the launch does nothing. That takes a process of
-its own, as `tests/conftest.py` has the kernels interpreted in the one that runs the tests.
+each. It calls the functions that launch the kernels, with caches in production layouts and a driver without a device:
+Triton specialises and compiles as for a launch, and the launch does nothing. That takes a separate process, because
+`tests/conftest.py` sets the interpreter for the one that runs the tests.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from kernels import CacheScales, Masking, Rotary, VarlenBatch
 from vmem.backends.host import HostBackend
 from vmem.layout import LayerSpec, LayoutKind, plan_layout
 
-SHARED_BYTES = 227 * 1024  # that a block of an H100 may have
-REGISTERS = 255  # that a thread can name
+SHARED_BYTES = 227 * 1024  # the most per program on an H100
+REGISTERS = 255  # the most per thread
 PAGE_BYTES = 2 << 20
-THREADS = 128  # of a program that writes
+THREADS = 128  # of a program of the write kernel
 NUM_SEQS, NUM_BLOCKS = 3, 8
 NUM_PROCESSES, TIMEOUT_S = 2, 600
 ROOT = Path(__file__).parents[3]
@@ -61,7 +61,7 @@ class Shape:
     Attributes:
         block_tokens: of the block-table view, 0 for as many as `plan_layout` chooses; None is the region view.
         num_queries: of the longest sequence.
-        offset: elements from the caches' beginning to where the kernel is told it is.
+        offset: elements by which the caches' addresses are shifted.
     """
 
     call: str
@@ -117,8 +117,8 @@ SHAPES = (
 
 @dataclass
 class Compiled:
-    """What became of one kernel: bytes of shared memory a block and of spills a thread, registers a thread, and how
-    many accesses of each width in bytes its PTX has."""
+    """Compilation result: registers and spilled bytes per thread, shared bytes per program, and the number of accesses
+    of each width in bytes."""
 
     registers: int
     spilled: int
@@ -130,8 +130,7 @@ class Compiled:
 
 @pytest.mark.processes
 def test_production_shapes_use_the_gpu_well(tmp_path: Path) -> None:
-    """A kernel that spills, that reads the cache by less than 16 bytes a thread, or that asks for more shared memory
-    than there is gives the same results in the interpreter."""
+    """The interpreter does not show spills, reads of less than 16 bytes per thread, or too much shared memory."""
     triton = importlib.util.find_spec("triton")
     if triton is None or triton.origin is None or not (Path(triton.origin).parent / PTXAS).exists():
         pytest.skip("the installed Triton has no ptxas")
@@ -163,20 +162,20 @@ def test_production_shapes_use_the_gpu_well(tmp_path: Path) -> None:
     complaints = {shape: list(_complaints(shape, found[i])) for i, shape in enumerate(SHAPES)}
     narrow = complaints.pop(MISALIGNED)
     table = "\n".join(f"{shape}: {found[i]} {complaints.get(shape) or ''}" for i, shape in enumerate(SHAPES))
-    assert narrow, f"loads from a cache that is not aligned pass for wide ones\n{table}"
+    assert narrow, f"loads from a misaligned cache count as wide\n{table}"
     assert not any(complaints.values()), f"\n{table}"
 
 
 def _complaints(shape: Shape, compiled: Compiled) -> list[str]:
-    """What is wrong with a kernel of that shape."""
+    """Violated bounds of a kernel of that shape."""
     wrong = []
     if compiled.spilled:
         wrong.append(f"spills {compiled.spilled} bytes")
     if compiled.shared > SHARED_BYTES:
-        wrong.append(f"{compiled.shared} bytes of shared memory, there are {SHARED_BYTES}")
+        wrong.append(f"{compiled.shared} bytes of shared memory, the most is {SHARED_BYTES}")
     if compiled.registers > REGISTERS:
         wrong.append(f"{compiled.registers} registers")
-    if shape.call == "write":  # a program has one token's heads
+    if shape.call == "write":  # a program writes one token's heads
         row_bytes = shape.model.num_kv_heads * shape.model.dim * shape.cache_dtype.itemsize
         if min(compiled.stores) < min(16, row_bytes // THREADS):
             wrong.append(f"stores rows of {row_bytes} bytes by {min(compiled.stores)}")
@@ -184,7 +183,7 @@ def _complaints(shape: Shape, compiled: Compiled) -> list[str]:
         if compiled.loads.get(16, 0) < 4 or set(compiled.stores) != {16}:
             wrong.append("does not copy by 16 bytes")
     else:
-        # As the second factor of a product of few rows, 8-bit values lie in shared memory by 8 bytes.
+        # As the second factor of a product of few rows, 8-bit values are copied to shared memory by 8 bytes.
         least = 8 if shape.call == "decode" and shape.cache_dtype == FP8 else 16
         if sum(compiled.copies.values()) < 2 or 16 not in compiled.copies or min(compiled.copies) < least:
             wrong.append(f"reads the cache by {sorted(compiled.copies)} bytes")
@@ -197,7 +196,7 @@ def _complaints(shape: Shape, compiled: Compiled) -> list[str]:
 
 
 def compile_shapes(index: int, count: int) -> None:
-    """Print the shape's place in `SHAPES` and its `Compiled` for every `count`-th shape from the `index`-th."""
+    """Print the index in `SHAPES` and the `Compiled` of every `count`-th shape from the `index`-th."""
     import triton
     from triton.backends.compiler import GPUTarget
 

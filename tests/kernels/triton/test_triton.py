@@ -1,11 +1,11 @@
-"""The Triton kernels against the reference in float64: on the GPU if there is one, else in Triton's interpreter."""
+"""Triton kernels against the reference in float64: on the GPU if there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 
 import itertools
 import random
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +13,10 @@ import torch
 
 from kernels import flash_attn_with_kvcache
 from kernels.provider import FP8_DTYPES, CacheScales, KernelError, Masking, Rotary, VarlenBatch, describe_problem
-from kernels.reference import ReferenceProvider, first_visible
+from kernels.reference import ReferenceProvider
 from kernels.triton.provider import TritonProvider
-from tests.kernels.cases import GuardedMemory
+from tests.kernels import cases
+from tests.kernels.cases import GuardedMemory, Lengths
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -25,21 +26,9 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 # Largest difference allowed, divided by 1 + |expected|. The interpreter cuts bfloat16 off instead of rounding.
 TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 LSE_TOLERANCE = 1e-4
-# A block that does not exist: reading it ends the process.
-INVALID = 2**30
 # (queries, cached): prompts of one token and more, decodes, chunks, a sequence without queries, one without a cache.
-RAGGED = [(1, 1), (1, 17), (5, 5), (3, 64), (0, 9), (1, 65), (40, 130), (0, 0), (33, 33), (1, 150)]
+RAGGED: Lengths = [(1, 1), (1, 17), (5, 5), (3, 64), (0, 9), (1, 65), (40, 130), (0, 0), (33, 33), (1, 150)]
 ALL_MASKS = {"window_left": 21, "window_right": 4, "softcap": 3.0, "alibi": "seqs", "sinks": True, "leftpad": True}
-
-
-@dataclass(frozen=True)
-class Case:
-    query: torch.Tensor
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    batch: VarlenBatch
-    masking: Masking
-    scales: CacheScales | None
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +37,11 @@ def provider() -> TritonProvider:
 
 
 def make_case(
-    lengths: list[tuple[int, int]],
+    lengths: Lengths,
     heads: tuple[int, int] = (4, 2),
     dims: tuple[int, int] = (64, 64),
     dtype: torch.dtype = torch.float32,
     *,
-    cache_dtype: torch.dtype | None = None,
     block_tokens: int = 16,
     region: bool = False,
     scale: float | None = None,
@@ -63,86 +51,31 @@ def make_case(
     alibi: str = "",
     sinks: bool = False,
     leftpad: bool = False,
-    slack: int = 0,
     seed: int = 7,
-) -> Case:
-    """Random tensors; `lengths` are (queries, cached) of each sequence. What no query may see is NaN, and a table entry
-    that none may use is `INVALID`. `slack` is by how much the batch overstates its maxima."""
+    **options: Any,
+) -> cases.Case:
+    """A case with random slopes, sinks and leftpads; the table has one column more than the lengths need."""
     generator = torch.Generator().manual_seed(seed)
-    num_seqs, (num_q_heads, num_kv_heads) = len(lengths), heads
-    longest = max(cached for _, cached in lengths)
-    width = 1 if region else -(-longest // block_tokens) + 1
     pads = [int(torch.randint(0, max(1, cached // 2), (), generator=generator)) for _, cached in lengths]
+    slopes = torch.rand(*([len(lengths)] * (alibi == "seqs")), heads[0], generator=generator).to(DEVICE)
     masking = Masking(
         dims[0] ** -0.5 if scale is None else scale,
         window_left,
         window_right,
         softcap,
-        torch.rand(*([num_seqs] * (alibi == "seqs")), num_q_heads, generator=generator).to(DEVICE) if alibi else None,
-        torch.randn(num_q_heads, generator=generator).to(DEVICE) if sinks else None,
+        slopes if alibi else None,
+        torch.randn(heads[0], generator=generator).to(DEVICE) if sinks else None,
     )
-    num_blocks = num_seqs * width + 2
-    ids = torch.randperm(num_blocks, generator=generator)[: num_seqs * width].view(num_seqs, width)
-    used = torch.zeros(num_seqs, width, dtype=torch.bool)
-    slots = []
-    for i, (num_queries, cached) in enumerate(lengths):
-        begin, end = first_visible(num_queries, cached, pads[i] if leftpad else 0, masking), cached
-        if num_queries and begin < end:
-            tokens = torch.arange(begin, end)
-            used[i, begin // block_tokens : (end - 1) // block_tokens + 1] = True
-            slots.append(ids[i, tokens // block_tokens] * block_tokens + tokens % block_tokens)
-    visible = torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64)
-
-    def cache(dim: int) -> torch.Tensor:
-        """One of three interleaved layers."""
-        layers = torch.full((num_blocks, block_tokens, 3, num_kv_heads, dim), torch.nan)
-        values = torch.randn(len(visible), num_kv_heads, dim, generator=generator)
-        layers[visible // block_tokens, visible % block_tokens, 1] = values
-        return layers.to(cache_dtype or dtype).to(DEVICE)[:, :, 1]
-
-    num_tokens = sum(num_queries for num_queries, _ in lengths)
-    # The queries are a slice, as of a fused projection.
-    query = torch.randn(num_tokens, num_q_heads + 2, dims[0], generator=generator).to(dtype).to(DEVICE)[:, 1:-1]
-    scales = None
-    if cache_dtype in FP8_DTYPES:
-        scales = CacheScales(*(0.5 + torch.rand(2, num_kv_heads, generator=generator).to(DEVICE)))
-    starts = list(itertools.accumulate((q for q, _ in lengths), initial=0))
-    batch = VarlenBatch(
-        cu_seqlens_q=torch.tensor(starts, dtype=torch.int32, device=DEVICE),
-        cache_seqlens=torch.tensor([cached for _, cached in lengths], dtype=torch.int32, device=DEVICE),
-        block_table=ids.masked_fill(~used, INVALID).int().to(DEVICE),
-        max_seqlen_q=max(q for q, _ in lengths) + slack,
-        max_seqlen_k=longest + slack,
-        cache_leftpad=torch.tensor(pads, dtype=torch.int32, device=DEVICE) if leftpad else None,
-    )
-    return Case(query, cache(dims[0]), cache(dims[1]), batch, masking, scales)
+    options |= {"masking": masking, "leftpad": pads if leftpad else None, "seed": seed, "device": DEVICE}
+    view = "region" if region else "block_table"
+    return cases.make_case(lengths, heads, dims, dtype, view, block_tokens=block_tokens, spare_columns=1, **options)
 
 
-def check(provider: TritonProvider, case: Case, num_splits: int = 0) -> torch.Tensor:
-    """Attend, compare outputs and denominators with the reference, and return the outputs."""
-    lse, expected_lse = (torch.full(case.query.shape[:2], 123.0, device=DEVICE) for _ in range(2))
-    wide = [case.query.double()]
-    for cache in (case.key_cache, case.value_cache):
-        wide.append(cache if cache.dtype in FP8_DTYPES else cache.double())
-    expected = ReferenceProvider().attend(*wide, case.batch, case.masking, scales=case.scales, lse=expected_lse)
-    blind = expected_lse == -torch.inf
-    arguments = (case.query, case.key_cache, case.value_cache, case.batch, case.masking)
-    actual = provider.attend(*arguments, scales=case.scales, lse=lse, num_splits=num_splits)
-    assert actual.dtype == case.query.dtype
+def check(provider: TritonProvider, case: cases.Case, num_splits: int = 0) -> torch.Tensor:
     tolerance = TOLERANCE[case.query.dtype]
-    assert (lse[blind] == -torch.inf).all()
-    assert (actual[blind] == 0).all()
-    difference = _difference(actual, expected)
-    assert difference <= tolerance, f"maximum difference {difference:.2e}"  # NaN fails too
-    difference = _difference(lse[~blind], expected_lse[~blind])
-    assert difference <= LSE_TOLERANCE, f"maximum difference of the denominators {difference:.2e}"
-    return actual
-
-
-def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    if not actual.numel():
-        return 0.0
-    return float(((actual.double() - expected.double()).abs() / (1 + expected.double().abs())).max())
+    return cases.check(
+        provider, case, tolerance=tolerance, lse_tolerance=LSE_TOLERANCE, relative=True, num_splits=num_splits
+    )
 
 
 @pytest.mark.parametrize(("block_tokens", "region"), [(1, False), (3, False), (16, False), (256, False), (600, True)])
@@ -180,22 +113,22 @@ def test_group_sizes(provider: TritonProvider, group: int) -> None:
     ],
     ids=str,
 )
-def test_masking(provider: TritonProvider, features: dict[str, object]) -> None:
+def test_masking(provider: TritonProvider, features: dict[str, Any]) -> None:
     lengths = [(1, 17), (5, 5), (3, 64), (0, 9), (1, 90), (40, 70)]
     for seed, region in enumerate((False, True)):
-        case = make_case(lengths, (3, 1), block_tokens=600 if region else 16, region=region, seed=seed, **features)  # type: ignore[arg-type]
+        case = make_case(lengths, (3, 1), block_tokens=600 if region else 16, region=region, seed=seed, **features)
         check(provider, case, num_splits=2)
 
 
 def test_windows_end_anywhere_in_a_tile(provider: TritonProvider) -> None:
-    """Which tiles need no mask is worked out from the windows: one off shows only where a window ends at a tile."""
+    """Tiles without masks are derived from the windows: an error of one shows only where a window ends at a tile."""
     for width in range(16, 33):
         check(provider, make_case([(2, 36)], (1, 1), (16, 16), window_left=width))
         check(provider, make_case([(7, 36 + width)], (2, 1), (16, 16), window_right=3))
 
 
 @pytest.mark.parametrize("features", [{}, ALL_MASKS], ids=["plain", "all"])
-def test_lengths_at_the_edges(provider: TritonProvider, features: dict[str, object]) -> None:
+def test_lengths_at_the_edges(provider: TritonProvider, features: dict[str, Any]) -> None:
     for lengths in (
         [(1, 0), (1, 1), (0, 0)],  # nothing is cached
         [(0, 5), (0, 7)],
@@ -207,10 +140,8 @@ def test_lengths_at_the_edges(provider: TritonProvider, features: dict[str, obje
         [(1, 40), (6, 6)],
     ):
         for region in (False, True):
-            case = make_case(
-                lengths, (3, 1), dtype=torch.float16, block_tokens=600 if region else 16, region=region, **features
-            )  # type: ignore[arg-type]
-            check(provider, case)
+            options = {"block_tokens": 600 if region else 16, "region": region} | features
+            check(provider, make_case(lengths, (3, 1), dtype=torch.float16, **options))
 
 
 def test_maxima_may_be_overstated(provider: TritonProvider) -> None:
@@ -230,20 +161,20 @@ def test_empty_batches(provider: TritonProvider) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_splits(provider: TritonProvider, num_splits: int, dtype: torch.dtype) -> None:
     lengths = [(1, 300), (1, 0), (0, 4), (1, 129), (1, 64)][: 2 if num_splits == 1000 else 5]
+    features: dict[str, Any]
     for features in ({}, ALL_MASKS):
-        case = make_case(lengths, (3, 1), dtype=dtype, **features)  # type: ignore[arg-type]
-        check(provider, case, num_splits)
+        check(provider, make_case(lengths, (3, 1), dtype=dtype, **features), num_splits)
 
 
-def test_splits_leave_their_counters_at_zero(provider: TritonProvider) -> None:
-    """The second call would take a partial result for the last, and combine what is not there yet."""
+def test_splits_can_be_repeated(provider: TritonProvider) -> None:
+    """Counters that were not back at zero would make the second call combine partial results before all are stored."""
     case = make_case([(1, 200), (1, 90), (2, 40)], (6, 2))
     first = check(provider, case, num_splits=4)
-    assert not any(counters.any() for counters in provider._decode._counters.values())
-    assert torch.equal(check(provider, case, num_splits=4), first)
+    for _ in range(3):
+        assert torch.equal(check(provider, case, num_splits=4), first)
 
 
-def test_splits_grow_their_space() -> None:
+def test_split_buffers_grow() -> None:
     provider = TritonProvider()
     for num_seqs in (1, 3, 2):
         check(provider, make_case([(1, 100)] * num_seqs), num_splits=3)
@@ -266,8 +197,8 @@ def test_float8_cache(provider: TritonProvider, dtype: torch.dtype, cache_dtype:
     on_cpu = CacheScales(case.scales.key.cpu(), case.scales.value.cpu())
     ReferenceProvider().write(new[0].cpu(), new[1].cpu(), *expected, slots.cpu(), scales=on_cpu)
     provider.write(*new, case.key_cache, case.value_cache, slots, scales=case.scales)
-    for actual, wanted in zip((case.key_cache, case.value_cache), expected, strict=True):
-        assert torch.equal(actual.cpu().float().nan_to_num(1e6), wanted.float().nan_to_num(1e6))
+    for actual, written in zip((case.key_cache, case.value_cache), expected, strict=True):
+        assert torch.equal(actual.cpu().float().nan_to_num(1e6), written.float().nan_to_num(1e6))
     for scales in (case.scales, None):
         check(provider, replace(case, scales=scales))
 
@@ -298,9 +229,10 @@ def test_write(
     if rotary is None:
         assert torch.equal(caches[0], expected[0])
     else:
-        difference = _difference(caches[0], expected[0])
+        off = (caches[0].double() - expected[0].double()).abs() / (1 + expected[0].double().abs())
+        difference = off.max().item()
         assert difference <= TOLERANCE[dtype], f"maximum difference {difference:.2e}"
-        # The dimensions that are not rotated, and the rest of the cache, to the bit.
+        # Dimensions that are not rotated, and the rest of the cache, are equal to the bit.
         caches[0][slots // 16, slots % 16, 2, :, :rotary_dim] = 0
         expected[0][slots // 16, slots % 16, 2, :, :rotary_dim] = 0
         assert torch.equal(caches[0], expected[0])
@@ -342,10 +274,9 @@ def test_copy_blocks(words: int) -> None:
         copy_blocks(source.int(), target, rows, rows)
 
 
-def test_what_is_unsupported_has_a_reason(provider: TritonProvider) -> None:
+def test_unsupported_problems_have_a_reason(provider: TritonProvider) -> None:
     case = make_case([(1, 5)])
-    arguments = (case.query, case.key_cache, case.value_cache, case.batch, case.masking)
-    problem = describe_problem(*arguments)
+    problem = describe_problem(*case.arguments)
     assert provider.unsupported(problem) is None
     for change, reason in (
         ({"dtype": torch.float64, "cache_dtype": torch.float64}, "float64"),
@@ -355,7 +286,7 @@ def test_what_is_unsupported_has_a_reason(provider: TritonProvider) -> None:
     ):
         assert reason in str(provider.unsupported(replace(problem, **change)))  # type: ignore[arg-type]
     with pytest.raises(KernelError, match="float64"):
-        provider.attend(*(tensor.double() for tensor in arguments[:3]), *arguments[3:])
+        provider.attend(*(tensor.double() for tensor in case.arguments[:3]), case.batch, case.masking)
 
 
 def test_without_triton_or_a_device_there_is_no_provider(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +310,7 @@ def test_random_problem(provider: TritonProvider, seed: int) -> None:
     group = shape.choice([1, 2, 3, 4, 6, 7, 8, 16, 33, 64][: 10 if num_kv_heads == 1 else 7])
     dim = shape.choice([8, 16, 40, 64, 80, 96, 112, 128, 192, 256])
     most = shape.choice([20, 150, 400 if CUDA else 200])
-    lengths = []
+    lengths: Lengths = []
     for _ in range(lengths_of.randint(1, 5)):
         cached = lengths_of.randint(0, most)
         several = [2, lengths_of.randint(1, 40), cached, cached + 3]
@@ -407,7 +338,7 @@ def test_random_problem(provider: TritonProvider, seed: int) -> None:
 
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_front(provider: TritonProvider, interleaved: bool) -> None:
-    """The public function over Triton: new keys turned and stored, and read in the same call."""
+    """The public function over Triton: new keys are rotated, stored and read in the same call."""
     torch.manual_seed(0)
     caches = [torch.randn(10, 16, 2, 64, device=DEVICE) for _ in range(2)]
     others = [cache.clone() for cache in caches]
@@ -420,29 +351,24 @@ def test_front(provider: TritonProvider, interleaved: bool) -> None:
         "rotary_interleaved": interleaved,
         "return_softmax_lse": True,
     }
-    found = flash_attn_with_kvcache(q, *caches, k, v, angles.cos(), angles.sin(), **options, provider=provider)
-    wanted = flash_attn_with_kvcache(
-        q, *others, k, v, angles.cos(), angles.sin(), **options, provider=ReferenceProvider()
-    )
-    for a, b in zip((*found, *caches), (*wanted, *others), strict=True):
+    new = k, v, angles.cos(), angles.sin()
+    found = flash_attn_with_kvcache(q, *caches, *new, **options, provider=provider)
+    expected = flash_attn_with_kvcache(q, *others, *new, **options, provider=ReferenceProvider())
+    for a, b in zip((*found, *caches), (*expected, *others), strict=True):
         torch.testing.assert_close(a, b, atol=3e-5, rtol=3e-5)
 
 
 @pytest.mark.skipif(CUDA, reason="pages of the host cannot be guarded for a GPU")
 def test_nothing_beyond_the_cache_is_read(provider: TritonProvider) -> None:
-    """Caches that end at a page which ends the process when it is read, and that begin behind one."""
+    """The caches end or begin at an inaccessible page."""
     torch.manual_seed(0)
     with GuardedMemory(128) as memory:  # 600 tokens are what the kernels take for a region
         for at_end, dim, length, queries in itertools.product((True, False), (64, 80), (1, 17, 600), (1, 5)):
             shape = (1, length, 2, dim)
             caches = [memory.tensor(side, shape, torch.float32, at_end=at_end).normal_() for side in range(2)]
             query = torch.randn(queries, 6, dim)
-            lengths = [torch.tensor(n, dtype=torch.int32) for n in ([0, queries], [length])]
-            region = torch.zeros(1, 1, dtype=torch.int32)
-            blocks = torch.arange(length - 1, -1, -1, dtype=torch.int32)[None].contiguous()
+            region, blocks = torch.zeros(1, 1), torch.arange(length - 1, -1, -1)[None]
             for table, block_tokens in ((region, length), (blocks, 1))[: 1 if length > 512 else 2]:
-                batch = VarlenBatch(*lengths, table, queries, length)
                 views = [cache.view(-1, block_tokens, 2, dim) for cache in caches]
-                expected = ReferenceProvider().attend(query, *views, batch, Masking(0.125))
-                actual = provider.attend(query, *views, batch, Masking(0.125))
-                torch.testing.assert_close(actual, expected, atol=3e-5, rtol=3e-5)
+                batch = cases.make_batch([(queries, length)], table)
+                check(provider, cases.Case(query, views[0], views[1], batch, Masking(0.125)))

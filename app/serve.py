@@ -39,7 +39,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from http.client import HTTPException
 from pathlib import Path
 from types import FrameType
@@ -48,12 +48,12 @@ from typing import Any
 import ray
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve._private.api import serve_start
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ApplicationStatus, LoggingConfig, ServeDeploySchema
+from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from app import haproxy
 from app.checks import FOLIO, load_config
+from app.compat.ray import ServeInstance
 from app.config.args import AppArgs
 from app.errors import ConfigError
 
@@ -214,16 +214,10 @@ def serve_until_signal(
 ) -> int:
     """Serve the applications of a configuration until a signal comes; returns the exit status."""
     names = [application.name for application in config.applications]
-    client: Any = serve_start(
-        http_options=config.http_options.model_dump(),
-        proxy_location=config.proxy_location,
-        grpc_options=config.grpc_options.model_dump(),
-        # A proxy's log of requests would be a second one, beside the ingress's.
-        global_logging_config=config.logging_config or LoggingConfig(enable_access_log=False),
-    )
+    instance = ServeInstance(config)
     status, has_ended = 1, True
     try:
-        client.deploy_apps(config, _blocking=False)
+        instance.deploy(config)
         status = wait_until_running(names, signals)
         if status:
             return status
@@ -236,7 +230,7 @@ def serve_until_signal(
         return status
     finally:
         end_within(_END_S, status)
-        stop(client, _SHUTDOWN_S if has_ended else 0.0)
+        instance.shut_down(_SHUTDOWN_S if has_ended else 0.0)
 
 
 def end_within(seconds: float, status: int) -> None:
@@ -342,14 +336,6 @@ def _drain_ingress(name: str) -> int:
     except (RayError, RayServeException, TimeoutError) as error:
         logger.warning("an ingress of %s does not answer: %s", name, error)
         return 1  # it is asked again, until the grace period ends
-
-
-def stop(client: Any, timeout_s: float) -> None:
-    """Shut Serve down. What has not ended by then ends with the cluster, or, in one that is not ours, by Serve."""
-    with suppress(RayError, TimeoutError):  # it has ended, as it should; or it takes longer
-        # The controller ends before it can answer. `client.shutdown` has Ray send the call again, and say so.
-        ray.get(client._controller.graceful_shutdown.options(max_task_retries=0).remote(), timeout=timeout_s)
-    client._shutdown = True
 
 
 _ASK_S = 1.0

@@ -1,39 +1,39 @@
-"""The whole server in one process and without Ray: HTTP, ingress, replica and a real engine with the built-in model.
+"""The server in one process without Ray: HTTP, ingress, replica and an engine with the built-in model.
 
-What Ray Serve does in between is left out: processes, routing, and that clients come over a network.
+Ray Serve's part is left out: processes, routing, and the network between them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import uvicorn
 from fastapi import FastAPI
+from ray import serve
 from ray.exceptions import RayTaskError
 
 from app.config.engine import EngineConfig
 from app.config.http import HttpSettings
-from app.edge.admission import AdmissionControl
 from app.edge.guard import protect
 from app.engine import AsyncEngine
 from app.engine.model.loader import load_tokenizer
 from app.errors import FolioError
-from app.fleet.overload import LoadShedder
-from app.fleet.retry import DuplicateGuard
 from app.fleet.streams import StreamPace
 from app.openai.http import build_api
-from app.openai.translate import Translator
-from app.serving.calls import ReplicaClient
+from app.serving import ingress as ingress_module
+from app.serving import replica as replica_module
 from app.serving.ingress import Ingress
-from app.serving.metrics import RequestMeter
 from app.serving.replica import EngineReplica
-from app.serving.shared_streams import SharedStreams
 
 
 def guarded_api(service: Any, settings: HttpSettings | None = None) -> FastAPI:
@@ -41,30 +41,67 @@ def guarded_api(service: Any, settings: HttpSettings | None = None) -> FastAPI:
     return protect(build_api(service), settings or HttpSettings())
 
 
+@contextmanager
+def _replica_context(name: str) -> Iterator[pytest.MonkeyPatch]:
+    """The context in which Serve constructs a replica. Logs and the garbage collector stay as they are."""
+    context = SimpleNamespace(
+        app_name="folio",
+        deployment="EngineReplica",
+        replica_id=SimpleNamespace(unique_id=name),
+        world_size=1,
+        rank=SimpleNamespace(rank=0),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve, "get_replica_context", lambda: context)
+        patch.setattr(gc, "collect", lambda: 0)
+        patch.setattr(gc, "freeze", lambda: None)
+        for module in (ingress_module, replica_module):
+            patch.setattr(module, "configure_logs", lambda: None)
+        yield patch
+
+
+def replica_of(
+    engine: Any,
+    name: str = "local",
+    pace: StreamPace | None = None,
+    audit: Any = None,
+    shared_kv_memory_bytes: int | None = None,
+) -> EngineReplica:
+    """A replica of this engine. `audit`: in place of its `RoutingAudit`."""
+    with _replica_context(name) as patch:
+        patch.setattr(replica_module, "AsyncEngine", lambda *_, **__: engine)
+        patch.setattr(replica_module, "actors_of_this_replica", lambda: None)
+        if audit is not None:
+            patch.setattr(replica_module, "RoutingAudit", lambda: audit)
+        pace = pace or StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0)
+        return EngineReplica(EngineConfig(model="builtin"), shared_kv_memory_bytes, pace)
+
+
+def ingress_of(handle: Any, model_name: str = "builtin", adapters: Sequence[str] = ()) -> Any:
+    """An ingress in front of a handle of replicas, without shared streams and Ray's metrics agents."""
+    with _replica_context("ingress") as patch:
+        patch.setattr(ingress_module, "load_tokenizer", _tokenizer)
+        patch.setattr(ingress_module, "SharedReader", lambda _: None)
+        patch.setattr(ingress_module, "MetricsPage", lambda _: _Metrics())
+        constructor: Any = Ingress.__bases__[0]  # Serve's subclass needs a cluster
+        return constructor("builtin", model_name, handle, adapters)
+
+
+_tokenizer = cache(load_tokenizer)
+
+
 class LocalServer:
-    """`api` is the ASGI application, `engine` what it stands on. Close it at the end."""
+    """`api` is the ASGI application, `engine` its engine. Close it at the end."""
 
     def __init__(self, **settings: Any) -> None:
         config = EngineConfig(
             **({"model": "builtin", "kv_memory_bytes": 64 << 20, "max_num_batched_tokens": 512} | settings)
         )
         self.engine = AsyncEngine(config)
-        replica: Any = object.__new__(EngineReplica)
-        replica._closing, replica._leaving, replica._member = False, None, None
-        replica._engine, replica._name = self.engine, "local"
-        replica._shared, replica._alone = SharedStreams(), DuplicateGuard()
-        replica._pace = StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0)
-        ingress: Any = object.__new__(Ingress.__bases__[0])  # what Serve makes of it needs a cluster
-        ingress._translator = Translator(load_tokenizer(config.model), "builtin", ())
-        ingress._model_names, ingress._created, ingress._max_model_len = ("builtin",), 0, None
-        refusals = LoadShedder()
-        ingress._replicas = ReplicaClient(_Handle(replica), refusals)  # type: ignore[arg-type]
-        ingress._admission, ingress._meter, ingress._metrics = AdmissionControl(refusals), RequestMeter(), _Metrics()
-        self.api = guarded_api(ingress)
+        self.api = guarded_api(ingress_of(_Handle(replica_of(self.engine))))
 
     def wait_until_idle(self, deadline_s: float = 60.0) -> None:
-        """Until no request runs or waits and all pages are free, those of pinned prefixes too; then the books have to
-        add up."""
+        """Unpin all prefixes, wait until no request runs or waits and no memory is owned, and audit the engine."""
         for pin in self.engine.report().pins:
             self.engine.unpin(pin.name)
         deadline = time.monotonic() + deadline_s
@@ -84,7 +121,7 @@ class LocalServer:
 
 @contextmanager
 def listening(api: FastAPI) -> Iterator[str]:
-    """Serve it over HTTP on a port of this machine; gives the URL."""
+    """Serve an API over HTTP on a port of this machine; yields the URL."""
     server = uvicorn.Server(uvicorn.Config(api, "127.0.0.1", 0, log_level="error", lifespan="off"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -100,10 +137,10 @@ def listening(api: FastAPI) -> Iterator[str]:
 
 
 class _Metrics:
-    """Ray's agents are left out, too."""
+    """`MetricsPage` without Ray's agents."""
 
     async def text(self) -> str:
-        return "# nothing is counted\n"
+        return "# no metrics\n"
 
 
 class _Handle:
@@ -131,7 +168,7 @@ class _Method:
 
 
 class _Broadcast:
-    """To all replicas, of which there is one."""
+    """A broadcast to one replica."""
 
     def __init__(self, response: _Response) -> None:
         self._response = response
@@ -144,7 +181,7 @@ class _Broadcast:
 
 
 class _Response:
-    """What a handle returns: to be awaited, iterated over, or cancelled."""
+    """`DeploymentResponse`: awaited, iterated over, or cancelled."""
 
     def __init__(self, running: Any) -> None:
         self._running = running

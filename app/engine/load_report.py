@@ -228,7 +228,6 @@ def make_report(
         freed_tokens_per_s=meter.freed_tokens_per_s(now),
         busy_share=meter.busy_share(now),
         budget_bytes=memory_report.budget_bytes,
-        physical_bytes=memory_report.physical_bytes,
         expected_cached_tokens=meter.expected_cached_tokens,
         cached_tokens=meter.cached_tokens,
         missed_tokens=meter.missed_tokens,

@@ -52,7 +52,7 @@ class ReplicaReport:
         total_tokens: tokens that it holds within the budget.
         freed_tokens_per_s: room that finished requests have made lately.
         busy_share: of the last seconds, in steps that compute prompts.
-        budget_bytes, physical_bytes: of the KV cache, allowed and taken.
+        budget_bytes: bound of the KV cache.
         expected_cached_tokens, cached_tokens, missed_tokens: of all prompts that routers made a guess for: cached
             tokens that were expected, that there were, and by how many both differ, request by request.
     """
@@ -77,7 +77,6 @@ class ReplicaReport:
     freed_tokens_per_s: float
     busy_share: float
     budget_bytes: int
-    physical_bytes: int
     expected_cached_tokens: int
     cached_tokens: int
     missed_tokens: int

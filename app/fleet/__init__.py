@@ -1,1 +1,1 @@
-"""Many replicas as one: what they report, which of them gets a request, how many there should be. No Ray."""
+"""Many replicas: messages, routing, load shedding, autoscaling, shared memory budgets. No Ray."""

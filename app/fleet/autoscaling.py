@@ -1,21 +1,22 @@
-"""How many replicas a fleet needs, from what its replicas say. Pure: the Serve policy and the simulator both drive it.
+"""Scaling policy: the number of replicas that the load reports call for. No Ray: Serve and the simulator both drive it.
 
 The demand, in replicas, is the greatest of
 
-    KV memory   tokens in use and waiting           / what `kv_share` of a replica's cache holds
+    KV memory   tokens in use and waiting           / tokens in `kv_share` of a replica's cache
     TTFT        seconds of queued prefill           / `ttft_s`
     TPOT        running decodes                     / decodes that fit into a step of `tpot_s`
     slots       sequences, waiting ones too         / sequences that a replica runs at once
-    work        seconds of work that come a second  / `busy_share`
+    work        seconds of work arriving per second / `busy_share`
 
-and never more than there are requests: each is computed on one replica, and a long prompt is no sooner there with two.
+and never more than the number of requests: one replica computes a request, and two finish a long prompt no sooner.
 
-Up: when the demand exceeds the target for `up_after_s`, to the least it was in that time, at most `up_factor` times
-what runs. Queues keep growing while replicas start, whether or not these will be enough, so that nothing more is
-ordered until they have reported, or `start_s` has passed. A queue that shrinks is no reason for more: what waits at a
-replica stays there, and would not be sooner on a new one. What comes, work, is.
+Up: when the demand has exceeded the target for `up_after_s`, to its least value in that time, at most `up_factor`
+times the running replicas. Queues grow while replicas start, even if these will be enough; so the target stays until
+they have reported or `start_s` has passed. A queue that shrinks raises no demand: its requests stay at their replica,
+and a new one would not help them. Arriving work does raise it.
 
-Down: by one, when for `down_after_s` the others would have been enough with `hysteresis` to spare, and all report.
+Down: by one, when for `down_after_s` the other replicas would have been enough with `hysteresis` to spare, and all
+report.
 """
 
 from __future__ import annotations
@@ -27,39 +28,33 @@ from typing import TYPE_CHECKING
 
 from app.errors import ConfigError
 
-if TYPE_CHECKING:  # it imports torch, and a configuration is checked without
+if TYPE_CHECKING:  # app.engine imports torch, which checks of a configuration and Serve's controller do without
     from app.engine.report import ReplicaReport
 
 _PREFIX = "folio_"
-# Above this a demand is the next whole number of replicas; sums of floats come out slightly over.
+# Tolerance for sums of floats when a demand is rounded up.
 _EPSILON = 1e-6
-# What a replica's `busy_share` is averaged over (app.engine.load_report).
+# Time constant of a replica's `busy_share` (app.engine.load_report).
 _BUSY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class AutoscalingLoad:
-    """What the policy needs of a `ReplicaReport`, all numbers, as Serve's metrics are.
+    """The numbers of a `ReplicaReport` that the policy reads, `fixed_s` and `token_s` from its `step`.
 
-    Attributes:
-        made_at: seconds of the replica's monotonic clock.
-        used_tokens: of the KV cache, owned by sequences.
-        queued_tokens, queued_s: of prompts, not computed yet, and the expected time for them.
-        total_tokens: that the cache holds within its budget.
-        num_running, num_waiting, num_decodes, max_num_seqs, step_tokens, decode_s, busy_share: as in `ReplicaReport`.
-        fixed_s, token_s: of a step, and of each token in it.
+    A record of its own because Serve passes on flat metrics, and reads them in its controller, which does without
+    torch.
     """
 
     made_at: float
-    used_tokens: float
+    free_tokens: float
+    total_tokens: float
     queued_tokens: float
     queued_s: float
-    total_tokens: float
     num_running: float
     num_waiting: float
     num_decodes: float
     max_num_seqs: float
-    step_tokens: float
     fixed_s: float
     token_s: float
     decode_s: float
@@ -67,30 +62,16 @@ class AutoscalingLoad:
 
     @classmethod
     def from_report(cls, report: ReplicaReport) -> AutoscalingLoad:
-        return cls(
-            made_at=report.made_at,
-            used_tokens=max(report.total_tokens - report.free_tokens, 0),
-            queued_tokens=report.queued_tokens,
-            queued_s=report.queued_s,
-            total_tokens=report.total_tokens,
-            num_running=report.num_running,
-            num_waiting=report.num_waiting,
-            num_decodes=report.num_decodes,
-            max_num_seqs=report.max_num_seqs,
-            step_tokens=report.step_tokens,
-            fixed_s=report.step.fixed_s,
-            token_s=report.step.token_s,
-            decode_s=report.decode_s,
-            busy_share=report.busy_share,
-        )
+        steps = ("fixed_s", "token_s")
+        return cls(**{name: getattr(report.step if name in steps else report, name) for name in LOAD_FIELDS})
 
     def as_metrics(self) -> dict[str, float]:
-        """What `record_autoscaling_stats` returns."""
+        """The return value of `record_autoscaling_stats`."""
         return {_PREFIX + name: float(value) for name, value in asdict(self).items()}
 
     @classmethod
     def of_metrics(cls, metrics: Mapping[str, float]) -> AutoscalingLoad | None:
-        """Back from `as_metrics`, among other metrics; None if some are missing."""
+        """The inverse of `as_metrics`, which ignores other metrics; `None` if one is missing."""
         found = {name: metrics[_PREFIX + name] for name in LOAD_FIELDS if _PREFIX + name in metrics}
         return cls(**found) if len(found) == len(LOAD_FIELDS) else None
 
@@ -98,14 +79,18 @@ class AutoscalingLoad:
     def num_requests(self) -> float:
         return self.num_running + self.num_waiting
 
+    @property
+    def used_tokens(self) -> float:
+        return max(self.total_tokens - self.free_tokens, 0.0)
+
     def work_share(self, tpot_s: float) -> float:
-        """Share of the time that has to be spent on tokens: steps that compute prompts, and decodes at one step in
-        `tpot_s`. A replica that is always in steps of a few decodes could take many more."""
+        """Share of the time needed for tokens: steps that compute prompts, and decodes at one step in `tpot_s`. A
+        replica that is always in steps of a few decodes has room for many more."""
         return min(self.busy_share + self.decode_s / tpot_s, 1.0)
 
     def decodes_within(self, tpot_s: float) -> float | None:
-        """Decodes that a step of `tpot_s` has room for; None while unknown, and when no step is as short as that, which
-        more replicas would not change."""
+        """Decodes that fit into a step of `tpot_s`. `None` while unknown, and when every step takes longer, which more
+        replicas would not change."""
         each_s = self.decode_s / self.num_decodes if self.num_decodes and self.decode_s else self.token_s
         if not each_s or self.fixed_s >= tpot_s:
             return None
@@ -121,21 +106,21 @@ class ScalingTargets:
     """Settings of the policy.
 
     Attributes:
-        ttft_s: queued prompts shall be computed within this time.
-        tpot_s: a step with all decodes shall take no longer.
-        kv_share: of the KV cache, to be in use at most. None: KV memory starts no replicas, for those that all share
-            one device's memory, to which another one would add nothing.
-        busy_share: of the time, to be spent on tokens at most.
-        hysteresis: share of what would be left without a replica that must be spare before one is stopped.
-        up_after_s: so long must more be needed before replicas are started.
-        down_after_s: so long must one less be enough before one is stopped. Real traffic comes in bursts with minutes
-            between them: below about 3 minutes replicas are stopped that the next burst needs again.
-        to_zero_after_s: the last replica is stopped after so long without a request; None: never. `min_replicas` of the
-            deployment must be 0 as well.
-        up_factor: replicas grow to so many times those running at once, and at least by one.
-        start_s: so long are replicas waited for that have been ordered before more are.
-        smooth_s: over which work, and what comes, are averaged, beyond what replicas have averaged.
-        stale_after_s: a load older than this is not known any more.
+        ttft_s: target for the time in which queued prompts are computed.
+        tpot_s: target for a step with all decodes.
+        kv_share: largest share of the KV cache in use. `None`: KV memory starts no replicas, because all replicas share
+            one device's memory.
+        busy_share: largest share of the time spent on tokens.
+        hysteresis: share of the remaining capacity that must be spare before a replica is stopped.
+        up_after_s: time for which more replicas must be needed before some are started.
+        down_after_s: time for which one replica less must be enough before one is stopped. Bursts of real traffic are
+            minutes apart: below about 3 minutes replicas are stopped that the next burst needs again.
+        to_zero_after_s: time without a request after which the last replica is stopped; `None`: never. `min_replicas`
+            of the deployment must be 0 as well.
+        up_factor: growth at once, as a multiple of the running replicas; at least one replica.
+        start_s: longest wait for ordered replicas before more are ordered.
+        smooth_s: time constant of the averages of work, in addition to the replicas' own averaging.
+        stale_after_s: age at which a load is ignored.
 
     Raises:
         ConfigError: a value is out of bounds.
@@ -181,7 +166,7 @@ class ScalingTargets:
         if not 0 <= self.hysteresis < 1:
             yield (
                 f"hysteresis of the scaling policy is {self.hysteresis}; it must be at least 0 and below 1, at which "
-                "nothing would ever be stopped"
+                "no replica would ever be stopped"
             )
         if not 1 < self.up_factor < math.inf:
             yield f"up_factor of the scaling policy is {self.up_factor}; it must be above 1"
@@ -189,7 +174,7 @@ class ScalingTargets:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDemand:
-    """Replicas needed, by reason; fractions of one, too."""
+    """Replicas needed, by reason; fractions included."""
 
     kv: float = 0.0
     ttft: float = 0.0
@@ -204,16 +189,16 @@ class ReplicaDemand:
 
 @dataclass(frozen=True, slots=True)
 class ScalingState:
-    """What the policy remembers; times are those of the callers' clock.
+    """The policy's memory; times are seconds of the caller's clock.
 
     Attributes:
-        seen_at: of the last call.
-        target, ordered_at: of the last call, and when it became that.
-        work, queued_s: of all replicas, averaged over `smooth_s`.
-        earlier_queued_s: that, averaged once more, as `busy_share` is, to tell by how much queues have grown.
-        recent_queued_s: averaged over half of `up_after_s`, to tell whether they shrink.
-        above_since, least_above: since when more than the target has been needed, and the least needed since then.
-        below_since: since when one less would have been enough.
+        seen_at: time of the last call.
+        target, ordered_at: target of the last call, and the time of its last change.
+        work, queued_s: sums over all replicas, averaged over `smooth_s`.
+        earlier_queued_s: `queued_s` averaged once more, as `busy_share` is: the difference is the queues' growth.
+        recent_queued_s: queued seconds averaged over half of `up_after_s`, to detect shrinking queues.
+        above_since, least_above: time since when more than the target has been needed, and the least need since then.
+        below_since: time since when one replica less would have been enough.
     """
 
     seen_at: float | None = None
@@ -229,7 +214,7 @@ class ScalingState:
 
 
 class ScalingPolicy:
-    """Decides the number of replicas, call by call. What it remembers is in `state`; another one may go on from it."""
+    """Decides the number of replicas, call by call. Another policy object may continue from `state`."""
 
     def __init__(self, targets: ScalingTargets, state: ScalingState | None = None) -> None:
         self.targets = targets
@@ -245,20 +230,20 @@ class ScalingPolicy:
     ) -> int:
         """
         Args:
-            loads: of the running replicas whose load is known.
-            target: replicas ordered so far: the others are starting, or silent, or cannot start.
-            now: seconds; not to be mixed with those of another clock.
-            num_requests: that have not reached a replica yet; asked for only where there is none, or none busy.
-            num_running: replicas that run, by default those in `loads`: of those beyond, no load is known.
+            loads: loads of the running replicas, as far as they are known.
+            target: replicas ordered so far, including those that start, are silent, or cannot start.
+            now: seconds, always of the same clock.
+            num_requests: requests that have not reached a replica; read only while no replica is busy.
+            num_running: running replicas; by default the number of `loads`.
 
         Returns:
-            replicas that there should be. Repeats itself until `target` has changed: Serve may want to hear it for a
-            while. Not bounded from above.
+            the number of replicas needed, without an upper bound; the same until `target` has changed, because Serve
+            may delay its decision.
         """
         self.state = self._observed(loads, target, now)
         if not target:
             return 1 if num_requests > 0 else 0
-        if not loads:  # all are starting or silent: nothing is known
+        if not loads:  # all are starting or silent
             self.state = replace(self.state, above_since=None, below_since=None)
             return target
         silent = (len(loads) if num_running is None else num_running) - len(loads)
@@ -271,7 +256,7 @@ class ScalingPolicy:
         return target
 
     def demand(self, loads: Sequence[AutoscalingLoad]) -> ReplicaDemand:
-        """Of a fleet with these loads, after what `desired` has seen of it."""
+        """The demand of a fleet with these loads, given the state after the last `desired`."""
         targets, state = self.targets, self.state
         queued_s, queued_tokens = sum(load.queued_s for load in loads), sum(load.queued_tokens for load in loads)
         used_tokens, cache_tokens = sum(load.used_tokens for load in loads), sum(load.total_tokens for load in loads)
@@ -281,11 +266,11 @@ class ScalingPolicy:
                 tokens * len(loads) / cache_tokens / targets.kv_share for tokens in (used_tokens, queued_tokens)
             )
         kv, ttft = used + waiting, queued_s / targets.ttft_s
-        if queued_s < state.recent_queued_s - _EPSILON:  # it shrinks: no reason for more, and none for less
+        if queued_s < state.recent_queued_s - _EPSILON:  # a shrinking queue calls for neither more nor fewer
             kv, ttft = max(used, min(kv, len(loads))), min(ttft, len(loads))
-        # What came is what was done and what was added to the queues; the average of a derivative over a time is the
-        # distance from the average, divided by the time.
-        coming = state.work + (state.queued_s - state.earlier_queued_s) / _BUSY_S
+        # Arrived work is work done plus the growth of the queues. The average of a derivative over a time is the
+        # distance from the average, divided by that time.
+        arriving = state.work + (state.queued_s - state.earlier_queued_s) / _BUSY_S
         return ReplicaDemand(
             kv=kv,
             ttft=ttft,
@@ -293,11 +278,11 @@ class ScalingPolicy:
                 sum(load.num_decodes for load in loads), [load.decodes_within(targets.tpot_s) for load in loads]
             ),
             slots=_per_replica(sum(load.num_requests for load in loads), [load.max_num_seqs for load in loads]),
-            work=coming / targets.busy_share,
+            work=arriving / targets.busy_share,
         )
 
     def _observed(self, loads: Sequence[AutoscalingLoad], target: int, now: float) -> ScalingState:
-        """The state after one more look at the fleet."""
+        """The state with the averages and the target of this call."""
         state, targets = self.state, self.targets
         work, queued_s = sum(load.work_share(targets.tpot_s) for load in loads), sum(load.queued_s for load in loads)
         if state.seen_at is None or now < state.seen_at:  # the first call, or the clock was set
@@ -319,7 +304,7 @@ class ScalingPolicy:
     def _timed(
         self, loads: Sequence[AutoscalingLoad], target: int, now: float, num_requests: float, silent: int
     ) -> ScalingState:
-        """The state with the times for which the demand has been above what there is, or below."""
+        """The state with the times since when the demand has been above or below the target."""
         state, targets, num_running = self.state, self.targets, len(loads)
         demand = min(self.demand(loads).most, max(sum(load.num_requests for load in loads), 1.0))
         starting = num_running < target and now - state.ordered_at < targets.start_s
@@ -330,7 +315,7 @@ class ScalingPolicy:
             least_above = min(state.least_above, wanted) if state.above_since is not None else wanted
             above_since = state.above_since if state.above_since is not None else now
         if target > 1:
-            # Those that should run by now and do not, because there is no room for them, are stopped as well.
+            # Ordered replicas for which the cluster has no room count as running here, and are stopped as well.
             all_known = silent <= 0 and not starting
             spare = all_known and demand <= (target - 1) * (1 - targets.hysteresis) + _EPSILON
         else:
@@ -341,11 +326,11 @@ class ScalingPolicy:
 
 
 def _per_replica(needed: float, capacities: Sequence[float | None]) -> float:
-    """How many replicas of the average capacity hold that much; 0 while no capacity is known."""
+    """Replicas of the average capacity for `needed`; 0 while no capacity is known."""
     known = [capacity for capacity in capacities if capacity]
     return needed * len(known) / sum(known) if known else 0.0
 
 
 def _smoothed(average: float, value: float, elapsed_s: float, time_s: float) -> float:
-    """An average that forgets exponentially, `elapsed_s` later."""
+    """An exponential moving average with time constant `time_s`, `elapsed_s` later."""
     return value + (average - value) * math.exp(-elapsed_s / time_s) if time_s else value

@@ -1,4 +1,4 @@
-"""Which replica has which prefix cached, as far as a router knows: from reports, and from what it has sent since."""
+"""Prefix directory: which replica has which prefix cached, from load reports and from requests sent since."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from vmem import CHANGE_BYTES, split_keys
 
 
 class PrefixDirectory:
-    """For each key the replicas that have that prefix, as one bit each of an integer: looking a prompt up costs a few
-    dictionary look-ups, however many replicas there are.
-
-    A replica is known by its *slot*, a small number.
-    """
+    """Maps each prefix key to the replicas that have it, one bit each of an integer. A match takes a few dictionary
+    look-ups, regardless of the number of replicas. A replica's bit is its *slot*, a small number."""
 
     def __init__(self) -> None:
         self._replicas: dict[bytes, int] = {}
@@ -27,21 +24,22 @@ class PrefixDirectory:
         return len(self._replicas)
 
     def match(self, keys: Sequence[bytes], slots: int) -> list[tuple[int, int]]:
-        """How many of these keys, one for each unit of a prompt from its beginning on, each replica has.
+        """The length of the cached prefix at each replica, in keys; a prompt has one key for each of its units.
 
-        A replica that has a prefix has all shorter ones: memory gives up the ends of prefixes first. So who has the
-        longest prefixes is searched for by bisection, among those that no report leaves out; only next to where
-        somebody's prefix ends all are looked up that any report has.
+        A replica that has a prefix has all shorter ones, because eviction begins at the ends of prefixes. So the
+        lengths are found by bisection over the keys that all reports contain (multiples of the largest stride); next
+        to the end of a prefix, the keys of the smallest stride are looked up.
 
         Args:
-            slots: the bits of the replicas asked for.
+            slots: bits of the replicas in question.
 
         Returns:
-            units, and the bits of the replicas that have as many; those without any are left out.
+            pairs of a number of units and the bits of the replicas that have as many; replicas without any are left
+            out.
         """
         found: list[tuple[int, int]] = []
         get, stride, step = self._replicas.get, self._stride, self._least_stride
-        # In units: (from, who has that many, to, who has as many as that), the ends multiples of the stride.
+        # (low, replicas with `low` units, high, replicas with `high` units); both are multiples of the stride.
         ranges = [(0, slots, (len(keys) // stride + 1) * stride, 0)]
         while ranges:
             low, at_low, high, at_high = ranges.pop()
@@ -62,10 +60,10 @@ class PrefixDirectory:
         return found
 
     def apply_keys(self, slot: int, keys: bytes, changes: bytes, stride: int, version: int) -> None:
-        """The replica has these keys now (`vmem.CachedKeys`), beside the expected ones.
+        """Take over a replica's reported keys (`vmem.CachedKeys`); expected ones remain.
 
-        Reports may be missed, and come twice: one that has all changes since the last is followed by these, of any
-        other one all keys are compared.
+        Reports may be lost or repeated. If a report has all changes since the last one, they are applied; otherwise all
+        keys are compared.
         """
         num_new = version - self._versions.get(slot, version + 1)
         if not num_new:
@@ -88,11 +86,8 @@ class PrefixDirectory:
         self._clear([key for key in removed if key not in expected], slot)
 
     def add_expected(self, slot: int, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """The replica is going to have these prefixes of one prompt, too.
-
-        Returns:
-            which of them are noted, for `forget`: no more than its reports would have.
-        """
+        """Expect the prefixes of one prompt at a replica. Returns the noted ones, for `undo_expected`: those that the
+        replica's reports would contain."""
         stride, expected = self._stride, self._expected.setdefault(slot, Counter())
         noted = keys[stride - 1 :: stride]
         for key in noted:
@@ -101,7 +96,7 @@ class PrefixDirectory:
         return noted
 
     def undo_expected(self, slot: int, noted: Iterable[bytes]) -> None:
-        """Take an `expect` back; it has returned `noted`."""
+        """Undo an `add_expected`, which has returned `noted`."""
         expected, reported = self._expected[slot], self._reported.get(slot, ())
         gone = []
         for key in noted:
@@ -112,7 +107,6 @@ class PrefixDirectory:
         self._clear([key for key in gone if key not in reported], slot)
 
     def remove_replica(self, slot: int) -> None:
-        """The replica is gone."""
         self._versions.pop(slot, None)
         self._strides.pop(slot, None)
         self._note_strides()
@@ -123,7 +117,7 @@ class PrefixDirectory:
         self._least_stride = min(self._strides.values(), default=1)
 
     def _set(self, keys: Iterable[bytes], slot: int) -> None:
-        replicas, bit = self._replicas, 1 << slot  # one object for all keys that no other replica has, which most are
+        replicas, bit = self._replicas, 1 << slot  # one object, shared by the many keys that no other replica has
         for key in keys:
             others = replicas.get(key)
             replicas[key] = bit if others is None else others | bit
@@ -138,7 +132,7 @@ class PrefixDirectory:
 
 
 def _changed(changes: bytes) -> tuple[set[bytes], set[bytes]]:
-    """Keys that are there after these changes, and keys that are not."""
+    """Keys that are present after these changes, and keys that are absent."""
     last = {changes[at + 1 : at + CHANGE_BYTES]: changes[at] for at in range(0, len(changes), CHANGE_BYTES)}
     there = {key for key, is_there in last.items() if is_there}
     return there, last.keys() - there

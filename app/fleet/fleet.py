@@ -1,4 +1,4 @@
-"""The replicas as one router sees them: their last reports, and what this router has sent them since."""
+"""A router's state: the replicas' last load reports, and the requests that the router has sent since."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ from app.engine.report import ReplicaReport, StepTimes
 from app.fleet.cost import LOAD_FIELDS, Array, LoadArrays
 from app.fleet.directory import PrefixDirectory
 
-# Until the first replica has computed something. Only which costs are greater matters then.
+# Step times until a replica has measured some. Only the order of the costs matters then.
 _FIRST_GUESS = StepTimes(fixed_s=0.01, token_s=1e-4)
-# A report takes this long at least from the replica through Serve's controller to a router. What one takes more than
-# the quickest is late; later than the second bound is none, but one of the clocks stood still meanwhile.
+# Least delay of a report through Serve's controller to a router. A report with more delay than the fastest one is late;
+# a lateness above the second bound means that one of the clocks stood still.
 _LEAST_LAG_S, _MOST_LATE_S = 0.1, 2.0
-# When expected and actual cached tokens of a replica's requests differ by this share between two reports, and by more
-# than a step's tokens, what was expected there is forgotten.
+# A resync drops the expectations about a replica's cache: when expected and actual cached tokens between two reports
+# differ by more than this share, and by more than a step's tokens.
 _DRIFT_SHARE = 0.3
-# Seconds a second by which two clocks may run apart.
+# Largest drift between two clocks, in seconds per second.
 _CLOCK_DRIFT = 1e-3
-# What this router sent so long ago counts for a third in `assigned_share`.
+# Time constant of `assigned_share`.
 ASSIGNED_MEMORY_S = 60.0
 _QUEUED_TOKENS, _QUEUED_S, _NUM_REQUESTS = map(LOAD_FIELDS.index, ("queued_tokens", "queued_s", "num_requests"))
-
-
-# Sets of replicas that a policy asks about: all, those without an exception or two, and each of them.
-_MOST_ASKED = 1000
+# Bound of the cached sets of replicas: policies ask for all replicas, all but one or two, and single ones.
+_MOST_SETS = 1000
 
 SlotArray = np.ndarray[Any, np.dtype[np.intp]]
 
@@ -39,9 +37,9 @@ class RoutedRequest:
     """A request as a router sees it.
 
     Attributes:
-        num_tokens: of the prompt.
-        keys: of its whole units, from the beginning on (`vmem.key_of`); none when units are not known yet.
-        session: what the client says belongs together; a hint.
+        num_tokens: length of the prompt.
+        keys: keys of its whole units from the beginning on (`vmem.key_of`); empty until `unit_tokens` is known.
+        session: the client's name for related requests, a hint.
     """
 
     request_id: str
@@ -52,7 +50,8 @@ class RoutedRequest:
 
 @dataclass(slots=True, eq=False)
 class SentRequest:
-    """A request on its way to a replica, or there. `keys`: of prefixes that are expected to be cached by it."""
+    """A request on its way to a replica, or in flight there. `keys`: prefixes that it is expected to leave in the
+    cache. `at`: when it was sent."""
 
     keys: Sequence[bytes]
     replica: _Replica
@@ -67,45 +66,45 @@ class _Replica:
     slot: int
     report: ReplicaReport | None = None
     reported_at: float = -math.inf  # on the replica's clock
-    heard_at: float = 0.0
+    received_at: float = 0.0  # on the router's clock
     least_lag_s: float = math.inf
-    sent: dict[SentRequest, None] = field(default_factory=dict)  # in order: sums of floats must not depend on addresses
+    sent: dict[SentRequest, None] = field(default_factory=dict)  # ordered, so that sums of floats are reproducible
     num_in_flight: int = 0
     num_resyncs: int = 0
     is_gone: bool = False
 
 
 class Fleet:
-    """Books of one router. Times are seconds of its monotonic clock. One thread at a time.
+    """The replicas as one router knows them. Times are seconds of its monotonic clock. One thread at a time.
 
-    A replica's clock is another one: when a report was made, on the router's clock, is known from when it was heard,
-    and from how much longer it took than the quickest of that replica's reports.
+    Replicas have other clocks. The time of a report on the router's clock follows from its arrival and from its delay
+    beyond that replica's fastest report.
 
-    A request counts as sent from `sent` until a report made after it says what it did to the replica's load, and its
-    prefixes count as cached there until a report made after `ended` says what is left of them.
+    A request adds to its replica's load from `note_sent` until a report made later includes it. Its prefixes count as
+    cached from `note_sent` until a report made after `note_ended` says which are left.
 
     Args:
-        stale_after_s: a report this old is none.
+        stale_after_s: age at which a report is ignored.
     """
 
     def __init__(self, *, stale_after_s: float = 5.0) -> None:
         self._stale_after_s = stale_after_s
         self._replicas: dict[str, _Replica] = {}
-        self._asked: dict[tuple[str, ...], tuple[SlotArray, int]] = {}
+        self._sets: dict[tuple[str, ...], tuple[SlotArray, int]] = {}
         self._directory = PrefixDirectory()
         self._free_slots: list[int] = []
         self._loads = np.zeros((len(LOAD_FIELDS), 0))
         self._assigned = np.zeros(0)
         self._assigned_at = 0.0
-        self._step: StepTimes | None = _FIRST_GUESS  # None: to be taken from the reports
+        self._step: StepTimes | None = _FIRST_GUESS  # None: to be computed from the reports
         self.unit_tokens: int | None = None
 
-    # ---- what happens ----
+    # ---- events ----
 
     def update(self, replica_ids: Iterable[str]) -> None:
-        """These are the replicas now."""
+        """Set the present replicas."""
         wanted = set(replica_ids)
-        self._asked.clear()
+        self._sets.clear()
         for replica_id in self._replicas.keys() - wanted:
             replica = self._replicas.pop(replica_id)
             replica.is_gone = True
@@ -123,14 +122,14 @@ class Fleet:
             self._replicas[replica_id] = _Replica(slot)
 
     def apply_report(self, replica_id: str, report: ReplicaReport, now: float) -> None:
-        """A replica's report has arrived, perhaps once more."""
+        """Take a replica's report, which may be a repetition."""
         replica = self._replicas.get(replica_id)
         if replica is None or report.made_at <= replica.reported_at:
             return
-        lag_s = now - report.made_at  # and by how much the clocks differ
-        least_s = replica.least_lag_s + _CLOCK_DRIFT * (now - replica.heard_at)
+        lag_s = now - report.made_at  # the delay plus the difference of the clocks
+        least_s = replica.least_lag_s + _CLOCK_DRIFT * (now - replica.received_at)
         replica.least_lag_s = lag_s if lag_s - least_s > _MOST_LATE_S else min(lag_s, least_s)
-        replica.reported_at, replica.heard_at = report.made_at, now
+        replica.reported_at, replica.received_at = report.made_at, now
         report = replace(report, made_at=report.made_at + replica.least_lag_s - _LEAST_LAG_S)
         last, replica.report = replica.report, report
         self.unit_tokens = report.unit_tokens
@@ -141,15 +140,15 @@ class Fleet:
         for sent in list(replica.sent):
             if sent.ended_at is not None and (resync or sent.ended_at <= report.made_at):
                 self._forget(sent)
-        if resync:  # what is still under way there may not be cached either
+        if resync:  # requests in flight may not be cached either
             for sent in replica.sent:
                 self._directory.undo_expected(replica.slot, sent.keys)
                 sent.keys = ()
         self._enter(replica)
 
     def note_sent(self, request: RoutedRequest, replica_id: str, cached_tokens: int, now: float) -> SentRequest | None:
-        """A request was sent to a replica that is expected to have so much of it cached. `ended` or `withdraw` must
-        follow. `None`: the replica is gone."""
+        """Note that a request was sent to a replica. `note_ended` or `withdraw` must follow. `None`: the replica is
+        gone."""
         replica = self._replicas.get(replica_id)
         if replica is None:
             return None
@@ -167,7 +166,6 @@ class Fleet:
         return sent
 
     def note_ended(self, sent: SentRequest, now: float) -> None:
-        """A request is over."""
         replica = sent.replica
         if replica.is_gone:
             return
@@ -175,10 +173,10 @@ class Fleet:
         sent.ended_at = now
         self._loads[_NUM_REQUESTS, replica.slot] -= 1
         if replica.report is None or now - replica.report.made_at >= self._stale_after_s:
-            self._forget(sent)  # it may be long until a report says what has become of it
+            self._forget(sent)  # the next report may be far off
 
     def withdraw(self, sent: SentRequest, now: float) -> None:
-        """A replica did not take a request after all."""
+        """Undo `note_sent`: the replica did not take the request."""
         replica = sent.replica
         if replica.is_gone:
             return
@@ -191,7 +189,7 @@ class Fleet:
         self._forget(sent)
         self._enter(replica)
 
-    # ---- what is known ----
+    # ---- queries ----
 
     @property
     def num_known_prefixes(self) -> int:
@@ -199,18 +197,18 @@ class Fleet:
 
     @property
     def num_resyncs(self) -> int:
-        """How often what replicas had cached was too far from what was expected."""
+        """Resyncs of all present replicas."""
         return sum(replica.num_resyncs for replica in self._replicas.values())
 
     def num_requests(self, replica_ids: Sequence[str], now: float) -> list[float]:
-        """Unfinished requests at each: the reported ones and what was sent since. When one of them has not reported
-        lately, this router's own at all of them: others cannot be compared."""
+        """Unfinished requests at each replica: the reported ones and those sent since. If one replica has no fresh
+        report, this router's own requests at all of them, for the sake of comparison."""
         if len(self.fresh(replica_ids, now)) == len(replica_ids):
             return [float(self._loads[_NUM_REQUESTS, self._replicas[r].slot]) for r in replica_ids]
         return [float(self._replicas[r].num_in_flight) for r in replica_ids]
 
     def fresh(self, replica_ids: Iterable[str], now: float) -> list[str]:
-        """Those that have reported lately."""
+        """The replicas with a fresh report."""
         known, oldest = self._replicas.get, now - self._stale_after_s
         return [
             r
@@ -219,21 +217,20 @@ class Fleet:
         ]
 
     def cached_tokens(self, request: RoutedRequest, replica_ids: Sequence[str]) -> Array:
-        """Of the request's prompt, tokens that each replica is expected to have cached: never all of them, because a
-        prompt's last token is computed in any case."""
+        """Prompt tokens expected to be cached at each replica; never all, because the last token is always computed."""
         if not request.keys or self.unit_tokens is None:
             return np.zeros(len(replica_ids))
-        slots, asked = self._slots(replica_ids)
+        slots, bits = self._slots(replica_ids)
         tokens, most = np.zeros(len(self._assigned)), max(request.num_tokens - 1, 0) // self.unit_tokens
-        for units, having in self._directory.match(request.keys, asked):
+        for units, having in self._directory.match(request.keys, bits):
             tokens[_set_bits(having, len(tokens))] = min(units, most) * self.unit_tokens
         return tokens[slots]
 
     def loads(self, replica_ids: Sequence[str], now: float) -> LoadArrays:
-        """Their loads, in this order.
+        """The loads of these replicas, in this order.
 
-        Step times are the median of all replicas, which run the same model on the same kind of device: what one of them
-        has measured in its few last steps differs by chance more than it does. One that is slow has a longer queue.
+        Step times are the median over all replicas, which run the same model on the same kind of device: measurements
+        of few steps vary more than replicas do. A slow replica shows by its longer queue.
         """
         slots, _ = self._slots(replica_ids)
         self._decay(now)
@@ -243,20 +240,18 @@ class Fleet:
         columns[-1] = self._assigned[slots]
         return LoadArrays(*columns)
 
-    # ---- inside ----
-
     def _slots(self, replica_ids: Sequence[str]) -> tuple[SlotArray, int]:
-        """Of these replicas, as numbers and as bits of one."""
+        """The replicas' slots, as an array and as bits."""
         key = tuple(replica_ids)
-        if (known := self._asked.get(key)) is None:
-            if len(self._asked) >= _MOST_ASKED:
-                self._asked.clear()
+        if (known := self._sets.get(key)) is None:
+            if len(self._sets) >= _MOST_SETS:
+                self._sets.clear()
             slots = [self._replicas[r].slot for r in key]
-            known = self._asked[key] = np.array(slots, dtype=np.intp), sum(1 << slot for slot in slots)
+            known = self._sets[key] = np.array(slots, dtype=np.intp), sum(1 << slot for slot in slots)
         return known
 
     def _median_step(self) -> StepTimes:
-        if self._step is None:  # reports come many at a time, each of which may change it
+        if self._step is None:  # computed once for the many reports that arrive together
             reported = [r.report.step for r in self._replicas.values() if r.report is not None]
             known = [(s.fixed_s, s.token_s, s.attended_s) for s in reported if s.token_s > 0]
             self._step = StepTimes(*np.median(known, axis=0).tolist()) if known else _FIRST_GUESS
@@ -269,16 +264,13 @@ class Fleet:
         return missed > report.step_tokens and missed > _DRIFT_SHARE * max(expected, cached)
 
     def _enter(self, replica: _Replica) -> None:
-        """The replica's load: its report and what has been sent since."""
+        """Enter the replica's load: its report and the requests sent since."""
         report = replica.report
         if report is None:
             return
         known: Mapping[str, float] = {
-            "fixed_s": 0.0,  # these three: see `loads`
-            "token_s": 0.0,
-            "attended_s": 0.0,
+            **dict.fromkeys(("fixed_s", "token_s", "attended_s", "assigned_share"), 0.0),  # set by `loads`
             "num_requests": report.num_running + report.num_waiting,
-            "assigned_share": 0.0,
         }
         self._loads[:, replica.slot] = [known[name] if name in known else getattr(report, name) for name in LOAD_FIELDS]
         for sent in replica.sent:
@@ -303,6 +295,6 @@ class Fleet:
 
 
 def _set_bits(bits: int, most: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Where the number has ones, lowest first; `most` places, a multiple of 8."""
+    """The lowest `most` bits, a multiple of 8, as a mask."""
     content = np.frombuffer(bits.to_bytes(most // 8, "little"), dtype=np.uint8)
     return np.unpackbits(content, bitorder="little").view(np.bool_)

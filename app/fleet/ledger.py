@@ -1,23 +1,21 @@
-"""Who may hold how much of a device's KV memory: the books of replicas that share one. Pure, no Ray.
+"""Budget ledger: the account of one device's KV memory over the replicas that share it. No Ray.
 
-Members say every second what they hold, in a *beat*; the answer is an *order* that sets their budget:
+Members report every second what they hold, in a *heartbeat*; the answer is an *order* that sets their budget:
 
-    member ── beat k: budget, held ──> ledger     counts for the member max(budget, held) of its last beat,
-    member <── order k: budget ─────── ledger     and from now on the order's budget, if that is more
+    member ── heartbeat k: budget, held ──> ledger     counts max(budget, held) of the last heartbeat for the member,
+    member <── order k: budget ──────────── ledger     and from now on the order's budget, if that is more
 
-A member obeys the order that answers its last beat and no other. So a beat tells all: whatever was lost, late, out of
-order, or said by a ledger that is gone, the member will not obey it any more. At every moment the sum of what is
-counted is within the capacity, and no member holds more than is counted for it:
+A member obeys only the order that answers its last heartbeat. Orders that were lost, late, out of order, or sent by an
+earlier ledger have no effect. At every moment the counted bytes are within the capacity, and no member holds more than
+is counted for it:
 
-- A budget is raised only into what nobody is counted for. One that is lowered counts as before until a beat says that
-  pages have been given back.
-- Who is silent is counted for all the same. Its memory is free when it says so or when its process has ended (`leave`),
-  and not before.
-- A ledger that begins anew is told whom the last one counted, and grants nothing before it has heard from all of them,
-  or of their end.
+- A budget is raised only into bytes that are counted for no member. A lowered budget counts as before until a heartbeat
+  reports that pages have been given back.
+- A silent member stays counted. Its memory is free when it leaves or its process has ended (`remove_member`).
+- A new ledger is told the members of the last one, and grants nothing until each has sent a heartbeat or has ended.
 
-Shares: everybody gets the least it can work with, then what it has use for, and all an equal part of the rest. They are
-set anew when members come and go, and while all stay only when one is short of memory that another has to spare.
+Shares: each member gets the least that it can work with, then its demand, then an equal part of the rest. Shares change
+when members come and go; otherwise only when one is short of memory that another can spare.
 """
 
 from __future__ import annotations
@@ -27,26 +25,26 @@ from dataclasses import dataclass
 
 from app.errors import ConfigError
 
-# Shares of members that stay are moved so often at most, ...
+# Shares of the same members change at most this often, ...
 REBALANCE_S = 5.0
-# ... when one has use for more than this share of its budget, ...
+# ... when a member's demand exceeds this share of its budget, ...
 PRESSURE = 0.9
-# ... and would get at least this share of the capacity more. Less is not worth the blocks that others lose.
+# ... and it would gain at least this share of the capacity. Less is not worth the blocks that others lose.
 LEAST_MOVE = 0.05
-# What a member has use for is this much more than what it uses: sequences grow.
+# Sequences grow: a member is given this multiple of its demand.
 _HEADROOM = 1.25
 
 
 @dataclass(frozen=True, slots=True)
 class MemberUsage:
-    """What a member has, and could use, in bytes.
+    """A member's memory in bytes.
 
     Attributes:
-        budget_bytes: what it may hold; 0 before its first grant.
-        held_bytes: what it does hold, or may at any moment although it is above the budget.
-        least_bytes, most_bytes: bounds of its budget. 0: not known yet.
-        demand_bytes: what its requests take, those that wait included.
-        revision: of the budget; orders have the next one.
+        budget_bytes: bound of the member's memory; 0 before its first grant.
+        held_bytes: memory held, possibly above the budget.
+        least_bytes, most_bytes: bounds of the budget. 0: not known yet.
+        demand_bytes: memory for all requests, waiting ones included.
+        revision: revision of the budget; an order has the next one.
     """
 
     budget_bytes: int = 0
@@ -59,7 +57,7 @@ class MemberUsage:
 
 @dataclass(frozen=True, slots=True)
 class LedgerHeartbeat:
-    """What a member says. `number` increases; `capacity_bytes` is what it thinks that all may hold together."""
+    """A member's report. `number` increases; `capacity_bytes`: the configured memory of all members together."""
 
     member: str
     number: int
@@ -69,8 +67,8 @@ class LedgerHeartbeat:
 
 @dataclass(frozen=True, slots=True)
 class BudgetOrder:
-    """The answer to beat `number`: the budget from now on, 0 to wait for one. With the revision of the beat it changes
-    nothing. `refusal` says why there will never be one."""
+    """The answer to heartbeat `number`: the new budget, or 0 to wait for one. An order with the heartbeat's revision
+    changes nothing. `refusal`: why there will never be a budget."""
 
     number: int
     budget_bytes: int
@@ -79,7 +77,7 @@ class BudgetOrder:
 
 
 class Membership:
-    """A member's side: numbers its beats and knows which order to obey."""
+    """A member's side of the protocol: numbers heartbeats, and decides which order to obey."""
 
     def __init__(self, member: str, capacity_bytes: int) -> None:
         self.member, self.capacity_bytes = member, capacity_bytes
@@ -87,13 +85,13 @@ class Membership:
         self._awaits_order = False
 
     def next_heartbeat(self, holding: MemberUsage) -> LedgerHeartbeat:
-        """The next beat. Orders that answer former ones are void from now on."""
+        """The next heartbeat. Orders that answer earlier ones become void."""
         self._number += 1
         self._awaits_order = True
         return LedgerHeartbeat(self.member, self._number, self.capacity_bytes, holding)
 
     def obeys(self, order: BudgetOrder) -> bool:
-        """Whether to carry out an order; once."""
+        """Whether to carry out an order. True at most once for each heartbeat."""
         if order.number != self._number or not self._awaits_order:
             return False
         self._awaits_order = False
@@ -102,8 +100,8 @@ class Membership:
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """`counted_bytes`: it holds no more. `target_bytes`: where its budget is going. `settled`: it has had a budget that
-    it can work with, and is never refused any more."""
+    """`counted_bytes`: upper bound of the memory held. `target_bytes`: the budget's target. `settled`: the member has
+    had a budget that it can work with, and is never refused."""
 
     number: int
     holding: MemberUsage
@@ -115,7 +113,7 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A member's bounds and what it has use for, in bytes."""
+    """Bounds and demand of a member, in bytes."""
 
     least_bytes: int
     most_bytes: int
@@ -123,15 +121,15 @@ class Claim:
 
 
 def fair_shares(capacity_bytes: int, claims: Sequence[Claim]) -> list[int]:
-    """Budgets that add up to the capacity at most: the least each, then in proportion to what is wanted beyond it, then
-    equal parts of the rest.
+    """Budgets within the capacity: the least of each claim, then in proportion to the demand beyond it, then equal
+    parts of the rest.
 
     Raises:
-        ConfigError: the capacity does not hold the least of all.
+        ConfigError: the least bytes of all claims exceed the capacity.
     """
     least = sum(claim.least_bytes for claim in claims)
     if least > capacity_bytes:
-        raise ConfigError(f"{len(claims)} members need at least {least} bytes, there are {capacity_bytes}")
+        raise ConfigError(f"{len(claims)} members need at least {least} bytes; the capacity is {capacity_bytes}")
     wanted = [min(max(claim.wanted_bytes, claim.least_bytes), claim.most_bytes) for claim in claims]
     more, spare = sum(wanted) - least, capacity_bytes - least
     if more > spare:
@@ -144,14 +142,14 @@ def fair_shares(capacity_bytes: int, claims: Sequence[Claim]) -> list[int]:
 
 
 class BudgetLedger:
-    """The books of one device. Not thread-safe.
+    """The ledger of one device. Not thread-safe.
 
     Args:
-        now: seconds; all times are of this clock, which never goes back.
-        awaits: members that a former ledger has counted and that may be alive.
+        now: seconds of a clock that never goes back.
+        awaits: members of an earlier ledger that may be alive.
 
     Attributes:
-        capacity_bytes: what all members may hold together, as the last one that joined has said.
+        capacity_bytes: bound of all members' memory, as configured at the member that joined last.
     """
 
     def __init__(self, now: float, awaits: Iterable[str] = ()) -> None:
@@ -163,7 +161,7 @@ class BudgetLedger:
 
     @property
     def counted_bytes(self) -> int:
-        """What members hold at most."""
+        """Upper bound of the memory that members hold."""
         return sum(member.counted_bytes for member in self._members.values())
 
     @property
@@ -171,14 +169,14 @@ class BudgetLedger:
         return tuple(self._members)
 
     def handle_heartbeat(self, beat: LedgerHeartbeat, now: float) -> BudgetOrder:
-        """Enter what a member says; the answer is what it shall do."""
+        """Record a heartbeat and answer it."""
         holding, known = beat.holding, self._members.get(beat.member)
         unchanged = BudgetOrder(beat.number, holding.budget_bytes, holding.revision)
         if beat.member in self._gone or (known is not None and beat.number <= known.number):
-            return unchanged  # it came late: the member has left, or waits for the answer to another one
+            return unchanged  # late: the member has left, or awaits the answer to another heartbeat
         member = self._entered(beat, known)
         if refusal := self._refusal(beat.member):
-            member.refused = True  # and counted until it has gone
+            member.refused = True  # counted until it has left
             return BudgetOrder(beat.number, holding.budget_bytes, holding.revision, refusal)
         if (known is None and not holding.budget_bytes) or self._must_share(now):
             self._share(now)
@@ -189,7 +187,7 @@ class BudgetLedger:
         return BudgetOrder(beat.number, budget_bytes, holding.revision + 1)
 
     def remove_member(self, member: str) -> None:
-        """A member holds nothing any more, and never will again."""
+        """Remove a member that holds no memory. It cannot join again."""
         self._gone.add(member)
         self._awaited.discard(member)
         self._members.pop(member, None)
@@ -200,7 +198,7 @@ class BudgetLedger:
         counted_bytes = max(holding.budget_bytes, holding.held_bytes)
         if member is None:
             self.capacity_bytes = beat.capacity_bytes
-            # Of one that a former ledger has known the share stays as it is.
+            # A member of an earlier ledger keeps its share.
             member = _Member(beat.number, holding, counted_bytes, target_bytes=holding.budget_bytes)
             self._members[beat.member] = member
         else:
@@ -213,11 +211,11 @@ class BudgetLedger:
         return [member for member in self._members.values() if not member.refused]
 
     def _least_bytes(self, member: _Member) -> int:
-        """Of a member that does not know yet, as much as of another one: they are replicas of one deployment."""
+        """The member's least budget; while unknown, another member's: they are replicas of one deployment."""
         return member.holding.least_bytes or max(other.holding.least_bytes for other in self._members.values())
 
     def _refusal(self, name: str) -> str | None:
-        """Why there is no room for a member that has not settled, beside those that have and those before it."""
+        """Why an unsettled member does not fit beside the settled ones and those that joined before it, if so."""
         newcomer = self._members[name]
         if newcomer.settled:
             return None
@@ -228,14 +226,14 @@ class BudgetLedger:
         if least_bytes <= self.capacity_bytes:
             return None
         return (
-            f"{len(others) + 1} replicas that share a device need at least {least_bytes} bytes of KV memory, for a "
-            f"sequence of max_model_len each and what is pinned, and shared_kv_memory_bytes is {self.capacity_bytes}: "
-            "raise it, lower max_model_len, or run fewer replicas on a device"
+            f"{len(others) + 1} replicas that share a device need at least {least_bytes} bytes of KV memory (each one "
+            f"sequence of max_model_len, and pinned prefixes); shared_kv_memory_bytes is {self.capacity_bytes}: raise "
+            "it, lower max_model_len, or run fewer replicas on the device"
         )
 
     def _must_share(self, now: float) -> bool:
-        """Whether the targets will not do: a member cannot work with its own, they exceed the capacity, or somebody is
-        short of memory that others, or nobody, can use."""
+        """Whether the targets must change: one is below the member's least budget, they exceed the capacity, or a
+        member is short of memory that is spare."""
         members = self._sharing
         if sum(member.target_bytes for member in members) > self.capacity_bytes or any(
             self._least_bytes(member) > member.target_bytes for member in members
@@ -258,7 +256,7 @@ class BudgetLedger:
 
     def _fair_shares(self, members: Sequence[_Member]) -> list[int]:
         settled = [member.holding.demand_bytes for member in members if member.settled]
-        usual_bytes = sum(settled) // len(settled) if settled else 0  # a newcomer will be given as much to do
+        usual_bytes = sum(settled) // len(settled) if settled else 0  # a newcomer will have as much work
         claims = [
             Claim(
                 least_bytes=self._least_bytes(member),
@@ -267,11 +265,11 @@ class BudgetLedger:
             )
             for member in members
         ]
-        # What they need exceeds the capacity when that has been lowered.
+        # A lowered capacity may be below the sum of the least budgets.
         return fair_shares(max(self.capacity_bytes, sum(claim.least_bytes for claim in claims)), claims)
 
     def _next_budget(self, member: _Member, now: float) -> int:
-        """What the member may have now, on the way to its target."""
+        """The member's next budget on the way to its target."""
         budget_bytes, target_bytes = member.holding.budget_bytes, member.target_bytes
         if target_bytes <= budget_bytes:
             return target_bytes
@@ -282,6 +280,6 @@ class BudgetLedger:
         if not budget_bytes:
             enough_bytes = self._least_bytes(member) or target_bytes
             return possible_bytes if possible_bytes >= enough_bytes else 0
-        # Not every few bytes that somebody gives back.
+        # In steps, not for every few bytes that other members give back.
         step_bytes = min(target_bytes - budget_bytes, int(LEAST_MOVE * self.capacity_bytes))
         return possible_bytes if possible_bytes - budget_bytes >= step_bytes else budget_bytes

@@ -1,7 +1,4 @@
-"""What travels between the ingress and an engine replica.
-
-Output on its way from an engine to an answer.
-"""
+"""Messages between ingress and engine replica: calls, status, load reports as plain types, pieces of output."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any
 from app.engine.report import ReplicaReport, StepTimes
 from app.engine.request import Delta, FinishReason, TokenLogprobs
 from app.engine.sampling.params import SamplingParams
-from vmem import CachedPrefix, MemoryReport, PinReport
+from vmem import CachedPrefix, MemoryReport
 
 _REPORT_FIELDS = {field.name for field in fields(ReplicaReport)}
 _STEP_FIELDS = {field.name for field in fields(StepTimes)}
@@ -20,8 +17,7 @@ _STEP_FIELDS = {field.name for field in fields(StepTimes)}
 
 @dataclass(frozen=True, slots=True)
 class HotPrefixes:
-    """What a replica tells one that starts of its prefix cache, for those with the same fingerprint
-    (`Engine.prefix_fingerprint`)."""
+    """The prefixes that warm the cache of a new replica with the same `Engine.prefix_fingerprint`."""
 
     fingerprint: str
     prefixes: list[CachedPrefix]
@@ -31,16 +27,15 @@ class HotPrefixes:
 class GenerateRequest:
     """A tokenised prompt and how to continue it.
 
-    `priority`, `cache_salt`, `adapter`, `tenant`, `user`, `timeout_s`: see `RequestOptions`; `session`: what belongs
-    together, a hint for the router; `expected`: the router's word for what a replica has cached of the prompt.
-
     Attributes:
-        crowded: replicas whose queues were full a moment ago: to be asked last.
-        refused_by: those that have refused this request: not to be asked.
-        stopped: replicas whose engines have stopped: not to be asked.
-        share: where its pieces may go, all but the first (`app.serving.shared_streams`).
-        repeat_key: the same when this call is sent once more because the first one's caller has died
-            (`app.fleet.retry`). Other calls of the same HTTP request have other keys.
+        priority, cache_salt, adapter, tenant, user, timeout_s: see `RequestOptions`.
+        session: the client's name for related requests, a hint for the router.
+        expected: the router's expectation of the replica's prefix cache.
+        crowded: replicas whose queues were full a moment ago; they come last.
+        refused_by, stopped: replicas that have refused this request, or whose engines have stopped; they are left out.
+        share: the key under which a shared stream may carry all pieces but the first (`app.serving.shared_streams`).
+        repeat_key: the same in a call that is sent again because the caller of the first has died (`app.fleet.retry`).
+            Other calls of the same HTTP request have other keys.
     """
 
     request_id: str
@@ -63,7 +58,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class SharedStreamKey:
-    """What an ingress calls a request whose pieces may come by a shared stream."""
+    """An ingress's key of a request whose pieces may come through a shared stream."""
 
     ingress: str
     number: int
@@ -71,7 +66,7 @@ class SharedStreamKey:
 
 @dataclass(frozen=True, slots=True)
 class SharedStreamCall:
-    """Asks a replica for a shared stream to an ingress, under this number."""
+    """Opens a shared stream from a replica to an ingress, with the number `connection`."""
 
     ingress: str
     connection: int
@@ -80,7 +75,7 @@ class SharedStreamCall:
 
 @dataclass(frozen=True, slots=True)
 class ForkCall:
-    """Go on with output `index` of the request `fork_of` in `params.n` more ways, at the `replica` that has it."""
+    """Continue output `index` of the request `fork_of` in `params.n` more ways, at the `replica` that has it."""
 
     request_id: str
     fork_of: str
@@ -91,7 +86,7 @@ class ForkCall:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedPrefix:
-    """Tokens that a router expects to be cached at a replica; another one that gets the request may ignore it."""
+    """Prompt tokens that a router expects to be cached at a replica; any other replica ignores the number."""
 
     replica: str
     cached_tokens: int
@@ -99,89 +94,40 @@ class ExpectedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """What the ingress tells clients about the model."""
+    """Facts about the model that the ingress needs."""
 
     max_model_len: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """What an engine replica tells operators about itself: fields of `ReplicaReport` and `MemoryReport`.
-
-    Attributes:
-        name: of the replica.
-        prompt_tokens, cached_tokens: `queried_tokens` and `hit_tokens` of the memory.
-        ready_s: seconds from its start until it was ready.
-    """
+    """An engine replica's status for operators. `ready_s`: seconds from its start until it was ready."""
 
     name: str
-    num_running: int
-    num_waiting: int
-    max_num_seqs: int
-    queued_tokens: int
-    queued_s: float
-    busy_share: float
-    free_tokens: int
-    total_tokens: int
-    budget_bytes: int
-    physical_bytes: int
-    active_bytes: int
-    cached_bytes: int
-    pinned_bytes: int
-    swapped_bytes: int
-    prompt_tokens: int
-    cached_tokens: int
-    pins: tuple[PinReport, ...]
+    load: ReplicaReport
+    memory: MemoryReport
     ready_s: float
-
-    @staticmethod
-    def from_reports(name: str, load: ReplicaReport, memory: MemoryReport, ready_s: float) -> ReplicaStatus:
-        return ReplicaStatus(
-            name=name,
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            max_num_seqs=load.max_num_seqs,
-            queued_tokens=load.queued_tokens,
-            queued_s=load.queued_s,
-            busy_share=load.busy_share,
-            free_tokens=load.free_tokens,
-            total_tokens=load.total_tokens,
-            budget_bytes=memory.budget_bytes,
-            physical_bytes=memory.physical_bytes,
-            active_bytes=memory.active_bytes,
-            cached_bytes=memory.cached_bytes,
-            pinned_bytes=memory.pinned_bytes,
-            swapped_bytes=memory.swapped_bytes,
-            prompt_tokens=memory.queried_tokens,
-            cached_tokens=memory.hit_tokens,
-            pins=memory.pins,
-            ready_s=ready_s,
-        )
 
 
 def report_as_stats(report: ReplicaReport) -> dict[str, Any]:
-    """The report in plain types: it passes through Serve's controller, which knows nothing of Folio."""
+    """The report in plain types, for the way through Serve's controller, which does not import Folio."""
     return asdict(report)
 
 
 def report_from_stats(stats: Mapping[str, Any]) -> ReplicaReport | None:
-    """What `report_as_stats` was given; `None` if that was another version of it, as in the middle of an update."""
+    """The inverse of `report_as_stats`; `None` for another version's report, as during an update."""
     if stats.keys() != _REPORT_FIELDS or not isinstance(stats["step"], dict) or stats["step"].keys() != _STEP_FIELDS:
         return None
     return ReplicaReport(**{**stats, "step": StepTimes(**stats["step"])})
 
 
-# Neither hexadecimal digits nor the names of replicas have it.
+# In no request id (hexadecimal digits) and no name of a replica.
 _SEPARATOR = "."
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one or more steps added to one output: the `Delta`s of these steps in one.
-
-    Attributes:
-        replica: the one that has the request.
-    """
+    """The `Delta`s of one output in one or more steps. `replica`: the replica that has the request."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -197,7 +143,7 @@ class Piece:
 
     @staticmethod
     def from_deltas(deltas: Sequence[Delta], prompt_logprobs: tuple[TokenLogprobs, ...], replica: str) -> Piece:
-        """At least one, all of one output, none with an error."""
+        """Join deltas: at least one, all of one output, none with an error."""
         last = deltas[-1]
         return Piece(
             text="".join(delta.text for delta in deltas),
@@ -220,9 +166,8 @@ class Piece:
 
 
 class PieceCollector:
-    """Deltas of a request's outputs until there is something to send: those that end inside a character, or inside what
-    may be a stop string, add to the next piece. The first piece, of whichever output, has the prompt's log
-    probabilities."""
+    """Holds a request's deltas until there is text to send: a delta may end inside a character, or inside a possible
+    stop string. The first piece of any output carries the prompt's log probabilities."""
 
     def __init__(self, replica: str) -> None:
         self._replica = replica
@@ -230,19 +175,19 @@ class PieceCollector:
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     def push(self, deltas: Sequence[Delta]) -> list[Piece]:
-        """A piece of each output that has got text, or its end; last of all the one that ends the request."""
+        """A piece of each output that has new text or has ended; the piece that ends the request is the last."""
         self.hold(deltas)
         latest_first = dict.fromkeys(d.index for d in reversed(deltas) if d.text or d.finished)
         return [self._take(index) for index in reversed(latest_first)]
 
     def hold(self, deltas: Sequence[Delta]) -> None:
-        """Keep them for `all`."""
+        """Keep deltas for `held_pieces`."""
         for delta in deltas:
             self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
             self._held.setdefault(delta.index, []).append(delta)
 
     def held_pieces(self) -> list[Piece]:
-        """What is held, each output in one piece, in order."""
+        """The held deltas, each output in one piece, in order."""
         return [self._take(index) for index in sorted(self._held)]
 
     def _take(self, index: int) -> Piece:
@@ -251,11 +196,11 @@ class PieceCollector:
 
 
 def public_id(request_id: str, replica: str) -> str:
-    """What clients know a request by: a fork finds the replica in it, whichever ingress it comes to."""
+    """The request id for clients. It names the replica, for forks that reach any ingress."""
     return f"{request_id}{_SEPARATOR}{replica}"
 
 
 def split_public_id(public: str) -> tuple[str, str]:
-    """(request id, replica). The latter is empty when there is none in it."""
+    """(request id, replica); the replica is empty when the id has none."""
     request_id, _, replica = public.partition(_SEPARATOR)
     return request_id, replica

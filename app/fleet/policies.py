@@ -1,4 +1,4 @@
-"""Which replica gets a request: four policies with one interface."""
+"""Routing policies: prefix-aware, least loaded, round robin, consistent hashing."""
 
 from __future__ import annotations
 
@@ -17,59 +17,56 @@ from app.fleet.fleet import Fleet, RoutedRequest
 
 PolicyName = Literal["prefix_aware", "least_loaded", "round_robin", "consistent_hash"]
 
-# Points of each replica on the ring of hashes: the more, the more even, and the longer to build.
+# Points of each replica on the hash ring. More points spread requests more evenly and take longer to build.
 _POINTS = 64
-# Consistent hashing passes a replica by that has so many times the mean of requests (Mirrokni et al., SODA 2018).
+# Consistent hashing skips replicas with more than this multiple of the mean load (Mirrokni et al., SODA 2018).
 _MOST_OF_MEAN = 1.25
-# Equal replicas must not look alike to all routers: those know nothing of each other's last requests, and would all
-# send theirs to the same one. So harm counts up to a tenth more, at random. Queues are left as they are.
+# Random increase of harm, at most this share: routers do not see each other's last requests, and would all send theirs
+# to the same one of equal replicas. The expected time to first token gets no noise.
 _HARM_NOISE = 0.1
-# A session goes where it went last when that costs at most so much more than the best.
+# A session returns to its last replica while that costs at most this multiple of the least cost.
 _SESSION_SLACK = 1.25
 _SESSIONS_REMEMBERED = 10_000
 
 
 class Policy(Protocol):
-    """Chooses among replicas that its `Fleet` knows."""
+    """Ranks replicas of a `Fleet`."""
 
     def rank_replicas(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
-        """All of them, the best first. Without any, nothing."""
+        """All of these replicas, the best first."""
         ...
 
 
 class RoundRobin:
-    """One after the other."""
+    """Replicas in turn."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self._turn = itertools.count()
+        self._counter = itertools.count()
 
     def rank_replicas(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
         if not replica_ids:
             return []
         ordered = sorted(replica_ids)
-        first = next(self._turn) % len(ordered)
+        first = next(self._counter) % len(ordered)
         return ordered[first:] + ordered[:first]
 
 
 class LeastLoaded:
-    """Fewest unfinished requests first; equals in turn."""
+    """Fewest unfinished requests first; ties by round robin."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._in_turn = RoundRobin(fleet)
+        self._round_robin = RoundRobin(fleet)
 
     def rank_replicas(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
-        in_turn = self._in_turn.rank_replicas(request, replica_ids, now)
-        counts = dict(zip(in_turn, self._fleet.num_requests(in_turn, now), strict=True))
-        return sorted(in_turn, key=counts.__getitem__)
+        ordered = self._round_robin.rank_replicas(request, replica_ids, now)
+        counts = dict(zip(ordered, self._fleet.num_requests(ordered, now), strict=True))
+        return sorted(ordered, key=counts.__getitem__)
 
 
 class ConsistentHash:
-    """The same session, or else the same beginning, goes to the same replica, as long as that has not a quarter more
-    requests than the mean; then to the next on the ring.
-
-    A replica more or less moves only its own share of what goes where.
-    """
+    """Consistent hashing with bounded loads: a session, or else a prefix of `num_units`, has one replica, and the next
+    ones on the ring while that replica has a quarter more requests than the mean."""
 
     def __init__(self, fleet: Fleet, *, num_units: int = 8) -> None:
         self._fleet = fleet
@@ -98,11 +95,9 @@ class ConsistentHash:
 
 
 class PrefixAware:
-    """The least cost first (`request_cost`); replicas that have not reported lately come last, the least loaded first,
-    so that without any reports it is `LeastLoaded`.
+    """Least cost first (`request_cost`). Replicas without a fresh report come last, ranked by `LeastLoaded`.
 
     Args:
-        weights: how much harm to others counts.
         seed: a different one for each router.
     """
 
@@ -121,7 +116,7 @@ class PrefixAware:
         cached = self._fleet.cached_tokens(request, known)
         ttft_s, harm_s = request_cost(loads, request.num_tokens, cached, self._weights)
         cost = ttft_s + harm_s * (1 + _HARM_NOISE * self._random.random(len(known)))
-        # Where nothing costs anything, because there is no prompt, replicas get the same share.
+        # Requests without a prompt cost nothing; they go to the replica with the least assigned work.
         order = np.lexsort((loads.assigned_share, cost))
         ranked = [known[i] for i in order.tolist()]
         if request.session is not None:
@@ -142,7 +137,7 @@ class PrefixAware:
 
 
 def make_policy(name: str, fleet: Fleet, seed: int = 0) -> Policy:
-    """The policy of that name, with a seed of its own for each router. Raises `ConfigError` for any other."""
+    """The policy of this name. Raises `ConfigError` if there is none."""
     policies: dict[str, Callable[[Fleet], Policy]] = {
         "prefix_aware": lambda fleet: PrefixAware(fleet, seed=seed),
         "least_loaded": LeastLoaded,

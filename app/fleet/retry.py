@@ -1,9 +1,4 @@
-"""How often, and where, one call of an engine replica is tried.
-
-The calls of one request with several prompts.
-
-Requests that come twice: never two at once.
-"""
+"""Retries of replica calls, the window of a request's calls, and the guard against duplicate requests."""
 
 from __future__ import annotations
 
@@ -22,29 +17,33 @@ from app.fleet.overload import LoadShedder
 
 logger = logging.getLogger(__name__)
 
-# A request that makes engines fail must not take down one after the other.
+# Retries after a replica has gone: a request that makes engines fail must not take down one after the other.
 _MOST_REPEATS = 2
-# Replicas that are asked for one request before it is refused. Once they have refused, others skip them for a while, so
-# that only the first requests after it has become crowded ask so many.
+# Replicas that may refuse a request before the client is refused. Later requests rank these replicas last for a while,
+# so that only the first ones meet so many refusals.
 _MOST_OFFERS = 8
-# Serve replaces a replica in about this time, if its model is small.
+# Serve replaces a replica with a small model in about this time.
 _REPLACED_AFTER_S = 5.0
+# Bounds of the pause between two offers of a refused call.
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.05, 1.0
+# Longest time in which a cancelled request ends: a step, and the delivery of the cancellation.
+_ENDS_WITHIN_S = 2.0
 
 Reason = Literal["unavailable", "overloaded"]
 
 
 class CallRetries:
-    """What has become of one call so far, of which the caller has got nothing yet.
+    """Retry state of one call whose caller has received nothing yet.
 
-    It is sent again when its replica is gone, because nothing of it can be lost then; and offered to another one when
-    the queue was full, to all again after a while if others of its batch are taken. It is not sent again after a failed
-    step, in which it may have been the cause, and not past its deadline. The engine adds a number to its id: so the
-    same replica may get it twice.
+    A call is retried when its replica is gone, and offered to another replica when the queue was full; if other calls
+    of the same request make progress, it is offered to all replicas again after a pause. There is no retry after a
+    failed step, which the call may have caused, and none after its deadline. The same replica may get a call twice:
+    the engine makes the request's id unique.
 
     Args:
-        refusals: of all calls of this ingress.
-        arrived: when the request came (`time.monotonic`); `None`: when the call is first sent.
-        batch: calls of the same request; `None`: it is the only one.
+        refusals: refusals of all calls of this ingress.
+        arrived: arrival of the request (`time.monotonic`); `None`: when the call is first sent.
+        batch: the window of the request's calls; `None`: it has only one.
     """
 
     def __init__(
@@ -57,8 +56,8 @@ class CallRetries:
         self._call = call
         self._refusals = refusals
         self._batch = batch
-        self._num_ended = 0 if batch is None else batch.num_ended  # before it has been offered
-        self._retry_after_s = math.inf  # as the replica says that may have room first
+        self._num_ended = 0 if batch is None else batch.num_ended  # at the time of the first offer
+        self._retry_after_s = math.inf  # least of the refusing replicas
         self._pause_s: float | None = None
         self._arrived = arrived
         self._refused_by: tuple[str, ...] = ()
@@ -66,11 +65,7 @@ class CallRetries:
         self._num_repeats = 0
 
     def next_call(self) -> GenerateRequest:
-        """The call to send now, with the time that is left to it.
-
-        Raises:
-            DeadlineError: none is.
-        """
+        """The call to send now, with the time left. Raises `DeadlineError` when there is none."""
         now, timeout_s = time.monotonic(), self._call.timeout_s
         if self._arrived is None:
             self._arrived = now
@@ -87,33 +82,29 @@ class CallRetries:
         )
 
     async def pause(self) -> None:
-        """Before the next call, after one has failed."""
+        """Wait before the next attempt, where necessary."""
         if self._batch is not None and self._pause_s is not None:
             num_ended = self._batch.num_ended
             await self._batch.pause(self._pause_s)
             self._pause_s, self._num_ended = None, num_ended
 
     def note_failure(self, error: UnavailableError | OverloadedError) -> Reason:
-        """The call has failed without any output; returns why it may be sent again.
-
-        Raises:
-            UnavailableError, OverloadedError: it may not.
-        """
+        """The reason to retry a call that has failed without output. Raises the error if there is none."""
         if isinstance(error, OverloadedError):
             return self._refused(error)
-        if isinstance(error, NoReplicaError):  # the router has waited for one already
+        if isinstance(error, NoReplicaError):  # the router has waited already
             raise error
         if self._num_repeats >= _MOST_REPEATS:
             raise UnavailableError(error.message, error.retry_after_s or _REPLACED_AFTER_S) from error
         self._num_repeats += 1
         if error.replica:
             self._stopped = (*self._stopped, error.replica)
-        logger.warning("%s is sent again, repeat %d: %s", self._call.request_id, self._num_repeats, error)
+        logger.warning("retrying %s (retry %d): %s", self._call.request_id, self._num_repeats, error)
         return "unavailable"
 
     def _refused(self, error: OverloadedError) -> Reason:
         now = time.monotonic()
-        if not error.replica:  # the router knows of none that has not refused
+        if not error.replica:  # the router has no replica left
             if self._may_wait():
                 return "overloaded"
             raise OverloadedError(error.message, self._refusals.note_all_refused(now)) from error
@@ -122,28 +113,24 @@ class CallRetries:
             self._retry_after_s = min(self._retry_after_s, error.retry_after_s)
         self._refused_by = (*self._refused_by, error.replica)
         if len(self._refused_by) >= _MOST_OFFERS and not self._may_wait():
-            self._refusals.note_all_refused(now)  # so many are as good as all
+            self._refusals.note_all_refused(now)  # a sample large enough
             raise error
         return "overloaded"
 
     def _may_wait(self) -> bool:
-        """Whether it may be offered to all of them again, after a pause."""
+        """Whether the call may be offered to all replicas again, after a pause."""
         if self._batch is None or not self._batch.may_offer_again(self._num_ended):
             return False
         self._pause_s, self._retry_after_s, self._refused_by = self._retry_after_s, math.inf, ()
         return True
 
 
-# Between two offers of a call that has been refused.
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.05, 1.0
-
-
 class CallWindow:
-    """Lets so many of the calls be sent at once, and knows whether they make progress: all at once could be more than
-    the queues take even when nobody else is there, and such a request would never succeed.
+    """Bounds the calls that one request has in flight, and tracks their progress. Without a bound, a request with many
+    prompts could exceed the queues of an idle fleet and never succeed.
 
     Args:
-        window: calls at once.
+        window: calls in flight.
     """
 
     def __init__(self, window: int) -> None:
@@ -153,12 +140,11 @@ class CallWindow:
 
     @property
     def num_ended(self) -> int:
-        """Calls that have had their turn."""
         return self._num_ended
 
     @asynccontextmanager
     async def call_slot(self) -> AsyncIterator[None]:
-        """A call may be sent while this is open."""
+        """Waits for a slot in the window, and holds it."""
         async with self._places:
             self._num_inside += 1
             try:
@@ -168,12 +154,12 @@ class CallWindow:
                 self._num_ended += 1
 
     def may_offer_again(self, num_ended: int) -> bool:
-        """Whether a call that has been refused may wait for room, because another one is under way, or more than
-        `num_ended` are through: the replicas do take calls of this request."""
+        """Whether a refused call may wait for room: another call of the request is in flight, or more than `num_ended`
+        have ended, so replicas do accept calls of this request."""
         return self._num_inside - self._num_paused > 1 or self._num_ended > num_ended
 
     async def pause(self, retry_after_s: float) -> None:
-        """Until there may be room for a call that has been refused."""
+        """Wait until a replica may have room for a refused call."""
         self._num_paused += 1
         try:
             await asyncio.sleep(min(max(retry_after_s, _LEAST_PAUSE_S), _MOST_PAUSE_S))
@@ -181,15 +167,11 @@ class CallWindow:
             self._num_paused -= 1
 
 
-# That a request which is cancelled takes to end, at most: a step, and the way of the cancellation.
-_ENDS_WITHIN_S = 2.0
-
-
 class DuplicateGuard:
-    """The requests that run here, by their senders' keys.
+    """Runs requests with the same key one at a time.
 
-    A request is sent again when its ingress died before any answer. So the first one's caller is dead, and it is about
-    to be cancelled: the second waits for that, instead of running beside it. In one event loop.
+    HAProxy repeats a request whose ingress has died before any answer. The first copy is about to be cancelled then,
+    and the second waits for its end. In one event loop.
     """
 
     def __init__(self) -> None:
@@ -197,20 +179,17 @@ class DuplicateGuard:
 
     @asynccontextmanager
     async def exclusive(self, key: str) -> AsyncIterator[None]:
-        """The request with this key runs while this is open.
-
-        Raises:
-            UnavailableError: another one with this key does not end.
-        """
+        """The context in which the request with this key runs. Raises `UnavailableError` if another one does not
+        end."""
         try:
             async with asyncio.timeout(_ENDS_WITHIN_S):
                 while (other := self._running.get(key)) is not None:
                     await other.wait()
-                # No other can come in between: this does not wait any more.
+                # No await between the check and this line.
                 ended = self._running[key] = asyncio.Event()
         except TimeoutError:
             raise UnavailableError(
-                f"this request came before, and has not ended within {_ENDS_WITHIN_S:g} s; send it again later"
+                f"an earlier copy of this request has not ended within {_ENDS_WITHIN_S:g} s; send it again later"
             ) from None
         try:
             yield

@@ -1,16 +1,11 @@
-"""Signs of life in streams between replicas and ingresses.
+"""Streams between replicas and ingresses: heartbeats, interleaving, pace.
 
-A machine that is lost, or a process that is stopped, does not say so, and gRPC asks once in minutes. So a replica sends
-an empty list when a stream has had nothing else for a while, and an ingress takes a stream that is silent for a replica
-that is gone.
+Heartbeats: a lost machine or a stopped process closes no connection, and gRPC's own check takes minutes. A replica
+sends an empty list when a stream has been idle for `BEAT_S`; an ingress treats a silent stream as a lost replica.
 
-Several streams as one.
-
-How often streams send what has been generated.
-
-An item of a stream costs its way through the replica, the ingress and HAProxy, however many tokens it has. So the
-first token of a request leaves at once, and those after it as often as a budget of items a second allows that all
-streams of a replica share: few streams send every step, many send several tokens at a time.
+Pace: an item costs its way through replica, ingress and HAProxy, regardless of the number of its tokens. The first
+token of a request is sent at once, later ones at a rate that keeps all streams of a replica within a budget of items
+per second: few streams send every step, many send several tokens at a time.
 """
 
 from __future__ import annotations
@@ -25,8 +20,11 @@ from app.engine.async_engine import Pace
 from app.errors import UnavailableError
 
 BEAT_S = 5.0
-# Of a replica that serves: its event loop may be late when many others compute on its cores.
+# Far above `BEAT_S`: a replica's event loop may be late when other processes compute on its cores.
 SILENCE_S = 30.0
+# Budget of items for each core. An item takes 0.14 ms of all processes' time through HAProxy, 0.5 ms through Serve's
+# proxy (2 cores, 32 streams, `benchmarks.streaming`): up to 1.5 percent of the machine.
+_ITEMS_PER_CORE_S = 30.0
 
 T = TypeVar("T")
 
@@ -34,7 +32,7 @@ T = TypeVar("T")
 async def with_heartbeats(
     items: AsyncGenerator[T, None], beat_s: float = BEAT_S
 ) -> AsyncGenerator[T | list[Any], None]:
-    """The items as they come, and an empty list whenever none has come for `beat_s`."""
+    """The items, and an empty list whenever there has been none for `beat_s`."""
     coming: asyncio.Future[T] | None = None
     try:
         while True:
@@ -59,14 +57,14 @@ async def with_heartbeats(
 async def without_heartbeats(
     response: AsyncIterable[Any], silence_s: float, first_s: float | None = None
 ) -> AsyncGenerator[Any, None]:
-    """The items of a replica's stream, without signs of life.
+    """The items of a replica's stream without heartbeats.
 
     Args:
-        silence_s: how long it may be silent.
-        first_s: how long its first item may take, if that is another time.
+        silence_s: time without an item after which the replica counts as lost.
+        first_s: the same for the first item; `None`: `silence_s`.
 
     Raises:
-        UnavailableError: the replica is gone.
+        UnavailableError: the replica is lost.
     """
     items, wait_s = aiter(response), silence_s if first_s is None else first_s
     while True:
@@ -85,9 +83,9 @@ async def without_heartbeats(
 
 
 async def interleave(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Items of all streams as they come, each with the number of its stream.
+    """Items of all streams in order of arrival, each with the number of its stream.
 
-    The first error ends it. Whenever it ends, and when it is closed, all streams are closed.
+    The first error ends the iteration. At its end, and when it is closed, all streams are closed.
     """
     if len(streams) == 1:  # the common case needs no tasks
         async with aclosing(streams[0]) as only:
@@ -110,7 +108,7 @@ async def interleave(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerat
             entry = await arrived.get()
             if isinstance(entry, asyncio.Task):
                 num_open -= 1
-                entry.result()  # raises what it ended with
+                entry.result()  # raises the stream's error
             else:
                 yield entry
     finally:
@@ -119,18 +117,13 @@ async def interleave(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerat
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-# At 0.14 ms of all processes' time an item through HAProxy, and 0.5 ms through Serve's proxy, as measured on a machine
-# of 2 cores with 32 streams (`benchmarks.streaming`), that is up to 1.5 percent of the machine.
-_ITEMS_PER_CORE_S = 30.0
-
-
 class StreamPace:
     """The pace of one replica's streams.
 
     Args:
-        items_per_s: of all streams together; by default `_ITEMS_PER_CORE_S` for each core of the machine.
-        min_interval_s, max_interval_s: between two items of a stream, whatever the budget says. A reader notices
-            pauses of more than a quarter of a second.
+        items_per_s: budget of all streams together; by default `_ITEMS_PER_CORE_S` for each core of the machine.
+        min_interval_s, max_interval_s: bounds of the interval between two items of a stream. Readers notice pauses of
+            more than a quarter of a second.
     """
 
     def __init__(self, items_per_s: float | None = None, *, min_interval_s: float, max_interval_s: float) -> None:
@@ -140,7 +133,7 @@ class StreamPace:
 
     @contextmanager
     def stream(self) -> Iterator[Pace]:
-        """Counts as a stream while it is open; yields how long it shall wait from one item to the next."""
+        """Counts a stream; yields the function that returns the interval between its items."""
         self._num_streams += 1
         try:
             yield self.interval_s
@@ -148,6 +141,6 @@ class StreamPace:
             self._num_streams -= 1
 
     def interval_s(self) -> float:
-        """With as many streams as there are now."""
-        items_per_s = self._items_per_s or _ITEMS_PER_CORE_S * (os.cpu_count() or 1)  # of the machine that it runs on
+        """The interval for the present number of streams."""
+        items_per_s = self._items_per_s or _ITEMS_PER_CORE_S * (os.cpu_count() or 1)
         return min(max(self._num_streams / items_per_s, self._min_interval_s), self._max_interval_s)

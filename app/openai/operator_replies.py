@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -96,7 +95,7 @@ class PinDeleted(BaseModel):
 def load_report(answers: Sequence[Any]) -> LoadReport:
     """Args: the `ReplicaStatus` of every replica, or the error instead of it."""
     statuses = sorted(_statuses(answers), key=lambda status: status.name)
-    replicas = [ReplicaLoad(**{k: v for k, v in asdict(status).items() if k != "pins"}) for status in statuses]
+    replicas = [_replica_load(status) for status in statuses]
     total = {name: sum(getattr(replica, name) for replica in replicas) for name in LoadFigures.model_fields}
     return LoadReport(
         num_replicas=len(answers),
@@ -114,7 +113,7 @@ def pin_list(answers: Sequence[Any]) -> PinList:
         raise answers[0]
     found: defaultdict[str, list[PinReport]] = defaultdict(list)
     for status in statuses:
-        for pin in status.pins:
+        for pin in status.memory.pins:
             found[pin.name].append(pin)
     cards = [
         PinCard(
@@ -130,3 +129,12 @@ def pin_list(answers: Sequence[Any]) -> PinList:
 
 def _statuses(answers: Sequence[Any]) -> list[ReplicaStatus]:
     return [answer for answer in answers if isinstance(answer, ReplicaStatus)]
+
+
+def _replica_load(status: ReplicaStatus) -> ReplicaLoad:
+    """The figures of the memory's report, and those that only the load report has."""
+    load, memory = status.load, status.memory
+    named: dict[str, Any] = {"name": status.name, "ready_s": status.ready_s}
+    named |= {"prompt_tokens": memory.queried_tokens, "cached_tokens": memory.hit_tokens}
+    others = ReplicaLoad.model_fields.keys() - named
+    return ReplicaLoad(**named, **{n: getattr(memory if hasattr(memory, n) else load, n) for n in others})

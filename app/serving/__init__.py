@@ -1,1 +1,1 @@
-"""Everything that imports Ray: the ingress, the engine replica."""
+"""Deployments of Ray Serve: ingress, engine replica, and every other module that imports Ray."""

@@ -1,4 +1,4 @@
-"""The autoscaling policy as Ray Serve calls it: about every 0.1 s, in its controller."""
+"""The scaling policy as a policy of Ray Serve, which calls it in its controller about every 0.1 s."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _STATE_KEY = "folio"
 
 
 class KVAwareScaling:
-    """`policy_function` of the deployment EngineReplica. Its state is Serve's to keep, because Serve makes a new one
-    whenever the deployment's configuration changes.
+    """The `policy_function` of the deployment EngineReplica. Serve keeps its state, because Serve makes a new policy
+    object whenever the deployment's configuration changes.
 
     Args:
         kwargs: `policy_kwargs`, the fields of `ScalingTargets`.
 
     Raises:
-        ConfigError: one of them is unknown or out of bounds.
+        ConfigError: a field is unknown or out of bounds.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -30,26 +30,25 @@ class KVAwareScaling:
         if unknown := kwargs.keys() - set(known):
             raise ConfigError(f"{sorted(unknown)} are no settings of the scaling policy; it has {', '.join(known)}")
         self._targets = ScalingTargets(**kwargs)
-        self._heard: dict[Any, tuple[float, float]] = {}  # replica → its last load's `made_at`, and when that was new
+        self._arrivals: dict[Any, tuple[float, float]] = {}  # replica → `made_at` of its last load, time of arrival
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         state = context.policy_state.get(_STATE_KEY)
         policy = ScalingPolicy(self._targets, ScalingState(**state) if state else None)
         now = context.current_time or 0.0
         loads = self._fresh(latest_loads(context.raw_metrics or {}, context.running_replicas), now)
-        wanted = policy.desired(
-            loads, context.target_num_replicas, now, context.total_num_requests, len(context.running_replicas)
-        )
-        return wanted, {_STATE_KEY: asdict(policy.state)}
+        num_running = len(context.running_replicas)
+        desired = policy.desired(loads, context.target_num_replicas, now, context.total_num_requests, num_running)
+        return desired, {_STATE_KEY: asdict(policy.state)}
 
     def _fresh(self, loads: Mapping[Any, AutoscalingLoad], now: float) -> list[AutoscalingLoad]:
-        """Those that were new lately, by the controller's clock: a replica's may be another."""
-        before = self._heard
-        self._heard = {
+        """The loads that arrived lately, by the controller's clock: replicas have other clocks."""
+        before = self._arrivals
+        self._arrivals = {
             replica: before[replica] if before.get(replica, (None,))[0] == load.made_at else (load.made_at, now)
             for replica, load in loads.items()
         }
-        return [load for r, load in loads.items() if now - self._heard[r][1] <= self._targets.stale_after_s]
+        return [load for r, load in loads.items() if now - self._arrivals[r][1] <= self._targets.stale_after_s]
 
 
 def latest_loads(
@@ -58,8 +57,8 @@ def latest_loads(
     """The last load of each replica that has reported one.
 
     Args:
-        metrics: name → replica → (timestamp, value) in order, as `AutoscalingContext.raw_metrics`. Its aggregates are
-            averages over `look_back_period_s`, which would be too slow.
+        metrics: `AutoscalingContext.raw_metrics`: name → replica → (timestamp, value) in order. The context's
+            aggregates are averages over `look_back_period_s`, too slow here.
     """
     loads = {}
     for replica in replicas:

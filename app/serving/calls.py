@@ -1,4 +1,4 @@
-"""The engine replicas as the ingress calls them: whole, streamed, cancelled, tried again."""
+"""Client of the engine replicas: calls in one answer or as streams, with retries and cancellation."""
 
 from __future__ import annotations
 
@@ -12,19 +12,26 @@ from ray.serve import metrics
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from app.compat.ray import (
+    CALL_ERRORS,
+    call_broken_error,
+    folio_error,
+    replica_results,
+    streaming_handle,
+    translate_failures,
+)
 from app.engine.sampling.params import SamplingParams
 from app.errors import OverloadedError, UnavailableError
 from app.fleet.messages import ForkCall, GenerateRequest, Piece, ReplicaFacts
 from app.fleet.overload import LoadShedder
 from app.fleet.retry import CallRetries, CallWindow
 from app.fleet.streams import SILENCE_S, interleave, without_heartbeats
-from app.serving.failures import FAILURES, call_broken_error, translate_failures, unwrap
 from app.serving.shared_streams import SharedReader
 
-# A message may have 4 MiB. An output token takes up to 16 bytes, id and text: so all outputs of a call with so many
-# tokens fit into half of that, even if its reader was so slow that they come in one.
+# A gRPC message holds 4 MiB. An output token takes up to 16 bytes, id and text: all outputs of a call with this many
+# tokens fit into half a message, even when a slow reader gets them in one item.
 _MOST_TOKENS_BY_VALUE = 131_072
-# For what all replicas have to do, such as computing a prefix. One that hangs shall not hold the caller for ever.
+# Bound of calls that all replicas carry out, such as computing a pinned prefix.
 ANSWER_TIMEOUT_S = 120.0
 
 
@@ -32,10 +39,10 @@ class ReplicaClient:
     """All engine replicas of the application, behind their handle. Every method raises `FolioError`s.
 
     Args:
-        refusals: by replicas whose queue was full.
-        batch_window: of the calls of one request, so many are sent at once.
-        shared: streams that those of several requests share; `None`: each has its own only.
-        wait_for_replica_s: that the router lets a call wait when there is none.
+        refusals: notes of replicas whose queue was full.
+        batch_window: calls of one request that are sent at once.
+        shared: shared streams; `None`: each request has its own stream only.
+        wait_for_replica_s: how long the router lets a call wait when there is no replica.
     """
 
     def __init__(
@@ -51,7 +58,7 @@ class ReplicaClient:
         self._shared = shared
         self._batch_window = batch_window
         self._refusals = refusals
-        self._sent_again = metrics.Counter(
+        self._retried = metrics.Counter(
             "folio_repeated_calls",
             "Calls of a replica that were sent to another one: it was gone, or its queue was full.",
             tag_keys=("reason",),
@@ -61,39 +68,35 @@ class ReplicaClient:
         """The outputs of each call, each output in one piece. When one call fails, the others are cancelled.
 
         Args:
-            arrived: when their request came (`time.monotonic`): the calls' `timeout_s` count from there.
+            arrived: arrival of the HTTP request (`time.monotonic`), from which the calls' `timeout_s` count.
         """
-        batch = self._batch_of(calls)
-        return await _all_of([self._whole(call, arrived, batch) for call in calls])
+        window = self._window_of(calls)
+        return await _gather([self._complete(call, arrived, window) for call in calls])
 
     def stream_calls(
         self, calls: Sequence[GenerateRequest], arrived: float | None = None
     ) -> AsyncGenerator[tuple[int, Piece], None]:
-        """Pieces of all calls as they come, each with the number of its call. Close it to cancel them."""
-        batch = self._batch_of(calls)
-        return interleave([self._stream(call, arrived, batch) for call in calls])
+        """Pieces of all calls in order of arrival, each with the number of its call. Closing cancels the calls."""
+        window = self._window_of(calls)
+        return interleave([self._stream(call, arrived, window) for call in calls])
 
     async def complete_fork(self, call: ForkCall) -> list[Piece]:
-        """The forks, each in one piece. They are not tried again: what they go on from is gone with its replica."""
+        """The forks, each in one piece. No retry: the forked sequence is lost with its replica."""
         return cast(list[Piece], await _result_of(self._handle.fork.remote(call)))
 
     async def stream_fork(self, call: ForkCall) -> AsyncGenerator[Piece, None]:
-        """The forks piece by piece. Close it to cancel them."""
+        """The forks as they are generated. Closing cancels them."""
         method = self._streaming(call.params).fork_stream
         async with aclosing(_pieces_of(method, call, self._first_s)) as pieces:
             async for piece in pieces:
                 yield piece
 
     async def facts(self) -> ReplicaFacts:
-        """What one replica says of the model."""
+        """Facts about the model, from any replica."""
         return cast(ReplicaFacts, await _result_of(self._handle.facts.remote()))
 
-    async def call_any(self, method: str, *args: Any) -> Any:
-        """What one replica answers."""
-        return await _result_of(getattr(self._handle, method).remote(*args))
-
     async def call_all(self, method: str, *args: Any) -> list[Any]:
-        """What every replica answers. One that does not in time is unavailable."""
+        """Every replica's answer. Raises `UnavailableError` when one is missing after `ANSWER_TIMEOUT_S`."""
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 with translate_failures():
@@ -102,79 +105,76 @@ class ReplicaClient:
             raise UnavailableError(f"not all engine replicas have answered within {ANSWER_TIMEOUT_S:g} s") from None
 
     async def call_each(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """What every replica answers, or the `FolioError` that came of it: who does not answer in time is
-        unavailable, and the others are heard nevertheless. Nobody answers when there is no replica."""
+        """Every replica's answer, or the `FolioError` in place of it: `UnavailableError` after `timeout_s`. Empty when
+        there is no replica."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        response = self._handle.broadcast(method, *args)
-        # Its public methods know one timeout for all replicas together, and then none of the answers.
         try:
             async with asyncio.timeout_at(deadline):
-                results = await response._fetch_replica_results_async()
+                results = await replica_results(self._handle.broadcast(method, *args))
         except DeploymentUnavailableError:
             return []
-        except FAILURES as error:
-            raise unwrap(error) from error
+        except CALL_ERRORS as error:
+            raise folio_error(error) from error
         except TimeoutError:
-            raise UnavailableError(f"no engine replica could be asked within {timeout_s} s") from None
-        answers = [asyncio.ensure_future(result.get_async()) for result in results]
-        if not answers:
+            raise UnavailableError(f"no engine replica could be called within {timeout_s} s") from None
+        if not results:
             return []
+        answers = [asyncio.ensure_future(result.get_async()) for result in results]
         try:
             await asyncio.wait(answers, timeout=deadline - loop.time())
         finally:
             for answer in answers:
-                answer.cancel()  # those that are there stay as they are
+                answer.cancel()  # without effect on those that are done
         return [_answer_of(answer, timeout_s) for answer in answers]
 
-    def _batch_of(self, calls: Sequence[GenerateRequest]) -> CallWindow | None:
+    def _window_of(self, calls: Sequence[GenerateRequest]) -> CallWindow | None:
         return CallWindow(self._batch_window) if len(calls) > 1 else None
 
-    async def _whole(self, call: GenerateRequest, arrived: float | None, batch: CallWindow | None) -> list[Piece]:
-        async with batch.call_slot() if batch else nullcontext():
-            attempts = CallRetries(call, self._refusals, arrived, batch)
+    async def _complete(self, call: GenerateRequest, arrived: float | None, window: CallWindow | None) -> list[Piece]:
+        async with window.call_slot() if window else nullcontext():
+            retries = CallRetries(call, self._refusals, arrived, window)
             while True:
                 try:
-                    return await self._at_once(attempts.next_call())
+                    return await self._send(retries.next_call())
                 except (UnavailableError, OverloadedError) as error:
-                    self._sent_again.inc(tags={"reason": attempts.note_failure(error)})
-                await attempts.pause()
+                    self._retried.inc(tags={"reason": retries.note_failure(error)})
+                await retries.pause()
 
-    async def _at_once(self, call: GenerateRequest) -> list[Piece]:
-        """As a stream of one item, where that can go by value: a replica does not hear that the caller of anything else
-        has died, and would go on to the end."""
+    async def _send(self, call: GenerateRequest) -> list[Piece]:
+        """Send a call as a stream of one item if the item fits into a message: by any other way a replica does not
+        learn that the caller has died, and would generate to the end."""
         if not fits_by_value(call.params):
-            return cast(list[Piece], await _result_of(self._handle.generate.remote(call)))
-        return await _only_item_of(self._streaming(call.params).generate_at_once.remote(call), self._first_s)
+            return cast(list[Piece], await _result_of(self._handle.complete_request.remote(call)))
+        return await _only_item_of(self._streaming(call.params).complete_as_stream.remote(call), self._first_s)
 
     async def _stream(
-        self, call: GenerateRequest, arrived: float | None, batch: CallWindow | None
+        self, call: GenerateRequest, arrived: float | None, window: CallWindow | None
     ) -> AsyncGenerator[Piece, None]:
-        """Tried again as long as nothing has come of it: afterwards the caller would see a beginning twice."""
-        async with batch.call_slot() if batch else nullcontext():
-            attempts, begun = CallRetries(call, self._refusals, arrived, batch), False
+        """Retry only while there is no output: afterwards the caller would see a beginning twice."""
+        async with window.call_slot() if window else nullcontext():
+            retries, has_output = CallRetries(call, self._refusals, arrived, window), False
             method = self._streaming(call.params).generate_stream
             shared = self._shared if fits_by_value(call.params) else None
             while True:
                 try:
-                    async with aclosing(_pieces_of(method, attempts.next_call(), self._first_s, shared)) as pieces:
+                    async with aclosing(_pieces_of(method, retries.next_call(), self._first_s, shared)) as pieces:
                         async for piece in pieces:
-                            begun = True
+                            has_output = True
                             yield piece
                     return
                 except (UnavailableError, OverloadedError) as error:
-                    if begun:
+                    if has_output:
                         raise
-                    self._sent_again.inc(tags={"reason": attempts.note_failure(error)})
-                await attempts.pause()
+                    self._retried.inc(tags={"reason": retries.note_failure(error)})
+                await retries.pause()
 
     def _streaming(self, params: SamplingParams) -> DeploymentHandle[Any]:
-        """By value an item costs half as much, and the replica hears when this process dies; but it may not be long."""
-        return self._handle.options(stream=True, _by_reference=not fits_by_value(params))
+        return streaming_handle(self._handle, by_value=fits_by_value(params))
 
 
 def fits_by_value(params: SamplingParams) -> bool:
-    """Whether no item of a stream with these parameters can be too long for a message."""
+    """Whether every item of a stream with these parameters fits into a message."""
     if params.logprobs is not None or params.prompt_logprobs is not None:
         return False
     if params.max_tokens is None:
@@ -188,20 +188,20 @@ def _answer_of(answer: asyncio.Future[Any], timeout_s: float) -> Any:
     error = answer.exception()
     if error is None:
         return answer.result()
-    if isinstance(error, FAILURES):
-        return unwrap(error)
+    if isinstance(error, CALL_ERRORS):
+        return folio_error(error)
     raise error
 
 
 async def _pieces_of(
     method: Any, call: GenerateRequest | ForkCall, first_s: float, shared: SharedReader | None = None
 ) -> AsyncGenerator[Piece, None]:
-    """What a replica's stream brings, up to its end. Nothing is sent before the first piece is asked for: what has been
-    sent has to be cancelled.
+    """The pieces of a replica's stream. The call is sent when the first piece is asked for: a sent call needs to be
+    cancelled.
 
     Args:
-        first_s: that the first item, or sign of life, may take.
-        shared: by which all but the first pieces may come; `None`: they do not.
+        first_s: time limit of the first item or heartbeat.
+        shared: shared streams, by which later pieces may come.
     """
     expected = None
     if shared is not None and isinstance(call, GenerateRequest):
@@ -212,7 +212,7 @@ async def _pieces_of(
         response = method.remote(call)
         with translate_failures():
             async for item in without_heartbeats(response, SILENCE_S, first_s):
-                if isinstance(item, int):  # the rest is in the shared stream of that number
+                if isinstance(item, int):  # the number of the shared stream that has the later pieces
                     assert shared is not None
                     assert expected is not None
                     async with aclosing(shared.rest(expected, item)) as rest:
@@ -235,7 +235,7 @@ async def _pieces_of(
 
 
 async def _only_item_of(response: Any, first_s: float) -> list[Piece]:
-    """Of a replica's stream; it is cancelled when this task is."""
+    """The item of a replica's stream of one, which is cancelled together with this task."""
     pieces: list[Piece] | None = None
     try:
         with translate_failures():
@@ -249,8 +249,8 @@ async def _only_item_of(response: Any, first_s: float) -> list[Piece]:
             response.cancel()
 
 
-async def _all_of(calls: Sequence[Coroutine[Any, Any, list[Piece]]]) -> list[list[Piece]]:
-    """Await all; when one fails, or this is cancelled, the others are cancelled."""
+async def _gather(calls: Sequence[Coroutine[Any, Any, list[Piece]]]) -> list[list[Piece]]:
+    """Await all calls; when one fails, or this task is cancelled, cancel the others."""
     if len(calls) == 1:  # the common case needs no tasks
         return [await calls[0]]
     tasks = [asyncio.create_task(call) for call in calls]
@@ -263,7 +263,7 @@ async def _all_of(calls: Sequence[Coroutine[Any, Any, list[Piece]]]) -> list[lis
 
 
 async def _result_of(response: Any) -> Any:
-    """Await a call of a replica; it is cancelled when this task is."""
+    """The answer of a call, which is cancelled together with this task."""
     try:
         with translate_failures():
             return await response

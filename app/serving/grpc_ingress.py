@@ -1,9 +1,7 @@
-"""gRPC in front of the HTTP API: a call is a request of the API, made in this process.
+"""gRPC front of the HTTP API: each gRPC call becomes a call of the ASGI application in this process.
 
-So keys, limits, validation, the log and the errors are those of HTTP, and there is no other way in. Serve calls the
-methods by the names that `folio.proto` gives them.
-
-A call of an ASGI application by this process itself.
+Keys, limits, validation, the request log and errors are therefore those of HTTP. Serve calls the methods by their names
+in `folio.proto`.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from app.openai.sse import DONE, event_data
 from app.proto import convert
 from app.proto import folio_pb2 as pb
 
-# Any other is the caller's fault, or ours; 413 not RESOURCE_EXHAUSTED, since it would be as long the next time.
+# Others: INVALID_ARGUMENT below 500, INTERNAL from 500 on. 413 is not RESOURCE_EXHAUSTED: a retry would fail, too.
 _STATUSES = {
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
@@ -39,11 +37,11 @@ _STATUSES = {
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
 }
-# Of a call's metadata; what the API would know other headers by is none of gRPC's.
+# The headers that a call's metadata may set.
 _HEADERS = {"authorization", "x-api-key", "x-request-id", "x-forwarded-for", ATTEMPT_HEADER}
 ERROR_METADATA = "folio-error"
-# Of an error's message, which is in the status and in the metadata: both together must fit into 8 KiB, where characters
-# that are not ASCII take up to twelve bytes.
+# Lengths of an error message: it is in the status and in the metadata, both together must fit into 8 KiB, and
+# characters beyond ASCII take up to twelve bytes.
 _LONGEST_MESSAGE, _LONGEST_OTHER_MESSAGE = 1000, 200
 
 M = TypeVar("M")
@@ -55,10 +53,10 @@ class _Call(Generic[M]):
     """A request of the API.
 
     Attributes:
-        kind: of the answer's messages.
-        filled: such a message, with the fields of the answer's JSON.
-        fields: makes the body's; `None`: there is no body.
-        num_bytes: of the message that they are made of.
+        kind: type of the answer's messages.
+        filled: fills such a message with the fields of the answer's JSON.
+        fields: makes the fields of the body; `None`: no body.
+        num_bytes: size of the message that the body is made of.
         session: a hint for routing.
     """
 
@@ -72,13 +70,14 @@ class _Call(Generic[M]):
 
 
 class GrpcIngress:
-    """What `folio.proto` says, by an ASGI application.
+    """The service of `folio.proto` on top of an ASGI application.
 
-    The answers of a call that fails are empty messages: of a stream, too, because Serve's proxy, where it is used,
-    takes down the status with a message only.
+    A failed call answers with an empty message, also as a stream: Serve's proxy, where it is used, reads the status
+        only
+    together with a message.
     """
 
-    _api: ASGIApp  # guarded
+    _api: ASGIApp  # with the guard
     _lanes: SizedExecutor | None = None
 
     async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.Completion:  # noqa: N802
@@ -97,9 +96,8 @@ class GrpcIngress:
     async def ChatStream(  # noqa: N802
         self, request: pb.ChatRequest, grpc_context: RayServegRPCContext
     ) -> AsyncIterator[pb.ChatCompletionChunk]:
-        async with aclosing(
-            self._streamed(_chat(request, pb.ChatCompletionChunk, streams=True), grpc_context)
-        ) as chunks:
+        call = _chat(request, pb.ChatCompletionChunk, streams=True)
+        async with aclosing(self._streamed(call, grpc_context)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -146,7 +144,7 @@ class GrpcIngress:
             yield call.kind()
 
     async def _sent(self, call: _Call[Any], context: RayServegRPCContext) -> AsyncGenerator[bytes, None]:
-        """The parts of the answer. An error's are none: it is put into the context."""
+        """The parts of the answer. An error has none: it goes into the context."""
 
         async def body() -> bytes:
             if call.fields is None:
@@ -179,33 +177,19 @@ class GrpcIngress:
 
 
 def _completions(request: pb.GenerateRequest, streams: bool) -> _Call[pb.Completion]:
-    def fields() -> Fields:
-        return convert.generate_body(request) | {"stream": streams}
-
-    return _Call(
-        "POST",
-        "/v1/completions",
-        pb.Completion,
-        convert.answer_message,
-        fields,
-        request.ByteSize(),
-        request.scheduling.session or None,
-    )
+    return _generation("/v1/completions", pb.Completion, request, convert.generate_body, streams)
 
 
 def _chat(request: pb.ChatRequest, kind: type[M], streams: bool) -> _Call[M]:
-    def fields() -> Fields:
-        return convert.chat_body(request) | {"stream": streams}
+    return _generation("/v1/chat/completions", kind, request, convert.chat_body, streams)
 
-    return _Call(
-        "POST",
-        "/v1/chat/completions",
-        kind,
-        convert.answer_message,
-        fields,
-        request.ByteSize(),
-        request.scheduling.session or None,
-    )
+
+def _generation(path: str, kind: type[M], request: Any, body: Callable[[Any], Fields], streams: bool) -> _Call[M]:
+    def fields() -> Fields:
+        return body(request) | {"stream": streams}
+
+    session = request.scheduling.session or None
+    return _Call("POST", path, kind, convert.answer_message, fields, request.ByteSize(), session)
 
 
 def _json(fields: Callable[[], Fields]) -> bytes:
@@ -232,7 +216,7 @@ def _filled_reports(message: M, answer: Fields) -> M:
 
 def _headers(call: _Call[Any], context: RayServegRPCContext) -> list[tuple[bytes, bytes]]:
     given = [(name, value) for name, value in context.invocation_metadata() if name in _HEADERS]
-    # Serve's own id, which it tells the client. If the client has one, that is the first, and counts.
+    # Serve's id, which the client gets. An id of the client comes first and counts.
     given += [("x-request-id", value) for name, value in context.trailing_metadata() if name == "request_id"]
     if call.session is not None:
         given.append(("x-session-id", call.session))
@@ -242,35 +226,35 @@ def _headers(call: _Call[Any], context: RayServegRPCContext) -> list[tuple[bytes
 
 
 def _trailing_metadata(headers: list[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
-    """What callers are told of an answer's headers."""
+    """The answer's headers that callers get."""
     found = [(name.decode().lower(), value.decode("latin-1")) for name, value in headers]
     return [(name, value) for name, value in found if name == "retry-after" or name.startswith("x-ratelimit-")]
 
 
 def _fail(context: RayServegRPCContext, status: int, answer: Fields) -> None:
-    """The call ends with this error of the API."""
+    """End the call with this error of the API."""
     message = str(answer["error"]["message"])
     message = message[: _LONGEST_MESSAGE if message.isascii() else _LONGEST_OTHER_MESSAGE]
     other = grpc.StatusCode.INVALID_ARGUMENT if status < 500 else grpc.StatusCode.INTERNAL
     context.set_code(_STATUSES.get(status, other))
     context.set_details(message)
-    told = [(name, value) for name, value in context.trailing_metadata() if name != "request_id"]
+    kept = [(name, value) for name, value in context.trailing_metadata() if name != "request_id"]
     error = json.dumps({"error": answer["error"] | {"message": message}})
-    context.set_trailing_metadata([*told, (ERROR_METADATA, error)])
+    context.set_trailing_metadata([*kept, (ERROR_METADATA, error)])
 
 
 def _client_of(peer: str) -> tuple[str, int]:
-    """(Address, port) of what gRPC calls `ipv4:127.0.0.1:5000`, or `ipv6:%5B::1%5D:5000`."""
+    """(address, port) of a gRPC peer such as `ipv4:127.0.0.1:5000` or `ipv6:%5B::1%5D:5000`."""
     host, _, port = unquote(peer).partition(":")[2].rpartition(":")
     return host.strip("[]") or peer, int(port) if port.isdigit() else 0
 
 
-# What the application may send ahead of its reader.
+# Messages that the application may send ahead of its reader.
 _MOST_AHEAD = 2
 
 
 def http_scope(method: str, path: str, headers: Iterable[tuple[bytes, bytes]], client: tuple[str, int]) -> Any:
-    """Of a request by such a path within the application."""
+    """The ASGI scope of a request; `path`: within the application."""
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.4"},
@@ -289,20 +273,20 @@ def http_scope(method: str, path: str, headers: Iterable[tuple[bytes, bytes]], c
 async def asgi_call(
     application: ASGIApp, scope: Any, body: Callable[[], Awaitable[bytes]]
 ) -> AsyncGenerator[Message, None]:
-    """What the application sends, as it comes. Close it to cancel the request.
+    """The messages that the application sends. Closing cancels the request.
 
     Args:
-        body: makes it, when the application asks for it: what is refused by its head alone has none.
+        body: makes the body when the application asks for it; requests refused by their heads never do.
     """
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
     room = asyncio.Semaphore(_MOST_AHEAD)
-    is_asked = False
+    was_read = False
 
     async def receive() -> Message:
-        nonlocal is_asked
-        if is_asked:
-            await asyncio.Event().wait()  # a client that goes away cancels the call
-        is_asked = True
+        nonlocal was_read
+        if was_read:
+            await asyncio.Event().wait()  # a client that disconnects cancels the call
+        was_read = True
         return {"type": "http.request", "body": await body(), "more_body": False}
 
     async def send(message: Message) -> None:
@@ -318,4 +302,4 @@ async def asgi_call(
     finally:
         task.cancel()
         await asyncio.wait([task])
-    await task  # raises what it has raised
+    await task  # raises the application's error

@@ -1,4 +1,4 @@
-"""The ingress: HTTP and typed handle calls in, tokenised requests to the engine replicas out."""
+"""The ingress: turns HTTP requests and typed handle calls into tokenised calls of engine replicas."""
 
 from __future__ import annotations
 
@@ -54,29 +54,28 @@ from app.openai.translate import Translator
 from app.serving.calls import ReplicaClient
 from app.serving.grpc_ingress import GrpcIngress
 from app.serving.limits import LimitReporter, num_ingresses
-from app.serving.metrics import EdgeMeter, Measured, MetricsPage, RequestMeter
+from app.serving.metrics import EdgeMeter, Measured, RequestMeter
+from app.serving.metrics_page import MetricsPage
 from app.serving.shared_streams import SharedReader
 from vmem import BudgetAnswer, MemoryReport
 
-# While the server starts, and later: a replica that has answered before may be busy.
+# Timeouts of `ready` before and after a replica has answered once: later a replica may be busy.
 STARTING_TIMEOUT_S, READY_TIMEOUT_S = 0.2, 10.0
-# Reports are wanted soon or not at all.
 STATUS_TIMEOUT_S = 2.0
 UNPIN_TIMEOUT_S = 10.0
-
 
 Body = TypeVar("Body", bound=GenerationBody)
 Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun(Generic[Answer]):
-    """A request on its way to the replicas.
+class _Admitted(Generic[Answer]):
+    """An admitted and translated request.
 
     Attributes:
         calls: one for each prompt.
-        answer: what becomes of their pieces.
-        arrived: by `time.monotonic`.
+        answer: builds the answer from pieces.
+        arrived: `time.monotonic` at the arrival.
     """
 
     calls: list[GenerateRequest]
@@ -87,24 +86,24 @@ class _Begun(Generic[Answer]):
 
 @serve.ingress()
 class Ingress(GrpcIngress):
-    """Serves one model under one name, and adapters of it under theirs.
+    """Serves one model under its name, and its adapters under theirs.
 
-    Over HTTP it speaks the OpenAI API; another Ray application calls the same methods through its
-    `DeploymentHandle`, with the same bodies: `generate`, `chat`, `responses`, and these with `_stream`; `fork`,
-    `fork_stream`; `tokenize`, `detokenize`; and `ready`, `report`, `reports`, `load`, `set_budget`, `pin`, `pins`,
-    `unpin`. Requests of one `session` go to the same replica where that costs little.
+    HTTP clients use the OpenAI API. Other Ray applications call the same methods with the same bodies through the
+    `DeploymentHandle`: `generate`, `chat`, `responses` and `fork`, each also with `_stream`; `tokenize`, `detokenize`;
+    `ready`, `reports`, `load`, `set_budget`, `pin`, `pins`, `unpin`. Requests of one `session` go to the same replica
+    where that costs little.
 
     Args:
-        model: whose tokenizer to load.
-        model_name: what clients call it.
+        model: the model whose tokenizer to load.
+        model_name: the model's name for clients.
         engine: handle of the engine replicas.
-        adapters: names of the LoRA adapters that the engine has.
-        http: how the HTTP interface is protected.
-        batch_window: of the prompts of one request, so many are sent at once.
-        wait_for_replica_s: that the router lets a request wait when there is no replica.
+        adapters: names of the engine's LoRA adapters.
+        http: protection of the HTTP interface.
+        batch_window: prompts of one request that are sent at once.
+        wait_for_replica_s: how long the router lets a request wait when there is no replica.
     """
 
-    _asking: asyncio.Task[ReplicaFacts] | None = None  # a replica whether it is well
+    _facts_task: asyncio.Task[ReplicaFacts] | None = None
 
     def __init__(
         self,
@@ -133,8 +132,8 @@ class Ingress(GrpcIngress):
         self._meter = RequestMeter()
         self._edge = EdgeMeter()
         self._metrics = MetricsPage(context.app_name)
-        # What is there now stays: half a million objects, of libraries most of all. A full collection of garbage would
-        # look at them, and hold the event loop for 0.3 s, whenever large bodies have made many objects.
+        # Keep half a million permanent objects, mostly of libraries, out of full garbage collections, which would hold
+        # the event loop for 0.3 s after large bodies.
         gc.collect()
         gc.freeze()
 
@@ -155,30 +154,30 @@ class Ingress(GrpcIngress):
         return api
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """Called by Serve every 10 s; there is nothing to route by, but something to be told to Prometheus."""
+        """Called by Serve every 10 s. Repeats gauges for Prometheus; routing uses no statistics of ingresses."""
         self._meter.repeat()
         self._edge.repeat()
         return {}
 
     async def ready(self) -> None:
-        """Returns when an engine replica answers that it is well.
+        """Return when a healthy engine replica has answered.
 
         Raises:
-            UnavailableError: none does, or the server is about to stop.
+            UnavailableError: none has answered in time, or the server is draining.
         """
         self._admission.check_open()
-        if self._asking is None or self._asking.done():  # the question itself starts a replica where there is none
-            self._asking = asyncio.create_task(self._replicas.facts())
-            self._asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
+        if self._facts_task is None or self._facts_task.done():  # the call itself makes Serve scale up from zero
+            self._facts_task = asyncio.create_task(self._replicas.facts())
+            self._facts_task.add_done_callback(lambda task: task.cancelled() or task.exception())
         timeout_s = STARTING_TIMEOUT_S if self._max_model_len is None else READY_TIMEOUT_S
         try:
             async with asyncio.timeout(timeout_s):
-                self._max_model_len = (await asyncio.shield(self._asking)).max_model_len
+                self._max_model_len = (await asyncio.shield(self._facts_task)).max_model_len
         except TimeoutError:
             raise UnavailableError(f"no engine replica answered within {timeout_s} s") from None
 
     async def drain(self) -> int:
-        """Take nothing new from now on; returns how many requests are under way."""
+        """Refuse new requests from now on; returns the number of requests in flight."""
         self._admission.start_draining()
         return self._admission.num_in_flight
 
@@ -188,78 +187,74 @@ class Ingress(GrpcIngress):
     async def model(self, name: str) -> ModelCard:
         adapter = self._translator.adapter_of(name)
         parent = self._model_names[0] if adapter is not None else None
-        return ModelCard(id=name, created=self._created, max_model_len=await self._facts(), parent=parent)
+        return ModelCard(id=name, created=self._created, max_model_len=await self._model_len(), parent=parent)
 
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion, whole."""
-        async with self._begun("completions", self._translator.translate_completion, request, session) as begun:
-            return await self._translator.build_answer(begun.answer.full_answer, await self._outputs_of(begun))
+        async with self._admit("completions", self._translator.translate_completion, request, session) as admitted:
+            return await self._translator.build_answer(admitted.answer.full_answer, await self._outputs_of(admitted))
 
     async def generate_stream(
         self, request: CompletionRequest, session: str | None = None
     ) -> AsyncIterator[Completion]:
-        """A completion, piece by piece: outputs take turns as they are generated."""
-        async with self._begun("completions", self._translator.translate_completion, request, session) as begun:
-            async with aclosing(self._replicas.stream_calls(begun.calls, begun.arrived)) as pieces:
+        """A completion in chunks, the outputs' pieces in order of arrival."""
+        async with self._admit("completions", self._translator.translate_completion, request, session) as admitted:
+            async with aclosing(self._replicas.stream_calls(admitted.calls, admitted.arrived)) as pieces:
                 async for prompt, piece in pieces:
-                    begun.measured.streams(piece, prompt)
-                    yield begun.answer.chunk(piece, prompt)
+                    admitted.measured.streams(piece, prompt)
+                    yield admitted.answer.chunk(piece, prompt)
             if request.include_usage:
-                yield begun.answer.last_chunk()
+                yield admitted.answer.last_chunk()
 
     async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
         """A chat completion, whole."""
-        async with self._begun("chat", self._translator.translate_chat, request, session) as begun:
-            answer = begun.answer
-            return await self._translator.build_answer(
-                lambda outputs: answer.full_answer(outputs[0]), await self._outputs_of(begun)
-            )
+        async with self._admit("chat", self._translator.translate_chat, request, session) as admitted:
+            answer, outputs = admitted.answer, await self._outputs_of(admitted)
+            return await self._translator.build_answer(lambda outputs: answer.full_answer(outputs[0]), outputs)
 
     async def chat_stream(
         self, request: ChatCompletionRequest, session: str | None = None
     ) -> AsyncIterator[ChatCompletionChunk]:
-        """A chat completion, piece by piece; the first chunk of each output carries the role."""
-        async with self._begun("chat", self._translator.translate_chat, request, session) as begun:
-            async with aclosing(self._replicas.stream_calls(begun.calls, begun.arrived)) as pieces:
+        """A chat completion in chunks; the first chunk of each output carries the role."""
+        async with self._admit("chat", self._translator.translate_chat, request, session) as admitted:
+            async with aclosing(self._replicas.stream_calls(admitted.calls, admitted.arrived)) as pieces:
                 async for _, piece in pieces:
-                    begun.measured.streams(piece)
-                    chunk = begun.answer.chunk(piece)
+                    admitted.measured.streams(piece)
+                    chunk = admitted.answer.chunk(piece)
                     if chunk is not None:
                         yield chunk
             if request.include_usage:
-                yield begun.answer.last_chunk()
+                yield admitted.answer.last_chunk()
 
     async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject:
         """A response, whole."""
-        async with self._begun("responses", self._translator.translate_response, request, session) as begun:
-            answer = begun.answer
-            return await self._translator.build_answer(
-                lambda outputs: answer.full_answer(outputs[0]), await self._outputs_of(begun)
-            )
+        async with self._admit("responses", self._translator.translate_response, request, session) as admitted:
+            answer, outputs = admitted.answer, await self._outputs_of(admitted)
+            return await self._translator.build_answer(lambda outputs: answer.full_answer(outputs[0]), outputs)
 
     async def responses_stream(
         self, request: ResponsesRequest, session: str | None = None
     ) -> AsyncIterator[StreamEvent]:
-        """A response, event by event. Once it has begun, what goes wrong is its last event instead of an error."""
-        async with self._begun("responses", self._translator.translate_response, request, session) as begun:
+        """A response as events. An error after the first event becomes the last event instead of being raised."""
+        async with self._admit("responses", self._translator.translate_response, request, session) as admitted:
             has_sent = False
             try:
-                async with aclosing(self._replicas.stream_calls(begun.calls, begun.arrived)) as pieces:
+                async with aclosing(self._replicas.stream_calls(admitted.calls, admitted.arrived)) as pieces:
                     async for _, piece in pieces:
-                        begun.measured.streams(piece)
-                        for event in begun.answer.events(piece):
+                        admitted.measured.streams(piece)
+                        for event in admitted.answer.events(piece):
                             has_sent = True
                             yield event
             except FolioError as error:
                 if not has_sent:
                     raise
                 note_broken_stream(error)
-                begun.measured.fails(error)
-                yield begun.answer.failed(error)
+                admitted.measured.fails(error)
+                yield admitted.answer.failed(error)
 
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
         """The tokens of a text or a conversation."""
-        max_model_len = await self._facts()
+        max_model_len = await self._model_len()
         return await self._translator.in_thread(self._translator.translate_tokenize, request, max_model_len)
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizedText:
@@ -267,10 +262,10 @@ class Ingress(GrpcIngress):
         return await self._translator.in_thread(self._translator.translate_detokenize, request)
 
     async def fork(self, request: ForkRequest) -> Completion:
-        """More outputs of a request from where one of its outputs is, whole. Its prompt is not in the usage.
+        """Forks of one output of a running request. The usage leaves out the prompt.
 
         Raises:
-            UnknownRequestError: no replica has the request, or not any more.
+            UnknownRequestError: no replica has the request, or it has ended.
         """
         with self._meter.measure("fork") as measured, self._admission.admitted():
             call, answer = self._translator.translate_fork(request)
@@ -279,7 +274,7 @@ class Ingress(GrpcIngress):
             return answer.full_answer([outputs])
 
     async def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]:
-        """The same, piece by piece."""
+        """`fork` in chunks."""
         with self._meter.measure("fork") as measured, self._admission.admitted():
             call, answer = self._translator.translate_fork(request)
             async with aclosing(self._replicas.stream_fork(call)) as pieces:
@@ -290,59 +285,46 @@ class Ingress(GrpcIngress):
                 yield answer.last_chunk()
 
     async def metrics(self) -> str:
-        """Everything that all replicas of this application have told Prometheus.
+        """All metrics of this application, from all nodes, in Prometheus' text format.
 
         Raises:
-            UnavailableError: some of it cannot be had now.
+            UnavailableError: a node's metrics are missing.
         """
         return await self._metrics.text()
-
-    async def report(self) -> MemoryReport:
-        """KV memory of one engine replica."""
-        report: MemoryReport = await self._replicas.call_any("report")
-        return report
 
     async def reports(self) -> dict[str, MemoryReport]:
         """KV memory of every engine replica, by its name."""
         return dict(await self._replicas.call_all("named_report"))
 
-    async def check_integrity(self) -> None:
-        """Audit the books of every engine replica: memory adds up, and without requests all of it is free.
-
-        Raises:
-            EngineError: they do not; that replica stops, and is replaced.
-        """
-        await self._replicas.call_all("check_integrity")
-
     async def set_budget(self, budget_bytes: int, revision: int) -> list[BudgetAnswer]:
-        """Change how much memory the KV cache of every engine replica may take, while they serve.
+        """Change the budget of every engine replica's KV cache at run time.
 
         Returns:
-            each replica's answer: "applied", "deferred" (its memory shrinks as soon as requests allow), or "stale".
+            each replica's answer: "applied", "deferred" (memory shrinks as soon as requests allow), or "stale".
 
         Raises:
-            RequestError: the budget is out of bounds; a replica that has other bounds may have accepted it.
+            RequestError: the budget is out of bounds; replicas with other bounds may have accepted it.
         """
         return await self._replicas.call_all("set_budget", budget_bytes, revision)
 
     async def load(self) -> LoadReport:
-        """How busy every engine replica is. Those that do not answer soon are counted only."""
+        """The load of every engine replica; replicas without an answer in `STATUS_TIMEOUT_S` are only counted."""
         return load_report(await self._replicas.call_each("status", timeout_s=STATUS_TIMEOUT_S))
 
     async def pins(self) -> PinList:
-        """The pinned prefixes of all engine replicas that answer soon."""
+        """The pinned prefixes of all engine replicas that answer in `STATUS_TIMEOUT_S`."""
         return pin_list(await self._replicas.call_each("status", timeout_s=STATUS_TIMEOUT_S))
 
     async def pin(self, request: PinRequest) -> None:
-        """Compute a prefix on every engine replica and keep it in the prefix cache; returns when all have.
+        """Compute a prefix on every engine replica and keep it in the prefix cache; return when all have done so.
 
         Raises:
-            RequestError: the prompt is too short to be shared, or the name is another prefix's; a replica may have it
-                all the same, and keeps it until `unpin`.
-            EngineError: a replica has no room for it within its quota.
+            RequestError: the prompt is too short to be shared, or another prefix has the name; some replicas may have
+                pinned the prefix nevertheless, until `unpin`.
+            EngineError: a replica has no room within its pin quota.
             ForbiddenError: the caller's API key is another tenant's.
             OverloadedError: there is no room for requests now.
-            UnavailableError: a replica has not answered in time, or the server is about to stop.
+            UnavailableError: a replica has not answered in time, or the server is draining.
         """
         with self._admission.admitted():
             exchange = current_context()
@@ -351,52 +333,51 @@ class Ingress(GrpcIngress):
             await self._replicas.call_all("pin", request.name, prefix, request.cache_salt, tenant)
 
     async def unpin(self, name: str) -> None:
-        """Let a pinned prefix go on every engine replica: those that have started later may not have it.
+        """Unpin a prefix on every engine replica; replicas that started after the pin may not have it.
 
         Raises:
-            UnknownPinError: none has one of that name.
-            EngineError: a replica has not answered, and may have it still.
+            UnknownPinError: no replica has a pin of this name.
+            EngineError: a replica has not answered, and may still have the pin.
         """
         answers = await self._replicas.call_each("unpin", name, timeout_s=UNPIN_TIMEOUT_S)
         if not answers:
             raise NoReplicaError("there is no engine replica; send the request again")
         errors = [answer for answer in answers if isinstance(answer, FolioError)]
-        errors.sort(key=lambda error: isinstance(error, UnknownPinError))  # who has not answered may have it
+        errors.sort(key=lambda error: isinstance(error, UnknownPinError))  # silent replicas may have the pin
         for error in errors:
             if len(errors) == len(answers) or not isinstance(error, UnknownPinError):
                 raise error
 
     @asynccontextmanager
-    async def _begun(
+    async def _admit(
         self,
         route: str,
         translate: Callable[[Body, str | None, int], tuple[list[GenerateRequest], Answer]],
         request: Body,
         session: str | None,
-    ) -> AsyncIterator[_Begun[Answer]]:
-        """Admitted, counted and translated, with what it pins pinned; until it ends."""
+    ) -> AsyncIterator[_Admitted[Answer]]:
+        """Admit, measure and translate a request, and pin its prompt if it asks for that."""
         arrived = time.monotonic()
         with self._meter.measure(route) as measured, self._admission.admitted():
-            calls, answer = await self._translator.in_thread(translate, request, session, await self._facts())
+            calls, answer = await self._translator.in_thread(translate, request, session, await self._model_len())
             await self._pin_prompt(request, calls, arrived)
             measured.sends(calls)
-            yield _Begun(calls, answer, arrived, measured)
+            yield _Admitted(calls, answer, arrived, measured)
 
-    async def _outputs_of(self, begun: _Begun[Any]) -> list[list[Piece]]:
-        outputs = await self._replicas.complete_calls(begun.calls, begun.arrived)
-        begun.measured.receives(outputs)
+    async def _outputs_of(self, admitted: _Admitted[Any]) -> list[list[Piece]]:
+        outputs = await self._replicas.complete_calls(admitted.calls, admitted.arrived)
+        admitted.measured.receives(outputs)
         return outputs
 
     async def _pin_prompt(self, request: GenerationBody, calls: Sequence[GenerateRequest], arrived: float) -> None:
-        """What the body's `pin` asks for."""
         if request.pin is None:
             return
         if len(calls) != 1:
-            raise RequestError(f"pin is for one prompt, and there are {len(calls)}: send them one by one", "pin")
+            raise RequestError(f"pin takes one prompt, not {len(calls)}: send them one by one", "pin")
         [call] = calls
         if call.adapter is not None:
             raise RequestError(
-                f"prefixes are pinned for the model {self._model_names[0]!r} only, not for adapters", "pin"
+                f"prefixes can be pinned for the model {self._model_names[0]!r} only, not for adapters", "pin"
             )
         timeout_s = call.timeout_s
         try:
@@ -407,7 +388,7 @@ class Ingress(GrpcIngress):
         except RequestError as error:
             raise type(error)(error.message, "pin") from error
 
-    async def _facts(self) -> int:
+    async def _model_len(self) -> int:
         if self._max_model_len is None:
             self._max_model_len = (await self._replicas.facts()).max_model_len
         return self._max_model_len

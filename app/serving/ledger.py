@@ -1,8 +1,9 @@
-"""The ledger of a device as a Ray actor, and a replica's side of it.
+"""The budget ledger of a device as a Ray actor, and a replica's side of it.
 
-The actor has a name, and whichever replica finds none creates and owns it: it ends with that replica, and so with the
-application, and the others make a new one, which learns from their beats what they have. It runs on the replicas' own
-node, where it sees for certain whether their processes have ended. A replica that cannot reach it keeps its budget.
+The first replica that finds no actor of this name creates and owns it. The actor ends with that replica, at the latest
+with the application; the other replicas create a new one, which learns their holdings from their heartbeats. The actor
+runs on the replicas' node, where it sees reliably whether their processes have ended. A replica that cannot reach it
+keeps its budget.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from vmem.errors import BudgetError
 
 logger = logging.getLogger(__name__)
 
-# Often enough that a budget follows the load in a few seconds, and often when somebody waits for it to start.
+# Intervals of heartbeats: budgets follow the load within a few seconds, and starting replicas wait for their first.
 BEAT_S, STARTING_BEAT_S = 1.0, 0.2
-# An answer that takes longer is not waited for; the next beat makes it void.
+# A later answer is void because of the next heartbeat.
 ANSWER_TIMEOUT_S = 5.0
-# How often a replica that waits for memory says so.
-_SAY_S = 10.0
-# Whatever driver or controller makes replicas, they look for the ledger in the same place.
+# Interval of log lines while a replica waits for memory.
+_LOG_S = 10.0
+# Of the actors: the same for replicas of every driver and controller.
 NAMESPACE = "folio"
 
 
 class Budgeted(Protocol):
-    """What a member needs of its `KVMemory`, which the actor's process need not import."""
+    """The part of `KVMemory` that a member uses; the actor's process does not import `KVMemory`."""
 
     @property
     def least_budget_bytes(self) -> int: ...
@@ -59,24 +60,20 @@ class Budgeted(Protocol):
 
 
 class LedgerActor:
-    """`Ledger` of the processes of this node. Whom it counts is in a file, too, for the one that comes after it."""
+    """`BudgetLedger` of the processes of this node, with a roster file for the actor that comes after this one."""
 
     def __init__(self, name: str) -> None:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._roster = Roster(name)
         self._pids = self._roster.read()
-        self._pidfds: dict[str, int] = {}  # they become readable when the process has ended
+        self._pidfds: dict[str, int] = {}  # readable once the process has ended
         for member, pid in list(self._pids.items()):
             if not self._watch(member, pid):
                 del self._pids[member]
         self._ledger = BudgetLedger(time.monotonic(), awaits=self._pids)
 
-    def beat(self, beat: LedgerHeartbeat, pid: int) -> BudgetOrder:
-        """See `Ledger.beat`.
-
-        Args:
-            pid: of the process that holds the member's memory.
-        """
+    def handle_heartbeat(self, beat: LedgerHeartbeat, pid: int) -> BudgetOrder:
+        """See `BudgetLedger.handle_heartbeat`. `pid`: the process that holds the member's memory."""
         self._forget_dead()
         order = self._ledger.handle_heartbeat(beat, time.monotonic())
         if beat.member in self._ledger.members and beat.member not in self._pidfds:
@@ -84,11 +81,11 @@ class LedgerActor:
                 self._ledger.remove_member(beat.member)
                 return order
             self._pids[beat.member] = pid
-            self._roster.write(self._pids)  # before the member hears of its grant
+            self._roster.write(self._pids)  # before the member learns of its grant
         return order
 
-    def leave(self, member: str) -> None:
-        """See `Ledger.leave`."""
+    def remove_member(self, member: str) -> None:
+        """See `BudgetLedger.remove_member`."""
         if member in self._pidfds:
             os.close(self._pidfds.pop(member))
         if self._pids.pop(member, None) is not None:
@@ -96,7 +93,6 @@ class LedgerActor:
         self._ledger.remove_member(member)
 
     def members(self) -> tuple[str, ...]:
-        """Who is counted."""
         self._forget_dead()
         return self._ledger.members
 
@@ -113,20 +109,20 @@ class LedgerActor:
         for pidfd in members:
             poll.register(pidfd, select.POLLIN)
         for pidfd, _ in poll.poll(0):
-            logger.warning("%s has died; its KV memory is for the others", members[pidfd])
-            self.leave(members[pidfd])
+            logger.warning("%s has died; its KV memory goes to the other replicas", members[pidfd])
+            self.remove_member(members[pidfd])
 
 
 class Roster:
-    """Whom a ledger counts, with process ids, in a file of this node: a new ledger waits for a word of each before it
-    grants anything. Names of ledgers have the id of their Ray node, so that no other cluster's is found."""
+    """A ledger's members with their process ids, in a file on this node. A new ledger waits for a heartbeat of each
+    before it grants anything. The name has the id of the Ray node, and so differs from those of other clusters."""
 
     def __init__(self, name: str) -> None:
         self._path = _private_folder() / f"{re.sub(r'[^A-Za-z0-9.-]', '_', name)}.json"
 
     def read(self) -> dict[str, int]:
-        """Member → process id. One that has ended since may by now be another process: then its memory is free only
-        when that ends, too."""
+        """Member → process id. If the id of an ended process has been reused, its memory counts until that process
+        ends."""
         try:
             return {str(member): int(pid) for member, pid in json.loads(self._path.read_text()).items()}
         except FileNotFoundError:
@@ -142,30 +138,31 @@ class Roster:
 
 
 def _private_folder() -> Path:
-    """Nobody else can put a link there. Raises `ConfigError` when somebody else has made it, or may write into it."""
+    """A folder in which no other user can place a link. Raises `ConfigError` if another user owns it or may write to
+    it."""
     folder = Path(tempfile.gettempdir()) / f"folio-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     info = folder.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
-        raise ConfigError(f"{folder} is not a folder of this user's alone: remove it, or set TMPDIR to another place")
+        raise ConfigError(f"{folder} is not a private folder of this user (mode 700): remove it, or change TMPDIR")
     return folder
 
 
 def ledger_name(app_name: str, node_id: str, device: str) -> str:
-    """Of the actor, in `NAMESPACE`."""
+    """The actor's name in `NAMESPACE`."""
     return f"folio-ledger:{app_name}:{node_id}:{device}"
 
 
 class BudgetMember:
-    """This replica's part in the ledger of its device: a thread that sends beats and carries out orders.
+    """This replica's membership in its device's ledger: a thread that sends heartbeats and carries out orders.
 
-    First `wait_for_budget`, so that nobody loads a model who cannot have memory; then make the engine, with a ceiling
-    of `capacity_bytes` and `attach` as its `admit`; then `follow` its load. `close` when the engine has been closed.
+    First `wait_for_budget`, before a model is loaded in vain; then create the engine, with a ceiling of
+    `capacity_bytes` and `attach` as its `admit`; then `follow` its load. `close` after the engine has been closed.
 
     Args:
         capacity_bytes: KV memory of all replicas of the application on the device.
-        device: its name on this node.
+        device: the device's name on this node.
     """
 
     def __init__(self, capacity_bytes: int, device: str) -> None:
@@ -176,7 +173,7 @@ class BudgetMember:
         self._ledger: Any = None
         self._memory: Budgeted | None = None
         self._load: Callable[[], ReplicaReport] | None = None
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the next four
         self._budget_bytes = self._revision = 0
         self._attached = False  # the memory has the budget
         self._refusal: str | None = None
@@ -186,36 +183,36 @@ class BudgetMember:
 
     @property
     def healthy(self) -> bool:
-        """Whether orders still arrive and are carried out."""
+        """Whether the thread still carries out orders."""
         return self._thread.is_alive()
 
     def wait_for_budget(self) -> None:
-        """Return when the others have made room. Raises `ConfigError` if they never can."""
+        """Return when the other replicas have made room. Raises `ConfigError` if they never can."""
         self._wait(lambda: self._budget_bytes > 0)
 
     def attach(self, memory: Budgeted) -> None:
-        """Set the budget of a memory that nothing has been taken from, from now on. Returns when it has one that it can
-        work with. Raises `ConfigError` if it needs more than others can spare."""
+        """Let orders set the budget of an unused memory. Returns when the budget suffices. Raises `ConfigError` if the
+        memory needs more than other replicas can spare."""
         self._memory = memory
         self._wait(lambda: self._attached)
 
     def follow(self, load: Callable[[], ReplicaReport]) -> None:
-        """Ask for memory as this load needs it."""
+        """Report the demand of this load."""
         self._load = load
 
     def close(self) -> None:
-        """Stop, and give the budget to the others: the engine must hold nothing any more."""
+        """Leave the ledger. The engine must have released its memory."""
         self._closing.set()
         self._thread.join()
         if self._ledger is not None:
-            self._ledger.leave.remote(self._membership.member)
+            self._ledger.remove_member.remote(self._membership.member)
 
     def _wait(self, done: Callable[[], bool]) -> None:
         with self._changed:
-            while not self._changed.wait_for(lambda: done() or self._refusal is not None, _SAY_S):
+            while not self._changed.wait_for(lambda: done() or self._refusal is not None, _LOG_S):
                 if not self._thread.is_alive():
-                    raise UnavailableError("the thread that asks for a budget has ended, see the log")
-                logger.info("waiting until other replicas on this device have given back KV memory")
+                    raise UnavailableError("the thread that requests a budget has ended, see the log")
+                logger.info("waiting for other replicas on this device to give back KV memory")
             if self._refusal is not None:
                 raise ConfigError(self._refusal)
 
@@ -224,28 +221,29 @@ class BudgetMember:
     def _run(self) -> None:
         try:
             self._beat_until_closed()
-        except Exception:  # the replica must not go on with a budget that nobody can change: see `healthy`
-            logger.exception("the replica takes part in sharing memory no more")
+        except Exception:  # a replica with a budget that cannot change must be replaced: see `healthy`
+            logger.exception("the replica no longer takes part in sharing memory")
 
     def _beat_until_closed(self) -> None:
         while not self._closing.wait(BEAT_S if self._attached else STARTING_BEAT_S):
             try:
-                self._exchange()
+                self._send_heartbeat()
             except (RayActorError, LookupError) as error:
                 logger.warning("the ledger cannot be reached, the budget stays as it is: %s", error)
                 self._ledger = None
             except RayError as error:
                 logger.warning("the ledger does not answer, the budget stays as it is: %s", error)
             except UnavailableError:
-                return  # the engine has stopped, and this process ends, which the ledger sees
+                return  # the engine has stopped; the ledger will see the end of this process
 
-    def _exchange(self) -> None:
+    def _send_heartbeat(self) -> None:
         if self._memory is not None and not self._attached:
             self._carry_out(self._memory, self._budget_bytes, self._revision)
         if self._ledger is None:
             self._ledger = self._find()
         beat = self._membership.next_heartbeat(self._holding())
-        order: BudgetOrder = ray.get(self._ledger.beat.remote(beat, os.getpid()), timeout=ANSWER_TIMEOUT_S)
+        reference = self._ledger.handle_heartbeat.remote(beat, os.getpid())
+        order: BudgetOrder = ray.get(reference, timeout=ANSWER_TIMEOUT_S)
         if not self._membership.obeys(order):
             return
         if order.refusal is not None:
@@ -259,8 +257,8 @@ class BudgetMember:
         if memory is not None:
             try:
                 memory.set_budget(min(budget_bytes, memory.most_budget_bytes), revision)
-            except BudgetError as error:  # what it needs has become more; the next beat says so
-                logger.info("not carried out: %s", error)
+            except BudgetError as error:  # the need has grown; the next heartbeat reports it
+                logger.info("budget not applied: %s", error)
                 return
         with self._changed:
             self._budget_bytes, self._revision = budget_bytes, revision
@@ -274,8 +272,8 @@ class BudgetMember:
         demand_bytes = 0
         if self._load is not None:
             load = self._load()
-            wanted_tokens = load.total_tokens - load.free_tokens + load.queued_tokens
-            demand_bytes = wanted_tokens * load.budget_bytes // max(load.total_tokens, 1)
+            tokens = load.total_tokens - load.free_tokens + load.queued_tokens
+            demand_bytes = tokens * load.budget_bytes // max(load.total_tokens, 1)
         return MemberUsage(
             budget_bytes=self._budget_bytes,
             held_bytes=memory.held_bytes,
@@ -286,21 +284,21 @@ class BudgetMember:
         )
 
     def _find(self) -> Any:
-        """The device's ledger; made, if there is none, on this node, which alone can see its processes."""
+        """The device's ledger, created if there is none, on this node: only there can it see the processes."""
         options: Any = {
             "name": self._name,
             "namespace": NAMESPACE,
             "get_if_exists": True,
             "num_cpus": 0,
-            "max_restarts": 0,  # members make a new one, also when its owner has gone
+            "max_restarts": 0,  # members create a new one, also after its owner has gone
             "scheduling_strategy": NodeAffinitySchedulingStrategy(self._node_id, soft=False),
         }
         try:
             return ray.remote(LedgerActor).options(**options).remote(self._name)
-        except ValueError as error:  # somebody else made one, which has died since
-            raise LookupError(f"{self._name} has gone") from error
+        except ValueError as error:  # another member created one, which has died since
+            raise LookupError(f"{self._name} is gone") from error
 
 
 def device_of_this_replica(device: str) -> str:
-    """Name of a "cpu" or "cuda" device on this node: CPUs share the node's memory."""
+    """The device's name on this node: one "cpu", because CPUs share the node's memory, or a GPU's."""
     return f"cuda:{ray.get_gpu_ids()[0]}" if device == "cuda" else "cpu"

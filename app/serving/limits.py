@@ -1,8 +1,8 @@
-"""The books of callers' limits as a Ray actor, and an ingress's side of it.
+"""The ledger of callers' limits as a Ray actor, and an ingress's side of it.
 
-The actor has a name, and whichever ingress finds none creates and owns it: it ends with that ingress, and so with the
-application, and the others make a new one, which learns from their reports what has been used. An ingress that cannot
-reach it grants its share of each limit (`app/edge/limits.py`). Where there is one ingress there is no actor.
+The first ingress that finds no actor of this name creates and owns it. The actor ends with that ingress, at the latest
+with the application; the other ingresses create a new one, which learns past usage from their reports. An ingress that
+cannot reach the actor grants its share of each limit (`app/edge/limits.py`). A single ingress needs no actor.
 """
 
 from __future__ import annotations
@@ -24,39 +24,37 @@ from app.serving.ledger import NAMESPACE
 
 logger = logging.getLogger(__name__)
 
-# With nothing to report an ingress only says that it lives.
+# Interval of heartbeats without usage to report.
 IDLE_BEAT_S = 1.0
-# An answer that takes longer is not waited for.
 ANSWER_TIMEOUT_S = 1.0
-# An actor takes some seconds to start, of which nothing need be said.
+# Time in which missing answers are not logged: an actor takes some seconds to start.
 _STARTS_S = 15.0
 
 
 class LimitsActor:
-    """`Books` of one application."""
+    """The `LimitLedger` of one application."""
 
     def __init__(self) -> None:
-        self._books = LimitLedger()
+        self._ledger = LimitLedger()
 
-    def exchange(self, ingress: str, uses: Mapping[str, LimitUsage], num_arrived: int) -> LimitAnswer:
-        """See `Books.exchange`."""
-        return self._books.settle_usage(ingress, uses, num_arrived)
+    def settle_usage(self, ingress: str, uses: Mapping[str, LimitUsage], num_arrived: int) -> LimitAnswer:
+        return self._ledger.settle_usage(ingress, uses, num_arrived)
 
 
 def num_ingresses() -> int:
-    """As this ingress can tell: its deployment's setting, and its own number among them."""
+    """The number of ingresses, as far as this one knows: the deployment's setting, and its own rank."""
     context = serve.get_replica_context()
     return max(context.world_size or 1, context.rank.rank + 1)
 
 
 class LimitReporter:
-    """Reports for one ingress, as a task of its event loop. No request waits for it.
+    """Settles one ingress's usage with the ledger, in a task of its event loop. No request waits for it.
 
     Args:
-        refusals: the door of the ingress, which has to know its share.
-        app_name: ingresses of the same one share.
-        ingress: its name, unlike any other's.
-        num_replicas: how many ingresses there should be, as Serve says at the moment; it may know of one only.
+        refusals: the ingress's load shedder, which needs the ingress's share of arrivals.
+        app_name: the application whose ingresses share the limits.
+        ingress: unique name of this ingress.
+        num_replicas: returns Serve's present number of ingresses, which may be too low.
     """
 
     def __init__(
@@ -68,17 +66,17 @@ class LimitReporter:
         self._ingress = ingress
         self._num_replicas = num_replicas
         self._actor: Any = None
-        self._uses: dict[str, LimitUsage] = {}  # reported by the exchange under way
-        self._exchange: asyncio.Future[LimitAnswer] | None = None
+        self._uses: dict[str, LimitUsage] = {}  # of the call in flight
+        self._call: asyncio.Future[LimitAnswer] | None = None
         self._problem: str | None = None
-        self._says_from = time.monotonic() + _STARTS_S
+        self._logs_from = time.monotonic() + _STARTS_S
         self._hurried = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._shares.num_ingresses = num_replicas()
         self._refusals.arrival_share = 1 / num_replicas()
 
     def start(self) -> None:
-        """Begin; within the event loop of the requests."""
+        """Start the task, in the event loop of the requests."""
         if self._task is None:
             loop = asyncio.get_running_loop()
             self._shares.on_early_report = lambda: (
@@ -89,9 +87,9 @@ class LimitReporter:
     async def _run(self) -> None:
         while True:
             try:
-                await self._beat()
-            except Exception:  # limits go on as shares; the next beat may do better
-                logger.exception("the limits of callers could not be exchanged")
+                await self.settle()
+            except Exception:  # the ingress goes on with its share; the next attempt may succeed
+                logger.exception("the usage of limits could not be settled")
             await asyncio.sleep(EARLY_REPORT_S)
             try:
                 is_busy = self._shares.has_reports or self._refusals.is_shedding(time.monotonic())
@@ -101,7 +99,8 @@ class LimitReporter:
                 pass
             self._hurried.clear()
 
-    async def _beat(self) -> None:
+    async def settle(self) -> None:
+        """Report usage to the ledger and apply its answer; without an answer, fall back to this ingress's share."""
         num_replicas = self._num_replicas()
         try:
             if self._actor is None:
@@ -109,47 +108,44 @@ class LimitReporter:
             if self._actor is None:
                 self._shares.num_ingresses, self._refusals.arrival_share = 1, 1.0
                 return
-            is_late = self._exchange is not None
-            if self._exchange is None:
+            is_late = self._call is not None
+            if self._call is None:
                 self._uses = self._shares.take_reports()
-                exchange = self._actor.exchange.remote(self._ingress, self._uses, self._refusals.num_arrived)
-                self._exchange = asyncio.wrap_future(exchange.future())
-            done, _ = await asyncio.wait([self._exchange], timeout=ANSWER_TIMEOUT_S)
-            if not done:  # the books may have entered it, or will: another report waits until that is known
+                reference = self._actor.settle_usage.remote(self._ingress, self._uses, self._refusals.num_arrived)
+                self._call = asyncio.wrap_future(reference.future())
+            done, _ = await asyncio.wait([self._call], timeout=ANSWER_TIMEOUT_S)
+            if not done:  # the ledger may still record this usage: no other report until the call has ended
                 self._shares.note_disconnected({}, max(num_replicas, self._shares.num_ingresses))
-                self._say("no answer")
+                self._log("no answer")
                 return
-            ended, self._exchange = self._exchange, None
+            ended, self._call = self._call, None
             answer = ended.result()
-        except (RayError, ValueError) as error:  # it has died, or has just been found dead
+        except (RayError, ValueError) as error:  # the actor has died, or was found dead
             self._actor = None
             uses, self._uses = self._uses, {}
             self._shares.note_disconnected(uses, max(num_replicas, self._shares.num_ingresses))
-            self._say(type(error).__name__)
+            self._log(type(error).__name__)
             return
         self._uses = {}
         self._shares.apply_answer(answer.without_leases() if is_late else answer)
         self._refusals.arrival_share = answer.arrival_share
-        self._say(None)
+        self._log(None)
 
-    def _say(self, problem: str | None) -> None:
-        """Once, and once again when it is over."""
-        if problem is not None and time.monotonic() < self._says_from:
+    def _log(self, problem: str | None) -> None:
+        """Log a problem once, and its end."""
+        if problem is not None and time.monotonic() < self._logs_from:
             return
-        self._says_from = 0.0
+        self._logs_from = 0.0
         if problem is not None and self._problem is None:
-            logger.warning(
-                "limits of callers are not shared (%s): this ingress grants 1/%d of each",
-                problem,
-                self._shares.num_ingresses,
-            )
+            number = self._shares.num_ingresses
+            logger.warning("limits of callers are not shared (%s): this ingress grants 1/%d of each", problem, number)
         elif problem is None and self._problem is not None:
             logger.info("limits of callers are shared again, by %d ingresses", self._shares.num_ingresses)
         self._problem = problem
 
-    def _find(self, makes: bool) -> Any:
-        """The actor. `makes`: if there is none; else it is `None`."""
-        if not makes:
+    def _find(self, creates: bool) -> Any:
+        """The actor. Without one, `creates` it or returns `None`."""
+        if not creates:
             try:
                 return ray.get_actor(self._name, NAMESPACE)
             except ValueError:
@@ -159,6 +155,6 @@ class LimitReporter:
             "namespace": NAMESPACE,
             "get_if_exists": True,
             "num_cpus": 0,
-            "max_restarts": 0,  # ingresses make a new one, also when its owner has gone
+            "max_restarts": 0,  # ingresses create a new one, also after its owner has gone
         }
         return ray.remote(LimitsActor).options(**options).remote()

@@ -1,19 +1,23 @@
-"""The engine replica: one engine in a Ray Serve deployment."""
+"""The engine replica: one engine in a Ray Serve deployment, and its calls of peer replicas."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import math
 import os
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
 import ray
 from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
 
 from app.config.engine import EngineConfig
 from app.engine import AsyncEngine, Delta
@@ -36,15 +40,19 @@ from app.fleet.streams import StreamPace, with_heartbeats
 from app.logs import configure_logs
 from app.serving.ledger import BudgetMember, device_of_this_replica
 from app.serving.metrics import EngineMeter, ReadyGauge, RoutingAudit, SpeculationMeter
-from app.serving.peers import PeerReplicas
 from app.serving.shared_streams import Entry, SharedStreams
 from app.serving.tp_actors import actors_of_this_replica
-from vmem import BudgetAnswer, MemoryReport
+from vmem import BudgetAnswer, CachedPrefix, MemoryReport
 
-# How long a replica without an engine stays, so that what it has answered gets out.
+logger = logging.getLogger(__name__)
+
+# Time for the last answers of a replica whose engine has stopped.
 _FLUSH_GRACE_S = 1.0
-# Figures and orders that an engine which hangs keeps for longer are given up.
+# Bound of the calls that a hanging engine would never answer.
 _ANSWER_S = 5.0
+# Bound of the calls of peer replicas at the start, and the pause between two attempts.
+PEER_TIMEOUT_S = 10.0
+_PEER_RETRY_S = 0.1
 
 T = TypeVar("T")
 
@@ -54,15 +62,15 @@ def _only_at_the_end() -> float:
 
 
 class EngineReplica:
-    """Runs the model. Cancelling a call cancels its request and frees its pages.
+    """Runs the model. Cancelling a call cancels its request and frees its memory.
 
-    Its event loop, which all streams and Serve's health checks share, never waits for the memory's lock: what may have
-    to is called in other threads (`_beside`).
+    All streams and Serve's health checks share the event loop, which therefore never waits for the memory's lock: calls
+    that may need the lock run in other threads (`_run_in_thread`).
 
     Args:
-        shared_kv_memory_bytes: what it shares with the other replicas on its device, `kv_memory_bytes` of each. None:
-            it has its own.
-        pace: of its streams. None: they send every step.
+        shared_kv_memory_bytes: KV memory of all replicas on this device together. `None`: this replica has
+            `kv_memory_bytes` of its own.
+        pace: of the streams. `None`: they send every step.
 
     Raises:
         ConfigError, ModelError: the replica cannot start.
@@ -78,16 +86,16 @@ class EngineReplica:
                 "have num_gpus: 1, or be left out"
             )
         self._audit = RoutingAudit()
-        self._guesses = SpeculationMeter()
+        self._speculation = SpeculationMeter()
         self._meter = EngineMeter()
         self._ready = ReadyGauge()
         self._shared = SharedStreams()
-        self._alone = DuplicateGuard()
+        self._duplicates = DuplicateGuard()
         self._pace = pace or StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0)
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
         peers = PeerReplicas(context.deployment, context.app_name)
-        self._leaving: threading.Timer | None = None
+        self._exit_timer: threading.Timer | None = None
         self._closing = False
         self._member: BudgetMember | None = None
         if shared_kv_memory_bytes is None:
@@ -95,22 +103,22 @@ class EngineReplica:
         else:
             self._member = BudgetMember(shared_kv_memory_bytes, device_of_this_replica(config.device))
             self._engine = self._start_as(self._member, config, peers)
-        gc.collect()  # as in the ingress: full collections shall leave libraries' objects out
+        gc.collect()  # as in the ingress: keep libraries' objects out of full collections
         gc.freeze()
 
-    async def generate(self, request: GenerateRequest) -> list[Piece]:
+    async def complete_request(self, request: GenerateRequest) -> list[Piece]:
         """The outputs, each in one piece."""
-        return await self._whole(self._deltas(request, _only_at_the_end))
+        return await self._collect(self._deltas(request, _only_at_the_end))
 
-    async def generate_at_once(self, request: GenerateRequest) -> AsyncIterator[list[Piece]]:
-        """The same as a stream of one item, and signs of life until it comes, as all streams have them."""
-        async with aclosing(with_heartbeats(_once(self.generate(request)))) as items:
+    async def complete_as_stream(self, request: GenerateRequest) -> AsyncIterator[list[Piece]]:
+        """`complete_request` as a stream of one item, with heartbeats until then."""
+        async with aclosing(with_heartbeats(_once(self.complete_request(request)))) as items:
             async for item in items:
                 yield item
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[list[Piece] | int]:
-        """The outputs as they are generated: a piece of each that has grown, as often as `StreamPace`
-        allows. A number: that of the shared stream which has all that follow."""
+        """The outputs as they are generated: a piece of each that has grown, as often as `StreamPace` allows. A number
+        is that of the shared stream that carries all later pieces."""
         async with (
             aclosing(self._pieces(partial(self._deltas, request))) as lists,
             aclosing(with_heartbeats(self._shared.route_pieces(lists, request.share))) as items,
@@ -118,11 +126,11 @@ class EngineReplica:
             async for item in items:
                 yield item
 
-    async def share(self, call: SharedStreamCall) -> AsyncIterator[list[Entry]]:
+    async def open_shared_stream(self, call: SharedStreamCall) -> AsyncIterator[list[Entry]]:
         """The shared stream of an ingress.
 
         Raises:
-            UnknownRequestError: this is another replica.
+            UnknownRequestError: the call is for another replica.
         """
         if call.replica != self._name:
             raise UnknownRequestError(f"the replica {call.replica!r} is gone", "request_id")
@@ -131,15 +139,15 @@ class EngineReplica:
                 yield entries
 
     async def fork(self, call: ForkCall) -> list[Piece]:
-        """More outputs of a request from where one of its outputs is, each in one piece.
+        """Forks of one output of a running request, each in one piece.
 
         Raises:
-            UnknownRequestError: it is not here, or not any more.
+            UnknownRequestError: the request is not here, or has ended.
         """
-        return await self._whole(self._forked(call, _only_at_the_end))
+        return await self._collect(self._forked(call, _only_at_the_end))
 
     async def fork_stream(self, call: ForkCall) -> AsyncIterator[list[Piece]]:
-        """The same as they are generated."""
+        """`fork`, as it is generated."""
         async with aclosing(with_heartbeats(self._pieces(partial(self._forked, call)))) as lists:
             async for pieces in lists:
                 yield pieces
@@ -149,28 +157,21 @@ class EngineReplica:
         self._engine.check()
         return ReplicaFacts(self._engine.max_model_len)
 
-    async def report(self) -> MemoryReport:
-        """Where KV memory is now."""
-        return await _run_in_thread(self._engine.report)
-
     async def named_report(self) -> tuple[str, MemoryReport]:
-        """The same, and whose it is: the end of the ids of its answers."""
-        return self._name, await self.report()
-
-    async def check_integrity(self) -> None:
-        """Audit the engine's books (`AsyncEngine.check_integrity`)."""
-        await self._engine.check_integrity()
+        """The replica's name, with which its answers' ids end, and its KV memory."""
+        return self._name, await _run_in_thread(self._engine.report)
 
     async def status(self) -> ReplicaStatus:
-        """What operators want to know. Raises `UnavailableError` once the engine has stopped."""
-        load, report = await _run_in_thread(partial(self._engine.load, most_keys=0)), await self.report()
-        return ReplicaStatus.from_reports(self._name, load, report, self._engine.start_times.ready_s)
+        """The status for operators. Raises `UnavailableError` once the engine has stopped."""
+        load = await _run_in_thread(partial(self._engine.load, most_keys=0))
+        memory = await _run_in_thread(self._engine.report)
+        return ReplicaStatus(self._name, load, memory, self._engine.start_times.ready_s)
 
     async def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
-        """Change how much memory this replica's KV cache may take (`KVMemory.set_budget`).
+        """Change the budget of this replica's KV cache (`KVMemory.set_budget`).
 
         Raises:
-            RequestError: the budget is out of bounds, or replicas that share a device's memory set it themselves.
+            RequestError: the budget is out of bounds, or follows the load because replicas share the device's memory.
         """
         if self._member is not None:
             raise RequestError(
@@ -184,58 +185,57 @@ class EngineReplica:
         """Compute a prefix and keep it (`Engine.pin`)."""
         await self._engine.pin(name, prompt_token_ids, cache_salt=cache_salt, tenant=tenant)
 
+    async def unpin(self, name: str) -> None:
+        await _run_in_thread(partial(self._engine.unpin, name))
+
     async def hot_prefixes(self) -> HotPrefixes:
-        """What a new replica should have cached before it takes requests (`Engine.hot_prefixes`)."""
+        """The prefixes that warm the cache of a new replica (`Engine.hot_prefixes`)."""
         prefixes = await _run_in_thread(self._engine.hot_prefixes)
         return HotPrefixes(await asyncio.to_thread(lambda: self._engine.prefix_fingerprint), prefixes)
 
-    async def unpin(self, name: str) -> None:
-        """Let a pinned prefix go."""
-        await _run_in_thread(partial(self._engine.unpin, name))
-
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Called by Serve, for `FolioRouter`s, every report; so counts are passed on to Prometheus here, too."""
-        self._guesses.note(self._engine.speculation)
-        self._ready.note(self._engine.start_times)  # again and again: Ray forgets a gauge 20 s after it was last set
-        self._leave_if_stopped()
-        load, report = await _run_in_thread(self._engine.load), await self.report()
-        self._meter.note(load, report, self._engine.take_activity())
+        """The load report for routers. Serve calls this every report period; metrics are recorded here, too."""
+        self._speculation.note(self._engine.speculation)
+        self._ready.note(self._engine.start_times)  # repeated: Ray drops a gauge 20 s after it was last set
+        self._exit_if_stopped()
+        load, memory = await _run_in_thread(self._engine.load), await _run_in_thread(self._engine.report)
+        self._meter.note(load, memory, self._engine.take_activity())
         return report_as_stats(load)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve, if the deployment has an `autoscaling_config`: what `KVAwareScaling` needs to know."""
+        """The load for `KVAwareScaling`. Called by Serve if the deployment has an `autoscaling_config`."""
         return AutoscalingLoad.from_report(await _run_in_thread(partial(self._engine.load, most_keys=0))).as_metrics()
 
     def check_health(self) -> None:
-        """Called by Serve. Three errors here replace the replica, and the end of its process does so at once."""
-        self._leave_if_stopped()
+        """Called by Serve, which replaces the replica after three errors, or at once when its process has ended."""
+        self._exit_if_stopped()
         self._engine.check()
         if self._member is not None and not self._member.healthy and not self._closing:
-            raise UnavailableError("the replica's budget can be changed no more, see the log")
+            raise UnavailableError("the replica's budget can no longer change, see the log")
 
-    def _leave_if_stopped(self) -> None:
-        """End the process of a stopped engine soon: until then it gets requests that it cannot answer."""
-        if not self._engine.healthy and self._leaving is None and not self._closing:
-            self._leaving = threading.Timer(_FLUSH_GRACE_S, os._exit, (1,))
-            self._leaving.start()
+    def _exit_if_stopped(self) -> None:
+        """End the process of a stopped engine soon: until then Serve sends requests that fail."""
+        if not self._engine.healthy and self._exit_timer is None and not self._closing:
+            self._exit_timer = threading.Timer(_FLUSH_GRACE_S, os._exit, (1,))
+            self._exit_timer.start()
 
     async def _deltas(self, request: GenerateRequest, pace: Pace) -> AsyncGenerator[list[Delta], None]:
-        if request.repeat_key is None:
-            turn: AbstractAsyncContextManager[None] = nullcontext()
-        else:
-            turn = self._alone.exclusive(request.repeat_key)
+        key = request.repeat_key
         try:
-            async with turn, aclosing(self._computed(request, pace)) as deltas:
+            async with (
+                nullcontext() if key is None else self._duplicates.exclusive(key),
+                aclosing(self._computed(request, pace)) as deltas,
+            ):
                 async for some in deltas:
                     yield some
         except (OverloadedError, UnavailableError) as error:
-            error.replica = self._name  # the request may be sent to another one
-            self._leave_if_stopped()
+            error.replica = self._name  # for the retry at another replica
+            self._exit_if_stopped()
             raise
 
     async def _computed(self, request: GenerateRequest, pace: Pace) -> AsyncGenerator[list[Delta], None]:
         expected = request.expected
-        if expected is not None and expected.replica != self._name:  # it was to go elsewhere
+        if expected is not None and expected.replica != self._name:  # the expectation concerns another replica
             expected = None
         deltas = self._engine.generate(
             request.prompt_token_ids,
@@ -257,15 +257,12 @@ class EngineReplica:
                     expected = None
                 yield some
 
-    async def _forked(self, call: ForkCall, pace: Pace) -> AsyncGenerator[list[Delta], None]:
-        if call.replica != self._name:  # that one is gone
+    def _forked(self, call: ForkCall, pace: Pace) -> AsyncGenerator[list[Delta], None]:
+        if call.replica != self._name:
             raise UnknownRequestError(f"the replica that had the request {call.fork_of!r} is gone", "request_id")
-        deltas = self._engine.fork(call.fork_of, call.params, call.request_id, index=call.index, pace=pace)
-        async with aclosing(deltas):
-            async for some in deltas:
-                yield some
+        return self._engine.fork(call.fork_of, call.params, call.request_id, index=call.index, pace=pace)
 
-    async def _whole(self, deltas: AsyncGenerator[list[Delta], None]) -> list[Piece]:
+    async def _collect(self, deltas: AsyncGenerator[list[Delta], None]) -> list[Piece]:
         collector = PieceCollector(self._name)
         async with aclosing(deltas):
             async for some in deltas:
@@ -284,7 +281,7 @@ class EngineReplica:
 
     @staticmethod
     def _start_as(member: BudgetMember, config: EngineConfig, peers: PeerReplicas) -> AsyncEngine:
-        """Make the engine when there is memory for it; all is closed again if it cannot start."""
+        """Start the engine as soon as the ledger grants memory; leave the ledger if that fails."""
         try:
             member.wait_for_budget()
             engine = AsyncEngine(config, actors_of_this_replica(), member.attach, peers.prefixes)
@@ -295,11 +292,70 @@ class EngineReplica:
         return engine
 
     def __del__(self) -> None:
-        if hasattr(self, "_engine"):  # else it never started
+        if hasattr(self, "_engine"):  # else the start failed
             self._closing = True
             self._engine.close()
             if self._member is not None:
                 self._member.close()
+
+
+class PeerReplicas:
+    """The running replicas of a deployment, for one that starts. Errors of peers are logged and never prevent the
+    start.
+
+    For threads without an event loop.
+    """
+
+    def __init__(self, deployment: str, app_name: str) -> None:
+        self._deployment = deployment
+        self._app_name = app_name
+
+    def prefixes(self, fingerprint: str) -> list[Sequence[CachedPrefix]]:
+        """The hot prefixes of each peer that has this fingerprint (`EngineReplica.hot_prefixes`)."""
+        try:
+            if not self._num_running():  # the first replica would wait for peers until the timeout
+                return []
+            answers = self._broadcast("hot_prefixes")
+        except Exception as error:  # any: the deployment may just have gone, and the start goes on
+            name = type(error).__name__
+            logger.warning("peer replicas cannot be asked for hot prefixes: %s: %s", name, error, exc_info=True)
+            return []
+        found: list[Sequence[CachedPrefix]] = []
+        num_others = 0
+        for answer in answers:
+            if isinstance(answer, Exception):
+                logger.warning("no hot prefixes from a peer replica: %s", answer)
+            elif isinstance(answer, HotPrefixes) and answer.fingerprint == fingerprint:
+                found.append(answer.prefixes)
+            else:  # token ids may have other meanings there
+                num_others += 1
+        if num_others:
+            logger.info("%d peer replicas have another model or version; their prefixes are not restored", num_others)
+        return found
+
+    def _num_running(self) -> int:
+        application = serve.status().applications.get(self._app_name)
+        if application is None or self._deployment not in application.deployments:
+            return 0
+        states: Any = application.deployments[self._deployment].replica_states
+        return int(states.get("RUNNING", 0))
+
+    def _broadcast(self, method: str) -> list[Any]:
+        """Every peer's answer or exception."""
+        # `serve.get_deployment_handle` would keep the handle, and its router would read all load reports for ever.
+        handle: DeploymentHandle[Any] = DeploymentHandle(self._deployment, self._app_name)
+        deadline = time.monotonic() + PEER_TIMEOUT_S
+        try:
+            while True:
+                try:
+                    left_s = max(deadline - time.monotonic(), 0.0)
+                    return list(handle.broadcast(method).results(timeout_s=left_s, return_exceptions=True))
+                except DeploymentUnavailableError:  # a new handle does not know any replica yet
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(_PEER_RETRY_S)
+        finally:
+            handle.shutdown()
 
 
 async def _once(item: Awaitable[T]) -> AsyncGenerator[T, None]:
@@ -307,8 +363,7 @@ async def _once(item: Awaitable[T]) -> AsyncGenerator[T, None]:
 
 
 async def _run_in_thread(call: Callable[[], T]) -> T:
-    """What the call returns, which is made in a thread. Raises `UnavailableError` if it takes too long; it may be
-    carried out all the same."""
+    """Make a call in a thread. Raises `UnavailableError` after `_ANSWER_S`; the call may take effect all the same."""
     try:
         return await asyncio.wait_for(asyncio.to_thread(call), _ANSWER_S)
     except TimeoutError:

@@ -1,20 +1,20 @@
-"""One stream for the pieces of many requests, from an engine replica to an ingress.
+"""Shared streams: the pieces of many requests in one stream from an engine replica to an ingress.
 
-A message costs its way through Serve and gRPC, whatever is in it. So an ingress that has several streams at a replica
-asks it for one more, a *shared stream*: each of its messages has what all of them have got since the last one, so there
-is one a step, however many streams there are.
+A message through Serve and gRPC has a fixed cost. An ingress with several streams at a replica therefore opens one
+more, a *shared stream*. Each of its messages carries the new pieces of all requests: one message a step, regardless of
+the number of streams.
 
     ingress                                                                    replica
       generate_stream(request) ──────────────────────────────────────────────> engine
         <── [pieces]: the first, at once ───────────────────── its own stream ───┤
-        <── connection: the others are in the shared stream ── its own stream ───┤
-      share(ShareCall) ────────────────────────────────────────────────────────> │
+        <── connection: later pieces are in that stream ────── its own stream ───┤
+      open_shared_stream(SharedStreamCall) ────────────────────────────────────> │
         <── [(request, piece), (request, piece), …] ──────── shared stream ──────┤
         <── the end, or an error ──────────────────────────── its own stream ────┘
 
-A request remains a call of its own: routing, admission, cancellation and errors are Serve's, as without it. When a
-shared stream breaks, requests whose pieces were in it end with `UnavailableError`, as when the replica is gone. It ends
-when none has used it for a while, and the replica decides that, since it alone knows which requests do.
+Each request remains a call of its own, with Serve's routing, cancellation and errors. When a shared stream breaks, its
+requests end with `UnavailableError`, as when the replica is gone. The replica closes a shared stream that no request
+has used for a while; only the replica knows which requests use it.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ from typing import Any, TypeAlias
 
 from ray.serve.handle import DeploymentHandle
 
+from app.compat.ray import CALL_ERRORS, streaming_handle
 from app.engine.request import FinishReason
 from app.errors import FolioError, UnavailableError
 from app.fleet.messages import Piece, SharedStreamCall, SharedStreamKey
 from app.fleet.streams import SILENCE_S, without_heartbeats
-from app.serving.failures import FAILURES
 
 logger = logging.getLogger(__name__)
 
-# A shared stream without requests ends after this: a replica that is to stop waits for it.
+# Idle time after which a shared stream ends: a replica that stops waits for its streams.
 _IDLE_S = 1.0
-# After one that could not be had, or broke, none is asked for before this.
+# Pause after a shared stream that failed.
 _AGAIN_S = 1.0
-# Output tokens of a message, beside those of its last piece, which may have as many as `calls.fits_by_value` allows.
+# Output tokens of a message without its last piece, which may have as many as `calls.fits_by_value` allows.
 _MOST_TOKENS = 32_768
 
-# Number of the request, and the fields of its `Piece` but the replica. No text: its own stream says how it has ended.
+# Number of the request, and the fields of its `Piece` but the replica. Text `None`: the request's own stream has its
+# end.
 Entry: TypeAlias = tuple[
     int, str | None, tuple[int, ...], int, FinishReason | None, str | int | None, int, int, float | None
 ]
 
 
 class _Outlet:
-    """What waits for the next message of a shared stream. In one event loop."""
+    """Pieces for the next message of a shared stream. In one event loop."""
 
     def __init__(self, connection: int) -> None:
         self.connection = connection
@@ -65,14 +66,13 @@ class _Outlet:
 
     def put(self, entry: Entry) -> None:
         self._entries.append(entry)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._wake()
 
     async def take(self) -> list[Entry]:
-        """All that is there, as far as it fits into a message; nothing if nothing comes for a while."""
+        """The entries that fit into a message; empty after `_IDLE_S` without any."""
         if not self._entries:
             self._waiter = asyncio.get_running_loop().create_future()
-            timer = asyncio.get_running_loop().call_later(_IDLE_S, self._give_up)
+            timer = asyncio.get_running_loop().call_later(_IDLE_S, self._wake)
             try:
                 await self._waiter
             finally:
@@ -85,25 +85,25 @@ class _Outlet:
         taken, self._entries = self._entries[:num_taken], self._entries[num_taken:]
         return taken
 
-    def _give_up(self) -> None:
+    def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
 class SharedStreams:
-    """The shared streams of a replica, one for each ingress that wants one."""
+    """The shared streams of a replica, at most one for each ingress."""
 
     def __init__(self) -> None:
         self._outlets: dict[str, _Outlet] = {}  # by ingress
 
     async def messages(self, call: SharedStreamCall) -> AsyncGenerator[list[Entry], None]:
-        """The shared stream itself."""
+        """The messages of a new shared stream."""
         outlet = self._outlets[call.ingress] = _Outlet(call.connection)
         try:
             while (entries := await outlet.take()) or outlet.num_users:
                 if entries:
                     yield entries
-        finally:  # what comes from now on goes by the requests' own streams
+        finally:  # later pieces go through the requests' own streams
             outlet.is_open = False
             if self._outlets.get(call.ingress) is outlet:
                 del self._outlets[call.ingress]
@@ -111,8 +111,8 @@ class SharedStreams:
     async def route_pieces(
         self, lists: AsyncGenerator[list[Piece], None], share: SharedStreamKey | None
     ) -> AsyncGenerator[list[Piece] | int, None]:
-        """What goes into the request's own stream: the first list, and others until there is a shared stream; then its
-        number, and nothing more.
+        """The items of the request's own stream: lists of pieces until there is a shared stream, at least one; then the
+        number of that stream, and nothing more.
 
         Raises:
             UnavailableError: the shared stream has broken.
@@ -122,15 +122,15 @@ class SharedStreams:
                 yield pieces
             return
         outlet: _Outlet | None = None
-        has_begun = False
+        has_output = False
         try:
             async for pieces in lists:
-                if outlet is None and has_begun and (outlet := self._outlets.get(share.ingress)) is not None:
+                if outlet is None and has_output and (outlet := self._outlets.get(share.ingress)) is not None:
                     outlet.num_users += 1
                     yield outlet.connection
                 if outlet is None:
                     yield pieces
-                    has_begun = True
+                    has_output = True
                     continue
                 if not outlet.is_open:
                     raise UnavailableError("the stream has broken off; send the request again")
@@ -146,7 +146,7 @@ class SharedStreams:
 
 
 def _entry_of(number: int, piece: Piece) -> Entry:
-    """As a plain tuple, which is read in a tenth of the time. Pieces with log probabilities do not come here."""
+    """A plain tuple takes a tenth of the time to unpickle. Pieces with log probabilities never use a shared stream."""
     return (
         number,
         piece.text,
@@ -171,7 +171,7 @@ def _piece_of(entry: Entry, replica: str) -> Piece | None:
 
 @dataclass(slots=True, eq=False)
 class ExpectedStream:
-    """A request of which pieces may come by a shared stream."""
+    """A request whose pieces may come through a shared stream."""
 
     share: SharedStreamKey
     arrived: asyncio.Queue[Piece | None]
@@ -179,30 +179,30 @@ class ExpectedStream:
 
 
 class SharedReader:
-    """The shared streams of an ingress, one for each replica at which it has several streams."""
+    """The shared streams of an ingress, one for each replica where the ingress has several streams."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
         self._ingress = uuid.uuid4().hex
         self._numbers = itertools.count(1)
         self._expected: dict[int, ExpectedStream] = {}
-        self._num_streams: Counter[str] = Counter()  # that have begun, by replica
+        self._num_streams: Counter[str] = Counter()  # streams with output, by replica
         self._readers: dict[str, asyncio.Task[None]] = {}  # by replica
         self._not_before = 0.0
-        self._users: dict[int, set[int]] = {}  # of each connection that is open
+        self._users: dict[int, set[int]] = {}  # open connection → numbers of its requests
 
     def expect(self) -> ExpectedStream:
-        """A request is about to be sent; `forget` it at its end."""
+        """Register a request before it is sent; `forget` it at its end."""
         expected = ExpectedStream(SharedStreamKey(self._ingress, next(self._numbers)), asyncio.Queue())
         self._expected[expected.share.number] = expected
         return expected
 
     def begun(self, expected: ExpectedStream, replica: str) -> None:
-        """Its first piece has come, by its own stream."""
+        """Note the first piece, which has come through the request's own stream."""
         expected.replica = replica
         self._num_streams[replica] += 1
         if self._num_streams[replica] > 1 and replica not in self._readers and time.monotonic() >= self._not_before:
-            # In a context of its own: Serve would cancel it with the request that happens to begin it.
+            # In a context of its own: Serve would cancel the reader together with the current request.
             self._readers[replica] = asyncio.create_task(self._read(replica), context=contextvars.Context())
 
     def forget(self, expected: ExpectedStream) -> None:
@@ -213,11 +213,11 @@ class SharedReader:
                 del self._num_streams[expected.replica]
 
     async def rest(self, expected: ExpectedStream, connection: int) -> AsyncGenerator[Piece, None]:
-        """Its pieces in the shared stream. Its own stream says how it has ended: also when this breaks off."""
+        """The request's pieces in the shared stream. Its own stream has the end or error, also when this one breaks."""
         number = expected.share.number
         if (users := self._users.get(connection)) is not None:
             users.add(number)
-        else:  # it has ended; what came before that is there
+        else:  # the shared stream has ended; earlier pieces are in the queue
             expected.arrived.put_nowait(None)
         try:
             while (piece := await expected.arrived.get()) is not None:
@@ -234,13 +234,13 @@ class SharedReader:
         response: Any = None
         has_ended = False
         try:
-            response = self._handle.options(stream=True, _by_reference=False).share.remote(call)
+            response = streaming_handle(self._handle, by_value=True).open_shared_stream.remote(call)
             async for entries in without_heartbeats(response, SILENCE_S):
                 for entry in entries:
-                    if (expected := self._expected.get(entry[0])) is not None:  # else its reader has left
+                    if (expected := self._expected.get(entry[0])) is not None:  # else the request has ended
                         expected.arrived.put_nowait(_piece_of(entry, replica))
             has_ended = True
-        except (FolioError, *FAILURES) as error:
+        except (FolioError, *CALL_ERRORS) as error:
             logger.info("no shared stream from %s: %s", replica, error)
         finally:
             if not has_ended:

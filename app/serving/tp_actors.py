@@ -1,4 +1,4 @@
-"""Peers of a tensor-parallel replica as Ray actors, one in each further bundle of the replica's placement group."""
+"""Peers of a tensor-parallel replica as Ray actors, one in each bundle of the placement group but the replica's."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ from app.engine.tensor_parallel.processes import Launch, RankProcesses, RankSpec
 from app.engine.tensor_parallel.worker import RankWorker, run_to_the_end
 from app.errors import ConfigError
 
-# Actors start in seconds; more than this means that the cluster has no room for them after all.
+# Actors start in seconds; beyond this bound the cluster has no room for them.
 START_TIMEOUT_S = 300.0
 
 
 class RankActor:
-    """A peer. Its process does nothing else."""
+    """One peer, in a process of its own."""
 
     def place(self) -> tuple[str, int]:
         """(node, process id)."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def run(self, spec: RankSpec) -> None:
-        """Ends, and the process with it, when rank 0 says so or something fails."""
+        """Run the peer until rank 0 ends it or an error does; the process ends, too."""
         logging.basicConfig(format=f"%(asctime)s %(levelname)s rank {spec.rank} %(name)s: %(message)s")
         if spec.leader_pid is None:  # rank 0 is on another node
             spec = replace(spec, host=ray.util.get_node_ip_address())
-        device = torch.device("cuda", 0) if spec.config.device == "cuda" else torch.device("cpu")  # Ray shows it one
+        device = torch.device("cuda", 0) if spec.config.device == "cuda" else torch.device("cpu")  # Ray shows one
         run_to_the_end(RankWorker(spec, num_threads(spec.config), device))
         ray.actor.exit_actor()
 
 
 class ActorProcesses:
-    """`RankProcesses` that are actors. They die with the replica, which owns them.
+    """`RankProcesses` as actors, which the replica owns: they die with it.
 
     Raises:
         ConfigError: the replica has no placement group with a bundle for each rank.
     """
 
-    may_kill_leader = True  # a replica that hangs is replaced sooner when it is dead
+    may_kill_leader = True  # a dead replica is replaced sooner than one that hangs
 
     def __init__(self, num_peers: int, group: Any) -> None:
         bundles = [] if group is None else group.bundle_specs
         if len(bundles) != num_peers + 1:
             raise ConfigError(
-                f"{num_peers + 1} ranks need a placement group of as many bundles, the replica has {len(bundles)}: "
-                "set placement_group_bundles of the deployment accordingly, or leave them out"
+                f"{num_peers + 1} ranks need a placement group of as many bundles; the replica has {len(bundles)}: set "
+                "placement_group_bundles of the deployment accordingly, or leave them out"
             )
         self._actors: list[ActorHandle[Any]] = []
         for peer in range(num_peers):
@@ -77,7 +77,7 @@ class ActorProcesses:
         node = ray.get_runtime_context().get_node_id()
         self.on_one_machine = all(place == node for place, _ in places)
         self.host = "127.0.0.1" if self.on_one_machine else ray.util.get_node_ip_address()
-        # Of processes on this node: they can be watched and killed without asking Ray, even when they are stopped.
+        # Processes on this node are watched and killed without Ray, even when they are stopped.
         self._pidfds = [os.pidfd_open(pid) if place == node else None for place, pid in places]
         self._runs: list[Any] = []
 
@@ -109,7 +109,7 @@ class ActorProcesses:
 
 
 def actors_of_this_replica() -> Launch:
-    """`Launch` for the replica that this is called in."""
+    """`Launch` for the calling replica."""
     group = get_current_placement_group()
 
     def launch(num_peers: int) -> RankProcesses:

@@ -17,7 +17,6 @@ import pytest
 import ray
 import yaml
 from ray import serve as ray_serve
-from ray.exceptions import GetTimeoutError, RayActorError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
@@ -192,13 +191,12 @@ def test_the_end_is_bounded(monkeypatch: pytest.MonkeyPatch, config: Callable[..
     """Regression: the command took 33 s more than the grace period. Before anything is stopped it is settled when the
     process ends, and what has used up the grace period is not waited for again."""
     done: list[Any] = []
-    client = SimpleNamespace(deploy_apps=lambda config, _blocking: None)
-    monkeypatch.setattr(serve, "serve_start", lambda **_: client)
+    instance = SimpleNamespace(deploy=lambda config: None, shut_down=done.append)
+    monkeypatch.setattr(serve, "ServeInstance", lambda config: instance)
     monkeypatch.setattr(serve, "wait_until_running", lambda names, signals: 0)
     monkeypatch.setattr(serve, "wait_until_routed", lambda url, signals: None)
     monkeypatch.setattr(serve, "drain_ingresses", lambda grace_s: has_ended)
     monkeypatch.setattr(serve, "end_within", lambda seconds, status: done.append((seconds, status)))
-    monkeypatch.setattr(serve, "stop", lambda client, timeout_s: done.append(timeout_s))
     signals: Any = SimpleNamespace(came=True, wait=lambda timeout_s: True)
     assert serve.serve_until_signal(load_config(Path(config({}))), signals, 60.0) == 0
     (seconds, status), timeout_s = done
@@ -211,37 +209,6 @@ def test_the_end_is_bounded(monkeypatch: pytest.MonkeyPatch, config: Callable[..
 def test_a_process_that_hangs_at_its_end_is_ended() -> None:
     code = "import threading; from app import serve; serve.end_within(0.0, 7); threading.Event().wait(240)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 7
-
-
-class Controller:
-    """Fails at what Ray calls it for as it ends, or does not answer."""
-
-    def __init__(self, calls: list[Any]) -> None:
-        self.graceful_shutdown = self
-        self._calls = calls
-
-    def options(self, **options: Any) -> Controller:
-        self._calls.append(options)
-        return self
-
-    def remote(self) -> str:
-        return "reference"
-
-
-@pytest.mark.parametrize("error", [RayActorError(), GetTimeoutError()])
-def test_serve_is_told_once_to_stop(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Regression: a clean stop ended in "graceful_shutdown failed. There are infinite retries": Ray asked again."""
-    calls: list[Any] = []
-
-    def get(reference: str, timeout: float) -> None:
-        calls.append((reference, timeout))
-        raise error
-
-    monkeypatch.setattr(ray, "get", get)
-    client = SimpleNamespace(_controller=Controller(calls), _shutdown=False)
-    serve.stop(client, 3.0)
-    assert calls == [{"max_task_retries": 0}, ("reference", 3.0)]
-    assert client._shutdown
 
 
 def test_it_waits_until_all_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def test_a_router_knows_what_others_have_sent(server: Served) -> None:
     # It may be asked from another thread for what a dictionary has.
     server.wait_until(lambda: last_key in router._fleet._directory._replicas, DEADLINE_S)
     request = GenerateRequest("r", [*token_ids, 300], SamplingParams(max_tokens=2, temperature=0))
-    assert engines.generate.remote(request).result()[0].num_cached_tokens == 160
+    assert engines.complete_request.remote(request).result()[0].num_cached_tokens == 160
 
 
 def test_forks_find_their_replica(server: Served) -> None:

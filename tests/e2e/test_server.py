@@ -33,6 +33,7 @@ from examples.hotel_desk.app import DeskArgs, build_desk
 from examples.hotel_desk.desk import PIN
 from examples.hotel_desk.register import read_keys
 from tests.e2e.conftest import deleted_at_the_end
+from vmem import MemoryReport
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60
@@ -44,10 +45,14 @@ class Server:
     client: openai.OpenAI
     handle: Any
 
+    def report(self) -> MemoryReport:
+        [report] = self.handle.reports.remote().result().values()
+        return report
+
     def wait_until_all_pages_are_free(self) -> None:
         deadline = time.monotonic() + DEADLINE_S
-        while self.handle.report.remote().result().active_bytes:
-            assert time.monotonic() < deadline, self.handle.report.remote().result()
+        while self.report().active_bytes:
+            assert time.monotonic() < deadline, self.report().active_bytes
             time.sleep(0.05)
 
 
@@ -227,7 +232,7 @@ def test_disconnect_frees_pages(server: Server, stream: bool) -> None:
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S) as answer:
             lines = answer.iter_lines()  # dropping the iterator would close the connection
             next(lines)
-            assert server.handle.report.remote().result().active_bytes > 0
+            assert server.report().active_bytes > 0
     else:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{server.url}/v1/completions", json=body, timeout=httpx.Timeout(DEADLINE_S, read=0.5))
@@ -423,16 +428,16 @@ def test_tools_that_must_be_called(server: Server) -> None:
 
 def test_the_budget_is_set_by_handle(server: Server) -> None:
     """Lowered, refused, stale, and raised again, while the server goes on answering."""
-    before = server.handle.report.remote().result()
+    before = server.report()
     low = before.budget_bytes // 4
     assert server.handle.set_budget.remote(low, 1).result() in (["applied"], ["deferred"])
     assert server.handle.set_budget.remote(before.budget_bytes, 1).result() == ["stale"]
-    assert server.handle.report.remote().result().budget_bytes == pytest.approx(low, rel=0.01)
+    assert server.report().budget_bytes == pytest.approx(low, rel=0.01)
     assert ask(server, "What is a page?").choices[0].message.content
     with pytest.raises(RequestError, match="must be between"):
         server.handle.set_budget.remote(1, 2).result()
     assert server.handle.set_budget.remote(before.budget_bytes, 3).result() == ["applied"]
-    assert server.handle.report.remote().result().budget_bytes == before.budget_bytes
+    assert server.report().budget_bytes == before.budget_bytes
 
 
 def test_the_usage_tells_cached_tokens_and_a_salt_keeps_apart(server: Server) -> None:
@@ -456,7 +461,7 @@ def test_a_pinned_conversation_stays(server: Server) -> None:
     rules = Message(role="system", content="The key of room 11 is 22. " * 12)
     server.handle.pin.remote(PinRequest(name="rules", messages=[rules])).result()
     try:
-        [pin] = server.handle.report.remote().result().pins
+        [pin] = server.report().pins
         assert (pin.name, pin.num_bytes > 0) == ("rules", True)
         messages: list[Any] = [
             {"role": "system", "content": rules.content},
@@ -552,7 +557,7 @@ def test_metrics_of_all_processes_are_on_one_page(server: Server) -> None:
     assert any(name.startswith("ray_serve_") for name, *_ in metrics)
     metrics = wait_for(("ray_folio_queue_s_count",), 1)
     assert metrics[("ray_folio_step_s_count",)] >= usage.completion_tokens
-    assert metrics["ray_folio_kv_bytes", "budget"] == server.handle.report.remote().result().budget_bytes
+    assert metrics["ray_folio_kv_bytes", "budget"] == server.report().budget_bytes
 
 
 def test_a_full_ingress_refuses(server: Server) -> None:
@@ -616,7 +621,7 @@ def test_the_hotel_desk_composes_folio(server: Server) -> None:
     desk = f"{server.url}/desk/ask"
     serve.run(build_desk(DeskArgs()), name="desk", route_prefix="/desk")
     try:
-        [pin] = server.handle.report.remote().result().pins
+        [pin] = server.report().pins
         assert pin.name == PIN
         for room, key in random.Random(1).sample(sorted(read_keys().items()), 3):
             question = {"question": f"I have lost my key. What is the key of room {room}?"}
@@ -635,7 +640,7 @@ def test_the_hotel_desk_composes_folio(server: Server) -> None:
 def test_idle_memory_goes_back(server: Server) -> None:
     ask(server, "What is a page?")
     deadline = time.monotonic() + DEADLINE_S
-    while server.handle.report.remote().result().physical_bytes:
+    while server.report().physical_bytes:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

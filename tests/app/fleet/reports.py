@@ -32,7 +32,6 @@ IDLE = ReplicaReport(
     freed_tokens_per_s=0.0,
     busy_share=0.0,
     budget_bytes=1 << 30,
-    physical_bytes=0,
     expected_cached_tokens=0,
     cached_tokens=0,
     missed_tokens=0,

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pytest
-from ray.serve._private.common import DeploymentID, TimeSeries, TimeStampedValue
 from ray.serve.config import AutoscalingContext
 
 from app.engine.report import ReplicaReport, StepTimes
@@ -22,11 +21,12 @@ from app.fleet.autoscaling import (
     ScalingTargets,
 )
 from app.serving.autoscaling import KVAwareScaling
+from tests.app.compat.ray_types import DeploymentID, TimeSeries, TimeStampedValue
 
 TICK_S = 0.1  # as Serve's controller
 IDLE = AutoscalingLoad(
     made_at=0.0,
-    used_tokens=0.0,
+    free_tokens=10_000.0,
     queued_tokens=0.0,
     queued_s=0.0,
     total_tokens=10_000.0,
@@ -34,7 +34,6 @@ IDLE = AutoscalingLoad(
     num_waiting=0.0,
     num_decodes=0.0,
     max_num_seqs=32.0,
-    step_tokens=1000.0,
     fixed_s=0.02,
     token_s=0.001,
     decode_s=0.0,
@@ -128,8 +127,8 @@ class Queues:
 @pytest.mark.parametrize(
     ("loads", "reason", "replicas"),
     [
-        ([replace(IDLE, used_tokens=6000.0, queued_tokens=2000.0)] * 3, "kv", 3.0),
-        ([replace(IDLE, used_tokens=8000.0), replace(IDLE, total_tokens=30_000.0)], "kv", 0.5),
+        ([replace(IDLE, free_tokens=4000.0, queued_tokens=2000.0)] * 3, "kv", 3.0),
+        ([replace(IDLE, free_tokens=2000.0), replace(IDLE, total_tokens=30_000.0, free_tokens=30_000.0)], "kv", 0.5),
         ([replace(IDLE, queued_s=1.5), replace(IDLE, queued_s=0.25)], "ttft", 1.75),
         ([decoding(48.0), decoding(16.0)], "tpot", 2.0),
         ([replace(decoding(40.0), max_num_seqs=100.0)] * 2, "tpot", 2.0),
@@ -216,7 +215,7 @@ def test_replicas_that_never_start_are_not_waited_for_for_ever() -> None:
 
 def test_one_request_needs_one_replica() -> None:
     """A prompt of half a minute, with a cache full of it, is no sooner there with two."""
-    alone = replace(prefilling(30.0, num_waiting=0.0), num_running=1.0, used_tokens=9900.0)
+    alone = replace(prefilling(30.0, num_waiting=0.0), num_running=1.0, free_tokens=100.0)
     single = fleet()
     single.run(60.0, spread(alone))
     assert single.num_events == 0
@@ -373,7 +372,7 @@ def test_settings_out_of_bounds(settings: dict[str, Any], message: str) -> None:
 
 def test_settings_that_may_be_none() -> None:
     policy = ScalingPolicy(ScalingTargets(kv_share=None, to_zero_after_s=None))
-    assert policy.demand([replace(IDLE, used_tokens=9999.0)]).kv == 0.0
+    assert policy.demand([replace(IDLE, free_tokens=1.0)]).kv == 0.0
 
 
 def test_there_and_back() -> None:
@@ -398,7 +397,6 @@ def test_there_and_back() -> None:
         freed_tokens_per_s=0.0,
         busy_share=0.75,
         budget_bytes=1 << 20,
-        physical_bytes=1 << 19,
         expected_cached_tokens=0,
         cached_tokens=0,
         missed_tokens=0,

@@ -449,5 +449,5 @@ def test_fair_shares(claims: list[tuple[int, int, int]], shares: list[int]) -> N
 
 
 def test_shares_of_too_little() -> None:
-    with pytest.raises(ConfigError, match="2 members need at least 1001 bytes, there are 1000"):
+    with pytest.raises(ConfigError, match="2 members need at least 1001 bytes; the capacity is 1000"):
         fair_shares(1000, [Claim(500, 1000, 0), Claim(501, 1000, 0)])

@@ -50,7 +50,7 @@ def test_it_is_refused_when_the_first_does_not_end(monkeypatch: pytest.MonkeyPat
     async def run() -> None:
         repeats = DuplicateGuard()
         async with repeats.exclusive("k"):
-            with pytest.raises(UnavailableError, match="came before"):
+            with pytest.raises(UnavailableError, match="earlier copy"):
                 async with repeats.exclusive("k"):
                     pytest.fail("it runs beside the first")
         async with repeats.exclusive("k"):

@@ -10,7 +10,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import pytest
 from ray.exceptions import (
     ActorUnavailableError,
@@ -26,7 +25,6 @@ from app.errors import DeadlineError, EngineError, FolioError, NoReplicaError, O
 from app.fleet.messages import ForkCall, GenerateRequest, Piece
 from app.fleet.overload import LoadShedder
 from app.serving.calls import ReplicaClient, fits_by_value
-from app.serving.failures import unwrap
 
 CALL = GenerateRequest("r", [1, 2], SamplingParams())
 BEGUN, END = Piece("a", (1,)), Piece("b", (2,), 0, "stop")
@@ -85,8 +83,10 @@ class Handle:
         self.responses: list[Response] = []
         self.by_reference: list[bool] = []
         self._script = script
-        self.generate = self.generate_stream = self.fork = self.fork_stream = SimpleNamespace(remote=self._remote)
-        self.generate_at_once = SimpleNamespace(remote=partial(self._remote, at_once=True))
+        self.complete_request = self.generate_stream = self.fork = self.fork_stream = SimpleNamespace(
+            remote=self._remote
+        )
+        self.complete_as_stream = SimpleNamespace(remote=partial(self._remote, at_once=True))
 
     def options(self, *, stream: bool, _by_reference: bool) -> Handle:
         self.by_reference.append(_by_reference)
@@ -101,11 +101,13 @@ class Handle:
         return self.responses[-1]
 
 
-def replicas_with(*answers: list[Any], script: Script | None = None) -> tuple[Any, Handle]:
-    """The answers in this order, or as the script says."""
+def replicas_with(
+    *answers: list[Any], script: Script | None = None, refusals: LoadShedder | None = None
+) -> tuple[ReplicaClient, Handle]:
+    """A client whose handle gives these answers in order, or those of the script."""
     left = list(answers)
-    handle = Handle(script or (lambda call: left.pop(0)))
-    return ReplicaClient(handle, LoadShedder()), handle  # type: ignore[arg-type]
+    handle: Any = Handle(script or (lambda call: left.pop(0)))
+    return ReplicaClient(handle, refusals or LoadShedder()), handle
 
 
 def full(replica: str, retry_after_s: float = 20.0) -> RayTaskError:
@@ -402,12 +404,3 @@ def test_what_may_be_too_long_for_a_message_goes_by_reference(params: dict[str, 
         assert handle.responses[1].at_once == by_value
 
     asyncio.run(run())
-
-
-def test_what_grpc_fails_with() -> None:
-    def error(code: grpc.StatusCode) -> Exception:
-        return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "details")
-
-    assert type(unwrap(error(grpc.StatusCode.UNAVAILABLE))) is UnavailableError
-    assert type(unwrap(error(grpc.StatusCode.CANCELLED))) is UnavailableError
-    assert type(unwrap(error(grpc.StatusCode.RESOURCE_EXHAUSTED))) is EngineError

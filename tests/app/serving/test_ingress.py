@@ -15,13 +15,12 @@ import pytest
 from ray import cloudpickle
 from ray.exceptions import RayTaskError
 
-from app.edge.admission import AdmissionControl
+from app.compat.ray import folio_error
 from app.engine.model.loader import load_tokenizer
 from app.engine.request import TokenLogprobs
 from app.errors import (
     ContextLengthError,
     DeadlineError,
-    EngineError,
     FolioError,
     OverloadedError,
     RequestError,
@@ -30,16 +29,11 @@ from app.errors import (
     UnknownRequestError,
 )
 from app.fleet.messages import ForkCall, GenerateRequest, Piece
-from app.fleet.overload import LoadShedder
 from app.openai import translate as translator
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, TokenizeRequest
 from app.openai.responses.body import ResponsesRequest
 from app.openai.text_encoder import TextEncoder
-from app.openai.translate import Translator
-from app.serving.calls import ReplicaClient
-from app.serving.failures import unwrap
-from app.serving.ingress import Ingress
-from app.serving.metrics import RequestMeter
+from tests.local_server import ingress_of
 
 TOKENIZER = load_tokenizer("builtin")
 
@@ -85,8 +79,10 @@ class Engines:
         self.calls: list[Any] = []
         self.responses: list[Response] = []
         self._error, self._fails_at, self._hangs = error, fails_at, hangs
-        self.generate = self.generate_stream = self.fork = self.fork_stream = SimpleNamespace(remote=self._remote)
-        self.generate_at_once = SimpleNamespace(remote=partial(self._remote, at_once=True))
+        self.complete_request = self.generate_stream = self.fork = self.fork_stream = SimpleNamespace(
+            remote=self._remote
+        )
+        self.complete_as_stream = SimpleNamespace(remote=partial(self._remote, at_once=True))
         self.facts = SimpleNamespace(remote=self._facts)
 
     def options(self, **_: Any) -> Engines:
@@ -122,14 +118,7 @@ class Engines:
 
 
 def ingress_with(engines: Engines) -> Any:
-    ingress: Any = object.__new__(Ingress.__bases__[0])  # what Serve makes of it needs a cluster to end well
-    ingress._translator, ingress._model_names = Translator(TOKENIZER, "m", ("pirate",)), ("m", "pirate")
-    ingress._created, ingress._max_model_len = 0, None
-    refusals = LoadShedder()
-    ingress._replicas = ReplicaClient(engines, refusals)  # type: ignore[arg-type]
-    ingress._admission = AdmissionControl(refusals)
-    ingress._meter = RequestMeter()
-    return ingress
+    return ingress_of(engines, "m", ("pirate",))
 
 
 def completion(**fields: Any) -> CompletionRequest:
@@ -386,21 +375,17 @@ def test_errors_survive_rays_pickling(error: FolioError, dual: bool) -> None:
     """Ray sends what a call raised as the cause of its own error, which may be of the same type, too."""
     sent = RayTaskError("generate", "traceback", error)
     raised = sent.as_instanceof_cause() if dual else sent
-    arrived = unwrap(pickle.loads(cloudpickle.dumps(raised)))
+    arrived = folio_error(pickle.loads(cloudpickle.dumps(raised)))
     assert type(arrived) is type(error)
     assert str(arrived) == str(error)
     assert vars(arrived) == vars(error)
-
-
-def test_what_is_no_error_of_ours_is_the_engines() -> None:
-    assert isinstance(unwrap(RayTaskError("generate", "traceback", ValueError("x"))), EngineError)
 
 
 def test_ready_does_not_wait_while_the_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """It took ten seconds to say that there was no replica yet. The question goes on: it may be what starts one."""
 
     async def run() -> None:
-        ingress, there, asked = ingress_with(Engines()), asyncio.Event(), 0
+        ingress, there, asked = ingress_with(engines := Engines()), asyncio.Event(), 0
 
         async def facts() -> Any:
             nonlocal asked
@@ -408,7 +393,7 @@ def test_ready_does_not_wait_while_the_server_starts(monkeypatch: pytest.MonkeyP
             await there.wait()
             return SimpleNamespace(max_model_len=64)
 
-        monkeypatch.setattr(ingress._replicas, "facts", facts)
+        engines.facts = SimpleNamespace(remote=facts)
         monkeypatch.setattr("app.serving.ingress.STARTING_TIMEOUT_S", 0.0)
         monkeypatch.setattr("app.serving.ingress.READY_TIMEOUT_S", 30.0)
         for _ in range(2):

@@ -34,48 +34,48 @@ class _Call:
 
 
 class StandIn:
-    """The actor, for as long as `exchange.held` is a list one that has stopped."""
+    """The actor; it does not answer while `settle_usage.held` is a list."""
 
     def __init__(self) -> None:
-        self.books = LimitLedger()
-        self.exchange = _Call(self.books.settle_usage)
+        self.ledger = LimitLedger()
+        self.settle_usage = _Call(self.ledger.settle_usage)
 
 
 @pytest.fixture
 def actor(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     monkeypatch.setattr(limits, "ANSWER_TIMEOUT_S", 0.01)
     made = StandIn()
-    monkeypatch.setattr(LimitReporter, "_find", lambda self, makes: made)
+    monkeypatch.setattr(LimitReporter, "_find", lambda self, creates: made)
     return made
 
 
-def test_what_is_answered_late_is_entered_once(actor: StandIn) -> None:
-    """Regression: after a second without an answer the same was reported again, and counted twice."""
+def test_usage_answered_late_counts_once(actor: StandIn) -> None:
+    """Regression: after a second without an answer the same usage was reported again, and counted twice."""
 
     async def run() -> None:
         shares = IngressLimits()
         shared = LimitReporter(shares, LoadShedder(), "a", "first", lambda: 2)
         limit = shares.add_limit("key/tokens", 1000)
-        await shared._beat()
+        await shared.settle()
         limit.charge_usage(300)
-        actor.exchange.held = []
+        actor.settle_usage.held = []
         for _ in range(3):
-            await shared._beat()
+            await shared.settle()
             assert not shares.connected
-        [answer], actor.exchange.held = actor.exchange.held, None
+        [answer], actor.settle_usage.held = actor.settle_usage.held, None
         limit.charge_usage(100)
         answer()
-        await shared._beat()
+        await shared.settle()
         assert shares.connected
-        await shared._beat()
+        await shared.settle()
         assert limit.level == pytest.approx(600, abs=20)
-        assert actor.books.level("key/tokens") == pytest.approx(600, abs=20)
+        assert actor.ledger.level("key/tokens") == pytest.approx(600, abs=20)
 
     asyncio.run(run())
 
 
-def test_books_that_have_forgotten_an_ingress_hear_all_of_it(actor: StandIn) -> None:
-    """Regression: they said so in an answer that came too late, and nobody read it."""
+def test_a_ledger_that_has_dropped_an_ingress_gets_all_of_its_usage(actor: StandIn) -> None:
+    """Regression: the ledger said so in an answer that came too late, and was not read."""
 
     async def run() -> None:
         shares = IngressLimits()
@@ -83,14 +83,14 @@ def test_books_that_have_forgotten_an_ingress_hear_all_of_it(actor: StandIn) -> 
         limit = shares.add_limit("key/running", 4, refills=False)
         limit.charge_usage(3)
         for _ in range(2):
-            await shared._beat()
-        actor.exchange.held = []
-        await shared._beat()
-        actor.books.remove_ingress("first")
-        [answer], actor.exchange.held = actor.exchange.held, None
+            await shared.settle()
+        actor.settle_usage.held = []
+        await shared.settle()
+        actor.ledger.remove_ingress("first")
+        [answer], actor.settle_usage.held = actor.settle_usage.held, None
         answer()
         for _ in range(2):
-            await shared._beat()
-        assert actor.books.level("key/running") == 1
+            await shared.settle()
+        assert actor.ledger.level("key/running") == 1
 
     asyncio.run(run())

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
-from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
+from app.engine.report import ReplicaReport
 from app.errors import DeadlineError, FolioError, RequestError, UnavailableError, UnknownPinError
 from app.fleet.messages import ReplicaStatus
 from app.openai.bodies import DetokenizeRequest, PinRequest, TokenizeRequest
 from app.serving import calls as calls_module
 from app.serving import ingress as ingress_module
+from tests.app.compat.ray_types import DeploymentID
 from tests.app.serving.test_ingress import TOKENIZER, Engines, completion, ingress_with
-from vmem import PinReport
+from vmem import MemoryReport, PinReport
 
-FIELDS = [name for name in ReplicaStatus.__dataclass_fields__ if name not in ("name", "pins")]
 Act = Callable[[str, tuple[Any, ...]], Awaitable[Any]]
 
 
 def status(name: str, factor: int, *pins: PinReport) -> ReplicaStatus:
-    return ReplicaStatus(name=name, pins=pins, **{field: factor * (i + 1) for i, field in enumerate(FIELDS)})
+    """Every figure of the reports is another number."""
+    numbers = itertools.count(1)
+    load: Any = ReplicaReport(**{field.name: factor * next(numbers) for field in fields(ReplicaReport)})
+    memory: Any = MemoryReport(**{field.name: factor * next(numbers) for field in fields(MemoryReport)})
+    return ReplicaStatus(name, load, replace(memory, pins=pins), ready_s=factor * 0.5)
 
 
 class Fleet(Engines):
@@ -80,7 +86,18 @@ def test_the_load_of_those_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     for field, value in report.total:
         assert value == sum(getattr(replica, field) for replica in report.replicas), field
     assert report.least_queued_s == report.replicas[0].queued_s
-    assert len({value for _, value in report.total}) == len(list(report.total))
+    first = report.replicas[0]
+    load, memory = (one := status("a", 1)).load, one.memory
+    assert (first.name, first.ready_s, first.prompt_tokens, first.cached_tokens) == (
+        *("a", 0.5),
+        *(memory.queried_tokens, memory.hit_tokens),
+    )
+    of_load = {"num_running", "num_waiting", "queued_tokens", "queued_s", "busy_share", "max_num_seqs"}
+    of_load |= {"free_tokens", "total_tokens"}
+    of_memory = {f"{kind}_bytes" for kind in ("budget", "physical", "active", "cached", "pinned", "swapped")}
+    assert {name: getattr(first, name) for name in of_load} == {name: getattr(load, name) for name in of_load}
+    assert {name: getattr(first, name) for name in of_memory} == {name: getattr(memory, name) for name in of_memory}
+    assert {*of_load, *of_memory, "name", "ready_s", "prompt_tokens", "cached_tokens"} == set(type(first).model_fields)
     nobody = run(ingress_with(Fleet(hangs)).load())
     assert (nobody.num_silent, nobody.least_queued_s, nobody.total.free_tokens) == (1, None, 0)
     assert run(ingress_with(Fleet()).load()).num_replicas == 0

@@ -1,4 +1,4 @@
-"""What a replica hears from others before it runs, and that nothing they do keeps it from starting."""
+"""Hot prefixes from peer replicas: no behaviour of peers prevents a start."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError
-from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from app.fleet.messages import HotPrefixes
-from app.serving import peers
-from app.serving.peers import PeerReplicas
+from app.serving import replica as replica_module
+from app.serving.replica import PeerReplicas
+from tests.app.compat.ray_types import DeploymentID
 from vmem import CachedPrefix
 
-TOLD = [CachedPrefix((1, 2), ("tenant:a",), 3)]
-TELLS = HotPrefixes("same", TOLD)
+PREFIXES = [CachedPrefix((1, 2), ("tenant:a",), 3)]
+ANSWER = HotPrefixes("same", PREFIXES)
 UNAVAILABLE = DeploymentUnavailableError(DeploymentID("EngineReplica", "app"))
 
 
 class Serve:
-    """`ray.serve` as a starting replica sees it.
+    """`ray.serve` for a starting replica.
 
     Args:
-        states: replicas of the deployment in each state; None: the application is not known yet.
-        answers: what each broadcast brings, or fails with.
+        states: replicas of the deployment by state; `None`: the application is unknown.
+        answers: the results of each broadcast, or its error.
     """
 
     def __init__(self, states: dict[str, int] | None, *answers: list[Any] | Exception) -> None:
@@ -41,7 +41,7 @@ class Serve:
         return SimpleNamespace(applications={"app": SimpleNamespace(deployments={"EngineReplica": deployment})})
 
     def handle(self, deployment: str, app_name: str) -> Any:
-        """`DeploymentHandle`, which whoever makes it has to shut down."""
+        """A `DeploymentHandle`, to be shut down."""
 
         def broadcast(method: str) -> Any:
             self.asked.append((deployment, app_name, method))
@@ -54,8 +54,8 @@ class Serve:
         return SimpleNamespace(broadcast=broadcast, shutdown=shutdown)
 
     def _results(self, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
-        assert return_exceptions  # one that fails must not hide the others
-        assert 0 <= timeout_s <= peers.ANSWER_TIMEOUT_S
+        assert return_exceptions  # one failure must not hide the other answers
+        assert 0 <= timeout_s <= replica_module.PEER_TIMEOUT_S
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -63,64 +63,64 @@ class Serve:
 
 
 def ask(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> list[Any]:
-    monkeypatch.setattr(peers, "serve", serve)
-    monkeypatch.setattr(peers, "DeploymentHandle", serve.handle)
-    monkeypatch.setattr(peers, "_ASK_AGAIN_S", 0.0)
-    told = PeerReplicas("EngineReplica", "app").prefixes("same")
+    monkeypatch.setattr(replica_module, "serve", serve)
+    monkeypatch.setattr(replica_module, "DeploymentHandle", serve.handle)
+    monkeypatch.setattr(replica_module, "_PEER_RETRY_S", 0.0)
+    found = PeerReplicas("EngineReplica", "app").prefixes("same")
     assert not serve.open_handles  # its router would read all replicas' reports for ever
-    return told
+    return found
 
 
 @pytest.mark.parametrize("states", [None, {}, {"STARTING": 2}, {"STOPPING": 1}])
-def test_a_first_replica_asks_nobody(states: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_replica_has_no_peers(states: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     serve = Serve(states)
     assert ask(monkeypatch, serve) == []
     assert not serve.asked
 
 
-def test_those_that_run_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    serve = Serve({"RUNNING": 2, "STARTING": 1}, [TELLS, HotPrefixes("same", [])])
-    assert ask(monkeypatch, serve) == [TOLD, []]
+def test_running_peers_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve = Serve({"RUNNING": 2, "STARTING": 1}, [ANSWER, HotPrefixes("same", [])])
+    assert ask(monkeypatch, serve) == [PREFIXES, []]
     assert serve.asked == [("EngineReplica", "app", "hot_prefixes")]
 
 
-def test_a_new_handle_hears_of_replicas_a_little_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    serve = Serve({"RUNNING": 1}, UNAVAILABLE, UNAVAILABLE, [TELLS])
-    assert ask(monkeypatch, serve) == [TOLD]
+def test_a_new_handle_does_not_know_replicas_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve = Serve({"RUNNING": 1}, UNAVAILABLE, UNAVAILABLE, [ANSWER])
+    assert ask(monkeypatch, serve) == [PREFIXES]
     assert len(serve.asked) == 3
 
 
-def test_one_that_fails_does_not_hide_the_others(
+def test_a_failing_peer_does_not_hide_the_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    serve = Serve({"RUNNING": 3}, [AttributeError("hot_prefixes"), TELLS, TimeoutError()])
-    assert ask(monkeypatch, serve) == [TOLD]
-    assert caplog.text.count("does not tell its prefixes") == 2
+    serve = Serve({"RUNNING": 3}, [AttributeError("hot_prefixes"), ANSWER, TimeoutError()])
+    assert ask(monkeypatch, serve) == [PREFIXES]
+    assert caplog.text.count("no hot prefixes from a peer replica") == 2
 
 
-def test_other_models_and_versions_have_other_words(
+def test_prefixes_of_other_models_and_versions_are_dropped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Regression: token ids of another tokenizer were computed, and pinned, as if they were this one's."""
     caplog.set_level("INFO")
-    other = HotPrefixes("other", TOLD)
-    assert ask(monkeypatch, Serve({"RUNNING": 4}, [other, TELLS, TOLD, other])) == [TOLD]
+    other = HotPrefixes("other", PREFIXES)
+    assert ask(monkeypatch, Serve({"RUNNING": 4}, [other, ANSWER, PREFIXES, other])) == [PREFIXES]
     assert [r.getMessage() for r in caplog.records if "another model" in r.getMessage()] == [
-        "3 replicas have another model or version; their prefixes are not restored"
+        "3 peer replicas have another model or version; their prefixes are not restored"
     ]
 
 
 @pytest.mark.parametrize("error", [TimeoutError("slow"), RayActorError(), KeyError("gone")])
-def test_without_answers_a_replica_starts_all_the_same(
+def test_a_replica_starts_without_answers(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert ask(monkeypatch, Serve({"RUNNING": 1}, error)) == []
-    assert f"cannot be asked for their prefixes: {type(error).__name__}" in caplog.text
+    assert f"cannot be asked for hot prefixes: {type(error).__name__}" in caplog.text
 
 
-def test_replicas_that_have_all_gone_are_not_waited_for_long(
+def test_peers_that_have_gone_are_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(peers, "ANSWER_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(replica_module, "PEER_TIMEOUT_S", 0.0)
     assert ask(monkeypatch, Serve({"RUNNING": 1}, UNAVAILABLE, UNAVAILABLE)) == []
     assert "cannot be asked" in caplog.text

@@ -1,4 +1,4 @@
-"""A replica without a cluster, and with an engine that only does what it is told to."""
+"""A replica without a cluster, mostly with an engine that returns given deltas."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ import pytest
 from app.config.engine import EngineConfig
 from app.engine import AsyncEngine, Delta, SamplingParams
 from app.engine.async_engine import Pace
+from app.engine.startup import StartTimes
 from app.errors import DeadlineError, OverloadedError, UnavailableError, UnknownRequestError
 from app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, HotPrefixes, SharedStreamCall, SharedStreamKey
-from app.fleet.retry import DuplicateGuard
 from app.fleet.streams import StreamPace
 from app.serving import replica as replica_module
-from app.serving.replica import EngineReplica
-from app.serving.shared_streams import SharedStreams
+from tests.local_server import replica_of
 from vmem import CachedPrefix
 
 DELTAS = [
@@ -33,7 +32,7 @@ DELTAS = [
 
 
 class Engine:
-    """Yields deltas, and takes down what it is asked."""
+    """Yields deltas and records its calls."""
 
     healthy = True
 
@@ -68,7 +67,7 @@ class Engine:
 
 
 class Audit:
-    """`RoutingAudit` without Ray's metrics."""
+    """`RoutingAudit` that records its notes."""
 
     def __init__(self) -> None:
         self.noted: list[tuple[int, int]] = []
@@ -77,13 +76,8 @@ class Audit:
         self.noted.append((expected_tokens, cached_tokens))
 
 
-def replica_with(engine: Engine) -> Any:
-    replica: Any = object.__new__(EngineReplica)
-    replica._closing, replica._leaving, replica._member = False, None, None
-    replica._engine, replica._audit, replica._name = engine, Audit(), "here"
-    replica._pace = StreamPace(10, min_interval_s=0.05, max_interval_s=1.0)
-    replica._shared, replica._alone = SharedStreams(), DuplicateGuard()
-    return replica
+def replica_with(engine: Any, audit: Audit | None = None) -> Any:
+    return replica_of(engine, "here", StreamPace(10, min_interval_s=0.05, max_interval_s=1.0), audit)
 
 
 REQUEST = GenerateRequest(
@@ -102,8 +96,8 @@ REQUEST = GenerateRequest(
 
 def test_outputs_whole_and_in_pieces() -> None:
     async def run() -> None:
-        replica = replica_with(Engine(DELTAS))
-        whole = await replica.generate(REQUEST)
+        replica = replica_with(engine := Engine(DELTAS), audit := Audit())
+        whole = await replica.complete_request(REQUEST)
         assert [(p.index, p.text, p.token_ids, p.finish_reason) for p in whole] == [
             (0, "ac", (1, 4), "length"),
             (1, "b", (2, 3), "stop"),
@@ -112,9 +106,9 @@ def test_outputs_whole_and_in_pieces() -> None:
         assert [(p.index, p.text, p.token_ids) for p in pieces] == [(0, "a", (1,)), (1, "b", (2, 3)), (0, "c", (4,))]
         assert [p.ends_request for p in pieces] == [False, False, True]
         assert {(p.replica, p.num_cached_tokens) for p in whole + pieces} == {("here", 3)}
-        assert replica._audit.noted == [(4, 3)] * 2
-        whole_pace, stream_pace = replica._engine.paces
-        assert whole_pace() == math.inf, "nobody reads it before its end"
+        assert audit.noted == [(4, 3)] * 2
+        whole_pace, stream_pace = engine.paces
+        assert whole_pace() == math.inf, "the answer is read at its end"
         assert stream_pace() == 0.05
 
     asyncio.run(run())
@@ -123,14 +117,14 @@ def test_outputs_whole_and_in_pieces() -> None:
 def test_the_engine_gets_every_option() -> None:
     async def run() -> None:
         replica = replica_with(engine := Engine(DELTAS))
-        await replica.generate(REQUEST)
+        await replica.complete_request(REQUEST)
         options = {"priority": 1, "cache_salt": "s", "adapter": "a", "tenant": "t", "user": "u", "timeout_s": 2.0}
         assert engine.asked == [([1, 2], REQUEST.params, "r", {**options, "expected_cached_tokens": 4})]
 
     asyncio.run(run())
 
 
-def test_a_stream_that_nobody_wants_any_more_ends_its_request() -> None:
+def test_a_closed_stream_ends_its_request() -> None:
     async def run() -> None:
         replica = replica_with(engine := Engine(DELTAS))
         pieces = replica.generate_stream(REQUEST)
@@ -145,7 +139,7 @@ def test_errors_come_through() -> None:
     async def run() -> None:
         replica = replica_with(Engine(DELTAS[:1], DeadlineError("too late")))
         with pytest.raises(DeadlineError):
-            await replica.generate(REQUEST)
+            await replica.complete_request(REQUEST)
         with pytest.raises(DeadlineError):
             _ = [piece async for piece in replica.generate_stream(REQUEST)]
 
@@ -153,11 +147,11 @@ def test_errors_come_through() -> None:
 
 
 @pytest.mark.parametrize("error", [OverloadedError("full", 2.0), UnavailableError("stopped")])
-def test_who_refuses_says_who_it_is(error: OverloadedError | UnavailableError) -> None:
+def test_a_refusal_names_the_replica(error: OverloadedError | UnavailableError) -> None:
     async def run() -> None:
         replica = replica_with(Engine([], error))
         with pytest.raises(type(error)) as refused:
-            await replica.generate(REQUEST)
+            await replica.complete_request(REQUEST)
         assert refused.value.replica == "here"
 
     asyncio.run(run())
@@ -175,7 +169,7 @@ def test_forks() -> None:
     asyncio.run(run())
 
 
-def test_a_fork_of_what_another_replica_had() -> None:
+def test_a_fork_of_another_replicas_request() -> None:
     async def run() -> None:
         replica = replica_with(engine := Engine(DELTAS))
         call = ForkCall("f", "r", 0, "another", SamplingParams())
@@ -188,7 +182,7 @@ def test_a_fork_of_what_another_replica_had() -> None:
     asyncio.run(run())
 
 
-def test_what_a_replica_tells_a_new_one() -> None:
+def test_the_hot_prefixes() -> None:
     async def run() -> None:
         replica = replica_with(engine := Engine(DELTAS))
         engine.hot_prefixes = lambda: [CachedPrefix((1,), (), 2)]  # type: ignore[attr-defined]
@@ -198,33 +192,25 @@ def test_what_a_replica_tells_a_new_one() -> None:
     asyncio.run(run())
 
 
-def test_a_budget_that_nobody_can_change_is_a_reason() -> None:
-    """Regression: the thread that shares memory could end, and the replica served on, its budget counted for ever."""
-    replica: Any = object.__new__(EngineReplica)
-    replica._closing, replica._leaving = False, None
-    replica._engine = SimpleNamespace(healthy=True, check=lambda: None, close=lambda: None)
-    replica._member = SimpleNamespace(healthy=True, close=lambda: None)
+def test_a_replica_whose_budget_cannot_change_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the thread that shares memory ended, and the replica went on, its budget counted for ever."""
+    member = SimpleNamespace(healthy=True, close=lambda: None, wait_for_budget=lambda: None, attach=None)
+    member.follow = lambda load: None
+    monkeypatch.setattr(replica_module, "BudgetMember", lambda *_: member)
+    engine = SimpleNamespace(healthy=True, check=lambda: None, close=lambda: None, load=lambda: None)
+    replica = replica_of(engine, shared_kv_memory_bytes=1 << 20)
     replica.check_health()
-    replica._member.healthy = False
+    member.healthy = False
     with pytest.raises(UnavailableError, match="budget"):
         replica.check_health()
-    replica._member = None
-    replica.check_health()
-
-
-class Silent:
-    """A meter that tells nobody."""
-
-    def note(self, *_: object) -> None:
-        pass
+    replica_of(engine).check_health()
 
 
 def test_nothing_waits_for_the_memory_on_the_event_loop() -> None:
     """Regression: reports for routers, the budget and pins took the memory's lock in the loop that all streams and
     health checks share. The lock is held here until the loop has gone on."""
     engine = AsyncEngine(EngineConfig(model="builtin", kv_memory_bytes=16 << 20, warm_up=False))
-    replica = replica_with(engine)  # type: ignore[arg-type]
-    replica._guesses = replica._ready = replica._meter = Silent()
+    replica = replica_with(engine)
     memory, held, loop_went_on = engine._engine.memory, threading.Event(), threading.Event()
     in_time: list[bool] = []
 
@@ -241,7 +227,7 @@ def test_nothing_waits_for_the_memory_on_the_event_loop() -> None:
         asked = [
             asyncio.ensure_future(call)
             for call in (
-                replica.report(),
+                replica.named_report(),
                 replica.status(),
                 replica.record_routing_stats(),
                 replica.record_autoscaling_stats(),
@@ -263,7 +249,7 @@ def test_nothing_waits_for_the_memory_on_the_event_loop() -> None:
     engine.close()
 
 
-def test_an_order_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_hangs_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     monkeypatch.setattr(replica_module, "_ANSWER_S", 0.01)
     engine = SimpleNamespace(set_budget=lambda *_: go_on.wait(60), close=lambda: None)
@@ -271,16 +257,16 @@ def test_an_order_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatc
     async def run() -> None:
         try:
             with pytest.raises(UnavailableError, match="has not answered"):
-                await replica_with(engine).set_budget(1, 1)  # type: ignore[arg-type]
+                await replica_with(engine).set_budget(1, 1)
         finally:
             go_on.set()
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("first_asked", ["generate", "record_routing_stats", "check_health"])
+@pytest.mark.parametrize("first_asked", ["complete_request", "record_routing_stats", "check_health"])
 def test_a_stopped_engine_ends_its_process_at_the_first_call(monkeypatch: pytest.MonkeyPatch, first_asked: str) -> None:
-    """Regression: only a health check did, and until then routers took it for idle."""
+    """Regression: only a health check ended the process, and until then routers took the replica for idle."""
     timers: list[Callable[..., None]] = []
 
     def timer(_: float, ends: Callable[..., None], __: tuple[int]) -> SimpleNamespace:
@@ -292,10 +278,9 @@ def test_a_stopped_engine_ends_its_process_at_the_first_call(monkeypatch: pytest
 
     engine: Any = Engine([], UnavailableError("the engine has stopped"))
     engine.healthy, engine.check, engine.load = False, check, lambda **_: check()
-    engine.speculation = engine.start_times = None
+    engine.speculation, engine.start_times = None, StartTimes()
     monkeypatch.setattr(replica_module.threading, "Timer", timer)
     replica = replica_with(engine)
-    replica._guesses = replica._ready = Silent()
 
     async def run() -> None:
         for _ in range(2):
@@ -303,7 +288,7 @@ def test_a_stopped_engine_ends_its_process_at_the_first_call(monkeypatch: pytest
                 await call()
 
     async def call() -> None:
-        answer = getattr(replica, first_asked)(*[REQUEST] * (first_asked == "generate"))
+        answer = getattr(replica, first_asked)(*[REQUEST] * (first_asked == "complete_request"))
         await answer
 
     asyncio.run(run())
@@ -319,26 +304,25 @@ def test_a_repeated_request_never_runs_beside_the_first() -> None:
         request = replace(REQUEST, repeat_key="k")
         first = replica.generate_stream(request)
         await anext(first)
-        second = asyncio.ensure_future(replica.generate(request))
+        second = asyncio.ensure_future(replica.complete_request(request))
         for _ in range(3):
             await asyncio.sleep(0)
         assert len(engine.asked) == 1
         await first.aclose()
         assert [piece.text for piece in await second] == ["ac", "b"]
         assert (len(engine.asked), engine.closed) == (2, 2)
-        assert not replica._alone._running
 
     asyncio.run(run())
 
 
 def test_only_its_own_shared_stream() -> None:
-    """A replica that was asked in place of another one would bring pieces of the wrong requests."""
+    """A shared stream of another replica would carry pieces of other requests."""
 
     async def run() -> None:
         replica = replica_with(Engine(DELTAS))
         with pytest.raises(UnknownRequestError):
-            await anext(replica.share(SharedStreamCall("i", 1, "there")))
-        stream = replica.share(SharedStreamCall("i", 1, "here"))
+            await anext(replica.open_shared_stream(SharedStreamCall("i", 1, "there")))
+        stream = replica.open_shared_stream(SharedStreamCall("i", 1, "here"))
         opening = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
         request = replace(REQUEST, share=SharedStreamKey("i", 7))

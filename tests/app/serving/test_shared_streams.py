@@ -68,7 +68,7 @@ class Replica:
         self.pieces: list[asyncio.Queue[Piece | FolioError]] = []
         self.closed = 0
         self.generate_stream = SimpleNamespace(remote=self._generate)
-        self.share = SimpleNamespace(remote=self._share)
+        self.open_shared_stream = SimpleNamespace(remote=self._share)
 
     def options(self, **_: Any) -> Replica:
         return self

@@ -1,8 +1,8 @@
-"""`/metrics`: everything that this application has told Prometheus, from all of its replicas on all nodes.
+"""The page `/metrics`: the metrics of all replicas of this application on all nodes.
 
-`ray.serve.metrics` sends what a process counts to the agent of its node, every 10 s (`metrics_report_interval_ms` of
-Ray), and each agent serves what it has of all processes. So every ingress replica has the same page, with everything in
-it once, and as Prometheus has it when it reads the agents themselves.
+`ray.serve.metrics` sends a process's metrics to the agent of its node every 10 s (`metrics_report_interval_ms` of Ray),
+and each agent serves those of all its processes. Every ingress merges the agents' pages: all ingresses have the same
+page, equal to what Prometheus collects from the agents.
 """
 
 from __future__ import annotations
@@ -20,38 +20,37 @@ from prometheus_client.samples import Sample
 
 from app.errors import UnavailableError
 
-# Ours, and what Serve itself counts of the application.
+# Metrics of Folio, and of Serve.
 _PREFIXES = ("ray_folio_", "ray_serve_")
-# The same for all processes of a session.
+# Labels that are equal for all processes of a session.
 _NOISE = {"Component", "SessionName", "Version", "otel_scope_name", "otel_scope_schema_url", "otel_scope_version"}
 # An agent that counts for hundreds of processes takes a second or so.
 _TIMEOUT_S = 10.0
-# Agents have news every few seconds only, and making their pages costs them: whoever asks sooner gets the last one.
+# Age up to which the last page is served: agents have new figures every few seconds, and their pages take time.
 _FRESH_S = 1.0
 
 
 class MetricsPage:
     """
     Args:
-        application: only what has its name is shown.
-        agents: returns the addresses of the nodes' agents; it may block.
+        application: name of the application whose metrics are shown.
+        agents: returns the addresses of the nodes' agents; may block.
     """
 
     def __init__(self, application: str, agents: Callable[[], Sequence[str]] | None = None) -> None:
         self._application = application
         self._agents = agents or agents_of_this_cluster
-        self._asking = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._page = ""
         self._made_at = -_FRESH_S
 
     async def text(self) -> str:
-        """In Prometheus' text format, at most `_FRESH_S` old.
+        """The page in Prometheus' text format, at most `_FRESH_S` old.
 
         Raises:
-            UnavailableError: a node's agent does not answer, so that something would be missing; or none of them has
-                heard of this application yet.
+            UnavailableError: a node's agent does not answer, or no agent has metrics of this application yet.
         """
-        async with self._asking:
+        async with self._lock:
             if time.monotonic() - self._made_at >= _FRESH_S:
                 pages = await self._fetch(await asyncio.to_thread(self._agents))
                 self._page = await asyncio.to_thread(merge, pages, self._application)
@@ -69,13 +68,13 @@ async def _get(session: aiohttp.ClientSession, url: str) -> str:
             return await answer.text()
     except (aiohttp.ClientError, TimeoutError) as error:
         raise UnavailableError(
-            f"Ray's metrics agent at {url} does not answer ({type(error).__name__}: {error}); without it metrics would "
-            "be missing: try again later"
+            f"Ray's metrics agent at {url} does not answer ({type(error).__name__}: {error}), and its metrics would be "
+            "missing: try again later"
         ) from error
 
 
 def agents_of_this_cluster() -> list[str]:
-    """Where the agents of all living nodes serve metrics."""
+    """Addresses of the metrics agents of all living nodes."""
     return [
         f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
         for node in ray.nodes()
@@ -84,11 +83,8 @@ def agents_of_this_cluster() -> list[str]:
 
 
 def merge(pages: Iterable[str], application: str) -> str:
-    """What pages of agents have of an application, each metric in one place.
-
-    Raises:
-        UnavailableError: nothing.
-    """
+    """The metrics of one application on the agents' pages, each metric once. Raises `UnavailableError` if there are
+    none."""
     merged: dict[str, Metric] = {}
     for page in pages:
         for family in text_string_to_metric_families("".join(_relevant(page))):
@@ -102,13 +98,13 @@ def merge(pages: Iterable[str], application: str) -> str:
                 metric.samples += of_application
     if not merged:
         raise UnavailableError(
-            f"there are no metrics of {application!r} yet; they are told a few seconds after the start: try again later"
+            f"there are no metrics of {application!r} yet; the first appear seconds after the start: try again"
         )
     return generate_latest(_Collected([merged[name] for name in sorted(merged)])).decode()
 
 
 def _relevant(page: str) -> Iterator[str]:
-    """Lines that may matter: an agent has thousands of others, and parsing takes time."""
+    """The lines of relevant metrics: an agent has thousands of others, and parsing takes time."""
     for line in page.splitlines(keepends=True):
         name = line.split(" ", 3)[2] if line.startswith("# ") else line
         if name.startswith(_PREFIXES):
@@ -116,7 +112,7 @@ def _relevant(page: str) -> Iterator[str]:
 
 
 class _Collected:
-    """Metrics, as `generate_latest` wants them."""
+    """A registry, for `generate_latest`."""
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self._metrics = metrics

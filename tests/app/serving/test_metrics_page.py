@@ -1,4 +1,4 @@
-"""The page of all metrics, from agents that are a server of the test."""
+"""The page `/metrics`, from metrics agents that run in the test."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.errors import UnavailableError
-from app.serving.metrics.page import MetricsPage, merge
+from app.serving.metrics_page import MetricsPage, merge
 
 NOISE = 'Component="core_worker",SessionName="s",Version="2.60.0",otel_scope_name="x"'
 
 
 def agent(node: str, application: str = "folio") -> str:
-    """As Ray's agent writes it."""
+    """The page of a node's agent, in Ray's format."""
     tags = f'{{{NOISE},NodeAddress="{node}",application="{application}",route="chat"}}'
     bucket = tags.replace("route", 'le="1.0",route')
     return (
@@ -36,7 +36,7 @@ def agent(node: str, application: str = "folio") -> str:
 
 @asynccontextmanager
 async def agents(pages: Sequence[str | None]) -> AsyncIterator[tuple[list[str], list[int]]]:
-    """Their addresses, and how often each was asked; `None` is an agent that answers 500."""
+    """The agents' addresses and numbers of requests; `None`: an agent that answers 500."""
     asked = [0] * len(pages)
 
     async def answer(request: web.Request) -> web.Response:
@@ -57,8 +57,9 @@ async def agents(pages: Sequence[str | None]) -> AsyncIterator[tuple[list[str], 
         await runner.cleanup()
 
 
-def test_all_nodes_are_one_page() -> None:
-    """Each metric is described once, has the samples of all nodes, and nothing of other applications or of Ray."""
+def test_all_nodes_have_one_page() -> None:
+    """Each metric is described once, with the samples of all nodes, without other applications and Ray's own
+    metrics."""
 
     async def run() -> str:
         async with agents([agent("10.0.0.1"), agent("10.0.0.2"), agent("10.0.0.2", "folio2")]) as (urls, _):
@@ -75,14 +76,14 @@ def test_all_nodes_are_one_page() -> None:
     assert "ray_tasks" not in page
 
 
-def test_who_asks_again_at_once_gets_the_same_page() -> None:
+def test_a_fresh_page_is_served_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with agents([agent("10.0.0.1")]) as (urls, asked):
             page = MetricsPage("folio", lambda: urls)
             first, second = await asyncio.gather(page.text(), page.text())
             assert first == second
             assert asked == [1]
-            page._made_at -= 10
+            monkeypatch.setattr("app.serving.metrics_page._FRESH_S", 0.0)
             await page.text()
             assert asked == [2]
 
@@ -90,7 +91,7 @@ def test_who_asks_again_at_once_gets_the_same_page() -> None:
 
 
 @pytest.mark.parametrize("other", [None, "gone"])
-def test_a_page_without_some_node_would_be_wrong(other: str | None) -> None:
+def test_no_page_without_all_nodes(other: str | None) -> None:
     async def run() -> None:
         async with agents([agent("10.0.0.1"), None]) as (urls, _):
             if other == "gone":
@@ -99,11 +100,11 @@ def test_a_page_without_some_node_would_be_wrong(other: str | None) -> None:
             with pytest.raises(UnavailableError, match="does not answer"):
                 await page.text()
             urls.pop()
-            assert "ray_folio_requests_total" in await page.text()  # what failed is not remembered
+            assert "ray_folio_requests_total" in await page.text()  # the failure is not cached
 
     asyncio.run(run())
 
 
-def test_before_the_first_report_there_is_none() -> None:
+def test_no_page_before_the_first_report() -> None:
     with pytest.raises(UnavailableError, match="no metrics of 'folio' yet"):
         merge([agent("10.0.0.1", "other")], "folio")

@@ -1,0 +1,138 @@
+"""Ray Serve: every use of its undocumented interfaces, and its errors as Folio's.
+
+Seen to work with `VERSION`. `tests/app/compat/test_ray.py` fails first when Ray changes. For each use, the reason:
+
+- `ServeControllerClient.deploy_apps`: `serve.run` takes Python objects, not a configuration; the REST API
+  for configurations needs the dashboard.
+- `ServeControllerClient._controller`, `_shutdown`: `serve.shutdown` has no timeout, and logs "infinite retries" when
+  the controller ends before it answers.
+- `DeploymentBroadcastResponse._fetch_replica_results_async`: `results_async` has one timeout for all replicas, and
+  drops the answers that have come.
+- `DeploymentHandle.options(_by_reference=)`: by value an item of a stream costs half as much, and a replica learns of
+  its caller's death.
+- `RequestRouter._choose_replica_for_request`: without a replica Serve waits for ever. `choose_replica` and `dispatch`
+  would reserve a slot at the replica first, by a further message for each request.
+- `PendingRequest.routing_context.should_backoff`: otherwise Serve asks a router again at once, and for ever, while all
+  replicas are full.
+- `grpc.aio.AioRpcError`, `RayTaskError.cause`: the errors of calls between deployments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from typing import Any, cast
+
+import grpc
+import ray
+from ray import serve
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.context import _get_global_client
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
+from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
+from ray.serve.schema import LoggingConfig, ServeDeploySchema
+
+from app.errors import EngineError, FolioError, OverloadedError, UnavailableError
+
+VERSION = "2.60"
+
+
+class ServeInstance:
+    """Serve on this cluster, started by this process unless it runs already."""
+
+    def __init__(self, config: ServeDeploySchema) -> None:
+        serve.start(
+            http_options=config.http_options.model_dump(),
+            proxy_location=config.proxy_location,
+            grpc_options=config.grpc_options.model_dump(),
+            # The ingress logs requests; the proxy's log would be a second one.
+            logging_config=config.logging_config or LoggingConfig(enable_access_log=False),
+        )
+        self._client: Any = _get_global_client()
+
+    def deploy(self, config: ServeDeploySchema) -> None:
+        """Deploy the applications of a configuration, without waiting for them."""
+        self._client.deploy_apps(config, _blocking=False)
+
+    def shut_down(self, timeout_s: float) -> None:
+        """Shut Serve down. Processes left after `timeout_s` end with the cluster, or later if the cluster runs on."""
+        with suppress(RayError, TimeoutError):  # the controller ends before it can answer: no retries
+            controller = self._client._controller
+            ray.get(controller.graceful_shutdown.options(max_task_retries=0).remote(), timeout=timeout_s)
+        self._client._shutdown = True
+
+
+def streaming_handle(handle: DeploymentHandle[Any], *, by_value: bool) -> DeploymentHandle[Any]:
+    """The handle, for streams whose items travel in gRPC messages (`by_value`, at most 4 MiB) or in Ray's object
+    store."""
+    return handle.options(stream=True, _by_reference=not by_value)
+
+
+async def replica_results(response: DeploymentBroadcastResponse) -> Sequence[Any]:
+    """One result for each replica that a broadcast has reached, to be awaited by `get_async()`."""
+    return cast(Sequence[Any], await response._fetch_replica_results_async())
+
+
+class BoundedWaitRouter(FIFOMixin, RequestRouter):
+    """A request router that bounds the time for which a request waits for a replica.
+
+    `FIFOMixin`: calls of one HTTP request share an id, by which Serve finds only one of them; the others are placed in
+    the order of their arrival.
+    """
+
+    def bounded_wait(self, pending: PendingRequest) -> AbstractAsyncContextManager[None]:
+        """The context in which Serve chooses a replica. An error that leaves it fails the call."""
+        raise NotImplementedError
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        async with self.bounded_wait(pending_request):
+            return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+
+
+def back_off(pending: PendingRequest) -> None:
+    """Have Serve pause before it asks for another ranking of this request."""
+    pending.routing_context.should_backoff = True
+
+
+# Errors of a call that failed at the callee, could not be delivered, or was refused by Serve.
+CALL_ERRORS = (RayError, DeploymentUnavailableError, BackPressureError, grpc.aio.AioRpcError)
+# Status codes of a replica whose process is gone, or is about to end.
+_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+_REPLICA = "the engine replica"
+
+
+def call_broken_error(callee: str = _REPLICA) -> UnavailableError:
+    """The error of a call that ended without its answer."""
+    return UnavailableError(f"{callee} has broken off the call; send the request again")
+
+
+def folio_error(error: Exception, callee: str = _REPLICA) -> FolioError:
+    """The cause of one of `CALL_ERRORS`, as Folio's error."""
+    if isinstance(error, BackPressureError):
+        return OverloadedError(str(error), error.retry_after_s)
+    if isinstance(error, RayTaskError):
+        if isinstance(error.cause, FolioError):
+            return error.cause
+    elif not isinstance(error, grpc.aio.AioRpcError) or error.code() in _GONE:
+        # Ray's other errors are about processes, nodes and objects, not about the request.
+        return UnavailableError(f"{callee} cannot be reached; send the request again")
+    return EngineError(f"{callee} failed; see its log")
+
+
+@contextmanager
+def translate_failures(callee: str = _REPLICA) -> Iterator[None]:
+    """Raise `CALL_ERRORS` as the `FolioError`s that they mean."""
+    try:
+        yield
+    except CALL_ERRORS as error:
+        raise folio_error(error, callee) from error
+    except asyncio.CancelledError:
+        # When a replica that stops breaks a call off, Serve raises as if this task had been cancelled.
+        task = asyncio.current_task()
+        if task is not None and not task.cancelling():
+            raise call_broken_error(callee) from None
+        raise

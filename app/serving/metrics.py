@@ -1,0 +1,322 @@
+"""Prometheus metrics of ingresses and engine replicas. All names are in docs/metrics.md."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from ray.serve import metrics
+
+from app.engine.load_report import Activity
+from app.engine.report import ReplicaReport
+from app.engine.speculation import SpeculationCounts
+from app.engine.startup import StartTimes
+from app.exchange import EdgeObserver
+from app.fleet.messages import GenerateRequest, Piece
+from app.http_errors import error_response
+from vmem import MemoryReport
+
+_FIRST_S: list[float] = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60]
+_TOKEN_S: list[float] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1]
+_WHOLE_S: list[float] = [0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600]
+# Outcome by HTTP status; otherwise 4xx is "invalid", 5xx "failed".
+_OUTCOMES = {408: "timeout", 429: "refused", 503: "unavailable"}
+_TOKENS: list[float] = [1, 16, 64, 256, 1024, 4096, 16_384, 65_536]
+_STEP_S: list[float] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5]
+_QUEUE_S: list[float] = [0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60]
+
+
+class RequestMeter:
+    """An ingress's requests by route and outcome, tokens, and times. About 40 µs a request, below 1 µs a piece."""
+
+    def __init__(self) -> None:
+        self._requests = metrics.Counter(
+            "folio_requests",
+            "Requests that have ended, by outcome.",
+            ("route", "outcome"),  # type: ignore[arg-type]  # Ray's annotation allows one name only
+        )
+        self._running = metrics.Gauge("folio_requests_in_flight", "Requests that have not ended.", ("route",))
+        self._prompt = metrics.Counter("folio_prompt_tokens", "Tokens of prompts, cached ones included.", ("route",))
+        self._cached = metrics.Counter(
+            "folio_prompt_cached_tokens", "Tokens of prompts that the prefix cache had.", ("route",)
+        )
+        self._output = metrics.Counter("folio_output_tokens", "Tokens generated and passed on.", ("route",))
+        self._first_s = metrics.Histogram(
+            "folio_first_token_s",
+            "Streams: from the request to the first piece of any output (TTFT).",
+            boundaries=_FIRST_S,
+            tag_keys=("route",),
+        )
+        self._token_s = metrics.Histogram(
+            "folio_output_token_s",
+            "Streams: mean time per token of each output behind its first piece (TPOT).",
+            boundaries=_TOKEN_S,
+            tag_keys=("route",),
+        )
+        self._whole_s = metrics.Histogram(
+            "folio_request_s", "From the request to the end of its answer.", boundaries=_WHOLE_S, tag_keys=("route",)
+        )
+        self._num_running: Counter[str] = Counter()
+
+    def measure(self, route: str) -> Measured:
+        """The context of a request from its arrival to its end. The error that leaves it is the outcome."""
+        return Measured(self, route)
+
+    def begun(self, route: str) -> None:
+        self._num_running[route] += 1
+        self._running.set(self._num_running[route], {"route": route})
+
+    def repeat(self) -> None:
+        """Set the gauges again: Ray drops a gauge 20 s after it was last set."""
+        for route, number in self._num_running.items():
+            self._running.set(number, {"route": route})
+
+    def ended(self, route: str, outcome: str, measured: Measured) -> None:
+        tags = {"route": route}
+        self._num_running[route] -= 1
+        self._running.set(self._num_running[route], tags)
+        self._requests.inc(1, {"route": route, "outcome": outcome})
+        counts = (self._prompt, measured.prompt_tokens), (self._cached, measured.cached_tokens)
+        for counter, number in (*counts, (self._output, measured.output_tokens)):
+            if number:  # a counter may not be increased by 0
+                counter.inc(number, tags)
+        if measured.first_s is not None:
+            self._first_s.observe(measured.first_s, tags)
+        for seconds in measured.token_s:
+            self._token_s.observe(seconds, tags)
+        if outcome == "ok":
+            self._whole_s.observe(measured.whole_s, tags)
+
+
+@dataclass(slots=True)
+class _Output:
+    """Times and tokens of one output: of its first piece, and of all so far."""
+
+    first_at: float
+    first_tokens: int
+    last_at: float
+    tokens: int
+
+
+class Measured:
+    """Measurements of one request.
+
+    Attributes:
+        first_s: seconds until the first piece, if the request is streamed.
+        whole_s: seconds until the end.
+    """
+
+    def __init__(self, meter: RequestMeter, route: str) -> None:
+        self._meter, self._route = meter, route
+        self._begun_at = 0.0
+        self._outputs: dict[tuple[int, int], _Output] = {}
+        self._cached: dict[int, int] = {}  # by prompt
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+        self._error: BaseException | None = None
+        self.first_s: float | None = None
+        self.whole_s = 0.0
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self._cached.values())
+
+    @property
+    def token_s(self) -> list[float]:
+        """Mean time per token of each output with more than one piece."""
+        return [
+            (output.last_at - output.first_at) / (output.tokens - output.first_tokens)
+            for output in self._outputs.values()
+            if output.tokens > output.first_tokens
+        ]
+
+    def sends(self, calls: Iterable[GenerateRequest]) -> None:
+        """Note the calls of engine replicas."""
+        self.prompt_tokens += sum(len(call.prompt_token_ids) for call in calls)
+
+    def streams(self, piece: Piece, prompt: int = 0) -> None:
+        """Note a piece of a stream."""
+        now, num_tokens = time.perf_counter(), len(piece.token_ids)
+        if self.first_s is None:
+            self.first_s = now - self._begun_at
+        output = self._outputs.get((prompt, piece.index))
+        if output is None:
+            self._outputs[prompt, piece.index] = _Output(now, num_tokens, now, num_tokens)
+        else:
+            output.last_at, output.tokens = now, output.tokens + num_tokens
+        self._count(piece, prompt)
+
+    def receives(self, outputs: Sequence[Sequence[Piece]]) -> None:
+        """Note all outputs of each prompt, without a stream."""
+        for prompt, pieces in enumerate(outputs):
+            for piece in pieces:
+                self._count(piece, prompt)
+
+    def fails(self, error: Exception) -> None:
+        """Note an error that the answer reports, so that it is not raised."""
+        self._error = error
+
+    def _count(self, piece: Piece, prompt: int) -> None:
+        self.output_tokens += len(piece.token_ids)
+        if self.prompt_tokens and piece.num_cached_tokens > self._cached.get(prompt, 0):  # a fork has no prompt
+            self._cached[prompt] = piece.num_cached_tokens
+
+    def __enter__(self) -> Measured:
+        self._begun_at = time.perf_counter()
+        self._meter.begun(self._route)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.whole_s = time.perf_counter() - self._begun_at
+        self._meter.ended(self._route, outcome_of(error or self._error), self)
+
+
+def outcome_of(error: BaseException | None) -> str:
+    """The outcome of a request that ends with this error."""
+    if error is None:
+        return "ok"
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return "cancelled"
+    status, _ = error_response(error)
+    return _OUTCOMES.get(status, "invalid" if status < 500 else "failed")
+
+
+class EdgeMeter(EdgeObserver):
+    """An ingress's refusals, and the state of its file of API keys."""
+
+    def __init__(self) -> None:
+        self._refused = metrics.Counter(
+            "folio_refused_requests", "Requests that were refused at the ingress, by reason.", ("code",)
+        )
+        self._stale = metrics.Gauge(
+            "folio_api_keys_stale", "1 while the file of API keys is invalid, and the previous keys are in use."
+        )
+        self._is_stale = False
+
+    def on_refused(self, code: str) -> None:
+        self._refused.inc(tags={"code": code})
+
+    def on_keys_read(self, problem: str | None) -> None:
+        self._is_stale = problem is not None
+        self.repeat()
+
+    def repeat(self) -> None:
+        self._stale.set(int(self._is_stale))
+
+
+class EngineMeter:
+    """An engine's activity, recorded with its load reports and not in its steps."""
+
+    def __init__(self) -> None:
+        self._running = metrics.Gauge("folio_running_sequences", "Sequences that have blocks.")
+        self._waiting = metrics.Gauge("folio_waiting_sequences", "Sequences that have none yet, or were preempted.")
+        self._bytes = metrics.Gauge("folio_kv_bytes", "Memory of the KV cache.", ("kind",))
+        self._queried = metrics.Counter(
+            "folio_prefix_queried_tokens", "Tokens of sequences that were looked up in the prefix cache."
+        )
+        self._hit = metrics.Counter("folio_prefix_hit_tokens", "Tokens that were found there.")
+        self._evicted = metrics.Counter("folio_evicted_blocks", "Cached blocks whose content was given up.")
+        self._preemptions = metrics.Counter("folio_preemptions", "Preempted requests, by swap or recompute.", ("way",))
+        self._mapping_s = metrics.Counter(
+            "folio_mapping_s", "Seconds of mapping work: exposed (steps waited) or hidden (beside steps).", ("time",)
+        )
+        self._failed = metrics.Counter("folio_failed_steps", "Steps that failed, and with them all requests in flight.")
+        self._step_s = metrics.Histogram("folio_step_s", "Time of an engine step.", boundaries=_STEP_S)
+        self._queue_s = metrics.Histogram(
+            "folio_queue_s",
+            "From a request's arrival at the engine to the step that computes its first tokens.",
+            boundaries=_QUEUE_S,
+        )
+        self._totals: dict[tuple[str, str], float] = {}
+
+    def note(self, load: ReplicaReport, memory: MemoryReport, activity: Activity) -> None:
+        """Record a report. One thread at a time."""
+        self._running.set(load.num_running)
+        self._waiting.set(load.num_waiting)
+        for kind in ("budget", "physical", "anchor", "active", "cached", "pinned", "parked", "mapped", "swapped"):
+            self._bytes.set(getattr(memory, f"{kind}_bytes"), {"kind": kind})
+        self._count(self._queried, {"": memory.queried_tokens})
+        self._count(self._hit, {"": memory.hit_tokens})
+        self._count(self._evicted, {"": memory.evicted_blocks})
+        self._count(self._preemptions, {str(way): number for way, number in activity.num_preempted.items()}, "way")
+        seconds = {"exposed": memory.exposed_us / 1e6, "hidden": memory.hidden_us / 1e6}
+        self._count(self._mapping_s, seconds, "time")
+        self._count(self._failed, {"": activity.num_failed_steps})
+        for step_s in activity.step_s:
+            self._step_s.observe(step_s)
+        for queue_s in activity.queue_s:
+            self._queue_s.observe(queue_s)
+
+    def _count(self, counter: metrics.Counter, sums: Mapping[Any, float], tag: str | None = None) -> None:
+        """Increase a counter to these totals since the start. Ray refuses an increase by 0."""
+        for value, total in sums.items():
+            key = (counter.info["name"], value)
+            if (gained := total - self._totals.get(key, 0)) > 0:
+                counter.inc(gained, {tag: value} if tag is not None else {})
+                self._totals[key] = total
+
+
+class RoutingAudit:
+    """Expected and found cached tokens of each request: how well routers know this replica's prefix cache."""
+
+    def __init__(self) -> None:
+        self._expected = metrics.Counter(
+            "folio_expected_cached_tokens", "Prompt tokens that routers expected to be cached."
+        )
+        self._cached = metrics.Counter("folio_cached_tokens", "Prompt tokens that were cached, of the same requests.")
+        self._missed = metrics.Histogram(
+            "folio_expected_cached_tokens_error",
+            "Difference of both for a request, in prompt tokens.",
+            boundaries=_TOKENS,
+        )
+
+    def note(self, expected_tokens: int, cached_tokens: int) -> None:
+        """Note a request that has begun."""
+        if expected_tokens:  # a counter may not be increased by 0
+            self._expected.inc(expected_tokens)
+        if cached_tokens:
+            self._cached.inc(cached_tokens)
+        self._missed.observe(abs(expected_tokens - cached_tokens))
+
+
+class SpeculationMeter:
+    """Draft tokens verified, and those accepted: the quotient is the acceptance rate."""
+
+    def __init__(self) -> None:
+        self._draft = metrics.Counter("folio_draft_tokens", "Draft tokens that were verified.", ("proposer",))
+        self._accepted = metrics.Counter("folio_accepted_tokens", "Draft tokens that were accepted.", ("proposer",))
+        self._draft_tokens = self._accepted_tokens = 0
+
+    def note(self, counts: SpeculationCounts | None) -> None:
+        """Record the engine's counts; `None`: no speculation. One thread at a time."""
+        if counts is None:
+            return
+        # Accepted first: the engine's thread goes on counting, and accepted tokens must not exceed draft tokens.
+        accepted_tokens, draft_tokens = counts.accepted_tokens, counts.draft_tokens
+        tags = {"proposer": counts.proposer}
+        if draft_tokens > self._draft_tokens:
+            self._draft.inc(draft_tokens - self._draft_tokens, tags)
+        if accepted_tokens > self._accepted_tokens:
+            self._accepted.inc(accepted_tokens - self._accepted_tokens, tags)
+        self._draft_tokens, self._accepted_tokens = draft_tokens, accepted_tokens
+
+
+class ReadyGauge:
+    """Seconds until this replica was ready, by phase and in all (`StartTimes`)."""
+
+    def __init__(self) -> None:
+        self._seconds = metrics.Gauge(
+            "folio_ready_s", "Seconds of a phase of the start; of the engine's whole start: all.", ("phase",)
+        )
+
+    def note(self, times: StartTimes) -> None:
+        for phase, seconds in times.phases().items():
+            self._seconds.set(seconds, {"phase": phase})
+        self._seconds.set(times.ready_s, {"phase": "all"})

@@ -1,4 +1,4 @@
-"""What other programs import: the client, the bodies it takes, the answers and the errors it gives.
+"""Client package for other programs: `Folio`, its request bodies, answers and errors.
 
 folio = Folio("folio")  # within the Ray cluster; or Folio("http://127.0.0.1:8000"), Folio("grpc://127.0.0.1:9000")
 question = Message(role="user", content="What is Folio?")

@@ -1,4 +1,4 @@
-"""Folio as programs call it: typed bodies in, typed answers and Folio's own errors out."""
+"""Folio client: typed bodies in, typed answers and Folio's own errors out."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _READY_POLL_S = 0.5
 class Folio:
     """A Folio application: within its Ray cluster by its name, from outside by a URL.
 
-    Methods may be called from any event loop, and raise `FolioError`s as the application raised them. Whoever cancels a
-    call, or closes a stream before its end, frees what the request had. `session`: requests of one go to the same
-    replica where that costs little. How long a request may take is part of its body (`timeout_s`).
+    Methods may be called from any event loop, and raise the application's `FolioError`s. Cancelling a call, or closing
+    a stream before its end, frees the request's memory. Requests of one `session` go to the same replica where that
+    costs little. A request's time limit is part of its body (`timeout_s`).
 
     Args:
-        application: its name, or a handle of it, in any process of its Ray cluster; `http://host:port` or `https://…`,
-            with the application's route prefix if it has one; or `grpc://host:port` or `grpcs://…`, with its name as
-            the path where Serve has several. Calls by URL need no Ray, and have no `fork` and `set_budget`; `responses`
-            is HTTP's only.
-        api_key: by URL, where the server has keys. Within the cluster there is no need of one.
+        application: a name or a handle, in any process of the application's Ray cluster; `http://host:port` or
+            `https://…`, with the application's route prefix if it has one; or `grpc://host:port` or `grpcs://…`, with
+            the application's name as the path where Serve has several. Calls by URL need no Ray. They do not support
+            `fork` and `set_budget`, and `responses` over HTTP only.
+        api_key: for calls by URL of a server with keys. Calls within the cluster need none.
     """
 
     def __init__(self, application: str | DeploymentHandle[Any] = "folio", *, api_key: str | None = None) -> None:
@@ -48,14 +48,14 @@ class Folio:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections of the running event loop, if there are any; a further call opens new ones."""
+        """Close the connections of the running event loop. A further call opens new ones."""
         await self._transport.close()
 
     async def ready(self, timeout_s: float = 120.0) -> None:
-        """Returns when the application is there and one of its engine replicas answers.
+        """Wait until an engine replica of the application answers.
 
         Raises:
-            UnavailableError: not within `timeout_s`.
+            UnavailableError: none answered within `timeout_s`.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -72,77 +72,77 @@ class Folio:
             await asyncio.sleep(_READY_POLL_S)
 
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
-        """A completion, whole."""
+        """A completion."""
         return cast(Completion, await self._transport.call("generate", request, session))
 
     def generate_stream(
         self, request: CompletionRequest, session: str | None = None
     ) -> AsyncGenerator[Completion, None]:
-        """A completion, piece by piece."""
+        """The chunks of a completion."""
         return self._transport.stream("generate_stream", request, session)
 
     async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
-        """A chat completion, whole."""
+        """A chat completion."""
         return cast(ChatCompletion, await self._transport.call("chat", request, session))
 
     def chat_stream(
         self, request: ChatCompletionRequest, session: str | None = None
     ) -> AsyncGenerator[ChatCompletionChunk, None]:
-        """A chat completion, piece by piece."""
+        """The chunks of a chat completion."""
         return self._transport.stream("chat_stream", request, session)
 
     async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject:
-        """A response of the responses API, whole."""
+        """A response of the responses API."""
         return cast(ResponseObject, await self._transport.call("responses", request, session))
 
     def responses_stream(
         self, request: ResponsesRequest, session: str | None = None
     ) -> AsyncGenerator[StreamEvent, None]:
-        """A response, event by event. Once it has begun, what goes wrong is its last event."""
+        """The events of a response. Once it has begun, an error is its last event."""
         return self._transport.stream("responses_stream", request, session)
 
     async def fork(self, request: ForkRequest) -> Completion:
-        """More outputs of a request that runs, or has just ended, whole.
+        """More outputs of a running or recently finished request.
 
         Raises:
-            UnknownRequestError: it is not there any more.
+            UnknownRequestError: the request is not known any more.
         """
         return cast(Completion, await self._transport.call("fork", request))
 
     def fork_stream(self, request: ForkRequest) -> AsyncGenerator[Completion, None]:
-        """The same, piece by piece."""
+        """The chunks of `fork`."""
         return self._transport.stream("fork_stream", request)
 
     async def pin(self, request: PinRequest) -> None:
-        """Compute a prefix on every engine replica and keep it; returns when all have.
+        """Compute a prefix on every engine replica and pin it; returns when all replicas have it.
 
         Raises:
-            RequestError: it is too short to be shared, or the name is taken.
-            EngineError: a replica has no room for it within its quota.
+            RequestError: the prefix is too short to be shared, or the name is taken.
+            EngineError: the prefix exceeds a replica's quota for pins.
         """
         await self._transport.call("pin", request)
 
     async def unpin(self, name: str) -> None:
-        """Let a pinned prefix go. Raises `RequestError` if none of that name is pinned."""
+        """Unpin a prefix. Raises `UnknownPinError` if no prefix of that name is pinned."""
         await self._transport.call("unpin", name)
 
     async def pins(self) -> PinList:
-        """The pinned prefixes of all engine replicas that answer soon."""
+        """The pinned prefixes of all engine replicas that answer in time."""
         return cast(PinList, await self._transport.call("pins"))
 
     async def report(self) -> dict[str, MemoryReport]:
-        """KV memory of every engine replica, by its name, which is also the end of the ids of its answers."""
+        """KV memory of every engine replica, by its name, with which the ids of its answers end."""
         return cast(dict[str, MemoryReport], await self._transport.call("reports"))
 
     async def load(self) -> LoadReport:
-        """How busy every engine replica is, as in `GET /v1/load`. Those that do not answer soon are counted only."""
+        """Load of every engine replica, as in `GET /v1/load`. Replicas that do not answer in time are only counted."""
         return cast(LoadReport, await self._transport.call("load"))
 
     async def set_budget(self, budget_bytes: int, revision: int) -> list[BudgetAnswer]:
-        """Change how much memory the KV cache of every engine replica may take.
+        """Change the budget of every engine replica's KV cache.
 
         Args:
-            revision: larger than that of every order before.
+            revision: larger than that of all earlier calls.
 
         Raises:
             RequestError: the budget is out of bounds.
@@ -151,7 +151,7 @@ class Folio:
 
 
 def _transport(application: str | DeploymentHandle[Any], headers: dict[str, str]) -> Transport:
-    """Imports what it needs only: calls by URL need no Ray, those within a cluster no gRPC."""
+    """The transport for an application. Imports are local: calls by URL need no Ray, those by handle no gRPC."""
     scheme = application.partition("://")[0] if isinstance(application, str) and "://" in application else None
     if scheme in ("http", "https"):
         from app.client.over_http import OverHttp
@@ -162,7 +162,7 @@ def _transport(application: str | DeploymentHandle[Any], headers: dict[str, str]
 
         return OverGrpc(cast(str, application), headers)
     if scheme is not None:
-        raise ValueError(f"{application!r} begins with {scheme}://; it may be http, https, grpc or grpcs")
+        raise ValueError(f"the scheme of {application!r} is {scheme}://; it must be http, https, grpc or grpcs")
     from app.client.over_handle import OverHandle
 
     return OverHandle(application)

@@ -1,4 +1,4 @@
-"""Calls of a server by gRPC (`app/proto/folio.proto`)."""
+"""Transport over a server's gRPC interface (`app/proto/folio.proto`)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from app.proto import folio_pb2 as pb
 from app.proto.folio_pb2_grpc import FolioStub
 from vmem import MemoryReport
 
-# So much later than `timeout_s` the call itself ends: the server's error says more.
+# The call ends this much later than `timeout_s`, so that the server's own error arrives first.
 _GRACE_S = 2.0
 _REPORTS = TypeAdapter(dict[str, MemoryReport])
 
 
 class OverGrpc:
-    """Of the server at `grpc://host:port`, or `grpcs://…` with TLS; of several applications of one Serve, that of the
-    path's name: `grpc://host:port/folio`."""
+    """Args: the URL, `grpc://host:port` or, with TLS, `grpcs://…`, and metadata of every call. The path names one of
+    several applications of a Serve: `grpc://host:port/folio`."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         parts = urlsplit(url)
@@ -51,7 +51,7 @@ class OverGrpc:
             call = self._started(name, message, args)
             try:
                 async for answer in call:
-                    if answer.id:  # else an error follows
+                    if answer.id:  # otherwise the answer is empty and an error follows
                         yield read(answer)
             finally:
                 call.cancel()
@@ -60,7 +60,7 @@ class OverGrpc:
         await self._channels.close()
 
     def _prepared(self, method: str, args: Sequence[Any]) -> tuple[str, Any, Callable[[Any], Any]]:
-        """Name of the call, its message, and what becomes of the answer's."""
+        """(Name of the call, its message, conversion of the answer's message)."""
         session = args[1] if len(args) > 1 else None
         match method:
             case "generate" | "generate_stream":
@@ -93,8 +93,8 @@ class OverGrpc:
 
     def _channel(self) -> Any:
         options = [
-            ("grpc.max_receive_message_length", -1),  # who asks for much gets it
-            # By default a server that was away is looked for ever more seldom, up to once in two minutes.
+            ("grpc.max_receive_message_length", -1),  # answers may be large
+            # By default gRPC tries to reconnect at growing intervals, up to two minutes.
             ("grpc.initial_reconnect_backoff_ms", 500),
             ("grpc.max_reconnect_backoff_ms", 1000),
         ]
@@ -107,28 +107,7 @@ class OverGrpc:
         try:
             yield
         except grpc.aio.AioRpcError as error:
-            raise self._error(error) from error
-
-    def _error(self, error: grpc.aio.AioRpcError) -> FolioError:
-        told = dict(error.trailing_metadata() or ())
-        retry_after = told.get("retry-after")
-        if "folio-error" in told:
-            known = error_of(from_json(told["folio-error"]), None if retry_after is None else float(retry_after))
-            if known is not None:
-                return known
-        details = error.details() or error.code().name
-        match error.code():  # by gRPC itself, or by Serve
-            case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.NOT_FOUND:  # the latter: no application is there yet
-                return unreachable(self._url, details)
-            case grpc.StatusCode.CANCELLED:
-                return connection_lost(self._url)
-            case grpc.StatusCode.DEADLINE_EXCEEDED:
-                return DeadlineError(details)
-            case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" not in details:
-                return OverloadedError(details)
-            case grpc.StatusCode.RESOURCE_EXHAUSTED | grpc.StatusCode.UNIMPLEMENTED:
-                return RequestError(details)
-        return EngineError(f"{error.code().name}: {details}")
+            raise call_error(error, self._url) from error
 
 
 _KINDS: dict[str, Any] = {
@@ -139,13 +118,36 @@ _KINDS: dict[str, Any] = {
 }
 
 
+def call_error(error: grpc.aio.AioRpcError, url: str) -> FolioError:
+    """The server's error, or that of gRPC or Serve in front of the server, which has no JSON of ours."""
+    metadata = dict(error.trailing_metadata() or ())
+    retry_after = metadata.get("retry-after")
+    if "folio-error" in metadata:
+        known = error_of(from_json(metadata["folio-error"]), None if retry_after is None else float(retry_after))
+        if known is not None:
+            return known
+    details = error.details() or error.code().name
+    match error.code():  # an error of gRPC itself, or of Serve
+        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.NOT_FOUND:  # the latter: the application has not started
+            return unreachable(url, details)
+        case grpc.StatusCode.CANCELLED:
+            return connection_lost(url)
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineError(details)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" not in details:
+            return OverloadedError(details)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED | grpc.StatusCode.UNIMPLEMENTED:
+            return RequestError(details)
+    return EngineError(f"{error.code().name}: {details}")
+
+
 def _json(request: Any) -> dict[str, Any]:
     body: dict[str, Any] = request.model_dump(mode="json", exclude_unset=True, by_alias=True)
     return body
 
 
 def _nothing(answer: Any) -> None:
-    """Of an answer that says only that it is done."""
+    """The conversion of an answer without fields."""
 
 
 def _pins(answer: pb.PinList) -> PinList:

@@ -1,4 +1,4 @@
-"""Calls of an application from within its Ray cluster, through Serve's handle."""
+"""Transport within a Ray cluster, through Serve's handle of the application."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from app.errors import UnavailableError
 
 
 class OverHandle:
-    """From any process of the cluster, and any event loop.
+    """Works from any process of the cluster and any event loop.
 
     Args:
-        application: its name, which is looked up at the first call, so that both applications may start in any order;
-            or a handle of it.
+        application: a handle, or a name, which is looked up at the first call, so that applications may start in any
+            order.
     """
 
     def __init__(self, application: str | DeploymentHandle[Any]) -> None:
@@ -34,7 +34,7 @@ class OverHandle:
             with translate_failures(self._callee):
                 return await response
         except asyncio.CancelledError:
-            response.cancel()  # outside of a deployment Serve does not, and the request would go on
+            response.cancel()  # outside of a deployment Serve does not cancel the request
             raise
 
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
@@ -47,11 +47,11 @@ class OverHandle:
                     yield chunk
             finished = True
         finally:
-            if not finished:  # dropping the generator would not stop the request
+            if not finished:  # dropping the generator would not cancel the request
                 response.cancel()
 
     async def close(self) -> None:
-        """Handles are Serve's."""
+        """Nothing to close: Serve owns handles."""
 
     async def _connected(self) -> DeploymentHandle[Any]:
         if self._handle is None:
@@ -60,7 +60,7 @@ class OverHandle:
 
 
 def _find(name: str) -> DeploymentHandle[Any]:
-    """Asks Serve's controller, and waits for the answer."""
+    """Ask Serve's controller; blocks."""
     try:
         return serve.get_app_handle(name)
     except RayServeException as error:

@@ -1,4 +1,4 @@
-"""Calls of a server's HTTP API."""
+"""Transport over a server's HTTP API."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _ROUTES = {
 
 
 class OverHttp:
-    """Of the server at `http://…` or `https://…`, without the `/v1`."""
+    """Args: the URL without `/v1`, and headers of every request."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         self._url = url.rstrip("/")
@@ -61,15 +61,15 @@ class OverHttp:
 
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
         async with self._answer(method, args, streams=True) as (route, response):
-            is_whole = False
+            is_complete = False
             async for data in event_data(response.content.iter_any()):
                 if data == DONE:
-                    is_whole = True
+                    is_complete = True
                 elif (error := error_of(from_json(data))) is not None:
                     raise error
                 else:
                     yield route.answer.validate_json(data)
-            if not is_whole and method != "responses_stream":  # which has no such mark
+            if not is_complete and method != "responses_stream":  # whose events have no end mark
                 raise connection_lost(self._url)
 
     async def close(self) -> None:
@@ -79,7 +79,7 @@ class OverHttp:
     async def _answer(
         self, method: str, args: tuple[Any, ...], *, streams: bool
     ) -> AsyncIterator[tuple[_Route, aiohttp.ClientResponse]]:
-        """The answer's head, and its status is 200. Left early it ends the request."""
+        """The head of an answer with status 200. Leaving the context early cancels the request."""
         route = _ROUTES.get(method)
         if route is None:
             raise no_such_call(method, "HTTP")
@@ -106,7 +106,7 @@ class OverHttp:
             raise connection_lost(self._url) from error
 
     def _session(self) -> aiohttp.ClientSession:
-        # How long an answer may take, the request says.
+        # The request itself bounds the time of its answer.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
         return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
 
@@ -115,7 +115,7 @@ def _error(status: int, retry_after: str | None, content: bytes) -> FolioError:
     retry_after_s = float(retry_after) if retry_after is not None and retry_after.isdigit() else None
     try:
         error = error_of(from_json(content), retry_after_s)
-    except ValueError:  # something in front of the server answers
+    except ValueError:  # the answer of a proxy
         error = None
     if error is not None:
         return error

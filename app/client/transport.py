@@ -1,4 +1,4 @@
-"""How a client's calls get to a Folio application."""
+"""Transport: the Protocol behind the client, connections per event loop, and errors that transports share."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 class Transport(Protocol):
-    """Calls of the ingress's methods, by name and with their arguments. Both raise `FolioError`s, and free what the
-    request has when they are cancelled or, a stream, closed."""
+    """Calls of the ingress's methods by name. Both raise `FolioError`, and free the request's memory when the call is
+    cancelled or the stream closed."""
 
     async def call(self, method: str, *args: Any) -> Any: ...
     def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]: ...
@@ -22,16 +22,16 @@ class Transport(Protocol):
 
 
 class PerLoop(Generic[T]):
-    """A connection for each event loop that uses one: such objects are bound to theirs."""
+    """One connection for each event loop: such objects are bound to the loop that made them."""
 
     def __init__(self, connect: Callable[[], T], close: Callable[[T], Awaitable[Any]]) -> None:
         self._connect = connect
         self._close = close
         self._open: dict[asyncio.AbstractEventLoop, T] = {}
-        self._lock = threading.Lock()  # loops run in threads of their own
+        self._lock = threading.Lock()  # event loops run in several threads
 
     def get(self) -> T:
-        """That of the running loop."""
+        """The running loop's connection, which the first call opens."""
         loop = asyncio.get_running_loop()
         with self._lock:
             if loop not in self._open:
@@ -40,7 +40,7 @@ class PerLoop(Generic[T]):
             return self._open[loop]
 
     async def close(self) -> None:
-        """That of the running loop."""
+        """Close the running loop's connection."""
         with self._lock:
             value = self._open.pop(asyncio.get_running_loop(), None)
         if value is not None:
@@ -48,12 +48,12 @@ class PerLoop(Generic[T]):
 
 
 def no_such_call(method: str, scheme: str) -> RequestError:
-    return RequestError(f"{method} is not to be had over {scheme}; call it within the Ray cluster, by the name")
+    return RequestError(f"{method} is not available over {scheme}; call the application by name in its Ray cluster")
 
 
-def unreachable(where: str, why: object) -> UnavailableError:
-    return UnavailableError(f"{where} cannot be reached ({why}); send the request again")
+def unreachable(callee: str, reason: object) -> UnavailableError:
+    return UnavailableError(f"{callee} cannot be reached ({reason}); send the request again")
 
 
-def connection_lost(where: str) -> UnavailableError:
-    return UnavailableError(f"{where} has broken off; send the request again")
+def connection_lost(callee: str) -> UnavailableError:
+    return UnavailableError(f"the connection to {callee} was lost; send the request again")

@@ -1,7 +1,7 @@
-"""Between the messages of `folio.proto` and the JSON of the HTTP API.
+"""Conversion between the messages of `folio.proto` and the JSON of the HTTP API.
 
-Messages have the fields of the JSON bodies by the same names. Where JSON has what a message cannot have, such as a
-value of several types, the functions here change the shape, each beside the one that changes it back.
+Messages have the fields of the JSON bodies by the same names. Where a message cannot have the JSON's shape, such as a
+value of several types, pairs of functions change the shape and change it back.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _SAMPLING = frozenset(field.name for field in pb.Sampling.DESCRIPTOR.fields)
 _SCHEDULING = frozenset(field.name for field in pb.Scheduling.DESCRIPTOR.fields)
 
 
-# Requests: the client writes messages, the server reads them.
+# Requests: clients write messages, servers read them.
 
 
 def generate_message(body: Fields, session: str | None = None) -> pb.GenerateRequest:
-    """Of a `CompletionRequest` as JSON. Raises `RequestError` for a field that messages do not have."""
+    """The message of a `CompletionRequest` as JSON. Raises `RequestError` for fields that messages do not have."""
     fields = _without_stream(body)
     if "max_tokens" in fields and fields["max_tokens"] is None:
         fields["unlimited"] = True
@@ -33,7 +33,7 @@ def generate_message(body: Fields, session: str | None = None) -> pb.GenerateReq
 
 
 def generate_body(message: pb.GenerateRequest) -> Fields:
-    """A `CompletionRequest` as JSON."""
+    """The `CompletionRequest` of a message, as JSON."""
     fields = _ungrouped(plain(message))
     if fields.pop("unlimited"):
         fields["max_tokens"] = None
@@ -41,7 +41,7 @@ def generate_body(message: pb.GenerateRequest) -> Fields:
 
 
 def chat_message(body: Fields, session: str | None = None) -> pb.ChatRequest:
-    """Of a `ChatCompletionRequest` as JSON. Raises `RequestError` for a field that messages do not have."""
+    """The message of a `ChatCompletionRequest` as JSON. Raises `RequestError` for fields that messages do not have."""
     fields = _without_stream(body)
     fields["messages"] = [_message(message) for message in fields["messages"]]
     if fields.get("tools"):
@@ -51,13 +51,13 @@ def chat_message(body: Fields, session: str | None = None) -> pb.ChatRequest:
     if fields.get("response_format"):
         schema = fields["response_format"].get("json_schema") or {}
         fields["response_format"] = {"type": fields["response_format"]["type"], **_with_text(schema, "schema")}
-        fields["response_format"].pop("description", None)  # for people, as is `strict`
+        fields["response_format"].pop("description", None)  # has no effect, and neither has `strict`
         fields["response_format"].pop("strict", None)
     return filled(pb.ChatRequest(), _grouped(fields, session))
 
 
 def chat_body(message: pb.ChatRequest) -> Fields:
-    """A `ChatCompletionRequest` as JSON. Raises `RequestError` where text should be JSON, and is not."""
+    """The `ChatCompletionRequest` of a message, as JSON. Raises `RequestError` for texts that should be JSON."""
     fields = _ungrouped(plain(message))
     if tools := fields.get("tools"):
         fields["tools"] = [
@@ -77,7 +77,7 @@ def chat_body(message: pb.ChatRequest) -> Fields:
 
 
 def pin_message(body: Fields) -> pb.PinRequest:
-    """Of a `PinRequest` as JSON."""
+    """The message of a `PinRequest` as JSON."""
     fields = _with_prompt(body)
     if fields.get("messages") is not None:
         fields["messages"] = [_message(message) for message in fields["messages"]]
@@ -85,21 +85,21 @@ def pin_message(body: Fields) -> pb.PinRequest:
 
 
 def pin_body(message: pb.PinRequest) -> Fields:
-    """A `PinRequest` as JSON."""
+    """The `PinRequest` of a message, as JSON."""
     return _without_kind_of_prompt(plain(message))
 
 
-# Answers: the server writes messages, the client reads them.
+# Answers: servers write messages, clients read them.
 
 
 def answer_message(message: M, answer: Fields) -> M:
-    """A completion, a chat completion or a chunk of one, from JSON."""
+    """Fill the message of a completion, a chat completion or a chunk from JSON."""
     choices = [_choice_fields(choice) for choice in answer["choices"]]
     return filled(message, _with_prompt_tokens(answer) | {"object": None, "choices": choices})
 
 
 def answer_fields(message: Any) -> Fields:
-    """The same as JSON, without `object`."""
+    """A completion, a chat completion or a chunk as JSON, without `object`."""
     return _with_prompt_logprobs(plain(message)) | {"choices": [_choice(choice) for choice in message.choices]}
 
 
@@ -111,7 +111,7 @@ def reports_fields(message: pb.MemoryReports) -> dict[str, Fields]:
 
 
 def plain(message: Any) -> Fields:
-    """Its fields as JSON has them, without those that are not set, and without empty lists."""
+    """The fields of a message as JSON, without those that are not set and empty lists."""
     fields: Fields = {}
     for field in message.DESCRIPTOR.fields:
         name = field.name
@@ -134,8 +134,8 @@ def plain(message: Any) -> Fields:
 
 
 def filled(message: M, fields: Mapping[str, Any]) -> M:
-    """The message with these fields of JSON, of which nulls are left out. Raises `RequestError` for those that it does
-    not have, and for values out of its range or of another type."""
+    """Fill a message with fields of JSON other than null. Raises `RequestError` for unknown fields, and for values out
+    of range or of another type."""
     known: Any = message
     for name, value in fields.items():
         if value is None:
@@ -152,7 +152,7 @@ def filled(message: M, fields: Mapping[str, Any]) -> M:
             else:
                 for item in value:
                     filled(getattr(known, name).add(), item)
-        except (TypeError, ValueError) as error:  # protobuf's: of a value
+        except (TypeError, ValueError) as error:  # protobuf's
             raise RequestError(f"{name}: {error}", name) from None
     return message
 
@@ -160,17 +160,17 @@ def filled(message: M, fields: Mapping[str, Any]) -> M:
 def _fill_object(message: Any, name: str, value: Fields) -> None:
     kind = message.DESCRIPTOR.fields_by_name[name].message_type
     if not kind.GetOptions().map_entry:
-        getattr(message, name).SetInParent()  # it is there even if it is empty
+        getattr(message, name).SetInParent()  # present, even if empty
         filled(getattr(message, name), value)
     elif kind.fields_by_name["value"].message_type is not None:
         for key, item in value.items():
             filled(getattr(message, name)[key], item)
-    else:  # the keys are token ids, which JSON has as text
+    else:  # keys are token ids, which are strings in JSON
         getattr(message, name).update({int(key): item for key, item in value.items()})
 
 
 def _without_stream(body: Fields) -> Fields:
-    """Which call it is says whether the answer is streamed."""
+    """Drop `stream`: streamed answers are another call."""
     fields = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
     options = body.get("stream_options") or {}
     return fields | {"include_usage": bool(options.get("include_usage"))}
@@ -187,7 +187,7 @@ def _grouped(fields: Fields, session: str | None) -> Fields:
         else:
             top[name] = value
     sampling = found["sampling"]
-    if sampling.get("guided_choice") == []:  # as if there were none
+    if sampling.get("guided_choice") == []:  # a message cannot tell an empty list from none
         raise RequestError("guided_choice: at least one choice is needed", "guided_choice")
     if isinstance(sampling.get("stop"), str):
         sampling["stop"] = [sampling["stop"]]
@@ -199,7 +199,7 @@ def _grouped(fields: Fields, session: str | None) -> Fields:
 
 
 def _ungrouped(fields: Fields) -> Fields:
-    """Without the session, which is a header."""
+    """Undo `_grouped`; the session is a header over HTTP."""
     sampling, scheduling = fields.pop("sampling", {}), fields.pop("scheduling", {})
     scheduling.pop("session", None)
     if (given := sampling.get("early_stopping")) is not None:
@@ -210,7 +210,7 @@ def _ungrouped(fields: Fields) -> Fields:
 
 
 def _with_prompt(body: Fields) -> Fields:
-    """Its first element decides, as in `app.openai.bodies`."""
+    """The prompt by the kind of its first element, as in `app.openai.bodies`."""
     fields = {name: value for name, value in body.items() if name != "prompt"}
     prompt = body.get("prompt")
     if isinstance(prompt, str):
@@ -238,7 +238,7 @@ def _without_kind_of_prompt(fields: Fields) -> Fields:
 
 
 def _message(message: Fields) -> Fields:
-    """Parts of its text in one; without what other servers and clients have made of an answer."""
+    """Join the parts of the text; drop fields that other servers and clients add to answers."""
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)
@@ -320,7 +320,6 @@ def _completion_logprobs(entries: list[Fields]) -> Fields:
 
 
 def _chat_token(entry: Fields) -> Fields:
-    """The token itself, and each of its alternatives."""
     fields = entry | {"bytes": None if entry["bytes"] is None else bytes(entry["bytes"])}
     if "top_logprobs" in entry:
         fields["top_logprobs"] = [_chat_token(top) for top in entry["top_logprobs"]]

@@ -1,1 +1,1 @@
-"""A hotel desk: a deployment that knows the keys of rooms, one that talks to guests, and Folio, which they ask."""
+"""Hotel desk example: a key register, a desk that answers guests, and Folio as a separate Serve application."""

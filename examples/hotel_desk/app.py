@@ -1,6 +1,6 @@
-"""The application, for Serve's config files."""
+"""Builder of the application, for Serve's config files."""
 
-# Serve looks at the builder's annotation for what `args` are: it must not be a string.
+# Serve reads the type of `args` from the builder's annotation, which must not be a string.
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -11,7 +11,7 @@ from examples.hotel_desk.register import KeyRegister
 
 
 class DeskArgs(BaseModel):
-    """Args: the name of the Folio application beside this one, and what it calls its model."""
+    """Args: the name of the Folio application, and the name of its model."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -20,9 +20,9 @@ class DeskArgs(BaseModel):
 
 
 def build_desk(args: DeskArgs) -> Application:
-    """The desk and its register. Folio is an application of its own, which others may use as well: Serve allows one
-    deployment with `serve.ingress` in each."""
-    desk: Any = Desk  # a `Deployment`, although Ray's annotations say that it is still the class
+    """The desk and its register. Folio is a separate application, which others may use as well: Serve allows one
+    deployment with `serve.ingress` per application."""
+    desk: Any = Desk  # a `Deployment`, although Ray annotates it as the class
     register: Any = KeyRegister
     application: Application = desk.bind(register.bind(), args.folio, args.model)
     return application

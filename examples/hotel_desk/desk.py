@@ -1,7 +1,7 @@
-"""The desk: answers guests. It asks the register for notes, and Folio for words."""
+"""Desk: answers guests with notes of the register and text of Folio."""
 
-# `serve.ingress` copies class and FastAPI application as they are then, for replicas. So what they use stands above the
-# class, and annotations are no strings (`from __future__ import annotations`), which FastAPI could not look up there.
+# `serve.ingress` pickles the class and the FastAPI application at once. Names that they use are therefore defined above
+# the class, and annotations are not strings (no `from __future__ import annotations`), which FastAPI could not resolve.
 import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
@@ -34,7 +34,7 @@ RULES = Message(
     ),
 )
 PIN = "hotel desk"
-# Long enough to tell good drafts from bad ones, short enough that a guest does not wait for them.
+# Drafts are long enough to be compared, and short enough that a guest does not notice the wait.
 DRAFT_TOKENS, ANSWER_TOKENS = 6, 64
 
 api = FastAPI(title="Hotel desk")
@@ -42,7 +42,7 @@ api = FastAPI(title="Hotel desk")
 
 @api.exception_handler(FolioError)
 async def failed(request: Request, error: FolioError) -> Response:
-    """Folio says what is wrong, and when to come back."""
+    """Answer with Folio's error, and with its `Retry-After`."""
     if isinstance(error, OverloadedError | UnavailableError):
         seconds = math.ceil(error.retry_after_s or 1)
         return JSONResponse({"detail": str(error)}, 503, {"Retry-After": str(seconds)})
@@ -50,14 +50,14 @@ async def failed(request: Request, error: FolioError) -> Response:
 
 
 class Question(BaseModel):
-    """`drafts`: how many beginnings of an answer to choose from."""
+    """`drafts`: number of beginnings of the answer to choose from."""
 
     question: Annotated[str, Field(max_length=100_000)]
     drafts: Annotated[int, Field(ge=1, le=8)] = 3
 
 
 def mean_logprob(drafts: ChatCompletion, index: int) -> float:
-    """How likely the model finds the tokens of a draft."""
+    """The mean log probability of a draft's tokens."""
     [choice] = [choice for choice in drafts.choices if choice.index == index]
     tokens = choice.logprobs.content if choice.logprobs is not None else []
     return fmean(token.logprob for token in tokens) if tokens else -math.inf
@@ -70,23 +70,22 @@ class Desk:
     Args:
         register: the deployment `KeyRegister`.
         folio: name of the Folio application.
-        model: what Folio calls the model.
+        model: the model's name in Folio.
     """
 
-    async def __init__(  # type: ignore[misc]  # Serve awaits it, and sends nothing here before
+    async def __init__(  # type: ignore[misc]  # Serve awaits it before it sends requests
         self, register: DeploymentHandle[Any], folio: str, model: str
     ) -> None:
         self._register = register
         self._folio = Folio(folio)
         self._model = model
         await self._folio.ready()
-        # What all prompts begin with stays in Folio's cache. When another replica of the desk has seen to that already
-        # nothing happens.
+        # The common prefix of all prompts stays in Folio's cache. Pinning it again has no effect.
         await self._folio.pin(PinRequest(name=PIN, messages=[RULES]))
 
     @api.post("/ask")
     async def ask(self, question: Question) -> Response:
-        """The answer as plain text, as it is written."""
+        """The answer as plain text, streamed."""
         notes: Sequence[str] = await self._register.find.remote(question.question)
         messages = [RULES, Message(role="user", content=" ".join([*notes, question.question]))]
         drafts = await self._folio.chat(
@@ -99,11 +98,11 @@ class Desk:
                 max_completion_tokens=DRAFT_TOKENS,
             )
         )
-        # From here on errors can only cut the answer off: the status is on its way.
-        return StreamingResponse(self._go_on(drafts), media_type="text/plain")
+        # From here on errors can only cut the answer off: the status has been sent.
+        return StreamingResponse(self._continue(drafts), media_type="text/plain")
 
-    async def _go_on(self, drafts: ChatCompletion) -> AsyncIterator[str]:
-        """The likeliest draft, and what Folio makes of it: a fork shares all that is computed."""
+    async def _continue(self, drafts: ChatCompletion) -> AsyncIterator[str]:
+        """The likeliest draft and its continuation, a fork, which shares the computed tokens."""
         best = max(drafts.choices, key=lambda choice: mean_logprob(drafts, choice.index))
         yield best.message.content or ""
         if best.finish_reason != "length":
@@ -111,6 +110,6 @@ class Desk:
         fork = ForkRequest(
             model=self._model, request_id=drafts.id, index=best.index, temperature=0.0, max_tokens=ANSWER_TOKENS
         )
-        async with aclosing(self._folio.fork_stream(fork)) as chunks:  # a guest who leaves ends it
+        async with aclosing(self._folio.fork_stream(fork)) as chunks:  # a guest's disconnection cancels the fork
             async for chunk in chunks:
                 yield chunk.choices[0].text

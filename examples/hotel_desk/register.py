@@ -1,4 +1,4 @@
-"""The key register: finds the notes that a question needs. It knows nothing of language models."""
+"""Key register: finds the notes that a question needs, without a language model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def read_keys(path: Path = KEYS) -> dict[int, int]:
 
 
 def find_notes(keys: Mapping[int, int], question: str, most: int) -> list[str]:
-    """What the register says of the rooms that a question names, and of those with the nearest numbers: a guest may
-    have misread one. At most `most` notes, in order of rooms; none when no room is named."""
+    """At most `most` notes, in order of rooms; none when no room is named. They are those of the rooms that a question
+    names, and of the nearest numbers, since a guest may have misread one."""
     named = [int(number) for number in _ROOM.findall(question)]
     if not named:
         return []
@@ -35,7 +35,7 @@ def find_notes(keys: Mapping[int, int], question: str, most: int) -> list[str]:
     autoscaling_config={"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 20},
 )
 class KeyRegister:
-    """It scales by its own load, whatever Folio does."""
+    """Scales by its own load, independently of Folio."""
 
     def __init__(self) -> None:
         self._keys = read_keys()

@@ -1,12 +1,14 @@
-"""The client from outside, over HTTP and gRPC, of a server with a real engine in this process."""
+"""The client over HTTP and gRPC, with a server and a real engine in this process."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
@@ -34,7 +36,7 @@ from app.client import (
     UnknownModelError,
     UnknownPinError,
 )
-from app.client.over_grpc import OverGrpc
+from app.client.over_grpc import call_error
 from app.config.http import HttpSettings, KeySource
 from app.openai.responses.body import ResponsesRequest
 from tests.app.openai.test_http import FakeService
@@ -85,7 +87,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def told(answer: Any) -> dict[str, Any]:
-    """What does not differ from one time to the next."""
+    """The fields that do not change from call to call."""
     fields: dict[str, Any] = answer.model_dump(exclude={"id", "created"})
     if fields["usage"] is not None:
         del fields["usage"]["prompt_tokens_details"]
@@ -96,7 +98,7 @@ def told(answer: Any) -> dict[str, Any]:
 
 
 async def everything(url: str) -> list[Any]:
-    """Answers of every kind, each of which has something that others have not."""
+    """Answers of every kind, each with a field that the others lack."""
     completions: list[dict[str, Any]] = [
         {"prompt": PROMPT, "max_tokens": 8},
         {"prompt": [PROMPT, "a"], "n": 2, "seed": 2**40, "max_tokens": 4, "stop": " "},
@@ -134,7 +136,7 @@ async def everything(url: str) -> list[Any]:
 
 
 async def texts_of(chunks: Any) -> dict[int, list[Any]]:
-    """What a stream says of each output in all, however it is cut into chunks."""
+    """Each output of a stream, however it is cut into chunks."""
     texts: dict[int, list[Any]] = {}
     async for chunk in chunks:
         for choice in chunk.choices:
@@ -152,8 +154,8 @@ async def texts_of(chunks: Any) -> dict[int, list[Any]]:
     return texts
 
 
-def test_answers_are_the_same_by_every_way(urls: dict[str, str]) -> None:
-    """Every field of a body, and of an answer, comes through gRPC as through JSON, and as the same types."""
+def test_answers_are_the_same_over_http_and_grpc(urls: dict[str, str]) -> None:
+    """Every field of bodies and answers has the same value and type over gRPC as over HTTP."""
     over_http, over_grpc = run(everything(urls["http"])), run(everything(urls["grpc"]))
     assert len(over_http) == 25
     for expected, answer in zip(over_http, over_grpc, strict=True):
@@ -207,7 +209,7 @@ def test_errors_are_those_of_the_server(
 
 
 def test_a_stream_that_is_closed_ends_the_request(url: str, server: LocalServer) -> None:
-    """And so does a call whose task is cancelled. The fixture waits for the memory."""
+    """So does a call whose task is cancelled. The fixture waits for the memory."""
     request = CompletionRequest(model="builtin", prompt="a", max_tokens=1000, ignore_eos=True)
 
     async def work() -> None:
@@ -222,7 +224,7 @@ def test_a_stream_that_is_closed_ends_the_request(url: str, server: LocalServer)
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call
-            # Before the connections are closed: that would end the requests, too.
+            # Closing the connections would end the requests, too: wait before.
             await asyncio.to_thread(server.wait_until_idle)
 
     run(work())
@@ -243,7 +245,7 @@ def test_a_hundred_streams_at_once(url: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_nobody_listens(scheme: str) -> None:
+def test_a_server_that_cannot_be_reached(scheme: str) -> None:
     async def work() -> None:
         async with Folio(f"{scheme}://127.0.0.1:1") as folio:
             with pytest.raises(UnavailableError, match=r"127.0.0.1:1.*send the request again"):
@@ -255,27 +257,27 @@ def test_nobody_listens(scheme: str) -> None:
 
 
 def test_a_server_that_starts_late_is_found_soon() -> None:
-    """Regression: gRPC looked for it again ever more seldom, up to two minutes later."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    """Regression: gRPC tried to connect at growing intervals: by default 1, 1.6, 2.6 and 4.1 s, up to two minutes."""
 
-    async def work() -> None:
-        async with Folio(f"grpc://127.0.0.1:{port}") as folio:
+    async def work(server: socket.socket) -> None:
+        async with Folio(f"grpc://127.0.0.1:{server.getsockname()[1]}") as folio:
             waiting = asyncio.create_task(folio.ready(timeout_s=60))
-            await asyncio.sleep(5.5)  # by default it is tried 5.2 s after the first time, and then after 9.3 s
-            assert not waiting.done()
-            with socket.create_server(("127.0.0.1", port)) as server:
-                server.settimeout(2.5)
+            attempts = []
+            for _ in range(5):
                 connection, _ = await asyncio.to_thread(server.accept)
                 connection.close()
+                attempts.append(time.monotonic())
+            assert max(after - before for before, after in itertools.pairwise(attempts)) < 3
+            assert not waiting.done()
             waiting.cancel()
 
-    run(work())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(20)
+        run(work(server))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_keys_reports_and_times_to_come_back(scheme: str, tmp_path: Path) -> None:
+def test_keys_reports_and_retry_after(scheme: str, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("a-key-of-an-operator\n")
     report = MemoryReport(**dict.fromkeys(MemoryReport.__dataclass_fields__, 7) | {"pins": (), "groups": ()})
 
@@ -287,7 +289,7 @@ def test_keys_reports_and_times_to_come_back(scheme: str, tmp_path: Path) -> Non
 
     async def work(url: str) -> None:
         async with Folio(url) as folio:
-            with pytest.raises(ForbiddenError, match="no API key"):
+            with pytest.raises(ForbiddenError, match="API key is missing"):
                 await folio.report()
         async with Folio(url, api_key="a-key-of-an-operator") as folio:
             assert await folio.report() == {"r1": report, "r2": report}
@@ -296,7 +298,7 @@ def test_keys_reports_and_times_to_come_back(scheme: str, tmp_path: Path) -> Non
             assert caught.value.retry_after_s == 3
             answer = await folio.generate(CompletionRequest(model="m", prompt="a"), "s")
             assert answer.choices[0].text == "a of s"
-            with pytest.raises(RequestError, match="not to be had"):
+            with pytest.raises(RequestError, match="fork is not available"):
                 await folio.fork(ForkRequest(model="m", request_id="r"))
 
     with url_of(scheme, api) as url:
@@ -316,26 +318,24 @@ def test_keys_reports_and_times_to_come_back(scheme: str, tmp_path: Path) -> Non
         (grpc.StatusCode.UNKNOWN, "?", EngineError),
     ],
 )
-def test_errors_of_what_is_in_front_of_the_server(
-    status: grpc.StatusCode, details: str, kind: type[FolioError]
-) -> None:
-    """These have none of our JSON. What may be sent again, and what not, is told by the kind."""
+def test_errors_of_grpc_and_serve(status: grpc.StatusCode, details: str, kind: type[FolioError]) -> None:
+    """They have no JSON of ours. The type tells whether to send the request again."""
     raised = grpc.aio.AioRpcError(status, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
-    assert type(OverGrpc("grpc://x:1", {})._error(raised)) is kind
+    assert type(call_error(raised, "grpc://x:1")) is kind
 
 
-def test_what_grpc_cannot_carry_is_refused_by_name() -> None:
+def test_fields_and_calls_that_grpc_lacks_are_refused_by_name() -> None:
     async def work() -> None:
         async with Folio("grpc://127.0.0.1:1") as folio:
             with pytest.raises(RequestError, match="metadata cannot be sent over gRPC"):
                 await folio.generate(CompletionRequest(model="m", prompt="a", metadata={"a": "b"}))
-            with pytest.raises(RequestError, match="not to be had over gRPC"):
+            with pytest.raises(RequestError, match="responses is not available over gRPC"):
                 await folio.responses(ResponsesRequest(model="m", input="a"))
 
     run(work())
 
 
-def test_an_answer_that_is_cut_off_is_not_taken_for_whole() -> None:
+def test_a_stream_without_its_end_is_an_error() -> None:
     """A connection that ends after a whole event looks like the end of a stream."""
 
     async def cut(scope: Any, receive: Any, send: Any) -> None:
@@ -346,7 +346,7 @@ def test_an_answer_that_is_cut_off_is_not_taken_for_whole() -> None:
 
     async def work(url: str) -> None:
         async with Folio(url) as folio:
-            with pytest.raises(UnavailableError, match="broken off"):
+            with pytest.raises(UnavailableError, match="was lost"):
                 await texts_of(folio.generate_stream(CompletionRequest(model="m", prompt="a")))
 
     with listening(cut) as url:  # type: ignore[arg-type]
@@ -354,7 +354,7 @@ def test_an_answer_that_is_cut_off_is_not_taken_for_whole() -> None:
 
 
 def test_other_schemes_are_refused() -> None:
-    with pytest.raises(ValueError, match="ftp://; it may be http, https, grpc or grpcs"):
+    with pytest.raises(ValueError, match="ftp://; it must be http, https, grpc or grpcs"):
         Folio("ftp://x")
 
 

@@ -1,4 +1,4 @@
-"""The client within a Ray cluster, with a handle that answers at once."""
+"""The client within a Ray cluster, over a fake handle."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ REQUEST = CompletionRequest(model="m", prompt="x")
 class Response:
     def __init__(self, answer: Any, hangs: bool = False) -> None:
         self.cancelled = False
+        self.awaited = asyncio.Event()
         self._answer, self._hangs = answer, hangs
 
     def __await__(self) -> Any:
@@ -43,6 +44,7 @@ class Response:
         self.cancelled = True
 
     async def _whole(self) -> Any:
+        self.awaited.set()
         if self._hangs:
             await asyncio.Event().wait()
         if isinstance(self._answer, BaseException):
@@ -51,7 +53,7 @@ class Response:
 
 
 class Handle:
-    """Of an application that gives these answers, one after the other."""
+    """A handle of an application that gives these answers in turn."""
 
     app_name = "folio"
 
@@ -121,8 +123,8 @@ def test_errors_are_those_of_the_application(raised: BaseException, kind: type, 
     asyncio.run(run())
 
 
-def test_what_is_given_up_is_cancelled() -> None:
-    """A stream that is closed, or whose task is cancelled; and a whole answer that nobody waits for any more."""
+def test_calls_that_are_given_up_are_cancelled() -> None:
+    """A closed stream, and a stream and a call whose tasks are cancelled."""
 
     async def run() -> None:
         folio = folio_with(handle := Handle("next", "next", "next", hangs=True))
@@ -132,9 +134,10 @@ def test_what_is_given_up_is_cancelled() -> None:
         assert handle.responses[0].cancelled
         for number, call in enumerate((all_of(folio), folio.generate(REQUEST)), start=1):
             task = asyncio.create_task(call)
-            while len(handle.responses) <= number:
-                await asyncio.sleep(0)
-            await asyncio.sleep(0)  # now it waits for the answer
+            async with asyncio.timeout(60):
+                while len(handle.responses) <= number:
+                    await asyncio.sleep(0)
+                await handle.responses[number].awaited.wait()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -149,7 +152,7 @@ async def all_of(folio: Folio) -> None:
 
 
 def test_ready_waits_for_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may start after the one that calls it, and its replicas later still."""
+    """The application may start after its caller, and its replicas even later."""
     handle = Handle(RayTaskError("ready", "traceback", EngineError("not yet")), None)
     found: list[Any] = [RayServeException("there is none"), handle]
 
@@ -168,6 +171,6 @@ def test_ready_waits_for_the_application(monkeypatch: pytest.MonkeyPatch) -> Non
         asyncio.run(Folio("folio").ready(timeout_s=0))
 
 
-def test_the_names_that_users_import_are_there() -> None:
+def test_public_names_exist() -> None:
     for name in app.client.__all__:
         assert hasattr(app.client, name)

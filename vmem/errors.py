@@ -1,13 +1,13 @@
-"""What can go wrong in KV memory.
+"""Errors of KV memory.
 
 VmemError
-├── OutOfPages       not enough free pages now; transient, nothing was changed
-├── OutOfSwap        not enough host memory for swapped blocks now; transient, nothing was changed
-├── PinError         a prefix that cannot be pinned, or is not
+├── OutOfPages       too few free pages now; transient, nothing has changed
+├── OutOfSwap        too little swap space now; transient, nothing has changed
+├── PinError         a prefix cannot be pinned, or is not pinned
 ├── MapError         the operating system or the driver refused a call
-├── LayoutError      a layout that cannot be built from the given numbers
-├── BudgetError      a budget outside the bounds it may be set to
-└── IntegrityError   the books do not add up: a bug in Folio, never a user's mistake
+├── LayoutError      the given numbers make no layout
+├── BudgetError      a budget out of bounds
+└── IntegrityError   the accounting is broken: a bug in Folio, never a user's mistake
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class VmemError(Exception):
 
 
 class OutOfPages(VmemError):
-    """The page budget has fewer free pages than were asked for; the caller may free some and try again."""
+    """Too few free pages; the caller may free some and retry."""
 
     def __init__(self, needed: int, free: int) -> None:
         super().__init__(f"{needed} pages needed, {free} free")
@@ -27,7 +27,7 @@ class OutOfPages(VmemError):
 
 
 class OutOfSwap(VmemError):
-    """The swap budget has less room than was asked for."""
+    """Too little swap space."""
 
 
 class PinError(VmemError):
@@ -35,15 +35,15 @@ class PinError(VmemError):
 
 
 class MapError(VmemError):
-    """A call of the operating system or the driver failed; says which, with what, and why."""
+    """A call of the operating system or the driver failed; names the call, its arguments and the reason."""
 
 
 class LayoutError(VmemError):
-    """The numbers given do not make a layout; says the value and the bound."""
+    """The given numbers make no layout; names value and bound."""
 
 
 class BudgetError(VmemError):
-    """The budget cannot be set to this value; says the value and the bounds."""
+    """The budget is out of bounds; names value and bounds."""
 
 
 class IntegrityError(VmemError):

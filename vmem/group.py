@@ -1,4 +1,4 @@
-"""The memory of one layer group: its blocks, the home of each, and the regions that show them."""
+"""Layer group: its blocks, their homes, and its regions."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from vmem.errors import IntegrityError, VmemError
 from vmem.layout import KVLayout, StateLayout
 from vmem.region import HOLE, Region
 
-# Adoption looks at this many parked regions only: the choice must not cost what it saves.
+# Adoption compares this many parked regions only: the choice must not cost what it saves.
 _ADOPTION_CANDIDATES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that cache the same tokens: all of them, those within a window, or none but a state of fixed size.
+    """Layers that cache the same tokens: all of them, those of a window, or a state of fixed size.
 
     Attributes:
         layers: their indices in the model, in the layout's order.
         layout: strides of these layers.
-        window_tokens: how many tokens a query sees, its own included; `None` for all before it.
+        window_tokens: how many tokens a query sees, its own included; `None`: all.
     """
 
     layers: tuple[int, ...]
@@ -41,7 +41,7 @@ class LayerGroup:
         """Pages a sequence of `num_tokens` tokens owns at most, when a step computes up to `step_tokens` of them."""
         num_blocks = self.layout.num_blocks(num_tokens)
         if self.is_state:
-            num_blocks *= 2  # the state after the step before is kept until the new one has begun as its copy
+            num_blocks *= 2  # the previous step's state is kept until it is copied
         elif self.window_tokens is not None:
             num_blocks = min(num_blocks, self.layout.num_blocks(self.window_tokens - 1 + step_tokens) + 1)
         return num_blocks * self.layout.num_slices
@@ -62,20 +62,25 @@ def longest_sequence(groups: Sequence[LayerGroup], num_pages: int, step_tokens: 
 class GroupMemory:
     """Addresses, handles and regions of one layer group.
 
-    Block 0 and slot 0 are nobody's: there the *anchor page* is mapped, for as long as the memory exists, in every page
-    of block 0 and in the first page of slot 0. So no tensor over a home or over the regions begins with a hole, which
-    Triton would refuse to launch a kernel on, and rows that only fill a batch up have a place to write to.
+    The *anchor page* is mapped for good in every page of block 0 and in the first page of slot 0. So no tensor over
+    home or regions begins with a hole, which Triton would refuse, and padding rows have a place to write to.
 
-    `map_*` and `unmap_*` call the backend for every slice, undo what they did when a later slice fails, and touch no
-    books; they run without the lock. Everything else is called under it.
+    `map_*` and `unmap_*` call the backend for every slice, undo all when one fails, and change no bookkeeping; they run
+    without the memory's lock. Everything else is called with it.
 
     Args:
         index: of the group among all.
         anchor: handle of the anchor page, which stays the caller's.
-        num_blocks: blocks that sequences can have, ids `1 … num_blocks`; how many have pages is the page budget's
-            business.
-        num_regions: slots for regions, `1 … num_regions`.
-        region_blocks: places a region has; 0: no sequence has a region.
+        num_blocks: the most blocks that can have pages; their ids are `1 … num_blocks`.
+        num_regions: the most regions; their slots are `1 … num_regions`.
+        region_blocks: places of a region; 0: no sequence has a region.
+
+    Attributes:
+        handles: block id → its pages, one a slice.
+        parked: regions without a holder, those parked longest first.
+        held: regions with a holder.
+        wanted: held regions in which the mapper should map up to `Region.wanted`.
+        expired: held regions that map blocks before `Region.first`.
 
     Raises:
         MapError: the device refuses; nothing is left behind.
@@ -98,12 +103,12 @@ class GroupMemory:
         self.num_regions = num_regions
         self.region_blocks = region_blocks
         self.pool = BlockPool(range(1, num_blocks + 1))
-        self.handles: dict[int, tuple[int, ...]] = {}  # block id → its pages, one a slice
-        self.parked: OrderedDict[Region, None] = OrderedDict()  # the longest parked first
+        self.handles: dict[int, tuple[int, ...]] = {}
+        self.parked: OrderedDict[Region, None] = OrderedDict()
         self.held: set[Region] = set()
-        self.wanted: OrderedDict[Region, None] = OrderedDict()  # the mapper should map up to `wanted` in these
-        self.expired: OrderedDict[Region, None] = OrderedDict()  # these show blocks before `first`
-        self._free_slots: list[int] = []  # of regions that are gone; those from `_next_slot` on have had none yet
+        self.wanted: OrderedDict[Region, None] = OrderedDict()
+        self.expired: OrderedDict[Region, None] = OrderedDict()
+        self._free_slots: list[int] = []  # below `_next_slot`; slots from there on were never used
         self._next_slot = 1
         self._backend = backend
         self._page_bytes = spec.layout.page_bytes
@@ -139,7 +144,7 @@ class GroupMemory:
         return sum(reserved.num_bytes for reserved in (*self.homes, *self.ranges))
 
     def release(self) -> None:
-        """Unmap the anchor page and give the reserved addresses back; nothing else may be mapped."""
+        """Unmap the anchor page and release the addresses; nothing else may be mapped."""
         while self._anchored:
             self._backend.unmap(self._anchored[-1])
             self._anchored.pop()
@@ -154,18 +159,18 @@ class GroupMemory:
         return bool(self._free_slots) or self._next_slot <= self.num_regions
 
     def new_region(self) -> Region:
-        """A region without any mapping, parked by nobody yet."""
+        """Create a region without mappings, neither parked nor held."""
         if self._free_slots:
             return Region(self._free_slots.pop())
         self._next_slot += 1
         return Region(self._next_slot - 1)
 
     def adopt(self, prefix: Sequence[int], num_blocks: int, *, evicts: bool) -> Region | None:
-        """Take the parked region that saves most mapping to a sequence of `num_blocks` blocks that begins with the
-        blocks `prefix`; a new one where none saves any. `None` if all are held.
+        """Hold the parked region that saves a sequence of `num_blocks` blocks, the first ones `prefix`, the most
+        mapping, or a new one if none saves any. `None` if all regions are held.
 
         Args:
-            evicts: the sequence will take blocks for which the content of others is given up.
+            evicts: the sequence will take blocks whose cached content is evicted.
         """
         best, most = None, 0
         for region in self._candidates(prefix, num_blocks, evicts):
@@ -186,13 +191,12 @@ class GroupMemory:
         return best
 
     def can_allocate_in_place(self, block_id: int, *, evicts: bool) -> bool:
-        """Whether the block that a place shows is there for its holder to take."""
+        """Whether the holder of a place can allocate the block that the place maps."""
         return block_id != HOLE and (self.pool.is_allocatable(block_id) or (evicts and self.pool.is_cached(block_id)))
 
     def _candidates(self, prefix: Sequence[int], num_blocks: int, evicts: bool) -> list[Region]:
-        """Parked regions worth a look, the most promising first: for a prefix those that begin alike, else the
-        shortest that is long enough, then the longest of the others. When content must be given up, that of the regions
-        parked longest."""
+        """The most promising parked regions: for a prefix those that begin alike, else the shortest ones that are long
+        enough, then the longest of the others. If content must be evicted, the regions parked longest."""
         free = [region for region in self.parked if not region.busy]
         if evicts and not prefix:
             return free[:_ADOPTION_CANDIDATES]
@@ -204,7 +208,7 @@ class GroupMemory:
         return (enough + others)[:_ADOPTION_CANDIDATES]
 
     def park(self, region: Region, *, fence: int, now: float) -> None:
-        """The region's sequence is gone; what it shows stays mapped."""
+        """End the hold of a region; its mappings stay."""
         self.held.remove(region)
         self.wanted.pop(region, None)
         self.expired.pop(region, None)
@@ -218,12 +222,12 @@ class GroupMemory:
             self._free_slots.append(region.slot)
 
     def discard_if_empty(self, region: Region) -> None:
-        """A parked region that shows nothing any more is only a free slot."""
+        """Free the slot of a parked region without mappings."""
         if not region.num_mapped and region in self.parked:
             del self.parked[region]
             self._free_slots.append(region.slot)
 
-    # ---- backend calls, several in one transaction ----
+    # ---- transactions of backend calls ----
 
     def map_home(self, block_ids: Sequence[int], handles: Sequence[tuple[int, ...]]) -> None:
         """Map blocks (ascending ids) at home, neighbours in one call."""
@@ -243,18 +247,18 @@ class GroupMemory:
                     self._unmap(undo, address, self._pages_at(i, [self.handles[b] for b in run]))
 
     def _pages_at(self, home: int, handles: Sequence[tuple[int, ...]]) -> list[int]:
-        """Of these blocks, the pages in one of the homes, in order."""
+        """The pages of these blocks in one of the homes, in order."""
         count = self.num_slices // self.layout.num_homes
         return [page for pages in handles for page in pages[home * count : (home + 1) * count]]
 
     def map_places(self, region: Region, start: int, block_ids: Sequence[int]) -> None:
-        """Map blocks behind the region's places from `start` on."""
+        """Map blocks in the region's places from `start` on."""
         with _Undo() as undo:
             for i, address in enumerate(self._place_addresses(region, start)):
                 self._map(undo, address, [self.handles[b][i] for b in block_ids])
 
     def unmap_places(self, region: Region, start: int, block_ids: Sequence[int]) -> None:
-        """Unmap the blocks that the region shows from `start` on."""
+        """Unmap these blocks in the region's places from `start` on."""
         with _Undo() as undo:
             for i, address in enumerate(self._place_addresses(region, start)):
                 self._unmap(undo, address, [self.handles[b][i] for b in block_ids])
@@ -277,8 +281,8 @@ class GroupMemory:
     def check_integrity(self, owned: Counter[int]) -> int:
         """Raise `IntegrityError` unless blocks and regions add up; returns how many pages should be mapped."""
         regions = [*self.held, *self.parked]
-        shown = Counter(b for region in regions for b in region.mapped_blocks if b != HOLE)
-        self.pool.check_integrity(owned, shown)
+        mapped = Counter(b for region in regions for b in region.mapped_blocks if b != HOLE)
+        self.pool.check_integrity(owned, mapped)
         slots = sorted([*(region.slot for region in regions), *self._free_slots])
         if slots != list(range(1, self._next_slot)) or len(slots) > self.num_regions:
             raise IntegrityError(f"slots {slots} of 1 to {self._next_slot - 1}, {self.num_regions} at most")
@@ -288,18 +292,16 @@ class GroupMemory:
             if region.blocks is not None and any(
                 region.at(p) != region.blocks[p] for p in range(region.first, region.checked)
             ):
-                raise IntegrityError(
-                    f"region {region.slot} shows {region.mapped_blocks} where {region.blocks} should be"
-                )
+                raise IntegrityError(f"region {region.slot} maps {region.mapped_blocks} instead of {region.blocks}")
         attached = len(self.pool.block_ids) - self.pool.num_unbacked
         if len(self.handles) != attached:
             raise IntegrityError(f"{attached} blocks should have pages, {len(self.handles)} do")
         anchored = sum(span.num_bytes for span in self._anchored) // self._page_bytes
-        return anchored + self.num_slices * (len(self.handles) + sum(shown.values()))
+        return anchored + self.num_slices * (len(self.handles) + sum(mapped.values()))
 
 
 class _Undo(ExitStack):
-    """What to call, last first, when a later step fails. Leaving without an error forgets it."""
+    """Undo calls, made last first when the block ends with an error."""
 
     def by(self, undo: Callable[[], None]) -> None:
         self.callback(retry_undo, undo)

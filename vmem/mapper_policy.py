@@ -1,7 +1,7 @@
-"""What the mapper does next: the first of a list of duties that has something to do.
+"""Mapping policy: the mapper's next unit of work, the first from a list of duties.
 
-Duties look at the state of the memory and nothing else. Nothing that a launched step may still read is changed: duties
-skip what waits for a fence, and the mapper asks again soon.
+Duties depend on the state of the memory only. Nothing that a launched step may still read is changed: duties skip
+regions and blocks whose fence has not passed, and the mapper asks again soon.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from vmem.mapping_work import AttachPages, DestroyPages, DetachPages, MappingWor
 from vmem.prefix_tree import PrefixTree
 from vmem.region import HOLE, Region
 
-# How soon to look again whether the device has passed a fence.
+# Interval for checking whether the device has passed a fence.
 _FENCE_POLL_S = 0.002
-# Waiting for a time that never comes is waiting an hour again and again.
+# The longest single wait; a later time is waited for in several.
 _LONGEST_WAIT_S = 3600.0
-# Prompts that the depth of eager allocation is learnt from, and the share of them it should be enough for.
+# The depth of eager allocation suffices for this share of so many last prompts.
 _PROMPTS_REMEMBERED, _PROMPTS_COVERED = 32, 0.75
 _MOST_EAGER_REGIONS = 4
 
@@ -33,15 +33,15 @@ class MappingOptions:
     """How mappings and pages follow the load.
 
     Attributes:
-        background: have a thread for all that need not happen at once. Without one nothing is mapped ahead, and no
-            memory given back: for simulations, in which everything happens in an order.
+        background: run the mapper's thread. Without it nothing is mapped ahead and no memory is given back: for
+            simulations, which must be repeatable.
         overlap: map the next step's blocks while this one computes (vAttention §6.2.1).
-        deferred_reclamation: park what finished sequences had mapped, for others to adopt (vAttention §6.2.2).
+        deferred_reclamation: park the regions of finished sequences with their mappings (vAttention §6.2.2).
         eager_allocation: keep regions mapped ahead for the next prompts (vAttention §6.2.2).
-        reclaim_threshold: share of the budget below which free pages that no region shows are replenished.
-        idle_release_s: pages nobody has used for this long go back to the machine.
-        cache_release_s: those of cached prefixes nobody has wanted for this long do.
-        max_mappings: pages mapped at once, counted once an address; regions give way to block tables beyond it.
+        reclaim_threshold: share of the budget below which free pages without region mappings are replenished.
+        idle_release_s: free pages go back to the machine after this long.
+        cache_release_s: cached content without a hit is evicted, and its pages released, after this long.
+        max_mappings: pages mapped at once, counted once per address; beyond it sequences are demoted.
     """
 
     background: bool = True
@@ -64,7 +64,7 @@ class MappingOptions:
 
 
 class PromptDemand:
-    """How many blocks the next prompts will probably take, judged by the last ones."""
+    """Blocks and regions that the next prompts will probably need, estimated from the last ones."""
 
     def __init__(self) -> None:
         self._num_blocks: deque[int] = deque(maxlen=_PROMPTS_REMEMBERED)
@@ -82,24 +82,24 @@ class PromptDemand:
 
     @property
     def depth(self) -> int:
-        """Blocks that are enough for most of the last prompts."""
+        """Blocks that suffice for most of the last prompts."""
         if not self._num_blocks:
             return 0
         return sorted(self._num_blocks)[math.ceil(len(self._num_blocks) * _PROMPTS_COVERED) - 1]
 
     @property
     def num_regions(self) -> int:
-        """Prompts that come at once."""
+        """The most prompts that came at once."""
         return min(max(self._bursts), _MOST_EAGER_REGIONS)
 
 
 class MappingPolicy:
-    """The duties, and the state they look at. Only called under the memory's lock.
+    """The duties of one memory's mapper. Only called with the memory's lock held.
 
     Attributes:
-        demand: of each group, what prompts have been like.
-        wanted_loose: of each group, blocks that the next step will take without a region.
-        floor: pages that are created at once and kept.
+        demand: of each group, the recent prompts.
+        free_blocks_wanted: of each group, blocks that the next step will allocate without a region.
+        floor: pages that are created at the start and kept.
     """
 
     def __init__(
@@ -107,14 +107,14 @@ class MappingPolicy:
         backend: Backend,
         pages: PagePool,
         groups: Sequence[GroupMemory],
-        prefixes: PrefixTree,
+        tree: PrefixTree,
         options: MappingOptions,
         floor: int,
     ) -> None:
         self._backend = backend
         self._pages = pages
         self._groups = groups
-        self._prefixes = prefixes
+        self._tree = tree
         self._options = options
         self._unit_pages = max(1, backend.max_call_bytes // pages.page_bytes)
         self.floor = floor
@@ -128,7 +128,7 @@ class MappingPolicy:
         self._waits_for_fence = False
         duties = (
             self._map_wanted,
-            self._hide_expired,
+            self._unmap_expired,
             self._shrink,
             self._reclaim,
             self._fill_floor,
@@ -138,13 +138,13 @@ class MappingPolicy:
         return next((work for duty in duties if (work := duty()) is not None), None)
 
     def clear_step_demand(self) -> None:
-        """Drop what steps were going to need; they map it themselves, and hear what the device says."""
+        """Drop the announced needs of steps, which then map for themselves and raise the device's errors."""
         self.free_blocks_wanted = [0] * len(self._groups)
         for group in self._groups:
             group.wanted.clear()
 
     def wait_s(self, now: float) -> float | None:
-        """How long until time alone may have made work; `None` for as long as nobody says so."""
+        """How long until the passing of time may make work; `None`: never."""
         self.now = now
         if self._waits_for_fence:
             return _FENCE_POLL_S
@@ -153,15 +153,15 @@ class MappingPolicy:
         since = [at for group in self._groups if (at := group.pool.oldest_free_since()) is not None]
         since += [at for group in self._groups for region, at in self._tails(group) if self._frees(group, region)]
         due = [at + self._options.idle_release_s for at in since]
-        kept = [(group.pool, group.pool.oldest_cached()) for group in self._groups]
+        cached = [(group.pool, group.pool.oldest_cached()) for group in self._groups]
         keep_s = max(self._options.cache_release_s, self._options.idle_release_s)
-        due += [pool.freed_at[b] + keep_s for pool, b in kept if b is not None]
+        due += [pool.freed_at[b] + keep_s for pool, b in cached if b is not None]
         return min(max(min(due) - now, _FENCE_POLL_S), _LONGEST_WAIT_S) if due else None
 
     # ---- duties, the most urgent first ----
 
     def _map_wanted(self) -> MappingWork | None:
-        """This step's and the next step's blocks, behind the regions of the sequences that run."""
+        """Blocks of this and the next step, in the regions of running sequences."""
         for i, group in enumerate(self._groups):
             missing = self.free_blocks_wanted[i] - group.pool.num_free
             if missing > 0 and (work := self._attach(group, missing)):
@@ -175,12 +175,12 @@ class MappingPolicy:
         return None
 
     def _map_places(self, group: GroupMemory, region: Region) -> MappingWork | None:
-        """The first places up to `wanted` that show nothing: the holder's blocks, or free ones for it to take."""
+        """The first holes up to `wanted`: the holder's blocks, or free ones for the holder to allocate."""
         blocks = region.blocks
         assert blocks is not None
         place = max(region.checked, region.first)
         while place < region.wanted and region.at(place) != HOLE:
-            place += 1  # a stale one among them is changed by the step that needs it
+            place += 1  # stale places are remapped by the step that needs them
         end = place
         while end < region.wanted and end - place < self._unit_blocks(group) and region.at(end) == HOLE:
             end += 1
@@ -188,9 +188,9 @@ class MappingPolicy:
             return None
         if place < len(blocks):
             return MapRegion(group, region, place, blocks[place : min(end, len(blocks))], ahead=False)
-        return self._show_free(group, region, place, end - place, steals=True)
+        return self._map_free(group, region, place, end - place, steals=True)
 
-    def _hide_expired(self) -> MappingWork | None:
+    def _unmap_expired(self) -> MappingWork | None:
         """Blocks that have left the window of their sequence."""
         for group in self._groups:
             for region in list(group.expired):
@@ -203,18 +203,18 @@ class MappingPolicy:
         return None
 
     def _shrink(self) -> MappingWork | None:
-        """Pages beyond a budget that was lowered, as far as nobody owns them."""
+        """Pages without an owner, beyond a lowered budget."""
         excess = self._pages.num_committed - self._pages.budget
-        return self._give_back(excess, freed_before=math.inf, kept_before=math.inf) if excess > 0 else None
+        return self._give_back(excess, freed_before=math.inf, cached_before=math.inf) if excess > 0 else None
 
     def _reclaim(self) -> MappingWork | None:
         """When free pages run low: unmap the tails of the regions parked longest (vAttention §6.2.2)."""
-        if self._num_unshown >= self._options.reclaim_threshold * self._pages.budget:
+        if self._num_takable_pages >= self._options.reclaim_threshold * self._pages.budget:
             return None
-        return self._hide_tail(parked_only=True, idle_since=math.inf, frees=False)
+        return self._unmap_tail(parked_only=True, idle_since=math.inf, frees=False)
 
     def _fill_floor(self) -> MappingWork | None:
-        """The pages that are always there."""
+        """The pages of the floor."""
         missing = self.floor - self._pages.num_created
         if missing <= 0:
             return None
@@ -225,7 +225,7 @@ class MappingPolicy:
         """Regions for the next prompts (vAttention §6.2.2, eager allocation)."""
         if not self._options.eager_allocation:
             return None
-        spare = self._num_unshown - self._options.reclaim_threshold * self._pages.budget
+        spare = self._num_takable_pages - self._options.reclaim_threshold * self._pages.budget
         for group, demand in zip(self._groups, self.demand, strict=True):
             depth = min(self._eager_depth(demand), group.region_blocks)
             ready = sum(self._is_ready(group, region, depth) for region in group.parked)
@@ -246,18 +246,18 @@ class MappingPolicy:
                 region = group.new_region()
                 region.touched = self.now
                 group.parked[region] = None
-            return self._show_free(group, region, place, depth - place, steals=False)
+            return self._map_free(group, region, place, depth - place, steals=False)
         return None
 
     def _release_idle(self) -> MappingWork | None:
-        """Pages that nobody has used for a while."""
+        """Pages that have been free or cached for a while."""
         excess = self._pages.num_created - self.floor
         if excess <= 0:
             return None
         return self._give_back(
             excess,
             freed_before=self.now - self._options.idle_release_s,
-            kept_before=self.now - max(self._options.cache_release_s, self._options.idle_release_s),
+            cached_before=self.now - max(self._options.cache_release_s, self._options.idle_release_s),
         )
 
     # ---- their parts ----
@@ -268,25 +268,25 @@ class MappingPolicy:
         )
         return AttachPages(self._backend, self._pages, group, count) if count > 0 else None
 
-    def _show_free(
+    def _map_free(
         self, group: GroupMemory, region: Region, place: int, count: int, *, steals: bool
     ) -> MappingWork | None:
-        """Show free blocks, of which there may have to be some first.
+        """Map free blocks ahead, attaching pages first if there are none.
 
         Args:
-            steals: when nothing else is left, those that parked regions show, and those kept for their content.
+            steals: as a last resort take free-mapped blocks, and evict cached ones.
         """
         count = min(count, self._unit_blocks(group))
         if not group.pool.num_free:
             if (work := self._attach(group, count)) or not steals:
                 return work
             if not group.pool.num_free_mapped:
-                self._prefixes.evict(group.index, count)
+                self._tree.evict(group.index, count)
         block_ids = group.pool.begin_map_ahead(count, steals=steals)
         return MapRegion(group, region, place, block_ids, ahead=True) if block_ids else None
 
     def _can_extend(self, group: GroupMemory, region: Region, depth: int) -> bool:
-        """Whether mapping more behind what it shows makes it ready; a region that begins with content never is."""
+        """Whether mapping more at the end makes the region ready; never if it begins with cached content."""
         return (
             not region.busy
             and region.num_mapped < depth
@@ -295,13 +295,13 @@ class MappingPolicy:
         )
 
     def _is_ready(self, group: GroupMemory, region: Region, depth: int) -> bool:
-        """Whether a prompt of `depth` blocks would find them mapped here, and, judged by two of them, still free."""
+        """Whether the region maps `depth` blocks that are, judged by the first and the last, still free."""
         ends = (region.at(0), region.at(depth - 1))
         return region.num_mapped >= depth and all(group.pool.is_allocatable(block_id) for block_id in ends)
 
-    def _give_back(self, excess: int, *, freed_before: float, kept_before: float) -> MappingWork | None:
-        """Up to `excess` pages: spare ones, those of loose blocks, then those that only regions' tails show, and those
-        whose content nobody has wanted since `kept_before`."""
+    def _give_back(self, excess: int, *, freed_before: float, cached_before: float) -> MappingWork | None:
+        """Release up to `excess` pages: spare ones, those of free blocks, then of blocks in regions' tails, then of
+        content cached before `cached_before`."""
         if self._pages.spare:
             return DestroyPages(self._backend, self._pages, min(excess, self._unit_pages))
         for group in self._groups:
@@ -310,31 +310,31 @@ class MappingPolicy:
             if block_ids and self._backend.completed(fence):
                 return DetachPages(self._pages, group, block_ids)
             self._waits_for_fence |= bool(block_ids)
-        if work := self._hide_tail(parked_only=False, idle_since=freed_before, frees=True):
+        if work := self._unmap_tail(parked_only=False, idle_since=freed_before, frees=True):
             return work
-        # What is empty already goes first, as soon as fences and regions let it.
+        # Free blocks go before cached ones, as soon as fences and regions allow it.
         excess -= sum((group.pool.num_free + group.pool.num_free_mapped) * group.num_slices for group in self._groups)
-        return self._give_up_content(excess, freed_before, kept_before) if excess > 0 else None
+        return self._evict_idle(excess, freed_before, cached_before) if excess > 0 else None
 
-    def _give_up_content(self, excess: int, idle_since: float, kept_before: float) -> MappingWork | None:
-        """Forget the content of blocks that nobody has wanted since `kept_before`, so that they can go back."""
+    def _evict_idle(self, excess: int, idle_since: float, cached_before: float) -> MappingWork | None:
+        """Evict content cached before `cached_before` and detach its pages."""
         for group in self._groups:
             count = min(-(-excess // group.num_slices), self._unit_blocks(group))
             while count > 0 and (block_id := group.pool.oldest_cached()) is not None:
-                if group.pool.freed_at[block_id] > kept_before:
+                if group.pool.freed_at[block_id] > cached_before:
                     break
                 if group.pool.region_mappings[block_id] and idle_since < math.inf:
-                    # Shown in a region: only with it, when that is idle, too.
-                    return self._hide_tail(parked_only=True, idle_since=idle_since, frees=False)
-                count -= self._prefixes.evict_block(group.index, block_id)
+                    # Mapped in a region: evicted together with it, when the region is idle, too.
+                    return self._unmap_tail(parked_only=True, idle_since=idle_since, frees=False)
+                count -= self._tree.evict_block(group.index, block_id)
             block_ids, fence = group.pool.detachable(self._unit_blocks(group), freed_before=idle_since)
             if block_ids and self._backend.completed(fence):
                 return DetachPages(self._pages, group, block_ids)
             self._waits_for_fence |= bool(block_ids)
         return None
 
-    def _hide_tail(self, *, parked_only: bool, idle_since: float, frees: bool) -> MappingWork | None:
-        """Args: `frees`: only where blocks are shown that are loose then."""
+    def _unmap_tail(self, *, parked_only: bool, idle_since: float, frees: bool) -> MappingWork | None:
+        """Unmap the tail of a region idle since `idle_since`; with `frees` only if blocks become free by it."""
         for group in self._groups:
             for region, since in self._tails(group):
                 if since > idle_since or (parked_only and region.blocks is not None):
@@ -347,14 +347,14 @@ class MappingPolicy:
         return None
 
     def _frees(self, group: GroupMemory, region: Region) -> bool:
-        """Whether the region shows blocks that would be loose without it."""
+        """Whether the region maps free-mapped blocks."""
         return group.pool.num_free_mapped > 0 and any(
             group.pool.is_allocatable(block_id) for block_id in region.mapped_blocks
         )
 
     def _tails(self, group: GroupMemory) -> list[tuple[Region, float]]:
-        """Regions that show more than their holders need, those parked longest first, and since when nobody has used
-        that. As many as prompts come at once are in use for as long as prompts come."""
+        """Regions with a tail, those parked longest first, and since when the tail is idle. Of the parked ones, as many
+        as prompts come at once count as used while prompts come."""
         demand = self.demand[self._groups.index(group)]
         num_idle = len(group.parked) - demand.num_regions
         tails = [
@@ -378,9 +378,8 @@ class MappingPolicy:
         return max(1, self._unit_pages // group.num_slices)
 
     @property
-    def _num_unshown(self) -> int:
-        """Free pages that no region shows, created or not, and those kept for their content: shown or not, they can be
-        taken at once."""
+    def _num_takable_pages(self) -> int:
+        """Pages that can be allocated without taking blocks from regions: claimable, of free and of cached blocks."""
         return self._pages.num_claimable + sum(
             (group.pool.num_free + group.pool.num_cached) * group.num_slices for group in self._groups
         )

@@ -54,14 +54,13 @@ class KVMemory:
     Args:
         backend: owned from now on and closed by `close`.
         groups: layer groups with pages of one size; they share the budget.
-        budget_bytes: physical memory at most, and the most that `set_budget` can set. The anchor page (see
-            `GroupMemory`) comes on top.
-        floor_bytes: physical memory, in whole pages, that is taken at the start and never given back.
+        budget_bytes: physical memory at most, now and later; the anchor page (see `GroupMemory`) comes on top.
+        floor_bytes: physical memory that is taken at the start and never given back.
         num_regions: how many sequences may hold a region at once.
         max_tokens: the longest sequence.
         step_tokens: the most tokens that a step computes of one sequence; by default all of them.
         options: how mappings and pages follow the load.
-        prefix_cache: whether freed blocks keep their content for sequences with the same prefix.
+        prefix_cache: whether freed blocks stay cached.
         pin_quota: share of the budget that pinned prefixes may take.
         swap_bytes: host memory for preempted sequences.
         contents: given the tensors, how blocks are copied, for copy-on-write and swapping.
@@ -99,8 +98,7 @@ class KVMemory:
         [page_bytes] = page_sizes
         self.backend = backend
         self.groups = tuple(groups)
-        self.max_tokens = max_tokens
-        self.step_tokens = step_tokens or max_tokens
+        self.max_tokens, self.step_tokens = max_tokens, step_tokens or max_tokens
         self._options = options = options or MappingOptions()
         floor = floor_bytes // page_bytes
         self.pages = pages = PagePool(page_bytes, budget_bytes // page_bytes, max(self.pages_for(max_tokens), floor))
@@ -135,8 +133,6 @@ class KVMemory:
         if options.background:
             mapper.start()
 
-    # ---- sizes ----
-
     @property
     def num_free_pages(self) -> int:
         """Pages without an owner. Negative while sequences own more than a budget that was lowered."""
@@ -156,11 +152,7 @@ class KVMemory:
         )
 
     def fit_together(self, lengths: Sequence[int], shared_tokens: int = 0) -> bool:
-        """Whether sequences of these lengths could run at once with the memory to themselves.
-
-        Args:
-            shared_tokens: length of their common prefix, whose whole blocks they share.
-        """
+        """Whether sequences of these lengths, with `shared_tokens` in common, fit into the whole memory at once."""
         shared = sum(
             shared_tokens // group.layout.block_tokens * group.layout.num_slices
             for group in self.groups
@@ -172,11 +164,7 @@ class KVMemory:
     # ---- sequences ----
 
     def create_sequence(self, policy: ViewPolicy = "auto", *, expected_tokens: int = 0) -> SequenceMemory:
-        """Create a sequence without blocks. Free it with `free`.
-
-        Args:
-            expected_tokens: its length soon, if longer than its first `append` says.
-        """
+        """Create a sequence without blocks, soon of `expected_tokens` tokens if its first `append` says fewer."""
         sequence = SequenceMemory(
             policy, tuple(GroupTable() for _ in self.groups), expected_tokens=min(expected_tokens, self.max_tokens)
         )
@@ -193,16 +181,15 @@ class KVMemory:
             start: blocks that no query from this position on sees are freed first, even if the call then fails.
 
         Raises:
-            OutOfPages: the budget is used up; the sequence owns the same blocks as before.
-            MapError: the device refused; the sequence owns the same blocks as before.
+            OutOfPages, MapError: the budget is used up, or the device refused; the sequence owns the blocks it owned.
         """
         if num_tokens <= sequence.writable_tokens:  # nearly always: one more token in a block
             sequence.num_tokens = max(sequence.num_tokens, num_tokens)
             return
         if num_tokens > self.max_tokens:
             raise VmemError(f"{num_tokens} tokens exceed the {self.max_tokens} of a sequence")
+        tables = self.tables
         with self.mapper.call():
-            tables = self.tables
             tables.check_open(sequence)
             sequence.writable_tokens = sequence.readable_tokens = 0
             tables.expire(sequence, start)
@@ -217,8 +204,7 @@ class KVMemory:
                 evicts = self.allocator.must_evict(needed)
                 try:
                     if needs_region:
-                        expected = max(num_tokens, sequence.expected_tokens)
-                        self.regions.assign_regions(sequence, expected, evicts=evicts)
+                        self.regions.assign_regions(sequence, max(num_tokens, sequence.expected_tokens), evicts=evicts)
                     tables.grow(sequence, num_tokens, evicts=evicts)
                 except VmemError:
                     if needs_region:
@@ -274,7 +260,7 @@ class KVMemory:
     def share_prefix(self, sequence: SequenceMemory, chain: TokenChain, token_ids: Sequence[int]) -> int:
         """Give a sequence without blocks the cached prefix of its tokens; returns the number of tokens shared.
 
-        Whole units are shared. A unit that begins like the next tokens is shared, too, and copied before the next step.
+        A unit that only begins like the next tokens is shared, too, and copied before the next step.
         """
         if self.prefixes.enabled:
             chain.extend(token_ids)
@@ -287,15 +273,15 @@ class KVMemory:
                 return 0
             match = self.prefixes.match_held(chain, token_ids)
             self.prefixes.share_match(sequence, match)
-            if match.num_tokens:
-                expected = max(match.num_tokens, sequence.expected_tokens)
-                try:
+            expected = max(match.num_tokens, sequence.expected_tokens)
+            try:
+                if match.num_tokens:
                     evicts = self.allocator.must_evict(self.tables.pages_to_grow(sequence, expected))
                     self.regions.assign_regions(sequence, expected, evicts=evicts)
-                except VmemError:
-                    self._release(sequence)
-                    sequence.num_tokens, sequence.prefix.chain = 0, None
-                    raise
+            except VmemError:
+                self._release(sequence)
+                sequence.num_tokens, sequence.prefix.chain = 0, None
+                raise
             self.prefixes.count_hit(match, len(token_ids))
             return match.num_tokens
 
@@ -304,8 +290,7 @@ class KVMemory:
         if the same prefix has that name already.
 
         Raises:
-            PinError: another prefix has that name; the quota, or the room for the longest sequence, is used up; or the
-                window or the state has moved past the prefix.
+            PinError: the name is taken, the quota is used up, or the window or the state has moved past the prefix.
         """
         with self.mapper.call():
             chain = sequence.prefix.chain
@@ -327,11 +312,8 @@ class KVMemory:
             self.lock.notify_all()
 
     def swap_out(self, sequences: Sequence[SequenceMemory]) -> SwappedGroup:
-        """Copy the blocks of these sequences to host memory and free them, all or none (PagedAttention §4.5).
-
-        Raises:
-            OutOfSwap: the swap space is too full.
-        """
+        """Copy the blocks of these sequences to host memory and free them, all or none (PagedAttention §4.5). Raises
+        `OutOfSwap`."""
         with self.mapper.call():
             for sequence in sequences:
                 self.tables.check_open(sequence)
@@ -347,12 +329,11 @@ class KVMemory:
             return swapped
 
     def swap_in(self, swapped: SwappedGroup) -> list[SequenceMemory]:
-        """Create the sequences again, in the order of `swap_out`, ahead of all later work of the device. Blocks that
-        are still cached are shared, not copied. `swapped` is used up.
+        """Create the sequences again, in the order of `swap_out`, ahead of all later work of the device. `swapped` is
+        used up.
 
         Raises:
-            OutOfPages: too few pages are free; nothing has changed.
-            MapError: the device refused; nothing has changed.
+            OutOfPages, MapError: too few pages are free, or the device refused; nothing has changed.
         """
         with self.mapper.call():
             sequences = self.swapping.copy_in(swapped)
@@ -413,14 +394,10 @@ class KVMemory:
             self.mapper.raise_failure()
             self.lock.wait(timeout_s)
 
-    # ---- the budget ----
-
     def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
-        """Change how much physical memory there may be; see `PagePool.set_budget`. From any thread; waits for
-        bookkeeping only.
+        """Change the budget, see `PagePool.set_budget`. From any thread; waits for bookkeeping only.
 
-        The mapper gives back pages without an owner. Beyond them `num_free_pages` is negative until the scheduler has
-        preempted enough.
+        The mapper gives back pages without an owner; `num_free_pages` is negative while owners have too many.
         """
         with self.lock:
             answer = self.pages.set_budget(budget_bytes, revision)
@@ -444,12 +421,10 @@ class KVMemory:
         with self.lock:
             return self.pages.num_committed * self.pages.page_bytes
 
-    # ---- accounting ----
-
     def report(self) -> MemoryReport:
-        """Figures of now. From any thread: waits at most 20 ms for the lock, then returns the last report, at most
-        50 ms older than the end of the engine's last call and not older than the last `free`. The engine's own thread
-        always gets figures of now."""
+        """Figures of now. From any thread: after 20 ms without the lock, those of the last report, at most 50 ms older
+        than the engine's last call and never older than the last `free`. The engine's own thread gets figures of now.
+        """
         return self.audit.report()
 
     def check_integrity(self) -> None:
@@ -464,11 +439,8 @@ class KVMemory:
             self.audit.check_idle()
 
     def close(self) -> None:
-        """Stop the mapper and give all memory back, pinned prefixes included. No step may be running.
-
-        Raises:
-            IntegrityError: a sequence is still open.
-        """
+        """Stop the mapper and give all memory back, pinned prefixes included. No step may be running. Raises
+        `IntegrityError` if a sequence is still open."""
         with self.lock.turn():
             if self.tables.sequences:
                 raise IntegrityError(f"closed with {len(self.tables.sequences)} sequences open")
@@ -511,13 +483,12 @@ class KVMemory:
     def _free(self, sequence: SequenceMemory) -> None:
         self.tables.check_open(sequence)
         self.tables.sequences.remove(sequence)
-        held = [(group, table.region) for group, table in self.tables.tables_of(sequence)]
+        tails = [(group, table.region) for group, table in self.tables.tables_of(sequence)]
         self._release(sequence)
         self.lock.notify_all()
-        if not self._options.deferred_reclamation:
-            for group, region in held:
-                if region is not None:
-                    self.regions.unmap_tail(group, region)
+        for group, region in tails:
+            if region is not None and not self._options.deferred_reclamation:
+                self.regions.unmap_tail(group, region)
 
     def _release(self, sequence: SequenceMemory) -> None:
         """Give up the sequence's cursor, regions and blocks."""

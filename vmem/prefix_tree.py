@@ -1,16 +1,17 @@
-"""Which prefixes are cached, and in which blocks: a tree of token prefixes, each found by its hash.
+"""Prefix tree: cached token prefixes, found by their hashes, and the blocks that hold them.
 
     root (salt, adapter) ── node: tokens 0 … 15 ── node: 16 … 31 ── node: 32 … 47
                                blocks [7]  [3]        [9]  [4]   └─ node: 32 … 47, other tokens
                                        one entry a layer group
 
-A node stands for the tokens from the beginning to its end. What counts as a hit is verified: the parent is the node the
-search came from, and the tokens are the same. So a collision of hashes costs a miss and never a wrong answer.
+A node stands for the tokens from the beginning to its end. Hits are verified against parent and tokens, so that a hash
+collision costs a miss and never a wrong answer.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -24,24 +25,24 @@ Digest = bytes
 Hash = Callable[[Digest, bytes], Digest]
 
 _DIGEST_BYTES = 16
-# Children with the same first token that are looked at for a partial match: it must not cost what it saves.
-_ALIKE_REMEMBERED = 4
+# Children with the same first token that a partial match compares: it must not cost what it saves.
+_MOST_ALIKE = 4
 
 
 def stable_hash(parent: Digest, content: bytes) -> Digest:
-    """The same on every machine and in every run, unlike Python's `hash`: replicas and routers compare them."""
+    """Equal on every machine and in every run, unlike Python's `hash`: replicas and routers compare digests."""
     return hashlib.blake2b(parent + content, digest_size=_DIGEST_BYTES).digest()
 
 
 class TokenChain:
-    """Token ids cut into units, with the hash of everything up to the end of each. One thread at a time.
+    """Token ids in units, with the hash of the prefix that ends with each. Used by one thread at a time.
 
     Args:
-        unit_tokens: tokens a unit has.
-        keys: what else must be equal for contents to be equal: a cache salt, an adapter's id, an image's hash.
+        unit_tokens: tokens of a unit.
+        keys: what must be equal beside the tokens: a cache salt, an adapter's id.
 
     Attributes:
-        root: the hash of the keys, which the first unit's goes on from.
+        root: the hash of the keys, parent of the first unit's.
     """
 
     def __init__(self, unit_tokens: int, keys: tuple[str, ...] = (), hash: Hash = stable_hash) -> None:
@@ -53,7 +54,7 @@ class TokenChain:
         self.root = hash(b"", b"".join(f"{len(key.encode())}:{key}".encode() for key in keys))
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Hash the whole units of `token_ids` that are not hashed yet; the ones that are must be the same tokens."""
+        """Hash the whole units of `token_ids` that are new; earlier ones must be unchanged."""
         done = len(self.units) * self.unit_tokens
         end = len(token_ids) // self.unit_tokens * self.unit_tokens
         if end <= done:
@@ -66,7 +67,7 @@ class TokenChain:
             self.units.append(unit)
 
     def truncate_chain(self, num_tokens: int) -> None:
-        """Forget the units beyond the first `num_tokens` tokens; other tokens may follow."""
+        """Drop the units beyond the first `num_tokens` tokens; other tokens may follow."""
         del self.units[num_tokens // self.unit_tokens :]
         del self.digests[num_tokens // self.unit_tokens :]
 
@@ -84,7 +85,7 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def decode_tokens(content: bytes) -> tuple[int, ...]:
-    """What `encode_tokens` was given."""
+    """Inverse of `encode_tokens`."""
     return tuple(np.frombuffer(content, dtype="<i4").tolist())
 
 
@@ -93,11 +94,12 @@ class PrefixNode:
 
     Attributes:
         depth: units from the beginning to its end.
-        blocks: of each layer group, the blocks that hold this unit; of a group with a fixed-size state the block with
-            the state after it. `None` where there are none.
-        writer: the path of the sequence that is going to compute it, as long as it has not.
-        pending: the step that computes what its blocks are to hold is not over yet.
-        references: children, groups with blocks, and sequences whose last whole unit it is.
+        blocks: of each layer group, the blocks that hold this unit; of a group with states, the block with the state
+            after it. `None`: not cached.
+        by_first: first token → the last few children that begin with it.
+        writer: the cursor of the sequence that has announced the unit and not computed it.
+        pending: the step that computes the unit is in progress.
+        references: children, groups with blocks, and sequences whose last whole unit this is.
     """
 
     __slots__ = ("blocks", "by_first", "depth", "digest", "parent", "pending", "references", "tokens", "writer")
@@ -108,7 +110,7 @@ class PrefixNode:
         self.digest = digest
         self.tokens = tokens
         self.blocks: list[tuple[int, ...] | None] = [None] * num_groups
-        self.by_first: dict[bytes, list[PrefixNode]] = {}  # first token → the children that came last
+        self.by_first: dict[bytes, list[PrefixNode]] = {}
         self.references = 0
         self.writer: object | None = None
         self.pending = False
@@ -116,14 +118,14 @@ class PrefixNode:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What is cached of a prompt.
+    """The cached prefix of a prompt.
 
     Attributes:
-        nodes: whole units from the beginning on.
+        nodes: its whole units.
         partial: a unit that begins like the next tokens of the prompt.
-        num_tokens: of the prompt, in `nodes` and `partial`.
-        branch_tokens: tokens up to where the prompt leaves all prompts known, whether their blocks are there or not.
-        awaited: somebody is computing what follows; who waits a little finds more.
+        num_tokens: tokens of the prompt in `nodes` and `partial`.
+        branch_tokens: tokens that the prompt has in common with any known prompt, cached or not.
+        is_being_computed: whether another sequence is computing the next units.
     """
 
     nodes: tuple[PrefixNode, ...]
@@ -135,7 +137,7 @@ class PrefixMatch:
 
 @dataclass(slots=True)
 class PrefixCounts:
-    """Tokens looked up and found by sequences that began, and blocks that lost their content to new ones."""
+    """Tokens looked up and found by new sequences, and evicted blocks."""
 
     queried_tokens: int = 0
     hit_tokens: int = 0
@@ -144,14 +146,14 @@ class PrefixCounts:
 
 @dataclass(slots=True)
 class PrefixCursor:
-    """Where a sequence is in the tree.
+    """A sequence's place in the tree.
 
     Attributes:
-        chain: its tokens' hashes; `None`: nothing of it is cached.
-        nodes: its whole units as far as they are computed or promised.
-        computed: of these, how many are computed.
-        broken: a unit's hash belongs to other tokens; from there on nothing is cached.
-        snapshot: the last node that got this sequence's state while it was generating.
+        chain: the hashes of its tokens; `None`: the sequence stays out of the prefix cache.
+        nodes: its whole units, computed or announced.
+        computed: how many of these are computed.
+        broken: the next unit's hash belongs to other tokens, so that nothing more is cached.
+        snapshot: the last node that holds this sequence's state from its decoding.
     """
 
     chain: TokenChain | None = None
@@ -162,14 +164,14 @@ class PrefixCursor:
 
 
 class PrefixTree:
-    """The tree, and which blocks its nodes hold. Only called under the memory's lock.
+    """The tree and the blocks that its nodes hold. Only called with the memory's lock held.
 
     Args:
         unit_tokens: tokens of a node; whole blocks in every group.
-        hash: of a unit and what precedes it.
+        hash: parent's digest and tokens → digest.
 
     Attributes:
-        changes: increases whenever `match` may have another answer than before.
+        changes: increases whenever the result of `match` may change.
     """
 
     def __init__(self, groups: Sequence[GroupMemory], unit_tokens: int, hash: Hash = stable_hash) -> None:
@@ -179,16 +181,16 @@ class PrefixTree:
         self.changes = 0
         self.summary = PrefixSummary()
         self._hot: HotNodes[PrefixNode] = HotNodes()
-        # Groups whose blocks a prefix keeps as long as longer ones do: those of windows go before, states are few.
-        # Where there are no others, all.
-        self._lasting = [
+        # Groups that decide whether a prefix counts as cached: without those of windows, whose blocks go first, and of
+        # states, which are few; all groups if there are no others.
+        self._deciding = [
             g for g, group in enumerate(groups) if group.spec.window_tokens is None and not group.spec.is_state
         ] or list(range(len(groups)))
         self._groups = groups
         self._nodes: dict[Digest, PrefixNode] = {}
         self._roots: dict[tuple[str, ...], PrefixNode] = {}
         self._root_keys: dict[PrefixNode, tuple[str, ...]] = {}
-        self._holder: list[dict[int, PrefixNode]] = [{} for _ in groups]  # of each group: block → its node
+        self._node_of: list[dict[int, PrefixNode]] = [{} for _ in groups]  # of each group, block → node
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -199,7 +201,7 @@ class PrefixTree:
         """The longest cached prefix of at most `limit` tokens.
 
         Args:
-            least_partial: tokens that a partly matching unit must share, or it is not worth its copy; 0: never.
+            least_partial: tokens that make a partly matching unit worth its copy; 0: never.
         """
         most = limit // self.unit_tokens
         walked: list[PrefixNode] = []
@@ -227,7 +229,7 @@ class PrefixTree:
         return PrefixMatch(tuple(walked[:usable]), partial, num_tokens, len(walked) * self.unit_tokens, awaited)
 
     def find(self, chain: TokenChain, most: int) -> Iterator[PrefixNode]:
-        """The nodes of the chain's first `most` units, as far as they are known."""
+        """The known nodes of the chain's first `most` units."""
         node = self._roots.get(chain.keys)
         for digest, tokens in zip(chain.digests[:most], chain.units[:most], strict=True):
             node = self._child(node, digest, tokens) if node is not None else None
@@ -242,27 +244,27 @@ class PrefixTree:
     def _partial(
         self, node: PrefixNode, token_ids: Sequence[int], available: _Availability
     ) -> tuple[PrefixNode | None, int]:
-        """The computed child that begins most like these tokens, and how many it shares with them."""
-        wanted = encode_tokens(token_ids)
+        """The computed child with the most tokens in common, and their number."""
+        tokens = encode_tokens(token_ids)
         best, most = None, 0
-        for child in node.by_first.get(wanted[:4], ()):
-            if child.writer is not None or child.pending or not available.would_do(child):
+        for child in node.by_first.get(tokens[:4], ()):
+            if child.writer is not None or child.pending or not available.can_split(child):
                 continue
             common = 0
-            while common < len(wanted) and child.tokens[common : common + 4] == wanted[common : common + 4]:
+            while common < len(tokens) and child.tokens[common : common + 4] == tokens[common : common + 4]:
                 common += 4
             if common > most:
                 best, most = child, common
         return best, most // 4
 
     def note_hit(self, match: PrefixMatch) -> None:
-        """A sequence has begun with the match."""
+        """Count a hit of the match."""
         if match.nodes:
             self._hot.note(match.nodes[-1])
 
     def hot(self, most_tokens: int) -> list[CachedPrefix]:
-        """The prefixes that sequences have begun with most often, at most so many tokens together."""
-        best = self._hot.best(most_tokens // self.unit_tokens, _units, self._lasts)
+        """The cached prefixes with the most hits, at most `most_tokens` tokens together."""
+        best = self._hot.best(most_tokens // self.unit_tokens, _units, self._is_cached)
         prefixes = []
         for node, hits in best:
             nodes = list(_units(node))[::-1]
@@ -281,7 +283,7 @@ class PrefixTree:
         return self._roots[keys]
 
     def extend_cursor(self, path: PrefixCursor, num_units: int) -> None:
-        """Let the path have nodes for its first `num_units` units, as far as no hash is taken by other tokens."""
+        """Extend the cursor to `num_units` units, or to the first hash collision."""
         chain = path.chain
         assert chain is not None
         while len(path.nodes) < num_units and not path.broken:
@@ -295,7 +297,7 @@ class PrefixTree:
                 parent.references += 1
                 alike = parent.by_first.setdefault(tokens[:4], [])
                 alike.append(node)
-                del alike[:-_ALIKE_REMEMBERED]
+                del alike[:-_MOST_ALIKE]
             elif node.parent is not parent or node.tokens != tokens:
                 path.broken = True
                 self._drop_root(parent)
@@ -306,14 +308,14 @@ class PrefixTree:
             path.nodes.append(node)
 
     def start_cursor(self, path: PrefixCursor, nodes: Sequence[PrefixNode]) -> None:
-        """The path of a new sequence that begins with these nodes, all computed."""
+        """Start a new sequence's cursor with these computed nodes."""
         path.nodes = list(nodes)
         path.computed = len(nodes)
         if nodes:
             nodes[-1].references += 1
 
     def truncate_cursor(self, path: PrefixCursor, num_units: int) -> None:
-        """The path ends after `num_units` units."""
+        """Cut the cursor to `num_units` units."""
         self.changes += 1
         for node in path.nodes[num_units:]:
             if node.writer is path:
@@ -332,87 +334,82 @@ class PrefixTree:
     # ---- blocks ----
 
     def index_blocks(self, node: PrefixNode, g: int, block_ids: tuple[int, ...]) -> bool:
-        """Let the node hold these owned blocks of a group; False if it has some, or they are another node's."""
-        if node.blocks[g] is not None or any(b in self._holder[g] for b in block_ids):
+        """Index these owned blocks of a group in the node; False if the node has some, or another node has them."""
+        if node.blocks[g] is not None or any(b in self._node_of[g] for b in block_ids):
             return False
         self.changes += 1
         node.blocks[g] = block_ids
         node.references += 1
         for block_id in block_ids:
-            self._holder[g][block_id] = node
+            self._node_of[g][block_id] = node
             self._groups[g].pool.mark_indexed(block_id)
-        if g in self._lasting and self._lasts(node):
+        if g in self._deciding and self._is_cached(node):
             self.summary.add(node.digest, node.depth)
         return True
 
     def unindex_blocks(self, node: PrefixNode, g: int) -> int:
-        """The node's blocks of a group lose their content's name; returns how many there were."""
+        """Remove a group's blocks from the node; returns their number."""
         block_ids = node.blocks[g]
         if block_ids is None:
             return 0
         self.changes += 1
-        if g in self._lasting and self._lasts(node):
+        if g in self._deciding and self._is_cached(node):
             self.summary.remove(node.digest, node.depth)
         node.blocks[g] = None
         for block_id in block_ids:
-            del self._holder[g][block_id]
+            del self._node_of[g][block_id]
             self._groups[g].pool.unmark_indexed(block_id)
         self._release(node)
         return len(block_ids)
 
     def evict(self, g: int, count: int) -> int:
-        """Make up to `count` free blocks of a group, or a few more, available that were kept for their content: those
-        free for longest. Returns how many."""
+        """Evict `count` cached blocks of a group or a few more, those freed first. Returns their number."""
         pool, evicted = self._groups[g].pool, 0
         while evicted < count and (block_id := pool.oldest_cached()) is not None:
             evicted += self.evict_block(g, block_id)
         return evicted
 
     def evict_block(self, g: int, block_id: int) -> int:
-        """Forget what this block holds, and what others hold of the same unit."""
-        evicted = self.unindex_blocks(self._holder[g][block_id], g)
+        """Evict this block, and the others of the same unit and group."""
+        evicted = self.unindex_blocks(self._node_of[g][block_id], g)
         self.counts.evicted_blocks += evicted
         return evicted
 
     def clear(self, keys: tuple[str, ...] | None = None) -> None:
-        """Forget the content of all blocks, or of those whose prefixes have these keys."""
-        for g, holder in enumerate(self._holder):
-            for node in set(holder.values()):
+        """Drop all prefixes, or those with these keys."""
+        for g, node_of in enumerate(self._node_of):
+            for node in set(node_of.values()):
                 if keys is None or self._root_keys[_root(node)] == keys:
                     self.unindex_blocks(node, g)
 
-    def check_integrity(self, paths: Sequence[PrefixCursor]) -> None:
-        """Raise `IntegrityError` unless references, holders and kept blocks agree."""
-        expected: dict[PrefixNode, int] = {}
-        for node in self._nodes.values():
-            expected[node] = expected.get(node, 0) + sum(blocks is not None for blocks in node.blocks)
+    def check_integrity(self, cursors: Sequence[PrefixCursor]) -> None:
+        """Raise `IntegrityError` unless references, indexed blocks, writers, keys and hits agree."""
+        nodes = list(self._nodes.values())
+        expected = Counter(cursor.nodes[-1] for cursor in cursors if cursor.nodes)
+        for node in nodes:
+            expected[node] += sum(blocks is not None for blocks in node.blocks)
             assert node.parent is not None
-            expected[node.parent] = expected.get(node.parent, 0) + 1
-        for path in paths:
-            if path.nodes:
-                expected[path.nodes[-1]] = expected.get(path.nodes[-1], 0) + 1
+            expected[node.parent] += 1
         if len(self._roots) != len(self._root_keys) or any(not root.references for root in self._root_keys):
-            raise IntegrityError(f"{len(self._roots)} roots of prefixes, some without any")
+            raise IntegrityError(f"{len(self._roots)} roots of prefixes, some without references")
         for node, references in expected.items():
             if node.references != references or not references:
                 raise IntegrityError(f"a prefix has {node.references} references, {references} are known")
-        for g, holder in enumerate(self._holder):
-            held = [b for node in self._nodes.values() for b in node.blocks[g] or ()]
-            if sorted(held) != sorted(holder) or set(held) != self._groups[g].pool.indexed_blocks:
-                raise IntegrityError(f"group {g}: {len(held)} blocks in prefixes, {len(holder)} have a holder")
-        writers = {id(path) for path in paths}
-        if any(node.writer is not None and id(node.writer) not in writers for node in self._nodes.values()):
-            raise IntegrityError("a prefix waits for a sequence that is gone")
-        lasting = [node for node in self._nodes.values() if self._lasts(node)]
-        self.summary.check_integrity({(key_of(node.digest), node.depth) for node in lasting})
+        for g, (node_of, group) in enumerate(zip(self._node_of, self._groups, strict=True)):
+            held = [b for node in nodes for b in node.blocks[g] or ()]
+            if sorted(held) != sorted(node_of) or set(held) != group.pool.indexed_blocks:
+                raise IntegrityError(f"group {g}: {len(held)} blocks in prefixes, {len(node_of)} indexed")
+        if not {id(node.writer) for node in nodes if node.writer is not None} <= set(map(id, cursors)):
+            raise IntegrityError("the writer of an announced prefix is gone")
+        self.summary.check_integrity({(key_of(node.digest), node.depth) for node in nodes if self._is_cached(node)})
         if gone := [node for node in self._hot if self._nodes.get(node.digest) is not node]:
-            raise IntegrityError(f"hits are remembered of {len(gone)} prefixes that are gone")
+            raise IntegrityError(f"hits are counted for {len(gone)} prefixes that are gone")
 
-    def _lasts(self, node: PrefixNode) -> bool:
-        return all(node.blocks[g] is not None for g in self._lasting)
+    def _is_cached(self, node: PrefixNode) -> bool:
+        return all(node.blocks[g] is not None for g in self._deciding)
 
     def _release(self, node: PrefixNode) -> None:
-        """Drop a reference; a node without any is gone, and its parent may be."""
+        """Drop a reference; a node without any is removed, and its parent perhaps, too."""
         while True:
             node.references -= 1
             if node.references or node.parent is None:
@@ -429,7 +426,7 @@ class PrefixTree:
         self._drop_root(node)
 
     def _drop_root(self, node: PrefixNode) -> None:
-        """A root without references is gone, too."""
+        """Remove a root without references."""
         if node.parent is None and not node.references:
             del self._roots[self._root_keys.pop(node)]
 
@@ -448,35 +445,35 @@ def _root(node: PrefixNode) -> PrefixNode:
 
 
 class _Availability:
-    """Whether every group has what it needs to go on after a run of nodes: all blocks, those of the window, a state."""
+    """Whether a sequence can continue after a run of nodes: groups need all blocks, those of a window, or a state."""
 
     def __init__(self, groups: Sequence[GroupMemory], unit_tokens: int) -> None:
         self._num_nodes = 0
-        self._kinds: list[int | None] = []  # of each group, nodes in a row that must have blocks; `None`: all
+        self._needed: list[int | None] = []  # of each group, the last nodes that must have blocks; `None`: all
         self._has_state = any(group.spec.is_state for group in groups)
         for group in groups:
             needed = 1 if group.spec.is_state else None
             if group.spec.window_tokens is not None:
                 needed = -(-(group.spec.window_tokens - 1) // unit_tokens)
-            self._kinds.append(needed)
+            self._needed.append(needed)
         self._runs = [0] * len(groups)  # of each group, nodes in a row up to here that have its blocks
 
     def add(self, node: PrefixNode) -> bool:
-        """One more node; False if no prefix from here on can be complete."""
+        """Add a node; False if no longer run can be complete."""
         self._num_nodes += 1
         for g, blocks in enumerate(node.blocks):
             self._runs[g] = self._runs[g] + 1 if blocks is not None else 0
         return all(
-            needed is not None or run == self._num_nodes for needed, run in zip(self._kinds, self._runs, strict=True)
+            needed is not None or run == self._num_nodes for needed, run in zip(self._needed, self._runs, strict=True)
         )
 
     @property
     def complete(self) -> bool:
         return all(
             run >= (self._num_nodes if needed is None else min(needed, self._num_nodes))
-            for needed, run in zip(self._kinds, self._runs, strict=True)
+            for needed, run in zip(self._needed, self._runs, strict=True)
         )
 
-    def would_do(self, node: PrefixNode) -> bool:
-        """Whether a part of this node can be gone on from. A state is only known at the end of a node."""
+    def can_split(self, node: PrefixNode) -> bool:
+        """Whether a sequence can continue within this node. A state exists only at the end of a node."""
         return not self._has_state and self.complete and all(blocks is not None for blocks in node.blocks)

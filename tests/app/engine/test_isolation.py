@@ -48,8 +48,8 @@ def written_rows(engine: Engine, g: int) -> dict[int, int]:
     memory = engine.memory
     group = memory.groups[g]
     block_tokens = 1 if group.is_state else group.layout.block_tokens
-    holder, rows = memory.tree._holder[g], defaultdict[int, int](int)
-    for block_id, node in holder.items():
+    node_of, rows = memory.tree._node_of[g], defaultdict[int, int](int)
+    for block_id, node in node_of.items():
         rows[block_id] = 0 if node.pending else block_tokens
     # What the coming step writes is there for others of the same step, but not yet.
     starts = {

@@ -1,4 +1,4 @@
-"""Where the keys and values of a token lie: a pure planner from model geometry to strides.
+"""Layout: from model geometry to the strides of keys and values in pages.
 
 A block of `block_tokens` tokens has one page in each of the layout's slices. *Interleaved*: one slice for all layers,
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -30,7 +31,7 @@ LayoutKind = Literal["interleaved", "per_layer"]
 _ROW_ALIGNMENT_BYTES = 64
 # Smaller blocks waste less, but each of them costs mapping calls and a place in every block table.
 _SMALLEST_BLOCK_TOKENS = 16
-# Pages of more granules than this are not tried: what a larger page saves in padding it loses in unfilled last blocks.
+# Pages of more granules are not tried: what a larger page saves in padding it loses in unfilled last blocks.
 _MOST_GRANULES_TRIED = 16
 
 
@@ -49,7 +50,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row's place: which slice, and how many bytes into the token's share of it."""
+    """A row's slice, and its offset in the token's share of that slice."""
 
     slice: int
     offset_bytes: int
@@ -57,11 +58,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Strides and sizes. `keys[i]` and `values[i]` are the places of layer i's rows.
+    """Strides and sizes. `keys[i]` and `values[i]` are the rows of layer i.
 
     Attributes:
         token_bytes: the stride from token to token in every slice.
-        payload_bytes: bytes of keys and values a token has, all layers together.
+        payload_bytes: bytes of a token's keys and values in all layers.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -85,7 +86,7 @@ class KVLayout:
 
     @property
     def num_homes(self) -> int:
-        """Address ranges in which a block has a place of `home_bytes`."""
+        """Address ranges in which a block has `home_bytes`."""
         return self.num_slices
 
     @property
@@ -94,7 +95,7 @@ class KVLayout:
 
     @property
     def padding(self) -> float:
-        """Share of a full block's bytes that hold no key or value."""
+        """Share of a full block's bytes without keys or values."""
         return 1 - self.payload_bytes * self.block_tokens / self.block_bytes
 
     def num_blocks(self, num_tokens: int) -> int:
@@ -102,8 +103,8 @@ class KVLayout:
         return -(-num_tokens // self.block_tokens)
 
     def expected_waste(self, expected_tokens: int) -> float:
-        """Share of bytes without token state, padding included, for sequences of about that length: their last block
-        is half full on average."""
+        """Share of bytes without keys or values for sequences of about that length, whose last block is half full on
+        average."""
         held_tokens = expected_tokens + (self.block_tokens - 1) / 2
         return 1 - expected_tokens / held_tokens * (1 - self.padding)
 
@@ -130,11 +131,11 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """A state of fixed size for each sequence, whatever its length: one block of whole pages, side by side.
+    """A state of fixed size for each sequence: one block of adjacent pages.
 
     Attributes:
         payload_bytes: of the state.
-        block_tokens: tokens that one block stands for: as many as there will ever be.
+        block_tokens: tokens of one block: more than any sequence has.
     """
 
     payload_bytes: int
@@ -159,11 +160,11 @@ class StateLayout:
 
     @property
     def padding(self) -> float:
-        """Share of a block's bytes that hold no state."""
+        """Share of a block's bytes without state."""
         return 1 - self.payload_bytes / self.block_bytes
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks that a sequence of that length has: one, once it has begun."""
+        """One block, once the sequence has begun."""
         return min(num_tokens, 1)
 
 
@@ -178,18 +179,19 @@ def plan_layout(
     expected_tokens: int = 1024,
     multiple_of: int = 1,
 ) -> KVLayout:
-    """Lay out the layers of one token so that pages are whole numbers of granules and of tokens.
+    """Lay out layers so that pages are whole numbers of granules and of tokens.
 
-    Without `block_tokens` or `page_bytes` the page size with the least expected waste is taken, the smallest of equals.
+    Without `block_tokens` and `page_bytes` the page size with the least expected waste is chosen, the smallest of
+    equals.
 
     Args:
-        block_tokens: tokens a block must have; the token is padded until that many are whole granules.
-        page_bytes: the page size other layer groups have; as many tokens as fit become a block.
+        block_tokens: tokens of a block; the token is padded until that many fill whole granules.
+        page_bytes: the page size of other layer groups; as many tokens as fit become a block.
         expected_tokens: length of a typical sequence, to weigh padding against unfilled last blocks.
         multiple_of: with `page_bytes`, the block is a multiple of so many tokens.
 
     Raises:
-        LayoutError: no layers, a dimension that is not positive, or numbers that make no page.
+        LayoutError: there are no layers, a dimension is not positive, or the numbers make no page.
     """
     if not layers:
         raise LayoutError("a layout needs at least one layer")
@@ -231,34 +233,20 @@ def plan_groups(
     block_tokens: int | None = None,
     expected_tokens: int = 1024,
 ) -> tuple[KVLayout, ...]:
-    """A layout for each layer group, all with pages of one size, so that the groups can share one page budget.
+    """Lay out each layer group with pages of one size, so that the groups can share one page budget.
 
-    The group with the longest rows sets the page size; in the others a block holds as many tokens as fit into it, in
-    multiples of that group's block: prefixes are shared in units that are whole blocks of every group.
+    The group with the longest rows sets the page size. In the others a block holds as many tokens as fit, in multiples
+    of that group's block, because prefixes are shared in units that are whole blocks of every group.
     """
     if not groups:
         raise LayoutError("there must be at least one layer group")
     largest = max(groups, key=lambda layers: _place_rows(layers, dtype, kind)[3] if layers else 0)
-    leader = plan_layout(
-        largest,
-        dtype,
-        granularity_bytes=granularity_bytes,
-        kind=kind,
-        block_tokens=block_tokens,
-        expected_tokens=expected_tokens,
-    )
-    page_bytes = leader.page_bytes
+    plan = partial(plan_layout, dtype=dtype, granularity_bytes=granularity_bytes, kind=kind)
+    leader = plan(largest, block_tokens=block_tokens, expected_tokens=expected_tokens)
     return tuple(
         leader
         if list(layers) == list(largest)
-        else plan_layout(
-            layers,
-            dtype,
-            granularity_bytes=granularity_bytes,
-            kind=kind,
-            page_bytes=page_bytes,
-            multiple_of=leader.block_tokens,
-        )
+        else plan(layers, page_bytes=leader.page_bytes, multiple_of=leader.block_tokens)
         for layers in groups
     )
 
@@ -266,7 +254,7 @@ def plan_groups(
 def _place_rows(
     layers: Sequence[LayerSpec], dtype: torch.dtype, kind: LayoutKind
 ) -> tuple[tuple[Row, ...], tuple[Row, ...], int, int]:
-    """Places of keys and of values, the number of slices, and the bytes a token needs in a slice."""
+    """Rows of keys and of values, the number of slices, and the bytes of a token in a slice."""
     if kind == "per_layer":
         keys = tuple(Row(2 * i, 0) for i in range(len(layers)))
         values = tuple(Row(2 * i + 1, 0) for i in range(len(layers)))
@@ -290,7 +278,7 @@ def _smallest_block(expected_tokens: int) -> int:
 
 
 def _most_tokens(page_bytes: int, row_bytes: int, multiple_of: int = 1) -> int:
-    """The most tokens that divide a page evenly at an aligned stride of at least `row_bytes`; 0 if not even one."""
+    """The most tokens that divide a page evenly at an aligned stride of at least `row_bytes`; 0 if there are none."""
     for tokens in range(page_bytes // row_bytes // multiple_of * multiple_of, 0, -multiple_of):
         if page_bytes % (tokens * _ROW_ALIGNMENT_BYTES) == 0:
             return tokens

@@ -1,10 +1,8 @@
-"""The cached prefixes in short, for routers that look for where a prompt is cached: a few bytes of each one's hash.
+"""Prefix summary: a few bytes of each cached prefix's hash for routers, and the prefixes with the most hits.
 
-Kept up to date block by block, because going through a hundred thousand prefixes would hold up a step. An answer has
-the latest changes, for readers that have followed so far, and beside them all keys as they were a little earlier, for
-readers that begin or have missed too much.
-
-Which cached prefixes are wanted most: what another memory that begins empty should have first.
+The summary is updated block by block, because a walk over a hundred thousand prefixes would delay a step. An answer has
+the latest changes, for readers that follow, and all keys of a moment before, for readers that start or have missed too
+much.
 """
 
 from __future__ import annotations
@@ -20,41 +18,42 @@ import numpy as np
 
 from vmem.errors import IntegrityError
 
-# With a million prefixes known, one in 300 million is taken for one that is cached and is not.
+# With a million cached prefixes, one prefix in 300 million is falsely taken for cached.
 KEY_BYTES = 6
-# A key, and before it 1 if there is such a prefix now, 0 if there is none any more.
+# A byte, 1 for a cached and 0 for an evicted prefix, and the key.
 CHANGE_BYTES = 1 + KEY_BYTES
-# Changes in an answer at most. Then the keys are put together anew, and the latest half of the changes stays, for
+# Changes in an answer at most. Beyond them all keys are collected again, and the latest half of the changes stays for
 # readers that have missed an answer.
 MOST_CHANGES = 2048
-# Changes of prefixes of any depth that are remembered until the next answer, which has only keys if there are more.
+# Changes remembered until the next answer, which has only keys if there are more.
 _MOST_REMEMBERED = 16 * MOST_CHANGES
-# Prefixes whose depth is no multiple of 2^0, 2^1, … are left out first; this many times at most.
+# When there are too many keys, those whose depth is no multiple of 2, 4, … are left out; so many times at most.
 _MOST_HALVINGS = 8
-# Prefixes left out come back when, with them, there are this share of the most keys: not as soon as one other is gone.
+# Keys left out return when all fit into this share of the most keys, so that the stride does not flap.
 _ROOMY = 0.75
+# Nodes whose hits are counted.
+_MOST_HOT = 4096
 
 
 def key_of(digest: bytes) -> bytes:
-    """What a summary says of a prefix with this digest (`TokenChain.digests`)."""
+    """The key of a prefix with this digest (`TokenChain.digests`)."""
     return digest[:KEY_BYTES]
 
 
 def split_keys(keys: bytes) -> list[bytes]:
-    """One by one."""
     split: list[bytes] = np.frombuffer(keys, dtype=f"V{KEY_BYTES}").tolist()
     return split
 
 
 @dataclass(frozen=True, slots=True)
 class CachedKeys:
-    """Keys of cached prefixes: of those whose number of units is a multiple of `stride`.
+    """Keys of cached prefixes whose number of units is a multiple of `stride`.
 
     Attributes:
-        keys: all at some version before the last changes, side by side in no order.
-        changes: `CHANGE_BYTES` each, in order. Each made a version that is 1 higher, the last one `version`; without
-            one, all of `keys` is new. Who has the keys of a version among these needs the changes after it; who has
-            none gets them from `keys` and all changes, because each says what is true of its key since.
+        keys: all keys at a version before the last changes, concatenated in no order.
+        changes: `CHANGE_BYTES` each, in order. Each made the next version, the last one `version`; without changes all
+            of `keys` is new. A reader with the keys of one of these versions needs the changes after it; any other
+            reader takes `keys` and all changes.
     """
 
     keys: bytes
@@ -67,12 +66,11 @@ NO_KEYS = CachedKeys(b"", b"", 1, 0)
 
 
 class PrefixSummary:
-    """Keys of the prefixes that layers without a window have blocks of, by how far their depth can be halved: with a
-    prefix all shorter ones are there. What else a hit needs, a window's last blocks or a state, a summary does not say.
-    Only called under the memory's lock.
+    """Keys of the prefixes cached by layers without a window, by how often their depth can be halved. The last blocks
+    of a window, or a state, which a hit needs as well, are not considered. Only called with the memory's lock held.
 
     Attributes:
-        num_changes: increases when any prefix is cached or forgotten.
+        num_changes: increases when a prefix is cached or evicted.
     """
 
     def __init__(self) -> None:
@@ -84,29 +82,28 @@ class PrefixSummary:
         return sum(map(len, self._by_halvings))
 
     def add(self, digest: bytes, depth: int) -> None:
-        halvings, key = _halvings(depth), key_of(digest)
-        keys = self._by_halvings[halvings]
-        keys[key] = keys.get(key, 0) + 1
-        self._changed.append((halvings, key))
-        self.num_changes += 1
+        self._count(digest, depth, 1)
 
     def remove(self, digest: bytes, depth: int) -> None:
+        self._count(digest, depth, -1)
+
+    def _count(self, digest: bytes, depth: int, more: int) -> None:
         halvings, key = _halvings(depth), key_of(digest)
         keys = self._by_halvings[halvings]
-        if keys[key] == 1:
+        keys[key] = keys.get(key, 0) + more  # prefixes may share a key
+        assert keys[key] >= 0, f"prefix {key.hex()} was not in the summary"
+        if not keys[key]:
             del keys[key]
-        else:
-            keys[key] -= 1
         self._changed.append((halvings, key))
         self.num_changes += 1
 
     def keys(self, most: int, last: CachedKeys, since: int) -> CachedKeys:
-        """At most `most` keys, and what has changed; the stride is the least power of two with which there are so few,
-        or the last one until there are clearly fewer. Should even the greatest leave more, some are left out.
+        """At most `most` keys, and their changes. The stride is the least power of two that leaves so few, or the last
+        one until there are clearly fewer; if the greatest leaves more, some keys are left out.
 
         Args:
-            last: what was returned last for the same `most`; `NO_KEYS` before.
-            since: `num_changes` then; -1 before.
+            last: the last result for the same `most`, at first `NO_KEYS`.
+            since: `num_changes` at that time, at first -1.
         """
         if not most:
             return NO_KEYS
@@ -118,7 +115,6 @@ class PrefixSummary:
             changed = {key for of, key in new if of >= halvings}
             if len(changed) > MOST_CHANGES:
                 return CachedKeys(_joined(reported, most), b"", last.stride, last.version + len(changed))
-            # Two prefixes may have one key: it is there as long as either is.
             added = b"".join(bytes([any(key in keys for keys in reported)]) + key for key in changed)
             changes, version = last.changes + added, last.version + len(changed)
             if len(changes) <= MOST_CHANGES * CHANGE_BYTES:
@@ -136,7 +132,7 @@ class PrefixSummary:
             raise IntegrityError(f"the summary has {len(self)} prefixes, {len(expected)} are cached")
 
     def _fitting(self, most: int, last: int) -> int:
-        """How often depths are to be halved for so few keys; `last`: how often they were."""
+        """How often to halve depths for `most` keys; `last`: how often they were halved."""
         for halvings in range(_MOST_HALVINGS):
             if sum(map(len, self._by_halvings[halvings:])) <= most * (_ROOMY if halvings < last else 1):
                 return halvings
@@ -148,24 +144,20 @@ def _joined(by_halvings: Sequence[Mapping[bytes, int]], most: int) -> bytes:
 
 
 def _halvings(depth: int) -> int:
-    """How often the depth can be halved, up to the most that counts."""
     return min((depth & -depth).bit_length() - 1, _MOST_HALVINGS)
 
-
-# Prefixes that were found so many other ones ago are not hot.
-_REMEMBERED = 4096
 
 Node = TypeVar("Node")
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """Tokens that are cached, whole units.
+    """A cached prefix in whole units.
 
     Attributes:
-        keys: what else must be equal (`TokenChain`).
+        keys: see `TokenChain`.
         hits: sequences that began with exactly these units.
-        pin_name: the name it is pinned under, if it is.
+        pin_name: the name of the pin, if the prefix is pinned.
     """
 
     token_ids: tuple[int, ...]
@@ -175,16 +167,16 @@ class CachedPrefix:
 
 
 class HotNodes(Generic[Node]):
-    """Counts hits of nodes, those of the latest ones. Every call takes the same time but `best`."""
+    """Hit counts of the nodes hit last. Every call but `best` takes constant time."""
 
     def __init__(self) -> None:
         self._hits: OrderedDict[Node, int] = OrderedDict()  # the latest hit last
 
     def note(self, node: Node) -> None:
-        """A sequence has begun with what ends here."""
+        """Count a hit."""
         self._hits[node] = self._hits.get(node, 0) + 1
         self._hits.move_to_end(node)
-        if len(self._hits) > _REMEMBERED:
+        if len(self._hits) > _MOST_HOT:
             self._hits.popitem(last=False)
 
     def forget(self, node: Node) -> None:
@@ -193,19 +185,18 @@ class HotNodes(Generic[Node]):
     def best(
         self, most_units: int, units_of: Callable[[Node], Iterable[Node]], usable: Callable[[Node], bool]
     ) -> list[tuple[Node, int]]:
-        """Nodes with their hits, those with most first, among equals the latest; as many as have no more than
-        `most_units` units together. What they have in common counts once, and one that another one begins with is left
-        out.
+        """Nodes with the most hits, of equals the latest, with no more than `most_units` units together. Common units
+        count once; a node that another one begins with is left out.
 
         Args:
             units_of: a node, its parent, and so on to the beginning.
-            usable: whether what ends at a node can be found now.
+            usable: whether the prefix that ends at a node is cached.
         """
         latest_first = [(node, hits) for node, hits in reversed(self._hits.items()) if usable(node)]
         taken: set[Node] = set()
         best: list[tuple[Node, int]] = []
-        # How many units would have been left with a node that did not fit, below 0 for itself. It never grows: whatever
-        # else is taken fills the room by as much as it may spare the node. So long chains are not walked again.
+        # Of nodes that did not fit, how many units would have been left, below 0. It never grows, because a node taken
+        # later fills at least as much room as it shares with this one. So long chains are not walked again.
         spare_with: dict[Node, int] = {}
         for node, hits in sorted(latest_first, key=lambda entry: -entry[1]):
             more: list[Node] = []
@@ -227,7 +218,7 @@ class HotNodes(Generic[Node]):
         begun: set[Node] = set()
         for node, _ in best:
             for unit in islice(units_of(node), 1, None):
-                if unit in begun:  # and so are all before it
+                if unit in begun:  # with all before it
                     break
                 begun.add(unit)
         return [(node, hits) for node, hits in best if node not in begun]

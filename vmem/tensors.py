@@ -1,12 +1,8 @@
-"""The KV memory of a rank as tensors: what kernels read and write, and what block copies copy.
-
-What blocks hold, moved about: copied to other blocks, saved to host memory, restored from there.
-"""
+"""Cache tensors: the KV memory of a rank as kernels and block copies see it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -17,12 +13,10 @@ from vmem.layout import KVLayout
 
 
 class CacheTensors:
-    """Home and regions of every layer group as tensors. They own nothing: only what is mapped may be touched.
+    """Home and regions of every layer group as tensors. They own nothing; only mapped parts may be touched.
 
     Args:
-        groups: the layer groups.
-        homes, regions: of each group the address ranges, one for each home of its layout; a group of states has no
-            regions.
+        homes, regions: of each group the address ranges, one for each home of its layout; none for regions of states.
         region_tokens: of each group, tokens from one region to the next in `region_view`.
     """
 
@@ -48,7 +42,7 @@ class CacheTensors:
 
     @property
     def state_group(self) -> int | None:
-        """The layer group that keeps recurrent states, if there is one."""
+        """The layer group with recurrent states, if there is one."""
         return next((g for g, group in enumerate(self.groups) if group.is_state), None)
 
     def group_of(self, layer: int) -> int:
@@ -63,31 +57,30 @@ class CacheTensors:
         return layout.view(self._homes[g], i, layout.block_tokens)
 
     def region_view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer by slot: `[num_regions, region_tokens, num_heads, dim]`, holes included. Of slot 0 only
-        the first page is there, the anchor."""
+        """K and V of a layer by slot: `[num_regions, region_tokens, num_heads, dim]`, with holes. Slot 0 has only the
+        anchor page."""
         g, i = self._place_of_layer[layer]
         layout = self.groups[g].layout
         assert isinstance(layout, KVLayout)
         return layout.view(self._regions[g], i, self.region_tokens[g])
 
     def state_view(self) -> torch.Tensor:
-        """Recurrent states by block: `[num_blocks, block_bytes]` uint8, holes included."""
+        """Recurrent states by block: `[num_blocks, block_bytes]` uint8, with holes."""
         g = self.state_group
         assert g is not None
         [home] = self._homes[g]
         return home.view(-1, self.groups[g].layout.home_bytes)
 
     def home_words(self, g: int) -> list[torch.Tensor]:
-        """A group's homes as `[num_blocks, home_bytes / 8]` int64: blocks copy several times faster so than by
-        bytes."""
+        """A group's homes as `[num_blocks, home_bytes / 8]` int64, which copies several times faster than bytes."""
         return [home.view(torch.int64).view(-1, self.groups[g].layout.home_bytes // 8) for home in self._homes[g]]
 
 
-# (source, target, source rows, target rows): `target[target_rows[i]] = source[source_rows[i]]`, in the order of what
-# the device does. `[num_blocks, words]` int64 with adjacent words, and `[n]` int64 on the device.
+# (source, target, source rows, target rows): `target[target_rows[i]] = source[source_rows[i]]`, in the device's queue.
+# Source and target are `[num_blocks, words]` int64 with adjacent words, rows `[n]` int64 on the device.
 CopyBlocks = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
-# Of each home so many bytes are gathered at once: on a device that much memory is taken beside the cache.
+# Bytes gathered at once from each home: device memory taken beside the cache.
 _STAGING_BYTES = 64 << 20
 
 
@@ -99,64 +92,34 @@ def _copy_by_index(
 
 
 class BlockContents(Protocol):
-    """Moves the contents of blocks, in the order of the calls and of what the device does."""
+    """Copies of block contents, in the device's queue."""
 
     def copy(self, g: int, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy blocks of a layer group onto others of it."""
+        """Copy blocks of a layer group to others of it."""
         ...
 
     def save(self, key: int, g: int, block_ids: Sequence[int]) -> None:
-        """Copy blocks of a layer group to host memory; `key` is what the copy is called from now on.
+        """Copy blocks of a layer group to host memory, under a new key.
 
         Raises:
-            OutOfSwap, RuntimeError, MemoryError: there is no host memory for it; the second is torch's word for that.
+            OutOfSwap, RuntimeError (from torch), MemoryError: there is no host memory.
         """
         ...
 
     def restore(self, key: int, rows: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Write rows of a copy, the first block's is row 0, into blocks of its group, before whatever the device does
-        next."""
+        """Write rows of a copy, row 0 being the first block saved, into blocks of its group."""
         ...
 
     def discard(self, key: int) -> None:
-        """Forget a copy, if there is one."""
+        """Drop a copy, if there is one."""
         ...
-
-
-class UnlockedContents:
-    """`BlockContents` for callers that hold the memory's lock: it is let go of while blocks are moved, and while host
-    memory is taken or given back.
-
-    Args:
-        unlocked: lets go of the lock for a while (`Mapper.unlocked`).
-    """
-
-    def __init__(self, contents: BlockContents, unlocked: Callable[[], AbstractContextManager[None]]) -> None:
-        self._contents = contents
-        self._unlocked = unlocked
-
-    def copy(self, g: int, sources: Sequence[int], targets: Sequence[int]) -> None:
-        with self._unlocked():
-            self._contents.copy(g, sources, targets)
-
-    def save(self, key: int, g: int, block_ids: Sequence[int]) -> None:
-        with self._unlocked():
-            self._contents.save(key, g, block_ids)
-
-    def restore(self, key: int, rows: Sequence[int], block_ids: Sequence[int]) -> None:
-        with self._unlocked():
-            self._contents.restore(key, rows, block_ids)
-
-    def discard(self, key: int) -> None:
-        with self._unlocked():
-            self._contents.discard(key)
 
 
 class LocalContents:
-    """The `BlockContents` of this process's own memory.
+    """The `BlockContents` of this process.
 
-    On CUDA a step's stream only gathers and scatters; the way over the bus runs on a stream of its own, beside the next
-    steps, from and to pinned memory.
+    On CUDA a step's stream only gathers and scatters; transfers from and to pinned memory run on a stream of their own,
+    beside the next steps.
 
     Args:
         copy_blocks: copies, gathers and scatters blocks; by default torch's indexing, in two passes.
@@ -213,7 +176,7 @@ class LocalContents:
         stream = self._side_stream()
         for part in _parts(len(rows), 8 * blocks.shape[1]):
             with torch.cuda.stream(stream):
-                # Row by row, because a gather on the host would be a copy more and not from pinned memory.
+                # Row by row: a gather on the host would be one more copy, and not from pinned memory.
                 staged = torch.empty(len(rows[part]), blocks.shape[1], dtype=torch.int64, device=blocks.device)
                 for i, row in enumerate(rows[part]):
                     staged[i].copy_(copy[row], non_blocking=True)

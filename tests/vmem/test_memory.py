@@ -456,13 +456,13 @@ def test_nothing_a_running_step_reads_is_unmapped(no_thread: None) -> None:
     do_background(memory)
     assert device.fake.num_running == 1
     assert not device.fake.violations
-    assert read_pages <= set(device._books._mappings)
+    assert read_pages <= set(device.mappings)
     demands = [StepDemand(b, 89, 90), StepDemand(child, 60, 61)]
     memory.ensure(demands)  # the copy changes a place that the step reads: this has to wait for it
     assert device.fake.num_running == 0
     do_background(memory)
     assert not device.fake.violations
-    assert not read_pages <= set(device._books._mappings)
+    assert not read_pages <= set(device.mappings)
     finish(memory, b, child)
 
 

@@ -62,7 +62,7 @@ def test_what_is_not_cached_any_more_is_not_hot() -> None:
 
 
 def test_only_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vmem.prefix_summary._REMEMBERED", 2)
+    monkeypatch.setattr("vmem.prefix_summary._MOST_HOT", 2)
     memory, _ = make_memory()
     for seed in (1, 2, 3):
         ask(memory, prompt(20, seed), 2)

@@ -1,4 +1,4 @@
-"""Which backend a device has."""
+"""Memory backends, and the one of a device."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from vmem.errors import MapError
 
 
 def select_backend(device: torch.device, *, capacity_bytes: int, headroom_bytes: int = 0) -> Backend:
-    """The backend of a CPU or a CUDA device; never another one than was asked for.
+    """Create the backend of a CPU or a CUDA device.
 
     Args:
-        capacity_bytes: what may be created in all. A CUDA device has its own limit.
-        headroom_bytes: what is left free on a CUDA device for torch.
+        capacity_bytes: the most that may be created on a CPU.
+        headroom_bytes: memory left free on a CUDA device for torch.
 
     Raises:
         MapError: there is no such device here, or its driver cannot be used.

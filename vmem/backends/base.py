@@ -1,9 +1,7 @@
-"""What a memory backend can do: reserve virtual ranges, create physical pages, and map the one into the other.
+"""Memory backends: reserve virtual ranges, create physical pages, and map pages into ranges.
 
-An implementation is small and keeps no policy. Addresses and handles are plain ints. A handle names one physical
-page; the same handle may be mapped at several addresses (aliasing), and all of them then read and write the same bytes.
-
-Which pages exist and what is mapped where: rules that every backend keeps, checked before the device is asked.
+Addresses and handles are plain ints. A handle names one physical page; if it is mapped at several addresses (aliases),
+all of them read and write the same bytes.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
@@ -37,22 +36,22 @@ class AddressRange:
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """Bytes the backend holds, and bytes the device could still give."""
+    """Bytes that the backend has created, and bytes that the device could still give."""
 
     physical_bytes: int
     available_bytes: int
 
 
 class Backend(Protocol):
-    """Physical pages and virtual ranges of one device. Calls raise `MapError` when the device refuses them.
+    """Physical pages and virtual ranges of one device.
 
-    A failed call leaves nothing behind. Calls may come from several threads; those that change mappings or pages run
-    one after the other.
+    Calls raise `MapError` when the device refuses them, and then change nothing. Calls may come from several threads;
+    those that change mappings or pages run one after the other.
     """
 
     @property
     def max_call_bytes(self) -> int:
-        """How much one call should map at most, so that another thread's call need not wait for long."""
+        """The most that one call should map, so that another thread's call does not wait long."""
         ...
 
     @property
@@ -61,40 +60,40 @@ class Backend(Protocol):
         ...
 
     def reserve(self, num_bytes: int) -> AddressRange:
-        """Reserve virtual addresses without memory behind them; touching them is a fault."""
+        """Reserve virtual addresses without memory; touching them is a fault."""
         ...
 
     def release(self, reserved: AddressRange) -> None:
-        """Give back a range that `reserve` returned. Nothing may be mapped in it any more."""
+        """Release a reserved range, in which nothing may be mapped."""
         ...
 
     def create(self, page_bytes: int) -> int:
-        """Create one physical page and return its handle. Its content is undefined. Raises `OutOfPages`."""
+        """Create one physical page of undefined content and return its handle. Raises `OutOfPages`."""
         ...
 
     def destroy(self, handle: int) -> None:
-        """Give the page's memory back to the machine. It may not be mapped anywhere any more."""
+        """Give the memory of an unmapped page back to the machine."""
         ...
 
     def map(self, address: int, handles: Sequence[int]) -> None:
-        """Map pages of one size side by side from `address` on, readable and writable. All of them or none."""
+        """Map pages side by side from `address` on, readable and writable, all or none."""
         ...
 
     def unmap(self, mapped: AddressRange) -> None:
-        """Turn whole mapped pages back into a hole."""
+        """Turn whole mapped pages into a hole, all or none."""
         ...
 
     def tensor(self, reserved: AddressRange) -> torch.Tensor:
-        """A uint8 tensor `[num_bytes]` over the range. It owns nothing: it dies with the reservation, and only mapped
-        parts of it may be touched (printing it touches all)."""
+        """A uint8 tensor `[num_bytes]` over the range, valid until its release. Only mapped parts may be touched;
+        printing touches all."""
         ...
 
     def fence(self) -> int:
-        """Mark this point in the device's work; later `completed` says whether the device has passed it."""
+        """Mark this point in the device's work."""
         ...
 
     def completed(self, fence: int) -> bool:
-        """Whether all work submitted before the fence is done, so that its mappings may change."""
+        """Whether all work submitted before the fence is done."""
         ...
 
     def wait(self, fence: int) -> None:
@@ -109,11 +108,11 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Give everything back. Raises `IntegrityError` if a page, mapping or reservation was still alive."""
+        """Close the backend. Raises `IntegrityError` if a page, mapping or reservation is left."""
         ...
 
 
-# A call that undoes another is tried this often before memory counts as broken.
+# Attempts to undo a call before the memory counts as broken.
 _UNDO_ATTEMPTS = 3
 
 S = TypeVar("S", bound="Locked")
@@ -122,13 +121,13 @@ R = TypeVar("R")
 
 
 class Locked(Protocol):
-    """Has the lock that `one_at_a_time` takes."""
+    """Owner of the lock that `one_at_a_time` takes."""
 
     _lock: threading.RLock
 
 
 def one_at_a_time(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A backend's method that changes pages or mappings: check, call and note are one step for other threads."""
+    """Run a backend's method under its lock, so that check, call and accounting are one step for other threads."""
 
     @functools.wraps(method)
     def locked(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -148,7 +147,7 @@ def adjacent_runs(numbers: Sequence[int], step: int = 1) -> Iterator[tuple[int, 
 
 
 def retry_undo(undo: Callable[[], None]) -> None:
-    """Call what undoes a step. Raises `IntegrityError` if it fails again and again."""
+    """Undo a step. Raises `IntegrityError` if three attempts fail."""
     for attempt in range(_UNDO_ATTEMPTS):
         try:
             return undo()
@@ -158,88 +157,121 @@ def retry_undo(undo: Callable[[], None]) -> None:
     return None
 
 
-class BackendAccounting:
-    """The accounting of one backend. Checks raise and change nothing; notes follow a call that succeeded."""
+class AccountedBackend(ABC):
+    """Accounting of one backend: checks each call, has the subclass make it, and notes its effect.
+
+    The methods with an underscore call the device; when they raise, the accounting stays as it was.
+
+    Attributes:
+        granularity_bytes: page sizes and mapped addresses are multiples of this.
+        page_bytes: the size of all pages, set by the first one.
+        mappings: address → handle.
+    """
 
     def __init__(self, granularity_bytes: int) -> None:
-        self._granularity_bytes = granularity_bytes
-        self.page_bytes = 0  # set by the first page: all have one size
-        self._pages: dict[int, int] = {}  # handle → number of addresses it is mapped at
-        self._mappings: dict[int, int] = {}  # address → handle
+        self.granularity_bytes = granularity_bytes
+        self.page_bytes = 0
+        self.mappings: dict[int, int] = {}
+        self._num_aliases: dict[int, int] = {}  # handle → number of addresses it is mapped at
         self._reserved: dict[int, AddressRange] = {}
+        self._lock = threading.RLock()
 
-    @property
-    def num_pages(self) -> int:
-        return len(self._pages)
+    @abstractmethod
+    def _reserve(self, num_bytes: int) -> int: ...
+
+    @abstractmethod
+    def _release(self, reserved: AddressRange) -> None: ...
+
+    @abstractmethod
+    def _create(self, page_bytes: int) -> int: ...
+
+    @abstractmethod
+    def _destroy(self, handle: int) -> None: ...
+
+    @abstractmethod
+    def _map(self, address: int, handles: Sequence[int]) -> None: ...
+
+    @abstractmethod
+    def _unmap(self, mapped: AddressRange) -> None: ...
 
     @property
     def num_mappings(self) -> int:
-        return len(self._mappings)
+        return len(self.mappings)
 
-    def check_size(self, what: str, num_bytes: int) -> None:
-        if num_bytes <= 0 or num_bytes % self._granularity_bytes:
-            raise MapError(f"{what} {num_bytes} is not a positive multiple of {self._granularity_bytes} bytes")
-        if num_bytes > sys.maxsize:  # ctypes would pass on its lowest 64 bits: a range that is too small
-            raise MapError(f"{what} {num_bytes} is above the {sys.maxsize} bytes that can be addressed")
+    @property
+    def _created_bytes(self) -> int:
+        return len(self._num_aliases) * self.page_bytes
 
-    def note_reserved(self, reserved: AddressRange) -> None:
+    @one_at_a_time
+    def reserve(self, num_bytes: int) -> AddressRange:
+        self._check_size("size", num_bytes)
+        reserved = AddressRange(self._reserve(num_bytes), num_bytes)
         self._reserved[reserved.address] = reserved
+        return reserved
 
-    def check_release(self, reserved: AddressRange) -> None:
+    @one_at_a_time
+    def release(self, reserved: AddressRange) -> None:
         if self._reserved.get(reserved.address) != reserved:
             raise IntegrityError(f"release of {reserved}, which is not reserved")
-        for address in self._mappings:
+        for address in self.mappings:
             if reserved.address <= address < reserved.end:
                 raise IntegrityError(f"release of {reserved} while a page is mapped at {address:#x}")
-
-    def note_released(self, reserved: AddressRange) -> None:
+        self._release(reserved)
         del self._reserved[reserved.address]
 
-    def check_create(self, page_bytes: int) -> None:
-        self.check_size("page size", page_bytes)
+    @one_at_a_time
+    def create(self, page_bytes: int) -> int:
+        self._check_size("page size", page_bytes)
         if self.page_bytes not in (0, page_bytes):
             raise MapError(f"page size {page_bytes} after pages of {self.page_bytes} bytes: one size per backend")
-
-    def note_created(self, handle: int, page_bytes: int) -> None:
+        handle = self._create(page_bytes)
         self.page_bytes = page_bytes
-        self._pages[handle] = 0
+        self._num_aliases[handle] = 0
+        return handle
 
-    def check_destroy(self, handle: int) -> None:
-        if self._pages.get(handle) != 0:
-            raise IntegrityError(f"destroy of page {handle:#x}, mapped {self._pages.get(handle)} times")
+    @one_at_a_time
+    def destroy(self, handle: int) -> None:
+        if self._num_aliases.get(handle) != 0:
+            raise IntegrityError(f"destroy of page {handle:#x}, mapped {self._num_aliases.get(handle)} times")
+        self._destroy(handle)
+        del self._num_aliases[handle]
 
-    def note_destroyed(self, handle: int) -> None:
-        del self._pages[handle]
-
-    def check_map(self, address: int, handles: Sequence[int]) -> None:
+    @one_at_a_time
+    def map(self, address: int, handles: Sequence[int]) -> None:
         span = AddressRange(address, len(handles) * self.page_bytes)
         if not any(r.address <= span.address and span.end <= r.end for r in self._reserved.values()):
             raise IntegrityError(f"map at {span}, outside every reservation")
-        for i, handle in enumerate(handles):
-            if handle not in self._pages:
+        placed = {address + i * self.page_bytes: handle for i, handle in enumerate(handles)}
+        for at, handle in placed.items():
+            if handle not in self._num_aliases:
                 raise IntegrityError(f"map of page {handle:#x}, which does not exist")
-            if address + i * self.page_bytes in self._mappings:
-                raise IntegrityError(f"map at {address + i * self.page_bytes:#x}, where a page is mapped already")
+            if at in self.mappings:
+                raise IntegrityError(f"map at {at:#x}, where a page is mapped already")
+        self._map(address, handles)
+        self.mappings.update(placed)
+        for handle in handles:
+            self._num_aliases[handle] += 1
 
-    def note_mapped(self, address: int, handles: Sequence[int]) -> None:
-        for i, handle in enumerate(handles):
-            self._mappings[address + i * self.page_bytes] = handle
-            self._pages[handle] += 1
-
-    def handles_at(self, mapped: AddressRange) -> list[int]:
-        """The pages behind a range, in order."""
-        return [self._mappings[address] for address in range(mapped.address, mapped.end, self.page_bytes)]
-
-    def check_unmap(self, mapped: AddressRange) -> None:
-        for address in range(mapped.address, mapped.end, self.page_bytes):
-            if address not in self._mappings:
+    @one_at_a_time
+    def unmap(self, mapped: AddressRange) -> None:
+        addresses = range(mapped.address, mapped.end, self.page_bytes)
+        for address in addresses:
+            if address not in self.mappings:
                 raise IntegrityError(f"unmap of {mapped}: no page is mapped at {address:#x}")
+        self._unmap(mapped)
+        for address in addresses:
+            self._num_aliases[self.mappings.pop(address)] -= 1
 
-    def note_unmapped(self, mapped: AddressRange) -> None:
-        for address in range(mapped.address, mapped.end, self.page_bytes):
-            self._pages[self._mappings.pop(address)] -= 1
+    def _handles_at(self, mapped: AddressRange) -> list[int]:
+        return [self.mappings[address] for address in range(mapped.address, mapped.end, self.page_bytes)]
 
-    def check_closed(self) -> None:
-        left = (len(self._mappings), len(self._pages), len(self._reserved))
+    def _check_size(self, what: str, num_bytes: int) -> None:
+        if num_bytes <= 0 or num_bytes % self.granularity_bytes:
+            raise MapError(f"{what} {num_bytes} is not a positive multiple of {self.granularity_bytes} bytes")
+        if num_bytes > sys.maxsize:  # ctypes would pass on its lowest 64 bits: a range that is too small
+            raise MapError(f"{what} {num_bytes} is above the {sys.maxsize} bytes that can be addressed")
+
+    def _check_closed(self) -> None:
+        left = (len(self.mappings), len(self._num_aliases), len(self._reserved))
         if any(left):
-            raise IntegrityError("closed with {} mappings, {} pages and {} reservations alive".format(*left))
+            raise IntegrityError("closed with {} mappings, {} pages and {} reservations left".format(*left))

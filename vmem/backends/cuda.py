@@ -1,4 +1,4 @@
-"""Mapped memory on a CUDA device, through the driver's virtual memory management API.
+"""CUDA backend: the driver's virtual memory management API.
 
 Addresses, handles and events are ints. The device's primary context is used, the one torch uses, so tensors over mapped
 ranges and torch's own tensors meet in one kernel. Torch takes it first and holds it, so that closing a backend never
@@ -19,28 +19,28 @@ from typing import Any
 
 import torch
 
-from vmem.backends.base import AddressRange, BackendAccounting, MemoryInfo, one_at_a_time, retry_undo
+from vmem.backends.base import AccountedBackend, AddressRange, MemoryInfo, retry_undo
 from vmem.backends.dlpack import CPU, CUDA, export_uint8
 from vmem.errors import MapError, OutOfPages, VmemError
 
-# Sixteen pages of 2 MiB to a call: fewer calls are cheaper a page, longer ones keep others waiting.
+# Sixteen pages of 2 MiB a call: fewer calls are cheaper per page, longer ones keep other threads waiting.
 _UNIT_BYTES = 32 << 20
-# Asking how much is free costs about as much as creating a page: once for so many bytes.
+# Asking for the free memory costs about as much as creating a page: ask once for so many bytes.
 _HEADROOM_CHECK_BYTES = 64 << 20
 
 logger = logging.getLogger(__name__)
 
 
-class CudaBackend:
+class CudaBackend(AccountedBackend):
     """The `Backend` of one CUDA device.
 
     Args:
         device: the device's ordinal.
-        headroom_bytes: device memory that `create` leaves free for torch; below it the answer is `OutOfPages`.
+        headroom_bytes: device memory that `create` leaves free for torch.
         stream: the CUDA stream that the calling thread's work goes to, which fences mark; by default torch's current
             stream, or 0, the legacy default stream, with a `driver` given.
         driver: `cuda.bindings.driver`, or an object that behaves like it.
-        tensor_device: where `tensor` says the memory is; CPU only over a fake driver.
+        tensor_device: the device of tensors; CPU only over a fake driver.
 
     Raises:
         MapError: there is no such device.
@@ -64,19 +64,17 @@ class CudaBackend:
         self._stream = stream or (lambda: 0)
         self._thread = threading.local()
         self._tensor_device = tensor_device
-        self._lock = threading.RLock()
         self._check("cuInit", *driver.cuInit(0))
         status, ordinal = driver.cuDeviceGet(device)
         self._check("cuDeviceGet", status)
         status, self._context = driver.cuDevicePrimaryCtxRetain(ordinal)
         self._check("cuDevicePrimaryCtxRetain", status)
         try:
-            self._granularity_bytes = self._describe_pages()
+            super().__init__(self._describe_pages())
             self._unmaps_runs = self._probe_run_unmap()
         except VmemError:
             self._call("cuDevicePrimaryCtxRelease", device)
             raise
-        self._books = BackendAccounting(self._granularity_bytes)
         self._unchecked_bytes = 0  # may be created before the device is asked again how much is free
         self._next_fence = 1
         self._events: deque[tuple[int, Any]] = deque()  # (fence, event) of fences not seen to be passed
@@ -84,7 +82,7 @@ class CudaBackend:
         self._fence_lock = threading.Lock()  # a thread may wait for a fence while another sets one
 
     def _describe_pages(self) -> int:
-        """Fill in what the driver wants to know of every page, and return its granularity."""
+        """Fill in the driver's description of a page and of access to it, and return the granularity."""
         driver = self._driver
         location_type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         self._page_properties = driver.CUmemAllocationProp()
@@ -99,9 +97,9 @@ class CudaBackend:
         return int(self._call("cuMemGetAllocationGranularity", self._page_properties, minimum))
 
     def _probe_run_unmap(self) -> bool:
-        """Whether one `cuMemUnmap` takes several mappings side by side, which is not documented. Where the device is
-        too full for two pages, one page a call is certain to work."""
-        size = self._granularity_bytes
+        """Whether one `cuMemUnmap` takes several adjacent mappings, which is not documented; False if the device is too
+        full to try."""
+        size = self.granularity_bytes
         address = int(self._call("cuMemAddressReserve", 2 * size, size, 0, 0))
         handles: list[int] = []
         mapped: list[int] = []  # what must be unmapped one by one
@@ -130,55 +128,26 @@ class CudaBackend:
     def max_call_bytes(self) -> int:
         return _UNIT_BYTES
 
-    @property
-    def granularity_bytes(self) -> int:
-        return self._granularity_bytes
+    def _reserve(self, num_bytes: int) -> int:
+        return int(self._call("cuMemAddressReserve", num_bytes, self.granularity_bytes, 0, 0))
 
-    @property
-    def num_mappings(self) -> int:
-        return self._books.num_mappings
-
-    @one_at_a_time
-    def reserve(self, num_bytes: int) -> AddressRange:
-        self._books.check_size("size", num_bytes)
-        address = int(self._call("cuMemAddressReserve", num_bytes, self._granularity_bytes, 0, 0))
-        reserved = AddressRange(address, num_bytes)
-        self._books.note_reserved(reserved)
-        return reserved
-
-    @one_at_a_time
-    def release(self, reserved: AddressRange) -> None:
-        self._books.check_release(reserved)
+    def _release(self, reserved: AddressRange) -> None:
         self._call("cuMemAddressFree", reserved.address, reserved.num_bytes, at=reserved.address)
-        self._books.note_released(reserved)
 
-    @one_at_a_time
-    def create(self, page_bytes: int) -> int:
-        self._books.check_create(page_bytes)
+    def _create(self, page_bytes: int) -> int:
         if self._headroom_bytes and self._unchecked_bytes < page_bytes:
             self._unchecked_bytes = min(self.memory_info().available_bytes, _HEADROOM_CHECK_BYTES)
             if self._unchecked_bytes < page_bytes:
                 raise OutOfPages(1, 0)
         handle = int(self._call("cuMemCreate", page_bytes, self._page_properties, 0))
         self._unchecked_bytes -= page_bytes
-        self._books.note_created(handle, page_bytes)
         return handle
 
-    @one_at_a_time
-    def destroy(self, handle: int) -> None:
-        self._books.check_destroy(handle)
+    def _destroy(self, handle: int) -> None:
         self._call("cuMemRelease", handle)
-        self._books.note_destroyed(handle)
-
-    @one_at_a_time
-    def map(self, address: int, handles: Sequence[int]) -> None:
-        self._books.check_map(address, handles)
-        self._map(address, handles)
-        self._books.note_mapped(address, handles)
 
     def _map(self, address: int, handles: Sequence[int]) -> None:
-        size = self._books.page_bytes
-        done = 0
+        size, done = self.page_bytes, 0
         try:
             for handle in handles:
                 self._call("cuMemMap", address + done * size, size, 0, handle, 0, at=address + done * size)
@@ -187,29 +156,26 @@ class CudaBackend:
             self._call("cuMemSetAccess", address, len(handles) * size, [self._access], 1, at=address)
         except MapError:
             for span in self._unmap_spans(AddressRange(address, done * size)):
-                retry_undo(partial(self._unmap, span))
+                retry_undo(partial(self._unmap_span, span))
             raise
 
-    @one_at_a_time
-    def unmap(self, mapped: AddressRange) -> None:
-        self._books.check_unmap(mapped)
+    def _unmap(self, mapped: AddressRange) -> None:
         done: list[AddressRange] = []
         try:
             for span in self._unmap_spans(mapped):
-                self._unmap(span)
+                self._unmap_span(span)
                 done.append(span)
         except MapError:
             for span in done:
-                retry_undo(partial(self._map, span.address, self._books.handles_at(span)))
+                retry_undo(partial(self._map, span.address, self._handles_at(span)))
             raise
-        self._books.note_unmapped(mapped)
 
     def _unmap_spans(self, mapped: AddressRange) -> list[AddressRange]:
-        """What each call unmaps of a run of pages: all of it, or one page where this driver takes no more."""
-        size = mapped.num_bytes if self._unmaps_runs else self._books.page_bytes
+        """The spans that one call each unmaps: the whole run, or single pages if the driver takes no more."""
+        size = mapped.num_bytes if self._unmaps_runs else self.page_bytes
         return [AddressRange(at, size) for at in range(mapped.address, mapped.end, size or 1)]
 
-    def _unmap(self, span: AddressRange) -> None:
+    def _unmap_span(self, span: AddressRange) -> None:
         self._call("cuMemUnmap", span.address, span.num_bytes, at=span.address)
 
     def tensor(self, reserved: AddressRange) -> torch.Tensor:
@@ -222,8 +188,8 @@ class CudaBackend:
             if self._record(fence):
                 self._forget_passed()
                 return fence
-        # A step that nothing marks could never be waited for: wait now, and the fence is passed already. Not under the
-        # lock, which others take to ask whether a fence is passed.
+        # Without an event, wait now, so that the fence has passed already. Without the lock, so that other threads can
+        # ask for other fences.
         self._call("cuStreamSynchronize", self._stream())
         return fence
 
@@ -249,18 +215,17 @@ class CudaBackend:
         while not self.completed(fence):
             with self._fence_lock:
                 event = self._events[0][1] if self._events else None
-            if event is not None:  # used again meanwhile, at worst: then this waits a little longer
+            if event is not None:  # if the event is reused meanwhile, this waits a little longer
                 self._call("cuEventSynchronize", event)
 
     def memory_info(self) -> MemoryInfo:
         free, _ = self._call("cuMemGetInfo")
-        physical = self._books.num_pages * self._books.page_bytes
-        return MemoryInfo(physical, max(0, int(free) - self._headroom_bytes))
+        return MemoryInfo(self._created_bytes, max(0, int(free) - self._headroom_bytes))
 
     def close(self) -> None:
         if self._context is None:
             return
-        self._books.check_closed()
+        self._check_closed()
         for event in (*self._spare_events, *(event for _, event in self._events)):
             self._call("cuEventDestroy", event)
         self._spare_events.clear()
@@ -269,7 +234,7 @@ class CudaBackend:
         self._context = None
 
     def _forget_passed(self) -> None:
-        """Take back the events of fences that the device has passed, in order. With the lock held."""
+        """Reuse the events of fences that the device has passed. With the fence lock held."""
         self._enter()
         while self._events:
             (status,) = self._driver.cuEventQuery(self._events[0][1])
@@ -279,14 +244,14 @@ class CudaBackend:
             self._spare_events.append(self._events.popleft()[1])
 
     def _call(self, name: str, *args: Any, at: int | None = None) -> Any:
-        """Call the driver and return what it returned beside the status, if anything."""
+        """Call the driver and return its values without the status."""
         self._enter()
         status, *values = getattr(self._driver, name)(*args)
         self._check(name, status, at)
         return values[0] if len(values) == 1 else values
 
     def _enter(self) -> None:
-        """Make the context current in the calling thread, once: events and sizes are of the thread's context."""
+        """Make the context current in the calling thread, once."""
         if not getattr(self._thread, "entered", False):
             self._check("cuCtxSetCurrent", *self._driver.cuCtxSetCurrent(self._context))
             self._thread.entered = True
@@ -296,7 +261,7 @@ class CudaBackend:
         if status == result.CUDA_SUCCESS:
             return
         if status == result.CUDA_ERROR_OUT_OF_MEMORY and name == "cuMemCreate":
-            raise OutOfPages(1, 0)  # elsewhere it means that some table of the driver is full
+            raise OutOfPages(1, 0)  # of other calls it means that a table of the driver is full
         place = "" if at is None else f" at {at:#x}"
         raise MapError(f"{name}{place} failed: {status.name} ({int(status)})")
 

@@ -1,7 +1,6 @@
-"""Tensors over addresses that may be holes, by the DLPack protocol.
+"""DLPack export: tensors over addresses that may be holes.
 
-DLPack states the device, so nobody asks the driver what kind of pointer it is; for an unmapped address the driver has
-no answer, and the other ways to wrap a pointer fail on it.
+DLPack states the device. Other ways to wrap a pointer ask the driver for its device and fail on unmapped addresses.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
-# What torch still points at, by the address of its DLManagedTensor; its deleter removes it.
+# By address, the DLManagedTensors that torch still uses; the deleter removes them.
 _alive: dict[int, tuple[_ManagedTensor, Any]] = {}
 
 

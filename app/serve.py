@@ -1,23 +1,20 @@
-"""`python -m app.serve [serve_config.yaml]`: serve until a signal comes, then finish what is under way.
+"""The command `python -m app.serve [serve_config.yaml]`: serve until a signal, then drain.
 
-It does what `serve run` does with a file: starts Ray, or connects to the cluster of RAY_ADDRESS, and deploys the
-applications. What is wrong with the file, and an address in use, are told before anything starts, a line each, and the
-status is 2; with `--check` that is all. It is 1 if an application cannot be deployed. On SIGTERM or SIGINT, as Ctrl-C
-sends it:
+Like `serve run` with a file, the command starts Ray, or connects to the cluster of RAY_ADDRESS, and deploys the
+applications. Faults of the file and an address in use are printed before anything starts, a line each, and the exit
+status is 2; `--check` does nothing else. The status is 1 if an application cannot be deployed. On SIGTERM or SIGINT:
 
 1. `/ready` and new requests are answered 503 with Retry-After;
-2. requests under way are finished, for as long as `--grace-s` says;
-3. Serve is shut down, which takes 5 s at most, and the status is 0.
+2. requests in flight are finished within `--grace-s`;
+3. Serve is shut down within 5 s, and the status is 0.
 
-A second signal ends it at once.
+A second signal ends the process at once.
 
-The server's address, taken before anything starts.
-
-Serve's proxies listen with SO_REUSEPORT: another server may listen at the same address, and each then gets some of the
-connections, without an error anywhere. So whoever is about to start proxies asks without that option first, which
-tells of every listener. Between that and the proxy pass seconds, in which another Folio may ask, too: so a Folio also
-binds a Unix socket named after the address, from the first moment to the last. Only one can, and it goes with the
-process. (Two that start in the same seconds, one at an address and one at all of them, are not told apart.)
+The server's address is reserved before anything starts. Serve's proxies listen with SO_REUSEPORT: another server may
+listen at the same address, and each then gets some of the connections without an error. The command therefore first
+binds without that option, which fails if there is any listener. Seconds pass until the proxy listens, in which another
+Folio may start: the command also binds a Unix socket named after the address until its end. (Two commands that start in
+the same seconds, one with an address and one with all addresses, are not detected.)
 """
 
 from __future__ import annotations
@@ -59,49 +56,49 @@ from app.errors import ConfigError
 
 logger = logging.getLogger("app.serve")
 
-# For the processes of a cluster that is started here, unless they are set already.
+# Variables for the processes of a cluster that is started here, unless they are set.
 ENVIRONMENT = {
-    # What proxies and ingresses tell each other goes by value, at two thirds of the cost, so messages need room for the
-    # largest bodies.
+    # Messages between proxies and ingresses go by value, at two thirds of the cost, so they need room for the largest
+    # bodies.
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
-    # Of gRPC clients, where there are any: Serve would take 2 GiB of anybody. Bodies have their own bound.
+    # Of gRPC clients: Serve's default is 2 GiB. Bodies have their own bound.
     "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(16 << 20),
-    # Our methods never block their event loop, so they share it with Serve's: else each item changes threads twice.
+    # Our methods never block the event loop, so they share Serve's: otherwise each item changes threads twice.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    # Serve's controller looks after its replicas ten times a second by default, each time asking for the cluster's
-    # resources; less often, Ray's idle processes take a seventh less.
+    # By default Serve's controller checks its replicas and the cluster's resources ten times a second; at four times,
+    # Ray's idle processes take a seventh less.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
-    # A proxy that starts more slowly, on a machine that does much else, would be killed, and the start fail with it.
+    # On a busy machine a proxy starts slowly; it would be killed, and the start would fail.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
-    # A proxy that died is replaced after three checks; Serve's default is one every 10 s.
+    # A dead proxy is replaced after three checks; Serve's default is a check every 10 s.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-    # Threads of a step that wait for each other soon give their core away: by default they spin for milliseconds, and
-    # beside anything else on the same cores, such as another replica, a step takes ten times as long. libgomp looks at
-    # the count (up to 60 us; a step without any takes a tenth longer), other OpenMP libraries at the policy.
+    # Waiting threads of a step soon yield their core: by default they spin for milliseconds, and with another replica
+    # on the same cores a step takes ten times as long. libgomp reads the count (up to 60 us of spinning; without any, a
+    # step takes a tenth longer), other OpenMP libraries the policy.
     "OMP_WAIT_POLICY": "passive",
     "GOMP_SPINCOUNT": "1000",
-    # Ray would run its workers at a lower priority than anything else on the machine.
+    # By default Ray's workers run at a lower priority than everything else on the machine.
     "RAY_worker_niceness": "0",
 }
-HOST = "127.0.0.1"  # where the file names none: Serve's default is every address of the machine
+HOST = "127.0.0.1"  # unless the file names another; Serve's default is every address of the machine
 
 _POLL_S, _LOOK_S = 0.5, 0.1
-# The last answers are on their way through HAProxy, or Serve's proxy, when no ingress has any left.
-_LAST_BYTES_S = 1.0
-# For an ingress to say how many requests it has; for Serve to stop its processes; and for that and Ray's together.
+# For the last bytes to pass through HAProxy, or Serve's proxy, after the last request has ended.
+_FLUSH_GRACE_S = 1.0
+# Timeouts of an ingress's answer, of Serve's shutdown, and of the whole end, Ray's processes included.
 _ANSWER_S, _SHUTDOWN_S, _END_S = 3.0, 3.0, 5.0
 _ROUTED_S = 10.0
-# How Python writes the last line of an exception of ours; Serve's messages have whole tracebacks.
+# Last line of our exceptions in a traceback, as Serve's messages contain them.
 _OUR_ERROR = re.compile(r"app\.errors\.(?:ConfigError|ModelError)(?:\(\w+\))?: (.*)")
 
 
 class Signals:
-    """The first SIGTERM or SIGINT is noted, the second ends the process. Make it in the main thread, after Ray has set
-    its own handlers."""
+    """Note the first SIGTERM or SIGINT; end the process at the second. Construct in the main thread, after Ray has set
+    its handlers."""
 
     def __init__(self) -> None:
-        self._came = False  # no Event: its lock is the main thread's, which a handler interrupts
+        self._came = False  # no Event: a handler interrupts the main thread, which may hold its lock
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
@@ -110,7 +107,7 @@ class Signals:
         return self._came
 
     def wait(self, timeout_s: float) -> bool:
-        """Returns whether one has come."""
+        """Whether a signal has come within the timeout."""
         ends_at = time.monotonic() + timeout_s
         while not self._came and (left_s := ends_at - time.monotonic()) > 0:
             time.sleep(min(_LOOK_S, left_s))
@@ -118,22 +115,24 @@ class Signals:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._came:
-            # Ray's processes end with this one, if it has started them.
+            # Ray's processes end with this one if it has started them.
             os._exit(128 + number)
         self._came = True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser("python -m app.serve", description="Serve until SIGTERM or SIGINT comes.")
-    parser.add_argument("config", nargs="?", default="serve_config.yaml", type=Path, help="as `serve run` takes it")
-    parser.add_argument("--check", action="store_true", help="say what is wrong with the file, and start nothing")
-    parser.add_argument("--port", type=int, help="instead of http_options.port")
-    parser.add_argument("--grace-s", type=float, default=60.0, help="for requests under way when the signal comes")
+    parser = argparse.ArgumentParser("python -m app.serve", description="Serve until SIGTERM or SIGINT.")
+    parser.add_argument(
+        "config", nargs="?", default="serve_config.yaml", type=Path, help="a configuration file of `serve run`"
+    )
+    parser.add_argument("--check", action="store_true", help="print the file's faults, and start nothing")
+    parser.add_argument("--port", type=int, help="in place of http_options.port")
+    parser.add_argument("--grace-s", type=float, default=60.0, help="time for requests in flight after the signal")
     parser.add_argument(
         "--environment",
         action="store_true",
-        help="print what to export before `ray start` on this node, and start nothing",
+        help="print variables to export before `ray start` on this node, and start nothing",
     )
     options = parser.parse_args(arguments)
     if options.environment:
@@ -152,9 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             http.host = HOST
         if options.port is not None:
             http.port = options.port
-        claimed = (
-            reserve_address(http.host, http.port) if is_local else None
-        )  # of a cluster that runs, the port is its own
+        # In a cluster that runs already, the port is its own.
+        reserved = reserve_address(http.host, http.port) if is_local else None
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -165,13 +163,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return serve_until_signal(config, Signals(), options.grace_s, context.dashboard_url)
         finally:
             ray.shutdown()
-            if claimed is not None:
-                claimed.close()
+            if reserved is not None:
+                reserved.close()
 
 
 @contextmanager
 def prepared_environment(*, has_tls: bool = False) -> Iterator[None]:
-    """Variables for the processes of a cluster that is started within, unless they are set already."""
+    """Set variables for the processes of a cluster that is started within this context, unless they are set."""
     directory, before = _haproxy_directory(), dict(os.environ)
     values = environment(directory, has_tls=has_tls)
     os.environ.update(values)
@@ -186,12 +184,8 @@ def prepared_environment(*, has_tls: bool = False) -> Iterator[None]:
 
 
 def environment(directory: Path, *, has_tls: bool = False) -> dict[str, str]:
-    """Variables for a node's processes that are not set yet. HAProxy takes HTTP requests where it can, and else Serve's
-    proxy, which is right, too, but slower.
-
-    Args:
-        directory: of HAProxy's files.
-    """
+    """Variables for a node's processes that are not set yet. HAProxy serves HTTP where it can; otherwise Serve's slower
+    proxy does. `directory`: of HAProxy's files."""
     values = dict(ENVIRONMENT)
     if os.environ.get(haproxy.SWITCH, "1") == "1":
         try:
@@ -200,12 +194,12 @@ def environment(directory: Path, *, has_tls: bool = False) -> dict[str, str]:
         except haproxy.NoHAProxyError as error:
             logger.warning("Serve's proxy takes HTTP requests, which is slower than HAProxy: %s", error)
             values[haproxy.SWITCH] = "0"
-    decided_here = {haproxy.SWITCH, "FORWARDED_ALLOW_IPS"}  # from what is set
-    return {name: value for name, value in values.items() if name not in os.environ or name in decided_here}
+    overridden = {haproxy.SWITCH, "FORWARDED_ALLOW_IPS"}  # with values that follow from the given ones
+    return {name: value for name, value in values.items() if name not in os.environ or name in overridden}
 
 
 def _haproxy_directory() -> Path:
-    """A new one, with a short path, of this user alone."""
+    """A new private directory with a short path."""
     return Path(tempfile.mkdtemp(prefix="folio-", dir="/tmp"))
 
 
@@ -241,17 +235,17 @@ def end_within(seconds: float, status: int) -> None:
 
 
 def wait_until_running(names: Sequence[str], signals: Signals) -> int:
-    """Returns 0 when all applications run, or a signal has come, and 1 when one cannot be deployed."""
+    """Wait until all applications run, or a signal comes. Returns 1 when an application cannot be deployed, else 0."""
     while not signals.wait(_POLL_S):
         applications = serve.status().applications
         statuses = {name: applications[name].status for name in names if name in applications}
         for name, status in statuses.items():
             deployments: Any = applications[name].deployments
             messages = [applications[name].message, *(deployment.message for deployment in deployments.values())]
-            # What our errors say is so another time, too: Serve need not try again.
-            hopeless = [reason for message in messages for reason in _OUR_ERROR.findall(message)]
-            if hopeless or status == ApplicationStatus.DEPLOY_FAILED:
-                reason = hopeless[0] if hopeless else applications[name].message
+            # Our errors are permanent: do not wait for Serve's retries.
+            permanent = [reason for message in messages for reason in _OUR_ERROR.findall(message)]
+            if permanent or status == ApplicationStatus.DEPLOY_FAILED:
+                reason = permanent[0] if permanent else applications[name].message
                 logger.error("%s cannot be deployed: %s", name, reason)
                 return 1
         if len(statuses) == len(names) and set(statuses.values()) <= {ApplicationStatus.RUNNING}:
@@ -260,8 +254,8 @@ def wait_until_running(names: Sequence[str], signals: Signals) -> int:
 
 
 def wait_until_routed(url: str, signals: Signals) -> None:
-    """Returns when HAProxy, or Serve's proxy, here knows of the applications; or a signal has come; or it has long not
-    said so, as when this machine has none."""
+    """Wait until HAProxy, or Serve's proxy, on this node has the applications' routes. Ends at a signal, and after a
+    timeout, because the node may have no proxy."""
     ends_at = time.monotonic() + _ROUTED_S
     while not signals.came and time.monotonic() < ends_at:
         try:
@@ -272,14 +266,14 @@ def wait_until_routed(url: str, signals: Signals) -> None:
 
 
 def base_url(config: ServeDeploySchema) -> str:
-    """Where this machine reaches the server."""
+    """The server's URL from this machine."""
     http = config.http_options
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(http.host, f"[{http.host}]" if ":" in http.host else http.host)
     return f"{'https' if http.ssl_certfile else 'http'}://{host}:{http.port}"
 
 
 def greeting(config: ServeDeploySchema, dashboard: str | None) -> str:
-    """What a terminal shows when the server is ready."""
+    """The text for a terminal when the server is ready."""
     lines = [f"\n==> Folio is ready at {base_url(config)}. Try:"]
     for application in config.applications:
         if application.import_path == FOLIO:
@@ -290,36 +284,36 @@ def greeting(config: ServeDeploySchema, dashboard: str | None) -> str:
             }
             url = f"{base_url(config)}{(application.route_prefix or '').rstrip('/')}/v1/chat/completions"
             lines.append(f"curl {url} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}")
-    if dashboard and os.environ.get("RAY_AUTH_MODE") == "token":  # as Ray 2.60 has it for a cluster that starts
+    if dashboard and os.environ.get("RAY_AUTH_MODE") == "token":  # set by Ray 2.60 for a cluster that it starts
         lines.append(
             f"In other terminals Ray's commands need a variable: RAY_AUTH_MODE=token {_command('serve')} status\n"
-            f"and its dashboard, http://{dashboard}, asks for what `{_command('ray')} get-auth-token` prints."
+            f"Its dashboard, http://{dashboard}, asks for the token that `{_command('ray')} get-auth-token` prints."
         )
     return "\n\n".join(lines) + "\n"
 
 
 def _command(name: str) -> str:
-    """One that is installed beside this Python, as a terminal here finds it."""
+    """The path of a command installed beside this Python, relative to the working directory if inside it."""
     path = Path(sys.executable).parent / name
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def drain_ingresses(grace_s: float) -> bool:
-    """Have all ingresses refuse what is new; returns whether all that was under way has ended in the grace period."""
-    logger.info("draining: new requests are refused, those under way have %g s; another signal ends them", grace_s)
+    """Drain all ingresses. Returns whether all requests in flight have ended within the grace period."""
+    logger.info("draining: new requests are refused, requests in flight have %g s; another signal ends them", grace_s)
     ends_at = time.monotonic() + grace_s
-    # Again and again: an ingress that starts meanwhile has to be told, too.
-    while num_under_way := sum(map(_drain_ingress, folio_applications())):
+    # Repeated, because ingresses may start meanwhile.
+    while num_in_flight := sum(map(_drain_ingress, folio_applications())):
         if time.monotonic() >= ends_at:
-            logger.warning("%d requests are broken off", num_under_way)
+            logger.warning("the grace period is over: %d requests are cut off", num_in_flight)
             return False
         time.sleep(_POLL_S)
-    time.sleep(_LAST_BYTES_S)
+    time.sleep(_FLUSH_GRACE_S)
     return True
 
 
 def folio_applications() -> list[str]:
-    """Names of the applications with ingresses of ours that run: others know nothing of draining."""
+    """Names of Folio's applications with a running ingress; others cannot drain."""
     names = []
     for name, application in serve.status().applications.items():
         deployments: Any = application.deployments
@@ -329,7 +323,7 @@ def folio_applications() -> list[str]:
 
 
 def _drain_ingress(name: str) -> int:
-    """Requests under way at all ingresses of an application."""
+    """Start draining an application's ingresses; returns their requests in flight."""
     try:
         handle = serve.get_deployment_handle("Ingress", name)
         return sum(handle.broadcast("drain").results(timeout_s=_ANSWER_S))
@@ -342,40 +336,42 @@ _ASK_S = 1.0
 
 
 def reserve_address(host: str, port: int) -> socket.socket | None:
-    """A socket to be kept for as long as the address is wanted; none where there are no such sockets (not Linux).
+    """Reserve an address. Returns a socket to keep open until the end; on Linux only, elsewhere `None`.
 
     Raises:
-        ConfigError: the address is in use, or cannot be had.
+        ConfigError: the address is in use or invalid.
     """
     name = f"{host}:{port}"
     if not 0 < port < 1 << 16:
-        raise ConfigError(f"http_options: {name} cannot be; choose another port, between 1 and {(1 << 16) - 1}")
+        raise ConfigError(f"http_options: {name} is invalid; choose another port, between 1 and {(1 << 16) - 1}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what lingers of earlier connections is fine
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # earlier connections may linger
             probe.bind(address)
             probe.listen()
     except (OSError, OverflowError) as error:
         in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        reason = f"is in use{_who_answers(host, port)}; stop that, or choose" if in_use else f"({error}); choose"
+        reason = (
+            f"is in use{_describe_server(host, port)}; stop that server, or choose" if in_use else f"({error}); choose"
+        )
         raise ConfigError(f"http_options: {name} {reason} another port, with --port or in the file") from None
     if not sys.platform.startswith("linux"):
         return None
-    claimed = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    reserved = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        claimed.bind(f"\0folio:{name}")
+        reserved.bind(f"\0folio:{name}")
     except OSError:
-        claimed.close()
+        reserved.close()
         raise ConfigError(
-            f"http_options: {name} is taken by another Folio that is starting; stop that, or choose another port, with "
-            "--port or in the file"
+            f"http_options: {name} is reserved by another Folio that is starting; stop that, or choose another port, "
+            "with --port or in the file"
         ) from None
-    return claimed
+    return reserved
 
 
-def _who_answers(host: str, port: int) -> str:
-    """As far as it is soon found out."""
+def _describe_server(host: str, port: int) -> str:
+    """The kind of server at an address, if it answers soon."""
     where = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://{f'[{where}]' if ':' in where else where}:{port}/v1/models"
     try:

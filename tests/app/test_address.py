@@ -1,4 +1,4 @@
-"""An address that is in use is refused, whoever uses it and however."""
+"""Reserving the server's address: any other listener is found."""
 
 from __future__ import annotations
 
@@ -49,40 +49,39 @@ def test_a_listener_that_shares_its_port() -> None:
         first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         first.bind(("127.0.0.1", 0))
         first.listen()
-        with pytest.raises(ConfigError, match=r"127\.0\.0\.1:\d+ is in use; stop that, or choose another port"):
+        with pytest.raises(ConfigError, match=r"127\.0\.0\.1:\d+ is in use; stop that server, or choose another port"):
             reserve_address("127.0.0.1", first.getsockname()[1])
 
 
-def test_two_that_start_at_once() -> None:
-    """Neither listens yet: the second is refused all the same, until the first one is gone. Serve's proxy, which binds
-    after the claim, is not hindered by it."""
+def test_two_commands_that_start_at_once() -> None:
+    """The second is refused although neither listens yet. Serve's proxy can bind meanwhile."""
     port = free_port()
-    claimed = reserve_address("127.0.0.1", port)
-    assert claimed is not None
-    with claimed:
+    reserved = reserve_address("127.0.0.1", port)
+    assert reserved is not None
+    with reserved:
         with socket.socket() as proxy:
             proxy.bind(("127.0.0.1", port))
-        with pytest.raises(ConfigError, match="is taken by another Folio that is starting"):
+        with pytest.raises(ConfigError, match="is reserved by another Folio that is starting"):
             reserve_address("127.0.0.1", port)
     again = reserve_address("127.0.0.1", port)
     assert again is not None
     again.close()
 
 
-def test_connections_that_linger_are_no_reason() -> None:
-    """A server that was stopped a moment ago can be started again."""
+def test_lingering_connections_do_not_count() -> None:
+    """A server can be restarted at once."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
             listener.accept()[0].close()  # this side is the first to close, and waits
             assert client.recv(1) == b""
-    claimed = reserve_address("127.0.0.1", port)
-    assert claimed is not None
-    claimed.close()
+    reserved = reserve_address("127.0.0.1", port)
+    assert reserved is not None
+    reserved.close()
 
 
 @pytest.mark.parametrize(
-    ("content", "status", "who"),
+    ("content", "status", "server"),
     [
         (json.dumps({"data": [{"id": "some-model", "owned_by": "folio"}]}), 200, " by a Folio that serves some-model;"),
         (json.dumps({"data": [{"id": "some-model", "owned_by": "x"}]}), 200, " by another LLM server;"),
@@ -91,12 +90,12 @@ def test_connections_that_linger_are_no_reason() -> None:
         ("[]", 200, " is in use;"),
     ],
 )
-def test_who_answers_there(content: str, status: int, who: str) -> None:
-    with http_server(content.encode(), status) as port, pytest.raises(ConfigError, match=who):
+def test_the_server_in_use_is_described(content: str, status: int, server: str) -> None:
+    with http_server(content.encode(), status) as port, pytest.raises(ConfigError, match=server):
         reserve_address("127.0.0.1", port)
 
 
 @pytest.mark.parametrize(("host", "port"), [("192.0.2.77", 8000), ("127.0.0.1", 70000)])
-def test_an_address_that_cannot_be_had(host: str, port: int) -> None:
+def test_an_unusable_address(host: str, port: int) -> None:
     with pytest.raises(ConfigError, match=f"http_options: {host}:{port} .*choose another port"):
         reserve_address(host, port)

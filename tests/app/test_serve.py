@@ -1,4 +1,4 @@
-"""The command without a cluster: what it says of files, of applications that fail, and how it drains."""
+"""The command without a cluster: faults of files, failed applications, draining, the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Signals:
-    """Come after so many waits."""
+    """Signals that come after so many waits."""
 
     def __init__(self, after: int) -> None:
         self._left = after
@@ -38,7 +38,7 @@ class Signals:
 
 
 def deployments(application: str, message: str) -> dict[str, Any]:
-    """Those of a Folio application, except of "desk", and of "new", whose ingress does not run yet."""
+    """Deployments of an application: Folio's, but not of "desk"; the ingress of "new" is still starting."""
     if application == "desk":
         return {"Desk": SimpleNamespace(replica_states={"RUNNING": 1}, message="")}
     states = {"STARTING": 1} if application == "new" else {"RUNNING": 1}
@@ -46,7 +46,7 @@ def deployments(application: str, message: str) -> dict[str, Any]:
 
 
 def statuses(monkeypatch: pytest.MonkeyPatch, *rounds: dict[str, ApplicationStatus], message: str = "") -> None:
-    """What Serve says of the applications, the last for ever."""
+    """Serve's statuses of the applications in turn, the last for ever."""
     left = list(rounds)
 
     def status() -> Any:
@@ -61,7 +61,7 @@ def statuses(monkeypatch: pytest.MonkeyPatch, *rounds: dict[str, ApplicationStat
 
 
 class Ingress:
-    """A handle of ingresses; `answers`: how many requests they have, each time, or what they fail with."""
+    """A handle of ingresses. `answers`: their requests in flight at each call, or the error of the call."""
 
     def __init__(self, answers: Iterator[list[int] | Exception]) -> None:
         self._answers = answers
@@ -84,7 +84,7 @@ def refuse(*_: Any, **__: Any) -> None:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Callable[..., str]:
-    """A file for an application of ours, by its engine's settings and Serve's for HTTP."""
+    """Write a file for a Folio application, with these engine settings and HTTP options of Serve."""
 
     def write(engine: dict[str, Any], **http: Any) -> str:
         args = {"engine": {"model": "builtin"} | engine}
@@ -96,7 +96,7 @@ def config(tmp_path: Path) -> Callable[..., str]:
     return write
 
 
-def test_a_file_that_cannot_be_used(
+def test_an_invalid_file(
     config: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Regression: a typo took 54 s and 118 lines."""
@@ -137,7 +137,7 @@ def test_a_port_in_use(
     assert ended.value.code == 2
     [line] = capfd.readouterr().err.splitlines()
     assert line.startswith("http_options: 127.0.0.1:")
-    assert " is in use; stop that, or choose another port" in line
+    assert " is in use; stop that server, or choose another port" in line
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_the_host_is_this_machine_unless_it_is_set(
     assert ((options.host, options.port), claimed) == (address, [address])
 
 
-def test_what_the_terminal_shows(monkeypatch: pytest.MonkeyPatch, config: Callable[..., str]) -> None:
+def test_the_greeting(monkeypatch: pytest.MonkeyPatch, config: Callable[..., str]) -> None:
     """Regression: `serve status` ended in a traceback of Ray's token authentication, and nothing said why."""
     loaded = load_config(Path(config({}, host="0.0.0.0", port=8123)))
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
@@ -211,7 +211,7 @@ def test_a_process_that_hangs_at_its_end_is_ended() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 7
 
 
-def test_it_waits_until_all_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_until_all_applications_run(monkeypatch: pytest.MonkeyPatch) -> None:
     runs, deploys = ApplicationStatus.RUNNING, ApplicationStatus.DEPLOYING
     statuses(monkeypatch, {}, {"a": runs}, {"a": runs, "b": deploys}, {"a": runs, "b": runs})
     waits = Signals(after=10)
@@ -229,20 +229,18 @@ def test_an_application_that_cannot_be_deployed(
     assert "b cannot be deployed: no memory" in caplog.text
 
 
-def test_what_cannot_succeed_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Regression: 68 s and six tracebacks, while Serve tried again and again to load a model that was broken."""
+def test_permanent_errors_are_not_retried(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: 68 s and six tracebacks, while Serve retried to load a broken model."""
     message = "A replica failed to start.\nTraceback:\n  File\napp.errors.ModelError: no weights in 'x'\n"
     statuses(monkeypatch, {"a": ApplicationStatus.DEPLOYING}, message=message)
     assert serve.wait_until_running(["a"], Signals(after=2)) == 1  # type: ignore[arg-type]
     assert caplog.messages == ["a cannot be deployed: no weights in 'x'"]
 
 
-def test_it_asks_until_nothing_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An ingress that does not answer may have requests; other applications are not asked."""
+def test_draining_lasts_until_no_request_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ingress that does not answer may have requests. Other applications are not drained."""
     monkeypatch.setattr(serve, "_POLL_S", 0.0)
-    monkeypatch.setattr(serve, "_LAST_BYTES_S", 0.0)
+    monkeypatch.setattr(serve, "_FLUSH_GRACE_S", 0.0)
     runs = ApplicationStatus.RUNNING
     statuses(monkeypatch, {"a": runs, "desk": runs, "new": ApplicationStatus.DEPLOYING})
     answers: Iterator[Any] = iter([[2, 1], RayServeException("restarting"), [0, 1], [0, 0]])
@@ -251,11 +249,9 @@ def test_it_asks_until_nothing_is_under_way(monkeypatch: pytest.MonkeyPatch) -> 
     assert next(answers, None) is None
 
 
-def test_it_waits_no_longer_than_the_grace_period(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_draining_ends_with_the_grace_period(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     statuses(monkeypatch, {"a": ApplicationStatus.RUNNING})
     monkeypatch.setattr(ray_serve, "get_deployment_handle", lambda deployment, name: Ingress(iter([[3, 4]])))
     with caplog.at_level(logging.WARNING):
         assert not serve.drain_ingresses(0.0)
-    assert "7 requests are broken off" in caplog.text
+    assert "7 requests are cut off" in caplog.text

@@ -1,4 +1,4 @@
-"""When requests come and how long they are: Poisson processes, and traces of real traffic replayed."""
+"""Arrival times and lengths of requests: Poisson processes, and traces of real traffic."""
 
 from __future__ import annotations
 

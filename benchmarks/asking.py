@@ -1,4 +1,4 @@
-"""Clients that ask over HTTP while things break, and check what they get."""
+"""HTTP clients for fault injection: send requests, check the answers."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Attention kernels over real mapped memory, both views, beside what the device can do.
+"""Attention kernels over mapped memory in both views, against the limits of the device.
 
-Sequences of a KV memory are read through their regions and through their block tables: the same blocks, scattered, by
-each kernel that is there. Decode is measured in bytes of keys and values a second, against the memory bandwidth
-measured in between; chunks of prompts in floating-point operations a second, against the rate of a large matrix
-product. Each case has several sets of sequences, read in turn, so that no cache holds them from one call to the next.
-Compared with: torch's SDPA, one sequence after the other (on a CPU with grouped heads folded into rows, many times
-faster than its own grouping), and on CUDA torch's flash attention.
+Each available kernel reads the same scattered blocks through regions and through block tables. Decode is measured in
+bytes of keys and values per second, against the memory bandwidth measured in the same run; prefill in floating-point
+operations per second, against the rate of a large matrix product. Each case has several sets of sequences, read in
+turn, so that no processor cache holds them from one call to the next. Baselines: torch's SDPA, one sequence after the
+other (on a CPU with grouped heads folded into rows, many times faster than its own grouping), and on CUDA torch's flash
+attention.
 
---footprints: decodes that read all layers in turn, as a model does, over more and more memory, by layout and page size:
-how much of it the device's address translation reaches. --quick takes fewer cases; --tiny only shows that this program
-works. Heads are those of Llama-3-8B and Qwen2.5-0.5B.
+--footprints: decodes over growing amounts of memory, by layout and page size: the reach of the device's address
+translation. All layers are read in turn, as a model does. --quick takes fewer cases; --tiny only shows that this
+program works. Heads are those of Llama-3-8B and Qwen2.5-0.5B.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ PREFILLS = (Case(1, 512, 512), Case(1, 2048, 2048), Case(4, 512, 512), Case(1, 8
 
 def main() -> None:
     parser = harness.arguments(__doc__, devices=tuple(DEVICES))
-    parser.add_argument("--footprints", action="store_true", help="decodes over more and more memory, too")
+    parser.add_argument("--footprints", action="store_true", help="also measure decodes over growing amounts of memory")
     parser.add_argument("--tiny", action="store_true", help="as little as possible of everything, on the CPU")
     args = parser.parse_args()
     args.quick |= args.tiny

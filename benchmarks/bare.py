@@ -1,4 +1,4 @@
-"""The engine without a server: an `AsyncEngine` in a process of its own, under the same load."""
+"""Engine without a server: an `AsyncEngine` in a separate process, under the same load."""
 
 from __future__ import annotations
 

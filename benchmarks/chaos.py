@@ -1,12 +1,12 @@
-"""Whole replicas go while clients ask: they are killed, their number is lowered, they are replaced by others.
+"""Faults of whole replicas under load: kills, scaling down, replacement.
 
 `python -m benchmarks.faults --replicas`. A real Ray Serve application with the built-in model on two replicas. Every
-request must end with a right answer or with an error that says that it may be sent again, and when replicas are stopped
-in an orderly way every one must be answered.
+request must end with a right answer or with a retryable error. While replicas are stopped in order, every request must
+be answered.
 
---ingresses: there are two, and one of them is killed, too: HAProxy sends the requests that it had to the other one,
-except streams that have begun, which lose their connection. At last HAProxy is killed, of which there is one: clients
-are refused until Serve has started another one.
+--ingresses: with two ingresses, one of which is killed, too. HAProxy retries its requests on the other one, except
+streams that have begun, which lose their connection. At last the only HAProxy is killed: clients are refused until
+Serve has started another one.
 --quick: 5 kills instead of 30.
 """
 

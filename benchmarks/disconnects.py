@@ -1,10 +1,10 @@
-"""Clients that go away: at random moments, in every phase of a request, rudely and politely.
+"""Client disconnects: at random moments, in every phase of a request.
 
 A real Ray Serve application with the built-in model. Many connections at once send requests of all kinds, whole and
-streamed, and break off: in the middle of the request, while it waits or its prompt is computed, between two events.
-Some reset the connection, some close it, some close their half and listen on, some stop reading for a while. Others
-ask properly all along, for keys that are in their prompts, and must get the right ones. Afterwards nothing may be left:
-no page in use, no request in a replica, no open connection, and the engine's books must add up.
+streamed, and break off: in the middle of the request, while it waits, during its prefill, between two events. Some
+reset the connection, some close it, some half-close it, some stop reading for a while. Other clients ask for keys in
+their prompts throughout, and must get the right ones. Afterwards nothing may be left: no page in use, no request in a
+replica, no open connection, and the engine's integrity check must pass.
 
 --quick: 60 disconnects instead of 500.
 """

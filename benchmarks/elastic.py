@@ -1,8 +1,8 @@
-"""Memory that follows the load, against a static pool of the same budget: the cost when full, the saving when idle.
+"""Elastic KV memory against a static pool of the same budget: the cost at saturation, the saving when idle.
 
-The same engine twice: *elastic*, which takes pages as it needs them and gives idle ones back, and *static*, whose floor
-is its budget, so that everything is taken at the start and kept. Random weights in the shape of Qwen2.5-0.5B, on CUDA
-of Llama-3-8B, with few layers: steps are short, so that whatever mapping costs shows.
+The same engine twice: *elastic*, which creates pages on demand and releases idle ones, and *static*, whose floor is its
+budget, so that all pages are created at the start and kept. Random weights in the shape of Qwen2.5-0.5B, on CUDA
+of Llama-3-8B, with few layers: steps are short, so that the cost of mapping shows.
 
 Saturation: more requests than fit at once, both in turn; the ratio of their output tokens per second. Load: waves of
 1, 4, 16, 32, 16, 4, 1 requests at once, then none, while a thread notes the physical bytes of the KV cache (blocks of

@@ -1,10 +1,9 @@
-"""Ranks of a tensor-parallel replica are killed and stopped, one after the other, while clients ask.
+"""Faults of tensor-parallel ranks under load: SIGKILL and SIGSTOP, one rank after the other.
 
 A real Ray Serve application with the built-in model on two ranks. Clients ask over HTTP for a key that is in their
-prompt, so that a wrong answer shows, and for long outputs as streams, so that some are always under way. At random
-moments a rank, the replica's own process or its peer's, gets SIGKILL or SIGSTOP. Every request must end with a right
-answer, or with an error that says that it may be sent again; a new replica must answer; nothing of the old one may be
-left.
+prompt, so that a wrong answer shows, and for long streams, so that some are always in flight. At random moments a rank,
+the replica's own process or its peer's, gets SIGKILL or SIGSTOP. Every request must end with a right answer or a
+retryable error; a new replica must answer; nothing of the old one may be left.
 
 --replicas, --ingresses: see `benchmarks.chaos`. --parts: see `benchmarks.parts`.
 --quick: 4 faults instead of 50, each kind once.
@@ -144,9 +143,9 @@ def run(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = harness.arguments(__doc__)
-    parser.add_argument("--replicas", action="store_true", help="kill, stop and replace whole replicas, one of two")
-    parser.add_argument("--ingresses", action="store_true", help="the same with two ingresses, one of which is killed")
-    parser.add_argument("--parts", action="store_true", help="kill each part of which there is only one")
+    parser.add_argument("--replicas", action="store_true", help="kill, stop and replace one of two replicas")
+    parser.add_argument("--ingresses", action="store_true", help="like --replicas, and kill one of two ingresses")
+    parser.add_argument("--parts", action="store_true", help="kill each single point of failure")
     args = parser.parse_args()
     harness.needs("ray", "httpx", "psutil")
     if args.parts:

@@ -1,4 +1,4 @@
-"""How much of the KV memory that requests hold is token state (PagedAttention figure 2).
+"""Fragmentation: the share of token state in the KV memory that requests hold (PagedAttention figure 2).
 
 Continuous batching over a fixed capacity, eight requests of the longest length: requests are admitted first come first
 served while they fit, every running one gets a token a step, finished ones leave. A request of o output tokens runs for

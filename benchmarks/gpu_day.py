@@ -1,11 +1,11 @@
-"""Everything the project has for a CUDA machine, in stages of at most 8 minutes: `python -m benchmarks.gpu_day STAGE…`.
+"""All tests and benchmarks for a CUDA machine, in stages of at most 8 minutes: `python -m benchmarks.gpu_day STAGE…`.
 
 - *facts*: what the driver and the device do (`benchmarks.gpu_probes`), chosen tests, attention, the parts of a step
 - *whole*: all tests marked `gpu`, Llama-3-8B's shape with `transformers` beside it
 - *memory*: block sizes and views at saturation, elastic against static, a trace, preemption, delays of idle release
 
-A stage is a list of jobs. Each is a process of its own with a time limit of its own, at which it is killed with all
-that it started, so that a failure costs only itself. Jobs that measure time run alone, the others side by side. Facts
+A stage is a list of jobs. Each job is a process with a time limit, at which it is killed with its children, so that a
+failure costs only itself. Jobs that measure time run alone, the others side by side. Facts
 go to `STAGE.jsonl` as soon as they are known, all output to `STAGE.log`, both in the folder that `FOLIO_RESULTS` names
 or in benchmarks/results/cuda. At the end there is a table, failures first. Exit status 1 if anything failed.
 
@@ -365,10 +365,10 @@ def make_environment(folder: Path, fake: bool) -> dict[str, str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="+", choices=tuple(STAGES), metavar="STAGE", help=", ".join(STAGES))
-    parser.add_argument("--fake", action="store_true", help="without a device, everything small")
-    parser.add_argument("--only", nargs="+", metavar="JOB", help="these jobs")
-    parser.add_argument("--list", action="store_true", help="name the jobs and their limits")
-    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="for each stage")
+    parser.add_argument("--fake", action="store_true", help="run small versions of everything without a device")
+    parser.add_argument("--only", nargs="+", metavar="JOB", help="run only these jobs")
+    parser.add_argument("--list", action="store_true", help="list the jobs and their time limits")
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for each stage")
     args = parser.parse_args(argv)
     stages = {name: STAGES[name](args.fake) for name in args.stages}
     if args.fake:  # nothing is measured, so nothing needs to be alone

@@ -1,4 +1,4 @@
-"""The CUDA driver and device as the probes of `benchmarks.gpu_probes` use them, and what stands in for the device."""
+"""CUDA driver and device for the probes of `benchmarks.gpu_probes`, and a stand-in without a device."""
 
 from __future__ import annotations
 

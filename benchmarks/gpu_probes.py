@@ -1,9 +1,9 @@
-"""What the CUDA driver and the device do, asked one question a process: `python -m benchmarks.gpu_probes NAME`.
+"""Probes of the CUDA driver and device, one per process: `python -m benchmarks.gpu_probes NAME`.
 
-`benchmarks.gpu_day` runs all of them. No answer is a failure in itself: what Folio relies on is judged by its tests,
-and this says why those fail. A probe fails when it cannot ask.
+`benchmarks.gpu_day` runs all of them. Probes record facts that explain failing tests; no fact is a failure in itself. A
+probe fails only if it cannot run.
 
---fake asks a stand-in for the driver about memory of the host, with little of everything, and measures nothing.
+--fake runs small probes over a stand-in for the driver with host memory, and measures nothing.
 """
 
 from __future__ import annotations

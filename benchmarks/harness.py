@@ -1,4 +1,4 @@
-"""What all benchmarks share: arguments, repeats, the table, and the last line of JSON."""
+"""Benchmark harness: arguments, repeats, the table, and the last line of JSON."""
 
 from __future__ import annotations
 

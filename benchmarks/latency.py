@@ -1,4 +1,4 @@
-"""What the records of a run come to, and its picture."""
+"""Latency statistics of a run, and their chart."""
 
 from __future__ import annotations
 

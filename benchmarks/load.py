@@ -1,11 +1,11 @@
-"""Load for OpenAI-compatible servers, and what becomes of it: requests at their times, or so many at once.
+"""Load generator for OpenAI-compatible servers: open loop (arrival times) or closed loop (a number at once).
 
-Every time of a request counts from when it was *due*: a client that comes late because the machine is busy, or because
-an earlier answer is, does not make a server look better (coordinated omission). All requests are streams of
+Every time of a request counts from when it was *due*, so that a late client does not make a server look better
+(coordinated omission). All requests are streams of
 `/v1/completions` with prompts of token ids, greedy, and of a fixed length (`ignore_eos`, which servers must know).
 
-The generator shares the machine with the server, so it has to be cheap: one event loop, aiohttp with its parser in C,
-and of each event only what is needed.
+The generator shares the machine with the server, so it must be cheap: one event loop, aiohttp with its parser in C, and
+only the needed fields of each event are read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What mapping costs, and how much of it a step waits for.
+"""Mapping cost, and the share of it that steps wait for.
 
 First the cost of each backend call, by page size and by pages a call. Then the lengths of a trace, replayed through the
 real scheduler and KV memory with the model replaced by what it takes: every step lasts as long as the model's would,

@@ -1,4 +1,4 @@
-"""Which architectures can be served: every causal language model of the installed transformers, made small and tried.
+"""Architecture coverage: every causal language model of the installed transformers, shrunk and compared.
 
 Each type's default config is shrunk by the names of its settings, so that windows, experts and patterns of layers stay
 but are small; the weights are random, in float32. The engine generates from prompts that arrive one after the other,
@@ -6,12 +6,12 @@ so that chunks of prompts and decodes share steps, and its greedy tokens must be
 Each type runs in a process of its own with a time limit. What may come out:
 
     equal       the same tokens
-    refused     the engine says at load why it will not serve this type
-    WRONG       other tokens, without a word: a defect
-    fails       an error that is no refusal: a defect, too
+    refused     the engine refuses this type at load, with a reason
+    WRONG       other tokens without an error: a defect
+    fails       an error that is not a refusal: a defect, too
     not tried   no small model could be made, or transformers' own `generate` does not run it
 
---only names types to try. --quick tries six.
+--only limits the run to these types. --quick tries six.
 """
 
 from __future__ import annotations

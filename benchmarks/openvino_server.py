@@ -1,4 +1,4 @@
-"""An OpenAI endpoint for OpenVINO GenAI, which has a library and no server of its own: enough of it to be measured.
+"""Minimal OpenAI endpoint for OpenVINO GenAI, which is a library without a server.
 
     python -m benchmarks.openvino_server FOLDER [--port 8002] [--precision bf16]
 

@@ -1,4 +1,4 @@
-"""What the engine takes beside the model: scheduling, mapping, laying out, sampling, text."""
+"""Engine overhead beside the model: scheduling, mapping, batch layout, sampling, text."""
 
 from __future__ import annotations
 

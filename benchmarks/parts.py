@@ -1,4 +1,4 @@
-"""Each part of a server that there is only one of is killed while clients ask.
+"""Faults of single parts under load: HAProxy, ingress, engine replica.
 
 `python -m benchmarks.faults --parts`. A server as `python -m app.serve` starts it: one HAProxy, one ingress, one engine
 replica. Clients send a short request five times a second, each over a connection of its own, and have two streams under

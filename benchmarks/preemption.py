@@ -1,10 +1,10 @@
-"""What a preempted request's way back costs, by swapping and by computing again, and which of them the engine picks.
+"""Preemption cost: swap against recompute, and the choice of the cost model.
 
 The first part is figure 19 of PagedAttention (Kwon et al., SOSP 2023): for blocks of 1 to 256 tokens and sequences of
 8 to 2,000, the time until the state of a preempted sequence is back. *Swapping* copies its blocks to host memory and
 back, and maps them. *Recomputing* runs the steps that compute its tokens; the last of them yields the next token too,
 for which a swapped sequence needs a decode step more: regret is given without that step (`model_regret`) and with it
-(`model_regret_to_next_token`). In between somebody else takes the blocks and writes into all of them. Both ways in
+(`model_regret_to_next_token`). In between another sequence takes the blocks and writes into all of them. Both ways in
 turn, medians; the tokens must be those of an undisturbed run. What the cost model expects is noted before, on an engine
 that has served ordinary requests of other lengths.
 

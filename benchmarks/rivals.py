@@ -1,6 +1,6 @@
-"""Folio and what it is compared with: transformers in the same process, and servers that speak the OpenAI API.
+"""Baselines for comparison: transformers in the same process, and servers with the OpenAI API.
 
-Each of them generates exactly `new_tokens` tokens for each prompt of token ids, and says how many there were a second.
+Each function generates exactly `new_tokens` tokens for each prompt of token ids, and returns output tokens per second.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which replica gets a request: policies compared on traces in simulated time, and what a decision costs.
+"""Routing policies on traces in simulated time, and the cost of a decision.
 
-Simulated are the steps of the engines only: they take the time that a device's data sheet says (`simulator/device.py`).
-Scheduler, KV memory, prefix cache, reports, routers and the autoscaling policy are the real ones. A report is made
-every second, and heard a tenth of a second later. There are two routers, each with its own books.
+Only the engines' steps are simulated: their time follows from a device's data sheet (`simulator/device.py`). Scheduler,
+KV memory, prefix cache, reports, routers and the autoscaling policy are the real ones. A report is sent every second
+and arrives a tenth of a second later. There are two routers, each with its own accounts.
 
 **Routing.** 4, 16, 64 and 256 replicas, and two kinds of requests.
 

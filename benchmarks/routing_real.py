@@ -1,8 +1,8 @@
-"""Routing on a real Ray Serve, with three replicas on this machine; and the simulator against it.
+"""Routing on a real Ray Serve with three replicas on this machine, and the simulator against it.
 
-Users talk, turn by turn: every prompt begins with a system prompt that all share, and goes on with all that was said in
-the conversation before. Arrivals, lengths and pauses are drawn once, and the same for every run; the answers that a
-prompt repeats are drawn as well, so that what was generated does not matter. Requests go over HTTP and are streamed.
+Conversations of several turns: every prompt begins with a common system prompt and repeats the conversation so far.
+Arrivals, lengths and pauses are drawn once for all runs; so are the answers that prompts repeat, so that generated
+tokens do not matter. Requests go over HTTP and are streamed.
 
 **Router.** `prefix_aware` beside Serve's default router, in turns: time to first token, and the share of prompt tokens
 that were cached.
@@ -11,7 +11,7 @@ that were cached.
 Serve add (idle requests), and nothing else; then the simulator predicts a second run with other conversations.
 
 **Scaling and faults.** `KVAwareScaling` between one and three replicas while the load rises and falls, and SIGKILL for
-one of three at the peak. Clients send a request again that was answered 503. A request is lost if it gets no answer, a
+one of three at the peak. Clients retry requests that were answered 503. A request is lost if it gets no answer, a
 wrong status, or a stream that ends without its last event.
 """
 

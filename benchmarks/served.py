@@ -1,4 +1,4 @@
-"""A real Ray Serve application on a free port of this machine: what benchmarks and tests of the whole server share."""
+"""Ray Serve application on a free port of this machine, for benchmarks and tests of the whole server."""
 
 from __future__ import annotations
 

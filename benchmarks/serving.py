@@ -1,4 +1,4 @@
-"""Folio over HTTP beside its own bare engine, and any OpenAI-compatible servers under the same load.
+"""Serving over HTTP: Folio against its bare engine and other OpenAI-compatible servers under the same load.
 
 Random weights in the shape of Qwen2.5-0.5B, bfloat16 or `--dtype`, greedy, no EOS, so that a step costs what it does
 in reality. Folio is a Ray Serve application on this machine; the bare engine is an `AsyncEngine` in a process of its

@@ -1,4 +1,4 @@
-"""What sharing saves: KV blocks (PagedAttention figure 15), throughput (figure 16), and time to first token (TTFT).
+"""Savings by sharing: KV blocks (PagedAttention figure 15), throughput (figure 16), time to first token (TTFT).
 
 **Blocks saved.** Requests are replayed one by one on the real `KVMemory`, 16 tokens a block, read through block tables,
 the prefix cache off. A request of p prompt and o output tokens takes o steps: one computes the prompt, which all n

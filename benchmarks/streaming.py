@@ -1,4 +1,4 @@
-"""What a streamed token costs, hop by hop, and what each hop adds to the first one.
+"""Streaming cost: processor time per streamed token, and latency that each hop adds to the first token.
 
 The built-in model on one thread behind a real Ray Serve, through HAProxy and through Serve's proxy, each in a cluster
 of its own, and clients that stream at once, each the same number of tokens. Three ways: *whole* answers, *each step*,

@@ -1,4 +1,4 @@
-"""Decode steps and prefills of one shape on one device, by batch: what `benchmarks.throughput` does with a shape.
+"""Decode steps and prefills of one shape on one device, by batch size (`benchmarks.throughput --shape`).
 
 Random weights in bfloat16, made on the device (`load_format: dummy`), and random prompts that nobody has seen before:
 

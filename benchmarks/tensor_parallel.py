@@ -1,4 +1,4 @@
-"""Several ranks on one machine: what a step's message costs, what the ranks' sums cost, whether tokens are the same.
+"""Tensor parallelism on one machine: cost of step messages and collectives, equality of tokens.
 
 Random weights in the shape of a small Llama (16 query and 4 KV heads of 64), bf16; ranks are child processes that
 share the machine's cores. On a CPU nothing is gained by that, since all ranks share one memory bus: it shows the

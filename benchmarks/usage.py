@@ -1,4 +1,4 @@
-"""What the processes of a server use: processor time and memory, by what they are."""
+"""Processor time and memory of a server's processes, by role."""
 
 from __future__ import annotations
 

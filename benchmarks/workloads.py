@@ -1,4 +1,4 @@
-"""Request lengths that benchmarks share: lists of (prompt, output) tokens, the same for the same count and seed.
+"""Request lengths: lists of (prompt, output) tokens, determined by count and seed.
 
 `sharegpt` and `alpaca` are synthetic: log-normal, which gives the long tails, with the means that PagedAttention §6.1
 states for these two datasets; how long the tails are is our guess, but for ShareGPT's outputs. `azure` is a real trace,

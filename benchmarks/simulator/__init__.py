@@ -1,2 +1,2 @@
-"""Many replicas in one thread: the real router, scheduler, block pool and autoscaling policy, and steps that only take
-their time."""
+"""Simulator of many replicas in one thread: the real router, scheduler, block pool and autoscaling policy; steps only
+advance the simulated time."""

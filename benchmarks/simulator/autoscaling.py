@@ -1,4 +1,4 @@
-"""The autoscaling policy on arrivals that come and go, against fleets that stay."""
+"""Autoscaling policy under varying load, against fleets of fixed size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that is only counted."""
+"""Backend that counts pages and maps nothing."""
 
 from __future__ import annotations
 

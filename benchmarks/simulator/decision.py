@@ -1,4 +1,4 @@
-"""What one decision costs a router that knows many replicas with large caches. Measured, not simulated.
+"""Cost of one routing decision with many replicas and large caches. Measured, not simulated.
 
 python -m benchmarks.simulator.decision
 """

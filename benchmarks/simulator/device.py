@@ -1,4 +1,4 @@
-"""How long a step takes on the device that is simulated."""
+"""Step times of the simulated device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV memory in simulated time: the real one, of which nothing is stored."""
+"""KV memory in simulated time: the real one, without contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run came to."""
+"""Outcome of a simulated run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `benchmarks.routing` draws."""
+"""Charts of `benchmarks.routing`."""
 
 from __future__ import annotations
 

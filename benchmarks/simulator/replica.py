@@ -1,4 +1,4 @@
-"""An engine whose steps only take their time: the real scheduler and KV memory, without a model."""
+"""Simulated replica: the real scheduler and KV memory, without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What no fleet does better: the hits of one cache that has all, and the load of a placement that is free to choose."""
+"""Upper bounds for every fleet: hits of one cache for all requests, and load of an ideal placement."""
 
 from __future__ import annotations
 

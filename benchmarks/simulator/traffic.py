@@ -1,4 +1,4 @@
-"""What arrives when: traces of real traffic, and synthetic conversations."""
+"""Simulated traffic: traces of real traffic, and synthetic conversations."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The bridge between a Hugging Face model's attention layers and Folio's kernels.
+"""Attention: the bridge between the attention layers of a transformers model and Folio's kernels.
 
-transformers calls the registered function once a layer. The function finds its engine's state on the module it is
-given, so that several engines can live in one process and nothing is global.
+transformers calls the registered function once a layer. The function finds its engine's handler on the module, so that
+several engines can live in one process.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kernels import AttentionProvider, Masking, VarlenBatch
 from vmem import CacheTensors, LayerSpec, View
 
 IMPLEMENTATION = "folio"
-_STATE = "folio_attention_state"
+_HANDLER = "folio_attention_handler"
 
 
 class AttentionHandler(Protocol):
-    """Who answers a layer's attention call."""
+    """Computes the attention of a layer."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
@@ -49,42 +49,40 @@ def folio_attention(
     """transformers' attention function: query `[1, heads, tokens, dim]`; returns `[1, tokens, heads, dim]`."""
     masking = Masking(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        window_left=-1 if sliding_window is None else sliding_window - 1,  # theirs counts the query's own token
+        window_left=-1 if sliding_window is None else sliding_window - 1,  # transformers counts the query's own token
         softcap=softcap or 0.0,
         sinks=None if s_aux is None else s_aux.float().contiguous(),
     )
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return bound(module).attend(layer, query, key, value, masking)[None], None
+    handler = bound(module)
+    assert handler is not None
+    return handler.attend(layer, query, key, value, masking)[None], None
 
 
 def register() -> None:
-    """Make `attn_implementation="folio"` known. No mask function goes with it, so transformers builds no masks."""
+    """Register `attn_implementation="folio"`. Without a mask function transformers builds no masks."""
     AttentionInterface.register(IMPLEMENTATION, folio_attention)
 
 
-def bind_attention(model: nn.Module, state: AttentionHandler) -> None:
-    """Let every attention layer of the model be answered by `state`."""
+def bind_attention(model: nn.Module, handler: AttentionHandler | None) -> None:
+    """Let `handler` compute the attention of every layer; `None` before transformers' own attention is used."""
     for module in model.modules():
-        setattr(module, _STATE, state)
+        setattr(module, _HANDLER, handler)
 
 
-def bound(module: nn.Module) -> AttentionHandler:
-    """Who answers this layer."""
-    state: AttentionHandler = getattr(module, _STATE)
-    return state
+def bound(module: nn.Module) -> AttentionHandler | None:
+    """The handler of a layer."""
+    return getattr(module, _HANDLER, None)
 
 
 class GeometryProbe:
-    """Answers by attention over the call's own tokens, and notes each layer's geometry on the way.
-
-    The geometry is observed rather than read from the config because configs name it in many ways.
-    """
+    """Attention over the call's own tokens only; records each layer's geometry, which configs name in many ways."""
 
     def __init__(self, provider: AttentionProvider) -> None:
         self._provider = provider
         self._specs: dict[int, list[LayerSpec]] = {}
-        self.windows: dict[int, int] = {}  # layer → tokens a query sees, its own included
+        self.windows: dict[int, int] = {}  # layer → tokens that a query sees, its own included
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
@@ -98,9 +96,9 @@ class GeometryProbe:
         return self._provider.attend(query, key[None], value[None], batch.to(query.device), masking)
 
     def layers(self, *, required: frozenset[int], allowed: frozenset[int]) -> dict[int, LayerSpec]:
-        """The geometry of every layer that attends, after one forward.
+        """The geometry of every attention layer, after one forward.
 
-        Raises `ModelError` unless all `required` layers asked, only `allowed` ones, and none of them twice.
+        Raises `ModelError` unless all `required` layers and only `allowed` ones attended, each once.
         """
         calls = {layer: len(specs) for layer, specs in sorted(self._specs.items())}
         if not required <= calls.keys() <= allowed or any(count > 1 for count in calls.values()):
@@ -119,10 +117,8 @@ class _LayerCache:
 
 
 class CachedAttention:
-    """Answers from the KV cache: write the new tokens, then attend over everything cached.
-
-    `batch` must be set before each forward.
-    """
+    """Attention over the KV cache: write the new tokens, then attend over all cached ones. Set `batch` before each
+    forward."""
 
     batch: StepBatch
 
@@ -139,7 +135,10 @@ class CachedAttention:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
     ) -> torch.Tensor:
         parts = [(part, self._caches[part.view][layer]) for part in self.batch.parts[self._group_of[layer]]]
-        for part, cache in parts:  # all of them first: a sequence may share what another one computes in this step
+        for (
+            part,
+            cache,
+        ) in parts:  # all writes first: a sequence may share a prefix that another one computes in this step
             self._provider.write(key[part.tokens], value[part.tokens], cache.key, cache.value, part.slots)
         outs = [
             self._provider.attend(query[part.tokens], cache.key, cache.value, part.attention, masking)

@@ -1,4 +1,4 @@
-"""One rank's forwards: a step's tokens in, logits of the tokens that sample out."""
+"""Model runner: one rank's forwards, from a step's tokens to logits."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PROBE_TOKENS = 6
 
 @dataclass(frozen=True, slots=True)
 class ObservedLayers:
-    """What one forward showed.
+    """Geometry of a model's layers, observed in one forward.
 
     Attributes:
         attention: cache geometry of each layer that attends.
-        windows: how many tokens a query sees, of the layers where it does not see all before it.
-        states: what each layer with a recurrent state keeps.
+        windows: tokens that a query sees, in layers with a sliding window.
+        states: recurrent states of each layer that has any.
     """
 
     attention: dict[int, LayerSpec]
@@ -36,25 +36,23 @@ class ObservedLayers:
 
 
 class ModelRunner:
-    """Runs a loaded model over the KV memory. With several ranks each runs its share, all of them together.
+    """Runs a loaded model over the KV memory; with several ranks each runs its share at the same time.
 
-    A forward sees all sequences as one row `[1, num_tokens]` with explicit positions; only attention knows
-    where one ends and the next begins.
-
-    Attributes:
-        layers: what the model's layers need.
+    A forward takes all sequences as one row `[1, num_tokens]` with explicit positions; only attention and recurrent
+    mixers separate them.
     """
 
     def __init__(self, model: LoadedModel, provider: AttentionProvider) -> None:
-        """Raises `ModelError` if a layer does not attend as it should."""
+        """Raises `ModelError` if the layers do not attend as the config says."""
         self._model = model
         self._module = model.module
         self._provider = provider
+        self._attention: CachedAttention | None = None
         self._states: CachedStates | None = None
         self.layers = observe_layers(model, provider)
 
     def attach_caches(self, tensors: CacheTensors) -> None:
-        """Run on these caches from now on."""
+        """Use these caches from now on."""
         self._attention = CachedAttention(tensors, self._provider)
         self._states = CachedStates(tensors.state_view(), self.layers.states) if self.layers.states else None
         bind_attention(self._module, self._attention)
@@ -62,8 +60,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> torch.Tensor:
-        """Logits `[num_logits, vocab_size]` of the rows that need them, on the device, which may be computing still; of
-        rank 0 only. The batch's blocks must be mapped."""
+        """Logits `[num_logits, vocab_size]` of the batch's logit rows, complete on rank 0 only. They are on the device,
+        which may still compute them. The batch's blocks must be mapped."""
+        assert self._attention is not None
         self._attention.batch = batch
         if self._model.adapters is not None:
             self._model.adapters.set_batch(batch.adapters)
@@ -73,17 +72,18 @@ class ModelRunner:
 
     @torch.inference_mode()
     def own_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Logits `[num_tokens, vocab_size]` by transformers' plain attention and unwrapped mixers, on the CPU."""
+        """Logits `[num_tokens, vocab_size]` by transformers' own attention and mixers, on the CPU."""
+        bind_attention(self._module, None)
         recurrent.bind_mixers(self._module, None)
         if self._model.adapters is not None:
             self._model.adapters.set_batch(None)
         self._module.set_attn_implementation("eager")
         try:
             out = self._module(input_ids=token_ids[None].to(self._module.device), use_cache=False)
-            logits: torch.Tensor = out.logits[0].float().cpu()
-            return logits
+            return out.logits[0].float().cpu()
         finally:
             self._module.set_attn_implementation(IMPLEMENTATION)
+            bind_attention(self._module, self._attention)
             recurrent.bind_mixers(self._module, self._states)
 
 
@@ -92,13 +92,12 @@ def forward(module: nn.Module, token_ids: torch.Tensor, positions: torch.Tensor,
     device = next(module.parameters()).device
     token_ids, positions, rows = (tensor.to(device) for tensor in (token_ids, positions, rows))
     out = module(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
-    logits: torch.Tensor = out.logits[0]
-    return logits
+    return out.logits[0]
 
 
 @torch.inference_mode()
 def observe_layers(model: LoadedModel, provider: AttentionProvider) -> ObservedLayers:
-    """Geometry of every layer, from one tiny forward. Raises `ModelError` if a layer is missing."""
+    """Observe the geometry of every layer in one small forward. Raises `ModelError` if a layer does not attend."""
     probe, state_probe = GeometryProbe(provider), StateProbe()
     bind_attention(model.module, probe)
     recurrent.bind_mixers(model.module, state_probe)
@@ -107,11 +106,11 @@ def observe_layers(model: LoadedModel, provider: AttentionProvider) -> ObservedL
         logits = forward(model.module, tokens, torch.arange(PROBE_TOKENS), torch.tensor([PROBE_TOKENS - 1]))
     kind = model.module.config.model_type
     if len(logits) != 1:
-        raise ModelError(f"{kind} ignores logits_to_keep: asked for 1 row of logits, it gave {len(logits)}")
+        raise ModelError(f"{kind} ignores logits_to_keep: it returned {len(logits)} rows of logits instead of 1")
     if set(probe.windows) != model.windowed_layers:
         raise ModelError(
-            f"{kind} should have sliding windows in layers {sorted(model.windowed_layers)}, but tells its attention so "
-            f"only in {sorted(probe.windows)}; it would be served wrongly beyond the window"
+            f"{kind} should have sliding windows in layers {sorted(model.windowed_layers)}, but passes them to "
+            f"attention only in {sorted(probe.windows)}; outputs beyond the window would be wrong"
         )
     specs = probe.layers(required=model.attention_layers, allowed=model.attention_layers | model.recurrent_layers)
     return ObservedLayers(specs, probe.windows, state_probe.layers(model.recurrent_layers))

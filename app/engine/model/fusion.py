@@ -1,25 +1,26 @@
-"""Fewer and larger operations in a loaded CPU model: one-pass norms, merged gate and up projections.
+"""Fusion: fewer and larger operations in a loaded CPU model.
 
-Modules are recognised by shape and then by behaviour: a replacement that does not give the module's own output on
-random input is not made. So an architecture with a twist of its own keeps its own code.
+    norms        one pass
+    MLPs         gate and up projections in one product
+    attention    query, key and value projections in one product, rotated in place
 
-Attention layers in fewer operations: one product for queries, keys and values, rotated in place.
-
-Recognised, like everything in `fuse.py`, by shape and then by behaviour: a layer is replaced only if it hands the
-attention function the same queries, keys and values, and makes the same of the answer. What else it says (scale,
-window, soft cap, sinks) is noted on that occasion.
+Modules are recognised by shape and then by behaviour: a replacement must give the original's output on random input, so
+that an architecture with a deviation keeps its own code. A fused attention layer must pass the same queries, keys and
+values to the attention function and return the same output; its scale, window, soft cap and sinks are those of the
+original's call.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from app.engine.execution.attention import IMPLEMENTATION, AttentionHandler, bind_attention, bound
+from app.engine.execution.attention import AttentionHandler, bind_attention, bound
 from kernels import CpuElementwise, Masking
 
 # Relative to the largest value; bfloat16 rounds once here and several times in the original.
@@ -27,7 +28,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 class FusedRMSNorm(nn.Module):
-    """`x / rms(x) * (weight + offset)`; offset 1 for Gemma's kind."""
+    """`x / rms(x) * (weight + offset)`; the offset is 1 for Gemma."""
 
     def __init__(self, ops: CpuElementwise, weight: torch.Tensor, eps: float, offset: float) -> None:
         super().__init__()
@@ -55,11 +56,11 @@ class FusedSwiGLU(nn.Module):
 
 
 def merge_linears(layers: Mapping[str, nn.Linear]) -> nn.Linear:
-    """One layer with the outputs of several, one after the other; `merged` says how many are whose. All of them have a
-    bias, or none."""
+    """One layer with the concatenated outputs of several, of which all or none have a bias; `merged` has the (name,
+    rows) of each."""
     parts = list(layers.values())
     merged: Any = nn.Linear(parts[0].in_features, 1, bias=parts[0].bias is not None, device="meta")
-    merged.merged = tuple((name, len(layer.weight)) for name, layer in layers.items())  # of which a rank has a part
+    merged.merged = tuple((name, len(layer.weight)) for name, layer in layers.items())  # a rank's part
     merged.weight = nn.Parameter(torch.cat([layer.weight for layer in parts]), requires_grad=False)
     if parts[0].bias is not None:
         merged.bias = nn.Parameter(torch.cat([layer.bias for layer in parts]), requires_grad=False)
@@ -69,9 +70,9 @@ def merge_linears(layers: Mapping[str, nn.Linear]) -> nn.Linear:
 
 @torch.inference_mode()
 def fuse_modules(model: nn.Module, ops: CpuElementwise) -> int:
-    """Replace what can be replaced; returns how many modules. Call it before the linear layers are packed."""
+    """Fuse norms and MLPs; return the number of replaced modules. Linear layers must not be packed yet."""
     num_fused = 0
-    for name in [name for name, _ in model.named_children()]:  # no list that would keep what is replaced
+    for name in [name for name, _ in model.named_children()]:  # a list of modules would keep replaced ones alive
         child = model.get_submodule(name)
         fused, size = _fused_norm(child, ops) or _fused_swiglu(child, ops) or (None, 0)
         if fused is not None and _same_output(child, fused, size):
@@ -94,13 +95,10 @@ def _fused_norm(module: nn.Module, ops: CpuElementwise) -> tuple[nn.Module, int]
 
 
 def _fused_swiglu(module: nn.Module, ops: CpuElementwise) -> tuple[nn.Module, int] | None:
-    children = dict(module.named_children())
+    children: dict[str, Any] = dict(module.named_children())
     gate, up, down = (children.get(name) for name in ("gate_proj", "up_proj", "down_proj"))
     if not (type(gate) is type(up) is type(down) is nn.Linear) or len(children) > 4:
         return None
-    assert isinstance(gate, nn.Linear)
-    assert isinstance(up, nn.Linear)
-    assert isinstance(down, nn.Linear)
     if gate.weight.dtype not in TOLERANCE or (gate.bias is None) != (up.bias is None):
         return None
     return FusedSwiGLU(ops, gate, up, down), gate.in_features
@@ -109,7 +107,7 @@ def _fused_swiglu(module: nn.Module, ops: CpuElementwise) -> tuple[nn.Module, in
 def _same_output(module: nn.Module, fused: nn.Module, size: int) -> bool:
     dtype = next(fused.parameters()).dtype
     generator = torch.Generator().manual_seed(0)
-    for scale in (1.0, 100.0):  # clamped states are only seen when they are large
+    for scale in (1.0, 100.0):  # clamping shows in large states only
         x = (torch.randn(1, 5, size, generator=generator) * scale).to(dtype)
         expected, actual = module(x).float(), fused(x).float()
         if not (actual - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max():  # NaN is not
@@ -124,15 +122,11 @@ _TOKENS = 5
 
 
 class FusedAttention(nn.Module):
-    """A layer of attention with rotary positions.
-
-    Attributes:
-        config: the model's; it says whether attention is Folio's, or one of transformers' own.
-    """
+    """Attention layer with rotary positions. Without a bound handler it runs the original, by transformers'
+    attention."""
 
     def __init__(self, ops: CpuElementwise, original: Any, layer: int, masking: Masking) -> None:
         super().__init__()
-        self.config = original.config
         self.qkv_proj = merge_linears({name: getattr(original, name) for name in _PROJECTIONS[:3]})
         self.o_proj: nn.Module = original.o_proj
         self.q_norm: nn.Module | None = getattr(original, "q_norm", None)
@@ -140,7 +134,7 @@ class FusedAttention(nn.Module):
         self._ops, self._layer, self._masking = ops, layer, masking
         self._head_dim: int = original.head_dim
         self._heads = [len(getattr(original, name).weight) // self._head_dim for name in _PROJECTIONS[:3]]
-        self._original = (original,)  # no child: its weights are here
+        self._original = (original,)  # not a child module: the weights are in this one
 
     def forward(
         self,
@@ -149,7 +143,8 @@ class FusedAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self.config._attn_implementation != IMPLEMENTATION:
+        handler = bound(self)
+        if handler is None:
             result: tuple[torch.Tensor, torch.Tensor | None] = self._original[0](
                 hidden_states, position_embeddings, attention_mask, **kwargs
             )
@@ -163,11 +158,11 @@ class FusedAttention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
             self._ops.rotate(query, cos, sin)
             self._ops.rotate(key, cos, sin)
-        out = bound(self).attend(self._layer, query, key, value, self._masking)
+        out = handler.attend(self._layer, query, key, value, self._masking)
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
 
     def take_over(self) -> None:
-        """Let the original use this layer's weights and drop its own, so that it still can be asked."""
+        """Replace the original's weights by references to this layer's, so that the original can still run."""
         original = self._original[0]
         columns = self.qkv_proj.weight.split([n * self._head_dim for n in self._heads])
         start = 0
@@ -178,7 +173,7 @@ class FusedAttention(nn.Module):
 
     @property
     def num_key_value_groups(self) -> int:
-        """What the original repeats keys and values by; kernels see it from the shapes."""
+        """The original's repetition of keys and values; kernels derive it from the shapes."""
         groups: int = self._original[0].num_key_value_groups
         return groups
 
@@ -188,7 +183,7 @@ class FusedAttention(nn.Module):
 
 
 class _Columns(nn.Module):
-    """Some outputs of a layer, whatever has become of that since."""
+    """Some output columns of a submodule, which may have been replaced (packed) since."""
 
     def __init__(self, fused: FusedAttention, name: str, columns: slice) -> None:
         super().__init__()
@@ -200,7 +195,7 @@ class _Columns(nn.Module):
 
 
 class _Recorder(AttentionHandler):
-    """Notes what a layer asks, and answers something."""
+    """Records the arguments of a layer's attention call."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
@@ -212,15 +207,15 @@ class _Recorder(AttentionHandler):
 
 @torch.inference_mode()
 def fuse_attention(model: nn.Module, ops: CpuElementwise) -> int:
-    """Replace what can be replaced; returns how many layers. Call it before the linear layers are packed."""
+    """Fuse attention layers; return the number of replaced ones. Linear layers must not be packed yet."""
     ropes = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
     if len(ropes) != 1 or list(inspect.signature(ropes[0].forward).parameters) != ["x", "position_ids"]:
-        return 0  # positions differ from layer to layer, or come some other way
+        return 0  # positions differ between layers, or are passed differently
     dtype = next(model.parameters()).dtype
-    # One grid of positions, or one each for time, height and width: transformers 5.17 wants those given.
+    # One grid of positions, or one each for time, height and width, which transformers 5.17 requires.
     grids = (3,) if hasattr(ropes[0], "mrope_section") else ()
     angles = ropes[0](torch.zeros(1, 1, 1, dtype=dtype), torch.zeros(*grids, 1, 1, dtype=torch.int64))
-    # Some models have one tensor of complex numbers instead of cosines and sines.
+    # Some models use one tensor of complex numbers instead of cosines and sines.
     if not isinstance(angles, tuple) or dtype not in TOLERANCE or angles[0].dtype != dtype:
         return 0
     return _fuse_children(model, ops, angles[0].shape[-1])
@@ -228,7 +223,7 @@ def fuse_attention(model: nn.Module, ops: CpuElementwise) -> int:
 
 def _fuse_children(parent: nn.Module, ops: CpuElementwise, rotary_dim: int) -> int:
     num_fused = 0
-    for name in [name for name, _ in parent.named_children()]:  # no list that would keep what is replaced
+    for name in [name for name, _ in parent.named_children()]:
         child = parent.get_submodule(name)
         if not _looks_fusable(child):
             num_fused += _fuse_children(child, ops, rotary_dim)
@@ -251,28 +246,30 @@ def _looks_fusable(module: nn.Module) -> bool:
     query, key, value, out = linears
     if {linear.bias is None for linear in linears[:3]} == {True, False} or len(key.weight) != len(value.weight):
         return False
-    if out.weight.shape[1] != len(query.weight):  # of a rank's part; `in_features` says the whole
-        return False  # queries come with something else
+    if out.weight.shape[1] != len(
+        query.weight
+    ):  # the weight may be a rank's part; `in_features` is of the unsharded layer
+        return False  # the query projection has further outputs
     head_dim = getattr(module, "head_dim", None)
     if not isinstance(head_dim, int) or len(query.weight) % head_dim or len(key.weight) % head_dim:
         return False
     norms = [children[name] for name in _NORMS if name in children]
     if any(getattr(norm.weight, "shape", None) != (head_dim,) for norm in norms):
-        return False  # over all heads together
+        return False  # a norm over all heads together
     parameters = list(inspect.signature(module.forward).parameters.values())
     required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     return [p.name for p in parameters[:3]] == _ARGUMENTS and set(required) <= set(_ARGUMENTS)
 
 
 def _fused(original: Any, ops: CpuElementwise, rotary_dim: int) -> FusedAttention | None:
-    """The replacement, if it does the same."""
+    """The replacement, if it behaves like the original."""
     dtype, size = original.q_proj.weight.dtype, original.q_proj.weight.shape[1]
     generator = torch.Generator().manual_seed(0)
     fused: FusedAttention | None = None
-    for scale in (1.0, 100.0):  # clipped states are only seen when they are large
+    for scale in (1.0, 100.0):
         x = (torch.randn(1, _TOKENS, size, generator=generator) * scale).to(dtype)
         cos, sin = torch.randn(2, 1, _TOKENS, rotary_dim, generator=generator).to(dtype)
-        # Far positions, lest something depends on them in another way.
+        # Far positions, to reveal a further dependency on them.
         positions = torch.randint(1 << 20, (1, _TOKENS), generator=generator)
         theirs, ours = _Recorder(), _Recorder()
         bind_attention(original, theirs)
@@ -282,8 +279,9 @@ def _fused(original: Any, ops: CpuElementwise, rotary_dim: int) -> FusedAttentio
         bind_attention(fused, ours)
         actual, _ = fused(x, (cos, sin), None, position_ids=positions)
         pairs = zip([*theirs.states, expected], [*ours.states, actual], strict=True)
-        if not all(_close(wanted, found) for wanted, found in pairs):
+        if not all(itertools.starmap(_close, pairs)):
             return None
+    bind_attention(original, None)
     return fused
 
 

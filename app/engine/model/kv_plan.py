@@ -1,4 +1,4 @@
-"""From a model's layers and the settings to a KV memory: layer groups, page size, budget."""
+"""KV plan: layer groups, page size and budget of a model's KV memory, from its layers and the settings."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from vmem.tensor_parallel.mirror import mirror
 
 logger = logging.getLogger(__name__)
 
-# Pages at most, and mappings at most. On Linux every page may be a mapping of its own, at home and in regions, with a
-# hole beside it at home. These are for the 65,530 that a process may have by default (vm.max_map_count); a CUDA context
-# had about 520,000 in somebody's measurement.
+# Most pages and most mappings. On Linux every page may be a mapping of its own, at home and in regions, with a hole
+# beside it at home. The CPU's values are for the default vm.max_map_count; a CUDA context was measured to hold about
+# 520,000.
 MAX_PAGES = {"cpu": 24_000, "cuda": 200_000}
 MAX_MAPPINGS = {"cpu": 50_000, "cuda": 400_000}
 _MAP_COUNT = 65_530
-# On a CUDA device, what is left to torch, and the share of the rest that the cache may take.
+# On a CUDA device: bytes left to torch, and the cache's largest share of the rest.
 _HEADROOM_BYTES, _CUDA_SHARE = 2 << 30, 0.9
-# Longer blocks are tried until the budget has no more pages than that.
+# Block lengths to try while the budget has more than the most pages.
 _LONGER_BLOCK_TOKENS = (32, 64, 128, 256, 512, 1024)
-# What sampling takes of memory for each logit that it works on at once: float32, ranks, masks, noise.
+# Memory that sampling takes for each logit of a chunk: float32, ranks, masks, noise.
 _SAMPLING_BYTES_A_LOGIT = 40
 
 
@@ -50,22 +50,23 @@ def build_memory(
     *,
     share: float = 1.0,
 ) -> KVMemory:
-    """A memory for these layers.
+    """The KV memory of a model.
 
     Args:
-        ranks: those that have the same memory; the settings say what each of them has.
-        share: of what the settings give, if another model's memory has the rest.
+        ranks: peers with the same memory; the settings are for each rank.
+        share: part of the configured budget; another model's memory has the rest.
 
     Raises:
-        ConfigError: the settings do not fit the machine, or leave no room for two blocks of each group.
-        VmemError: the device refuses, or the numbers make no layout.
+        ConfigError: the settings do not fit the machine, or are too small for two blocks of each group.
+        VmemError: the device refuses memory, or no layout fits.
     """
     device = model.module.device
     machine = Machine.detect()
     on_cpu = device.type == "cpu"
     ceiling, swap_bytes = _ceilings(config, model, machine, on_cpu=on_cpu)
     budget = int(share * ceiling)
-    # Pages are limited by the memory's budget. The anchor page is beside it, and its size is not planned yet.
+    # The memory's budget limits pages; the backend's capacity has room for the anchor page, whose size is not planned
+    # yet.
     capacity = 2 * budget
     backend, contents = mirror(
         select_backend(device, capacity_bytes=capacity, headroom_bytes=_HEADROOM_BYTES),
@@ -74,7 +75,7 @@ def build_memory(
         headroom_bytes=_HEADROOM_BYTES,
         copy_blocks=select_block_copy(device),
     )
-    # Two memories of one process hold about as many blocks, and their mappings count together.
+    # Two memories of one process hold about as many blocks each, and share the limit of mappings.
     part = 1.0 if share == 1 else 0.5
     most_pages, max_mappings = (
         int(part * min(most["cuda"], most["cpu"] * machine.max_map_count / _MAP_COUNT if on_cpu else most["cuda"]))
@@ -83,7 +84,7 @@ def build_memory(
     try:
         if not on_cpu and not config.kv_memory_bytes:
             budget = int(share * _CUDA_SHARE * backend.memory_info().available_bytes)
-        # A ceiling nobody asked for is no reason to have longer blocks.
+        # Only a configured budget justifies longer blocks.
         smallest_page_bytes = budget // most_pages if config.kv_memory_bytes else 0
         groups = _plan_groups(config, model, layers, backend.granularity_bytes, smallest_page_bytes)
         page_bytes = groups[0].layout.page_bytes
@@ -119,7 +120,7 @@ def build_memory(
             "KV cache of %d layers%s: %s, %d pages of %d bytes each, %.1f %% padding",
             len(group.layers) or len(layers.states),
             f" with a window of {group.window_tokens} tokens" if group.window_tokens else "",
-            "a state a sequence" if group.is_state else f"blocks of {group.layout.block_tokens} tokens",
+            "one state for each sequence" if group.is_state else f"blocks of {group.layout.block_tokens} tokens",
             group.layout.num_slices,
             group.layout.page_bytes,
             group.layout.padding * 100,
@@ -128,7 +129,7 @@ def build_memory(
     if on_cpu and num_pages == most_pages and budget > (num_pages + 1) * page_bytes:
         logger.info(
             "KV cache: %.1f MiB would be allowed, but vm.max_map_count, %d, has mappings for %d pages only; set "
-            "kv_memory_bytes to have longer blocks, or raise vm.max_map_count (sysctl)",
+            "kv_memory_bytes for longer blocks, or raise vm.max_map_count (sysctl)",
             budget / 2**20,
             machine.max_map_count,
             num_pages,
@@ -137,10 +138,10 @@ def build_memory(
 
 
 def _ceilings(config: EngineConfig, model: LoadedModel, machine: Machine, *, on_cpu: bool) -> tuple[int, int]:
-    """Bytes of KV cache and of swap space at most, of one rank; on a CUDA device 0 for the cache if nothing is said.
+    """Most bytes of KV cache and of swap space on one rank; 0 for an unconfigured cache on a CUDA device.
 
-    The default is a quarter of the machine's memory, or what is available beside a step's work if that is less. Swap
-    space, without which requests are computed again, gets what the cache leaves, up to `swap_bytes`.
+    By default the cache gets a quarter of the machine's memory, or the memory available beside a step's work if that is
+    less. Swap space gets the remainder, up to `swap_bytes`; without it preempted requests are recomputed.
 
     Raises:
         ConfigError: settings do not fit the machine.
@@ -155,14 +156,14 @@ def _ceilings(config: EngineConfig, model: LoadedModel, machine: Machine, *, on_
     if token_bytes * config.max_num_batched_tokens > left:
         problems.append(
             f"max_num_batched_tokens is {config.max_num_batched_tokens}; at most {max(left, 0) // token_bytes}: each "
-            f"takes up to {token_bytes} bytes in a step, and beside the weights {max(left, 0)} are left: {machine}"
+            f"takes up to {token_bytes} bytes in a step, and the weights leave {max(left, 0)}: {machine}"
         )
     if problems:
         raise ConfigError("\n".join(problems))
     room = int(machine.available_bytes // ranks - step_bytes - SPARE_SHARE * machine.memory_bytes // ranks)
     ceiling = config.kv_memory_bytes or (max(0, min(machine.memory_bytes // 4 // ranks, room)) if on_cpu else 0)
     if on_cpu and ceiling > room:
-        logger.warning("kv_memory_bytes is %d, of which %d bytes are there now: %s", ceiling, max(room, 0), machine)
+        logger.warning("kv_memory_bytes is %d, of which %d bytes are available now: %s", ceiling, max(room, 0), machine)
     swap_bytes = min(config.swap_bytes, max(0, room - (ceiling if on_cpu else 0)))
     if swap_bytes < config.swap_bytes:
         logger.info("swap space: %d of %d bytes (swap_bytes): %s", swap_bytes, config.swap_bytes, machine)
@@ -170,8 +171,8 @@ def _ceilings(config: EngineConfig, model: LoadedModel, machine: Machine, *, on_
 
 
 def _step_bytes_a_token(model: LoadedModel) -> int:
-    """What a step takes for each of its tokens, about: a layer has two rows of the hidden size and three of the width
-    between its projections at once, and every token has logits where those of prompts are asked for."""
+    """Approximate memory of a step for each token: a layer holds two rows of the hidden size and three of the
+    intermediate size at once, and every token has logits if prompt log probabilities are requested."""
     config = model.module.config.get_text_config()
     hidden = config.hidden_size
     widths = getattr(config, "intermediate_size", None) or 4 * hidden
@@ -186,8 +187,8 @@ def _plan_groups(
     granularity_bytes: int,
     smallest_page_bytes: int,
 ) -> list[LayerGroup]:
-    """Layers that see the same window share a block table; recurrent states are a group of their own. Blocks are longer
-    than the planner says if their pages are smaller than `smallest_page_bytes`, because there would be too many."""
+    """Layers with the same window share a block table; recurrent states are a group of their own. Blocks are longer
+    than the planner's while their pages are smaller than `smallest_page_bytes`, to limit the number of pages."""
     members: dict[int | None, list[int]] = {}
     for layer in layers.attention:
         members.setdefault(layers.windows.get(layer), []).append(layer)

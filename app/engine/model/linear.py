@@ -1,4 +1,4 @@
-"""Linear layers of a CPU model with weights laid out for a matrix kernel, once, at load."""
+"""Packed linear layers: weights of a CPU model laid out for a matrix kernel, once, at load."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from app.compat.torch import onednn_linear, onednn_pack, onednn_supports
 from app.errors import ConfigError
 from kernels import CpuLinear, KernelError, has_matrix_tiles
 
 logger = logging.getLogger(__name__)
 
-# Whose weights the module around them reads: Mamba-1 mixers, Hunyuan's router.
-_READ_ELSEWHERE = {"dt_proj", "wg"}
-# oneDNN makes a product for each number of rows, which are 1 to 3 MiB, in no time to speak of. torch and oneDNN would
-# each keep the last 1,024. A step has few, the same in every layer.
-_PRODUCT_CACHES, _PRODUCTS_KEPT = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), 16
+# Layers whose weights the surrounding module reads itself: Mamba-1 mixers, Hunyuan's router.
+_LEFT_UNPACKED = {"dt_proj", "wg"}
+# oneDNN compiles a primitive for each number of rows, 1 to 3 MiB, quickly. torch and oneDNN would each keep the last
+# 1,024. A step needs few, the same in every layer.
+_PRIMITIVE_CACHES, _CACHED_PRIMITIVES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), 16
 
 
 class Product(Protocol):
-    """A matrix kernel: what it makes of a weight `[outputs, inputs]` at load, and `x @ weight.T + bias`."""
+    """Matrix kernel: `pack` converts a weight `[outputs, inputs]` at load; a call computes `x @ weight.T + bias`."""
 
     def pack(self, weight: torch.Tensor, /) -> Any: ...
 
@@ -31,22 +32,21 @@ class Product(Protocol):
 
 
 class OneDnnProduct:
-    """torch's own; several times faster with packed weights than without on few rows, and faster on many."""
+    """torch's oneDNN product; packed weights make it several times faster on few rows, and faster on many."""
 
     def __init__(self) -> None:
-        for name in _PRODUCT_CACHES:  # read when the first product of this process is made
-            os.environ.setdefault(name, str(_PRODUCTS_KEPT))
+        for name in _PRIMITIVE_CACHES:  # read when this process makes its first product
+            os.environ.setdefault(name, str(_CACHED_PRIMITIVES))
 
     def pack(self, weight: torch.Tensor) -> Any:
-        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+        return onednn_pack(weight)
 
     def __call__(self, x: torch.Tensor, packed: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-        return out
+        return onednn_linear(x, packed, bias)
 
 
 class Int8Product:
-    """Weights rounded to 8 bits, with a scale for each output; sums are as exact as those of the dtype."""
+    """8-bit weights with one scale for each output; sums are as exact as those of the dtype."""
 
     def __init__(self, linear: CpuLinear) -> None:
         self._linear = linear
@@ -62,7 +62,7 @@ class PackedLinear(nn.Module):
     """`nn.Linear` with a packed weight.
 
     Attributes:
-        merged: (name, rows) of the layers that this one took the place of, if they were several.
+        merged: (name, rows) of each original layer, where several were merged into this one.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class PackedLinear(nn.Module):
 
 
 def choose_product(dtype: torch.dtype, *, int8: bool = False) -> Product | None:
-    """The fastest kernel there is for a model of this dtype on this processor; `None`, and a warning, if there is none.
+    """The fastest kernel for a dtype on this processor; `None`, and a warning, if there is none.
 
     Raises:
-        ConfigError: `int8`, and nothing here can compute with 8-bit weights.
+        ConfigError: `int8`, and no kernel here computes with 8-bit weights.
     """
     try:
         linear = CpuLinear()
@@ -96,40 +96,32 @@ def choose_product(dtype: torch.dtype, *, int8: bool = False) -> Product | None:
         reason = str(error)
     if int8:
         if reason is not None:
-            raise ConfigError(f"quantization is 'int8', which cannot be had with {dtype} here: {reason}; use 'none'")
+            raise ConfigError(f"quantization is 'int8', which is not possible with {dtype} here: {reason}; use 'none'")
         return Int8Product(linear)
     if reason is None and not (dtype == torch.bfloat16 and has_matrix_tiles()):
         return linear
     if reason is not None:
-        logger.info("no products of Folio's own with %s: %s", dtype, reason)
-    if _onednn_supports(dtype):
+        logger.info("Folio's own matrix kernel does not run with %s: %s", dtype, reason)
+    if onednn_supports(dtype):
         return OneDnnProduct()
-    logger.warning("this processor has no fast %s products: linear layers stay unpacked, several times slower", dtype)
+    logger.warning(
+        "no fast %s matrix kernel for this processor: linear layers stay unpacked, several times slower", dtype
+    )
     return None
 
 
 def pack_linears(model: nn.Module, product: Product) -> int:
-    """Replace every linear layer of a CPU model; returns how many. The unpacked weights are dropped, except those that
-    an embedding shares."""
+    """Replace every linear layer of a CPU model; return the number. Unpacked weights are freed unless an embedding
+    shares them."""
     num_packed = 0
-    # One after the other, and holding on to none of the replaced ones: their weights are there twice as it is.
+    # One at a time, without references to replaced layers: while one is packed its weight exists twice.
     for name in [name for name, _ in model.named_children()]:
         child: Any = model.get_submodule(name)
         if type(child) not in (nn.Linear, Conv1D):
             num_packed += pack_linears(child, product)
-        elif name not in _READ_ELSEWHERE:
+        elif name not in _LEFT_UNPACKED:
             weight = child.weight.detach() if type(child) is nn.Linear else child.weight.detach().t()
             bias = None if child.bias is None else child.bias.detach()
             setattr(model, name, PackedLinear(weight, bias, product, getattr(child, "merged", ())))
             num_packed += 1
     return num_packed
-
-
-def _onednn_supports(dtype: torch.dtype) -> bool:
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return dtype == torch.float32

@@ -71,6 +71,7 @@ def test_which_attention_is_fused(name: str, layers: int) -> None:
         assert len(fused) == layers
         attention.bind_attention(model, provider)
         torch.testing.assert_close(model(tokens, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+        attention.bind_attention(model, None)
         model.set_attn_implementation("eager")
         torch.testing.assert_close(model(tokens, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
     if layers:

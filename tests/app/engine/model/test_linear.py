@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from app.compat.torch import onednn_supports
 from app.engine.model import linear
 from app.engine.model.linear import Int8Product, OneDnnProduct, PackedLinear, Product, choose_product, pack_linears
 from app.errors import ConfigError
@@ -17,7 +18,7 @@ from kernels import CpuLinear, KernelError
 def products(dtype: torch.dtype) -> list[Product]:
     own = CpuLinear()
     there: list[Product] = [] if own.unsupported(dtype) else [own]
-    if linear._onednn_supports(dtype):
+    if onednn_supports(dtype):
         there.append(OneDnnProduct())
     return there or pytest.skip(f"no products of {dtype} here")
 

@@ -1,8 +1,7 @@
-"""Linear layers that add what the adapters of a step's sequences say, each to its own rows (LoRA, Punica).
+"""LoRA layers: linear layers that add the adapters of a step's sequences, each to its own rows (LoRA, Punica).
 
-The base model computes all rows at once, whoever they are for; then `scale · x A^T B^T` is added for the rows of each
-adapter. Weights of an adapter are in a *slot*, by which a step's plan names it. Without adapters in a step a layer does
-nothing but look.
+The base layer computes all rows at once; then `scale · x A^T B^T` is added for the rows of each adapter. An adapter's
+weights are in a *slot*, which a step's plan names. In a step without adapters only the base layer runs.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from app.engine.execution.recurrent import PackedMixer
 from app.engine.lora.weights import LowRank
 from app.engine.tensor_parallel.sharding import ShardPlan, WeightShard
 
-# Experts that are linear layers see the tokens that are routed to them, in an order of their own.
+# Experts see only the tokens that are routed to them, in another order.
 _EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 
-# (slot, its rows): neighbours if they can be.
+# (slot, its rows): a slice if the rows are adjacent.
 Spans = tuple[tuple[int, slice | torch.Tensor], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterBatch:
-    """Which rows of a step are whose.
+    """The rows of each adapter in a step.
 
     Attributes:
-        tokens: of `[num_tokens]` rows, in every layer but the last.
-        samples: of `[num_samples]` rows, those whose logits are computed.
+        tokens: rows of all tokens, for every layer but the last.
+        samples: rows with logits, for the output layer.
     """
 
     tokens: Spans
@@ -51,11 +50,10 @@ def adapter_batch(
     """The rows of each adapter; `None` if no sequence has one.
 
     Args:
-        slots: `[num_seqs]`, each sequence's adapter, or -1. Sequences with the same one should be neighbours: other
-            rows have to be gathered.
+        slots: `[num_seqs]`, each sequence's adapter, or -1. Rows of sequences that are not adjacent must be gathered.
         num_tokens: `[num_seqs]`.
-        sample_rows: `[num_samples]`, the tokens whose logits are computed.
-        device: where the model is.
+        sample_rows: `[num_samples]`, tokens with logits.
+        device: the model's.
     """
     if not (slots >= 0).any():
         return None
@@ -64,7 +62,6 @@ def adapter_batch(
 
 
 def _spans(slots: np.ndarray[Any, Any], device: torch.device) -> Spans:
-    """The rows of each slot in `[num_rows]` slots."""
     spans: list[tuple[int, slice | torch.Tensor]] = []
     for slot in np.unique(slots[slots >= 0]).tolist():
         rows = np.flatnonzero(slots == slot)
@@ -77,26 +74,26 @@ def _spans(slots: np.ndarray[Any, Any], device: torch.device) -> Spans:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One of the layers that a linear layer stands for, and what an adapter adds to it."""
+    """An adapter's update of one of the layers that were merged into a linear layer."""
 
-    up: torch.Tensor  # [rank, num_columns]: as few rows are multiplied with faster
+    up: torch.Tensor  # [rank, num_columns], the faster layout for few rows
     ranks: slice
     columns: slice
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one adapter adds to one linear layer, which may stand for several that were merged.
+    """An adapter's update of one linear layer, which may be several merged ones.
 
     Attributes:
-        down: `[rank, in_features]`, of all parts together: they have one input.
+        down: `[rank, in_features]`, of all parts: they have one input.
     """
 
     down: torch.Tensor
     parts: tuple[_Part, ...]
 
     def add(self, x: torch.Tensor, out: torch.Tensor, rows: slice | torch.Tensor) -> None:
-        """Add it to some rows of `out` `[num_rows, out_features]`, of `x` `[num_rows, in_features]`."""
+        """Add the update to some rows of `out` `[num_rows, out_features]`, from `x` `[num_rows, in_features]`."""
         low = x[rows] @ self.down.T
         for part in self.parts:
             if isinstance(rows, slice):
@@ -106,7 +103,7 @@ class Update:
 
 
 class _Step:
-    """The step that is computed, as all layers of a model see it."""
+    """The current step's rows, shared by all layers of a model."""
 
     tokens: Spans = ()
     samples: Spans = ()
@@ -116,8 +113,8 @@ class LoRALinear(nn.Module):
     """A linear layer with adapters.
 
     Args:
-        base: any layer with the attributes of `nn.Linear`, whatever its weight looks like.
-        for_samples: its rows are not the step's tokens but those that sample.
+        base: a linear layer, packed or not.
+        for_samples: its rows are the step's rows with logits, rather than all tokens.
     """
 
     def __init__(self, base: nn.Module, shape: tuple[int, int], step: _Step, *, for_samples: bool) -> None:
@@ -126,11 +123,11 @@ class LoRALinear(nn.Module):
         self.out_features, self.in_features = shape
         self.updates: dict[int, Update] = {}  # by slot
         self._step = step
-        self._for_samples = for_samples
+        self.for_samples = for_samples
 
     @property
     def weight(self) -> Any:
-        """The base layer's, for models that look at it; packed layers have none."""
+        """The base layer's, for models that read it; packed layers have none."""
         return self.base.weight
 
     @property
@@ -139,41 +136,40 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.base(x)
-        spans = self._step.samples if self._for_samples else self._step.tokens
+        spans = self._step.samples if self.for_samples else self._step.tokens
         if spans:
             x_rows, out_rows = x.reshape(-1, self.in_features), out.view(-1, self.out_features)
             for slot, rows in spans:
-                update = self.updates.get(slot)
-                if update is not None:  # an adapter need not change every layer
+                if (update := self.updates.get(slot)) is not None:  # an adapter need not change every layer
                     update.add(x_rows, out_rows, rows)
         return out
 
 
-# An adapter, ready to be put into a slot.
+# An adapter's updates, ready for a slot.
 Updates = Mapping[LoRALinear, Update]
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A layer as the checkpoint names it: some columns of a linear layer's output."""
+    """A layer of the checkpoint: some output columns of a linear layer."""
 
     linear: LoRALinear
     columns: slice
 
 
 class LoRALayers:
-    """The layers of a model that adapters can change. Adapters come and go between steps.
+    """The layers of a model that adapters can change, between steps.
 
     Attributes:
-        shapes: path in the checkpoint → (out_features, in_features) of each of them.
-        head: the path of the output layer, if it is one of them.
+        shapes: path in the checkpoint → (out_features, in_features).
+        head: the path of the output layer, if adapters can change it.
     """
 
     def __init__(self, model: PreTrainedModel, plan: ShardPlan | None = None) -> None:
-        """Wrap every linear layer of a loaded model, merged and packed as they may be by now.
+        """Wrap every linear layer of a loaded model, merged or packed ones included.
 
         Args:
-            plan: how its weights were cut, if this rank has only a part of them.
+            plan: the shards of its weights, if this rank has only a part of them.
         """
         self._plan = plan
         self._step = _Step()
@@ -196,13 +192,13 @@ class LoRALayers:
         return shape[0], shape[1]
 
     def _cut(self, path: str) -> WeightShard | None:
-        """This rank's part of a weight, `None` for all of it."""
+        """This rank's shard of a weight; `None` for the complete weight."""
         cut = None if self._plan is None else self._plan.cuts.get(f"{path}.weight")
         return cut if isinstance(cut, WeightShard) else None
 
     def _share(self, path: str, whole: LowRank) -> LowRank:
-        """This rank's part of an adapter. Where inputs are cut it adds a part of the sum, which the ranks collect with
-        the layer's own."""
+        """This rank's shard of an adapter. Where inputs are sharded the update is a partial sum, reduced together with
+        the layer's output."""
         cut = self._cut(path)
         if cut is None:
             return whole
@@ -212,7 +208,7 @@ class LoRALayers:
         for name, child in list(parent.named_children()):
             path = f"{prefix}{name}"
             shape = _linear_shape(child)
-            if isinstance(child, PackedMixer):  # it runs sequence by sequence
+            if isinstance(child, PackedMixer):  # runs one sequence at a time
                 continue
             if shape is None:
                 self._wrap(child, f"{path}.")
@@ -233,8 +229,8 @@ class LoRALayers:
 
     @contextmanager
     def observed(self, num_tokens: int, num_samples: int) -> Iterator[None]:
-        """One forward of so many tokens shows which layers see every token once, in order: the others cannot tell whose
-        rows they compute, and are no targets from then on."""
+        """Observe a forward: layers that do not run exactly once over all tokens, or all samples, cannot assign rows to
+        adapters and are no targets from then on."""
         seen: dict[LoRALinear, list[int]] = {linear: [] for linear in self._paths}
 
         def note(linear: LoRALinear, args: tuple[torch.Tensor]) -> None:
@@ -247,12 +243,12 @@ class LoRALayers:
             for hook in hooks:
                 hook.remove()
         for linear, rows in seen.items():
-            if rows != [num_samples if linear._for_samples else num_tokens]:
+            if rows != [num_samples if linear.for_samples else num_tokens]:
                 for path in self._paths.pop(linear):
                     del self._targets[path]
 
     def stack(self, weights: Mapping[str, LowRank]) -> Updates:
-        """An adapter's weights as layers use them. From any thread, once the model has been observed."""
+        """Convert an adapter's weights to updates. From any thread, after the observed forward."""
         updates: dict[LoRALinear, Update] = {}
         for linear, paths in self._paths.items():
             changed = {path: self._share(path, weights[path]) for path in paths if path in weights}
@@ -268,18 +264,18 @@ class LoRALayers:
         return updates
 
     def insert(self, slot: int, updates: Updates) -> None:
-        """Put an adapter into a slot, which must be empty."""
+        """Put an adapter into an empty slot."""
         for linear, update in updates.items():
             assert slot not in linear.updates
             linear.updates[slot] = update
 
     def remove_adapter(self, slot: int) -> None:
-        """Empty a slot, and let go of its memory."""
+        """Empty a slot and free its memory."""
         for linear in self._paths:
             linear.updates.pop(slot, None)
 
     def set_batch(self, batch: AdapterBatch | None) -> None:
-        """The step that the next forward computes."""
+        """Set the rows of the next forward."""
         self._step.tokens, self._step.samples = ((), ()) if batch is None else (batch.tokens, batch.samples)
 
 
@@ -288,8 +284,8 @@ def num_bytes(updates: Updates) -> int:
 
 
 def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
-    """(out_features, in_features) of a linear layer, packed or quantized or not; `None` for other modules."""
-    if isinstance(module, nn.Linear):  # of which a rank may have a part: its attributes do not know
+    """(out_features, in_features) of a linear layer, also a packed one; `None` for other modules."""
+    if isinstance(module, nn.Linear):  # the weight may be a rank's shard; attributes are of the complete layer
         return module.weight.shape[0], module.weight.shape[1]
     sizes: tuple[Any, Any] = (getattr(module, "out_features", None), getattr(module, "in_features", None))
     if sizes == (None, None):

@@ -1,9 +1,8 @@
-"""Requests whose adapter is not there yet.
+"""Adapter queue: requests that wait for an adapter, before the scheduler's waiting queue.
 
-They come to the scheduler when it is, so that nobody who needs no adapter waits for a file. Among those who do, it is
-first come first served within priority: once somebody waits for a slot, whoever comes later with an adapter waits
-behind, even if his own is loaded; or adapters that are always in use would never be dropped. Who waits for a file has
-a slot already, and is passed by.
+Requests without an adapter pass at once. The others are first come, first served within priority: behind a request that
+waits for a slot, later ones wait even if their adapter is loaded, because adapters in constant use could never be
+evicted. A request whose adapter is being read already has a slot and does not block others.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ from app.errors import FolioError, UnknownModelError
 
 
 class AdapterQueue:
-    """Stands before the scheduler; belongs to the engine's thread, unless something else is said.
+    """For the engine's thread, where nothing else is stated.
 
     Args:
-        store: whose adapters stay as long as the scheduler has a request for them; `None`: there are no adapters.
+        store: keeps adapters that a request of the scheduler uses; `None` without adapters.
     """
 
     def __init__(self, store: AdapterStore | None, scheduler: Scheduler) -> None:
         self._store = store
         self._scheduler = scheduler
-        self._held: list[SequenceGroup] = []  # in order of rank
+        self._held: list[SequenceGroup] = []  # in queue order
 
     @property
     def waiting_groups(self) -> list[Request]:
-        """Who waits here. From any thread."""
+        """Requests that wait for an adapter. From any thread."""
         return [request for group in tuple(self._held) for request in tuple(group.members)]
 
     @property
     def slots(self) -> Mapping[str, int]:
-        """Where the adapters are that a step can use."""
+        """Name → slot of every loaded adapter."""
         return {} if self._store is None else self._store.slots
 
     @property
@@ -47,7 +46,7 @@ class AdapterQueue:
         return AdapterReport({}) if self._store is None else self._store.report
 
     def check_adapter(self, name: str | None) -> None:
-        """Raise `UnknownModelError` unless there is such an adapter, or none is wanted. From any thread."""
+        """Raise `UnknownModelError` for an unknown adapter; `None` is always known. From any thread."""
         if name is None:
             return
         if self._store is None:
@@ -55,15 +54,15 @@ class AdapterQueue:
         self._store.check_known(name)
 
     def add(self, group: SequenceGroup) -> None:
-        """Hand a group on when its adapter is there, or now if it needs none."""
+        """Pass a group to the scheduler once its adapter is loaded."""
         if group.adapter is None:
             self._scheduler.add(group)
         else:
             bisect.insort(self._held, group, key=attrgetter("sort_key"))
 
     def advance(self) -> dict[str, FolioError]:
-        """Hand on whose adapter is there, and begin to load those that there is a slot for; returns the requests whose
-        adapter could not be loaded, and why. They are forgotten here, and have to be ended."""
+        """Pass on groups whose adapter is loaded, and begin to load others as slots allow. Return failed requests with
+        their errors; they have left the queue, and the caller ends them."""
         if self._store is None or not (self._held or self._store.num_loading):
             return {}
         failures = self._store.collect()
@@ -92,7 +91,7 @@ class AdapterQueue:
         return failed
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until an adapter that is being loaded has been read; false if there is none to wait for."""
+        """See `AdapterStore.wait`."""
         return self._store is not None and self._store.wait(timeout_s)
 
     def close(self) -> None:

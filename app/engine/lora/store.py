@@ -1,9 +1,8 @@
-"""Which adapters are in memory: loaded when a request first asks, and dropped for others that are wanted.
+"""Adapter store: LoRA adapters in memory, loaded on the first request and evicted for others.
 
-Files are read by a thread of the store's own, so that no step waits for them; slots change hands between steps, in the
-engine's thread. There are no counts of users: whoever asks for a slot says which adapters cannot be spared.
-
-From an adapter's name to weights that layers can use.
+A thread of the store's own reads files, so that no step waits for them. Slots change between steps, in the engine's
+thread. There
+is no count of users: each call that may evict an adapter names those in use.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AdapterReport:
-    """What adapters take.
+    """Memory of adapters.
 
     Attributes:
         loaded: name → bytes on the device.
-        num_loads, num_evictions: since the start.
+        num_loads, num_evictions: totals since the start.
     """
 
     loaded: Mapping[str, int]
@@ -38,14 +37,14 @@ class AdapterReport:
 
 
 class AdapterRanks(Protocol):
-    """The other ranks, which read the same files."""
+    """The peer ranks, which read the same files."""
 
     def read(self, name: str) -> None:
-        """Begin to read an adapter; `insert` or `forget` follows."""
+        """Begin to read an adapter; `insert` or `discard_adapter` follows."""
         ...
 
     def insert(self, slot: int, name: str) -> None:
-        """Put it into a slot. Raises `ModelError` if that cannot be done; nobody has it there then."""
+        """Put a read adapter into a slot. Raises `ModelError` if that fails; then no peer has it."""
         ...
 
     def discard_adapter(self, name: str) -> None: ...
@@ -54,9 +53,9 @@ class AdapterRanks(Protocol):
 
 
 class AdapterStore:
-    """At most `max_loaded` adapters at once; the one that was unused for longest goes first, those in use never.
+    """At most `max_loaded` adapters, evicted least recently used first and never while in use.
 
-    Everything but `check` and `report` belongs to the engine's thread.
+    Only `check_known` and `report` may be used outside of the engine's thread.
 
     Args:
         sources: name → folder or Hub id.
@@ -64,8 +63,8 @@ class AdapterStore:
         peers: `None` without other ranks.
 
     Attributes:
-        slots: name → slot of every adapter that a step can use.
-        report: as it is now. From any thread.
+        slots: name → slot of every loaded adapter, least recently used first.
+        report: replaced at every change.
     """
 
     def __init__(
@@ -75,30 +74,30 @@ class AdapterStore:
         self._layers = layers
         self._peers = peers
         self._free = list(range(max_loaded))
-        self.slots: dict[str, int] = {}  # the longest unused first
+        self.slots: dict[str, int] = {}
         self._loading: dict[str, tuple[int, Future[Updates]]] = {}
-        self._files = AdapterFiles(sources, layers)  # only the store's thread uses it
+        self._files = AdapterFiles(sources, layers)
         self._thread = ThreadPoolExecutor(1, "folio-adapters")
         self.report = AdapterReport({})
 
     def check_known(self, name: str) -> None:
-        """Raise `UnknownModelError` unless there is such an adapter. From any thread."""
+        """Raise `UnknownModelError` if no such adapter is configured. From any thread."""
         if name not in self._sources:
             known = ", ".join(sorted(self._sources))
             raise UnknownModelError(f"there is no adapter {name!r}; this engine has {known}", "model")
 
-    def ensure_loading(self, name: str, spared: Callable[[], Collection[str]]) -> bool:
-        """Whether a step can use the adapter. If not, and if there is a slot for it, it is being loaded from now on.
+    def ensure_loading(self, name: str, in_use: Callable[[], Collection[str]]) -> bool:
+        """Whether the adapter is loaded. If not, begin to load it as soon as there is a slot.
 
         Args:
-            spared: adapters that must not go.
+            in_use: adapters that must not be evicted.
         """
         if name in self.slots:
             self.slots[name] = self.slots.pop(name)
             return True
         if name not in self._loading:
             if not self._free:
-                self._evict(spared())
+                self._evict(in_use())
             if self._free:
                 future = self._thread.submit(self._files.read, name)
                 self._loading[name] = self._free.pop(), future
@@ -111,12 +110,12 @@ class AdapterStore:
         return len(self._loading)
 
     def is_loading(self, name: str) -> bool:
-        """Whether it has a slot, and is being read."""
+        """Whether the adapter has a slot and its file is being read."""
         return name in self._loading
 
     def collect(self) -> dict[str, FolioError]:
-        """Take in what has been read since; returns the adapters that could not be, and why. They are forgotten with
-        that: the next request for one tries again."""
+        """Insert adapters that have been read; return the failed ones with their errors. The next request for a failed
+        one tries again."""
         failures: dict[str, FolioError] = {}
         for name, (slot, future) in list(self._loading.items()):
             if not future.done():
@@ -129,7 +128,7 @@ class AdapterStore:
             if isinstance(error, FolioError):
                 logger.warning("%s", error)
                 failures[name] = error
-            else:  # the device's memory, most likely
+            else:  # probably out of device memory
                 logger.error("cannot load adapter %r", name, exc_info=error)
                 failures[name] = EngineError(
                     f"adapter {name!r} cannot be loaded: {error}; if memory is short, lower kv_memory_bytes or "
@@ -138,7 +137,7 @@ class AdapterStore:
         return failures
 
     def _insert(self, name: str, slot: int, future: Future[Updates]) -> BaseException | None:
-        """Put what was read into its slot; returns what is in the way."""
+        """Put a read adapter into its slot; return the error if that fails."""
         error = future.exception()
         if error is not None:
             if self._peers is not None:
@@ -152,7 +151,7 @@ class AdapterStore:
         updates = future.result()
         try:
             self._layers.insert(slot, updates)
-        except Exception as failure:  # noqa: BLE001 - returned; RuntimeError is torch's word for no memory
+        except Exception as failure:  # noqa: BLE001 - returned; torch raises RuntimeError when memory is short
             self._layers.remove_adapter(slot)
             return failure
         self.slots[name] = slot
@@ -160,22 +159,22 @@ class AdapterStore:
         return None
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until an adapter that is being loaded has been read; false if there is none to wait for."""
+        """Wait until one of the adapters being loaded has been read; false if none is."""
         futures = [future for _, future in self._loading.values()]
         if futures:
             wait(futures, timeout_s, FIRST_COMPLETED)
         return bool(futures)
 
     def close(self) -> None:
-        """Drop all adapters. What is being read is waited for."""
+        """Drop all adapters, after the reads in progress."""
         self._thread.shutdown(cancel_futures=True)
         for slot in self.slots.values():
             self._layers.remove_adapter(slot)
         self.slots.clear()
         self._loading.clear()
 
-    def _evict(self, spared: Collection[str]) -> None:
-        name = next((name for name in self.slots if name not in spared), None)
+    def _evict(self, in_use: Collection[str]) -> None:
+        name = next((name for name in self.slots if name not in in_use), None)
         if name is None:
             return
         slot = self.slots.pop(name)
@@ -187,19 +186,14 @@ class AdapterStore:
         logger.info("dropped adapter %r", name)
 
     def _note(self, new: Mapping[str, int], *, num_loads: int = 0, num_evictions: int = 0) -> None:
-        """A report is replaced, never changed: other threads read it."""
+        """Replace the report, which other threads read."""
         old = self.report
         loaded = {name: size for name, size in {**old.loaded, **new}.items() if name in self.slots}
         self.report = AdapterReport(loaded, old.num_loads + num_loads, old.num_evictions + num_evictions)
 
 
 class AdapterFiles:
-    """Reads adapters for one model. Only one thread uses it.
-
-    Args:
-        sources: name → folder or Hub id.
-        layers: the model's, observed.
-    """
+    """Reads the adapters of one model, for one thread; arguments as for `AdapterStore`."""
 
     def __init__(self, sources: Mapping[str, str], layers: LoRALayers) -> None:
         self._sources = sources
@@ -210,7 +204,7 @@ class AdapterFiles:
         """The adapter's weights, on the model's device.
 
         Raises:
-            ModelError: it is not to be had, does not fit the model, or is another one than before.
+            ModelError: the adapter is unavailable, does not fit the model, or has changed since the first read.
         """
         start = time.monotonic()
         folder = self._find(name)
@@ -230,7 +224,7 @@ class AdapterFiles:
         return updates
 
     def _find(self, name: str) -> Path:
-        """Its folder, the same as the first time: the prefix cache knows an adapter by its name."""
+        """The adapter's folder, which must not change: the prefix cache identifies an adapter by its name."""
         if name not in self._folders:
             folder = find_folder(name, self._sources[name])
             self._folders[name] = folder, _version(folder)
@@ -241,8 +235,8 @@ class AdapterFiles:
             raise ModelError(f"adapter {name!r}: its file is gone: {error}") from error
         if changed:
             raise ModelError(
-                f"adapter {name!r}: {str(folder)!r} has changed since it was first loaded, and what is cached would "
-                "not fit any more; give it another name, or restart"
+                f"adapter {name!r}: {str(folder)!r} has changed since it was first loaded, and cached prefixes would "
+                "not match; give it another name, or restart"
             )
         return folder
 

@@ -1,7 +1,6 @@
-"""LoRA adapters in files, as PEFT writes them: `adapter_config.json` and `adapter_model.safetensors`.
+"""LoRA weights: adapters in PEFT's files, `adapter_config.json` and `adapter_model.safetensors`.
 
-What a file asks for and this does not do is an error that names it: an adapter that is applied in part would answer
-wrongly without a word.
+An unsupported setting is an error that names it: an adapter applied in part would silently give wrong answers.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from app.errors import ConfigError, ModelError
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _TENSOR = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
-# Settings that are read here, or that change training only, or how weights were named or started.
+# Settings that are read here, or that concern only training, initialisation or names.
 _KNOWN = {"r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern", "bias", "peft_type"}
 _KNOWN |= {"init_lora_weights", "base_model_name_or_path", "revision", "task_type", "inference_mode", "lora_dropout"}
 _KNOWN |= {"auto_mapping", "fan_in_fan_out", "layers_to_transform", "layers_pattern", "exclude_modules", "peft_version"}
 _KNOWN |= {"megatron_core", "megatron_config", "qalora_group_size", "runtime_config", "ensure_weight_tying"}
 _KNOWN |= {"eva_config"}
-# Others than these (pissa, olora, corda, …) change the base model's weights, too.
-_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+# Other initialisations (pissa, olora, corda, …) also change the base model's weights.
+_INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to one linear layer: `x @ down.T @ up.T`.
+    """The update of one linear layer: `x @ down.T @ up.T`.
 
     Attributes:
         down: `[rank, in_features]`.
@@ -48,12 +47,12 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """The settings that say which layers an adapter changes, and how much.
+    """An adapter's settings.
 
     Attributes:
         targets: names, or endings of dotted paths; one regular expression for whole paths; "all-linear".
-        complete: whether every layer that `targets` fits has to be there.
-        rank_pattern, alpha_pattern: for paths that end so, instead of `rank` and `alpha`.
+        complete: whether the file must have every layer that `targets` matches.
+        rank_pattern, alpha_pattern: path endings → values that replace `rank` and `alpha`.
     """
 
     rank: int
@@ -65,15 +64,15 @@ class AdapterConfig:
     alpha_pattern: Mapping[str, float]
 
     def rank_of(self, path: str) -> int:
-        return self.rank_pattern.get(_first_fitting(self.rank_pattern, path), self.rank)
+        return self.rank_pattern.get(_first_match(self.rank_pattern, path), self.rank)
 
     def scale_of(self, path: str) -> float:
         rank = self.rank_of(path)
-        alpha = self.alpha_pattern.get(_first_fitting(self.alpha_pattern, path), self.alpha)
+        alpha = self.alpha_pattern.get(_first_match(self.alpha_pattern, path), self.alpha)
         return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
 
-    def wants(self, path: str, head: str | None) -> bool:
-        """Whether the layer at `path` is one of its targets; `head` is where the output layer is."""
+    def targets_layer(self, path: str, head: str | None) -> bool:
+        """Whether the layer at `path` is a target; `head` is the path of the output layer."""
         if self.targets == "all-linear":
             return path != head
         if isinstance(self.targets, str):
@@ -82,71 +81,80 @@ class AdapterConfig:
 
 
 def check_sources(sources: Mapping[str, str]) -> None:
-    """Raise `ConfigError` for an adapter that can be no folder of PEFT's and no Hub id; nothing is loaded yet."""
+    """Raise `ConfigError` for an adapter that is neither a folder of PEFT's nor a Hub id; nothing is loaded yet."""
     for name, source in sources.items():
         if not name:
             raise ConfigError(f"the adapter at {source!r} has an empty name; give it one")
         folder = Path(source).expanduser()
         if folder.is_dir():
-            missing = [file for file in (CONFIG_FILE, WEIGHTS_FILE) if not (folder / file).is_file()]
-            if missing:
+            if missing := _missing_files(folder):
                 raise ConfigError(f"adapter {name!r}: {source!r} has no {' and no '.join(missing)}")
         elif not _HUB_ID.fullmatch(source):
             raise ConfigError(f"adapter {name!r}: {source!r} is neither a folder nor a Hub id such as owner/name")
 
 
 def find_folder(name: str, source: str) -> Path:
-    """The adapter's folder, downloaded if it is a Hub id. Raises `ModelError` if it is not to be had."""
+    """The adapter's folder, downloaded if `source` is a Hub id. Raises `ModelError` if it is unavailable or
+    incomplete."""
     folder = Path(source).expanduser()
     if not folder.is_dir():
         try:
             folder = Path(snapshot_download(source, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE]))
         except (OSError, ValueError) as error:  # no such repository, or no network
             raise ModelError(f"adapter {name!r}: no folder and no download of {source!r}: {error}") from error
-    for file in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (folder / file).is_file():
-            raise ModelError(f"adapter {name!r}: {source!r} has no {file}")
+    if missing := _missing_files(folder):
+        raise ModelError(f"adapter {name!r}: {source!r} has no {' and no '.join(missing)}")
     return folder
 
 
+def _missing_files(folder: Path) -> list[str]:
+    return [file for file in (CONFIG_FILE, WEIGHTS_FILE) if not (folder / file).is_file()]
+
+
 def read_config(name: str, folder: Path) -> AdapterConfig:
-    """Raises `ModelError` for a file that cannot be read, and for settings that are not supported."""
+    """Raises `ModelError` for an unreadable file or unsupported settings."""
     try:
         settings: Any = json.loads((folder / CONFIG_FILE).read_text())
     except (OSError, ValueError) as error:
         raise ModelError(f"adapter {name!r}: cannot read {CONFIG_FILE}: {error}") from error
-    if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
-        kind = settings.get("peft_type") if isinstance(settings, dict) else settings
+    kind = settings.get("peft_type") if isinstance(settings, dict) else settings
+    if kind != "LORA":
         raise ModelError(f"adapter {name!r} is of type {kind!r}; only LORA is supported")
-    unsupported = {key: value for key, value in settings.items() if value and key not in _KNOWN}
-    if settings.get("bias", "none") != "none":
-        unsupported["bias"] = settings["bias"]
-    if settings.get("init_lora_weights", True) not in _STARTS:
-        unsupported["init_lora_weights"] = settings["init_lora_weights"]
-    if unsupported:
-        named = ", ".join(f"{key}={value!r}" for key, value in sorted(unsupported.items()))
-        raise ModelError(f"adapter {name!r} needs what is not supported: {named}; merge it into its model instead")
+    if unsupported := _unsupported(settings):
+        raise ModelError(f"adapter {name!r} needs unsupported settings: {unsupported}; merge it into its model instead")
     targets = settings.get("target_modules")
     if not isinstance(targets, str | list) or not targets:
         raise ModelError(f"adapter {name!r}: target_modules is {targets!r}; it must name layers")
     try:
-        if isinstance(targets, str) and targets != "all-linear":
-            re.compile(targets)
-        config = AdapterConfig(
-            rank=int(settings["r"]),
-            alpha=float(settings["lora_alpha"]),
-            rank_stabilised=bool(settings.get("use_rslora")),
-            targets=targets if isinstance(targets, str) else tuple(map(str, targets)),
-            complete=not any(settings.get(key) for key in ("layers_to_transform", "exclude_modules")),
-            rank_pattern={str(key): int(rank) for key, rank in (settings.get("rank_pattern") or {}).items()},
-            alpha_pattern={str(key): float(alpha) for key, alpha in (settings.get("alpha_pattern") or {}).items()},
-        )
+        config = _parse(settings, targets)
     except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
         raise ModelError(f"adapter {name!r}: {CONFIG_FILE} is damaged: {error!r}") from error
-    ranks = [config.rank, *config.rank_pattern.values()]
-    if min(ranks) < 1:
-        raise ModelError(f"adapter {name!r}: a rank is {min(ranks)}; it must be at least 1")
+    if (least := min([config.rank, *config.rank_pattern.values()])) < 1:
+        raise ModelError(f"adapter {name!r}: a rank is {least}; it must be at least 1")
     return config
+
+
+def _unsupported(settings: Mapping[str, Any]) -> str:
+    """Settings that change what the adapter computes in unsupported ways, as text."""
+    found = {key: value for key, value in settings.items() if value and key not in _KNOWN}
+    for key, default, supported in (("bias", "none", ("none",)), ("init_lora_weights", True, _INITIALISATIONS)):
+        if settings.get(key, default) not in supported:
+            found[key] = settings[key]
+    return ", ".join(f"{key}={value!r}" for key, value in sorted(found.items()))
+
+
+def _parse(settings: Mapping[str, Any], targets: str | list[Any]) -> AdapterConfig:
+    if isinstance(targets, str) and targets != "all-linear":
+        re.compile(targets)
+    return AdapterConfig(
+        rank=int(settings["r"]),
+        alpha=float(settings["lora_alpha"]),
+        rank_stabilised=bool(settings.get("use_rslora")),
+        targets=targets if isinstance(targets, str) else tuple(map(str, targets)),
+        complete=not any(settings.get(key) for key in ("layers_to_transform", "exclude_modules")),
+        rank_pattern={str(key): int(rank) for key, rank in (settings.get("rank_pattern") or {}).items()},
+        alpha_pattern={str(key): float(alpha) for key, alpha in (settings.get("alpha_pattern") or {}).items()},
+    )
 
 
 def read_weights(
@@ -159,14 +167,14 @@ def read_weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, LowRank]:
-    """Path → what is added to the layer there, on the device.
+    """Path → the layer's update, on the device.
 
     Args:
-        shapes: path → (out_features, in_features) of every layer that may be changed.
+        shapes: path → (out_features, in_features) of every layer that adapters can change.
         head: the path of the output layer.
 
     Raises:
-        ModelError: a tensor is for no such layer, or of the wrong shape, or missing.
+        ModelError: a tensor is missing, of the wrong shape, or for another layer.
     """
     sides: dict[str, dict[str, torch.Tensor]] = {}
     try:
@@ -175,13 +183,13 @@ def read_weights(
                 found = _TENSOR.fullmatch(key)
                 if found is None or found["path"] not in shapes:
                     raise ModelError(
-                        f"adapter {name!r} has {key!r}, which is for no linear layer of this model that adapters can "
-                        "change: embeddings, norms, biases, experts and recurrent mixers are not supported"
+                        f"adapter {name!r} has {key!r}, which is for no layer of this model that adapters can change: "
+                        "embeddings, norms, biases, experts and recurrent mixers are not supported"
                     )
                 sides.setdefault(found["path"], {})[found["side"]] = file.get_tensor(key)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"adapter {name!r}: cannot read {WEIGHTS_FILE}: {error}") from error
-    expected = {path for path in shapes if config.complete and config.wants(path, head)} | sides.keys()
+    expected = {path for path in shapes if config.complete and config.targets_layer(path, head)} | sides.keys()
     if not expected:
         raise ModelError(f"adapter {name!r}: its target_modules {config.targets!r} name no layer of this model")
     weights = {}
@@ -198,6 +206,6 @@ def read_weights(
     return weights
 
 
-def _first_fitting(patterns: Iterable[str], path: str) -> str:
-    """As PEFT chooses among them; the path itself if none fits."""
+def _first_match(patterns: Iterable[str], path: str) -> str:
+    """The first matching pattern, as PEFT chooses; the path itself if there is none."""
     return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", path)), path)

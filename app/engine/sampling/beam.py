@@ -1,7 +1,6 @@
-"""Beam search, as transformers does it: the same candidates, scores and ends, so that the same outputs come out.
+"""Beam search with transformers' candidates, scores and stopping rules, and therefore its outputs.
 
-The search knows numbers only. Which blocks a beam has, and how a beam that goes on twice is forked, is the engine's
-business.
+The search handles token ids and scores only; the engine forks and frees the sequences of beams.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from app.engine.sampling.params import EarlyStopping
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A beam that has ended: the output of the beam it was, its last token, and its score."""
+    """A finished beam: its output, the last token included, and its score."""
 
     token_ids: tuple[int, ...]
     score: float
@@ -25,7 +24,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
-    """How the beams go on, the best first: `(beam, token)`, the beam being an index among those before."""
+    """The beams after a step, the best first: `(index of the previous beam, token)`."""
 
     continuations: tuple[tuple[int, int], ...]
 
@@ -33,13 +32,13 @@ class BeamStep:
 class BeamSearch:
     """The beams of one request.
 
-    Each step's candidates are the likeliest continuations of all beams together, twice as many as there are beams, or
-    more if there are several tokens that end an output, so that enough of them go on. Of the first `width` those that
-    end become hypotheses; the best `width` of these are kept.
+    A step's candidates are the likeliest continuations of all beams together: twice as many as beams, or more with
+    several stop tokens, so that enough of them continue. Of the first `width` candidates, finished ones become
+    hypotheses; the best `width` hypotheses are kept.
 
     Args:
-        width: beams, and hypotheses that are kept.
-        max_tokens: output tokens at most; a beam that has them ends.
+        width: number of beams, and most hypotheses.
+        max_tokens: most output tokens of a beam.
         stop_token_ids: tokens that end a beam.
         length_penalty, early_stopping: see `SamplingParams`.
 
@@ -61,27 +60,27 @@ class BeamSearch:
         self._stop_token_ids = stop_token_ids
         self._length_penalty = length_penalty
         self._early_stopping = early_stopping
-        self._scores = np.zeros(1, dtype=np.float32)  # of the beams that go on: at first only the prompt
+        self._scores = np.zeros(1, dtype=np.float32)  # of running beams; at first one, the prompt
         self._hypotheses: list[Hypothesis] = []  # the best first
         self._can_improve = True
 
     @property
     def num_candidates(self) -> int:
-        """Continuations to look at in each step."""
+        """Candidates in each step."""
         return max(2, 1 + len(self._stop_token_ids)) * self.width
 
     @property
     def hypotheses(self) -> tuple[Hypothesis, ...]:
-        """The beams that have ended, the best first."""
+        """The best finished beams, the best first."""
         return tuple(self._hypotheses)
 
     def advance(self, outputs: Sequence[Sequence[int]], logprobs: np.ndarray, token_ids: np.ndarray) -> BeamStep:
         """Extend all beams by a token.
 
         Args:
-            outputs: what each beam has generated so far, in the order of the last step's continuations.
+            outputs: each beam's output, in the order of the last step's continuations.
             logprobs, token_ids: `[beams, num_candidates]` float32 and int, each beam's likeliest next tokens, the best
-                first; fewer if there are not as many tokens.
+                first; fewer in a smaller vocabulary.
         """
         scores = (logprobs + self._scores[:, None]).astype(np.float32)
         order = np.argsort(-scores, axis=None, kind="stable")[: self.num_candidates]
@@ -95,20 +94,20 @@ class BeamSearch:
                     self._hypotheses.append(Hypothesis((*outputs[beam], token), self._normalised(score, length)))
             self._hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
             del self._hypotheses[self.width :]
-        going = [candidate for candidate, ended in zip(candidates, ends, strict=True) if not ended][: self.width]
-        self._scores = np.array([score for _, _, score in going], dtype=np.float32)
-        if going and self._is_full:
+        running = [candidate for candidate, ended in zip(candidates, ends, strict=True) if not ended][: self.width]
+        self._scores = np.array([score for _, _, score in running], dtype=np.float32)
+        if running and self._is_full:
             self._can_improve &= bool(self._best_possible(length) > self._hypotheses[-1].score)
-        self.done = not going or not self._can_improve or (self._early_stopping is True and self._is_full)
-        return BeamStep(tuple((beam, token) for beam, token, _ in going))
+        self.done = not running or not self._can_improve or (self._early_stopping is True and self._is_full)
+        return BeamStep(tuple((beam, token) for beam, token, _ in running))
 
     @property
     def _is_full(self) -> bool:
         return len(self._hypotheses) == self.width
 
     def _best_possible(self, length: int) -> float:
-        """Score that the best beam might end with. With `early_stopping` False it is taken for as long as it is, which
-        longer ones with a positive penalty may beat."""
+        """Estimate of the best beam's final score. With `early_stopping` False the current length counts, which a
+        longer beam with a positive penalty may exceed."""
         if self._early_stopping == "never" and self._length_penalty > 0:
             length = self._max_tokens
         return self._normalised(self._scores[0], length)

@@ -1,4 +1,4 @@
-"""What a request changes about its logits before a token is chosen by them."""
+"""Logits processors: grammar masks, bad words, biases and penalties, applied before a token is sampled."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from app.engine.sampling.state import GrammarMatcher, SamplingState
 def apply_logits_processors(logits: torch.Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> None:
     """Change `logits [len(states), vocab_size]` (float32) in place, in vLLM's order.
 
-    First what may not follow goes to minus infinity: by the structure, by bad words, and what would end the output
-    too soon. Then biases are added, and last come penalties: they see the biases.
+    Forbidden tokens become minus infinity: by the structure, by bad words, and stop tokens before `min_tokens`. Then
+    biases are added. Penalties come last and see the biases.
 
     Args:
-        positions: how many tokens that are not in the state yet come before the row's.
+        positions: for each row, the number of preceding tokens that its state lacks (draft tokens).
     """
     _mask_structures(logits, states)
     forbidden = [state.forbidden(position) for state, position in zip(states, positions, strict=True)]
@@ -35,7 +35,7 @@ def apply_logits_processors(logits: torch.Tensor, states: Sequence[SamplingState
 
 
 def _places(token_ids: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The index of some tokens of each row."""
+    """Index of the given tokens of each row."""
     rows = np.repeat(np.arange(len(token_ids)), [len(tokens) for tokens in token_ids])
     return torch.from_numpy(rows), torch.from_numpy(np.concatenate(token_ids))
 
@@ -55,7 +55,7 @@ def _mask_structures(logits: torch.Tensor, states: Sequence[SamplingState]) -> N
         matcher.fill(mask)
     allowed = np.unpackbits(masks.view(np.uint8), axis=-1, count=vocab_size, bitorder="little")
     forbidden = torch.from_numpy(allowed) == 0
-    if len(matchers) == len(states):  # always, from `sample`: nothing is copied
+    if len(matchers) == len(states):  # always, in calls from `sample`: no copy
         logits.masked_fill_(forbidden, -torch.inf)
     else:
         rows = [i for i, _ in matchers]

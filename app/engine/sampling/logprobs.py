@@ -1,4 +1,4 @@
-"""Log probabilities of tokens by the model alone."""
+"""Log probabilities of tokens, by the model's unprocessed logits."""
 
 from __future__ import annotations
 
@@ -8,28 +8,24 @@ import torch
 
 from app.engine.request import TokenLogprobs
 
-# Logits that are worked on at once: a few tens of MB with all that is computed from them.
+# Logits processed at once: some tens of MB with all intermediate results.
 CHUNK_ELEMENTS = 1 << 21
 
 
 def chunks(num_rows: int, row_elements: int) -> Iterator[slice]:
-    """Rows to work on at once; what is computed for a row must not depend on who is in its chunk."""
+    """Rows to process at once; a row's results must not depend on the rest of its chunk."""
     step = max(1, CHUNK_ELEMENTS // row_elements)
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
 
 
 def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:
-    """Of each token, by the logits at the token before: row i of `logits [n, vocab_size]` is for `token_ids[i]`.
-
-    Args:
-        num_top: alternatives to return with each.
-    """
+    """Log probabilities of `token_ids[i]` by row i of `logits [n, vocab_size]`, each with `num_top` alternatives."""
     return tuple(token_logprobs(logits, token_ids, [num_top] * len(token_ids)))
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """The same with a number of alternatives for each row. Among equals the lower token id comes first."""
+    """`prompt_logprobs` with a number of alternatives for each row. Equal tokens are ordered by id."""
     assert len(logits) == len(token_ids) == len(num_top)
     results = []
     for rows in chunks(*logits.shape):
@@ -60,10 +56,10 @@ def _chunk(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int
 
 
 def sort_keys(logits: torch.Tensor) -> torch.Tensor:
-    """Integers that order like the float32 logits, the lower token id first among equals.
+    """Integers in the order of the float32 logits, and of token ids among equal ones.
 
-    Half precision gives many equal logits, and `topk` orders those differently for another k: then a request's tokens
-    would depend on its neighbours' parameters.
+    Half precision gives many equal logits, whose order in `topk` depends on k, and with that on other requests'
+    parameters.
     """
     bits = logits.contiguous().view(torch.int32).long()
     ordered = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)

@@ -1,8 +1,8 @@
-"""Noise that makes the likeliest token a drawn one (the Gumbel-max trick).
+"""Sampling noise: the Gumbel-max trick with noise that is a function of a key and a token id.
 
-A token's noise is a function of a key, which stands for a place in an output, and of the token's id. So a draw does not
-depend on which other tokens can be drawn, and two models with the same key mostly draw the same token where they mostly
-agree: token i is both's with probability 1 / sum_j max(p_j / p_i, q_j / q_i).
+The key stands for a position in an output. A draw does not depend on the set of other candidates, and two models with
+the same key draw the same token i with probability 1 / sum_j max(p_j / p_i, q_j / q_i), which makes draft tokens
+accepted more often.
 
 The bits are SplitMix64's (Steele, Lea and Flood, 2014): its n-th number from the key on is for tokens 2n and 2n + 1.
 """
@@ -16,19 +16,19 @@ import numpy as np
 import torch
 
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-# Of each half of a number: torch's integers have signs.
+# Random bits of each half of a number, without the sign bit of torch's integers.
 _BITS = 31
 _LOG_SCALE, _LOG_SHIFT = math.log(2) / 2**23, (127 + _BITS) * math.log(2)
-# Tokens are looked at more closely if they may be so little below the best bound: for fewer, a second look is common;
-# for more, there are many.
+# Tokens whose bound is this close to the best one are contenders. With less, second passes are common; with more,
+# contenders are many.
 _WITHIN = 2.0
 _LOWEST = float(np.finfo(np.float32).min)
-# Rounding of bounds in float32: of numbers of about 100, and relative to the logits.
+# Rounding error of bounds in float32: of numbers of about 100, and relative to the logits.
 _SLACK, _RELATIVE_SLACK = 1e-4, 2.0**-20
 
 
 def noise_key(*numbers: int) -> int:
-    """A key, as a signed 64-bit number, for numbers that may be close to those of other keys."""
+    """A signed 64-bit key, well mixed even for similar numbers."""
     key = 0
     for number in numbers:
         key = (key + number + _GAMMA) % 2**64
@@ -43,15 +43,15 @@ def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     numbers = _mix(((token_ids >> 1) + 1).mul_(_signed(_GAMMA)).add_(keys))
     halves = numbers.unsqueeze(-1).view(torch.int32)
     bits = halves.gather(-1, (token_ids & 1).unsqueeze(-1)).squeeze(-1).bitwise_and_(2**_BITS - 1)
-    # An exponential variable from what is missing to 1: precise where it is small, and those are the ones that win.
+    # An exponential variable from the complement to 1: precise where it is small, which is where tokens win.
     return bits.double().add_(0.5).mul_(-(2.0**-_BITS)).log1p_().neg_().log_().neg_()
 
 
 def draw(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """The tokens `[rows]` with the highest sum of logit and noise, the lower id among equals.
 
-    Logarithms for a whole vocabulary would cost more than all the rest. So first all tokens get a bound of that sum.
-    Rows that are not numbers, or have none above -inf, get any token.
+    Logarithms for a complete vocabulary would cost more than everything else; exact sums are computed only for tokens
+    with a high upper bound. Rows of NaN or -inf get an arbitrary token.
 
     Args:
         logits: `[rows, vocab_size]` float32.
@@ -76,21 +76,21 @@ def draw(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         for row, floor in zip(unsettled, floors, strict=True):
             total = best[row][0]
             wanted = total - _SLACK - _RELATIVE_SLACK * abs(total)
-            if -math.inf < wanted < floor:  # a token whose bound is below the floor may still be better
+            if -math.inf < wanted < floor:  # a token with a bound below the floor may still be better
                 lower[row] = wanted
         unsettled, floors = list(lower), list(lower.values())
     return torch.tensor([token_id for _, token_id in best])
 
 
 def _contenders(logits: torch.Tensor, keys: torch.Tensor, floors: list[float] | None) -> tuple[np.ndarray, list[float]]:
-    """All tokens whose logit and noise may reach the row's floor, in order as `row * vocab_size + id`, and the floors.
+    """Tokens whose sum may reach the row's floor, ascending as `row * vocab_size + id`, and the floors.
 
     Args:
-        floors: by default so that there are a few.
+        floors: by default `_WITHIN` below the best bound.
     """
     num_rows, vocab_size = logits.shape
     steps = _steps(vocab_size)
-    at_once = torch.get_num_threads()  # a row each: more would not stay in its core's cache
+    at_once = torch.get_num_threads()  # a row each, to stay in the core's cache
     places, lowest = [], []
     for start in range(0, num_rows, at_once):
         part = slice(start, start + at_once)
@@ -109,12 +109,12 @@ def _contenders(logits: torch.Tensor, keys: torch.Tensor, floors: list[float] | 
 
 @functools.lru_cache(maxsize=8)
 def _steps(vocab_size: int) -> torch.Tensor:
-    """How far from the key SplitMix64 is at each of its numbers."""
+    """Offsets from the key of SplitMix64's states."""
     return torch.arange(1, (vocab_size + 1) // 2 + 1).mul_(_signed(_GAMMA))
 
 
 def _mix(numbers: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's output for its states, in place."""
+    """SplitMix64's outputs for its states, in place."""
     numbers ^= (numbers >> 30).bitwise_and_(2**34 - 1)
     numbers *= _signed(_FIRST)
     numbers ^= (numbers >> 27).bitwise_and_(2**37 - 1)

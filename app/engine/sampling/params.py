@@ -1,4 +1,4 @@
-"""How to choose the next tokens, and when to stop."""
+"""Sampling parameters: sampling and stopping of one request."""
 
 from __future__ import annotations
 
@@ -16,17 +16,28 @@ MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 256, 256
 MAX_STOP_TOKENS = 128
 MAX_LOGIT_BIAS = 1024
 
+_NOT_WITH_BEAMS: tuple[str, ...] = (
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+)
+_NOT_WITH_BEAMS += ("bad_words", "min_tokens", "stop", "logprobs", "structure", "temperature")
+
 StructureKind = Literal["json", "regex", "choice", "grammar"]
 EarlyStopping = Literal["never"] | bool
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What the output has to look like.
+    """A structure for the output.
 
     Attributes:
-        kind: "json": `spec` is a JSON schema as text, "{}" for any object; "regex": a regular expression that the whole
-            output matches; "choice": a JSON array of strings, one of which is the output; "grammar": a Lark grammar.
+        kind: "json": `spec` is a JSON schema as text, "{}" for any object; "regex": a regular expression for the
+            complete output; "choice": a JSON array of strings, one of which is the output; "grammar": a Lark grammar.
     """
 
     kind: StructureKind
@@ -39,32 +50,31 @@ class SamplingParams:
 
     Attributes:
         n: outputs; their prompt is computed once.
-        best_of: so many are generated, and the `n` whose tokens have the highest mean log probability returned; by
+        best_of: number of generated outputs, of which the `n` with the highest mean log probability are returned; by
             default `n`.
-        use_beam_search: the `n` likeliest of `best_of` beams instead of samples, as `transformers` searches; every
-            other way of choosing tokens must be left as it is.
-        length_penalty: of beams: a score is the sum of log probabilities over the length to this power.
-        early_stopping: of beams: True: as soon as `best_of` have ended; False: when a better one is unlikely; "never":
-            when a better one is impossible.
-        max_tokens: tokens to generate at most; `None`: as many as the context has room for.
-        min_tokens: before as many, nothing that would end the output is chosen, but for `stop` strings.
-        temperature: 0 is greedy; above, logits are divided by it.
+        use_beam_search: return the `n` likeliest of `best_of` beams, as `transformers` does; other sampling parameters
+            must keep their defaults.
+        length_penalty: beam search: a score is the sum of log probabilities over the length to this power.
+        early_stopping: beam search: True: stop as soon as `best_of` beams have finished; False: when a better one is
+            unlikely; "never": when a better one is impossible.
+        max_tokens: most generated tokens; `None`: up to the end of the context.
+        min_tokens: stop tokens are not sampled before this many; `stop` strings still end the output.
+        temperature: divisor of logits; 0 is greedy.
         top_k: sample among the k likeliest tokens; 0: all.
         top_p: sample among the fewest tokens whose probability reaches p; 1: all.
-        min_p: sample among tokens at least so many times as likely as the likeliest; 0: all.
-        repetition_penalty: logits of tokens in prompt or output are divided by it if positive, else multiplied.
-        presence_penalty: taken from the logits of tokens in the output.
-        frequency_penalty: the same, times how often they are in it.
-        logit_bias: token id → what is added to its logit.
-        bad_words: strings that are not in the output, as their tokens are when they follow a space or not.
-        seed: same seed and same request, same tokens; `None`: a fresh one.
-        stop: strings that end the output; they are not part of it, unless `include_stop_str`.
-        stop_token_ids: tokens that end it like the end-of-sequence token, also with `ignore_eos`.
-        ignore_eos: go on after the end-of-sequence token.
-        logprobs: how many alternatives' log probabilities to return with each token's; `None`: nothing.
+        min_p: least probability of a token relative to the likeliest; 0: all.
+        repetition_penalty: divisor of positive logits, factor of negative ones, for tokens in prompt or output.
+        presence_penalty: subtracted from the logits of tokens in the output.
+        frequency_penalty: subtracted once for each occurrence in the output.
+        logit_bias: token id → addend of its logit.
+        bad_words: strings that must not occur in the output, after a space or not.
+        seed: the same seed and request give the same tokens; `None`: a random seed.
+        stop: strings that end the output; not part of it unless `include_stop_str`.
+        stop_token_ids: tokens that end the output like the end-of-sequence token, also with `ignore_eos`.
+        ignore_eos: continue after the end-of-sequence token.
+        logprobs: number of alternatives to return with each token's log probability; `None`: no log probabilities.
         prompt_logprobs: the same for each token of the prompt but the first.
-        structure: what the output has to look like.
-        kept_token_ids: special tokens that are part of the text, as no others are: calls of tools may begin with one.
+        kept_token_ids: special tokens to keep in the text; tool calls may begin with one.
 
     Raises:
         RequestError: a value is out of bounds, or two contradict each other.
@@ -100,7 +110,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         for name in ("stop_token_ids", "bad_words", "kept_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # picklable, and nobody else's
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # a picklable copy
         for name, least, most in (
             ("n", 1, MAX_SEQUENCES),
             ("best_of", self.n, MAX_SEQUENCES),
@@ -121,7 +131,7 @@ class SamplingParams:
             self._check_bounds(name, least, most)
         for name in ("top_p", "repetition_penalty"):
             if getattr(self, name) == 0:
-                raise RequestError(f"{name} is 0; it must be above", name)
+                raise RequestError(f"{name} is 0; it must be above 0", name)
         if len(self.stop) > MAX_STOP_STRINGS or not all(self.stop):
             raise RequestError(f"stop takes at most {MAX_STOP_STRINGS} strings, none of them empty", "stop")
         if len(self.bad_words) > MAX_BAD_WORDS or not all(self.bad_words):
@@ -148,33 +158,18 @@ class SamplingParams:
             raise RequestError(f"{name} is {value}; it must be {bounds}", name)
 
     def _check_beams(self) -> None:
-        """Beams are chosen by the model's probabilities alone."""
+        """Beams are scored by the model's probabilities alone."""
         neutral = SamplingParams()
-        for name in (
-            "top_k",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "logit_bias",
-            "bad_words",
-            "min_tokens",
-            "stop",
-            "logprobs",
-            "structure",
-        ):
-            if getattr(self, name) != getattr(neutral, name):
+        for name in _NOT_WITH_BEAMS:
+            if getattr(self, name) != getattr(neutral, name) and not (name == "temperature" and self.temperature == 0):
                 raise RequestError(f"{name} cannot be set together with use_beam_search", name)
-        if self.temperature not in (0, 1):
-            raise RequestError("temperature cannot be set together with use_beam_search", "temperature")
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that run for the request: samples or beams."""
+        """Sequences of the request: samples or beams."""
         return self.best_of or self.n
 
     @property
     def penalises(self) -> bool:
-        """Whether tokens' logits depend on the tokens before."""
+        """Whether a repetition, presence or frequency penalty is set."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

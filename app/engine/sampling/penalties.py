@@ -1,7 +1,4 @@
-"""Repetition, presence and frequency: tokens that have occurred become less likely, or more.
-
-Which tokens would complete a word that the output must not have.
-"""
+"""Penalties (repetition, presence, frequency) and bad words."""
 
 from __future__ import annotations
 
@@ -18,17 +15,17 @@ _FIRST_ROOM = 64
 
 
 class TokenCounts:
-    """The distinct tokens of a prompt and its output, and how often each is in the output.
-
-    A row is penalised at these tokens only: nothing here is as large as the vocabulary.
-    """
+    """Distinct tokens of prompt and output with their counts in the output: the only tokens whose logits are
+    penalised."""
 
     def __init__(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
         distinct = np.unique(np.asarray(prompt_token_ids, dtype=np.int64))
         self._num = self._num_in_prompt = len(distinct)
-        self._ids = np.concatenate([distinct, np.zeros(_FIRST_ROOM, np.int64)])  # the prompt's, sorted; then others
+        self._ids = np.concatenate(
+            [distinct, np.zeros(_FIRST_ROOM, np.int64)]
+        )  # the prompt's, sorted; then further ones of the output
         self._counts = np.zeros(len(self._ids), np.float32)
-        self._places: dict[int, int] = {}  # of the others
+        self._places: dict[int, int] = {}  # of the further ones
         for token_id in output_token_ids:
             self.add(token_id)
 
@@ -39,7 +36,7 @@ class TokenCounts:
 
     @property
     def in_output(self) -> np.ndarray:
-        """`[num]` float32: how often each of `token_ids` is in the output; 0 for tokens of the prompt alone."""
+        """`[num]` float32, counts of `token_ids` in the output."""
         return self._counts[: self._num]
 
     def add(self, token_id: int) -> None:
@@ -52,7 +49,7 @@ class TokenCounts:
         self._counts[place] += 1
 
     def fork(self) -> Self:
-        """The same counts, to go on differently."""
+        """An independent copy."""
         other = type(self)((), ())
         other._num, other._num_in_prompt = self._num, self._num_in_prompt
         other._ids, other._counts, other._places = self._ids.copy(), self._counts.copy(), self._places.copy()
@@ -69,12 +66,8 @@ class TokenCounts:
 def penalise(
     logits: torch.Tensor, rows: Sequence[int], params: Sequence[SamplingParams], counts: Sequence[TokenCounts]
 ) -> None:
-    """Change `logits [num_rows, vocab_size]` (float32) of some rows in place: first repetition, as in CTRL §4.1, then
-    frequency and presence.
-
-    Args:
-        rows: which; `params` and `counts` have one for each.
-    """
+    """Change some `rows` of `logits [num_rows, vocab_size]` (float32) in place: first repetition, as in CTRL §4.1, then
+    frequency and presence. `params` and `counts` have one entry for each row."""
     lengths = [len(c.token_ids) for c in counts]
     where = torch.from_numpy(np.repeat(rows, lengths)), torch.from_numpy(np.concatenate([c.token_ids for c in counts]))
     times = torch.from_numpy(np.concatenate([c.in_output for c in counts]))
@@ -90,12 +83,12 @@ def penalise(
     logits[where] = values
 
 
-# A tokenizer that marks the beginning of a text like a space shows a word inside a text only behind something.
-_SOMETHING = "\n"
+# Text before a word, for tokenizers that treat the beginning of a text like a space.
+_PREFIX = "\n"
 
 
 class BadWords:
-    """Sequences of tokens that are not in an output. It does not change; forks and parallel outputs share it.
+    """Immutable set of token sequences that must not occur in an output.
 
     Args:
         sequences: none of them empty.
@@ -104,7 +97,7 @@ class BadWords:
     def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
         distinct = {tuple(sequence) for sequence in sequences}
         assert () not in distinct
-        # One that ends with another is never completed: the other would have to be.
+        # A sequence that ends with another one is redundant.
         lengths = {len(sequence) for sequence in distinct}
         kept = sorted(s for s in distinct if not any(s[-n:] in distinct for n in lengths if n < len(s)))
         self.single = tuple(s[0] for s in kept if len(s) == 1)
@@ -115,31 +108,31 @@ class BadWords:
 
     @property
     def depend_on_output(self) -> bool:
-        """Whether some of the tokens that may not follow are decided by those before."""
+        """Whether forbidden tokens depend on preceding ones."""
         return bool(self._longer)
 
     def completing(self, output: list[int]) -> list[int]:
-        """Tokens that would complete a sequence of two or more after `output`; those of one are in `single`."""
+        """Tokens that would complete a sequence of two or more after `output`; `single` has the sequences of one."""
         if not output:
             return []
         return [s[-1] for s in self._longer.get(output[-1], ()) if tuple(output[1 - len(s) :]) == s[:-1]]
 
 
 def encode_bad_words(words: Iterable[str], encode: Callable[[str], list[int]], vocab_size: int) -> BadWords:
-    """The tokens of words as they are at the beginning of a text, inside one, and after a space.
+    """Encode words as at the beginning of a text, inside one, and after a space.
 
     Args:
-        encode: from text to tokens, without special ones.
-        vocab_size: of the model; it never chooses tokens beyond.
+        encode: text → tokens without special ones.
+        vocab_size: the model's; sequences with larger token ids cannot occur.
 
     Raises:
-        RequestError: a word has no tokens, or is no valid Unicode.
+        RequestError: a word has no tokens, or is not valid Unicode.
     """
     sequences = []
     for word in words:
         try:
             word.encode()
-        except UnicodeEncodeError as error:  # half of a surrogate pair, which no tokenizer takes
+        except UnicodeEncodeError as error:  # a lone surrogate, which tokenizers reject
             raise RequestError(f"bad_words is not valid Unicode at character {error.start}", "bad_words") from error
         variants = [variant for variant in _variants(word, encode) if variant]
         if not variants:
@@ -150,10 +143,10 @@ def encode_bad_words(words: Iterable[str], encode: Callable[[str], list[int]], v
 
 def _variants(word: str, encode: Callable[[str], list[int]]) -> list[list[int]]:
     bare = word.lstrip()
-    if not bare:  # white space is what it is
+    if not bare:  # white space only
         return [encode(word)]
     variants = [encode(bare), encode(" " + bare)]
-    before, inside = encode(_SOMETHING), encode(_SOMETHING + bare)
+    before, inside = encode(_PREFIX), encode(_PREFIX + bare)
     if inside[: len(before)] == before:
         variants.append(inside[len(before) :])
     return variants

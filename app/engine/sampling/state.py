@@ -1,4 +1,4 @@
-"""What choosing a sequence's next token depends on beside its logits."""
+"""Sampling state: the parameters and the history that a sequence's next token depends on, beside its logits."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.penalties import BadWords, TokenCounts
 from app.errors import FolioError, RequestError
 
-# Dividing logits by less than this overflows, and the result is greedy anyway.
+# Division of logits by a lower temperature overflows, and the result is greedy in any case.
 _GREEDY_BELOW = 1e-5
 
 
 class GrammarMatcher(Protocol):
-    """Where an output is in the structure that it has to have."""
+    """Position of an output in its structure."""
 
     def fill(self, mask: np.ndarray) -> None:
-        """Set the bits of all tokens that may follow, and clear the others: `[ceil(vocab_size / 32)]` int32."""
+        """Set the bits of allowed tokens, clear the others: `[ceil(vocab_size / 32)]` int32."""
         ...
 
     def accept(self, token_id: int) -> None:
-        """Go on by a token that may follow."""
+        """Advance by an allowed token."""
         ...
 
     def fork(self) -> GrammarMatcher:
-        """Another one at the same place."""
+        """An independent copy."""
         ...
 
     @property
     def finished(self) -> bool:
-        """Whether nothing can follow any more."""
+        """Whether the output is complete and cannot continue."""
         ...
 
     @property
     def error(self) -> FolioError | None:
-        """Why the output cannot go on."""
+        """The reason why the output cannot continue, if there is one."""
         ...
 
 
 class SamplingState:
-    """A sequence's parameters and what they need to remember: a random key, counts of tokens, a place in a structure.
+    """A sequence's parameters with their state: random seed, token counts, position in a structure.
 
     Args:
         prompt_token_ids: not copied.
-        index: of the output among those of the request; each has noise of its own.
+        index: of the output among the request's; each has its own noise.
         matcher: for `params.structure`.
         bad_words: the tokens of `params.bad_words` (`encode_bad_words`).
-        eos_token_ids: of the model; only `params.min_tokens` needs them.
+        eos_token_ids: the model's; only `params.min_tokens` needs them.
 
     Attributes:
-        is_greedy: nothing is drawn.
-        takes_likeliest: its token is the likeliest by the model alone.
-        is_plain_greedy: that, and nothing else is asked for.
+        is_greedy: no noise is drawn.
+        takes_likeliest: the next token is the likeliest by the unprocessed logits.
+        is_plain_greedy: the same, and no log probabilities are requested.
     """
 
     def __init__(
@@ -91,25 +91,27 @@ class SamplingState:
 
     @property
     def can_look_ahead(self) -> bool:
-        """Whether the tokens after the next can be chosen before it is noted: only their number matters, not which."""
+        """Whether later tokens can be sampled before the next one is appended: they depend on its position, not on its
+        value."""
         in_words = self._bad_words is not None and self._bad_words.depend_on_output
         return self.matcher is None and not in_words and not self.params.penalises
 
     @property
     def counts(self) -> TokenCounts:
-        """Tokens to penalise: of the output, and if they count as repetitions, of the prompt."""
+        """Tokens to penalise: of the output, and of the prompt for a repetition penalty."""
         if self._counts is None:
             prompt = self._prompt_token_ids if self.params.repetition_penalty != 1 else []
             self._counts = TokenCounts(prompt, self._output)
         return self._counts
 
     def noise_key(self, position: int = 0) -> int:
-        """Of the noise by which the output token after `position` more is drawn: what else is in the batch, or has been
-        drawn before, cannot matter."""
+        """Key of the noise for the output token after `position` further ones; independent of the batch and of earlier
+        draws."""
         return noise_key(self._seed, self._index, len(self._output) + position)
 
     def forbidden(self, position: int = 0) -> list[int]:
-        """Tokens that may not be chosen after `position` more: they complete a bad word, or end the output too soon."""
+        """Tokens that would complete a bad word, or end the output before `min_tokens`, after `position` further
+        tokens."""
         tokens: list[int] = []
         if self.params.bad_words:
             assert self._bad_words is not None, "bad words without their tokens"
@@ -123,7 +125,7 @@ class SamplingState:
         return tokens
 
     def append(self, token_id: int) -> None:
-        """Take note of a token that has been chosen."""
+        """Add a sampled token."""
         self._output.append(token_id)
         if self._counts is not None:
             self._counts.add(token_id)
@@ -140,14 +142,11 @@ class SamplingState:
         matcher: GrammarMatcher | None = None,
         bad_words: BadWords | None = None,
     ) -> SamplingState:
-        """Another state with the same output so far.
-
-        Its noise is what an output of that seed and index has from here on.
+        """Another state with the same output so far, and the noise of its own seed and index from here on.
 
         Args:
-            params: by default the same.
-            index: by default the same; without a seed the noise is other nevertheless.
-            matcher, bad_words: for other `params`; by default this one's, if they are for the same.
+            params, index: by default this state's; without a seed the noise differs in any case.
+            matcher, bad_words: by default this state's, if `params` has the same structure and bad words.
         """
         params = params or self.params
         if matcher is None and self.matcher is not None and params.structure == self.params.structure:
@@ -165,7 +164,7 @@ class SamplingState:
         other._output = self._output.copy()
         same = (params.repetition_penalty == 1) == (self.params.repetition_penalty == 1)
         if params.penalises and self.params.penalises and same:
-            other._counts = self.counts.fork()  # a long prompt is counted once, however many outputs it has
+            other._counts = self.counts.fork()  # so that outputs of one prompt count it once
         other._note_length()
         return other
 
@@ -175,8 +174,8 @@ class SamplingState:
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Raise `RequestError` if parameters name tokens that the model does not have."""
+    """Raise `RequestError` for token ids outside of the model's vocabulary."""
     for name, token_ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
         unknown = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
         if unknown:
-            raise RequestError(f"{name} has token {unknown[0]}; the model's are between 0 and {vocab_size - 1}", name)
+            raise RequestError(f"{name} has token {unknown[0]}; it must be between 0 and {vocab_size - 1}", name)

@@ -1,7 +1,7 @@
-"""From the structure an output has to have to the tokens that may come next, with llguidance's parser.
+"""Structured output: the allowed next tokens for a JSON schema, regular expression, choice or grammar, by llguidance.
 
-A grammar is over bytes. Which tokens may follow is found by walking a trie of all tokens' bytes along the parser's
-states; grammars never force a tokenisation, so every way of writing a valid text in tokens is allowed.
+Grammars are over bytes. llguidance walks a trie of all tokens' bytes along the parser's states. Every tokenisation of a
+valid text is allowed.
 """
 
 from __future__ import annotations
@@ -29,33 +29,32 @@ logger = logging.getLogger(__name__)
 
 MAX_SPEC_BYTES = 64 * 1024
 MAX_CACHED = 64
-# Its states take one to two KiB each, for each output.
+# Lexer states take 1 to 2 KiB each, for each output.
 _MAX_LEXER_STATES = 50_000
-# Alternatives that the parser may follow at once. A schema has about four for each optional property. More of them make
-# steps slower for everybody: a grammar of 8,000 that repeat takes 100 ms a token.
+# Most alternatives that the parser follows at once; a schema has about four for each optional property. More would make
+# steps slower for all requests: a repeated grammar of 8,000 takes 100 ms a token.
 _MAX_ROW_ITEMS = {"json": 4000}
-# A structure is tried with so many tokens before it is taken: what is too wide mostly shows behind the first one.
+# Trial tokens before a structure is accepted: a too wide one mostly fails after the first.
 _TRIED_TOKENS = 8
-# Compact, with the blank that models write behind a comma and a colon: small ones fill up every gap that they may.
+# Compact, with the space that models write after a comma and a colon: small models fill every optional gap.
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-# The second of a list of grammars: only its options matter. A forced tokenisation would have added tokens in it
-# wherever the text happens to have their names, which the parser refuses afterwards.
+# Second grammar, for its option only: a forced tokenisation would contain added tokens wherever the text has their
+# names, which the parser then rejects.
 _OPTIONS_GRAMMAR = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: "-"'}
 
 
 def is_available() -> bool:
-    """Whether llguidance is installed: the server depends on it, `app.engine` by itself does not."""
+    """Whether llguidance is installed; the server depends on it, `app.engine` does not."""
     return importlib.util.find_spec("llguidance") is not None
 
 
 class StructureCompiler:
-    """Compiles structures for one tokenizer. May be called from any thread.
-
-    The trie of all tokens is made at the first call, which takes about a second for a large vocabulary.
+    """Compiles structures for one tokenizer, from any thread. The first call builds the trie of all tokens, in about a
+    second for a large vocabulary.
 
     Args:
-        vocab_size: of the model's logits: at least the largest token id that may be sampled, and one.
-        eos_token_ids: what may be sampled where the structure is complete.
+        vocab_size: columns of the model's logits.
+        eos_token_ids: tokens to allow where the structure is complete.
 
     Raises:
         RequestError: llguidance is not installed.
@@ -63,9 +62,7 @@ class StructureCompiler:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         if not is_available():
-            raise RequestError(
-                "structured output needs the package llguidance, which is not installed here", "structure"
-            )
+            raise RequestError("structured output needs the package llguidance, which is not installed", "structure")
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -75,15 +72,15 @@ class StructureCompiler:
         self._cache: OrderedDict[Structure, StructureMatcher] = OrderedDict()
 
     def check_structure(self, structure: Structure) -> None:
-        """Compile it; the engine finds it done.
+        """Compile and cache a structure.
 
         Raises:
-            RequestError: it is invalid, unsupported, too large, or nothing can satisfy it.
+            RequestError: the structure is invalid, unsupported, too large, or cannot be satisfied.
         """
         self._compiled(structure)
 
     def matcher(self, structure: Structure) -> StructureMatcher:
-        """A matcher for one output, at its beginning. Raises `RequestError` as `check`."""
+        """A matcher at the beginning of an output. Raises `RequestError` as `check_structure`."""
         return self._compiled(structure).fork()
 
     def _compiled(self, structure: Structure) -> StructureMatcher:
@@ -91,7 +88,7 @@ class StructureCompiler:
             if (cached := self._cache.get(structure)) is not None:
                 self._cache.move_to_end(structure)
                 return cached
-        # Two threads may compile the same; that is harmless, and others do not wait for it.
+        # Without the lock: two threads may compile the same structure, and others do not wait.
         compiled = self._compile(structure)
         with self._cache_lock:
             self._cache[structure] = compiled
@@ -114,7 +111,7 @@ class StructureCompiler:
             raise RequestError(f"this {_NAMES[structure.kind]} cannot be used: {_brief(parser)}", "structure")
         matcher = StructureMatcher(vocabulary, parser, structure.kind)
         mask = np.zeros((self._vocab_size + 31) // 32, np.int32)
-        matcher.fill(mask)  # only now some of what cannot work is found
+        matcher.fill(mask)  # llguidance finds some errors only here
         if matcher.error is not None:
             raise RequestError(f"nothing satisfies this {_NAMES[structure.kind]}: {_brief(parser)}", "structure")
         if not mask.any():
@@ -123,8 +120,8 @@ class StructureCompiler:
         return matcher
 
     def _try(self, matcher: StructureMatcher, mask: np.ndarray) -> None:
-        """Write beginnings of outputs, one for each first byte, the first further. Raises `RequestError` if that
-        is too much for the parser."""
+        """Try beginnings of outputs, one for each first byte, the first one further. Raises `RequestError` if a limit
+        of the parser is exceeded."""
         assert self._vocabulary is not None
         for i, first in enumerate(self._vocabulary.of_each_first_byte(mask)):
             output, ahead, token_id = matcher.fork(), mask.copy(), first
@@ -140,22 +137,18 @@ class StructureCompiler:
                 token_id = following[0]
 
     def _built(self) -> _TokenTrie:
-        if self._vocabulary is None:
-            with self._build_lock:
-                if self._vocabulary is None:  # nobody else has built it meanwhile
-                    self._vocabulary = _TokenTrie(self._tokenizer, self._vocab_size, self._eos_token_ids)
-        return self._vocabulary
+        with self._build_lock:
+            if self._vocabulary is None:
+                self._vocabulary = _TokenTrie(self._tokenizer, self._vocab_size, self._eos_token_ids)
+            return self._vocabulary
 
 
 class StructureMatcher:
-    """Where one output is in its structure; a `Matcher`. Used by one thread at a time.
-
-    Args:
-        kind: of structure, for messages.
+    """`GrammarMatcher` by llguidance's parser, for one thread at a time.
 
     Attributes:
-        error: why the parser gave up: the structure turned out to be too complex. Only end-of-sequence tokens are
-            allowed from then on, and whoever runs the request has to end it with this error.
+        error: the structure exceeded a limit of the parser. Only end-of-sequence tokens are allowed from then on; the
+            engine ends the request with this error.
     """
 
     def __init__(self, vocabulary: _TokenTrie, parser: LLMatcher, kind: StructureKind) -> None:
@@ -165,43 +158,45 @@ class StructureMatcher:
         self.error: RequestError | None = None
 
     def fill(self, mask: np.ndarray) -> None:
-        """Set the bits of the tokens that may follow: `[ceil(vocab_size / 32)]` int32, contiguous.
+        """Set the bits of allowed tokens: `[ceil(vocab_size / 32)]` int32, contiguous.
 
-        Where the output may end these are the end-of-sequence tokens too, if the model has any; without any, nothing
-        may follow a complete structure.
+        Where the output may end, end-of-sequence tokens are allowed; without any, no token may follow a complete
+        structure.
         """
         self._vocabulary.fill(self._parser, mask)
         self._note_error()
 
     def accept(self, token_id: int) -> None:
-        """Go on by a token. Raises `EngineError` if it may not follow."""
+        """Advance by a token. Raises `EngineError` if it is not allowed."""
         if not self._parser.consume_token(token_id):
             reason = _brief(self._parser)
-            if any(complaint in reason for complaint in _DOES_NOT_FOLLOW):
+            if any(text in reason for text in _NOT_ALLOWED):
                 raise EngineError(f"token {token_id} does not follow in the structure: {reason}")
-            self._note_error()  # a limit of the parser: it calls one of them an internal error
+            self._note_error()  # a limit of the parser, one of which llguidance calls an internal error
 
     def fork(self) -> StructureMatcher:
-        """Another one at the same place; a few microseconds."""
+        """An independent copy, in a few microseconds."""
         fork = StructureMatcher(self._vocabulary, self._parser.deep_copy(), self._kind)
         fork.error = self.error
         return fork
 
     @property
     def finished(self) -> bool:
-        """Whether the structure is complete and no text can follow."""
+        """Whether the structure is complete and cannot continue."""
         return self._parser.is_stopped()
 
     def _note_error(self) -> None:
         if self.error is None and self._parser.is_error():
             reason = _brief(self._parser)
-            logger.warning("a structure's parser gave up")  # why is for its owner: it quotes the structure
+            logger.warning(
+                "the parser of a structure exceeded a limit"
+            )  # the reason quotes the structure, which is private
             message = f"this {_NAMES[self._kind]} is too complex for the parser ({reason}); use {_REMEDIES[self._kind]}"
             self.error = RequestError(message, "structure")
 
 
 class _TokenTrie:
-    """The trie of all tokens, and where they are in the engine's masks."""
+    """Trie of all tokens, and their positions in the engine's masks."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         from llguidance import LLTokenizer
@@ -209,7 +204,7 @@ class _TokenTrie:
         known = token_bytes(tokenizer)
         tokens = list(known.tokens)
         tokens += [b""] * (max(eos_token_ids, default=-1) + 1 - len(tokens))
-        if not eos_token_ids:  # the parser wants one: a token that the model does not have
+        if not eos_token_ids:  # the parser needs one: add a token that the model lacks
             tokens.append(b"end")
         self._no_token = None if eos_token_ids else len(tokens) - 1
         self._vocab_size = vocab_size
@@ -224,7 +219,7 @@ class _TokenTrie:
         )
 
     def of_each_first_byte(self, mask: np.ndarray) -> list[int]:
-        """Of the tokens that a mask allows, special ones left out, the lowest for each byte that they begin with."""
+        """For each first byte the lowest allowed token, without special tokens."""
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         allowed = allowed[allowed < len(self._first_bytes)]
         allowed = allowed[self._first_bytes[allowed] >= 0]
@@ -247,7 +242,7 @@ class _TokenTrie:
 
 
 class _Tokens:
-    """What `LLTokenizer` reads of a tokenizer."""
+    """The attributes of a tokenizer that `LLTokenizer` reads."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -268,12 +263,12 @@ _REMEDIES = {
     "choice": "fewer or shorter strings",
     "grammar": "fewer alternatives, and repetition to the left",
 }
-# The parser's words for a token that the mask would have forbidden.
-_DOES_NOT_FOLLOW = ("doesn't satisfy the grammar", "out of range")
+# The parser's messages for a token that the mask forbids.
+_NOT_ALLOWED = ("doesn't satisfy the grammar", "out of range")
 
 
 def _grammar(structure: Structure) -> str:
-    """llguidance's own form of it: a list of grammars as JSON."""
+    """The structure as llguidance's list of grammars, in JSON."""
     from llguidance import LLMatcher
 
     try:
@@ -288,7 +283,7 @@ def _grammar(structure: Structure) -> str:
     elif structure.kind == "regex":
         first = json.loads(LLMatcher.grammar_from_regex(structure.spec))["grammars"][0]
     elif structure.kind == "choice":
-        # A terminal: 2,000 rules would be as many states of the parser, a hundred times slower.
+        # One terminal: 2,000 rules would be as many parser states, a hundred times slower.
         choices = " | ".join(json.dumps(choice) for choice in _choices(structure.spec))
         first = {"lark_grammar": f"start: CHOICE\nCHOICE: {choices}"}
     else:
@@ -313,18 +308,18 @@ def _choices(spec: str) -> list[str]:
     return choices
 
 
-def _json(text: str, what: str) -> Any:
+def _json(text: str, kind: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"this {what} is not valid JSON: {error}", "structure") from error
+        raise RequestError(f"this {kind} is not valid JSON: {error}", "structure") from error
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")  # Python would take it
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")  # Python would accept it
 
 
 def _brief(parser: LLMatcher) -> str:
-    """The parser's complaint without its state."""
-    complaint = re.split("\n<(state|non-verbose)", parser.get_error())[0].strip()[:500]
-    return complaint.removeprefix("Parser Error: ").split("; consider making your grammar left-recursive")[0]
+    """The parser's error message without its state."""
+    message = re.split("\n<(state|non-verbose)", parser.get_error())[0].strip()[:500]
+    return message.removeprefix("Parser Error: ").split("; consider making your grammar left-recursive")[0]

@@ -1,7 +1,4 @@
-"""What each token of a vocabulary adds to the text, as bytes.
-
-Token ids to text, piece by piece: never half a character, never part of a stop string.
-"""
+"""Token text: the bytes of each token, and incremental detokenisation with stop strings."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ class TokenBytes:
     """A tokenizer's vocabulary.
 
     Attributes:
-        tokens: by token id; of tokens that are no text the name, and nothing for ids without a token.
-        special: ids of tokens that are no text: detokenisation drops them.
+        tokens: bytes by token id; the name of special tokens, empty for unused ids.
+        special: ids of tokens that detokenisation drops.
     """
 
     tokens: tuple[bytes, ...]
@@ -35,10 +32,10 @@ class TokenBytes:
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> TokenBytes:
-    """Read a fast tokenizer's vocabulary; for 150,000 tokens this takes most of a second.
+    """Read a fast tokenizer's vocabulary, in most of a second for 150,000 tokens.
 
     Raises:
-        RequestError: its tokens are neither byte-level (GPT-2, Llama 3, Qwen) nor sentencepiece's (Llama 2, Gemma).
+        RequestError: tokens are neither byte-level (GPT-2, Llama 3, Qwen) nor sentencepiece's (Llama 2, Gemma).
     """
     backend = tokenizer.backend_tokenizer
     decoders = list(_decoders(json.loads(backend.to_str())["decoder"]))
@@ -46,8 +43,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> TokenBytes:
     byte_level = "ByteLevel" in kinds
     if not byte_level and not kinds & {"ByteFallback", "Metaspace"}:
         raise RequestError(
-            f"this model cannot keep to a structure: its tokenizer's decoder is {sorted(kinds) or 'missing'}, and only "
-            "byte-level and sentencepiece tokens mean the same wherever they are",
+            f"structured output is not possible: the tokenizer's decoder is {sorted(kinds) or 'missing'}, and only "
+            " byte-level and sentencepiece tokens are independent of their neighbours",
             "structure",
         )
     space = next((d["replacement"] for d in decoders if d["type"] == "Metaspace"), _SENTENCEPIECE_SPACE)
@@ -57,7 +54,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> TokenBytes:
     special = set()
     for name, token_id in vocabulary.items():
         if token_id in added:
-            tokens[token_id] = name.encode()  # as it is, whatever the decoder does to others
+            tokens[token_id] = name.encode()  # unchanged by the decoder
             if added[token_id].special:
                 special.add(token_id)
         elif byte_level:
@@ -83,7 +80,7 @@ def _decoders(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: bytes that Latin-1 can print stand for themselves, the others for what comes after it."""
+    """GPT-2's alphabet: printable Latin-1 bytes are themselves, the others are characters from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -93,30 +90,30 @@ _BYTE_OF = _byte_of_character()
 
 
 def byte_level_bytes(name: str) -> bytes | None:
-    """What a token of GPT-2's alphabet stands for; `None` outside of it: the decoder would not give these back."""
+    """Bytes of a token in GPT-2's alphabet; `None` for other characters, which the decoder would not return."""
     try:
         return bytes([_BYTE_OF[character] for character in name])
     except KeyError:
         return None
 
 
-# What the text before the output can change reaches back a token or two.
+# The context that can change the output's text is a token or two.
 _CONTEXT_TOKENS = 8
 
 
 class IncrementalDetokenizer:
-    """The text of one output as it grows.
+    """Text of one output, emitted in whole characters; text that may begin a stop string is held back.
 
     Args:
         tokenizer: the fast tokenizer's backend.
-        prompt_token_ids: what came before: it decides, for example, whether a first space is kept.
+        prompt_token_ids: context before the output; it decides, for example, whether a first space is kept.
         stop: strings that end the text.
-        include_stop_str: whether the one that ends it is part of it.
-        kept: special tokens that are part of the text; others are not.
+        include_stop_str: whether the text includes the stop string.
+        kept: special tokens that are part of the text.
 
     Attributes:
-        met: the stop string that ended it: the one that was complete first, among those the longest. It does not depend
-            on how the text is cut into tokens.
+        met: the stop string that ended the text: the first complete one, or the longest of several, independent of the
+            tokenisation.
     """
 
     def __init__(
@@ -131,18 +128,18 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         before = list(prompt_token_ids[-_CONTEXT_TOKENS:])
         if tokenizer.decode(before, skip_special_tokens=True).endswith("\ufffd"):
-            before = []  # cut inside a character: the stream would take the prompt for output
+            before = []  # cut inside a character: the stream would emit the prompt
         self._decoder = DecodeStream(ids=before, skip_special_tokens=True)
         self.met: str | None = None
         self._stop = tuple(stop)
         self._include_stop_str = include_stop_str
         self._kept = frozenset(kept)
-        self._held = ""  # text that may turn out to be the beginning of a stop string
+        self._held = ""  # text that may begin a stop string
 
     def push(self, token_id: int) -> tuple[str, bool]:
-        """Add a token; returns the text that is now certain, and whether a stop string was met."""
+        """Add a token; return the text that is now certain, and whether a stop string ended it."""
         piece = self._decode(token_id)
-        if piece is None:  # in the middle of a character
+        if piece is None:  # incomplete character
             return "", False
         if not self._stop:
             return piece, False
@@ -164,18 +161,18 @@ class IncrementalDetokenizer:
         except Exception as error:
             if "Invalid prefix" not in str(error):
                 raise
-            # Bytes that looked like a character were none, and text already out reads differently now: start anew.
+            # Bytes did not complete a character, and already emitted text would change: start again.
             self._decoder = DecodeStream(ids=[], skip_special_tokens=True)
             return self._decoder.step(self._tokenizer, token_id)
 
     def flush(self) -> str:
-        """The text held back, once no more can follow."""
+        """Return the text held back, at the end of the output."""
         held, self._held = self._held, ""
         return held
 
 
 def overlap(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that begins `mark` and is not all of it."""
+    """Length of the longest proper prefix of `mark` at the end of `text`."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if text.endswith(mark[:length]):
             return length

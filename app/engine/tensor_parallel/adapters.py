@@ -1,4 +1,5 @@
-"""Adapters on several ranks: each reads the files and keeps its part; rank 0 says when, and into which slot."""
+"""LoRA adapters on several ranks: each rank reads the files and keeps its shard; rank 0 decides when and in which
+slot."""
 
 from __future__ import annotations
 
@@ -13,44 +14,40 @@ from app.engine.tensor_parallel.messages import RankOrder
 from app.engine.tensor_parallel.ranks import RankGroup
 from app.errors import EngineError, FolioError, ModelError
 
-_HEADER = struct.Struct("<BI")  # what to do, slot; the adapter's name follows
+_HEADER = struct.Struct("<BI")  # action, slot; the adapter's name follows
 
 
-class _Do(enum.IntEnum):
+class _Action(enum.IntEnum):
     READ = 1  # in the background
-    INSERT = 2  # what was read, which is waited for; answered
-    FORGET = 3  # what was read
-    REMOVE = 4
+    INSERT = 2  # the read adapter into a slot; answered
+    DISCARD = 3  # the read adapter
+    REMOVE = 4  # from a slot
 
 
 class AdapterPeers:
-    """The peers as rank 0's `AdapterStore` sees them."""
+    """`AdapterRanks` of rank 0's `AdapterStore`."""
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
 
     def read(self, name: str) -> None:
-        """Have them begin to read an adapter."""
-        self._tell(_Do.READ, 0, name)
+        self._order(_Action.READ, 0, name)
 
     def insert(self, slot: int, name: str) -> None:
-        """Have them put what they read into a slot. Raises `ModelError` if one of them could not read it: then no peer
-        has it."""
-        answers = self._ranks.ask_all(RankOrder.ADAPTER, _HEADER.pack(_Do.INSERT, slot) + name.encode())
-        refusals = [answer.decode(errors="replace") for answer in answers if answer]
-        if refusals:
+        answers = self._ranks.ask_all(RankOrder.ADAPTER, _HEADER.pack(_Action.INSERT, slot) + name.encode())
+        errors = [answer.decode(errors="replace") for answer in answers if answer]
+        if errors:
             self.remove_adapter(slot)
-            raise ModelError(refusals[0])
+            raise ModelError(errors[0])
 
     def discard_adapter(self, name: str) -> None:
-        """Have them drop what they read."""
-        self._tell(_Do.FORGET, 0, name)
+        self._order(_Action.DISCARD, 0, name)
 
     def remove_adapter(self, slot: int) -> None:
-        self._tell(_Do.REMOVE, slot, "")
+        self._order(_Action.REMOVE, slot, "")
 
-    def _tell(self, what: _Do, slot: int, name: str) -> None:
-        self._ranks.command(RankOrder.ADAPTER, _HEADER.pack(what, slot) + name.encode())
+    def _order(self, action: _Action, slot: int, name: str) -> None:
+        self._ranks.command(RankOrder.ADAPTER, _HEADER.pack(action, slot) + name.encode())
 
 
 class PeerAdapters:
@@ -63,24 +60,24 @@ class PeerAdapters:
         self._reading: dict[str, Future[Updates]] = {}
 
     def handle_adapter_order(self, message: bytes) -> bytes:
-        """What went wrong, or nothing."""
-        what, slot = _HEADER.unpack_from(message)
+        """Execute an order; return an error message or nothing."""
+        action, slot = _HEADER.unpack_from(message)
         name = message[_HEADER.size :].decode()
-        match what:
-            case _Do.READ:
+        match action:
+            case _Action.READ:
                 self._reading[name] = self._thread.submit(self._files.read, name)
-            case _Do.INSERT:
+            case _Action.INSERT:
                 future = self._reading.pop(name)
                 error = future.exception()
                 if error is not None:
                     return str(error if isinstance(error, FolioError) else EngineError(f"{name!r}: {error!r}")).encode()
                 self._layers.insert(slot, future.result())
-            case _Do.FORGET:
+            case _Action.DISCARD:
                 del self._reading[name]
-            case _Do.REMOVE:
+            case _Action.REMOVE:
                 self._layers.remove_adapter(slot)
             case _:
-                raise ValueError(f"unknown order about adapters: {what}")
+                raise ValueError(f"unknown adapter order {action}")
         return b""
 
     def close(self) -> None:

@@ -1,7 +1,4 @@
-"""What rank 0 tells its peers, as bytes. A step's message is numbers only: nothing is pickled for a token.
-
-How messages go from rank 0 to its peers, and answers back.
-"""
+"""Messages from rank 0 to its peers as bytes, without pickling in steps; the Protocols of the links that carry them."""
 
 from __future__ import annotations
 
@@ -19,13 +16,13 @@ _HEADER = struct.Struct("<BBII")  # dtype, dimensions, their sizes
 
 
 class RankOrder(enum.IntEnum):
-    """What the main thread of a peer does, one after the other."""
+    """Orders for the main thread of a peer, executed in sequence."""
 
     CONNECT = 1  # join the process group
-    LOAD = 2  # load its shard of the model
-    OBSERVE = 3  # find out what the layers need
+    LOAD = 2  # load the shard of the model
+    OBSERVE = 3  # observe the layers' geometry
     MEMORY = 4  # see `vmem.tensor_parallel.orders.MemoryOrder`
-    OPEN = 5  # run on the memory of that number
+    OPEN = 5  # use the memory of the given number
     STEP = 6  # compute a step
     OWN_LOGITS = 7  # compute one sequence by the model's own attention
     STOP = 8
@@ -50,7 +47,7 @@ def unpack_arrays(message: bytes) -> list[Array]:
         at += _HEADER.size
         array = np.frombuffer(message, _DTYPES[dtype], count, at).reshape(shape)
         at += array.nbytes
-        arrays.append(array.copy())  # torch wants memory that it may write to, at addresses that fit
+        arrays.append(array.copy())  # torch needs writable, aligned memory
     return arrays
 
 
@@ -75,35 +72,32 @@ def unpack_step(message: bytes) -> StepPlan:
 
 
 class Link(Protocol):
-    """Rank 0's end. `post` may be called from several threads; of `collect` one at a time.
-
-    Both raise what the link's `check` raises: it is called now and then while they wait.
+    """Rank 0's end. `post` may be called from several threads, `collect` from one at a time. Both call the link's
+    `check` periodically while they wait, and raise its exception.
     """
 
     def post(self, message: bytes, *, answered: bool = False) -> None:
         """Send a message to every peer.
 
         Args:
-            answered: every peer answers it, and `collect` follows before the next such message.
+            answered: every peer answers, and `collect` follows before the next answered message.
         """
         ...
 
     def collect(self) -> list[bytes]:
-        """Every peer's answer to the last message that is answered, in the order of their ranks."""
+        """The peers' answers to the last answered message, by rank."""
         ...
 
-    def close(self) -> None:
-        """Nothing is sent any more."""
-        ...
+    def close(self) -> None: ...
 
 
 class PeerLink(Protocol):
     """A peer's end."""
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """The next message; `None` if there is none in time. Raises `EOFError` when rank 0 is gone, if that shows."""
+        """The next message; `None` after the timeout. Raises `EOFError` when a TCP connection to rank 0 has ended."""
         ...
 
     def reply(self, answer: bytes) -> None:
-        """Answer the message received last."""
+        """Answer the last received message."""
         ...

@@ -1,7 +1,4 @@
-"""Peers as child processes: what `LLM` uses, without Ray.
-
-What a peer is told before it can be told anything, and what its process has to be.
-"""
+"""Peer processes: their specification, the Protocol for starting them, and child processes as used by `LLM`."""
 
 from __future__ import annotations
 
@@ -22,8 +19,65 @@ from app.engine.tensor_parallel.shared_memory import MemoryAddress
 from app.engine.tensor_parallel.sockets import SocketAddress
 from app.errors import ConfigError, FolioError, ModelError
 
-# Not imported here: this is what a child runs.
-_CHILD = "app.engine.tensor_parallel.worker"
+STEPS, MEMORY = range(2)  # the links
+# Errors that a peer reports and rank 0 raises under the same name.
+ERRORS: dict[str, type[FolioError]] = {error.__name__: error for error in (ConfigError, ModelError)}
+# Limits for peers: to start and import, to join the process group, to load their shards and observe their layers.
+START_TIMEOUT_S, JOIN_TIMEOUT_S, LOAD_TIMEOUT_S = 300.0, 60.0, 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """Settings of a peer.
+
+    Attributes:
+        rank: 1 or more.
+        link: address of rank 0's messages.
+        store: address at which ranks find each other.
+        host: the peer's own address.
+        leader_pid: rank 0's process, if all ranks are on one machine: a peer does not outlive it.
+        may_kill_leader: whether peers kill a hanging rank 0, so that its replica is replaced.
+    """
+
+    config: EngineConfig
+    rank: int
+    link: MemoryAddress | SocketAddress
+    store: StoreAddress
+    host: str
+    leader_pid: int | None
+    may_kill_leader: bool
+
+
+class RankProcesses(Protocol):
+    """Processes that wait for their `RankSpec`. Peer 0 is rank 1.
+
+    Attributes:
+        host: this process's address, as peers see it.
+        on_one_machine: whether peers share memory and process ids with this process.
+        may_kill_leader: see `RankSpec`.
+    """
+
+    host: str
+    on_one_machine: bool
+    may_kill_leader: bool
+
+    def run(self, specs: Sequence[RankSpec]) -> None:
+        """Start a worker in each process."""
+        ...
+
+    def is_alive(self, peer: int) -> bool: ...
+
+    def kill(self, peer: int) -> None:
+        """End a process at once, in any state; idempotent."""
+        ...
+
+    def close(self) -> None:
+        """Release resources, after all processes have ended."""
+        ...
+
+
+# (number of peers) → their processes. Called in a thread that lives as long as the processes.
+Launch = Callable[[int], RankProcesses]
 
 
 class ChildProcesses:
@@ -31,11 +85,11 @@ class ChildProcesses:
 
     host = "127.0.0.1"
     on_one_machine = True
-    may_kill_leader = False  # it is the user's own process
+    may_kill_leader = False  # rank 0 is the user's own process
 
     def __init__(self, num_peers: int) -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        command = [sys.executable, "-m", _CHILD, str(os.getpid())]
+        command = [sys.executable, "-m", "app.engine.tensor_parallel.worker", str(os.getpid())]
         self._children = [subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) for _ in range(num_peers)]
 
     def run(self, specs: Sequence[RankSpec]) -> None:
@@ -64,68 +118,4 @@ class ChildProcesses:
                     child.stdin.close()
 
 
-def spawn_ranks(num_peers: int) -> RankProcesses:
-    """`Launch` that starts child processes."""
-    return ChildProcesses(num_peers)
-
-
-STEPS, MEMORY = range(2)  # the links
-# Errors that a peer answers with and that mean the same here.
-ERRORS: dict[str, type[FolioError]] = {error.__name__: error for error in (ConfigError, ModelError)}
-# How long peers may take to start and import everything, to join the group, and to load their share and show what their
-# layers need.
-START_TIMEOUT_S, JOIN_TIMEOUT_S, LOAD_TIMEOUT_S = 300.0, 60.0, 3600.0
-
-
-@dataclass(frozen=True, slots=True)
-class RankSpec:
-    """What a peer has to know.
-
-    Attributes:
-        rank: 1 or more.
-        link: where messages come from.
-        store: where ranks find each other.
-        host: the peer's own address.
-        leader_pid: rank 0's process, if all ranks are on one machine: a peer does not outlive it.
-        may_kill_leader: a leader that does not move any more is to be killed, so that somebody notices.
-    """
-
-    config: EngineConfig
-    rank: int
-    link: MemoryAddress | SocketAddress
-    store: StoreAddress
-    host: str
-    leader_pid: int | None
-    may_kill_leader: bool
-
-
-class RankProcesses(Protocol):
-    """Processes for peers, which wait to be told what to do. Peer 0 is rank 1.
-
-    Attributes:
-        host: the address under which they reach this process.
-        on_one_machine: whether they share its memory and process ids.
-        may_kill_leader: see `RankSpec`.
-    """
-
-    host: str
-    on_one_machine: bool
-    may_kill_leader: bool
-
-    def run(self, specs: Sequence[RankSpec]) -> None:
-        """Let each of them do what a peer does."""
-        ...
-
-    def is_alive(self, peer: int) -> bool: ...
-
-    def kill(self, peer: int) -> None:
-        """End it now, whatever state it is in; nothing happens if it has ended."""
-        ...
-
-    def close(self) -> None:
-        """All have ended: forget them."""
-        ...
-
-
-# (number of peers) → their processes. Called in a thread that lives as long as they should.
-Launch = Callable[[int], RankProcesses]
+spawn_ranks: Launch = ChildProcesses

@@ -1,7 +1,7 @@
-"""The peers as rank 0 sees them: started, told what to do, watched, and ended all together.
+"""Rank group: rank 0's peers, started, given orders, watched and ended together.
 
-A rank that dies or does not finish a step in time ends the group: the others cannot go on without it. Then all peers
-are killed, whoever waits for them stops waiting, and `check` raises from then on.
+A rank that dies or exceeds a time limit ends the group, because the others cannot continue without it: all peers are
+killed, waits for them end, and `check_alive` raises from then on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 
 from app.config.engine import EngineConfig
-from app.engine.tensor_parallel import processes as spec
+from app.engine.tensor_parallel import processes as limits
 from app.engine.tensor_parallel import shared_memory
 from app.engine.tensor_parallel.communicator import Communicator, open_store
 from app.engine.tensor_parallel.messages import Link, RankOrder
@@ -31,32 +31,32 @@ from app.errors import EngineError, FolioError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.05
-# Peers show about once a second that they are running.
+_WATCH_INTERVAL_S = 0.05
+# Peers send a heartbeat about once a second.
 _LEAST_SILENCE_S = 3.0
-# How long peers may take to leave by themselves.
+# Time for peers to end by themselves.
 _GRACE_S = 5.0
 
 R = TypeVar("R")
 
 
 class RankGroup:
-    """The peers of one engine. It is the `vmem.Peers` of its memory, too.
+    """The peers of one engine; also the `vmem.PeerRanks` of its memory.
 
     Raises:
-        ConfigError: there is no place for the processes.
-        UnavailableError: they cannot be started.
+        ConfigError: no room for the processes.
+        UnavailableError: the processes cannot be started.
     """
 
     def __init__(self, config: EngineConfig, launch: Launch) -> None:
         self._config = config
         self._num_peers = config.tensor_parallel_size - 1
-        self._reason: str | None = None
-        self._refusal: FolioError | None = None  # why they were not started
+        self._reason: str | None = None  # why the group has ended
+        self._launch_error: FolioError | None = None
         self._failing = threading.Lock()
-        self._busy: set[_Busy] = set()
+        self._waits: set[_Wait] = set()
         self._links: list[Link] = []
-        self._asking = [threading.Lock() for _ in (STEPS, MEMORY)]  # from a question to its answers
+        self._call_locks = [threading.Lock() for _ in (STEPS, MEMORY)]  # held from a call to its answers
         self._files: list[int] = []
         self._memory: mmap.mmap | None = None
         self._listener: SocketListener | None = None
@@ -71,23 +71,23 @@ class RankGroup:
         self._launched.wait()
         if self._reason is not None:
             self.close()
-            raise self._refusal or self._unavailable()
+            raise self._launch_error or self._unavailable()
 
     # ---- starting ----
 
     def connect(self, device: torch.device) -> Communicator:
-        """Returns when all ranks have found each other. Raises `UnavailableError`."""
+        """Start the workers and connect all ranks. Raises `UnavailableError`."""
         try:
             return self._connect(device)
         except (OSError, RuntimeError, EOFError) as error:
-            self.fail(f"the ranks did not find each other: {error}")
+            self.fail(f"the ranks cannot connect: {error}")
             raise self._unavailable() from error
 
     def _connect(self, device: torch.device) -> Communicator:
         processes = self._processes
         assert processes is not None
         size = self._num_peers + 1
-        store_address, store = open_store(processes.host, size, spec.JOIN_TIMEOUT_S)
+        store_address, store = open_store(processes.host, size, limits.JOIN_TIMEOUT_S)
         link: MemoryAddress | SocketAddress
         in_memory = processes.on_one_machine and shared_memory.is_supported()
         if in_memory:
@@ -106,25 +106,25 @@ class RankGroup:
                 for rank in range(1, size)
             ]
         )
-        with self._busy_with(spec.START_TIMEOUT_S):
+        with self._limited(limits.START_TIMEOUT_S):
             if self._listener is not None:
                 self._links = list(self._listener.accept(2, self._num_peers, self.check_alive))
             self._post(bytes([RankOrder.CONNECT]), answered=True)
-            self._links[STEPS].collect()  # all are up, and about to join
+            self._links[STEPS].collect()  # all have started, and join next
         self._close_files()
-        self._comm = Communicator(store, 0, size, device, processes.host, spec.JOIN_TIMEOUT_S)
+        self._comm = Communicator(store, 0, size, device, processes.host, limits.JOIN_TIMEOUT_S)
         return self._comm
 
-    # ---- what all do ----
+    # ---- orders ----
 
     def load(self, act: Callable[[], R]) -> R:
-        """Have every peer load its share of the model while this rank does the same; returns what it returned here.
+        """Run `act` while every peer loads its shard of the model; return its result.
 
         Raises:
-            FolioError: what a peer raised.
+            FolioError: the error of a peer.
         """
         self.check_alive()
-        with self._busy_with(spec.LOAD_TIMEOUT_S):
+        with self._limited(limits.LOAD_TIMEOUT_S):
             self._post(bytes([RankOrder.LOAD]), answered=True)
             result = act()
             try:
@@ -140,21 +140,21 @@ class RankGroup:
 
     @contextmanager
     def step(self, message: bytes, limit_s: float | None = None) -> Iterator[None]:
-        """Have every peer compute something that this rank computes within the context.
+        """Have every peer execute an order while this rank computes the same within the context.
 
         Args:
-            limit_s: how long that may take, by default a step's time.
+            limit_s: time limit, by default `step_timeout_s`.
 
         Raises:
-            UnavailableError: it failed here or elsewhere, or took too long: the ranks do not agree any more about what
-                comes next.
+            UnavailableError: a rank failed or exceeded the limit; the ranks' collectives no longer match, and the group
+                ends.
         """
         self.check_alive()
         try:
-            with self._busy_with(limit_s or self._config.step_timeout_s):
+            with self._limited(limit_s or self._config.step_timeout_s):
                 self._post(message)
                 yield
-            self.check_alive()  # what was computed with ranks that are gone may be anything
+            self.check_alive()  # results of a step that lost a rank are undefined
         except BaseException as error:
             self.fail(f"a step failed: {error or type(error).__name__}")
             if isinstance(error, Exception) and not isinstance(error, UnavailableError):
@@ -162,13 +162,12 @@ class RankGroup:
             raise
 
     def command(self, order: RankOrder, message: bytes) -> None:
-        """Have every peer do something, after what was ordered before."""
+        """Post an order without an answer; orders are executed in sequence."""
         self._post(bytes([order]) + message)
 
     def ask_all(self, order: RankOrder, message: bytes) -> list[bytes]:
-        """The same, and what each peer answers. Raises `UnavailableError` if one does not."""
-        self._begin_asking(STEPS, lambda: self._post(bytes([order]) + message, answered=True))
-        answers = self._collect(STEPS)
+        """Post an order and return the peers' answers. Raises `UnavailableError` if a peer does not answer."""
+        answers = self._call(STEPS, lambda: self._post(bytes([order]) + message, answered=True))()
         self.check_alive()
         return answers
 
@@ -182,9 +181,9 @@ class RankGroup:
             raise self._unavailable()
 
     def _unavailable(self) -> UnavailableError:
-        return UnavailableError(f"{self._reason}; the request may be sent again")
+        return UnavailableError(f"{self._reason}; send the request again")
 
-    # ---- vmem.Peers: when ranks are lost memory goes on without them, and whoever checks hears of it ----
+    # ---- vmem.PeerRanks: without the peers memory continues on this rank; `check_alive` reports the loss ----
 
     def open_memory(self) -> int:
         return next(self._memories) % 256
@@ -197,25 +196,23 @@ class RankGroup:
         self._post(bytes([RankOrder.MEMORY]) + order)
 
     def call_order(self, order: bytes) -> Callable[[], list[bytes]]:
-        self._begin_asking(STEPS, lambda: self._post(bytes([RankOrder.MEMORY]) + order, answered=True))
-        return lambda: self._collect(STEPS)
+        return self._call(STEPS, lambda: self._post(bytes([RankOrder.MEMORY]) + order, answered=True))
 
     def post_request(self, request: bytes) -> None:
         self._send(MEMORY, bytes([False]) + request, False)
 
     def call_request(self, request: bytes) -> Callable[[], list[bytes]]:
-        self._begin_asking(MEMORY, lambda: self._send(MEMORY, bytes([True]) + request, True))
-        return lambda: self._collect(MEMORY)
+        return self._call(MEMORY, lambda: self._send(MEMORY, bytes([True]) + request, True))
 
     # ---- the end ----
 
     def fail(self, reason: str) -> None:
-        """A rank is lost: end all of them."""
+        """End the group because a rank is lost."""
         with self._failing:
             if self._reason is not None:
                 return
             self._reason = reason
-        logger.error("the ranks end: %s", reason)
+        logger.error("ending all ranks: %s", reason)
         try:
             self._kill_all()
         finally:
@@ -223,7 +220,7 @@ class RankGroup:
                 self._comm.abort()
 
     def close(self) -> None:
-        """Let the peers end, and make sure that they have."""
+        """End the peers and wait for them."""
         if self._reason is None and self._links:
             self._post(bytes([RankOrder.STOP]))
         self._stop.set()
@@ -252,99 +249,105 @@ class RankGroup:
         if self._reason is not None:
             return
         try:
-            with self._busy_with(self._config.step_timeout_s):
+            with self._limited(self._config.step_timeout_s):
                 self._links[link].post(message, answered=answered)
         except (UnavailableError, OSError) as error:
             self.fail(f"a peer cannot be reached: {error}")
 
-    def _begin_asking(self, link: int, ask: Callable[[], None]) -> None:
-        """Take the link's lock, which `_collect` lets go of: the mapper of one memory and the owner of another may ask
-        at once."""
-        self._asking[link].acquire()
+    def _call(self, link: int, send: Callable[[], None]) -> Callable[[], list[bytes]]:
+        """Send a message and return the function that collects its answers. The link's lock is held until then: the
+        mapper of one memory and the owner of another may call at the same time."""
+        self._call_locks[link].acquire()
         try:
-            ask()
+            send()
         except BaseException:
-            self.fail("a question was interrupted")  # its answers would be taken for those to the next
-            self._asking[link].release()
+            self.fail("a call was interrupted")  # its answers would be taken for those of the next call
+            self._call_locks[link].release()
             raise
+        return lambda: self._collect(link)
 
     def _collect(self, link: int) -> list[bytes]:
-        """The answers to what was asked."""
         try:
-            with self._busy_with(self._config.step_timeout_s):
+            with self._limited(self._config.step_timeout_s):
                 self.check_alive()
                 return self._links[link].collect()
         except (UnavailableError, OSError, EOFError) as error:
             self.fail(f"a peer does not answer: {error}")
             return []
         except BaseException:
-            self.fail("an answer was not waited for")
+            self.fail("the wait for an answer was interrupted")
             raise
         finally:
-            self._asking[link].release()
+            self._call_locks[link].release()
 
     @contextmanager
-    def _busy_with(self, limit_s: float) -> Iterator[None]:
-        """Something is waited for that must not take longer than that."""
-        busy = _Busy(limit_s)
-        self._busy.add(busy)
+    def _limited(self, limit_s: float) -> Iterator[None]:
+        """End the group if the context takes longer."""
+        wait = _Wait(limit_s)
+        self._waits.add(wait)
         try:
             yield
         finally:
-            self._busy.discard(busy)
+            self._waits.discard(wait)
 
     def _watch(self, launch: Launch) -> None:
-        """The thread: start the processes, look after them, end them. Their system kills them when it ends."""
+        """The watcher thread: start, watch and end the processes. The system kills them when this thread ends."""
         try:
             self._processes = launch(self._num_peers)
         except Exception as error:
             logger.exception("the ranks cannot be started")
-            self._refusal = error if isinstance(error, FolioError) else None
+            self._launch_error = error if isinstance(error, FolioError) else None
             self._reason = f"the ranks cannot be started: {error}"
             return
         finally:
             self._launched.set()
         try:
-            self._look_after(self._processes)
+            self._watch_peers(self._processes)
         except Exception as error:
-            logger.exception("nobody looks after the ranks any more")
+            logger.exception("watching the ranks failed")
             self.fail(f"the ranks cannot be watched: {error}")
         finally:
             self._kill_all()
             self._processes.close()
 
-    def _look_after(self, processes: RankProcesses) -> None:
-        """Until it is time to end them, and they had a while to do that by themselves."""
-        peers = range(self._num_peers)
-        silent = [_Silence() for _ in peers]
-        looked_at = time.monotonic()
-        while not self._stop.wait(_LOOK_S):
+    def _watch_peers(self, processes: RankProcesses) -> None:
+        """Find faults until `close`; then let the peers end by themselves for a while."""
+        silences = [_Silence() for _ in range(self._num_peers)]
+        checked_at = time.monotonic()
+        while not self._stop.wait(_WATCH_INTERVAL_S):
             now = time.monotonic()
-            # Time in which this process did not run itself (it was stopped, say) does not count.
-            elapsed, looked_at = min(now - looked_at, 4 * _LOOK_S), now
-            if self._reason is not None:
-                continue
-            for peer in peers:
-                if not processes.is_alive(peer):
-                    self.fail(f"rank {peer + 1} died")
-            for busy in list(self._busy):
-                busy.elapsed_s += elapsed
-                if busy.elapsed_s > busy.limit_s:
-                    self.fail(f"the ranks have not answered for {busy.limit_s:.0f} s")
-            link = self._links[MEMORY] if self._links else None
-            if isinstance(link, RingWriter):
-                link.beat()
-                for peer, (silence, beats) in enumerate(zip(silent, link.beats(), strict=True), start=1):
-                    if silence.lasts(beats, elapsed) > max(self._config.step_timeout_s, _LEAST_SILENCE_S):
-                        self.fail(f"rank {peer} has not moved for {silence.elapsed_s:.0f} s")
+            # Time in which this process itself did not run (because it was stopped, for example) does not count.
+            elapsed_s, checked_at = min(now - checked_at, 4 * _WATCH_INTERVAL_S), now
+            if self._reason is None:
+                self._find_faults(processes, silences, elapsed_s)
         deadline = time.monotonic() + (_GRACE_S if self._reason is None and self._links else 0)
-        while time.monotonic() < deadline and any(map(processes.is_alive, peers)):
-            time.sleep(_LOOK_S)
-            if self._links and isinstance(link := self._links[MEMORY], RingWriter):
-                link.beat()
+        while time.monotonic() < deadline and any(map(processes.is_alive, range(self._num_peers))):
+            time.sleep(_WATCH_INTERVAL_S)
+            if (ring := self._ring) is not None:
+                ring.beat()
+
+    def _find_faults(self, processes: RankProcesses, silences: list[_Silence], elapsed_s: float) -> None:
+        for rank in range(1, self._num_peers + 1):
+            if not processes.is_alive(rank - 1):
+                self.fail(f"rank {rank} died")
+        for wait in list(self._waits):
+            wait.elapsed_s += elapsed_s
+            if wait.elapsed_s > wait.limit_s:
+                self.fail(f"the ranks have not answered for {wait.limit_s:.0f} s")
+        if (ring := self._ring) is not None:
+            ring.beat()
+            limit_s = max(self._config.step_timeout_s, _LEAST_SILENCE_S)
+            for rank, (silence, beats) in enumerate(zip(silences, ring.beats(), strict=True), start=1):
+                if silence.update(beats, elapsed_s) > limit_s:
+                    self.fail(f"rank {rank} has sent no heartbeat for {silence.elapsed_s:.0f} s")
+
+    @property
+    def _ring(self) -> RingWriter | None:
+        link = self._links[MEMORY] if self._links else None
+        return link if isinstance(link, RingWriter) else None
 
     def _close_files(self) -> None:
-        """Every peer has opened them, or never will."""
+        """Close shared files, after every peer has opened them or failed to."""
         while self._files:
             os.close(self._files.pop())
 
@@ -358,8 +361,8 @@ class RankGroup:
 
 
 @dataclass(slots=True, eq=False)
-class _Busy:
-    """A wait, how long it may take, and how long it has taken."""
+class _Wait:
+    """A wait for peers and its time limit."""
 
     limit_s: float
     elapsed_s: float = 0.0
@@ -367,13 +370,13 @@ class _Busy:
 
 @dataclass(slots=True)
 class _Silence:
-    """How long a peer has not shown that it is running, since it first has."""
+    """Time since a peer's last heartbeat, from its first one on."""
 
     beats: int = 0
     elapsed_s: float = 0.0
 
-    def lasts(self, beats: int, elapsed_s: float) -> float:
-        """Seconds, after so many more."""
+    def update(self, beats: int, elapsed_s: float) -> float:
+        """The silence in seconds, given the current count of heartbeats and the time since the last call."""
         self.elapsed_s = self.elapsed_s + elapsed_s if beats and beats == self.beats else 0.0
         self.beats = beats
         return self.elapsed_s

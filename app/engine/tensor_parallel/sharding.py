@@ -1,30 +1,27 @@
-"""A rank's share of a model: only its part of the weights is loaded, and forwards add up what the ranks have.
+"""Sharding: a rank's share of a model's weights, and the collectives of its forwards.
 
-transformers loads, renames and merges the weights of a checkpoint and registers each with its module. At that moment
-the rank's part, a copy, takes its place. The whole weight was only mapped from the file, and its pages are let go of,
-so that the peak of a rank's memory is near its share; unless weights have to be converted to another dtype: that is
-done before.
+transformers loads, converts and merges the weights of a checkpoint and registers each with its module. At that moment a
+copy of the rank's part replaces the weight. The complete weight is only mapped from the file, and its pages are
+released, so that a rank's peak memory is near its share, unless weights are converted to another dtype, which happens
+before.
 
-Which part of each weight a rank has, and what the ranks do with each other's results: the model's own tp plan.
+The part of each weight and the collectives follow the model's own tensor-parallel plan:
 
     style                    weight                      forward
     colwise                  a part of the outputs       none
-    colwise_gather_output    a part of the outputs       then the ranks' outputs side by side
-    rowwise                  a part of the inputs        then the sum over the ranks
-    rowwise_split_input      a part of the inputs        of the input that part; then the sum over the ranks
+    colwise_gather_output    a part of the outputs       concatenate the ranks' outputs
+    rowwise                  a part of the inputs        sum over the ranks
+    rowwise_split_input      a part of the inputs        split the input; sum over the ranks
     packed_colwise, …rowwise a part of gate and of up    none
     last, last_but_one       a part of that dimension    none
-    first_rank               all, the others have zeros  none
-    embedding_rowwise        a part of the vocabulary    what is not there is zero; then the sum over the ranks
-    embedding_colwise        a part of each vector       then the ranks' parts side by side
-    moe_tp_experts           (its parameters' styles)    then the sum over the ranks
-    all_reduce               all                         the sum over the ranks
-    moe_identity_expert      all                         of a size-th of the input
+    first_rank               all on rank 0, else zeros   none
+    embedding_rowwise        a part of the vocabulary    zero for other tokens; sum over the ranks
+    embedding_colwise        a part of each vector       concatenate the ranks' parts
+    moe_tp_experts           (its parameters' styles)    sum over the ranks
+    all_reduce               all                         sum over the ranks
+    moe_identity_expert      all                         divide the input by the number of ranks
 
-Heads are never cut: a rank has whole heads, and where there are fewer KV heads than ranks, several ranks have the same
-one.
-
-The pages of a checkpoint's files that a process has mapped: read once, and not needed again.
+Heads are never cut: a rank has complete heads. With fewer KV heads than ranks, several ranks have the same KV head.
 """
 
 from __future__ import annotations
@@ -48,159 +45,9 @@ from app.engine.execution.recurrent import PackedMixer
 from app.engine.tensor_parallel.communicator import Communicator
 from app.errors import ModelError
 
-# Styles whose forwards collect something; the others need nothing but their part of the weights.
-_COLLECTING = {"rowwise", "rowwise_rep", "rowwise_split_input", "moe_tp_experts", "all_reduce", "moe_identity_expert"}
-_COLLECTING |= {"colwise_gather_output", "colwise_rep", "embedding_rowwise", "embedding_colwise"}
-
-
-def load_share(
-    folder: str, config: PreTrainedConfig, comm: Communicator, **settings: Any
-) -> tuple[PreTrainedModel, dict[str, Any], ShardPlan]:
-    """Like `from_pretrained` with `output_loading_info`, but for one rank's share, which is returned, too.
-
-    Args:
-        settings: for `from_pretrained`.
-
-    Raises:
-        ModelError: the ranks cannot share the model.
-    """
-    with torch.device("meta"):
-        blank = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), attn_implementation=settings["attn_implementation"]
-        )
-    model_class: type[PreTrainedModel] = type(blank)
-    share = _Share(plan_shards(blank, comm.rank, comm.size), folder)
-
-    def init(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-        model_class.__init__(self, *args, **kwargs)
-        share.expect(self)
-
-    # Only a class of its own sees the model before its weights come.
-    watched: Any = type(model_class.__name__, (model_class,), {"__init__": init, "__module__": model_class.__module__})
-    with share.taken():
-        module, loading = watched.from_pretrained(folder, config=config, output_loading_info=True, **settings)
-    module.__class__ = model_class
-    return module, loading, share.plan
-
-
-class _Share:
-    """Cuts the weights of one model while they are registered with its modules."""
-
-    def __init__(self, plan: ShardPlan, folder: str) -> None:
-        self.plan = plan
-        self._names: dict[tuple[nn.Module, str], tuple[str, torch.Size]] = {}
-        self._taken: dict[int, nn.Parameter] = {}  # tied weights are registered again
-        self._pages = MappedFiles(folder)
-
-    def expect(self, model: PreTrainedModel) -> None:
-        """The model's weights are going to come."""
-        for path, module in model.named_modules(remove_duplicate=False):
-            for name, parameter in module.named_parameters(recurse=False):
-                self._names[module, name] = (f"{path}.{name}", parameter.shape)
-
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        take: Any = self._take  # torch's annotation does not know that it may return something
-        hook = register_module_parameter_registration_hook(take)
-        try:
-            yield
-        finally:
-            hook.remove()
-            self._names.clear()  # the class that knows this lives on for a while, and weights are replaced soon
-            self._taken.clear()
-
-    def _take(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """What is registered instead, `None` for the parameter itself."""
-        full_name, shape = self._names.get((module, name), ("", None))
-        if parameter is None or parameter.is_meta or parameter.shape != shape or id(parameter) in self._taken:
-            return None  # no weights, or its part already
-        cut = self.plan.cuts.get(full_name)
-        weight = parameter.detach()
-        taken = nn.Parameter(weight.clone() if cut is None else cut.of(weight), requires_grad=False)
-        taken.__dict__.update(parameter.__dict__)  # the loader's note that it need not be initialised
-        self._taken[id(taken)] = taken
-        self._pages.note_read(weight.nbytes)
-        return taken
-
-
-def install_collectives(model: PreTrainedModel, plan: ShardPlan, comm: Communicator) -> None:
-    """Let forwards collect what the other ranks have. After this every forward is one of all ranks.
-
-    Raises:
-        ModelError: a module whose results have to be collected was replaced by something else.
-    """
-    head = model.get_output_embeddings()
-    modules = _modules_by_first_path(model)
-    for path, groups in plan.kv_groups.items():
-        attention: Any = modules[path]
-        attention.num_key_value_groups = groups
-    for path, style in plan.styles.items():
-        if style not in _COLLECTING:
-            continue
-        module = modules.get(path)
-        if module is None:
-            raise ModelError(f"{path} of {model.config.model_type} is not where its tensor-parallel plan says")
-        if style in ("rowwise", "rowwise_rep", "moe_tp_experts", "all_reduce"):
-            _sum_output(module, comm)
-        elif style == "rowwise_split_input":
-            _split_input(module, *plan.spans[path][plan.rank])
-            _sum_output(module, comm)
-        elif style in ("colwise_gather_output", "colwise_rep", "embedding_colwise"):
-            sizes = [end - start for start, end in plan.spans[path]]
-            _collect_output(module, sizes, comm, on_first_rank_only=module is head)
-        elif style == "embedding_rowwise":
-            _look_up_part(module, *plan.spans[path][plan.rank], comm)
-        elif style == "moe_identity_expert":
-            module.register_forward_pre_hook(lambda _, args: (args[0] / plan.size, *args[1:]))
-
-
-def _modules_by_first_path(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Modules by the paths that they had when the model was loaded: mixers are wrapped since."""
-    modules: dict[str, nn.Module] = {}
-    wrapped: list[str] = []
-    for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, PackedMixer):
-            wrapped.append(path)
-        first = path
-        for wrapper in wrapped:
-            if f"{path}.".startswith(f"{wrapper}.mixer."):
-                first = wrapper + path[len(wrapper) + len(".mixer") :]
-        modules[first] = module
-    return modules
-
-
-def _sum_output(module: nn.Module, comm: Communicator) -> None:
-    module.register_forward_hook(lambda _, __, output: comm.all_reduce(output))
-
-
-def _split_input(module: nn.Module, start: int, end: int) -> None:
-    module.register_forward_pre_hook(lambda _, args: (args[0][..., start:end], *args[1:]))
-
-
-def _collect_output(module: nn.Module, sizes: list[int], comm: Communicator, *, on_first_rank_only: bool) -> None:
-    if on_first_rank_only:  # it samples
-        module.register_forward_hook(lambda _, __, output: comm.gather(output, sizes))
-    else:
-        module.register_forward_hook(lambda _, __, output: comm.all_gather(output, sizes))
-
-
-def _look_up_part(module: nn.Module, start: int, end: int, comm: Communicator) -> None:
-    """An embedding of the tokens `start … end - 1`, the others are another rank's."""
-    look_up = module.forward
-    if isinstance(module, nn.Embedding):
-        module.padding_idx = None  # for training, and perhaps not in this part
-
-    def forward(token_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        elsewhere = (token_ids < start) | (token_ids >= end)
-        rows = look_up((token_ids - start).masked_fill(elsewhere, 0), *args, **kwargs)
-        return comm.all_reduce(rows.masked_fill(elsewhere[..., None], 0.0))
-
-    module.forward = forward
-
-
 logger = logging.getLogger(__name__)
 
-# Plans that transformers does not have, or that leave the layers out.
+# Plans that transformers lacks, or has without the layers.
 _EXTENSIONS = {
     "gpt_oss": {
         "model.embed_tokens": "embedding_rowwise",
@@ -209,7 +56,7 @@ _EXTENSIONS = {
         "model.layers.*.self_attn.v_proj": "colwise",
         "model.layers.*.self_attn.sinks": "last",
         "model.layers.*.self_attn.o_proj": "rowwise",
-        # Gate and up take turns in the last dimension.
+        # Gate and up are interleaved in the last dimension.
         "model.layers.*.mlp.experts.gate_up_proj": "last",
         "model.layers.*.mlp.experts.gate_up_proj_bias": "last",
         "model.layers.*.mlp.experts.down_proj": "last_but_one",
@@ -221,26 +68,34 @@ _COLUMN = {"colwise", "colwise_rep", "colwise_gather_output"}
 _ROW = {"rowwise", "rowwise_rep", "rowwise_split_input"}
 _REPLICATED = {"replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate", "local_params", "moe_tp_experts"}
 _REPLICATED |= {"all_reduce", "moe_identity_expert"}
-# A warning is due when every rank has more of the weights than this share: norms are far less.
-_MUCH = 0.1
+# Warn if more than this share of the weights is on every rank; norms are far less.
+_MOST_REPLICATED = 0.1
 _KV_PROJECTIONS = ("k_proj", "v_proj")
+# Styles with a collective in the forward.
+_COLLECTING = {"rowwise", "rowwise_rep", "rowwise_split_input", "moe_tp_experts", "all_reduce", "moe_identity_expert"}
+_COLLECTING |= {"colwise_gather_output", "colwise_rep", "embedding_rowwise", "embedding_colwise"}
+_MADV_DONTNEED = 4
+_RELEASE_INTERVAL_BYTES = 64 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """The part of a weight that a rank has: spans of one dimension, side by side."""
+    """A rank's part of a weight: concatenated spans of one dimension."""
 
     dim: int
     spans: tuple[tuple[int, int], ...]
 
     def of(self, weight: torch.Tensor) -> torch.Tensor:
-        """The part, in memory of its own."""
+        """A copy of the part."""
         parts = [weight.narrow(self.dim, start, end - start) for start, end in self.spans]
         return parts[0].clone() if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
 class ZeroShard:
-    """Nothing of a weight, in its shape: what is added once for all ranks is rank 0's."""
+    """Zeros in a weight's shape, for weights that only rank 0 adds."""
 
     def of(self, weight: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(weight)
@@ -248,13 +103,13 @@ class ZeroShard:
 
 @dataclass(slots=True)
 class ShardPlan:
-    """What one rank of `size` does.
+    """The plan of one of `size` ranks.
 
     Attributes:
-        cuts: parameter name → its part of it; the others it has whole.
-        styles: module name → what its forward does beside its own.
-        spans: module name → of the dimension that is cut, every rank's span.
-        kv_groups: attention module name → query heads to a KV head, where several ranks share one.
+        cuts: parameter name → this rank's part; other parameters are replicated.
+        styles: module name → style of its collective.
+        spans: module name → every rank's span of the sharded dimension.
+        kv_groups: attention module name → query heads for each KV head, where several ranks share one.
     """
 
     rank: int
@@ -266,14 +121,10 @@ class ShardPlan:
 
 
 def plan_shards(model: PreTrainedModel, rank: int, size: int) -> ShardPlan:
-    """How a model is cut.
-
-    Args:
-        model: it, perhaps without weights (on the meta device).
+    """The sharding of a model, which may be on the meta device.
 
     Raises:
-        ModelError: it has no plan for its layers, one with an unknown style, or dimensions that `size` ranks cannot
-            share evenly.
+        ModelError: no plan for the layers, an unknown style, or dimensions that are not divisible by `size`.
     """
     kind = model.config.model_type
     styles = dict(model.tp_plan or {}) | _EXTENSIONS.get(kind, {})
@@ -286,13 +137,13 @@ def plan_shards(model: PreTrainedModel, rank: int, size: int) -> ShardPlan:
 
 
 def _warn_of_whole_weights(model: PreTrainedModel, plan: ShardPlan) -> None:
-    """Plans may leave attention out, and with it the KV cache."""
+    """Plans may omit attention, and with it the KV cache."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     whole = sum(size for name, size in sizes.items() if name not in plan.cuts) / sum(sizes.values())
-    if whole > _MUCH and not plan.rank:
+    if whole > _MOST_REPLICATED and not plan.rank:
         logger.warning(
-            "the tensor-parallel plan of %s leaves %.0f %% of its weights whole on every rank; so may be the KV cache "
-            "of layers whose attention is among them",
+            "the tensor-parallel plan of %s replicates %.0f %% of its weights, and the KV cache of layers "
+            "whose attention is among them",
             model.config.model_type,
             whole * 100,
         )
@@ -322,14 +173,14 @@ class _Planner:
         if own_dim is None:
             raise ModelError(f"{self._kind} has a tensor-parallel plan with the style {style!r}, which Folio lacks")
         if style == "first_rank" or (style in _ROW and name == "bias"):
-            if self.plan.rank:  # added once
+            if self.plan.rank:
                 self.plan.cuts[full_name] = ZeroShard()
             return
         dim = own_dim % parameter.ndim
         spans = self._spans(path, style, parameter.shape[dim])
         start, end = spans[self.plan.rank]
         self.plan.spans[path] = spans
-        if style.startswith("packed"):  # the same part of both halves
+        if style.startswith("packed"):
             half = parameter.shape[dim] // 2
             start, end = start // 2, end // 2
             self.plan.cuts[full_name] = WeightShard(dim, ((start, end), (half + start, half + end)))
@@ -337,10 +188,10 @@ class _Planner:
             self.plan.cuts[full_name] = WeightShard(dim, ((start, end),))
 
     def _spans(self, path: str, style: str, length: int) -> tuple[tuple[int, int], ...]:
-        """Every rank's span of a dimension of that length."""
+        """Every rank's span of a dimension."""
         size = self.plan.size
         parent_path, _, name = path.rpartition(".")
-        if style == "embedding_rowwise" or style == "colwise_gather_output":  # need not be even
+        if style in ("embedding_rowwise", "colwise_gather_output"):  # may be uneven
             return tuple((length * r // size, length * (r + 1) // size) for r in range(size))
         parent = self._modules.get(parent_path)
         head_dim = getattr(parent, "head_dim", None)
@@ -364,20 +215,20 @@ class _Planner:
         self.plan.kv_groups[path] = num_heads // self.plan.size
 
     def _num_query_heads(self, attention: nn.Module | None) -> int:
-        """Of a layer, if it says so, else of all."""
+        """Query heads of a layer, by default those of the config."""
         names = ("num_heads", "num_attention_heads")
         own = [count for name in names if isinstance(count := getattr(attention, name, None), int)]
         return own[0] if own else self._num_heads
 
-    def _check_divides(self, count: int, what: str) -> None:
+    def _check_divides(self, count: int, noun: str) -> None:
         if count % self.plan.size:
             raise ModelError(
-                f"{self.plan.size} ranks cannot share the {count} {what} evenly; choose another tensor_parallel_size"
+                f"{self.plan.size} ranks cannot share the {count} {noun} evenly; choose another tensor_parallel_size"
             )
 
 
 def _dimension(style: str, name: str, ndim: int) -> int | None:
-    """Which dimension of a parameter is cut; `None` for an unknown style."""
+    """The sharded dimension of a parameter; `None` for an unknown style."""
     if style in _COLUMN or style == "packed_colwise":
         return max(ndim - 2, 0)
     if style in _ROW or style in ("packed_rowwise", "last", "first_rank"):
@@ -388,23 +239,161 @@ def _dimension(style: str, name: str, ndim: int) -> int | None:
 
 
 def _generic(name: str) -> str:
-    """The name with layer numbers as `*`, as plans have them."""
+    """The name with `*` for layer numbers, as in plans."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-_MADV_DONTNEED = 4
-_EVERY_BYTES = 64 << 20
+def load_share(
+    folder: str, config: PreTrainedConfig, comm: Communicator, **settings: Any
+) -> tuple[PreTrainedModel, dict[str, Any], ShardPlan]:
+    """`from_pretrained` with `output_loading_info` for one rank's share; also return the plan.
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    Args:
+        settings: for `from_pretrained`.
+
+    Raises:
+        ModelError: the model cannot be sharded.
+    """
+    with torch.device("meta"):
+        blank = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation=settings["attn_implementation"]
+        )
+    model_class: type[PreTrainedModel] = type(blank)
+    share = _Share(plan_shards(blank, comm.rank, comm.size), folder)
+
+    def init(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, *args, **kwargs)
+        share.expect(self)
+
+    # A subclass sees the model before its weights are loaded.
+    watched: Any = type(model_class.__name__, (model_class,), {"__init__": init, "__module__": model_class.__module__})
+    with share.taken():
+        module, loading = watched.from_pretrained(folder, config=config, output_loading_info=True, **settings)
+    module.__class__ = model_class
+    return module, loading, share.plan
+
+
+class _Share:
+    """Replaces weights by this rank's parts while they are registered with their modules."""
+
+    def __init__(self, plan: ShardPlan, folder: str) -> None:
+        self.plan = plan
+        self._names: dict[tuple[nn.Module, str], tuple[str, torch.Size]] = {}
+        self._taken: dict[int, nn.Parameter] = {}  # tied weights are registered again
+        self._pages = MappedFiles(folder)
+
+    def expect(self, model: PreTrainedModel) -> None:
+        """Note the names and shapes of the model's weights before they are loaded."""
+        for path, module in model.named_modules(remove_duplicate=False):
+            for name, parameter in module.named_parameters(recurse=False):
+                self._names[module, name] = (f"{path}.{name}", parameter.shape)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        take: Any = self._take  # torch's annotation lacks the return value
+        hook = register_module_parameter_registration_hook(take)
+        try:
+            yield
+        finally:
+            hook.remove()
+            self._names.clear()  # the subclass keeps a reference to this object
+            self._taken.clear()
+
+    def _take(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        """The parameter to register instead; `None` keeps the given one."""
+        full_name, shape = self._names.get((module, name), ("", None))
+        if parameter is None or parameter.is_meta or parameter.shape != shape or id(parameter) in self._taken:
+            return None  # not loaded, or already the part
+        cut = self.plan.cuts.get(full_name)
+        weight = parameter.detach()
+        taken = nn.Parameter(weight.clone() if cut is None else cut.of(weight), requires_grad=False)
+        taken.__dict__.update(parameter.__dict__)  # transformers' mark that the weight needs no initialisation
+        self._taken[id(taken)] = taken
+        self._pages.note_read(weight.nbytes)
+        return taken
+
+
+def install_collectives(model: PreTrainedModel, plan: ShardPlan, comm: Communicator) -> None:
+    """Add the plan's collectives to the modules; from then on all ranks run every forward together.
+
+    Raises:
+        ModelError: a module with a collective is missing.
+    """
+    head = model.get_output_embeddings()
+    modules = _modules_by_first_path(model)
+    for path, groups in plan.kv_groups.items():
+        attention: Any = modules[path]
+        attention.num_key_value_groups = groups
+    for path, style in plan.styles.items():
+        if style not in _COLLECTING:
+            continue
+        module = modules.get(path)
+        if module is None:
+            raise ModelError(f"{path} of {model.config.model_type} is not where its tensor-parallel plan says")
+        if style in ("rowwise", "rowwise_rep", "moe_tp_experts", "all_reduce"):
+            _sum_output(module, comm)
+        elif style == "rowwise_split_input":
+            _split_input(module, *plan.spans[path][plan.rank])
+            _sum_output(module, comm)
+        elif style in ("colwise_gather_output", "colwise_rep", "embedding_colwise"):
+            sizes = [end - start for start, end in plan.spans[path]]
+            _collect_output(module, sizes, comm, on_first_rank_only=module is head)
+        elif style == "embedding_rowwise":
+            _look_up_part(module, *plan.spans[path][plan.rank], comm)
+        elif style == "moe_identity_expert":
+            module.register_forward_pre_hook(lambda _, args: (args[0] / plan.size, *args[1:]))
+
+
+def _modules_by_first_path(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Modules by their paths at load time, before mixers were wrapped."""
+    modules: dict[str, nn.Module] = {}
+    wrapped: list[str] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, PackedMixer):
+            wrapped.append(path)
+        first = path
+        for wrapper in wrapped:
+            if f"{path}.".startswith(f"{wrapper}.mixer."):
+                first = wrapper + path[len(wrapper) + len(".mixer") :]
+        modules[first] = module
+    return modules
+
+
+def _sum_output(module: nn.Module, comm: Communicator) -> None:
+    module.register_forward_hook(lambda _, __, output: comm.all_reduce(output))
+
+
+def _split_input(module: nn.Module, start: int, end: int) -> None:
+    module.register_forward_pre_hook(lambda _, args: (args[0][..., start:end], *args[1:]))
+
+
+def _collect_output(module: nn.Module, sizes: list[int], comm: Communicator, *, on_first_rank_only: bool) -> None:
+    if on_first_rank_only:  # it samples
+        module.register_forward_hook(lambda _, __, output: comm.gather(output, sizes))
+    else:
+        module.register_forward_hook(lambda _, __, output: comm.all_gather(output, sizes))
+
+
+def _look_up_part(module: nn.Module, start: int, end: int, comm: Communicator) -> None:
+    """Restrict an embedding to the tokens `start … end - 1`; other ranks have the others."""
+    look_up = module.forward
+    if isinstance(module, nn.Embedding):
+        module.padding_idx = None  # for training only, and possibly outside of this part
+
+    def forward(token_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        elsewhere = (token_ids < start) | (token_ids >= end)
+        rows = look_up((token_ids - start).masked_fill(elsewhere, 0), *args, **kwargs)
+        return comm.all_reduce(rows.masked_fill(elsewhere[..., None], 0.0))
+
+    module.forward = forward
 
 
 class MappedFiles:
-    """Lets go of the mapped pages of a checkpoint's weights, now and then. Whoever reads them again gets them from the
-    system's cache; nobody may have written to them.
+    """Releases mapped pages of a checkpoint's weights periodically; later reads come from the page cache. The pages
+    must be clean.
 
     Args:
-        model: the checkpoint's folder; for a model that is on the Hub nothing is let go of.
+        model: the checkpoint's folder; nothing is released for a Hub id.
     """
 
     def __init__(self, model: str) -> None:
@@ -413,14 +402,14 @@ class MappedFiles:
 
     def note_read(self, num_bytes: int) -> None:
         self._num_read += num_bytes
-        if self._num_read < _EVERY_BYTES:
+        if self._num_read < _RELEASE_INTERVAL_BYTES:
             return
         self._num_read = 0
         for start, end in self._mapped():
-            _libc.madvise(start, end - start, _MADV_DONTNEED)  # if it cannot be done, memory is a little fuller
+            _libc.madvise(start, end - start, _MADV_DONTNEED)  # a failure only costs memory
 
     def _mapped(self) -> list[tuple[int, int]]:
-        """(start, end) of what is mapped of the files."""
+        """(start, end) of each mapping of the files."""
         found = []
         for line in Path("/proc/self/maps").read_text().splitlines():
             addresses, _, _, _, _, *path = line.split(maxsplit=5)

@@ -1,9 +1,8 @@
-"""Messages between rank 0 and its peers on one machine: a ring in shared memory, and futexes to wait at.
+"""Shared-memory links: messages between rank 0 and peers on one machine, in a ring with futexes for waiting.
 
     ring     │ sent, beats │ of each peer: taken, replied, beats, reply │ frame │ frame │ frame │ …
 
-Rank 0 writes every message once, for all peers. The memory is a file without a name: it is gone when the last process
-is, however that ends.
+Rank 0 writes every message once for all peers. The memory is an unnamed file, freed with the last process.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1
 _RING_BYTES = 4 << 20
 _REPLY_BYTES = 4096
 _LINE = 64  # each counter has a cache line of its own
-_MORE = 1 << 31  # the next frame goes on with this message
-# How long one wait lasts at most, so that whoever waits looks up now and then.
-_LOOK_UP_S = 0.05
+_MORE = 1 << 31  # flag: the message continues in the next frame
+# Longest single wait, between two calls of `check`.
+_CHECK_INTERVAL_S = 0.05
 _COUNT = 1 << 32
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -35,7 +34,7 @@ class _Timespec(ctypes.Structure):
 
 
 def is_supported() -> bool:
-    """On Linux for x86-64 only: there stores become visible in their order, and the futex call has that number."""
+    """Linux on x86-64 only: stores become visible in order, and the futex call has this number."""
     return platform.system() == "Linux" and platform.machine() == "x86_64"
 
 
@@ -49,7 +48,7 @@ class MemoryAddress:
     num_peers: int
 
     def open(self) -> mmap.mmap:
-        """Map it, from any process of the same user on this machine."""
+        """Map the file, from any process of the same user on this machine."""
         fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             return mmap.mmap(fd, self.num_rings * _ring_bytes(self.num_peers))
@@ -58,7 +57,7 @@ class MemoryAddress:
 
 
 def create_rings(num_rings: int, num_peers: int) -> MemoryAddress:
-    """New rings. Close the file of the address when every peer has opened it, or will never."""
+    """New rings. Close the address's file after every peer has opened it or failed to."""
     fd = os.memfd_create("folio-ranks", os.MFD_CLOEXEC)
     os.ftruncate(fd, num_rings * _ring_bytes(num_peers))
     return MemoryAddress(os.getpid(), fd, num_rings, num_peers)
@@ -104,16 +103,16 @@ class _Ring:
         return self._words[word]
 
     def beat(self, word: int) -> None:
-        """Count something that nobody waits for."""
+        """Increment a heartbeat counter, without waking waiters."""
         self._words[word] = (self._words[word] + 1) % _COUNT
 
     def store(self, word: int, value: int) -> None:
-        """Change a counter, after what it is about was written, and wake who waits for it."""
+        """Set a counter, after the data that it announces, and wake its waiters."""
         self._words[word] = value % _COUNT
         _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(self._address + 4 * word), _FUTEX_WAKE, 1 << 30, None, None, 0)
 
     def wait(self, word: int, value: int, timeout_s: float) -> None:
-        """Return soon after the counter is no longer `value`, or when the time is up."""
+        """Wait until the counter is no longer `value`, or for the timeout."""
         timeout = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
         address = ctypes.c_void_p(self._address + 4 * word)
         if _libc.syscall(_SYS_FUTEX, address, _FUTEX_WAIT, value, ctypes.byref(timeout), None, 0):
@@ -122,7 +121,7 @@ class _Ring:
                 raise OSError(number, os.strerror(number))
 
     def close(self) -> None:
-        """Let go of the mapping, so that it can be closed."""
+        """Release the views, so that the mapping can be closed."""
         for view in (self._data, self._words, self._bytes):
             view.release()
 
@@ -139,10 +138,10 @@ class _Ring:
 
 
 class RingWriter:
-    """Rank 0's end. `post` may be called from several threads; of `collect` one at a time.
+    """Rank 0's `Link`. A `post` waits while the slowest peer leaves no room.
 
     Args:
-        check: called now and then while waiting; what it raises ends the wait.
+        check: called periodically while waiting; its exception ends the wait.
     """
 
     def __init__(self, memory: mmap.mmap, address: MemoryAddress, index: int, check: Callable[[], None]) -> None:
@@ -150,17 +149,12 @@ class RingWriter:
         self._check = check
         self._lock = threading.Lock()
         self._head = 0
-        self._ends: list[int] = []  # where frames end that some peer has not taken yet
-        self._num_freed = 0  # frames that all have taken
+        self._ends: list[int] = []  # sizes of frames that some peer has not taken yet
+        self._num_freed = 0  # frames that all peers have taken
         self._free = _RING_BYTES
         self._num_asked = 0
 
     def post(self, message: bytes, *, answered: bool = False) -> None:
-        """Send a message to every peer; waits while the slowest of them leaves no room.
-
-        Args:
-            answered: every peer answers it, and `collect` follows before the next such message.
-        """
         most = _RING_BYTES // 4
         view = memoryview(message)
         with self._lock:
@@ -189,31 +183,29 @@ class RingWriter:
         slowest = behind.index(min(behind))
         if not behind[slowest]:
             self._check()
-            ring.wait(ring.taken(slowest), taken[slowest], _LOOK_UP_S)
+            ring.wait(ring.taken(slowest), taken[slowest], _CHECK_INTERVAL_S)
             return
         self._num_freed += behind[slowest]
         self._free += sum(self._ends[: behind[slowest]])
         del self._ends[: behind[slowest]]
 
     def close(self) -> None:
-        """Nothing is sent any more; then the mapping can be closed."""
         self._ring.close()
 
     def beat(self) -> None:
-        """Show the peers that this process is running."""
+        """Send a heartbeat to the peers."""
         self._ring.beat(self._ring.beats)
 
     def beats(self) -> list[int]:
-        """How often each peer has shown that it is."""
+        """Heartbeats received from each peer."""
         return [self._ring.read(self._ring.beats_of(peer)) for peer in range(self._ring.num_peers)]
 
     def collect(self) -> list[bytes]:
-        """Every peer's answer to the last message that is answered, in the order of their ranks."""
         ring, replies = self._ring, []
         for peer in range(ring.num_peers):
             while (count := ring.read(ring.replied(peer))) != self._num_asked % _COUNT:
                 self._check()
-                ring.wait(ring.replied(peer), count, _LOOK_UP_S)
+                ring.wait(ring.replied(peer), count, _CHECK_INTERVAL_S)
             reply = ring.reply_of(peer)
             size = int.from_bytes(reply[:4], "little")
             replies.append(bytes(reply[4 : 4 + size]))
@@ -221,11 +213,7 @@ class RingWriter:
 
 
 class RingReader:
-    """A peer's end.
-
-    Args:
-        peer: 0 for rank 1.
-    """
+    """A peer's `PeerLink`; peer 0 is rank 1."""
 
     def __init__(self, memory: mmap.mmap, address: MemoryAddress, index: int, peer: int) -> None:
         self._ring = _Ring(memory, index, address.num_peers)
@@ -236,7 +224,6 @@ class RingReader:
         self._parts: list[bytes] = []
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """The next message; `None` if there is none in time."""
         ring = self._ring
         deadline = time.monotonic() + timeout_s
         while True:
@@ -256,15 +243,15 @@ class RingReader:
                 return message
 
     def beat(self) -> None:
-        """Show rank 0 that this process is running."""
+        """Send a heartbeat to rank 0."""
         self._ring.beat(self._ring.beats_of(self._peer))
 
     def beats(self) -> int:
-        """How often rank 0 has shown that it is."""
+        """Heartbeats received from rank 0."""
         return self._ring.read(self._ring.beats)
 
     def reply(self, answer: bytes) -> None:
-        """Answer the message received last. What is longer than a few thousand bytes is cut."""
+        """See `PeerLink`; answers are cut at about 4,000 bytes."""
         answer = answer[: _REPLY_BYTES - 4]
         reply = self._ring.reply_of(self._peer)
         reply[:4] = len(answer).to_bytes(4, "little")

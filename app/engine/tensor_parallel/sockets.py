@@ -1,4 +1,4 @@
-"""Messages between rank 0 and its peers over TCP: for ranks on several machines."""
+"""TCP links: messages between rank 0 and peers on other machines."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 _LENGTH = struct.Struct("<I")
 _HELLO = struct.Struct("<32sII")  # token, link, peer
-_LOOK_UP_S = 0.05
-_GREETING_S = 10.0
+_CHECK_INTERVAL_S = 0.05
+_HELLO_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class SocketAddress:
-    """Where rank 0 listens, and what peers have to say there."""
+    """Address at which rank 0 listens, and the token that peers must send."""
 
     host: str
     port: int
@@ -27,24 +27,24 @@ class SocketAddress:
 
     def connect(self, link: int, peer: int) -> SocketReader:
         """A peer's end of a link."""
-        connection = socket.create_connection((self.host, self.port), timeout=_GREETING_S)
+        connection = socket.create_connection((self.host, self.port), timeout=_HELLO_TIMEOUT_S)
         connection.sendall(_HELLO.pack(self.token, link, peer))
         return SocketReader(connection)
 
 
 class SocketListener:
-    """Where peers connect to."""
+    """Rank 0's listening socket."""
 
     def __init__(self, host: str) -> None:
         self._listener = socket.create_server((host, 0))
-        self._listener.settimeout(_LOOK_UP_S)
+        self._listener.settimeout(_CHECK_INTERVAL_S)
         self.address = SocketAddress(host, self._listener.getsockname()[1], secrets.token_bytes(32))
 
     def accept(self, num_links: int, num_peers: int, check: Callable[[], None]) -> list[SocketWriter]:
-        """Rank 0's end of every link, once all peers have connected to all.
+        """Wait for all peers; return rank 0's end of every link.
 
         Args:
-            check: called now and then while waiting; what it raises ends the wait.
+            check: called periodically while waiting; its exception ends the wait.
         """
         connections: dict[tuple[int, int], socket.socket] = {}
         while len(connections) < num_links * num_peers:
@@ -53,7 +53,7 @@ class SocketListener:
                 connection, _ = self._listener.accept()
             except TimeoutError:
                 continue
-            place = self._greeted_by(connection)
+            place = self._read_hello(connection)
             if place is None or place[0] >= num_links or place[1] >= num_peers or place in connections:
                 connection.close()
             else:
@@ -63,9 +63,9 @@ class SocketListener:
     def close(self) -> None:
         self._listener.close()
 
-    def _greeted_by(self, connection: socket.socket) -> tuple[int, int] | None:
-        """(link, peer) of a new connection; `None` if it does not know the token."""
-        connection.settimeout(_GREETING_S)
+    def _read_hello(self, connection: socket.socket) -> tuple[int, int] | None:
+        """(link, peer) of a new connection; `None` without the token."""
+        connection.settimeout(_HELLO_TIMEOUT_S)
         try:
             hello = b""
             while len(hello) < _HELLO.size and (part := connection.recv(_HELLO.size - len(hello))):
@@ -92,7 +92,7 @@ class SocketWriter:
     def collect(self) -> list[bytes]:
         replies = []
         for connection in self._connections:
-            while (reply := connection.receive(_LOOK_UP_S)) is None:
+            while (reply := connection.receive(_CHECK_INTERVAL_S)) is None:
                 self._check()
             replies.append(reply)
         return replies
@@ -116,7 +116,7 @@ class SocketReader:
 
 
 class _Connection:
-    """Messages with their lengths before them."""
+    """Messages with a length prefix."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -124,7 +124,7 @@ class _Connection:
         self._received = bytearray()
 
     def send(self, message: bytes, check: Callable[[], None]) -> None:
-        self._socket.settimeout(_LOOK_UP_S)
+        self._socket.settimeout(_CHECK_INTERVAL_S)
         left = memoryview(_LENGTH.pack(len(message)) + message)
         while left:
             try:

@@ -1,8 +1,7 @@
-"""A peer: does what rank 0 says, step after step, until it is told to stop or rank 0 is gone.
+"""Rank worker: a peer, which executes rank 0's orders until STOP or the loss of rank 0.
 
-`python -m app.engine.tensor_parallel.worker PARENT`: a peer that `ChildProcesses` has started.
-
-PARENT is the process id of rank 0; what to do comes through standard input.
+`python -m app.engine.tensor_parallel.worker PARENT` runs a peer for `ChildProcesses`: PARENT is rank 0's process id,
+and standard input has the pickled `RankSpec`.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from vmem.tensor_parallel.orders import is_failure
 
 logger = logging.getLogger(__name__)
 
-_LOOK_UP_S = 1.0
+_CHECK_INTERVAL_S = 1.0
 
 
 class RankWorker:
-    """One peer, in its own process (or, in tests, in a thread of rank 0's).
+    """One peer, in its own process or, in tests, in a thread of rank 0's.
 
     Args:
         num_threads: CPU threads of a step.
-        device: this rank's own.
+        device: this rank's device.
     """
 
     def __init__(self, spec: RankSpec, num_threads: int, device: torch.device) -> None:
@@ -53,8 +52,8 @@ class RankWorker:
         self._memory = PeerMemory(spec.rank, self._make_backend, self._make_contents)
         self._stopping = threading.Event()
         if isinstance(link := self.links[MEMORY], RingReader):
-            link.beat()  # from now on its silence means something
-        self._broken: Exception | None = None  # what the memory thread died of
+            link.beat()  # rank 0 measures silence from the first heartbeat on
+        self._memory_error: Exception | None = None  # of the memory thread
         self._comm: Communicator
         self._model: LoadedModel
         self._runner: ModelRunner
@@ -62,11 +61,7 @@ class RankWorker:
         self._adapters: PeerAdapters | None = None
 
     def run(self) -> None:
-        """Returns when told to stop.
-
-        Raises:
-            Exception: something failed that has to succeed; this rank cannot go on.
-        """
+        """Execute orders until STOP. Raises the error of an order that must not fail."""
         torch.set_num_threads(self._num_threads)
         self._use_device()
         requests = threading.Thread(target=self._answer_requests, name=f"folio-memory-{self.spec.rank}", daemon=True)
@@ -74,18 +69,18 @@ class RankWorker:
         link = self.links[STEPS]
         try:
             while not self._stopping.is_set():
-                message = link.receive(_LOOK_UP_S)
-                if self._broken is not None:
-                    raise self._broken
+                message = link.receive(_CHECK_INTERVAL_S)
+                if self._memory_error is not None:
+                    raise self._memory_error
                 if message is None:
                     continue
                 answered, order = message[0], RankOrder(message[1])
                 if order is RankOrder.STOP:
                     break
-                answer = self._obey(order, message[2:])
+                answer = self._execute(order, message[2:])
                 if answered:
                     link.reply(answer)
-                if order is RankOrder.CONNECT:  # rank 0 joins when it knows that all are about to
+                if order is RankOrder.CONNECT:  # after the answer: rank 0 joins when all peers are ready to
                     self._connect()
                 self._memory.done()
         finally:
@@ -94,12 +89,16 @@ class RankWorker:
                 self._adapters.close()
         requests.join()
 
+    def stop(self) -> None:
+        """End `run` soon. From any thread."""
+        self._stopping.set()
+
     @property
     def has_stopped(self) -> bool:
         return self._stopping.is_set()
 
-    def _obey(self, order: RankOrder, message: bytes) -> bytes:
-        """What it comes to, for orders that are answered: nothing if all is well."""
+    def _execute(self, order: RankOrder, message: bytes) -> bytes:
+        """Execute an order; return its answer, empty on success."""
         match order:
             case RankOrder.CONNECT:
                 return b""
@@ -129,11 +128,11 @@ class RankWorker:
         return b""
 
     def _load(self) -> bytes:
-        """Rank 0 is told what went wrong."""
+        """Load this rank's shard; return `error name:message` on failure."""
         try:
             self._model = load_model(self.spec.config, self._comm)
         except Exception as error:
-            logger.exception("rank %d cannot load its share", self.spec.rank)
+            logger.exception("rank %d cannot load its shard", self.spec.rank)
             name = next((name for name, kind in ERRORS.items() if isinstance(error, kind)), "EngineError")
             return f"{name}:{error}".encode()
         return b""
@@ -150,26 +149,26 @@ class RankWorker:
         try:
             self._answer_until_stopped()
         except EOFError:
-            pass  # the main thread hears it, too
+            pass  # the main thread gets it too
         except Exception as error:
-            logger.exception("the memory thread of rank %d dies", self.spec.rank)
-            self._broken = error
+            logger.exception("the memory thread of rank %d failed", self.spec.rank)
+            self._memory_error = error
 
     def _answer_until_stopped(self) -> None:
         self._use_device()
         link = self.links[MEMORY]
         while not self._stopping.is_set():
-            message = link.receive(_LOOK_UP_S)
+            message = link.receive(_CHECK_INTERVAL_S)
             if message is None:
                 continue
             answer = self._memory.answer(message[1:])
             if not message[0] and is_failure(answer):
-                raise RuntimeError(f"a request that has to succeed did not: {answer[1:].decode(errors='replace')}")
-            if message[0]:  # it is answered
+                raise RuntimeError(f"a memory request that must not fail did: {answer[1:].decode(errors='replace')}")
+            if message[0]:  # an answer is expected
                 link.reply(answer)
 
     def _use_device(self) -> None:
-        """Each thread has a current device of its own."""
+        """Set the current device, which each thread has for itself."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
@@ -189,40 +188,42 @@ def _open_links(spec: RankSpec) -> list[PeerLink]:
 
 
 def run_to_the_end(worker: RankWorker) -> None:
-    """What a process of its own does with a worker: it ends when rank 0's does, or when something fails."""
+    """Run a worker in its own process, which ends with rank 0's process or on an error."""
     if worker.spec.leader_pid is not None:
         threading.Thread(target=_watch_leader, args=(worker,), name="folio-watch", daemon=True).start()
     try:
         worker.run()
     except Exception:
         logger.exception("rank %d ends", worker.spec.rank)
-        os._exit(1)  # whatever its other threads are waiting for
+        os._exit(1)  # other threads may be blocked
 
 
 def _watch_leader(worker: RankWorker) -> None:
-    """End this process when rank 0's has ended. Where that is wanted, end rank 0's when it has not shown for as long as
-    a step may take that it is running: it hangs, and cannot say so itself."""
+    """End this process when rank 0's process has ended. Kill rank 0, if `may_kill_leader`, when its heartbeat is
+    missing for longer than a step may take."""
     spec, link = worker.spec, worker.links[MEMORY]
     assert spec.leader_pid is not None
     leader = os.pidfd_open(spec.leader_pid)
     poll = select.poll()
     poll.register(leader, select.POLLIN)
-    beats, silent_s, looked_at = 0, 0.0, time.monotonic()
-    while not poll.poll(_LOOK_UP_S * 1000):
+    beats, silent_s, checked_at = 0, 0.0, time.monotonic()
+    while not poll.poll(_CHECK_INTERVAL_S * 1000):
         if worker.has_stopped:
             return
         now = time.monotonic()
-        silent_s += min(now - looked_at, 2 * _LOOK_UP_S)  # when this process was stopped itself, that does not count
-        looked_at = now
+        silent_s += min(
+            now - checked_at, 2 * _CHECK_INTERVAL_S
+        )  # time in which this process was stopped does not count
+        checked_at = now
         if not isinstance(link, RingReader):
             continue
         link.beat()
         if link.beats() != beats:
             beats, silent_s = link.beats(), 0.0
-        elif spec.may_kill_leader and silent_s > spec.config.step_timeout_s + 2 * _LOOK_UP_S:
-            logger.error("rank 0 has not moved for %.0f s: killing it", silent_s)
+        elif spec.may_kill_leader and silent_s > spec.config.step_timeout_s + 2 * _CHECK_INTERVAL_S:
+            logger.error("rank 0 has sent no heartbeat for %.0f s: killing it", silent_s)
             signal.pidfd_send_signal(leader, signal.SIGKILL)
-    logger.error("rank %d ends: rank 0 is gone", spec.rank)
+    logger.error("rank %d ends: rank 0 has ended", spec.rank)
     os._exit(1)
 
 
@@ -230,14 +231,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    # Even if it is stopped: a child does not outlive the thread that started it.
+    # Even a stopped child does not outlive the thread that started it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[1]):
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which then says what to do
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
     try:
         spec: RankSpec = pickle.load(sys.stdin.buffer)
-    except EOFError:  # rank 0 did not come that far
+    except EOFError:  # rank 0 failed before that
         return
     logging.basicConfig(format=f"%(asctime)s %(levelname)s rank {spec.rank} %(name)s: %(message)s")
     device = torch.device("cuda", spec.rank) if spec.config.device == "cuda" else torch.device("cpu")

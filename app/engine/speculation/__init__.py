@@ -1,4 +1,5 @@
-"""Speculative decoding: several tokens are guessed and checked in one step. The engine needs `Speculation` only."""
+"""Speculative decoding: proposing draft tokens, which the engine verifies in one step. `Speculation` is the
+interface."""
 
 from app.engine.speculation.proposer import Proposer, SpeculationCounts
 from app.engine.speculation.speculation import Speculation

@@ -1,15 +1,13 @@
-"""Guesses of a smaller model.
+"""Draft model: a smaller model that proposes draft tokens, with a KV memory of its own.
 
-What it has cached of a request may lag behind, and may end with guesses that turned out wrong:
+Its cached tokens of a request may lag behind, and may end with rejected draft tokens:
 
     the request   | prompt and output                     | last |
-    cached        | as the request's     | wrong guesses  |
-                                         ^ it goes on here: first with what it has not seen, then with its own guesses
+    cached        | as the request's     | rejected       |
+                                         ^ it continues here: first with tokens that it lacks, then with its own drafts
 
-All requests of a step go through it together: one forward for what they have not seen, whose logits are the first
-guesses, and one for each further guess, of those that want one.
-
-A smaller model that guesses for a larger one: loaded, checked against it, with a KV memory of its own.
+All requests of a step are computed together: one forward for tokens that the draft model lacks, whose logits give the
+first draft tokens, and one forward for each further draft token.
 """
 
 from __future__ import annotations
@@ -47,12 +45,12 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _Draft:
-    """What the draft model has of a request.
+class _DraftState:
+    """The draft model's state of a request.
 
     Attributes:
-        shadow: the request as the draft model sees it, its guesses included, with its own memory.
-        num_agreed: tokens of it that are known to be the request's.
+        shadow: a copy of the request with the draft tokens and the draft model's memory.
+        num_agreed: tokens of the shadow that are known to equal the request's.
     """
 
     shadow: Request
@@ -65,45 +63,45 @@ class _Draft:
 
 
 @dataclass(slots=True, eq=False)
-class _Turn:
-    """What a request gets in this step.
+class _Task:
+    """A request's work in this step.
 
     Attributes:
-        num_tokens: that it has not seen, and sees now.
-        num_guesses: that follow; 0 as long as some are left that it has not seen.
-        first: tokens that were cached before.
+        num_tokens: uncomputed tokens to compute.
+        num_drafts: draft tokens to propose; 0 while uncomputed tokens remain.
+        first: tokens cached before.
     """
 
     request: Request
-    draft: _Draft
+    draft: _DraftState
     num_tokens: int
-    num_guesses: int
+    num_drafts: int
     first: int
 
     @property
     def end(self) -> int:
-        """Tokens that are cached in the end: all but the last guess."""
-        return self.first + self.num_tokens + max(self.num_guesses - 1, 0)
+        """Tokens cached afterwards: all but the last draft token."""
+        return self.first + self.num_tokens + max(self.num_drafts - 1, 0)
 
 
 class DraftProposer:
-    """Guesses by running a draft model.
+    """Proposes by running a draft model.
 
-    A guess is chosen as the model itself will choose: with the request's own parameters, and with the noise that
-    the model will use for that token. So both often agree even where neither is sure.
+    A draft token is sampled with the request's own parameters and with the noise that the model will use for that
+    token, so that both often agree even at high temperatures.
 
-    In a step it computes at most `step_tokens` tokens that it has not seen, those first that are soon done; until it
-    has seen all of a request there are no guesses for it. That is a prefill chunk of a smaller model: decodes, which
-    put up with the larger one's, put up with it.
+    A step computes at most `step_tokens` tokens that the draft model lacks, fewest remaining first; a request gets no
+    draft tokens before it has caught up. That is a prefill chunk of a smaller model, and delays decodes no more than
+    the larger model's chunks.
 
-    When its memory is full, sequences that got no turn lately are dropped, and new ones wait; they have no guesses
-    then. So it is when the device refuses memory. Prompts that begin alike are computed once, as in the model's memory.
+    When memory is full, idle sequences are dropped, and new requests wait without draft tokens; the same applies when
+    the device refuses memory. Common prefixes are computed once, as in the model's memory.
 
     Args:
-        model: open, and closed by `close`.
-        step_tokens: unseen tokens in a step at most.
-        max_num_seqs: sequences at most.
-        view: how its cache is read.
+        model: opened; `close` closes it.
+        step_tokens: most lacking tokens to compute in a step.
+        max_num_seqs: most sequences.
+        view: how the cache is read.
     """
 
     name = "draft"
@@ -114,7 +112,7 @@ class DraftProposer:
         self._step_tokens = step_tokens
         self._max_num_seqs = max_num_seqs
         self._view = view
-        self._drafts: OrderedDict[Request, _Draft] = OrderedDict()  # the longest without a turn first
+        self._states: OrderedDict[Request, _DraftState] = OrderedDict()  # least recently used first
         self._times = LinearCost((1.0, 1e2, 1e5))
 
     @property
@@ -122,133 +120,133 @@ class DraftProposer:
         return StepTimes(*self._times.per_unit())
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
-        room = self._memory.max_tokens + 1  # the last guess is not cached
+        room = self._memory.max_tokens + 1  # the last draft token is not cached
         wanted = {
             request: min(count, room - len(request.token_ids))
             for request, count in zip(requests, most, strict=True)
             if count > 0
         }
         for request in [request for request in wanted if wanted[request] < 1]:
-            del wanted[request]  # beyond its context, for good
+            del wanted[request]  # beyond the draft model's context, for good
             self.forget_request(request)
-        turns: list[_Turn] = []
-        guesses: dict[Request, list[int]] = {}
+        tasks: list[_Task] = []
+        drafts: dict[Request, list[int]] = {}
         try:
-            self._take_turns(wanted, turns)
-            if turns:
-                guesses = self._guess(turns)
+            self._plan_tasks(wanted, tasks)
+            if tasks:
+                drafts = self._run_tasks(tasks)
         except MapError as error:
-            logger.warning("no guesses in this step, the draft model's memory cannot be mapped: %s", error)
-            self._abort(turns)
+            logger.warning("no draft tokens in this step: the draft model's memory cannot be mapped: %s", error)
+            self._abort(tasks)
         except BaseException:
-            self._abort(turns)
+            self._abort(tasks)
             raise
-        return [guesses.get(request, []) for request in requests]
+        return [drafts.get(request, []) for request in requests]
 
     def forget_request(self, request: Request) -> None:
-        draft = self._drafts.pop(request, None)
+        draft = self._states.pop(request, None)
         if draft is not None:
             self._memory.free(draft.memory)
 
     def check_integrity(self) -> None:
         self._memory.check_integrity()
-        if not self._drafts:
+        if not self._states:
             self._memory.check_idle()
-        for request, draft in self._drafts.items():
+        for request, draft in self._states.items():
             shadow = draft.shadow
             if shadow.token_ids[: draft.num_agreed] != request.token_ids[: draft.num_agreed]:
-                raise IntegrityError(f"the draft model has other tokens of {request.request_id!r}")
+                raise IntegrityError(f"the draft model's tokens of {request.request_id!r} differ")
             if not shadow.num_computed <= draft.memory.num_tokens or shadow.num_computed > len(shadow.token_ids):
                 raise IntegrityError(
                     f"{request.request_id!r} has {shadow.num_computed} tokens in {draft.memory.num_tokens} places"
                 )
 
     def close(self) -> None:
-        for request in list(self._drafts):
+        for request in list(self._states):
             self.forget_request(request)
         self._model.close()
 
-    # ---- who gets what ----
+    # ---- planning ----
 
-    def _take_turns(self, wanted: dict[Request, int], turns: list[_Turn]) -> None:
-        """Give memory to as many as it has room for, those that are nearly there first, new ones last."""
-        known = [request for request in wanted if request in self._drafts]
+    def _plan_tasks(self, wanted: dict[Request, int], tasks: list[_Task]) -> None:
+        """Allocate memory for as many requests as possible: fewest lacking tokens first, new requests last."""
+        known = [request for request in wanted if request in self._states]
         for request in known:
             with attribute_failures(request):
-                self._follow(self._drafts[request], request)
-            self._drafts.move_to_end(request)
-        known.sort(key=lambda request: self._drafts[request].shadow.num_uncomputed)
-        idle = [request for request in self._drafts if request not in wanted]
+                self._follow(self._states[request], request)
+            self._states.move_to_end(request)
+        known.sort(key=lambda request: self._states[request].shadow.num_uncomputed)
+        idle = [request for request in self._states if request not in wanted]
         budget = self._step_tokens
         while known and budget > 0:
             request = known.pop(0)
             with attribute_failures(request):
-                turn = self._turn(request, wanted[request], budget)
-                # Who was without a turn for longest, then who has most to catch up with.
-                while not (granted := self._grow(turn)) and (idle or known):
+                task = self._make_task(request, wanted[request], budget)
+                # Drop the least recently used, then those that lack most tokens.
+                while not (granted := self._grow(task)) and (idle or known):
                     self.forget_request(idle.pop(0) if idle else known.pop())
                 if granted:
-                    budget -= turn.num_tokens
-                    turns.append(turn)
+                    budget -= task.num_tokens
+                    tasks.append(task)
         for request, count in wanted.items():
-            if budget > 0 and request not in self._drafts:
+            if budget > 0 and request not in self._states:
                 with attribute_failures(request):
-                    if not self._open(request, count, idle, turns):
+                    if not self._open(request, count, idle, tasks):
                         continue
-                    turn = self._turn(request, count, budget)
-                    if self._grow(turn):
-                        budget -= turn.num_tokens
-                        turns.append(turn)
+                    task = self._make_task(request, count, budget)
+                    if self._grow(task):
+                        budget -= task.num_tokens
+                        tasks.append(task)
                     else:
                         self.forget_request(request)
 
-    def _turn(self, request: Request, count: int, budget: int) -> _Turn:
-        draft = self._drafts[request]
+    def _make_task(self, request: Request, count: int, budget: int) -> _Task:
+        draft = self._states[request]
         num_tokens = min(draft.shadow.num_uncomputed, budget)
-        num_guesses = count if num_tokens == draft.shadow.num_uncomputed else 0
-        return _Turn(request, draft, num_tokens, num_guesses, draft.shadow.num_computed)
+        num_drafts = count if num_tokens == draft.shadow.num_uncomputed else 0
+        return _Task(request, draft, num_tokens, num_drafts, draft.shadow.num_computed)
 
-    def _follow(self, draft: _Draft, request: Request) -> None:
-        """Keep of its guesses what has come true, and add what has come otherwise."""
+    def _follow(self, draft: _DraftState, request: Request) -> None:
+        """Keep the accepted draft tokens, and replace the others by the request's tokens."""
         shadow, token_ids = draft.shadow, request.token_ids
         agreed, end = draft.num_agreed, min(len(shadow.token_ids), len(token_ids))
         while agreed < end and shadow.token_ids[agreed] == token_ids[agreed]:
             agreed += 1
         shadow.token_ids[agreed:] = token_ids[agreed:]
         draft.num_agreed = len(token_ids)
-        shadow.num_computed = min(shadow.num_computed, agreed, len(token_ids) - 1)  # logits of the last are needed
+        shadow.num_computed = min(shadow.num_computed, agreed, len(token_ids) - 1)  # the last token's logits are needed
         if shadow.num_computed < draft.memory.num_tokens:
             self._memory.truncate(draft.memory, shadow.num_computed)
 
-    def _grow(self, turn: _Turn) -> bool:
-        """Give a sequence the blocks of its turn, and say that they are going to be computed; False if there are too
-        few."""
-        shadow, memory = turn.draft.shadow, turn.draft.memory
+    def _grow(self, task: _Task) -> bool:
+        """Allocate and announce the blocks of a task; false if there are too few."""
+        shadow, memory = task.draft.shadow, task.draft.memory
         try:
-            # `start` stays where this turn begins: layers with a window must keep what the next turn goes back to.
-            self._memory.append(memory, turn.end, start=turn.first)
+            # `start` is where this task begins: layers with a window must keep the tokens that the next task rolls back
+            # to.
+            self._memory.append(memory, task.end, start=task.first)
         except (OutOfPages, MapError) as error:
-            logger.debug("no room for the draft of %s: %s", turn.request.request_id, error)
+            logger.debug("no room for the draft of %s: %s", task.request.request_id, error)
             return False
-        # Guesses are not announced: nobody should find them in the prefix cache.
-        self._memory.prefixes.stage_prefix(memory, shadow.token_ids, turn.first, turn.first + turn.num_tokens)
+        # Draft tokens are not announced: they must not enter the prefix cache.
+        self._memory.prefixes.stage_prefix(memory, shadow.token_ids, task.first, task.first + task.num_tokens)
         return True
 
-    def _open(self, request: Request, count: int, idle: list[Request], turns: Sequence[_Turn]) -> bool:
-        """A sequence for a new request, if the memory has room for it and for the rest of all others."""
+    def _open(self, request: Request, count: int, idle: list[Request], tasks: Sequence[_Task]) -> bool:
+        """Create a sequence for a new request, if it and the remainder of all others fit into memory."""
         chain = self._memory.prefixes.chain(request.chain.keys)
         match = self._memory.prefixes.match(chain, request.token_ids)
-        if match.is_being_computed and any(not turn.num_guesses for turn in turns):
-            return False  # another one is computing the same prompt
+        if match.is_being_computed and any(not task.num_drafts for task in tasks):
+            return False  # another request is computing the same prefix
         needed = self._memory.prefixes.pages_needed(match, len(request.token_ids) + count)
-        while len(self._drafts) >= self._max_num_seqs or needed + self._reserve > self._memory.num_free_pages:
+        while len(self._states) >= self._max_num_seqs or needed + self._reserve > self._memory.num_free_pages:
             if not idle:
                 return False
             self.forget_request(idle.pop(0))
         shadow = Request(
             request.request_id,
             request.prompt_token_ids,
-            SamplingParams(),  # guesses are chosen by the request's own
+            SamplingParams(),  # unused: drafts are sampled with the request's
             request.max_tokens,
             None,
             chain,
@@ -264,45 +262,45 @@ class DraftProposer:
                 return False
             raise
         shadow.memory = memory
-        self._drafts[request] = _Draft(shadow, len(request.token_ids))  # from here on `forget` frees it
+        self._states[request] = _DraftState(shadow, len(request.token_ids))  # from here on `forget_request` frees it
         self._memory.prefixes.announce_prefill(memory, len(request.token_ids))
         return True
 
     @property
     def _reserve(self) -> int:
-        """Pages that the others may take: for what they have not seen yet, and a block each for what comes."""
+        """Pages that present sequences may still take: for lacking tokens, and at least a block each."""
         per_block = sum(group.layout.num_slices for group in self._memory.groups)
         return sum(
             max(self._memory.pages_still_needed(draft.memory, len(draft.shadow.token_ids)), per_block)
-            for draft in self._drafts.values()
+            for draft in self._states.values()
         )
 
     # ---- computing ----
 
-    def _guess(self, turns: list[_Turn]) -> dict[Request, list[int]]:
-        self._memory.ensure([StepDemand(turn.draft.memory, turn.first, turn.end) for turn in turns])
-        turns.sort(key=lambda turn: turn.draft.memory.view)
-        guesses: dict[Request, list[int]] = {turn.request: [] for turn in turns}
-        logits = self._run([Scheduled(turn.draft.shadow, turn.num_tokens) for turn in turns])
+    def _run_tasks(self, tasks: list[_Task]) -> dict[Request, list[int]]:
+        self._memory.ensure([StepDemand(task.draft.memory, task.first, task.end) for task in tasks])
+        tasks.sort(key=lambda task: task.draft.memory.view)
+        drafts: dict[Request, list[int]] = {task.request: [] for task in tasks}
+        logits = self._run([Scheduled(task.draft.shadow, task.num_tokens) for task in tasks])
         self._memory.prefixes.commit_prefixes()
-        guessing = [turn for turn in turns if turn.num_guesses]
+        drafting = [task for task in tasks if task.num_drafts]
         position = 0
-        while guessing:
-            sampled = self._sample(guessing, logits, position)
+        while drafting:
+            sampled = self._sample(drafting, logits, position)
             position += 1
-            sound = [turn for turn, is_sound in zip(guessing, sampled.sound, strict=True) if is_sound]
-            for turn, token_id, is_sound in zip(guessing, sampled.token_ids, sampled.sound, strict=True):
+            sound = [task for task, is_sound in zip(drafting, sampled.sound, strict=True) if is_sound]
+            for task, token_id, is_sound in zip(drafting, sampled.token_ids, sampled.sound, strict=True):
                 if is_sound:
-                    turn.draft.shadow.token_ids.append(token_id)
-                    guesses[turn.request].append(token_id)
-            guessing = [turn for turn in sound if turn.num_guesses > position]
-            if guessing:
-                logits = self._run([Scheduled(turn.draft.shadow, 1) for turn in guessing])
-        self._memory.plan(self._next_demands(turns))
-        return guesses
+                    task.draft.shadow.token_ids.append(token_id)
+                    drafts[task.request].append(token_id)
+            drafting = [task for task in sound if task.num_drafts > position]
+            if drafting:
+                logits = self._run([Scheduled(task.draft.shadow, 1) for task in drafting])
+        self._memory.plan(self._next_demands(tasks))
+        return drafts
 
-    def _sample(self, guessing: Sequence[_Turn], logits: torch.Tensor, position: int) -> Sampled:
-        states, positions = [turn.request.sampling for turn in guessing], [position] * len(guessing)
+    def _sample(self, drafting: Sequence[_Task], logits: torch.Tensor, position: int) -> Sampled:
+        states, positions = [task.request.sampling for task in drafting], [position] * len(drafting)
         try:
             return sample(logits, states, positions)
         except BaseException:
@@ -310,7 +308,7 @@ class DraftProposer:
             if not errors or len(errors) == len(states) > 1:
                 raise
             i, error = errors.popitem()
-            raise SequenceFailure(guessing[i].request) from error
+            raise SequenceFailure(drafting[i].request) from error
 
     def _run(self, scheduled: list[Scheduled]) -> torch.Tensor:
         start = time.perf_counter()
@@ -321,40 +319,40 @@ class DraftProposer:
             s.request.num_computed += s.num_tokens
         return logits
 
-    def _next_demands(self, turns: Sequence[_Turn]) -> list[StepDemand]:
-        """What the next step will want if all guesses are right."""
+    def _next_demands(self, tasks: Sequence[_Task]) -> list[StepDemand]:
+        """The next step's demands if all draft tokens are accepted."""
         demands = []
-        for turn in turns:
-            start = turn.draft.shadow.num_computed
-            end = min(start + max(turn.num_guesses + 1, turn.num_tokens), self._memory.max_tokens)
+        for task in tasks:
+            start = task.draft.shadow.num_computed
+            end = min(start + max(task.num_drafts + 1, task.num_tokens), self._memory.max_tokens)
             if start < end:
-                demands.append(StepDemand(turn.draft.memory, start, end))
+                demands.append(StepDemand(task.draft.memory, start, end))
         return demands
 
-    def _abort(self, turns: Sequence[_Turn]) -> None:
-        """Nobody knows what of the step was computed: its sequences begin again."""
+    def _abort(self, tasks: Sequence[_Task]) -> None:
+        """Drop the sequences of a failed step, whose caches are undefined."""
         self._memory.prefixes.abort_prefixes()
-        for turn in turns:
-            self.forget_request(turn.request)
+        for task in tasks:
+            self.forget_request(task.request)
 
 
 class DraftModel:
-    """Runs on this rank alone, whatever the number of the model's ranks: it is small, and its guesses go to them with
-    the step.
+    """The draft model, on rank 0 only, whatever the number of the target model's ranks.
 
-    Load it before the model's KV memory is made: `share` is what it takes of that. `open` makes its own.
+    Create it before the target's KV memory, which gets the budget without `share`; `open` creates the draft model's
+    memory.
 
     Args:
         config: the engine's.
-        target: the model it guesses for, and `layers` of that, as this rank has them.
+        target: the target model, with this rank's `layers`.
 
     Attributes:
-        share: of the KV budget, so that both memories have room for as many tokens: its bytes a token, windows left
-            aside, among those of both.
+        share: part of the KV budget, proportional to bytes per token without regard to windows, so that both memories
+            have room for equally many tokens.
 
     Raises:
-        ConfigError: it has another vocabulary, or states that cannot go back when a guess is wrong.
-        ModelError: it cannot be loaded.
+        ConfigError: another vocabulary, or recurrent states, which cannot be rolled back.
+        ModelError: the model cannot be loaded.
     """
 
     def __init__(self, config: EngineConfig, target: LoadedModel, layers: ObservedLayers) -> None:
@@ -381,7 +379,7 @@ class DraftModel:
         except KernelError as error:
             raise ConfigError(f"draft_model {config.draft_model!r} cannot run here: {error}") from error
         try:
-            _check(config.draft_model, self._executor, target)
+            _check_compatible(config.draft_model, self._executor, target)
         except ConfigError:
             self._executor.close()
             raise
@@ -391,25 +389,25 @@ class DraftModel:
 
     @property
     def memory(self) -> KVMemory:
-        """Its own, once it is open."""
+        """The draft model's KV memory, after `open`."""
         assert self._memory is not None
         return self._memory
 
     def open(self, max_model_len: int) -> None:
-        """Make its memory and test the model on it.
+        """Create the memory and run the self-test on it.
 
         Args:
-            max_model_len: context of the model it guesses for. It may itself have less.
+            max_model_len: the target's context; the draft model's may be shorter.
 
         Raises:
-            ConfigError: its share of the budget is too small for it, or its cache cannot be read here.
+            ConfigError: the share of the budget is too small, or no kernel reads the cache.
             ModelError: the self-test failed.
         """
         model = self._executor.model
         config = dataclasses.replace(
             self._config,
             max_model_len=min(max_model_len, model.max_positions),
-            tensor_parallel_size=self._num_ranks,  # by which the machine's memory is divided
+            tensor_parallel_size=self._num_ranks,  # divides the machine's memory
         )
         try:
             self._memory = build_memory(config, model, self._executor.layers, share=self.share)
@@ -419,7 +417,7 @@ class DraftModel:
         except (KernelError, VmemError) as error:
             raise ConfigError(f"draft_model {config.model!r} cannot run with these settings: {error}") from error
         logger.info(
-            "draft model %r: %.1f %% of the KV budget, up to %d tokens a request",
+            "draft model %r: %.1f %% of the KV budget, up to %d tokens for each request",
             config.model,
             self.share * 100,
             self._memory.max_tokens,
@@ -430,7 +428,7 @@ class DraftModel:
         return self._executor.run(plan_step(scheduled, self.memory), self.memory)
 
     def close(self) -> None:
-        """Give everything back, opened or not. No sequence may be open."""
+        """Free everything, opened or not, after all sequences are freed."""
         try:
             if self._memory is not None:
                 self._memory.close()
@@ -439,16 +437,16 @@ class DraftModel:
 
 
 def bytes_per_token(layers: ObservedLayers, dtype: torch.dtype) -> int:
-    """Keys and values of one token in all layers."""
+    """Bytes of keys and values of one token in all layers."""
     return sum(sum(spec.row_bytes(dtype)) for spec in layers.attention.values())
 
 
-def _check(name: str, executor: Executor, target: LoadedModel) -> None:
+def _check_compatible(name: str, executor: Executor, target: LoadedModel) -> None:
     model = executor.model
     if executor.layers.states:
         raise ConfigError(
-            f"draft_model {name!r} keeps a recurrent state in {len(executor.layers.states)} layers, which cannot go "
-            "back when a guess is wrong; choose a draft model with attention only"
+            f"draft_model {name!r} keeps a recurrent state in {len(executor.layers.states)} layers, which cannot be "
+            "rolled back after a rejected draft; choose a draft model with attention only"
         )
     if model.vocab_size != target.vocab_size:
         raise ConfigError(
@@ -459,6 +457,6 @@ def _check(name: str, executor: Executor, target: LoadedModel) -> None:
         return
     if model.tokenizer.get_vocab() != target.tokenizer.get_vocab():
         raise ConfigError(
-            f"draft_model {name!r} has as many tokens as the model, but not the same; choose a draft model of the "
-            "same family"
+            f"draft_model {name!r} has as many tokens as the model, but not the same; choose a draft model of "
+            "the same family"
         )

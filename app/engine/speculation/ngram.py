@@ -1,12 +1,12 @@
-"""Guesses from the text itself (prompt look-up): the last few tokens, where they were before, and what followed there.
+"""N-gram proposer (prompt look-up): the tokens that followed an earlier occurrence of the text's last few tokens.
 
-An index for each request says where each run of n tokens last was. It grows with the text:
+An index for each request maps each n-gram to its last position. It grows with the text:
 
     token_ids   | piece | piece | piece | recent |
     indexed by    sorted arrays of hashes   dict
 
-A look-up asks the dict and then the pieces, the latest first. Runs are known by hashes of 64 bits and not compared:
-a collision would be a wrong guess, which costs next to nothing.
+A look-up reads the dict and then the pieces, the latest first. N-grams are compared by 64-bit hashes only: a collision
+would be a rejected draft token, which costs little.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from app.engine.report import StepTimes
 from app.engine.request import Request
 from vmem import IntegrityError
 
-# Tokens of a piece. Longer ones make look-ups in long texts faster, and single steps slower.
+# Tokens of a piece. Longer pieces make look-ups in long texts faster and single steps slower.
 PIECE_TOKENS = 8192
-# So many tokens are indexed in a dict before they become a piece, or part of one.
+# Tokens indexed in the dict before they move to a piece.
 RECENT_TOKENS = 1024
-# Tokens sorted into pieces in a step, all requests together: a few milliseconds. A long prompt takes several steps.
+# Tokens of all requests sorted into pieces in a step: a few milliseconds. A long prompt takes several steps.
 STEP_TOKENS = 2 * PIECE_TOKENS
 
 _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, and without small factors in common with differences of token ids
@@ -35,11 +35,11 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
-    """Runs of tokens that are followed by one of the tokens `start … end - 1`.
+    """N-grams that are followed by one of the tokens `start … end - 1`.
 
     Attributes:
-        keys: `[num_runs]` uint64, hashes, ascending, each once.
-        follows: `[num_runs]` int32, position of the token that followed the last run of that hash.
+        keys: `[num_ngrams]` uint64, ascending distinct hashes.
+        follows: `[num_ngrams]` int32, position of the token after the last n-gram with that hash.
     """
 
     start: int
@@ -50,36 +50,27 @@ class _Piece:
 
 @dataclass(slots=True, eq=False)
 class NgramIndex:
-    """Where runs of `least` to `most` tokens last were in one growing text. Takes about 36 bytes a token with 2 to 4.
-
-    Args:
-        least, most: lengths of the runs.
-    """
+    """Last positions of the n-grams of `least` to `most` tokens in one growing text: about 36 bytes a token for 2 to
+    4."""
 
     least: int
     most: int
     _pieces: list[_Piece] = field(default_factory=list)
     _recent: dict[int, int] = field(default_factory=dict)
-    _end: int = 0  # runs followed by tokens before it are indexed
+    _end: int = 0  # n-grams followed by tokens before it are indexed
 
     @property
     def _sealed(self) -> int:
         return self._pieces[-1].end if self._pieces else 0
 
     def extend(self, token_ids: list[int], budget: int) -> int:
-        """Index what has been added to the text.
-
-        Args:
-            budget: tokens that may be sorted now. What is left over waits for the next call.
-
-        Returns:
-            Tokens that were.
-        """
+        """Index added text, sorting at most `budget` tokens; the remainder waits for the next call. Return the sorted
+        tokens' number."""
         num_sorted = 0
         while len(token_ids) - self._sealed >= RECENT_TOKENS:
             start, end = self._sealed, min(self._sealed + PIECE_TOKENS, len(token_ids))
             grows = bool(self._pieces) and end - self._pieces[-1].start <= PIECE_TOKENS
-            if grows:  # too short to be left alone: there would be ever more of them
+            if grows:  # extend a short piece, to limit the number of pieces
                 start = self._pieces[-1].start
             if num_sorted + end - start > budget:
                 break
@@ -89,7 +80,7 @@ class NgramIndex:
             self._pieces.append(_sort(token_ids, start, end, self.least, self.most))
             self._recent.clear()
             self._end = end
-        if len(token_ids) - self._end <= RECENT_TOKENS:  # else it waits to be sorted
+        if len(token_ids) - self._end <= RECENT_TOKENS:  # else the remainder waits to be sorted
             for follows in range(self._end, len(token_ids)):
                 key = 0
                 for n in range(1, min(self.most, follows) + 1):
@@ -100,7 +91,7 @@ class NgramIndex:
         return num_sorted
 
     def find(self, token_ids: Sequence[int]) -> int | None:
-        """Position of the token that followed the last earlier place of the longest run that the text ends with."""
+        """Position after the last earlier occurrence of the longest indexed n-gram at the end of the text."""
         keys, key = [], 0
         for n in range(1, min(self.most, len(token_ids)) + 1):
             key = (key * _MULTIPLIER + token_ids[-n] + n) & _MASK
@@ -120,21 +111,21 @@ class NgramIndex:
         return next((position for position in reversed(found) if position is not None), None)
 
     def check_integrity(self, token_ids: Sequence[int]) -> None:
-        """Raise `IntegrityError` unless the pieces lie side by side within the text."""
+        """Raise `IntegrityError` unless the pieces are contiguous within the text."""
         end = 0
         for piece in self._pieces:
             if piece.start != end or not piece.start < piece.end <= len(token_ids):
-                raise IntegrityError(f"a piece of tokens {piece.start} to {piece.end} behind {end}")
+                raise IntegrityError(f"a piece of tokens {piece.start} to {piece.end} after {end}")
             end = piece.end
         if not end <= self._end <= len(token_ids):
             raise IntegrityError(f"{self._end} tokens indexed, {end} of them in pieces, of {len(token_ids)}")
 
 
 class NgramProposer:
-    """Continues the last `max_ngram` tokens, or fewer but at least `min_ngram`, as they were continued when they last
-    occurred. Where that reaches the end of the text it goes on with its own guesses, so that a loop is guessed whole.
+    """Proposes the continuation of the last occurrence of the last `max_ngram` to `min_ngram` tokens. At the end of the
+    text it continues with its own draft tokens, so that a loop is proposed completely.
 
-    A request's index is made when it first asks, for a prompt of more than `STEP_TOKENS` over several steps.
+    A request's index is built at its first call; a prompt of more than `STEP_TOKENS` takes several steps.
     """
 
     name = "ngram"
@@ -150,16 +141,16 @@ class NgramProposer:
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         budget = STEP_TOKENS
-        guesses: list[list[int]] = []
+        drafts: list[list[int]] = []
         for request, count in zip(requests, most, strict=True):
             if count < 1:
-                guesses.append([])
+                drafts.append([])
                 continue
             with attribute_failures(request):
                 index = self._indexes.setdefault(request, NgramIndex(self._least, self._most))
                 budget -= index.extend(request.token_ids, budget)
-                guesses.append(_continue(request.token_ids, index.find(request.token_ids), count))
-        return guesses
+                drafts.append(_continue(request.token_ids, index.find(request.token_ids), count))
+        return drafts
 
     def forget_request(self, request: Request) -> None:
         self._indexes.pop(request, None)
@@ -173,29 +164,29 @@ class NgramProposer:
 
 
 def _continue(token_ids: Sequence[int], start: int | None, count: int) -> list[int]:
-    """What follows from `start` on, as if the text went on with it."""
+    """`count` tokens from `start` on, as if the text continued with them."""
     if start is None:
         return []
-    guesses = list(token_ids[start : start + count])
+    drafts = list(token_ids[start : start + count])
     period = len(token_ids) - start
-    while len(guesses) < count:
-        guesses.append(guesses[len(guesses) - period])
-    return guesses
+    while len(drafts) < count:
+        drafts.append(drafts[len(drafts) - period])
+    return drafts
 
 
 def _sort(token_ids: list[int], start: int, end: int, least: int, most: int) -> _Piece:
     begin = max(start - most, 0)
     text = np.array(token_ids[begin:end], dtype=np.uint64)
-    key = np.zeros(end - start, dtype=np.uint64)  # of the run before each position, the last token first
+    key = np.zeros(end - start, dtype=np.uint64)  # of the n-gram before each position, the last token first
     keys, follows = [], []
     positions = np.arange(start, end, dtype=np.int32)
     for n in range(1, most + 1):
-        missing = max(n - start, 0)  # at the beginning of the text runs are not that long yet
+        missing = max(n - start, 0)  # positions with fewer than n preceding tokens
         first = start + missing - n - begin
         key[missing:] = key[missing:] * np.uint64(_MULTIPLIER) + text[first : first + len(key) - missing] + np.uint64(n)
         if n >= least:
             keys.append(key[missing:].copy())
             follows.append(positions[missing:])
-    # Reversed, so that of equal keys the first is the last in the text. Runs of another length have other keys.
+    # Reversed, so that `unique` keeps the last of equal keys. N-grams of other lengths have other keys.
     found, index = np.unique(np.concatenate(keys)[::-1], return_index=True)
     return _Piece(start, end, found, np.concatenate(follows)[::-1][index])

@@ -1,4 +1,4 @@
-"""What guesses tokens: the engine checks them all in one step, and keeps those that it would have chosen itself."""
+"""Proposer: the Protocol of methods that propose draft tokens, and counts of their acceptance."""
 
 from __future__ import annotations
 
@@ -11,44 +11,43 @@ from app.engine.request import Request
 
 
 class Proposer(Protocol):
-    """Guesses how requests go on. One thread calls it. A request's `token_ids` must only ever grow."""
+    """Proposes draft tokens, for one thread. A request's `token_ids` may only grow."""
 
     name: str
     """For metrics."""
 
     @property
     def step_times(self) -> StepTimes:
-        """What one more guess for each of several requests costs, as measured so far; all 0 if that is next to
-        nothing."""
+        """Measured cost of one further draft token for each of several requests; all 0 if negligible."""
         ...
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
-        """For each request at most `most[i]` guesses of the tokens that follow all of `token_ids`; perhaps none. Raises
-        `SequenceFailure` for a request that has to be forgotten; the books add up then."""
+        """For each request at most `most[i]` draft tokens to follow `token_ids`, possibly none. Raises
+        `SequenceFailure` for a request that must be forgotten; the state is consistent then."""
         ...
 
     def forget_request(self, request: Request) -> None:
-        """Give up what is kept for a request. It may come back; nothing happens if nothing is kept."""
+        """Free a request's state, if it has any. The request may come back."""
         ...
 
     def check_integrity(self) -> None:
-        """Raise `IntegrityError` unless its books add up."""
+        """Raise `IntegrityError` if the state is inconsistent."""
         ...
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""
         ...
 
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """What has come of guesses.
+    """Counts of draft tokens.
 
     Attributes:
-        proposer: who made them.
-        draft_tokens: guesses that were checked.
-        accepted_tokens: those that were right, and behind right ones only.
-        checks: how often a request had any.
+        proposer: the method's name.
+        draft_tokens: verified draft tokens.
+        accepted_tokens: accepted ones among them.
+        checks: verifications, one for each request and step with draft tokens.
     """
 
     proposer: str

@@ -1,4 +1,4 @@
-"""A step's work: as a plan, which every rank is told, and as tensors, which each rank makes of it."""
+"""Step batch: a step's work as a plan for all ranks, and as the tensors that each rank builds from it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """Which tokens of which sequences a step computes, and where their cache is. Numbers only: it travels to the other
-    ranks as it is.
+    """The tokens that a step computes and the places of their cache, as arrays that peers receive unchanged.
 
     Attributes:
-        num_tokens, num_computed: `[num_seqs]` int32, tokens to compute and tokens that are cached before them.
-        num_logits: `[num_seqs]` int32, of how many tokens, the last ones, the logits are needed.
-        in_region: `[num_seqs]` bool, whether the sequence is read through its region.
+        num_tokens, num_computed: `[num_seqs]` int32, tokens to compute and tokens cached before them.
+        num_logits: `[num_seqs]` int32, number of last tokens with logits.
+        in_region: `[num_seqs]` bool, whether the sequence is read in the region view.
         token_ids: `[sum(num_tokens)]` int32.
         states: `[num_seqs]` int32, the block of each sequence's recurrent state; empty for models without.
         adapters: `[num_seqs]` int32, the slot of each sequence's adapter, -1 without; empty if none has one.
-        tables: for each layer group but that of states, and each run of neighbours with one view: `[run, width]` int32,
-            their regions' slots or their block tables, filled up with zeros.
+        tables: for each layer group without states and each run of adjacent sequences with one view: `[run, width]`
+            int32, the regions' slots, or block tables padded with zeros.
     """
 
     num_tokens: Array
@@ -57,13 +56,13 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class BatchPart:
-    """Neighbouring sequences of a step that are read through the same view.
+    """Adjacent sequences of a step that are read in the same view.
 
     Attributes:
-        tokens: the step's tokens that are theirs.
-        slots: `[num_tokens]` int64, where each token's keys and values go: block · block_tokens + position within, a
-            region counting as one block.
-        attention: where each sequence's queries and cache lie.
+        tokens: their tokens in the step.
+        slots: `[num_tokens]` int64, place of each token's keys and values: block · block_tokens + offset; a region
+            counts as one block.
+        attention: places of each sequence's queries and cache.
     """
 
     view: View
@@ -74,14 +73,14 @@ class BatchPart:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """All tokens of a step, packed one sequence after the other.
+    """All tokens of a step, packed sequence by sequence.
 
     Attributes:
         token_ids, positions: `[num_tokens]` int64.
-        logit_rows: `[num_logits]` int64, the tokens whose logits are needed.
-        parts: for each layer group the parts of the batch, one for each view that occurs; none for a group of states.
-        states: whose recurrent state is where; `None` for models without.
-        adapters: which rows are whose; `None` if no sequence has an adapter.
+        logit_rows: `[num_logits]` int64, tokens with logits.
+        parts: for each layer group the parts of the batch; none for a group of states.
+        states: places of recurrent states; `None` for models without.
+        adapters: rows of each adapter; `None` if no sequence has one.
     """
 
     token_ids: torch.Tensor
@@ -99,14 +98,13 @@ def plan_step(
     all_logits: bool = False,
     adapter_slots: Mapping[str, int] | None = None,
 ) -> StepPlan:
-    """What the scheduled tokens need to be computed. Their blocks must be owned, and in the region view mapped
-    (`KVMemory.ensure`).
+    """Plan scheduled tokens, whose blocks must be owned, and mapped in the region view (`KVMemory.ensure`).
 
-    Sequences of one view should be neighbours, or there are more parts than need be; so should those of one adapter.
+    Adjacent sequences with the same view, and with the same adapter, make fewer parts.
 
     Args:
-        all_logits: the logits of every token are needed, not only of those that say so.
-        adapter_slots: name → slot of every adapter that one of them has.
+        all_logits: compute the logits of every token.
+        adapter_slots: name → slot of every adapter in use.
     """
     sequences = [memory_of(s) for s in scheduled]
     token_ids: list[int] = []
@@ -135,11 +133,7 @@ def plan_step(
 
 
 def build_batch(plan: StepPlan, tensors: CacheTensors, device: torch.device) -> StepBatch:
-    """Lay out a planned step.
-
-    Args:
-        device: where attention will want its part of it.
-    """
+    """Build the tensors of a plan; those for attention on `device`."""
     num_tokens, first = plan.num_tokens.astype(np.int64), plan.num_computed.astype(np.int64)
     starts = np.zeros(len(num_tokens) + 1, dtype=np.int64)
     np.cumsum(num_tokens, out=starts[1:])
@@ -165,8 +159,8 @@ def build_batch(plan: StepPlan, tensors: CacheTensors, device: torch.device) -> 
             attention = VarlenBatch(cu_seqlens_q, cache_seqlens, torch.from_numpy(table).to(device), *most)
             parts[g].append(BatchPart(view, tokens, torch.from_numpy(slots).to(device), attention))
     num_logits = plan.num_logits.astype(np.int64)
-    behind = np.cumsum(num_logits)  # where each sequence's rows of logits end
-    logit_rows = np.arange(behind[-1]) + np.repeat(starts[1:] - behind, num_logits)
+    ends = np.cumsum(num_logits)  # of each sequence's rows of logits
+    logit_rows = np.arange(ends[-1]) + np.repeat(starts[1:] - ends, num_logits)
     states = None
     if tensors.state_group is not None:
         states = StateBatch(starts.tolist(), plan.states.tolist(), (first == 0).tolist())
@@ -181,12 +175,12 @@ def build_batch(plan: StepPlan, tensors: CacheTensors, device: torch.device) -> 
 
 
 def demands(scheduled: Sequence[Scheduled]) -> list[StepDemand]:
-    """What these tokens need of the memory."""
+    """The memory demands of scheduled tokens."""
     return [StepDemand(memory_of(s), s.request.num_computed, s.request.num_computed + s.num_tokens) for s in scheduled]
 
 
 def next_demands(scheduled: Sequence[Scheduled]) -> list[StepDemand]:
-    """What the step after will need, if every request goes on: one more token, or as much of its prompt again."""
+    """Expected demands of the next step: one more token of each sequence, or as many prompt tokens again."""
     following = []
     for s in scheduled:
         start = s.request.num_computed + s.num_tokens
@@ -198,7 +192,7 @@ def next_demands(scheduled: Sequence[Scheduled]) -> list[StepDemand]:
 
 
 def memory_of(scheduled: Scheduled) -> SequenceMemory:
-    """The memory of a scheduled request, which it has from the moment it is scheduled."""
+    """The memory of a scheduled request."""
     assert scheduled.request.memory is not None
     return scheduled.request.memory
 
@@ -209,7 +203,7 @@ def _slot(scheduled: Scheduled, adapter_slots: Mapping[str, int]) -> int:
 
 
 def _block_table(sequences: Sequence[SequenceMemory], group: int, view: View) -> Array:
-    """`[num_seqs, width]` int32, each sequence's region or blocks."""
+    """`[num_seqs, width]` int32, region slots or block ids."""
     tables = [sequence.groups[group] for sequence in sequences]
     if view == "region":
         slots = [[table.region.slot if table.region is not None else -1] for table in tables]

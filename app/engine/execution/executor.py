@@ -1,4 +1,4 @@
-"""The model as the engine uses it: on this rank alone, or on all ranks of a tensor-parallel group at once."""
+"""Executor: the model on this rank, or on all ranks of a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from vmem import KVMemory, MirroredBackend
 
 
 class Executor:
-    """Runs forwards. With peers every forward is announced to them and then computed here, too.
+    """Runs forwards, on all ranks at the same time.
 
-    When a forward of several ranks fails the ranks do not agree any more about what comes next: they are ended, and
+    When a forward of several ranks fails, their collectives no longer match: the peers are ended, and
     `UnavailableError` is raised from then on.
 
     Args:
-        launch: how peers are started.
+        launch: starts the peers.
 
     Raises:
-        ConfigError, ModelError: the model cannot be loaded; nothing is left behind.
-        KernelError: the kernels asked for are not there.
+        ConfigError, ModelError: the model cannot be loaded; all resources are freed.
+        KernelError: the configured kernels are not available.
         UnavailableError: a peer died.
 
     Attributes:
-        ranks: the peers, `None` without.
+        ranks: the peers, `None` on one rank.
     """
 
     def __init__(self, config: EngineConfig, launch: Launch) -> None:
         torch.set_num_threads(num_threads(config))
-        self._limit_s: float | None = LOAD_TIMEOUT_S  # first forwards may compile kernels
+        self._limit_s: float | None = LOAD_TIMEOUT_S  # the first forwards may compile kernels
         self.ranks = RankGroup(config, launch) if config.tensor_parallel_size > 1 else None
         try:
             comm = None if self.ranks is None else self.ranks.connect(resolve_device(config.device))
@@ -65,7 +65,7 @@ class Executor:
                 raise error.__cause__ from error
             raise ModelError(
                 f"{config.model!r} cannot be run by {config.tensor_parallel_size} ranks: {error.__cause__}; "
-                "what the other ranks logged may say more"
+                "see the logs of the other ranks"
             ) from error
 
     @property
@@ -73,7 +73,7 @@ class Executor:
         return self._runner.layers
 
     def bind_memory(self, memory: KVMemory) -> None:
-        """Run on this memory from now on."""
+        """Use this memory from now on."""
         if self.ranks is not None:
             assert isinstance(memory.backend, MirroredBackend)
             self.ranks.command(RankOrder.OPEN, bytes([memory.backend.number]))
@@ -95,12 +95,12 @@ class Executor:
             return self._runner.own_logits(token_ids)
 
     def enforce_step_timeout(self) -> None:
-        """From now on forwards have to be done in a step's time."""
+        """Limit forwards to `step_timeout_s` from now on."""
         self._limit_s = None
 
     @property
     def available(self) -> bool:
-        """Whether all ranks are there."""
+        """Whether all ranks are alive."""
         return self.ranks is None or self.ranks.available
 
     def check_ranks(self) -> None:
@@ -118,5 +118,5 @@ class Executor:
         try:
             logits = self._runner.run(batch)
         finally:
-            memory.launched()  # a part of a step that fails may be running too
-        return logits.cpu()  # waits for the device
+            memory.launched()  # a part of a failed step may be running
+        return logits.cpu()  # synchronises

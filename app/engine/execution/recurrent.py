@@ -1,13 +1,11 @@
-"""Layers that keep a state between tokens (Mamba mixers, gated delta nets, short convolutions) in a packed forward.
+"""Recurrent layers (Mamba mixers, gated delta nets, short convolutions) in a packed forward.
 
-transformers' mixers compute a batch of sequences of one length, and keep their states in a `Cache` that they are given.
-Here each mixer is wrapped: the wrapper cuts the packed row into its sequences and runs the mixer on each, with a cache
-over that sequence's states in memory of ours. Which states there are is observed, as the geometry of attention is.
+transformers' mixers compute sequences of equal length and keep their states in a `Cache` argument. A wrapper around
+each mixer cuts the packed row into its sequences and runs the mixer with a cache over states in Folio's memory. The
+states' shapes are observed, like the geometry of attention.
 
-A state, unlike keys and values, is overwritten by every step. So a step that failed halfway cannot be run again: its
-sequences begin anew, or from a copy.
-
-Recurrent states of sequences: what a layer keeps, and where it lies in memory.
+A state, unlike keys and values, is overwritten by every step: sequences of a failed step recompute, or continue from a
+copy.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from torch import nn
 from app.errors import ModelError
 
 Kind = Literal["conv", "recurrent"]
-ALIGNMENT_BYTES = 64  # a cache line, and more than any dtype or vector load asks for
+ALIGNMENT_BYTES = 64  # a cache line, and more than any dtype or vector load needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +30,7 @@ class StateSpec:
     """One state tensor of one layer and sequence.
 
     Attributes:
-        state_idx: tells states of one kind in one layer apart.
+        state_idx: number of the state among those of its kind in the layer.
         shape: without the batch dimension. A conv state is `[channels, kernel_width]`, padded with zeros on the left.
         dtype: recurrent states are often float32 in a bfloat16 model.
     """
@@ -49,11 +47,11 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentLayer:
-    """What a forward showed of a layer.
+    """Observed properties of a layer.
 
     Attributes:
-        resumes: whether the mixer can compute several tokens at once from a state. Mamba-1's cannot: it would start
-            the scan from zeros without a word, so such a layer is given the tokens of a later chunk one by one.
+        resumes: whether the mixer can compute several tokens from a state. Mamba-1's silently starts the scan from
+            zeros; such a layer gets the tokens of later chunks one by one.
     """
 
     states: tuple[StateSpec, ...]
@@ -62,13 +60,13 @@ class RecurrentLayer:
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """Whose tokens a step computes, and where their states are.
+    """The sequences of a step and the places of their states.
 
     Attributes:
-        cu_seqlens: `num_seqs + 1`, where each sequence's tokens begin in the packed row, and their number. Each has
-            at least one.
-        blocks: `num_seqs`, the row of the state memory that is each sequence's, and no other's.
-        fresh: `num_seqs`, True for a sequence that has computed nothing yet: whatever its row holds is not read.
+        cu_seqlens: `num_seqs + 1`, starts of the sequences in the packed row, and its length; each sequence has at
+            least one token.
+        blocks: `num_seqs`, each sequence's own row of the state memory.
+        fresh: `num_seqs`, whether the sequence has no computed tokens; its row is not read then.
     """
 
     cu_seqlens: list[int]
@@ -84,9 +82,10 @@ class StateBatch:
 
 
 class StateCache:
-    """What mixers use of transformers' `Cache`: the states `[num_seqs, *shape]` of one layer, changed in place.
+    """The methods of transformers' `Cache` that mixers use, over the states `[num_seqs, *shape]` of one layer, changed
+    in place.
 
-    A state that is not `known` counts as none, until the mixer has written it.
+    States of `fresh` sequences are absent until the mixer writes them.
     """
 
     record_past = False
@@ -100,7 +99,7 @@ class StateCache:
         return any(state_idx in (None, known) for _, known in self._known)
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Whether old states are kept so that tokens can be taken back. Never."""
+        """Whether old states are kept for rolling back: never."""
         return self.record_past
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
@@ -112,8 +111,8 @@ class StateCache:
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> torch.Tensor:
-        """Append columns `[num_seqs, channels, num_tokens]` to the state, which keeps the last of them; returns all,
-        those of the state first."""
+        """Append columns `[num_seqs, channels, num_tokens]` to the state, which keeps the last ones; return the old and
+        new columns."""
         state, previous = self._states["conv", state_idx], self._get("conv", state_idx)
         width = state.shape[-1]
         if previous is not None:
@@ -132,7 +131,7 @@ class StateCache:
         self._known.add(("recurrent", state_idx))
         return state
 
-    # Until transformers 5.21 mixers read the attributes of `cache.layers[layer_idx]` instead of asking the cache.
+    # Before transformers 5.21 mixers read attributes of `cache.layers[layer_idx]`.
 
     @property
     def layers(self) -> dict[int, StateCache]:
@@ -159,8 +158,8 @@ def state_views(memory: torch.Tensor, layers: Mapping[int, RecurrentLayer]) -> d
     """Layer → its states `[num_blocks, *shape]` in the order of their specs, as views.
 
     Args:
-        memory: `[num_blocks, block_bytes]` uint8, a sequence a row. Its address and its row stride must be multiples
-            of `ALIGNMENT_BYTES`, and its columns dense.
+        memory: `[num_blocks, block_bytes]` uint8, a row for each sequence, with dense columns; address and row stride
+            are multiples of `ALIGNMENT_BYTES`.
 
     Raises:
         ValueError: a row is too short, or not aligned.
@@ -188,7 +187,7 @@ def _aligned(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FoundMixer:
-    """A mixer, its dotted path in the model, and the argument in which its forward takes the cache."""
+    """A mixer, its path in the model, and the name of its cache argument."""
 
     module: nn.Module
     path: str
@@ -196,15 +195,15 @@ class FoundMixer:
 
 
 class MixerHandler(Protocol):
-    """Who answers a mixer's call."""
+    """Computes a mixer's call."""
 
     def mix(self, layer: int, mixer: PackedMixer, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`mixer.run` over the packed row `[1, num_tokens, hidden_size]`; returns the same shape."""
+        """Compute the packed row `[1, num_tokens, hidden_size]` with `mixer.run`; return the same shape."""
         ...
 
 
 class PackedMixer(nn.Module):
-    """A mixer in a packed forward. While nothing is bound to it, it is the mixer that it wraps."""
+    """Wrapper of a mixer for packed forwards; without a bound handler it calls the mixer."""
 
     state: MixerHandler | None = None
 
@@ -218,31 +217,28 @@ class PackedMixer(nn.Module):
         if self.state is None:
             out: torch.Tensor = self.mixer(hidden_states, *args, **kwargs)
             return out
-        if args:  # the wrapper knows by name what it leaves out
+        if args:  # the wrapper drops arguments by name
             raise ModelError(
-                f"{type(self.mixer).__name__} of layer {self.layer} keeps a state and is not called as a mixer is; "
+                f"{type(self.mixer).__name__} of layer {self.layer} keeps a state and is not called as a mixer; "
                 "Folio cannot serve it"
             )
-        # Masks and packed lengths describe the row as transformers sees it; the mixer gets whole sequences.
+        # Masks and packed lengths describe the packed row; the mixer gets single sequences.
         return self.state.mix(self.layer, self, hidden_states)
 
     def run(self, hidden_states: torch.Tensor, cache: StateCache) -> torch.Tensor:
-        """The mixer itself: `[num_seqs, num_tokens, hidden_size]`, and a cache of as many sequences."""
+        """Call the mixer on `[num_seqs, num_tokens, hidden_size]` with a cache of as many sequences."""
         out: torch.Tensor = self.mixer(hidden_states, **{self._cache_argument: cache})
         return out
 
 
 def find_recurrent_layers(model: nn.Module) -> dict[int, FoundMixer]:
-    """Layer → its mixer, for every layer that keeps a state other than keys and values.
-
-    Raises:
-        ModelError: a layer has several.
-    """
+    """Layer → mixer, for every layer with a state other than keys and values. Raises `ModelError` if a layer has
+    several."""
     found: dict[int, FoundMixer] = {}
     for path, module in model.named_modules():
         argument = _cache_argument(module)
         if argument is None or any(_cache_argument(part) for part in module.modules() if part is not module):
-            continue  # a block hands the cache on to the mixer in it
+            continue  # a block that passes the cache on to its mixer
         layer: int = module.layer_idx
         if layer in found:
             raise ModelError(f"layer {layer} keeps state in {found[layer].path} and in {path}; one mixer is supported")
@@ -256,14 +252,14 @@ def _cache_argument(module: nn.Module) -> str | None:
     parameters = inspect.signature(module.forward).parameters
     if "cache_params" in parameters:
         return "cache_params"
-    # A short convolution takes its cache under the name that attention uses.
+    # A short convolution's cache argument has the name of attention's.
     if "past_key_values" in parameters and any(isinstance(child, nn.Conv1d) for child in module.children()):
         return "past_key_values"
     return None
 
 
 def install(model: nn.Module) -> frozenset[int]:
-    """Wrap every mixer, once; returns the layers. Nothing changes until something is bound."""
+    """Wrap every mixer; return the layers. Forwards do not change until a handler is bound."""
     found = find_recurrent_layers(model)
     for layer, mixer in found.items():
         model.set_submodule(mixer.path, PackedMixer(layer, mixer))
@@ -271,14 +267,14 @@ def install(model: nn.Module) -> frozenset[int]:
 
 
 def bind_mixers(model: nn.Module, state: MixerHandler | None) -> None:
-    """Let every wrapped mixer be answered by `state`; with `None`, by itself, as transformers would run it."""
+    """Let `state` compute every wrapped mixer; with `None` mixers run as in transformers."""
     for module in model.modules():
         if isinstance(module, PackedMixer):
             module.state = state
 
 
 class StateProbe:
-    """Runs the call's tokens as one fresh sequence, and notes each layer's states on the way."""
+    """Runs the call's tokens as one fresh sequence, and records each layer's states."""
 
     def __init__(self) -> None:
         self._layers: dict[int, list[RecurrentLayer]] = {}
@@ -291,7 +287,7 @@ class StateProbe:
         return out
 
     def layers(self, installed: Collection[int]) -> dict[int, RecurrentLayer]:
-        """What was seen in one forward of several tokens. Raises `ModelError` unless each layer ran exactly once."""
+        """The layers observed in one forward of several tokens. Raises `ModelError` unless each ran exactly once."""
         calls = {layer: len(seen) for layer, seen in self._layers.items()}
         if calls != dict.fromkeys(installed, 1):
             raise ModelError(f"mixers of layers {sorted(installed)} should run once in a forward; it ran {calls}")
@@ -299,7 +295,7 @@ class StateProbe:
 
 
 class _ProbeCache(StateCache):
-    """Makes a state when the mixer first writes it."""
+    """Creates a state when the mixer first writes it."""
 
     def update_conv_state(
         self,
@@ -326,7 +322,7 @@ class _ProbeCache(StateCache):
         )
 
     def resumes(self, mixer: PackedMixer, hidden_states: torch.Tensor) -> bool:
-        """Whether several tokens see the state at all: from an enormous one the output is another than from zeros."""
+        """Whether several tokens depend on the state: a large one gives another output than zeros."""
         if not self.recurrent_states:
             return True
         outs = []
@@ -342,11 +338,11 @@ class _ProbeCache(StateCache):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A step's sequences by how they run.
+    """A step's sequences.
 
     Attributes:
-        alone: first token, end, block, fresh.
-        rows, blocks: `[num_decodes]` int64 on the device, of sequences that add one token to a state: one call for all.
+        alone: (first token, end, block, fresh) of sequences that run alone.
+        rows, blocks: `[num_decodes]` int64 on the device, of sequences that add one token to a state, all in one call.
     """
 
     num_tokens: int
@@ -356,7 +352,7 @@ class _Plan:
 
 
 class CachedStates:
-    """Answers from the state memory. `set_batch` comes before each forward, and each forward changes the states."""
+    """Mixers over the state memory. Call `set_batch` before each forward, which changes the states."""
 
     def __init__(self, memory: torch.Tensor, layers: Mapping[int, RecurrentLayer]) -> None:
         self._device = memory.device
@@ -368,11 +364,11 @@ class CachedStates:
         self._plan: _Plan | None = None
 
     def set_batch(self, batch: StateBatch) -> None:
-        """The batch that the next forward computes."""
+        """Set the batch of the next forward."""
         sequences = list(zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], batch.blocks, batch.fresh, strict=True))
         decodes = [(start, block) for start, end, block, fresh in sequences if end - start == 1 and not fresh]
         if len(decodes) == 1:
-            decodes = []  # alone it needs no copies
+            decodes = []  # a single sequence needs no copies
         together = {block for _, block in decodes}
         self._plan = _Plan(
             num_tokens=batch.cu_seqlens[-1],
@@ -385,7 +381,7 @@ class CachedStates:
         plan = self._plan
         assert plan is not None
         assert hidden_states.shape[:2] == (1, plan.num_tokens)
-        if not plan.alone:  # decodes in the order of their rows: nothing to pick or put back
+        if not plan.alone:  # decodes in the order of their rows: no gathering
             return self._decode(layer, mixer, hidden_states.transpose(0, 1), plan.blocks).transpose(0, 1)
         out = torch.empty_like(hidden_states)
         for start, end, block, fresh in plan.alone:
@@ -398,7 +394,7 @@ class CachedStates:
     def _run_alone(
         self, layer: int, mixer: PackedMixer, hidden_states: torch.Tensor, block: int, fresh: bool
     ) -> torch.Tensor:
-        """The states are the memory's own. `[1, num_tokens, hidden_size]`."""
+        """Compute `[1, num_tokens, hidden_size]` with views of the memory as states."""
         states = {key: view[block : block + 1] for key, view in self._views[layer].items()}
         cache = StateCache(layer, states, fresh=fresh)
         if fresh or self._resumes[layer]:
@@ -408,7 +404,7 @@ class CachedStates:
     def _decode(
         self, layer: int, mixer: PackedMixer, hidden_states: torch.Tensor, blocks: torch.Tensor
     ) -> torch.Tensor:
-        """The states are gathered, and put back. `[num_decodes, 1, hidden_size]`."""
+        """Compute `[num_decodes, 1, hidden_size]` with gathered states, then scatter them back."""
         states = {key: view.index_select(0, blocks) for key, view in self._views[layer].items()}
         out = mixer.run(hidden_states, StateCache(layer, states, fresh=False))
         for key, view in self._views[layer].items():

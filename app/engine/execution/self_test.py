@@ -1,8 +1,7 @@
-"""Before a model is served: does the packed forward give what the model gives alone?
+"""Self-test of a loaded model: logits of packed batches are compared with those of transformers' own attention.
 
-Some models ignore a registered attention function, others mix the sequences of a packed batch without a word. So the
-loaded model itself is run both ways on two short prompts: through Folio, in chunks that mix prefill and decode; and by
-transformers' own attention, one prompt at a time.
+Some models ignore a registered attention function, others silently mix the sequences of a packed batch. Two short
+prompts are computed by Folio, in chunks that mix prefill and decode, and by transformers, one prompt at a time.
 """
 
 from __future__ import annotations
@@ -24,16 +23,17 @@ from vmem.tensor_parallel.mirror import mirror
 
 logger = logging.getLogger(__name__)
 
-# Relative difference of the rows of logits. A mix-up gives about 1 in nearly every row; rounding far less than these.
+# Most relative difference of a row of logits. Mixed sequences give about 1 in nearly every row; rounding gives far less
+# than these.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.03}
-# (tokens of the first prompt, of the second) in each step: prefill, a mixed step, a chunk beside a decode, decodes.
+# Tokens of both prompts in each step: prefill, a mixed step, a chunk beside a decode, decodes.
 STEPS = ((11, 0), (1, 7), (1, 13), (1, 1))
 
 
 def self_test(executor: Executor, groups: Sequence[LayerGroup], view: ViewPolicy) -> None:
-    """Raise `ModelError` unless the packed logits agree with the model's own. Uses a small KV memory of its own.
+    """Raise `ModelError` unless packed logits agree with the model's own. Creates a small KV memory for the test.
 
-    With "auto" one of the two prompts is read through its region and the other through its block table.
+    With "auto" one prompt is read in the region view and the other in the home view.
     """
     model = executor.model
     generator = torch.Generator().manual_seed(0)
@@ -43,7 +43,7 @@ def self_test(executor: Executor, groups: Sequence[LayerGroup], view: ViewPolicy
     views: tuple[ViewPolicy, ...] = ("block_table", "region") if view == "auto" else (view, view)
     num_pages = sum(len(prompts) * group.most_pages(max(lengths), max(lengths)) for group in groups)
     page_bytes = groups[0].layout.page_bytes
-    capacity = (num_pages + 1) * page_bytes  # with the anchor page
+    capacity = (num_pages + 1) * page_bytes  # and the anchor page
     local = select_backend(model.module.device, capacity_bytes=capacity)
     backend, contents = mirror(local, executor.ranks, capacity_bytes=capacity)
     memory = KVMemory(
@@ -60,14 +60,14 @@ def self_test(executor: Executor, groups: Sequence[LayerGroup], view: ViewPolicy
         fresh, cached = _differences(executor, memory, prompts, expected, views)
     finally:
         memory.close()
-    # In half precision a close call of a mixture's router can go the other way and change a row for good; a mix-up
-    # changes nearly all rows that read the cache, or nearly all that do not.
+    # In half precision rounding can change a router's choice of experts, and with that single rows; mixed sequences
+    # change nearly all rows that read the cache, or nearly all that do not.
     summary = max if model.dtype == torch.float32 else statistics.median
     difference = max(summary(fresh), summary(cached))
     if not difference <= TOLERANCE[model.dtype]:  # NaN fails too
         raise ModelError(
             f"self-test failed: {model.module.config.model_type} gives other logits in a packed batch than alone "
-            f"(relative difference {difference:.2g}, allowed {TOLERANCE[model.dtype]}); it would be served wrongly"
+            f"(relative difference {difference:.2g}, allowed {TOLERANCE[model.dtype]}); outputs would be wrong"
         )
     logger.info("self-test passed: relative difference %.2g", difference)
 
@@ -79,21 +79,12 @@ def _differences(
     expected: list[torch.Tensor],
     views: Sequence[ViewPolicy],
 ) -> tuple[list[float], list[float]]:
-    """Relative differences of the rows of first chunks, and of the rows that read what earlier steps cached."""
+    """Relative differences of rows in first chunks, and of rows that read tokens cached by earlier steps."""
     differences: tuple[list[float], list[float]] = ([], [])
-    requests = [
-        Request(
-            f"self-test-{i}",
-            prompt.tolist(),
-            SamplingParams(),
-            1,
-            None,
-            memory.prefixes.chain(),
-            SequenceGroup(0, i),
-            prompt.tolist(),
-        )
-        for i, prompt in enumerate(prompts)
-    ]
+    requests = []
+    for i, tokens in enumerate(prompt.tolist() for prompt in prompts):
+        chain, group = memory.prefixes.chain(), SequenceGroup(0, i)
+        requests.append(Request(f"self-test-{i}", tokens, SamplingParams(), 1, None, chain, group, tokens.copy()))
     sequences = [memory.create_sequence(view) for view in views]
     try:
         for request, sequence in zip(requests, sequences, strict=True):
@@ -105,8 +96,8 @@ def _differences(
             actual = executor.run(plan_step(scheduled, memory, all_logits=True), memory)
             for s, rows in zip(scheduled, actual.split([s.num_tokens for s in scheduled]), strict=True):
                 start = s.request.num_computed
-                wanted = expected[requests.index(s.request)][start : start + s.num_tokens]
-                relative = (rows.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+                correct = expected[requests.index(s.request)][start : start + s.num_tokens]
+                relative = (rows.float() - correct).norm(dim=-1) / correct.norm(dim=-1)
                 differences[start > 0].extend(relative.tolist())
                 s.request.num_computed += s.num_tokens
     finally:

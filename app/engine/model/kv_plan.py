@@ -181,11 +181,7 @@ def _step_bytes_a_token(model: LoadedModel) -> int:
 
 
 def _plan_groups(
-    config: EngineConfig,
-    model: LoadedModel,
-    layers: ObservedLayers,
-    granularity_bytes: int,
-    smallest_page_bytes: int,
+    config: EngineConfig, model: LoadedModel, layers: ObservedLayers, granularity_bytes: int, smallest_page_bytes: int
 ) -> list[LayerGroup]:
     """Layers with the same window share a block table; recurrent states are a group of their own. Blocks are longer
     than the planner's while their pages are smaller than `smallest_page_bytes`, to limit the number of pages."""

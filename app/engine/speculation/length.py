@@ -115,10 +115,7 @@ class LengthControl:
     """
 
     def __init__(
-        self,
-        max_draft_tokens: int,
-        step_times: Callable[[], StepTimes],
-        draft_times: Callable[[], StepTimes],
+        self, max_draft_tokens: int, step_times: Callable[[], StepTimes], draft_times: Callable[[], StepTimes]
     ) -> None:
         self._most = max_draft_tokens
         self._step_times, self._draft_times = step_times, draft_times

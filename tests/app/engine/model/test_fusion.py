@@ -19,8 +19,7 @@ from tests.conftest import ARCHITECTURES
 
 
 @pytest.mark.parametrize(
-    ("name", "norms", "mlps"),
-    [("llama", 7, 3), ("qwen3", 13, 3), ("gemma2", 13, 0), ("mixtral", 7, 0), ("opt", 0, 0)],
+    ("name", "norms", "mlps"), [("llama", 7, 3), ("qwen3", 13, 3), ("gemma2", 13, 0), ("mixtral", 7, 0), ("opt", 0, 0)]
 )
 def test_what_is_fused(name: str, norms: int, mlps: int) -> None:
     """Gemma's MLP is gated by GELU and Mixtral's experts are no linear layers: they stay as they are."""

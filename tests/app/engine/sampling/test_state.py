@@ -151,8 +151,7 @@ def test_plain_greedy_asks_for_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "field"),
-    [({"logit_bias": {512: 1.0}}, "logit_bias"), ({"stop_token_ids": [3, -1]}, "stop_token_ids")],
+    ("params", "field"), [({"logit_bias": {512: 1.0}}, "logit_bias"), ({"stop_token_ids": [3, -1]}, "stop_token_ids")]
 )
 def test_unknown_tokens_are_refused(params: dict[str, object], field: str) -> None:
     check_token_ids(SamplingParams(logit_bias={511: 1.0}, stop_token_ids=[0]), 512)

@@ -48,7 +48,6 @@ from app.engine.startup import (
     warm_up,
     warm_up_rounds,
 )
-from app.engine.tensor_parallel.adapters import AdapterPeers
 from app.engine.tensor_parallel.processes import Launch, spawn_ranks
 from app.engine.vocabulary import Vocabulary, encode_pinned
 from app.errors import (
@@ -584,11 +583,10 @@ class Engine:
         return [delta for generation in generations for delta in self._decoding.fail(generation, error)]
 
     def _open_adapters(self) -> AdapterStore | None:
-        config, layers, ranks = self.config, self.model.adapters, self._executor.ranks
+        config, layers = self.config, self.model.adapters
         if layers is None:
             return None
-        peers = None if ranks is None else AdapterPeers(ranks)
-        return AdapterStore(config.adapters, layers, config.max_loaded_adapters, peers)
+        return AdapterStore(config.adapters, layers, config.max_loaded_adapters, self._executor.ranks)
 
     def _take_adapters(self) -> list[Delta]:
         """Let those begin whose adapters have been loaded; whoever waits for one that cannot be is told why."""

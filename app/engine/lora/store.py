@@ -7,16 +7,19 @@ is no count of users: each call that may evict an adapter names those in use.
 
 from __future__ import annotations
 
+import enum
 import logging
+import struct
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from app.engine.lora.layers import LoRALayers, Updates, num_bytes
 from app.engine.lora.weights import WEIGHTS_FILE, find_folder, read_config, read_weights
+from app.engine.tensor_parallel.messages import RankOrder
+from app.engine.tensor_parallel.ranks import RankGroup
 from app.errors import EngineError, FolioError, ModelError, UnknownModelError
 
 logger = logging.getLogger(__name__)
@@ -36,20 +39,16 @@ class AdapterReport:
     num_evictions: int = 0
 
 
-class AdapterRanks(Protocol):
-    """The peer ranks, which read the same files."""
+_HEADER = struct.Struct("<BI")  # action, slot; the adapter's name follows
 
-    def read(self, name: str) -> None:
-        """Begin to read an adapter; `insert` or `discard_adapter` follows."""
-        ...
 
-    def insert(self, slot: int, name: str) -> None:
-        """Put a read adapter into a slot. Raises `ModelError` if that fails; then no peer has it."""
-        ...
+class _Action(enum.IntEnum):
+    """An order to the peers, which read the same files as rank 0."""
 
-    def discard_adapter(self, name: str) -> None: ...
-
-    def remove_adapter(self, slot: int) -> None: ...
+    READ = 1  # in the background
+    INSERT = 2  # the read adapter into a slot; answered with an error message or nothing
+    DISCARD = 3  # the read adapter
+    REMOVE = 4  # from a slot
 
 
 class AdapterStore:
@@ -60,7 +59,7 @@ class AdapterStore:
     Args:
         sources: name → folder or Hub id.
         layers: the model's, observed.
-        peers: `None` without other ranks.
+        ranks: the peers, which insert and remove the same adapters.
 
     Attributes:
         slots: name → slot of every loaded adapter, least recently used first.
@@ -68,11 +67,11 @@ class AdapterStore:
     """
 
     def __init__(
-        self, sources: Mapping[str, str], layers: LoRALayers, max_loaded: int, peers: AdapterRanks | None
+        self, sources: Mapping[str, str], layers: LoRALayers, max_loaded: int, ranks: RankGroup | None = None
     ) -> None:
         self._sources = dict(sources)
         self._layers = layers
-        self._peers = peers
+        self._ranks = ranks
         self._free = list(range(max_loaded))
         self.slots: dict[str, int] = {}
         self._loading: dict[str, tuple[int, Future[Updates]]] = {}
@@ -101,8 +100,7 @@ class AdapterStore:
             if self._free:
                 future = self._thread.submit(self._files.read, name)
                 self._loading[name] = self._free.pop(), future
-                if self._peers is not None:
-                    self._peers.read(name)
+                self._order(_Action.READ, 0, name)
         return False
 
     @property
@@ -140,14 +138,13 @@ class AdapterStore:
         """Put a read adapter into its slot; return the error if that fails."""
         error = future.exception()
         if error is not None:
-            if self._peers is not None:
-                self._peers.discard_adapter(name)
+            self._order(_Action.DISCARD, 0, name)
             return error
-        if self._peers is not None:
-            try:
-                self._peers.insert(slot, name)
-            except ModelError as refusal:
-                return refusal
+        if self._ranks is not None:
+            answers = self._ranks.ask_all(RankOrder.ADAPTER, _HEADER.pack(_Action.INSERT, slot) + name.encode())
+            if errors := [answer.decode(errors="replace") for answer in answers if answer]:
+                self._order(_Action.REMOVE, slot)
+                return ModelError(errors[0])
         updates = future.result()
         try:
             self._layers.insert(slot, updates)
@@ -179,11 +176,14 @@ class AdapterStore:
             return
         slot = self.slots.pop(name)
         self._layers.remove_adapter(slot)
-        if self._peers is not None:
-            self._peers.remove_adapter(slot)
+        self._order(_Action.REMOVE, slot)
         self._free.append(slot)
         self._note({}, num_evictions=1)
         logger.info("dropped adapter %r", name)
+
+    def _order(self, action: _Action, slot: int, name: str = "") -> None:
+        if self._ranks is not None:
+            self._ranks.command(RankOrder.ADAPTER, _HEADER.pack(action, slot) + name.encode())
 
     def _note(self, new: Mapping[str, int], *, num_loads: int = 0, num_evictions: int = 0) -> None:
         """Replace the report, which other threads read."""
@@ -239,6 +239,40 @@ class AdapterFiles:
                 "not match; give it another name, or restart"
             )
         return folder
+
+
+class PeerAdapters:
+    """The adapters of a peer, which executes the orders of rank 0's `AdapterStore`."""
+
+    def __init__(self, sources: Mapping[str, str], layers: LoRALayers) -> None:
+        self._layers = layers
+        self._files = AdapterFiles(sources, layers)
+        self._thread = ThreadPoolExecutor(1, "folio-adapters")
+        self._reading: dict[str, Future[Updates]] = {}
+
+    def handle_adapter_order(self, message: bytes) -> bytes:
+        """Execute an order; return an error message or nothing."""
+        action, slot = _HEADER.unpack_from(message)
+        name = message[_HEADER.size :].decode()
+        match action:
+            case _Action.READ:
+                self._reading[name] = self._thread.submit(self._files.read, name)
+            case _Action.INSERT:
+                future = self._reading.pop(name)
+                error = future.exception()
+                if error is not None:
+                    return str(error if isinstance(error, FolioError) else EngineError(f"{name!r}: {error!r}")).encode()
+                self._layers.insert(slot, future.result())
+            case _Action.DISCARD:
+                del self._reading[name]
+            case _Action.REMOVE:
+                self._layers.remove_adapter(slot)
+            case _:
+                raise ValueError(f"unknown adapter order {action}")
+        return b""
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
 
 
 def _version(folder: Path) -> tuple[int, int]:

@@ -63,6 +63,7 @@ class PackedLinear(nn.Module):
 
     Attributes:
         merged: (name, rows) of each original layer, where several were merged into this one.
+        packed: the weight as `product` packed it.
     """
 
     def __init__(
@@ -77,10 +78,10 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self._bias = bias
         self._product = product
-        self._packed = product.pack(weight)
+        self.packed = product.pack(weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x, self._packed, self._bias)
+        return self._product(x, self.packed, self._bias)
 
 
 def choose_product(dtype: torch.dtype, *, int8: bool = False) -> Product | None:

@@ -51,17 +51,22 @@ class _Piece:
 @dataclass(slots=True, eq=False)
 class NgramIndex:
     """Last positions of the n-grams of `least` to `most` tokens in one growing text: about 36 bytes a token for 2 to
-    4."""
+    4.
+
+    Attributes:
+        pieces: indexes of the older tokens.
+        recent: hash → position after the last n-gram with it, of the recent tokens.
+    """
 
     least: int
     most: int
-    _pieces: list[_Piece] = field(default_factory=list)
-    _recent: dict[int, int] = field(default_factory=dict)
+    pieces: list[_Piece] = field(default_factory=list)
+    recent: dict[int, int] = field(default_factory=dict)
     _end: int = 0  # n-grams followed by tokens before it are indexed
 
     @property
     def _sealed(self) -> int:
-        return self._pieces[-1].end if self._pieces else 0
+        return self.pieces[-1].end if self.pieces else 0
 
     def extend(self, token_ids: list[int], budget: int) -> int:
         """Index added text, sorting at most `budget` tokens; the remainder waits for the next call. Return the sorted
@@ -69,16 +74,16 @@ class NgramIndex:
         num_sorted = 0
         while len(token_ids) - self._sealed >= RECENT_TOKENS:
             start, end = self._sealed, min(self._sealed + PIECE_TOKENS, len(token_ids))
-            grows = bool(self._pieces) and end - self._pieces[-1].start <= PIECE_TOKENS
+            grows = bool(self.pieces) and end - self.pieces[-1].start <= PIECE_TOKENS
             if grows:  # extend a short piece, to limit the number of pieces
-                start = self._pieces[-1].start
+                start = self.pieces[-1].start
             if num_sorted + end - start > budget:
                 break
             num_sorted += end - start
             if grows:
-                self._pieces.pop()
-            self._pieces.append(_sort(token_ids, start, end, self.least, self.most))
-            self._recent.clear()
+                self.pieces.pop()
+            self.pieces.append(_sort(token_ids, start, end, self.least, self.most))
+            self.recent.clear()
             self._end = end
         if len(token_ids) - self._end <= RECENT_TOKENS:  # else the remainder waits to be sorted
             for follows in range(self._end, len(token_ids)):
@@ -86,7 +91,7 @@ class NgramIndex:
                 for n in range(1, min(self.most, follows) + 1):
                     key = (key * _MULTIPLIER + token_ids[follows - n] + n) & _MASK
                     if n >= self.least:
-                        self._recent[key] = follows
+                        self.recent[key] = follows
             self._end = max(self._end, len(token_ids))
         return num_sorted
 
@@ -100,8 +105,8 @@ class NgramIndex:
         if not keys:
             return None
         wanted = np.array(keys, dtype=np.uint64)
-        found: list[int | None] = [self._recent.get(key) for key in keys]
-        for piece in reversed(self._pieces):
+        found: list[int | None] = [self.recent.get(key) for key in keys]
+        for piece in reversed(self.pieces):
             if found[-1] is not None:
                 break
             places = np.searchsorted(piece.keys, wanted)
@@ -113,7 +118,7 @@ class NgramIndex:
     def check_integrity(self, token_ids: Sequence[int]) -> None:
         """Raise `IntegrityError` unless the pieces are contiguous within the text."""
         end = 0
-        for piece in self._pieces:
+        for piece in self.pieces:
             if piece.start != end or not piece.start < piece.end <= len(token_ids):
                 raise IntegrityError(f"a piece of tokens {piece.start} to {piece.end} after {end}")
             end = piece.end

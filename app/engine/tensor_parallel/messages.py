@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Protocol
 
 import numpy as np
@@ -26,7 +27,7 @@ class RankOrder(enum.IntEnum):
     STEP = 6  # compute a step
     OWN_LOGITS = 7  # compute one sequence by the model's own attention
     STOP = 8
-    ADAPTER = 9  # see `adapters.PeerAdapters`
+    ADAPTER = 9  # see `lora.store.PeerAdapters`
 
 
 def pack_arrays(arrays: Sequence[Array]) -> bytes:
@@ -52,23 +53,14 @@ def unpack_arrays(message: bytes) -> list[Array]:
 
 
 def pack_step(plan: StepPlan) -> bytes:
-    return pack_arrays(
-        [
-            plan.num_tokens,
-            plan.num_computed,
-            plan.num_logits,
-            plan.in_region,
-            plan.token_ids,
-            plan.states,
-            plan.adapters,
-            *plan.tables,
-        ]
-    )
+    *arrays, tables = (getattr(plan, field.name) for field in fields(plan))
+    return pack_arrays([*arrays, *tables])
 
 
 def unpack_step(message: bytes) -> StepPlan:
-    num_tokens, num_computed, num_logits, in_region, token_ids, states, adapters, *tables = unpack_arrays(message)
-    return StepPlan(num_tokens, num_computed, num_logits, in_region, token_ids, states, adapters, tuple(tables))
+    arrays = unpack_arrays(message)
+    names = [field.name for field in fields(StepPlan)][:-1]  # without the tables
+    return StepPlan(**dict(zip(names, arrays, strict=False)), tables=tuple(arrays[len(names) :]))
 
 
 class Link(Protocol):

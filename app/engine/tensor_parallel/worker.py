@@ -21,8 +21,8 @@ import torch
 from app.config.machine import num_threads
 from app.engine.execution.batch import build_batch
 from app.engine.execution.model_runner import ModelRunner
+from app.engine.lora.store import PeerAdapters
 from app.engine.model.loader import LoadedModel, load_model
-from app.engine.tensor_parallel.adapters import PeerAdapters
 from app.engine.tensor_parallel.communicator import Communicator, join_store
 from app.engine.tensor_parallel.messages import PeerLink, RankOrder, unpack_arrays, unpack_step
 from app.engine.tensor_parallel.processes import ERRORS, JOIN_TIMEOUT_S, MEMORY, STEPS, RankSpec

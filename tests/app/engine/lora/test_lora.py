@@ -22,6 +22,7 @@ from app.config.engine import EngineConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.engine import Engine
 from app.engine.lora.layers import LoRALayers, LoRALinear, adapter_batch
+from app.engine.lora.store import AdapterFiles
 from app.engine.lora.weights import LowRank, check_sources
 from app.engine.request import Delta
 from app.engine.sampling.params import SamplingParams
@@ -257,20 +258,20 @@ def test_an_adapter_in_use_stays_and_others_wait(llama: Path, three: dict[str, P
     engine.close()
 
 
-def test_nobody_else_waits_for_a_file(llama: Path, three: dict[str, Path], expected: Any) -> None:
+def test_only_requests_of_an_adapter_wait_for_its_file(
+    llama: Path, three: dict[str, Path], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [prompt] = prompts(20)
     engine = make_engine(llama, three)
     engine.submit("b", prompt, GREEDY, adapter="b")
     run(engine)
-    assert engine._adapters._store is not None
-    files, come = engine._adapters._store._files, threading.Event()
-    read = files.read
+    may_read, read = threading.Event(), AdapterFiles.read
 
-    def read_late(name: str) -> Any:
-        assert come.wait(60)
-        return read(name)
+    def read_late(files: AdapterFiles, name: str) -> Any:
+        assert may_read.wait(60)
+        return read(files, name)
 
-    files.read = read_late  # type: ignore[method-assign]
+    monkeypatch.setattr(AdapterFiles, "read", read_late)
     for name in ("a", "b", None):
         engine.submit(str(name), prompt, GREEDY, adapter=name)
     deltas = [delta for _ in range(NUM_TOKENS + 2) for delta in engine.step()]
@@ -279,7 +280,7 @@ def test_nobody_else_waits_for_a_file(llama: Path, three: dict[str, Path], expec
     engine.submit("gone", prompt, GREEDY, adapter="c")
     engine.step()
     engine.cancel("gone")
-    come.set()
+    may_read.set()
     assert {i: tokens(deltas) for i, deltas in run(engine).items()} == {"a": expected("a", prompt)}
     engine.close()
 
@@ -322,7 +323,7 @@ def test_preempted_requests_keep_their_adapter(llama: Path, three: dict[str, Pat
         engine.submit(str(i), prompt, GREEDY, adapter=name)
     outputs = {request_id: tokens(deltas) for request_id, deltas in run(engine).items()}
     assert outputs == {str(i): expected(name, prompt) for i, (name, prompt) in enumerate(jobs)}
-    assert sum(engine._scheduler.num_preempted.values())
+    assert sum(engine.take_activity().num_preempted.values())
     engine.close()
 
 

@@ -32,7 +32,7 @@ def load(folder: Path, quantization: str) -> tuple[torch.Tensor, int]:
     module.set_attn_implementation("eager")
     with torch.inference_mode():
         logits = module(input_ids=torch.arange(3, 90)[None], use_cache=False).logits[0]
-    return logits, sum(part._packed.nbytes for part in module.modules() if isinstance(part, PackedLinear))
+    return logits, sum(part.packed.nbytes for part in module.modules() if isinstance(part, PackedLinear))
 
 
 @needs_avx512

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -226,15 +227,15 @@ def test_contradictions_are_told_apart_from_broken_logits() -> None:
 
 
 def test_plain_greedy_rows_cost_one_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are never copied or processed, alone or beside others, and logits stay as they are."""
+    """They are never copied or processed, alone or beside others, and logits do not change."""
     seen = []
+    process = sampler.apply_logits_processors
 
-    def chosen(logits: torch.Tensor, *rest: object) -> object:
+    def note(logits: torch.Tensor, *rest: Any) -> None:
         seen.append(len(logits))
-        return choose(logits, *rest)  # type: ignore[arg-type]
+        process(logits, *rest)
 
-    choose = sampler._choose
-    monkeypatch.setattr(sampler, "_choose", chosen)
+    monkeypatch.setattr(sampler, "apply_logits_processors", note)
     logits = torch.randn(40, 50).bfloat16()
     before = logits.clone()
     greedy = [request(temperature=0) for _ in range(39)]

@@ -38,6 +38,9 @@ class Drafting:
             self.model, step_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs, view=config.kv_view
         )
         self.target = target
+        assert config.draft_model is not None
+        alone = dataclasses.replace(config, model=config.draft_model, speculation="off", draft_model=None)
+        self.alone = Executor(alone, spawn_ranks)  # the draft model
         self.forwards: list[int] = []
         run = self.model.run
 
@@ -57,7 +60,7 @@ class Drafting:
         """They are what the draft model generates by itself, through transformers' attention, without a cache."""
         assert len(guesses) == count
         if count:
-            logits = self.model._executor.own_logits(torch.tensor(request.token_ids + guesses[:-1]))[-count:]
+            logits = self.alone.own_logits(torch.tensor(request.token_ids + guesses[:-1]))[-count:]
             assert guesses == sample(logits, [request.sampling] * count, list(range(count))).token_ids
 
 
@@ -216,7 +219,7 @@ def test_full_memory_costs_guesses_and_nothing_else(make_drafting: MakeDrafting,
     assert 3 <= served[-1] <= 4
     assert sum(drafting.forwards) <= served[0] * 30 + 3 * sum(served)
     # Those without a turn give way to those with one.
-    waiting = [request for request in requests if request not in drafting.proposer._drafts][:2]
+    waiting = [request for request, guessed in zip(requests, guesses, strict=True) if not guessed][:2]
     for request, guessed in zip(waiting, drafting.propose(waiting, [3, 3]), strict=True):
         drafting.check(request, guessed, 3)
 
@@ -230,7 +233,7 @@ def test_no_guesses_beyond_the_draft_models_context(make_drafting: MakeDrafting)
         lengths.append(len(guesses))
         generate(request, 5)
     assert lengths == [4, 4, 3, 2, 1, 0, 0, 0]
-    assert not drafting.proposer._drafts
+    drafting.model.memory.check_idle()
 
 
 def test_a_step_that_fails_loses_nothing(make_drafting: MakeDrafting, monkeypatch: pytest.MonkeyPatch) -> None:

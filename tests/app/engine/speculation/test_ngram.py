@@ -64,13 +64,15 @@ def test_requests_do_not_see_each_other() -> None:
 def test_a_long_prompt_is_indexed_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it at once would hold everybody's next token up. No step sorts more than `STEP_TOKENS`."""
     sizes: list[int] = []
-    sort = ngram._sort
+    indexes: set[NgramIndex] = set()
+    extend = NgramIndex.extend
 
-    def note(token_ids: list[int], start: int, end: int, least: int, most: int) -> ngram._Piece:
-        sizes.append(end - start)
-        return sort(token_ids, start, end, least, most)
+    def note(index: NgramIndex, token_ids: list[int], budget: int) -> int:
+        sizes.append(extend(index, token_ids, budget))
+        indexes.add(index)
+        return sizes[-1]
 
-    monkeypatch.setattr(ngram, "_sort", note)
+    monkeypatch.setattr(NgramIndex, "extend", note)
     text = np.random.default_rng(0).integers(0, 1 << 17, 50_000).tolist()
     requests = [make_request(text + text[n : n + 5]) for n in (100, 200)]
     proposer = NgramProposer()
@@ -82,24 +84,28 @@ def test_a_long_prompt_is_indexed_in_several_steps(monkeypatch: pytest.MonkeyPat
         if guesses == right:
             break
     assert guesses == right
-    for index in proposer._indexes.values():
-        assert len(index._pieces) <= 8
-        assert sum(piece.keys.nbytes + piece.follows.nbytes for piece in index._pieces) <= 36 * 50_005
+    assert len(indexes) == 2
+    for index in indexes:
+        assert len(index.pieces) <= 8
+        assert sum(piece.keys.nbytes + piece.follows.nbytes for piece in index.pieces) <= 36 * 50_005
 
 
 def test_a_generated_text_makes_few_pieces() -> None:
     index, text = NgramIndex(2, 4), list(range(1, 20_000))
     for end in range(100, len(text), 100):
         index.extend(text[:end], ngram.STEP_TOKENS)
-    assert len(index._pieces) <= 4
-    assert len(index._recent) <= 3 * ngram.RECENT_TOKENS
+    assert len(index.pieces) <= 4
+    assert len(index.recent) <= 3 * ngram.RECENT_TOKENS
 
 
-def test_what_is_forgotten_can_come_back() -> None:
+def test_a_forgotten_request_can_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a new index."""
+    made: list[NgramIndex] = []
+    monkeypatch.setattr(ngram, "NgramIndex", lambda *args: made.append(NgramIndex(*args)) or made[-1])
     proposer, request = NgramProposer(), make_request([1, 2, 3, 1, 2])
     assert proposer.propose([request], [1]) == [[3]]
     proposer.forget_request(request)
-    assert not proposer._indexes
     proposer.forget_request(request)
     assert proposer.propose([request], [1]) == [[3]]
     assert proposer.propose([request], [0]) == [[]]
+    assert len(made) == 2

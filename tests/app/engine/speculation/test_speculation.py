@@ -13,6 +13,8 @@ from app.config.engine import EngineConfig
 from app.engine.engine import Engine
 from app.engine.report import StepTimes
 from app.engine.sampling.params import SamplingParams
+from app.engine.speculation import length
+from app.engine.speculation.draft import DraftModel
 from app.errors import ConfigError, EngineError
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
@@ -22,21 +24,24 @@ GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=40, temperature=0.7, top_p=0.9, seed=8, ignore_eos=True)
 # Of few tokens, so that even random weights repeat themselves.
 FEW = SamplingParams(max_tokens=40, seed=8, ignore_eos=True, logit_bias={10: 80.0, 11: 80.0, 12: 80.0})
-# Steps so dear that as much is guessed as may be, whatever comes of it.
-DEAR = StepTimes(fixed_s=10.0)
+
+
+@pytest.fixture(autouse=True)
+def longest_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if steps were so slow that the longest drafts pay, whatever their acceptance."""
+    times = {"step": StepTimes(fixed_s=10.0), "draft": StepTimes()}
+    choose = length.choose_lengths
+    monkeypatch.setattr(length, "choose_lengths", lambda *args, **kwargs: choose(*args, **(kwargs | times)))
 
 
 class Run:
     """An engine that has run some requests, with the books checked after each step."""
 
-    def __init__(self, folder: str, *, eager: bool = True, launch: Any = None, **settings: Any) -> None:
+    def __init__(self, folder: str, *, launch: Any = None, **settings: Any) -> None:
         defaults = {"kv_memory_bytes": 16 << 20, "skip_tokenizer_init": True, "max_num_seqs": 8, "num_threads": 1}
         config = EngineConfig(model=folder, **(defaults | settings))
         self.engine = Engine(config, launch) if launch else Engine(config)
         self.num_steps = 0
-        if eager and self.engine._speculation is not None:
-            lengths = self.engine._speculation._lengths
-            lengths._step_times, lengths._draft_times = lambda: DEAR, StepTimes
 
     def __call__(self, prompts: list[list[int]], *params: SamplingParams, close: bool = True) -> list[list[int]]:
         outputs: list[list[int]] = [[] for _ in prompts]
@@ -117,7 +122,7 @@ def test_under_pressure(
         **settings,
     )
     assert run(PROMPTS[:4], *params) == expected
-    assert sum(run.engine._scheduler.num_preempted.values()) > 0
+    assert sum(run.engine.take_activity().num_preempted.values()) > 0
     assert run.engine.speculation is not None
     assert run.engine.speculation.draft_tokens > 0
 
@@ -127,8 +132,9 @@ def test_several_ranks(folder: str) -> None:
     prompts = PROMPTS[:3]
     expected = Run(folder)(prompts, GREEDY, SEEDED)
     run = Run(folder, launch=thread_ranks, tensor_parallel_size=2, speculation="draft", draft_model=folder)
-    assert run.engine._speculation is not None
-    assert run.engine._speculation.memory_share == pytest.approx(1 / 3)  # of each rank: half of the heads
+    assert run.engine.report().budget_bytes == pytest.approx(
+        (16 << 20) / 3, rel=0.01
+    )  # each rank has half of the heads
     assert run(prompts, GREEDY, SEEDED) == expected
     assert run.engine.speculation is not None
     counts = run.engine.speculation
@@ -213,8 +219,6 @@ def test_a_draft_model_that_fails_costs_guesses_only(folder: str, monkeypatch: p
     """It failed the step, and with that every request that ran."""
     run = Run(folder, speculation="draft", draft_model=folder)
     expected = run(PROMPTS, GREEDY, close=False)
-    assert run.engine._speculation is not None
-    assert run.engine._speculation._draft is not None
 
     def fail(*_: object) -> None:
         raise EngineError("no more")
@@ -225,7 +229,7 @@ def test_a_draft_model_that_fails_costs_guesses_only(folder: str, monkeypatch: p
     for step in range(100):
         with monkeypatch.context() as patch:
             if step == 3:
-                patch.setattr(run.engine._speculation._draft, "run", fail)
+                patch.setattr(DraftModel, "run", fail)
             for delta in run.engine.step():
                 outputs[int(delta.request_id)].extend(delta.token_ids)
         run.engine.check_integrity()

@@ -10,12 +10,13 @@ import torch
 
 from app.config.engine import EngineConfig
 from app.engine.engine import Engine
+from app.engine.lora.store import PeerAdapters
 from app.engine.request import Delta
 from app.engine.sampling.params import SamplingParams
-from app.engine.tensor_parallel.adapters import PeerAdapters
+from app.engine.tensor_parallel import worker
 from app.errors import ModelError
 from tests.app.engine.lora.adapters import Merged, make_adapter
-from tests.app.engine.tensor_parallel.thread_ranks import ThreadRanks
+from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
 from tests.conftest import ARCHITECTURES, MakeCheckpoint
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -23,15 +24,7 @@ PROMPT = list(range(3, 40, 2))
 PATTERNS = {"llama": r"_proj$|lm_head", "mixtral": r"self_attn.*_proj$", "gemma2": r"layers.*_proj$", "phi3": r"_proj$"}
 
 
-class Launched:
-    """Remembers the peers it started."""
-
-    def __call__(self, num_peers: int) -> ThreadRanks:
-        self.ranks = ThreadRanks(num_peers)
-        return self.ranks
-
-
-def make_engine(model: Path, folder: Path, size: int, launch: Launched) -> Engine:
+def make_engine(model: Path, folder: Path, size: int) -> Engine:
     config = EngineConfig(
         model=str(model),
         kv_memory_bytes=16 << 20,
@@ -41,7 +34,7 @@ def make_engine(model: Path, folder: Path, size: int, launch: Launched) -> Engin
         adapters={"a": str(folder / "a"), "b": str(folder / "b")},
         max_loaded_adapters=1,
     )
-    return Engine(config, launch)
+    return Engine(config, thread_ranks)
 
 
 def run(engine: Engine) -> dict[str, list[Delta]]:
@@ -70,7 +63,7 @@ def test_ranks_give_what_merged_models_give(
     for seed, key in enumerate("ab"):
         make_adapter(tmp_path / key, model, PATTERNS[name], seed=seed)
         expected[key] = Merged(model, tmp_path / key).generate(PROMPT, 6)
-    engine = make_engine(model, tmp_path, size, Launched())
+    engine = make_engine(model, tmp_path, size)
     for key in ("a", "base", "b"):
         engine.submit(key, PROMPT, GREEDY, adapter=None if key == "base" else key)
     outputs = {key: [token for delta in deltas for token in delta.token_ids] for key, deltas in run(engine).items()}
@@ -78,16 +71,15 @@ def test_ranks_give_what_merged_models_give(
     assert outputs == expected
 
 
-def test_a_peer_that_cannot_read_it_refuses_it_for_all(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+def test_an_adapter_that_a_peer_cannot_read_is_refused(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
     for seed, key in enumerate("ab"):
         make_adapter(tmp_path / key, model, r"_proj$", seed=seed)
-    launch = Launched()
-    engine = make_engine(model, tmp_path, 2, launch)
-    [peer] = launch.ranks.workers
-    assert peer._model.adapters is not None
-    sources = {"a": str(tmp_path / "elsewhere"), "b": str(tmp_path / "b")}
-    peer._adapters = PeerAdapters(sources, peer._model.adapters)
+    moved = {"a": str(tmp_path / "elsewhere")}
+    monkeypatch.setattr(worker, "PeerAdapters", lambda sources, layers: PeerAdapters(sources | moved, layers))
+    engine = make_engine(model, tmp_path, 2)
     for key in "ab":
         engine.submit(key, PROMPT, GREEDY, adapter=key)
     outputs = run(engine)

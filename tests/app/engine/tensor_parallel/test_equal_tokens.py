@@ -14,14 +14,15 @@ import torch
 from app.engine import SamplingParams
 from app.engine.engine import Engine, EngineConfig
 from app.engine.model.linear import PackedLinear
+from app.engine.model.loader import LoadedModel, load_model
+from app.engine.tensor_parallel import worker
 from app.engine.tensor_parallel.processes import Launch, spawn_ranks
-from app.engine.tensor_parallel.worker import RankWorker
 from app.errors import ModelError
-from tests.app.engine.tensor_parallel.thread_ranks import ThreadRanks, socket_ranks, thread_ranks
+from tests.app.engine.tensor_parallel.thread_ranks import socket_ranks, thread_ranks
 from tests.architectures import FURTHER
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
 from tests.nightly import examples
-from vmem import Backend
+from vmem import Backend, select_backend
 
 # Of the further ones: experts beside a shared one, and latent attention. `docs/models.md` says what the others do.
 OF_FURTHER = ("qwen2_moe", "deepseek_v3")
@@ -81,8 +82,7 @@ def generate(folder: Path, launch: Launch = thread_ranks, **settings: Any) -> tu
                         engine.fork(i, fork, SamplingParams(max_tokens=NEW_TOKENS - 6, temperature=0))
                         outputs[fork] = outputs[i][:6]
             if "fork of 3" in outputs:
-                pages = engine.memory.pages
-                engine.set_budget(pages.fewest * pages.page_bytes, revision=1)
+                engine.set_budget(engine.memory.least_budget_bytes, revision=1)
             engine.check_integrity()
         return outputs, engine
     finally:
@@ -97,9 +97,10 @@ def test_greedy_tokens_are_those_of_one_rank(name: str, size: int, make_checkpoi
         _expected[name], _ = generate(folder)
     actual, engine = generate(folder, tensor_parallel_size=size, preemption="swap" if size == 2 else "recompute")
     assert actual == _expected[name]
-    assert engine.memory.tree.counts.hit_tokens > 100
-    assert sum(engine._scheduler.num_preempted.values()) > 0
-    assert engine.memory.copies.num_copied > 0
+    report = engine.report()
+    assert report.hit_tokens > 100
+    assert report.copied_blocks > 0
+    assert sum(engine.take_activity().num_preempted.values()) > 0
 
 
 @pytest.mark.parametrize("launch", [socket_ranks, pytest.param(spawn_ranks, marks=pytest.mark.processes)])
@@ -154,13 +155,12 @@ def test_tied_embeddings_and_one_kv_head(make_checkpoint: MakeCheckpoint) -> Non
         assert generate(folder, tensor_parallel_size=size)[0] == expected
 
 
-def test_a_rank_has_its_share_of_weights_and_cache(make_checkpoint: MakeCheckpoint) -> None:
+def test_a_rank_has_its_share_of_weights_and_cache(
+    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
-    ranks: list[ThreadRanks] = []
-
-    def launch(num_peers: int) -> ThreadRanks:
-        ranks.append(ThreadRanks(num_peers))
-        return ranks[-1]
+    loaded: list[LoadedModel] = []
+    monkeypatch.setattr(worker, "load_model", lambda *args: loaded.append(load_model(*args)) or loaded[-1])
 
     def num_parameters(module: torch.nn.Module) -> int:
         """Those of packed linear layers are no parameters any more, but their shapes tell."""
@@ -171,8 +171,8 @@ def test_a_rank_has_its_share_of_weights_and_cache(make_checkpoint: MakeCheckpoi
         )
 
     _, whole = generate(folder)
-    _, engine = generate(folder, launch, tensor_parallel_size=2)
-    shares = [num_parameters(m) for m in (engine.model.module, ranks[0].workers[0]._model.module)]
+    _, engine = generate(folder, tensor_parallel_size=2)
+    shares = [num_parameters(model.module) for model in (engine.model, *loaded)]
     norms = 7 * 64
     assert shares[0] == shares[1]
     assert sum(shares) == num_parameters(whole.model.module) + norms
@@ -185,12 +185,11 @@ def test_a_peer_without_memory_is_the_replica_without_memory(
     """Its device has half of what the budget says: requests wait for each other, and nothing is lost."""
     folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
     expected, _ = generate(folder)
-    real = RankWorker._make_backend
 
-    def poor(self: RankWorker, capacity_bytes: int, headroom_bytes: int) -> Backend:
-        return real(self, min(capacity_bytes, 120 << 10), headroom_bytes)
+    def small_backend(device: torch.device, *, capacity_bytes: int, headroom_bytes: int) -> Backend:
+        return select_backend(device, capacity_bytes=min(capacity_bytes, 120 << 10), headroom_bytes=headroom_bytes)
 
-    monkeypatch.setattr(RankWorker, "_make_backend", poor)
+    monkeypatch.setattr(worker, "select_backend", small_backend)
     actual, engine = generate(folder, tensor_parallel_size=2, preemption="recompute")
     assert actual == expected
-    assert sum(engine._scheduler.num_preempted.values()) > 0
+    assert sum(engine.take_activity().num_preempted.values()) > 0

@@ -17,7 +17,8 @@ import torch
 
 from app.engine import LLM, AsyncEngine, EngineConfig, SamplingParams
 from app.engine.engine import Engine
-from app.engine.tensor_parallel import processes as spec
+from app.engine.execution.model_runner import ModelRunner
+from app.engine.tensor_parallel import processes as limits
 from app.engine.tensor_parallel import worker
 from app.engine.tensor_parallel.processes import ChildProcesses
 from app.errors import ConfigError, ModelError, UnavailableError
@@ -137,8 +138,8 @@ def test_a_peer_lost_while_starting(
             super().run(specs)
 
     before, start = shared_files(), time.monotonic()
-    monkeypatch.setattr(spec, "START_TIMEOUT_S", 8.0)
-    monkeypatch.setattr(spec, "JOIN_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(limits, "START_TIMEOUT_S", 8.0)
+    monkeypatch.setattr(limits, "JOIN_TIMEOUT_S", 5.0)
     with suppress(UnavailableError, ModelError):
         Engine(config(folder), Lost).close()
     assert time.monotonic() - start < 60
@@ -168,13 +169,12 @@ def test_an_interrupted_step_ends_the_ranks(folder: Path, monkeypatch: pytest.Mo
     with LLM(
         folder, skip_tokenizer_init=True, tensor_parallel_size=2, max_model_len=200, kv_memory_bytes=16 << 20
     ) as llm:
-        runner = llm.engine._executor._runner
 
-        def interrupt(_: Any) -> Any:
+        def interrupt(*_: Any) -> Any:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(runner, "run", interrupt)
+            patch.setattr(ModelRunner, "run", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate([[1, 2, 3]])
         with pytest.raises(UnavailableError):

@@ -27,7 +27,7 @@ def check_pointers(driver: Any, what: str, **tensors: torch.Tensor | None) -> No
 
 
 class StrictProvider:
-    """An attention provider that notes what Triton would refuse, in front of one that would not."""
+    """An attention provider that records pointers that Triton would refuse, before it calls another provider."""
 
     name = "strict"
 
@@ -51,7 +51,7 @@ class StrictProvider:
 
 
 def strict_copy(copy: CopyBlocks, driver: Any) -> CopyBlocks:
-    """The block copy, noting what Triton would refuse."""
+    """The block copy, with a record of pointers that Triton would refuse."""
 
     def checked(
         source: torch.Tensor, target: torch.Tensor, source_rows: torch.Tensor, target_rows: torch.Tensor

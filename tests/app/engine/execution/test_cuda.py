@@ -133,7 +133,7 @@ def test_no_kernel_is_given_the_address_of_a_hole(
 
 
 def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy tokens of the prompts, the books checked after every step."""
+    """Greedy tokens of the prompts, with a check of memory after every step."""
     for i, prompt in enumerate(prompts):
         llm.engine.submit(str(i), prompt, GREEDY)
     tokens: list[list[int]] = [[] for _ in prompts]
@@ -152,7 +152,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_is_never_silently_something_else() -> None:
+def test_cuda_without_a_device_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no CUDA device"):
         LLM("builtin", device="cuda")
     with pytest.raises(MapError, match="no CUDA device"):
@@ -200,7 +200,7 @@ def test_every_way_of_decoding_on_a_device(speculation: str, make_checkpoint: Ma
 def test_two_ranks_on_real_devices(
     name: str, over_nccl: bool, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Processes with a device each; or threads that share one, which NCCL would not have."""
+    """Processes with a device each, or threads that share one over gloo."""
     if torch.cuda.device_count() < 1 + over_nccl:
         pytest.skip(f"{torch.cuda.device_count()} CUDA devices")
     folder = make_checkpoint(name, **ARCHITECTURES[name][1])
@@ -228,7 +228,7 @@ def test_two_ranks_on_real_devices(
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["swap", "recompute"])
 def test_preemption_on_a_real_device_changes_nothing(policy: Any, make_checkpoint: MakeCheckpoint) -> None:
-    """Blocks of 16 tokens are pages of 2 MiB there; 14 of them are half of what the prompts want."""
+    """Blocks of 16 tokens are pages of 2 MiB there; 14 of them are half of the prompts' demand."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])

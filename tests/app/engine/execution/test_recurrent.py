@@ -1,4 +1,4 @@
-"""Mixers in a packed forward give every token what they give it when its sequence runs alone."""
+"""Mixers compute the same in a packed forward as for each sequence alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from app.engine.execution import attention, recurrent
-from app.engine.execution import recurrent as states
 from app.engine.execution.model_runner import forward
 from app.engine.execution.recurrent import CachedStates, PackedMixer, RecurrentLayer, StateBatch, StateProbe, StateSpec
 from app.errors import ModelError
@@ -56,8 +55,8 @@ def observe(model: PreTrainedModel) -> dict[int, RecurrentLayer]:
 
 
 def make_memory(layers: dict[int, RecurrentLayer]) -> torch.Tensor:
-    """Rows of NaN, whatever dtype they are read as."""
-    return torch.full((NUM_BLOCKS, states.state_bytes(layers)), 255, dtype=torch.uint8)
+    """Rows of NaN in every dtype."""
+    return torch.full((NUM_BLOCKS, recurrent.state_bytes(layers)), 255, dtype=torch.uint8)
 
 
 class PackedModel:
@@ -178,13 +177,13 @@ def test_mixers(name: str) -> None:
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_model(name: str) -> None:
-    """Nothing else in these models mixes the sequences of a packed row."""
+    """No other layer of these models mixes the sequences of a packed row."""
     model = make_model(name)
     prompts = make_prompts(LENGTHS)
     expected = [alone(model, prompt) for prompt in prompts]
     packed = PackedModel(model)
     for prompt, logits in zip(prompts, expected, strict=True):
-        assert alone(model, prompt).equal(logits), "an unbound wrapper is in the way"
+        assert alone(model, prompt).equal(logits), "an unbound wrapper changes the logits"
     actual = in_steps(packed, prompts)
     for i in range(len(prompts)):
         assert_close(actual[i], expected[i], f"sequence {i}")
@@ -210,8 +209,8 @@ def test_chunks_equal_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_a_row_is_used_again_and_copied(name: str) -> None:
-    """A fresh sequence reads nothing of what the row's last owner left, and a copy goes on as the original does."""
+def test_a_row_is_reused_and_copied(name: str) -> None:
+    """A fresh sequence does not read the state of the row's last owner, and a copy continues like the original."""
     model = make_model(name)
     packed = PackedModel(model)
     first, second = make_prompts([30, 45])
@@ -225,7 +224,7 @@ def test_a_row_is_used_again_and_copied(name: str) -> None:
         assert_close(torch.cat(rows), expected, f"block {block}")
 
 
-def test_what_is_found_and_observed() -> None:
+def test_observed_layers() -> None:
     model = make_model("granitemoehybrid", torch.bfloat16)
     found = recurrent.find_recurrent_layers(model)
     assert {layer: mixer.path for layer, mixer in found.items()} == {
@@ -236,7 +235,7 @@ def test_what_is_found_and_observed() -> None:
     scan = StateSpec("recurrent", 0, (8, 16, 16), torch.float32)
     layers = observe(model)
     assert layers == dict.fromkeys((0, 2), RecurrentLayer((conv, scan), resumes=True))
-    assert states.state_bytes(layers) == 2 * (conv.num_bytes + scan.num_bytes)
+    assert recurrent.state_bytes(layers) == 2 * (conv.num_bytes + scan.num_bytes)
     assert not any(layer.resumes for layer in observe(make_model("jamba")).values())
 
 
@@ -249,11 +248,11 @@ def test_views_are_aligned_and_apart() -> None:
     odd = StateSpec("conv", 0, (3, 5), torch.bfloat16)
     scan = StateSpec("recurrent", 0, (2, 7), torch.float32)
     layers = {1: RecurrentLayer((odd, scan), resumes=True), 4: RecurrentLayer((odd,), resumes=True)}
-    assert states.state_bytes(layers) == 3 * 64
+    assert recurrent.state_bytes(layers) == 3 * 64
     memory = torch.zeros(4, 256, dtype=torch.uint8)
-    views = states.state_views(memory[:, :192], layers)
+    views = recurrent.state_views(memory[:, :192], layers)
     for number, view in enumerate((*views[1], *views[4]), start=1):
-        assert not view.data_ptr() % states.ALIGNMENT_BYTES
+        assert not view.data_ptr() % recurrent.ALIGNMENT_BYTES
         assert not view.any()
         view[2] = number
     assert [tuple(view.shape) for view in (*views[1], *views[4])] == [(4, 3, 5), (4, 2, 7), (4, 3, 5)]
@@ -261,17 +260,17 @@ def test_views_are_aligned_and_apart() -> None:
     assert not memory[[0, 1, 3]].any()
     for wrong in (memory[:, :128], memory[:, 8:200], memory.view(torch.int8)):
         with pytest.raises(ValueError, match="row"):
-            states.state_views(wrong, layers)
+            recurrent.state_views(wrong, layers)
 
 
-def test_batches_that_cannot_be() -> None:
+def test_invalid_batches() -> None:
     with pytest.raises(ValueError, match="one more"):
         StateBatch([0, 3], [1, 2], [True, True])
     with pytest.raises(ValueError, match="share"):
         StateBatch([0, 3, 5], [1, 1], [True, True])
 
 
-def test_mixers_that_cannot_be_run() -> None:
+def test_unsupported_mixers() -> None:
     class Mixer(nn.Module):
         layer_idx = 3
 

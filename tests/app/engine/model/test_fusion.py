@@ -1,4 +1,4 @@
-"""Fused modules give what the originals give, and whatever differs keeps its own code."""
+"""Fused modules give the originals' outputs, and deviating modules are not fused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.conftest import ARCHITECTURES
     ("name", "norms", "mlps"), [("llama", 7, 3), ("qwen3", 13, 3), ("gemma2", 13, 0), ("mixtral", 7, 0), ("opt", 0, 0)]
 )
 def test_what_is_fused(name: str, norms: int, mlps: int) -> None:
-    """Gemma's MLP is gated by GELU and Mixtral's experts are no linear layers: they stay as they are."""
+    """Gemma's MLP is gated by GELU and Mixtral's experts are no linear layers: neither is fused."""
     torch.manual_seed(0)
     model_type, settings = ARCHITECTURES[name]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings)).eval()
@@ -35,7 +35,7 @@ def test_what_is_fused(name: str, norms: int, mlps: int) -> None:
     assert (kinds.count(FusedRMSNorm), kinds.count(FusedSwiGLU)) == (norms, mlps)
 
 
-def test_a_twist_is_noticed() -> None:
+def test_a_deviating_norm_is_not_fused() -> None:
     class ShiftedRMSNorm(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -53,8 +53,8 @@ def test_a_twist_is_noticed() -> None:
     [("llama", 3), ("qwen2", 3), ("qwen3", 3), ("mistral", 3), ("mixtral", 3), ("gpt_oss", 0), ("opt", 0), ("phi3", 0)],
 )
 def test_which_attention_is_fused(name: str, layers: int) -> None:
-    """OPT has no rotary positions, GPT-OSS half as many cosines, Phi-3 one projection as it is. The layer that was
-    there still answers for transformers' own attention, with the same weights."""
+    """OPT has no rotary positions, GPT-OSS half as many cosines, Phi-3 a single projection. The original
+    layer still runs for transformers' own attention, with the same weights."""
     torch.manual_seed(0)
     model_type, settings = ARCHITECTURES[name]
     attention.register()
@@ -82,7 +82,7 @@ def test_which_attention_is_fused(name: str, layers: int) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 def test_attention_is_fused_in_half_precision(name: str) -> None:
-    """Where the original rounds oftener."""
+    """The original rounds more often."""
     torch.manual_seed(0)
     model_type, settings = ARCHITECTURES[name]
     attention.register()
@@ -92,8 +92,8 @@ def test_attention_is_fused_in_half_precision(name: str) -> None:
 
 
 @pytest.mark.parametrize("twist", ["clip", "positions", "scale"])
-def test_a_twist_of_attention_is_noticed(twist: str) -> None:
-    """Clipping shows in large states only, and what depends on positions far from the beginning."""
+def test_deviating_attention_is_not_fused(twist: str) -> None:
+    """Clipping shows in large states only, and a dependency on positions only far from the beginning."""
 
     class Twisted(LlamaAttention):
         def forward(

@@ -1,4 +1,4 @@
-"""The KV memory that a machine has room for: ceilings, swap space, pages; and settings that it has no room for."""
+"""KV plan on machines of several sizes: ceilings, swap space, pages, and settings that do not fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAMPLING_BYTES, TOKEN_BYTES = 40 << 21, 4 * (2 * 64 + 3 * 96 + VOCAB_SIZE)
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 
 
-def be_on(
+def set_machine(
     monkeypatch: pytest.MonkeyPatch, memory_bytes: int, available_bytes: int, max_map_count: int = 65_530
 ) -> None:
     machine = Machine(memory_bytes, available_bytes, limited=True, num_cores=8, max_map_count=max_map_count)
@@ -38,7 +38,7 @@ def make_engine(make_checkpoint: MakeCheckpoint, **settings: Any) -> Engine:
 
 
 def taken_bytes(memory_bytes: int) -> int:
-    """By a step, and what is spare."""
+    """Bytes of a step, and the spare share."""
     return SAMPLING_BYTES + 64 * TOKEN_BYTES + int(SPARE_SHARE * memory_bytes)
 
 
@@ -63,12 +63,12 @@ def run(engine: Engine) -> list[list[int]]:
 
 
 def test_a_small_container_meets_out_of_pages(monkeypatch: pytest.MonkeyPatch, make_checkpoint: MakeCheckpoint) -> None:
-    """By default the cache could be a quarter of the machine's memory whatever the container's limit was, and the swap
-    space 1 GiB: the OOM killer came. Now requests are preempted and computed again, to the same tokens."""
+    """The default ignored the container's limit, and the process was killed for memory. Now requests are preempted and
+    recomputed, with the same tokens."""
     engine = make_engine(make_checkpoint)
     expected = run(engine)
     engine.close()
-    be_on(monkeypatch, 256 << 20, taken_bytes(256 << 20) + 14 * BLOCK_BYTES)
+    set_machine(monkeypatch, 256 << 20, taken_bytes(256 << 20) + 14 * BLOCK_BYTES)
     engine = make_engine(make_checkpoint)
     assert run(engine) == expected
     assert sum(engine.take_activity().num_preempted.values()) > 0
@@ -96,31 +96,31 @@ def test_ceilings(
     budget_bytes: int,
     swap_bytes: int,
 ) -> None:
-    """A quarter of the memory, and for swaps what the cache leaves; a ceiling that is asked for stays."""
-    be_on(monkeypatch, memory_bytes, available_bytes)
+    """By default a quarter of the memory, and the remainder for swap space; a configured ceiling is kept."""
+    set_machine(monkeypatch, memory_bytes, available_bytes)
     budget, swap = ceilings(make_engine(make_checkpoint, **settings))
     assert budget_bytes - BLOCK_BYTES < budget <= budget_bytes
     assert swap == swap_bytes
 
 
-def test_the_log_says_what_limits_the_default_ceiling(
+def test_the_log_names_the_limit_of_the_default_ceiling(
     monkeypatch: pytest.MonkeyPatch, make_checkpoint: MakeCheckpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It was 750 MiB of 23 GiB, the documentation says a quarter, and nothing told why."""
+    """The ceiling was 750 MiB of 23 GiB instead of the documented quarter, without a reason in the log."""
     caplog.set_level(logging.INFO, "app.engine.model.kv_plan")
     for count, num_pages in ((65_530, 24_000), (131_060, 48_000), (10**9, 200_000)):
         caplog.clear()
-        be_on(monkeypatch, 24 * GIB, 20 * GIB, count)
+        set_machine(monkeypatch, 24 * GIB, 20 * GIB, count)
         assert ceilings(make_engine(make_checkpoint))[0] == num_pages * BLOCK_BYTES
         assert f"vm.max_map_count, {count}, has mappings for {num_pages} pages" in caplog.text
     caplog.clear()
-    be_on(monkeypatch, 256 << 20, 20 * GIB)
+    set_machine(monkeypatch, 256 << 20, 20 * GIB)
     ceilings(make_engine(make_checkpoint))
     assert "max_map_count" not in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "messages"),
     [
         (
             {"kv_memory_bytes": 1 << 40, "max_num_seqs": 10**9, "num_threads": 10**4},
@@ -134,12 +134,12 @@ def test_the_log_says_what_limits_the_default_ceiling(
     ],
 )
 def test_settings_that_do_not_fit_are_refused_at_the_start(
-    monkeypatch: pytest.MonkeyPatch, make_checkpoint: MakeCheckpoint, settings: dict[str, int], told: list[str]
+    monkeypatch: pytest.MonkeyPatch, make_checkpoint: MakeCheckpoint, settings: dict[str, int], messages: list[str]
 ) -> None:
-    """They were accepted, and the OOM killer came when they were used; some only show when the model is known."""
-    be_on(monkeypatch, 256 << 20, 200 << 20)
+    """They were accepted, and the process was killed for memory later; some depend on the model."""
+    set_machine(monkeypatch, 256 << 20, 200 << 20)
     with pytest.raises(ConfigError) as refused:
         make_engine(make_checkpoint, **({"swap_bytes": 0} | settings))
     lines = str(refused.value).splitlines()
     assert len(lines) == len(settings)
-    assert all(part in str(refused.value) for part in told), lines
+    assert all(part in str(refused.value) for part in messages), lines

@@ -54,7 +54,7 @@ print(private_mib() - before)
 
 
 @pytest.mark.processes
-def test_numbers_of_rows_take_no_memory() -> None:
+def test_memory_does_not_grow_with_the_number_of_row_counts() -> None:
     out = subprocess.run([sys.executable, "-c", _MANY_NUMBERS_OF_ROWS], check=True, capture_output=True, text=True)
     assert float(out.stdout) < 100  # 300 to 600 MiB unless only a few are kept
 
@@ -68,7 +68,7 @@ def test_every_linear_of_a_model_is_replaced() -> None:
     assert [type(m).__name__ for m in model[1]] == ["PackedLinear", "ReLU"]  # type: ignore[union-attr]
 
 
-def test_unsupported_dtypes_stay_unpacked_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_dtypes_stay_unpacked_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert choose_product(torch.float64) is None
     assert "stay unpacked" in caplog.text
 
@@ -84,7 +84,7 @@ def test_matrix_tiles_are_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other kernels take over, but none has 8-bit weights: that is said, instead of serving something else."""
+    """Other kernels replace Folio's own, but none has 8-bit weights, which is an error."""
 
     def fail() -> CpuLinear:
         raise KernelError("no C++ compiler")

@@ -1,4 +1,4 @@
-"""`load_format: dummy`: random weights that are a whole, sound model, made from `config.json` alone."""
+"""`load_format: dummy`: a complete model with random weights, from `config.json` alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def greedy_tokens(folder: Path, load_format: str, dtype: str) -> list[list[int]]
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt_oss", "bamba"])
 def test_tokens_are_those_of_the_same_weights_from_a_checkpoint(name: str, dtype: str, tmp_path: Path) -> None:
-    """Buffers are no part of a checkpoint: rotary frequencies that were left unmade would give other tokens."""
+    """Buffers are no part of a checkpoint: uncomputed rotary frequencies would give other tokens."""
     folder = config_folder(tmp_path / "config", name, tie_word_embeddings=name == "qwen2")
     torch.manual_seed(3)
     tokens = greedy_tokens(folder, "dummy", dtype)
@@ -54,7 +54,7 @@ def test_tokens_are_those_of_the_same_weights_from_a_checkpoint(name: str, dtype
 def test_weights_are_in_the_dtype_of_the_config_and_tied(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what else draws random numbers in this process does not see that a model was made."""
+    """The process's random state does not change."""
     monkeypatch.setattr("app.engine.model.loader._optimise", lambda *_, **__: None)  # packs weights, and unties them
     folder = config_folder(tmp_path, "qwen2", dtype="bfloat16", tie_word_embeddings=True)
     state = torch.random.get_rng_state()
@@ -75,8 +75,8 @@ def test_the_choice_is_checked() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_nothing_is_made_elsewhere_than_on_the_device(name: str, tmp_path: Path) -> None:
-    """A copy on the host of what is too large for it, or rotary frequencies that the device cannot read."""
+def test_all_tensors_are_created_on_the_device(name: str, tmp_path: Path) -> None:
+    """The host may lack memory for a copy, and the device cannot read rotary frequencies elsewhere."""
     config = AutoConfig.from_pretrained(config_folder(tmp_path, name))
     model = random_model(config, torch.device("meta"), dtype="auto", attn_implementation="eager")
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}

@@ -1,4 +1,4 @@
-"""8-bit weights: nearly the same logits in a fraction of the memory, and errors where they cannot be had."""
+"""8-bit weights: nearly the same logits in a fraction of the memory, and errors where they are not possible."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load(folder: Path, quantization: str) -> tuple[torch.Tensor, int]:
 @needs_avx512
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
 def test_logits_are_nearly_the_same(name: str, make_checkpoint: MakeCheckpoint) -> None:
-    """Random weights are the hard case: nothing stands out."""
+    """Random weights are the hard case: no logits stand out."""
     model_type, settings = ARCHITECTURES[name]
     folder = make_checkpoint(model_type, **settings)
     (expected, whole_bytes), (actual, quantized_bytes) = load(folder, "none"), load(folder, "int8")
@@ -49,7 +49,7 @@ def test_logits_are_nearly_the_same(name: str, make_checkpoint: MakeCheckpoint) 
 
 @needs_avx512
 def test_the_builtin_model_answers_the_same() -> None:
-    """In float32: the checkpoint's bfloat16 needs more of the processor than AVX-512, and failed where that was all."""
+    """In float32: the checkpoint's bfloat16 needs more than AVX-512, and failed on processors without that."""
     prompts = ["The key of room 417 is 93. The key of room 417 is", "What is Folio?", "Hello"]
     params = SamplingParams(max_tokens=8, temperature=0)
     with LLM("builtin", dtype="float32", kv_memory_bytes=16 << 20) as llm:
@@ -59,8 +59,10 @@ def test_the_builtin_model_answers_the_same() -> None:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_alone_is_as_in_a_crowd_in_half_precision(quantization: str, make_checkpoint: MakeCheckpoint) -> None:
-    """Products used to round differently with the number of rows, so that near-ties went the other way."""
+def test_outputs_are_independent_of_the_batch_in_half_precision(
+    quantization: str, make_checkpoint: MakeCheckpoint
+) -> None:
+    """Rounding depended on the number of rows, which changed tokens with nearly equal logits."""
     if CpuLinear().unsupported(torch.bfloat16):
         pytest.skip("the products that torch has depend on the number of rows")
     prompts = [[(i * 37 + j * 11) % 500 for j in range(5 + i)] for i in range(20)]

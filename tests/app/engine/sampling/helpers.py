@@ -1,4 +1,4 @@
-"""What tests of sampling share: the exact distribution, in float64 and token by token; structures; chi-square."""
+"""Helpers of sampling tests: the exact distribution in float64, a structure, chi-square."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from app.engine.sampling.params import SamplingParams
 
 
 class Allowed:
-    """A structure that always allows the same tokens, and remembers what it has accepted."""
+    """A structure that always allows the same tokens, and records accepted ones."""
 
     def __init__(self, token_ids: Iterable[int], accepted: Iterable[int] = ()) -> None:
         self.token_ids = frozenset(token_ids)

@@ -1,4 +1,4 @@
-"""Words become the tokens that they have in a text, wherever they stand in it."""
+"""Bad words are encoded as at the beginning of a text, inside one, and after a space."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def builtin() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="module")
 def sentences() -> Tokenizer:
-    """Like Llama 2's: every text begins with a space that is not there."""
+    """Like Llama 2's: every text begins with an implied space."""
     merges = [("w", "o"), ("wo", "r"), ("wor", "d"), ("▁", "word")]
     pieces = ["<unk>", "▁", "w", "o", "r", "d", "▁word", "word", "wo", "wor", "\n"]
     vocab = {piece: i for i, piece in enumerate(pieces)}
@@ -89,7 +89,7 @@ def test_completing_is_what_ends_with_a_sequence(sequences: list[list[int]], out
 
 
 def test_half_a_character_is_refused(builtin: PreTrainedTokenizerBase) -> None:
-    """It was a TypeError of the tokenizer's, and a 500."""
+    """The tokenizer's TypeError became status 500."""
     with pytest.raises(RequestError, match="not valid Unicode at character 1") as raised:
         encode_bad_words(["a\ud800"], encoder(builtin.backend_tokenizer), len(builtin))
     assert raised.value.param == "bad_words"

@@ -1,4 +1,4 @@
-"""Bits are even and independent, sums are the highest there are, and close distributions draw alike."""
+"""Noise is uniform and independent, draws have the highest sum, and close distributions draw alike."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_neighbours_are_independent(what: str) -> None:
     assert chi_square_excess(np.bincount(cells.ravel(), minlength=256), np.full(256, cells.size / 256)) < 1
 
 
-def test_small_probabilities_are_drawn_as_often_as_they_should() -> None:
+def test_small_probabilities_are_drawn_as_often_as_expected() -> None:
     """Noise must be precise where it is high: of 2 million values the highest 40 are where they are expected."""
     values = gumbel(torch.tensor([[5]]), torch.arange(2_000_000)[None])[0]
     for expected in (40, 1000, 100_000):
@@ -75,7 +75,7 @@ def test_small_probabilities_are_drawn_as_often_as_they_should() -> None:
     [(1, 3, 1.0), (2, 3000, 4.0), (7, 3000, 1.0), (1001, 300, 3.0), (40_000, 5, 0.0), (3000, 100, 3e6)],
 )
 def test_draws_the_highest_sum(vocab_size: int, num_rows: int, scale: float) -> None:
-    """Bounds decide only what is looked at: also where two tokens are left, or rounding is coarse."""
+    """Bounds do not change the result, also with two tokens left or coarse rounding."""
     logits = scale * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0))
     logits[::2, ::3] = -torch.inf
     logits[:, -1] = 0.0
@@ -87,7 +87,7 @@ def test_draws_the_highest_sum(vocab_size: int, num_rows: int, scale: float) -> 
         assert draw(logits[i : i + 1], keys[i : i + 1]) == tokens[i]
 
 
-def test_the_noise_of_a_token_is_the_same_in_any_company() -> None:
+def test_the_noise_of_a_token_is_independent_of_the_batch() -> None:
     keys = keys_of(3)
     every = gumbel(keys[:, None], torch.arange(5000).repeat(3, 1))
     some = torch.randperm(5000, generator=torch.Generator().manual_seed(0))
@@ -124,6 +124,6 @@ def test_close_distributions_draw_alike(scale: float) -> None:
     assert abs(float(agreed.double().mean()) - expected) < 5 * sigma
 
 
-def test_looks_again_where_the_highest_bound_misleads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_further_pass_where_the_highest_bound_is_not_the_best_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise, "_WITHIN", 0.0)
     test_draws_the_highest_sum(7, 3000, 1.0)

@@ -1,4 +1,4 @@
-"""What a sequence remembers between its tokens: the noise of each position, and what forks take over."""
+"""Sampling state: the noise key of each position, and the state of forks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EOS = frozenset({2})
 
 
 def keys(state: SamplingState, count: int) -> list[int]:
-    """Those of the next tokens, each when its turn comes."""
+    """The keys of the next tokens, one after the other."""
     drawn = []
     for _ in range(count):
         drawn.append(state.noise_key())
@@ -23,7 +23,7 @@ def keys(state: SamplingState, count: int) -> list[int]:
 
 
 def test_a_key_belongs_to_a_position() -> None:
-    """Looking ahead, asking twice, or not asking for some changes none of them."""
+    """Keys do not depend on which keys were read before."""
     plain = keys(SamplingState(SamplingParams(seed=3), [1]), 300)
     assert len(set(plain)) == 300
     ahead = SamplingState(SamplingParams(seed=3), [1])
@@ -42,7 +42,7 @@ def test_a_key_belongs_to_a_position() -> None:
 
 
 def test_every_output_has_keys_of_its_own() -> None:
-    """A fork draws what its output would have drawn from there on, wherever it began."""
+    """A fork has the keys of its output index from its position on."""
     first = SamplingState(SamplingParams(seed=3), [1])
     output = SamplingState(SamplingParams(seed=3), [1], index=2)
     keys(output, 80)
@@ -57,7 +57,7 @@ def test_every_output_has_keys_of_its_own() -> None:
     assert keys(unseeded.fork(), 5) != keys(unseeded, 5)
 
 
-def test_a_fork_goes_on_alone() -> None:
+def test_a_fork_is_independent() -> None:
     structure = Structure("choice", '["a"]')
     params = SamplingParams(structure=structure, bad_words=["x"], repetition_penalty=1.1, min_tokens=4, seed=1)
     parent = SamplingState(params, [1], matcher=Allowed([5, 6]), bad_words=BadWords([[5, 6], [9]]), eos_token_ids=EOS)
@@ -130,8 +130,8 @@ def test_looks_ahead_only_where_earlier_tokens_do_not_matter(
     assert not SamplingState(SamplingParams(), [1], matcher=Allowed([1])).can_look_ahead
 
 
-def test_plain_greedy_asks_for_nothing() -> None:
-    """Each of the parameters that concern a choice takes a state off the fast path."""
+def test_plain_greedy() -> None:
+    """Every sampling parameter takes a state off the fast path."""
     plain = {"temperature": 0.0}
     assert SamplingState(SamplingParams(**plain), [1]).is_plain_greedy
     for more in (

@@ -1,4 +1,4 @@
-"""Requests that no engine has."""
+"""Requests without an engine."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def make_request(
 
 
 def generate(request: Request, *token_ids: int) -> None:
-    """As if the engine had chosen these."""
+    """Append tokens, as the engine does."""
     request.append(token_ids, frozenset())

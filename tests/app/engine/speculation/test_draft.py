@@ -1,4 +1,4 @@
-"""A draft model guesses what it would generate itself, whatever became of its guesses before."""
+"""A draft model proposes the tokens that it would generate itself, whatever the acceptance of earlier ones."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ def tokens(length: int, seed: int = 0) -> list[int]:
 
 
 def go_on(request: Request, guesses: list[int], accepted: int) -> None:
-    """As if the model had accepted so many guesses, and then chosen a token that nobody guessed."""
+    """As if the model had accepted the first draft tokens and then sampled another token."""
     generate(request, *guesses[:accepted])
     generate(request, (guesses[accepted] + 7 if accepted < len(guesses) else 11 + len(request.token_ids)) % VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("view", ["region", "block_table"])
-def test_guesses_are_what_the_draft_model_generates(make_drafting: MakeDrafting, view: str) -> None:
-    """Greedy and sampled requests together; of the guesses before none, some or all were right, or it had no turn."""
+def test_drafts_are_the_draft_models_own_tokens(make_drafting: MakeDrafting, view: str) -> None:
+    """Greedy and sampled requests together, with rejected, accepted and missing drafts before."""
     drafting = make_drafting(kv_view=view)
     choice = random.Random(5)
     params = [GREEDY, SAMPLED, dataclasses.replace(SAMPLED, top_p=1.0), GREEDY]
@@ -133,8 +133,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(make_drafting: MakeDraft
             generate(request, *chosen)
 
 
-def test_a_forward_for_each_guess(make_drafting: MakeDrafting) -> None:
-    """All requests together, each as long as it wants guesses; what was right is not computed again."""
+def test_one_forward_for_each_draft_token(make_drafting: MakeDrafting) -> None:
+    """Of all requests that need a further draft token; accepted tokens are not recomputed."""
     drafting = make_drafting()
     requests = [make_request(tokens(n, n)) for n in (20, 30, 40)]
     guesses = drafting.propose(requests, [1, 3, 4])
@@ -147,7 +147,7 @@ def test_a_forward_for_each_guess(make_drafting: MakeDrafting) -> None:
     assert drafting.forwards == [2 + 1 + 2, 3]
 
 
-def test_long_prompts_are_seen_in_chunks_and_hold_nobody_up(make_drafting: MakeDrafting) -> None:
+def test_long_prompts_are_computed_in_chunks_beside_other_requests(make_drafting: MakeDrafting) -> None:
     drafting = make_drafting(max_num_batched_tokens=64)
     short, long = make_request(tokens(30, 1)), make_request(tokens(200, 2))
     for step in range(5):
@@ -160,7 +160,7 @@ def test_long_prompts_are_seen_in_chunks_and_hold_nobody_up(make_drafting: MakeD
         generate(long, 5)
 
 
-def test_prompts_that_begin_alike_are_seen_once(make_drafting: MakeDrafting) -> None:
+def test_common_prefixes_are_computed_once(make_drafting: MakeDrafting) -> None:
     drafting = make_drafting(max_num_batched_tokens=128)
     requests = [make_request(tokens(256) + tokens(8, 1 + i)) for i in range(4)]
     for _ in range(4):
@@ -175,8 +175,8 @@ def test_prompts_that_begin_alike_are_seen_once(make_drafting: MakeDrafting) -> 
     assert sum(drafting.forwards) >= 264  # nothing is shared across salts
 
 
-def test_rejected_guesses_are_not_in_the_prefix_cache(make_drafting: MakeDrafting) -> None:
-    """They fill a block; a request that has these very tokens must not find it."""
+def test_rejected_drafts_are_not_in_the_prefix_cache(make_drafting: MakeDrafting) -> None:
+    """They fill a block; a request with the same tokens must not hit it."""
     drafting = make_drafting()
     request = make_request(tokens(27))
     [guesses] = drafting.propose([request], [8])
@@ -190,7 +190,7 @@ def test_rejected_guesses_are_not_in_the_prefix_cache(make_drafting: MakeDraftin
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2"])
-def test_windows_go_back_with_wrong_guesses(make_drafting: MakeDrafting, architecture: str) -> None:
+def test_windows_are_rolled_back_after_rejected_drafts(make_drafting: MakeDrafting, architecture: str) -> None:
     drafting = make_drafting(*ARCHITECTURES[architecture], max_num_batched_tokens=64)
     request = make_request(tokens(100))
     generator = random.Random(1)
@@ -202,7 +202,7 @@ def test_windows_go_back_with_wrong_guesses(make_drafting: MakeDrafting, archite
 
 
 @pytest.mark.parametrize("view", ["region", "block_table", "auto"])
-def test_full_memory_costs_guesses_and_nothing_else(make_drafting: MakeDrafting, view: str) -> None:
+def test_full_memory_costs_drafts_only(make_drafting: MakeDrafting, view: str) -> None:
     """There is room for most of eight at first, and for three in the end: those give way that would have most to
     compute, and do not take each other's place again and again."""
     drafting = make_drafting(max_model_len=128, kv_memory_bytes=100 * 4096, kv_view=view)
@@ -224,7 +224,7 @@ def test_full_memory_costs_guesses_and_nothing_else(make_drafting: MakeDrafting,
         drafting.check(request, guessed, 3)
 
 
-def test_no_guesses_beyond_the_draft_models_context(make_drafting: MakeDrafting) -> None:
+def test_no_drafts_beyond_the_draft_models_context(make_drafting: MakeDrafting) -> None:
     drafting = make_drafting(draft=TINY | {"max_position_embeddings": 64})
     request = make_request(tokens(60))
     lengths = []
@@ -236,7 +236,7 @@ def test_no_guesses_beyond_the_draft_models_context(make_drafting: MakeDrafting)
     drafting.model.memory.check_idle()
 
 
-def test_a_step_that_fails_loses_nothing(make_drafting: MakeDrafting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_is_recovered(make_drafting: MakeDrafting, monkeypatch: pytest.MonkeyPatch) -> None:
     drafting = make_drafting()
     requests = [make_request(tokens(n, n)) for n in (20, 30)]
     drafting.propose(requests, [3, 3])
@@ -262,7 +262,7 @@ def test_a_step_that_fails_loses_nothing(make_drafting: MakeDrafting, monkeypatc
             drafting.check(request, guessed, 3)
 
 
-def test_what_cannot_draft(make_drafting: MakeDrafting) -> None:
+def test_unsupported_draft_models(make_drafting: MakeDrafting) -> None:
     with pytest.raises(ConfigError, match="vocabulary of 300 tokens and the model one of 512"):
         make_drafting(draft=TINY | {"vocab_size": 300})
     with pytest.raises(ConfigError, match="recurrent state in 2 layers"):

@@ -1,4 +1,4 @@
-"""How many tokens are guessed: the best number, none where it does not pay, and again where it does."""
+"""Draft lengths: the optimum, 0 where drafting does not pay, and recovery where it pays again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FREE = StepTimes()
 def speed(
     lengths: tuple[int, ...], rates: list[float], num_cached: list[int], step: StepTimes, draft: StepTimes
 ) -> float:
-    """Tokens a second, written out."""
+    """Tokens per second by the definition."""
     tokens = sum(sum(p**j for j in range(k + 1)) for p, k in zip(rates, lengths, strict=True))
     seconds = step.fixed_s + max(lengths) * draft.fixed_s
     for k, cached in zip(lengths, num_cached, strict=True):
@@ -38,7 +38,7 @@ times = st.builds(StepTimes, milliseconds, milliseconds.map(lambda s: s / 10), m
     st.one_of(st.just(FREE), times),
     st.integers(0, 12),
 )
-def test_nothing_is_better(
+def test_lengths_are_optimal(
     requests: list[tuple[float, int, int]], step: StepTimes, draft: StepTimes, budget: int
 ) -> None:
     """Against all combinations of lengths."""
@@ -54,20 +54,20 @@ def test_nothing_is_better(
     assert speed(chosen, rates, num_cached, step, draft) == pytest.approx(best, rel=1e-9)
 
 
-def test_a_token_that_costs_as_much_as_a_step_is_not_guessed() -> None:
-    dear = StepTimes(fixed_s=0.0, token_s=0.01)
-    assert choose_lengths([0.9], [8], [100], step=dear, draft=FREE, budget=100) == [0]
+def test_no_drafts_where_a_token_costs_as_much_as_a_step() -> None:
+    slow = StepTimes(fixed_s=0.0, token_s=0.01)
+    assert choose_lengths([0.9], [8], [100], step=slow, draft=FREE, budget=100) == [0]
     assert choose_lengths([0.9], [8], [100], step=STEP, draft=FREE, budget=100) == [8]
     # A draft model as slow as the model itself gains nothing either.
     assert choose_lengths([0.9], [8], [100], step=STEP, draft=STEP, budget=100) == [0]
 
 
-def test_before_anything_is_measured_all_is_tried() -> None:
+def test_the_longest_drafts_before_any_measurement() -> None:
     assert choose_lengths([0.6, 0.6], [4, 2], [10, 10], step=FREE, draft=FREE, budget=100) == [4, 2]
     assert choose_lengths([], [], [], step=STEP, draft=FREE, budget=100) == []
 
 
-def test_acceptance_follows_what_is_seen() -> None:
+def test_acceptance_follows_verifications() -> None:
     acceptance = Acceptance(half_life=32)
     assert acceptance.rate(0.6) == pytest.approx(0.6)
     for _ in range(200):
@@ -82,7 +82,7 @@ def control(step: StepTimes = STEP, draft: StepTimes = FREE, most: int = 8) -> L
     return LengthControl(most, lambda: step, lambda: draft)
 
 
-def test_the_last_token_is_never_guessed() -> None:
+def test_the_last_token_is_never_drafted() -> None:
     request = make_request([1, 2, 3], max_tokens=5)
     lengths = control()
     assert lengths.choose([request], 100) == [4]
@@ -92,8 +92,8 @@ def test_the_last_token_is_never_guessed() -> None:
     assert lengths.choose([request], 100) == [0]
 
 
-def test_probes_become_rare_and_guessing_recovers() -> None:
-    """A request whose guesses were all wrong asks in fewer and fewer steps; when they become right it goes on."""
+def test_probes_become_rare_and_drafting_recovers() -> None:
+    """A request with rejected drafts probes less and less often; after accepted ones it drafts again."""
     request, other = make_request([1, 2, 3], max_tokens=10_000), make_request([1, 2, 3], max_tokens=10_000)
     lengths = control(StepTimes(fixed_s=0.02, token_s=0.01))
     asked = []
@@ -124,7 +124,7 @@ def test_probes_share_their_steps_and_the_budget() -> None:
     assert [lengths for lengths in chosen if any(lengths)] == [[4, 4, 2, 0]] * 4
 
 
-def test_a_new_request_begins_where_the_others_are() -> None:
+def test_a_new_request_starts_at_the_acceptance_of_others() -> None:
     lengths = control(StepTimes(fixed_s=0.02, token_s=0.01))
     old, new = make_request([1], max_tokens=10_000), make_request([1], max_tokens=10_000)
     assert lengths.choose([new], 100)[0] > 0

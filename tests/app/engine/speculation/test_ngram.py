@@ -1,4 +1,4 @@
-"""Prompt look-up finds what a search through the whole text would find."""
+"""N-gram drafts equal those of a search through the complete text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def searched(token_ids: list[int], least: int, most: int, count: int) -> list[in
     st.integers(0, 2),
     st.integers(1, 9),
 )
-def test_it_finds_what_a_search_finds(added: list[list[int]], least: int, more: int, count: int) -> None:
+def test_drafts_equal_those_of_a_search(added: list[list[int]], least: int, more: int, count: int) -> None:
     """The text grows by one token or many; pieces are short, so that there are several."""
     patch = pytest.MonkeyPatch()
     patch.setattr(ngram, "PIECE_TOKENS", 16)
@@ -62,7 +62,7 @@ def test_requests_do_not_see_each_other() -> None:
 
 
 def test_a_long_prompt_is_indexed_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it at once would hold everybody's next token up. No step sorts more than `STEP_TOKENS`."""
+    """No step sorts more than `STEP_TOKENS`, which would delay all requests."""
     sizes: list[int] = []
     indexes: set[NgramIndex] = set()
     extend = NgramIndex.extend

@@ -1,4 +1,4 @@
-"""Speculation through the engine: the same outputs in fewer steps, under pressure too, and nothing left behind."""
+"""Speculation in the engine: the same outputs in fewer steps, also under memory pressure, with all memory freed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def longest_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Run:
-    """An engine that has run some requests, with the books checked after each step."""
+    """An engine that runs requests, with a check of memory after each step."""
 
     def __init__(self, folder: str, *, launch: Any = None, **settings: Any) -> None:
         defaults = {"kv_memory_bytes": 16 << 20, "skip_tokenizer_init": True, "max_num_seqs": 8, "num_threads": 1}
@@ -74,7 +74,7 @@ def folder(make_checkpoint: MakeCheckpoint) -> str:
 @pytest.mark.parametrize("speculation", ["ngram", "draft"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_outputs_are_the_same(architecture: str, speculation: str, make_checkpoint: MakeCheckpoint) -> None:
-    """Greedy and seeded requests side by side. A model that drafts for itself is right."""
+    """Greedy and seeded requests side by side. Drafts of the model itself are accepted."""
     folder = str(make_checkpoint(*ARCHITECTURES[architecture][:1], **ARCHITECTURES[architecture][1]))
     expected = Run(folder)(PROMPTS, GREEDY, SEEDED, FEW)
     run = Run(folder, speculation=speculation, draft_model=folder if speculation == "draft" else None)
@@ -90,8 +90,8 @@ def test_outputs_are_the_same(architecture: str, speculation: str, make_checkpoi
         assert counts.accepted_tokens > 0
 
 
-def test_a_loop_is_guessed_from_the_text(folder: str) -> None:
-    """A model that says one thing over and over takes a step for as many tokens as may be guessed, and one."""
+def test_a_loop_is_drafted_from_the_text(folder: str) -> None:
+    """Repeated tokens take one step for the longest draft and one more token."""
     one = dataclasses.replace(GREEDY, logit_bias={10: 100.0})
     run = Run(folder, speculation="ngram", max_draft_tokens=8)
     assert run([tokens(20)], one) == [[10] * 40]
@@ -108,7 +108,7 @@ def test_a_loop_is_guessed_from_the_text(folder: str) -> None:
 def test_under_pressure(
     folder: str, make_checkpoint: MakeCheckpoint, speculation: str, preemption: str, num_blocks: int
 ) -> None:
-    """Requests are preempted in the middle of guessing, and a draft model has too little memory for all of them."""
+    """Requests are preempted between drafts, and a draft model lacks memory for all of them."""
     draft = {"ngram": None, "own": folder, "tiny": str(make_checkpoint("llama", **TINY))}[speculation]
     settings: dict[str, Any] = {"max_model_len": 160, "max_num_batched_tokens": 50}
     params = [dataclasses.replace(each, max_tokens=60) for each in (GREEDY, SEEDED, FEW)]
@@ -128,7 +128,7 @@ def test_under_pressure(
 
 
 def test_several_ranks(folder: str) -> None:
-    """The draft model runs on the first rank only, and whole."""
+    """The draft model runs unsharded on rank 0 only."""
     prompts = PROMPTS[:3]
     expected = Run(folder)(prompts, GREEDY, SEEDED)
     run = Run(folder, launch=thread_ranks, tensor_parallel_size=2, speculation="draft", draft_model=folder)
@@ -141,8 +141,8 @@ def test_several_ranks(folder: str) -> None:
     assert counts.accepted_tokens > 0.97 * counts.draft_tokens
 
 
-def test_prefixes_with_rejected_guesses(folder: str, make_checkpoint: MakeCheckpoint) -> None:
-    """A second turn finds in the prefix cache what was generated, and never what was only guessed."""
+def test_prefixes_with_rejected_drafts(folder: str, make_checkpoint: MakeCheckpoint) -> None:
+    """A second request hits generated tokens in the prefix cache, and never rejected drafts."""
     run = Run(folder, speculation="draft", draft_model=str(make_checkpoint("llama", **TINY)), block_tokens=16)
     plain = Run(folder, block_tokens=16)
     prompts = PROMPTS
@@ -157,8 +157,8 @@ def test_prefixes_with_rejected_guesses(folder: str, make_checkpoint: MakeCheckp
     plain.engine.close()
 
 
-def test_forks_beams_and_structures_do_without(folder: str) -> None:
-    """What several sequences share is not guessed at before they are apart; what depends on the text is not at all."""
+def test_forks_beams_and_penalties_are_not_drafted(folder: str) -> None:
+    """Sequences are drafted for after they are forked; sampling that depends on preceding tokens never is."""
     params = [
         dataclasses.replace(SEEDED, n=3, max_tokens=12),
         SamplingParams(max_tokens=12, best_of=3, temperature=0, use_beam_search=True, ignore_eos=True),
@@ -215,8 +215,8 @@ def test_the_distribution_is_the_same(folder: str) -> None:
     assert chi_square < len(keys) + 6 * (2 * len(keys)) ** 0.5
 
 
-def test_a_draft_model_that_fails_costs_guesses_only(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It failed the step, and with that every request that ran."""
+def test_a_failing_draft_model_costs_drafts_only(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failure ended the step, and with that every running request."""
     run = Run(folder, speculation="draft", draft_model=folder)
     expected = run(PROMPTS, GREEDY, close=False)
 
@@ -239,7 +239,7 @@ def test_a_draft_model_that_fails_costs_guesses_only(folder: str, monkeypatch: p
     run.engine.close()
 
 
-def test_settings_that_cannot_work_leave_nothing_behind(make_checkpoint: MakeCheckpoint, folder: str) -> None:
+def test_impossible_settings_are_refused(make_checkpoint: MakeCheckpoint, folder: str) -> None:
     hybrid = str(make_checkpoint("lfm2", **HYBRIDS["lfm2"]))
     with pytest.raises(ConfigError, match="set it to 'off'"):
         Run(hybrid, speculation="ngram")
@@ -249,7 +249,7 @@ def test_settings_that_cannot_work_leave_nothing_behind(make_checkpoint: MakeChe
         Run(folder, speculation="draft", draft_model=str(make_checkpoint("llama", **TINY)), kv_memory_bytes=50_000)
 
 
-def test_guesses_end_where_the_output_does(folder: str) -> None:
+def test_drafts_end_where_the_output_ends(folder: str) -> None:
     run = Run(folder, speculation="draft", draft_model=folder)
     [output] = run([PROMPTS[0]], GREEDY, close=False)
     stop = dataclasses.replace(GREEDY, stop_token_ids=(output[11],))

@@ -1,4 +1,4 @@
-"""Adapters whose weights several ranks share."""
+"""LoRA adapters sharded over several ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks give the outputs that one gives, whatever way of choosing tokens, all in one batch."""
+"""Two ranks give the outputs of one, for every way of sampling in one batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAYS = [
 
 
 def generate(folder: Path, launch: Launch = spawn_ranks, **settings: Any) -> list[tuple[Any, ...]]:
-    """What every output came to, but for rounding of log probabilities."""
+    """All outputs, without the values of log probabilities, which are rounded."""
     config = EngineConfig(
         model=str(folder),
         max_model_len=200,

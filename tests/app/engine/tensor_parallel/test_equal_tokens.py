@@ -1,4 +1,5 @@
-"""Several ranks give the tokens that one gives, for every architecture that has a plan, whatever else goes on."""
+"""Several ranks give the tokens of one rank, for every architecture with a plan, with preemption, forks and shared
+prefixes."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
 
 
 def prompts() -> list[list[int]]:
-    """Some that begin alike, and some of their own."""
+    """With and without common prefixes."""
     generator = torch.Generator().manual_seed(7)
 
     def tokens(count: int) -> list[int]:
@@ -104,8 +105,7 @@ def test_greedy_tokens_are_those_of_one_rank(name: str, size: int, make_checkpoi
 
 
 @pytest.mark.parametrize("launch", [socket_ranks, pytest.param(spawn_ranks, marks=pytest.mark.processes)])
-def test_other_ways_to_reach_peers(launch: Launch, make_checkpoint: MakeCheckpoint) -> None:
-    """Over TCP, as on several machines; and as processes of their own."""
+def test_peers_over_tcp_and_in_processes(launch: Launch, make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint("mixtral", **ARCHITECTURES["mixtral"][1])
     expected, _ = generate(folder)
     actual, _ = generate(folder, launch, tensor_parallel_size=2, preemption="swap")
@@ -132,7 +132,7 @@ def test_a_model_without_a_plan_is_refused(name: str, make_checkpoint: MakeCheck
         ({"intermediate_size": 97}, 2, "cannot share the 97 rows or columns of model.layers.0.mlp.gate_proj"),
     ],
 )
-def test_what_ranks_cannot_share_is_refused(
+def test_indivisible_dimensions_are_refused(
     settings: dict[str, int], size: int, reason: str, make_checkpoint: MakeCheckpoint
 ) -> None:
     folder = make_checkpoint("llama", **(ARCHITECTURES["llama"][1] | settings))
@@ -163,7 +163,7 @@ def test_a_rank_has_its_share_of_weights_and_cache(
     monkeypatch.setattr(worker, "load_model", lambda *args: loaded.append(load_model(*args)) or loaded[-1])
 
     def num_parameters(module: torch.nn.Module) -> int:
-        """Those of packed linear layers are no parameters any more, but their shapes tell."""
+        """Parameters, with the weights of packed linear layers by their shapes."""
         return sum(
             part.in_features * part.out_features if isinstance(part, PackedLinear) else sum(p.numel() for p in own)
             for part in module.modules()
@@ -179,10 +179,10 @@ def test_a_rank_has_its_share_of_weights_and_cache(
     assert engine.memory.groups[0].layout.payload_bytes * 2 == whole.memory.groups[0].layout.payload_bytes
 
 
-def test_a_peer_without_memory_is_the_replica_without_memory(
+def test_requests_are_preempted_when_a_peer_lacks_memory(
     make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its device has half of what the budget says: requests wait for each other, and nothing is lost."""
+    """The peer's device has half of the budget."""
     folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
     expected, _ = generate(folder)
 

@@ -1,4 +1,4 @@
-"""Ranks that die, hang or cannot start: an error in time, and nothing left behind."""
+"""Ranks that die, hang or cannot start: an error within the deadline, and all resources freed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEADLINE_S = 30.0
 
 
 class Children(ChildProcesses):
-    """Child processes that a test can get hold of."""
+    """Child processes with access for tests."""
 
     latest: Children
 
@@ -58,7 +58,7 @@ def is_there(pid: int) -> bool:
 
 
 def shared_files() -> int:
-    """Files that this process shares with its ranks, or watches them by."""
+    """Number of files that this process shares with its ranks, and of pidfds."""
     links = []
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the one that this list is read from
@@ -83,7 +83,7 @@ def folder(make_checkpoint: MakeCheckpoint) -> Path:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_peer_ends_requests_with_an_error(number: signal.Signals, folder: Path) -> None:
-    """In the middle of a step or between two: who waits hears of it within the deadline, and memory adds up."""
+    """In or between steps: waiting requests get an error within the deadline, and memory is consistent."""
 
     async def ask(engine: AsyncEngine, seed: int) -> str:
         prompt = random.Random(seed).choices(range(1, VOCAB_SIZE - 1), k=20)
@@ -130,7 +130,7 @@ def test_an_idle_engine_notices_too(number: signal.Signals, folder: Path) -> Non
 def test_a_peer_lost_while_starting(
     number: signal.Signals, after_s: float, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever it was doing, starting ends with an error, or it was faster; and nothing is left."""
+    """The start fails, or succeeds before the loss; all resources are freed."""
 
     class Lost(Children):
         def run(self, specs: Any) -> None:
@@ -165,7 +165,7 @@ def test_ranks_that_cannot_be_started(folder: Path) -> None:
 
 
 def test_an_interrupted_step_ends_the_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next step paired its collectives with the rest of the one that Ctrl-C had ended."""
+    """The next step's collectives met those of the step that Ctrl-C had interrupted."""
     with LLM(
         folder, skip_tokenizer_init=True, tensor_parallel_size=2, max_model_len=200, kv_memory_bytes=16 << 20
     ) as llm:
@@ -182,7 +182,7 @@ def test_an_interrupted_step_ends_the_ranks(folder: Path, monkeypatch: pytest.Mo
         llm.engine.check_integrity()
 
 
-def test_two_memories_ask_at_once(folder: Path) -> None:
+def test_two_memories_call_at_once(folder: Path) -> None:
     """The mapper of one took the answers to the self-test's memory for its own."""
     with LLM(
         folder,

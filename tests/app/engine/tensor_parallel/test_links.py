@@ -1,4 +1,4 @@
-"""Messages arrive whole and in order, whatever their size and however slow a peer is."""
+"""Messages arrive complete and in order, for all sizes and slow peers."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_messages_of_all_sizes(small_ring: None) -> None:
     messages = [rng.randbytes(rng.choice([0, 1, 7, 100, 1000, 1023, 1024, 5000, 20000])) for _ in range(300)]
     asked = [rng.random() < 0.3 for _ in messages]
     writer, readers = ring()
-    heard: list[list[bytes]] = [[], []]
+    received: list[list[bytes]] = [[], []]
 
     def listen(peer: int) -> None:
         for is_asked in asked:
             message = readers[peer].receive(10)
             assert message is not None
-            heard[peer].append(message)
+            received[peer].append(message)
             if is_asked:
                 readers[peer].reply(b"%d:" % peer + message[:50])
 
@@ -58,11 +58,11 @@ def test_messages_of_all_sizes(small_ring: None) -> None:
             assert writer.collect() == [b"0:" + message[:50], b"1:" + message[:50]]
     for thread in threads:
         thread.join(10)
-    assert heard == [messages, messages]
+    assert received == [messages, messages]
 
 
-def test_who_waits_for_a_peer_that_is_gone_looks_up(small_ring: None) -> None:
-    """A full ring, and an answer that does not come: what the check raises ends both waits."""
+def test_the_check_ends_waits_for_a_lost_peer(small_ring: None) -> None:
+    """Waits for room in a full ring, and for a missing answer."""
 
     def gone() -> None:
         raise ConnectionError("the peer is gone")
@@ -76,7 +76,7 @@ def test_who_waits_for_a_peer_that_is_gone_looks_up(small_ring: None) -> None:
         writer.collect()
 
 
-def test_nothing_comes_in_time() -> None:
+def test_receive_times_out() -> None:
     _, [reader] = ring(num_peers=1)
     assert reader.receive(0.01) is None
 
@@ -91,7 +91,7 @@ def test_a_long_answer_is_cut() -> None:
     answer.decode(errors="replace")
 
 
-def test_beats() -> None:
+def test_heartbeats() -> None:
     writer, readers = ring()
     readers[1].beat()
     assert writer.beats() == [0, 1]
@@ -100,7 +100,7 @@ def test_beats() -> None:
 
 
 def test_sockets() -> None:
-    """Who does not know the token, or says nothing, is not heard; the others are, message by message."""
+    """Connections without the token, or without a greeting, are closed; messages of peers arrive."""
     listener = SocketListener("127.0.0.1")
     address = listener.address
     with socket.create_connection((address.host, address.port)) as stranger:

@@ -1,4 +1,4 @@
-"""Logits of a model's shares, put together, are those of the whole model: for architectures with every kind of plan.
+"""Logits of a sharded model equal those of the complete model, for architectures with every kind of plan.
 
 The engine's self-test cannot see a mistake in sharding, because it compares a share with itself.
 """
@@ -67,7 +67,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
 
 
 class Together:
-    """What `Communicator`s of threads in this process have in common."""
+    """Shared state of the `Communicator`s of several threads."""
 
     def __init__(self, size: int) -> None:
         self.tensors: list[torch.Tensor] = [torch.empty(0)] * size
@@ -75,7 +75,7 @@ class Together:
 
 
 class ThreadCommunicator(Communicator):
-    """Collectives of threads; counts them."""
+    """Collectives of threads, with a count."""
 
     def __init__(self, rank: int, size: int, together: Together) -> None:
         self.rank, self.size = rank, size
@@ -103,7 +103,7 @@ class ThreadCommunicator(Communicator):
 
 
 def make_lively(name: str, settings: dict[str, Any], folder: Path) -> None:
-    """A checkpoint in which biases and norms are random, too."""
+    """A checkpoint with random biases and norms."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **(SMALL | IDS | settings))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -127,7 +127,8 @@ def logits_of(model: PreTrainedModel) -> torch.Tensor:
     [*((name, "float32") for name in MODELS), *((name, "bfloat16") for name in ("llama", "qwen2", "gemma2", "phi3"))],
 )
 def test_shares_add_up(name: str, dtype: str, tmp_path: Path) -> None:
-    """In half precision sums of parts round differently; mixtures may choose other experts there, so none is tried."""
+    """In half precision sums of parts round differently; mixtures, which may choose other experts there, are left
+    out."""
     make_lively(name, MODELS[name], tmp_path)
     shared = {"model": str(tmp_path), "dtype": dtype, "skip_tokenizer_init": True}
     expected = logits_of(load_model(EngineConfig(**shared)).module)

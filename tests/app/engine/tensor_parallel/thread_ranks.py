@@ -1,4 +1,4 @@
-"""Peers as threads of the test's own process: they start in no time, and an error has a traceback."""
+"""Peers as threads of the test's process: they start quickly, and errors have a traceback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.engine.tensor_parallel.worker import RankWorker
 
 
 class ThreadRanks:
-    """`RankProcesses` that cannot be killed at once: they end when they look up."""
+    """`RankProcesses` of threads, which end at their next check after `kill`."""
 
     host = "127.0.0.1"
     may_kill_leader = False
@@ -53,5 +53,5 @@ def thread_ranks(num_peers: int) -> ThreadRanks:
 
 
 def socket_ranks(num_peers: int) -> ThreadRanks:
-    """As if they were on other machines."""
+    """As on other machines, over TCP."""
     return ThreadRanks(num_peers, on_one_machine=False)

@@ -152,24 +152,22 @@ class ScalingTargets:
                 yield f"{field.name} of the scaling policy is {value!r}; it must be a number"
 
     def _problems(self) -> Iterator[str]:
-        for name in ("ttft_s", "tpot_s", "smooth_s", "stale_after_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                yield f"{name} of the scaling policy is {getattr(self, name)}; it must be above 0"
-        for name in ("up_after_s", "down_after_s", "to_zero_after_s", "start_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                yield f"{name} of the scaling policy is {value}; it must not be negative"
-        for name in ("kv_share", "busy_share"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                yield f"{name} of the scaling policy is {value}; it must be above 0 and at most 1"
-        if not 0 <= self.hysteresis < 1:
-            yield (
-                f"hysteresis of the scaling policy is {self.hysteresis}; it must be at least 0 and below 1, at which "
-                "no replica would ever be stopped"
-            )
-        if not 1 < self.up_factor < math.inf:
-            yield f"up_factor of the scaling policy is {self.up_factor}; it must be above 1"
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if value is None:
+                continue
+            if name in ("kv_share", "busy_share"):
+                is_right, bound = 0 < value <= 1, "be above 0 and at most 1"
+            elif name == "hysteresis":
+                is_right, bound = 0 <= value < 1, "be at least 0 and below 1, at which no replica would ever be stopped"
+            elif name == "up_factor":
+                is_right, bound = 1 < value < math.inf, "be above 1"
+            elif name in ("up_after_s", "down_after_s", "to_zero_after_s", "start_s"):
+                is_right, bound = 0 <= value < math.inf, "not be negative"
+            else:
+                is_right, bound = 0 < value < math.inf, "be above 0"
+            if not is_right:
+                yield f"{name} of the scaling policy is {value}; it must {bound}"
 
 
 @dataclass(frozen=True, slots=True)

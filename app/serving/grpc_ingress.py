@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 from urllib.parse import unquote
 
 import grpc
@@ -45,6 +45,7 @@ ERROR_METADATA = "folio-error"
 _LONGEST_MESSAGE, _LONGEST_OTHER_MESSAGE = 1000, 200
 
 M = TypeVar("M")
+Context: TypeAlias = RayServegRPCContext
 Fields = dict[str, Any]
 
 
@@ -73,55 +74,54 @@ class GrpcIngress:
     """The service of `folio.proto` on top of an ASGI application.
 
     A failed call answers with an empty message, also as a stream: Serve's proxy, where it is used, reads the status
-        only
-    together with a message.
+    only together with a message.
     """
 
     _api: ASGIApp  # with the guard
     _lanes: SizedExecutor | None = None
 
-    async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.Completion:  # noqa: N802
+    async def Generate(self, request: pb.GenerateRequest, grpc_context: Context) -> pb.Completion:  # noqa: N802
         return await self._whole(_completions(request, streams=False), grpc_context)
 
     async def GenerateStream(  # noqa: N802
-        self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
+        self, request: pb.GenerateRequest, grpc_context: Context
     ) -> AsyncIterator[pb.Completion]:
         async with aclosing(self._streamed(_completions(request, streams=True), grpc_context)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
-    async def Chat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> pb.ChatCompletion:  # noqa: N802
+    async def Chat(self, request: pb.ChatRequest, grpc_context: Context) -> pb.ChatCompletion:  # noqa: N802
         return await self._whole(_chat(request, pb.ChatCompletion, streams=False), grpc_context)
 
     async def ChatStream(  # noqa: N802
-        self, request: pb.ChatRequest, grpc_context: RayServegRPCContext
+        self, request: pb.ChatRequest, grpc_context: Context
     ) -> AsyncIterator[pb.ChatCompletionChunk]:
         call = _chat(request, pb.ChatCompletionChunk, streams=True)
         async with aclosing(self._streamed(call, grpc_context)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
-    async def Pin(self, request: pb.PinRequest, grpc_context: RayServegRPCContext) -> pb.PinCard:  # noqa: N802
+    async def Pin(self, request: pb.PinRequest, grpc_context: Context) -> pb.PinCard:  # noqa: N802
         fields = partial(convert.pin_body, request)
         call = _Call("POST", "/v1/pins", pb.PinCard, _filled, fields, request.ByteSize())
         return await self._whole(call, grpc_context)
 
-    async def Unpin(self, request: pb.UnpinRequest, grpc_context: RayServegRPCContext) -> pb.PinDeleted:  # noqa: N802
+    async def Unpin(self, request: pb.UnpinRequest, grpc_context: Context) -> pb.PinDeleted:  # noqa: N802
         return await self._whole(_Call("DELETE", f"/v1/pins/{request.name}", pb.PinDeleted, _filled), grpc_context)
 
-    async def Pins(self, request: pb.PinsRequest, grpc_context: RayServegRPCContext) -> pb.PinList:  # noqa: N802
+    async def Pins(self, request: pb.PinsRequest, grpc_context: Context) -> pb.PinList:  # noqa: N802
         return await self._whole(_Call("GET", "/v1/pins", pb.PinList, _filled_list), grpc_context)
 
-    async def Load(self, request: pb.LoadRequest, grpc_context: RayServegRPCContext) -> pb.LoadReport:  # noqa: N802
+    async def Load(self, request: pb.LoadRequest, grpc_context: Context) -> pb.LoadReport:  # noqa: N802
         return await self._whole(_Call("GET", "/v1/load", pb.LoadReport, _filled), grpc_context)
 
-    async def Report(self, request: pb.ReportRequest, grpc_context: RayServegRPCContext) -> pb.MemoryReports:  # noqa: N802
+    async def Report(self, request: pb.ReportRequest, grpc_context: Context) -> pb.MemoryReports:  # noqa: N802
         return await self._whole(_Call("GET", "/v1/load/memory", pb.MemoryReports, _filled_reports), grpc_context)
 
-    async def Ready(self, request: pb.ReadyRequest, grpc_context: RayServegRPCContext) -> pb.ReadyReply:  # noqa: N802
+    async def Ready(self, request: pb.ReadyRequest, grpc_context: Context) -> pb.ReadyReply:  # noqa: N802
         return await self._whole(_Call("GET", "/ready", pb.ReadyReply, _filled), grpc_context)
 
-    async def _whole(self, call: _Call[M], context: RayServegRPCContext) -> M:
+    async def _whole(self, call: _Call[M], context: Context) -> M:
         async with aclosing(self._sent(call, context)) as parts:
             content = b"".join([part async for part in parts])
         if context.code() or not content:
@@ -130,7 +130,7 @@ class GrpcIngress:
             return call.filled(call.kind(), from_json(content))
         return await self._in_thread(len(content), lambda: call.filled(call.kind(), from_json(content)))
 
-    async def _streamed(self, call: _Call[M], context: RayServegRPCContext) -> AsyncGenerator[M, None]:
+    async def _streamed(self, call: _Call[M], context: Context) -> AsyncGenerator[M, None]:
         async with aclosing(self._sent(call, context)) as parts:
             async for data in event_data(parts):
                 if data == DONE:
@@ -143,7 +143,7 @@ class GrpcIngress:
         if context.code():
             yield call.kind()
 
-    async def _sent(self, call: _Call[Any], context: RayServegRPCContext) -> AsyncGenerator[bytes, None]:
+    async def _sent(self, call: _Call[Any], context: Context) -> AsyncGenerator[bytes, None]:
         """The parts of the answer. An error has none: it goes into the context."""
 
         async def body() -> bytes:
@@ -214,7 +214,7 @@ def _filled_reports(message: M, answer: Fields) -> M:
     return convert.filled(message, {"replicas": answer})
 
 
-def _headers(call: _Call[Any], context: RayServegRPCContext) -> list[tuple[bytes, bytes]]:
+def _headers(call: _Call[Any], context: Context) -> list[tuple[bytes, bytes]]:
     given = [(name, value) for name, value in context.invocation_metadata() if name in _HEADERS]
     # Serve's id, which the client gets. An id of the client comes first and counts.
     given += [("x-request-id", value) for name, value in context.trailing_metadata() if name == "request_id"]
@@ -231,7 +231,7 @@ def _trailing_metadata(headers: list[tuple[bytes, bytes]]) -> list[tuple[str, st
     return [(name, value) for name, value in found if name == "retry-after" or name.startswith("x-ratelimit-")]
 
 
-def _fail(context: RayServegRPCContext, status: int, answer: Fields) -> None:
+def _fail(context: Context, status: int, answer: Fields) -> None:
     """End the call with this error of the API."""
     message = str(answer["error"]["message"])
     message = message[: _LONGEST_MESSAGE if message.isascii() else _LONGEST_OTHER_MESSAGE]

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray import serve
@@ -30,6 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from app.engine.report import ReplicaReport
 from app.errors import ConfigError, UnavailableError
 from app.fleet.ledger import BudgetLedger, BudgetOrder, LedgerHeartbeat, Membership, MemberUsage
+from vmem import KVMemory
 from vmem.errors import BudgetError
 
 logger = logging.getLogger(__name__)
@@ -42,21 +43,6 @@ ANSWER_TIMEOUT_S = 5.0
 _LOG_S = 10.0
 # Of the actors: the same for replicas of every driver and controller.
 NAMESPACE = "folio"
-
-
-class Budgeted(Protocol):
-    """The part of `KVMemory` that a member uses; the actor's process does not import `KVMemory`."""
-
-    @property
-    def least_budget_bytes(self) -> int: ...
-
-    @property
-    def most_budget_bytes(self) -> int: ...
-
-    @property
-    def held_bytes(self) -> int: ...
-
-    def set_budget(self, budget_bytes: int, revision: int) -> Any: ...
 
 
 class LedgerActor:
@@ -171,7 +157,7 @@ class BudgetMember:
         self._name = ledger_name(context.app_name, self._node_id, device)
         self._membership = Membership(context.replica_id.unique_id, capacity_bytes)
         self._ledger: Any = None
-        self._memory: Budgeted | None = None
+        self._memory: KVMemory | None = None
         self._load: Callable[[], ReplicaReport] | None = None
         self._changed = threading.Condition()  # guards the next four
         self._budget_bytes = self._revision = 0
@@ -190,7 +176,7 @@ class BudgetMember:
         """Return when the other replicas have made room. Raises `ConfigError` if they never can."""
         self._wait(lambda: self._budget_bytes > 0)
 
-    def attach(self, memory: Budgeted) -> None:
+    def attach(self, memory: KVMemory) -> None:
         """Let orders set the budget of an unused memory. Returns when the budget suffices. Raises `ConfigError` if the
         memory needs more than other replicas can spare."""
         self._memory = memory
@@ -253,7 +239,7 @@ class BudgetMember:
         elif order.revision > self._revision:
             self._carry_out(self._memory, order.budget_bytes, order.revision)
 
-    def _carry_out(self, memory: Budgeted | None, budget_bytes: int, revision: int) -> None:
+    def _carry_out(self, memory: KVMemory | None, budget_bytes: int, revision: int) -> None:
         if memory is not None:
             try:
                 memory.set_budget(min(budget_bytes, memory.most_budget_bytes), revision)

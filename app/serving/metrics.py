@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from ray.serve import metrics
@@ -63,34 +63,42 @@ class RequestMeter:
         )
         self._num_running: Counter[str] = Counter()
 
-    def measure(self, route: str) -> Measured:
+    @contextmanager
+    def measure(self, route: str) -> Iterator[Measured]:
         """The context of a request from its arrival to its end. The error that leaves it is the outcome."""
-        return Measured(self, route)
-
-    def begun(self, route: str) -> None:
-        self._num_running[route] += 1
-        self._running.set(self._num_running[route], {"route": route})
+        measured, error = Measured(), None
+        self._add_running(route, 1)
+        try:
+            yield measured
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self._add_running(route, -1)
+            self._record(route, outcome_of(error or measured.error), measured)
 
     def repeat(self) -> None:
         """Set the gauges again: Ray drops a gauge 20 s after it was last set."""
         for route, number in self._num_running.items():
             self._running.set(number, {"route": route})
 
-    def ended(self, route: str, outcome: str, measured: Measured) -> None:
+    def _add_running(self, route: str, number: int) -> None:
+        self._num_running[route] += number
+        self._running.set(self._num_running[route], {"route": route})
+
+    def _record(self, route: str, outcome: str, measured: Measured) -> None:
         tags = {"route": route}
-        self._num_running[route] -= 1
-        self._running.set(self._num_running[route], tags)
         self._requests.inc(1, {"route": route, "outcome": outcome})
         counts = (self._prompt, measured.prompt_tokens), (self._cached, measured.cached_tokens)
         for counter, number in (*counts, (self._output, measured.output_tokens)):
-            if number:  # a counter may not be increased by 0
+            if number:  # Ray refuses an increase by 0
                 counter.inc(number, tags)
         if measured.first_s is not None:
             self._first_s.observe(measured.first_s, tags)
         for seconds in measured.token_s:
             self._token_s.observe(seconds, tags)
         if outcome == "ok":
-            self._whole_s.observe(measured.whole_s, tags)
+            self._whole_s.observe(time.perf_counter() - measured.begun_at, tags)
 
 
 @dataclass(slots=True)
@@ -104,23 +112,15 @@ class _Output:
 
 
 class Measured:
-    """Measurements of one request.
+    """Measurements of one request. `first_s`: seconds until the first piece of a stream."""
 
-    Attributes:
-        first_s: seconds until the first piece, if the request is streamed.
-        whole_s: seconds until the end.
-    """
-
-    def __init__(self, meter: RequestMeter, route: str) -> None:
-        self._meter, self._route = meter, route
-        self._begun_at = 0.0
+    def __init__(self) -> None:
+        self.begun_at = time.perf_counter()
         self._outputs: dict[tuple[int, int], _Output] = {}
         self._cached: dict[int, int] = {}  # by prompt
-        self.prompt_tokens = 0
-        self.output_tokens = 0
-        self._error: BaseException | None = None
+        self.prompt_tokens = self.output_tokens = 0
+        self.error: BaseException | None = None
         self.first_s: float | None = None
-        self.whole_s = 0.0
 
     @property
     def cached_tokens(self) -> int:
@@ -143,7 +143,7 @@ class Measured:
         """Note a piece of a stream."""
         now, num_tokens = time.perf_counter(), len(piece.token_ids)
         if self.first_s is None:
-            self.first_s = now - self._begun_at
+            self.first_s = now - self.begun_at
         output = self._outputs.get((prompt, piece.index))
         if output is None:
             self._outputs[prompt, piece.index] = _Output(now, num_tokens, now, num_tokens)
@@ -159,23 +159,12 @@ class Measured:
 
     def fails(self, error: Exception) -> None:
         """Note an error that the answer reports, so that it is not raised."""
-        self._error = error
+        self.error = error
 
     def _count(self, piece: Piece, prompt: int) -> None:
         self.output_tokens += len(piece.token_ids)
         if self.prompt_tokens and piece.num_cached_tokens > self._cached.get(prompt, 0):  # a fork has no prompt
             self._cached[prompt] = piece.num_cached_tokens
-
-    def __enter__(self) -> Measured:
-        self._begun_at = time.perf_counter()
-        self._meter.begun(self._route)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.whole_s = time.perf_counter() - self._begun_at
-        self._meter.ended(self._route, outcome_of(error or self._error), self)
 
 
 def outcome_of(error: BaseException | None) -> str:
@@ -234,6 +223,11 @@ class EngineMeter:
             "From a request's arrival at the engine to the step that computes its first tokens.",
             boundaries=_QUEUE_S,
         )
+        self._draft = metrics.Counter("folio_draft_tokens", "Draft tokens that were verified.", ("proposer",))
+        self._accepted = metrics.Counter("folio_accepted_tokens", "Draft tokens that were accepted.", ("proposer",))
+        self._ready_s = metrics.Gauge(
+            "folio_ready_s", "Seconds of a phase of the start; of the engine's whole start: all.", ("phase",)
+        )
         self._totals: dict[tuple[str, str], float] = {}
 
     def note(self, load: ReplicaReport, memory: MemoryReport, activity: Activity) -> None:
@@ -253,6 +247,19 @@ class EngineMeter:
             self._step_s.observe(step_s)
         for queue_s in activity.queue_s:
             self._queue_s.observe(queue_s)
+
+    def note_speculation(self, counts: SpeculationCounts | None) -> None:
+        """Record draft and accepted tokens, whose quotient is the acceptance rate. `None`: no speculation."""
+        if counts is not None:
+            # Accepted first: the engine's thread goes on counting, and accepted tokens must not exceed draft tokens.
+            accepted_tokens, draft_tokens = counts.accepted_tokens, counts.draft_tokens
+            self._count(self._draft, {counts.proposer: draft_tokens}, "proposer")
+            self._count(self._accepted, {counts.proposer: accepted_tokens}, "proposer")
+
+    def note_start(self, times: StartTimes) -> None:
+        """Set the seconds until this replica was ready, by phase and in all. Repeat it, as `RequestMeter.repeat`."""
+        for phase, seconds in (*times.phases().items(), ("all", times.ready_s)):
+            self._ready_s.set(seconds, {"phase": phase})
 
     def _count(self, counter: metrics.Counter, sums: Mapping[Any, float], tag: str | None = None) -> None:
         """Increase a counter to these totals since the start. Ray refuses an increase by 0."""
@@ -284,39 +291,3 @@ class RoutingAudit:
         if cached_tokens:
             self._cached.inc(cached_tokens)
         self._missed.observe(abs(expected_tokens - cached_tokens))
-
-
-class SpeculationMeter:
-    """Draft tokens verified, and those accepted: the quotient is the acceptance rate."""
-
-    def __init__(self) -> None:
-        self._draft = metrics.Counter("folio_draft_tokens", "Draft tokens that were verified.", ("proposer",))
-        self._accepted = metrics.Counter("folio_accepted_tokens", "Draft tokens that were accepted.", ("proposer",))
-        self._draft_tokens = self._accepted_tokens = 0
-
-    def note(self, counts: SpeculationCounts | None) -> None:
-        """Record the engine's counts; `None`: no speculation. One thread at a time."""
-        if counts is None:
-            return
-        # Accepted first: the engine's thread goes on counting, and accepted tokens must not exceed draft tokens.
-        accepted_tokens, draft_tokens = counts.accepted_tokens, counts.draft_tokens
-        tags = {"proposer": counts.proposer}
-        if draft_tokens > self._draft_tokens:
-            self._draft.inc(draft_tokens - self._draft_tokens, tags)
-        if accepted_tokens > self._accepted_tokens:
-            self._accepted.inc(accepted_tokens - self._accepted_tokens, tags)
-        self._draft_tokens, self._accepted_tokens = draft_tokens, accepted_tokens
-
-
-class ReadyGauge:
-    """Seconds until this replica was ready, by phase and in all (`StartTimes`)."""
-
-    def __init__(self) -> None:
-        self._seconds = metrics.Gauge(
-            "folio_ready_s", "Seconds of a phase of the start; of the engine's whole start: all.", ("phase",)
-        )
-
-    def note(self, times: StartTimes) -> None:
-        for phase, seconds in times.phases().items():
-            self._seconds.set(seconds, {"phase": phase})
-        self._seconds.set(times.ready_s, {"phase": "all"})

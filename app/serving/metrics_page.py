@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 import ray
@@ -100,7 +102,8 @@ def merge(pages: Iterable[str], application: str) -> str:
         raise UnavailableError(
             f"there are no metrics of {application!r} yet; the first appear seconds after the start: try again"
         )
-    return generate_latest(_Collected([merged[name] for name in sorted(merged)])).decode()
+    registry: Any = SimpleNamespace(collect=lambda: [merged[name] for name in sorted(merged)])
+    return generate_latest(registry).decode()
 
 
 def _relevant(page: str) -> Iterator[str]:
@@ -109,13 +112,3 @@ def _relevant(page: str) -> Iterator[str]:
         name = line.split(" ", 3)[2] if line.startswith("# ") else line
         if name.startswith(_PREFIXES):
             yield line
-
-
-class _Collected:
-    """A registry, for `generate_latest`."""
-
-    def __init__(self, metrics: Sequence[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterable[Metric]:
-        return self._metrics

@@ -39,7 +39,7 @@ from app.fleet.retry import DuplicateGuard
 from app.fleet.streams import StreamPace, with_heartbeats
 from app.logs import configure_logs
 from app.serving.ledger import BudgetMember, device_of_this_replica
-from app.serving.metrics import EngineMeter, ReadyGauge, RoutingAudit, SpeculationMeter
+from app.serving.metrics import EngineMeter, RoutingAudit
 from app.serving.shared_streams import Entry, SharedStreams
 from app.serving.tp_actors import actors_of_this_replica
 from vmem import BudgetAnswer, CachedPrefix, MemoryReport
@@ -86,9 +86,7 @@ class EngineReplica:
                 "have num_gpus: 1, or be left out"
             )
         self._audit = RoutingAudit()
-        self._speculation = SpeculationMeter()
         self._meter = EngineMeter()
-        self._ready = ReadyGauge()
         self._shared = SharedStreams()
         self._duplicates = DuplicateGuard()
         self._pace = pace or StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0)
@@ -195,8 +193,8 @@ class EngineReplica:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """The load report for routers. Serve calls this every report period; metrics are recorded here, too."""
-        self._speculation.note(self._engine.speculation)
-        self._ready.note(self._engine.start_times)  # repeated: Ray drops a gauge 20 s after it was last set
+        self._meter.note_speculation(self._engine.speculation)
+        self._meter.note_start(self._engine.start_times)
         self._exit_if_stopped()
         load, memory = await _run_in_thread(self._engine.load), await _run_in_thread(self._engine.report)
         self._meter.note(load, memory, self._engine.take_activity())

@@ -21,7 +21,7 @@ from app.engine.speculation import SpeculationCounts
 from app.engine.startup import StartTimes
 from app.errors import DeadlineError, EngineError, OverloadedError, RequestError, UnavailableError, UnknownModelError
 from app.fleet.messages import GenerateRequest, Piece
-from app.serving.metrics import EngineMeter, ReadyGauge, RequestMeter, SpeculationMeter
+from app.serving.metrics import EngineMeter, RequestMeter
 
 ROOT = Path(__file__).parents[3]
 CALLS = [GenerateRequest("a", [1, 2, 3], SamplingParams()), GenerateRequest("b", [1, 2], SamplingParams())]
@@ -98,15 +98,15 @@ def engine() -> Iterator[Engine]:
 
 def test_draft_tokens_are_counted_once(recorded: Recorded) -> None:
     """The engine has totals, a counter takes increases, and never one of 0."""
-    meter = SpeculationMeter()
-    meter.note(None)
+    meter = EngineMeter()
+    meter.note_speculation(None)
     counts = SpeculationCounts("ngram")
-    meter.note(counts)
+    meter.note_speculation(counts)
     counts.draft_tokens, counts.accepted_tokens = 8, 0
-    meter.note(counts)
-    meter.note(counts)
+    meter.note_speculation(counts)
+    meter.note_speculation(counts)
     counts.draft_tokens, counts.accepted_tokens = 11, 2
-    meter.note(counts)
+    meter.note_speculation(counts)
     assert recorded == [
         ("folio_draft_tokens", 8, {"proposer": "ngram"}),
         ("folio_draft_tokens", 3, {"proposer": "ngram"}),
@@ -162,7 +162,7 @@ def test_preemptions_are_counted_by_mode(recorded: Recorded, engine: Engine) -> 
 
 
 def test_the_phases_of_a_start(recorded: Recorded) -> None:
-    ReadyGauge().note(StartTimes(model_s=1.0, warm_up_s=2.0, process_s=7.0))
+    EngineMeter().note_start(StartTimes(model_s=1.0, warm_up_s=2.0, process_s=7.0))
     phases = {tags["phase"]: value for name, value, tags in recorded if name == "folio_ready_s"}
     assert len(phases) == len(recorded)
     assert (phases["model"], phases["warm_up"], phases["process"], phases["all"]) == (1.0, 2.0, 7.0, 3.0)

@@ -76,33 +76,27 @@ def test_all_nodes_have_one_page() -> None:
     assert "ray_tasks" not in page
 
 
-def test_a_fresh_page_is_served_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        async with agents([agent("10.0.0.1")]) as (urls, asked):
-            page = MetricsPage("folio", lambda: urls)
-            first, second = await asyncio.gather(page.text(), page.text())
-            assert first == second
-            assert asked == [1]
-            monkeypatch.setattr("app.serving.metrics_page._FRESH_S", 0.0)
-            await page.text()
-            assert asked == [2]
-
-    asyncio.run(run())
+async def test_a_fresh_page_is_served_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with agents([agent("10.0.0.1")]) as (urls, asked):
+        page = MetricsPage("folio", lambda: urls)
+        first, second = await asyncio.gather(page.text(), page.text())
+        assert first == second
+        assert asked == [1]
+        monkeypatch.setattr("app.serving.metrics_page._FRESH_S", 0.0)
+        await page.text()
+        assert asked == [2]
 
 
 @pytest.mark.parametrize("other", [None, "gone"])
-def test_no_page_without_all_nodes(other: str | None) -> None:
-    async def run() -> None:
-        async with agents([agent("10.0.0.1"), None]) as (urls, _):
-            if other == "gone":
-                urls[1] = "http://127.0.0.1:9/metrics"
-            page = MetricsPage("folio", lambda: urls)
-            with pytest.raises(UnavailableError, match="does not answer"):
-                await page.text()
-            urls.pop()
-            assert "ray_folio_requests_total" in await page.text()  # the failure is not cached
-
-    asyncio.run(run())
+async def test_no_page_without_all_nodes(other: str | None) -> None:
+    async with agents([agent("10.0.0.1"), None]) as (urls, _):
+        if other == "gone":
+            urls[1] = "http://127.0.0.1:9/metrics"
+        page = MetricsPage("folio", lambda: urls)
+        with pytest.raises(UnavailableError, match="does not answer"):
+            await page.text()
+        urls.pop()
+        assert "ray_folio_requests_total" in await page.text()  # the failure is not cached
 
 
 def test_no_page_before_the_first_report() -> None:

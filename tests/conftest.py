@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import importlib.util
+import inspect
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -169,8 +172,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("processes")
         if item.path in SLOW:
             item.add_marker("slow")
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+            item.obj = _in_event_loop(item.obj)
     items.sort(key=lambda item: SLOW.get(item.path, len(SLOW)))
     keep_shard(config, items)
+
+
+def _in_event_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that is a coroutine, run in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return run
 
 
 @pytest.hookimpl(wrapper=True)

@@ -71,7 +71,7 @@ class Server:
             return None
 
     def _reports(self) -> list[MemoryReport]:
-        return list(self.replicas.broadcast("report").results())
+        return [report for _, report in self.replicas.broadcast("named_report").results()]
 
     def is_shared_by_two(self) -> bool:
         try:
@@ -124,7 +124,7 @@ def test_budgets_add_up_whoever_comes_and_goes(server: Server) -> None:
     [
         ({}, 0, "shared_kv_memory_bytes\n  Input should be greater than 0"),
         ({"kv_memory_bytes": 5}, 9, "leave one of them out"),
-        ({"kv_memory_floor_bytes": 5}, 9, "kv_memory_floor_bytes is 5; what a replica never gives back"),
+        ({"kv_memory_floor_bytes": 5}, 9, "kv_memory_floor_bytes is 5; memory below the floor cannot be shared"),
         ({"tensor_parallel_size": 2}, 9, "only replicas of one rank can share a device"),
     ],
 )

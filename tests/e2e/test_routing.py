@@ -134,7 +134,7 @@ def test_a_replica_is_killed_under_load(server: Served) -> None:
     while len(server.reports()) < 3 or any(report.num_running for report in server.reports()):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    pinned = [[pin.name for pin in report.pins] for report in server.engines.broadcast("report").results()]
+    pinned = [[pin.name for pin in report.pins] for _, report in server.engines.broadcast("named_report").results()]
     assert pinned == [["story"]] * 3
 
 

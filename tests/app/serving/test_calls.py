@@ -34,8 +34,7 @@ Script = Callable[[Any], list[Any]]
 
 
 class Response:
-    """What a handle returns. `items`: pieces, an exception to raise, or `None` to hang; a stream has them one by one,
-    or all at once."""
+    """A handle's response, streamed or at once. `items`: pieces, an exception to raise, or `None` to hang."""
 
     def __init__(self, items: list[Any], at_once: bool) -> None:
         self.items = items
@@ -76,7 +75,7 @@ class Response:
 
 
 class Handle:
-    """Answers each call as the script says, and takes down what was asked."""
+    """Answers each call by the script, and records the calls."""
 
     def __init__(self, script: Script) -> None:
         self.calls: list[Any] = []
@@ -123,7 +122,7 @@ def stopped(replica: str) -> RayTaskError:
 
 
 async def ask(replicas: ReplicaClient, stream: bool, call: GenerateRequest = CALL) -> list[str]:
-    """The texts of its pieces."""
+    """The texts of the pieces."""
     if stream:
         return [piece.text async for _, piece in replicas.stream_calls([call])]
     [pieces] = await replicas.complete_calls([call])
@@ -135,165 +134,132 @@ STREAM = pytest.mark.parametrize("stream", [True, False])
 
 @STREAM
 @pytest.mark.parametrize("error", [GONE, stopped("a"), asyncio.CancelledError(), *LOST])
-def test_a_call_whose_replica_is_gone_goes_to_another_one(stream: bool, error: BaseException) -> None:
-    async def run() -> None:
-        replicas, handle = replicas_with([error], [END])
-        assert await ask(replicas, stream) == ["b"]
-        [first, second] = handle.calls
-        assert (first.stopped, second.stopped) == ((), ("a",) if isinstance(error, RayTaskError) else ())
-        assert second.request_id == first.request_id
-
-    asyncio.run(run())
+async def test_a_call_of_a_lost_replica_is_retried(stream: bool, error: BaseException) -> None:
+    replicas, handle = replicas_with([error], [END])
+    assert await ask(replicas, stream) == ["b"]
+    [first, second] = handle.calls
+    assert (first.stopped, second.stopped) == ((), ("a",) if isinstance(error, RayTaskError) else ())
+    assert second.request_id == first.request_id
 
 
 @STREAM
-def test_it_is_repeated_twice_at_most(stream: bool) -> None:
+async def test_at_most_two_retries(stream: bool) -> None:
     """Regression: a request at which engines fail would take down one after the other."""
-
-    async def run() -> None:
-        replicas, handle = replicas_with(script=lambda call: [stopped(f"e{len(call.stopped)}")])
-        with pytest.raises(UnavailableError) as error:
-            await ask(replicas, stream)
-        assert [call.stopped for call in handle.calls] == [(), ("e0",), ("e0", "e1")]
-        assert error.value.retry_after_s
-
-    asyncio.run(run())
+    replicas, handle = replicas_with(script=lambda call: [stopped(f"e{len(call.stopped)}")])
+    with pytest.raises(UnavailableError) as error:
+        await ask(replicas, stream)
+    assert [call.stopped for call in handle.calls] == [(), ("e0",), ("e0", "e1")]
+    assert error.value.retry_after_s
 
 
 @STREAM
-def test_without_any_replica_it_is_not_repeated(stream: bool) -> None:
-    """Regression: it waited for one three times."""
-
-    async def run() -> None:
-        error = NoReplicaError("no engine replica within 10 s", 10.0)
-        assert str(pickle.loads(pickle.dumps(error))) == str(error)
-        replicas, handle = replicas_with(script=lambda call: [error])
-        with pytest.raises(NoReplicaError) as caught:
-            await ask(replicas, stream)
-        assert caught.value.retry_after_s == 10.0
-        assert len(handle.calls) == 1
-
-    asyncio.run(run())
+async def test_no_retry_without_a_replica(stream: bool) -> None:
+    """Regression: the call waited for a replica three times."""
+    error = NoReplicaError("no engine replica within 10 s", 10.0)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    replicas, handle = replicas_with(script=lambda call: [error])
+    with pytest.raises(NoReplicaError) as caught:
+        await ask(replicas, stream)
+    assert caught.value.retry_after_s == 10.0
+    assert len(handle.calls) == 1
 
 
-def test_a_stream_that_has_begun_is_not_repeated() -> None:
-    async def run() -> None:
-        replicas, handle = replicas_with([BEGUN, GONE])
-        pieces = replicas.stream_calls([CALL])
-        assert (await anext(pieces))[1].text == "a"
-        with pytest.raises(UnavailableError):
-            await anext(pieces)
-        assert len(handle.calls) == 1
-        assert handle.responses[0].cancelled
-
-    asyncio.run(run())
+async def test_no_retry_of_a_stream_with_output() -> None:
+    replicas, handle = replicas_with([BEGUN, GONE])
+    pieces = replicas.stream_calls([CALL])
+    assert (await anext(pieces))[1].text == "a"
+    with pytest.raises(UnavailableError):
+        await anext(pieces)
+    assert len(handle.calls) == 1
+    assert handle.responses[0].cancelled
 
 
-def test_a_stream_that_ends_too_early_is_an_error() -> None:
-    async def run() -> None:
-        replicas, _ = replicas_with([BEGUN])
-        with pytest.raises(UnavailableError, match="broken off"):
-            await ask(replicas, True)
-        replicas, _ = replicas_with([], [END])
-        assert await ask(replicas, True) == ["b"]
-
-    asyncio.run(run())
+async def test_a_stream_that_ends_too_early_is_an_error() -> None:
+    replicas, _ = replicas_with([BEGUN])
+    with pytest.raises(UnavailableError, match="broken off"):
+        await ask(replicas, True)
+    replicas, _ = replicas_with([], [END])
+    assert await ask(replicas, True) == ["b"]
 
 
 @STREAM
 @pytest.mark.parametrize("error", [EngineError("a step failed"), DeadlineError("late")])
-def test_a_failed_step_and_a_deadline_are_final(stream: bool, error: FolioError) -> None:
-    async def run() -> None:
-        replicas, handle = replicas_with([RayTaskError("generate", "traceback", error)])
-        with pytest.raises(type(error)):
-            await ask(replicas, stream)
-        assert len(handle.calls) == 1
-
-    asyncio.run(run())
-
-
-@STREAM
-def test_a_full_replicas_call_is_offered_to_another_one(stream: bool) -> None:
-    async def run() -> None:
-        replicas, handle = replicas_with([full("a")], [END], [END])
-        assert await ask(replicas, stream) == ["b"]
-        assert [call.refused_by for call in handle.calls] == [(), ("a",)]
+async def test_a_failed_step_and_a_deadline_are_final(stream: bool, error: FolioError) -> None:
+    replicas, handle = replicas_with([RayTaskError("generate", "traceback", error)])
+    with pytest.raises(type(error)):
         await ask(replicas, stream)
-        assert (handle.calls[2].refused_by, handle.calls[2].crowded) == ((), ("a",))  # the next asks `a` last
-
-    asyncio.run(run())
+    assert len(handle.calls) == 1
 
 
 @STREAM
-def test_when_all_are_full_the_soonest_is_named(stream: bool) -> None:
-    """As the router says when none is left. From now on the ingress refuses by itself."""
-
-    async def run() -> None:
-        nobody_left = OverloadedError("all engine replicas have as many requests waiting as may")
-        replicas, handle = replicas_with([full("a", 40.0)], [full("b", 10.0)], [nobody_left])
-        with pytest.raises(OverloadedError, match="all engine replicas") as error:
-            await ask(replicas, stream)
-        assert error.value.retry_after_s == pytest.approx(10.0, abs=1.0)
-        assert handle.calls[2].refused_by == ("a", "b")
-        assert replicas._refusals.admission_delay_s(time.monotonic()) is not None
-
-    asyncio.run(run())
+async def test_a_full_replicas_call_is_offered_to_another_one(stream: bool) -> None:
+    replicas, handle = replicas_with([full("a")], [END], [END])
+    assert await ask(replicas, stream) == ["b"]
+    assert [call.refused_by for call in handle.calls] == [(), ("a",)]
+    await ask(replicas, stream)
+    assert (handle.calls[2].refused_by, handle.calls[2].crowded) == ((), ("a",))  # the next asks `a` last
 
 
-def test_many_full_replicas_are_not_all_asked_by_one_request() -> None:
-    async def run() -> None:
-        replicas, handle = replicas_with(script=lambda call: [full(f"r{len(call.refused_by)}")])
-        with pytest.raises(OverloadedError):
-            await ask(replicas, False)
-        assert len(handle.calls) == 8
-        assert replicas._refusals.admission_delay_s(time.monotonic()) is not None  # they are as good as all
+@STREAM
+async def test_the_shortest_wait_of_full_replicas_is_named(stream: bool) -> None:
+    """The shortest Retry-After counts, and the ingress sheds load from now on."""
+    none_left = OverloadedError("the queues of all engine replicas are full")
+    refusals = LoadShedder()
+    replicas, handle = replicas_with([full("a", 40.0)], [full("b", 10.0)], [none_left], refusals=refusals)
+    with pytest.raises(OverloadedError, match="queues of all engine replicas") as error:
+        await ask(replicas, stream)
+    assert error.value.retry_after_s == pytest.approx(10.0, abs=1.0)
+    assert handle.calls[2].refused_by == ("a", "b")
+    assert refusals.admission_delay_s(time.monotonic()) is not None
 
-    asyncio.run(run())
+
+async def test_one_request_is_offered_to_few_full_replicas() -> None:
+    refusals = LoadShedder()
+    replicas, handle = replicas_with(script=lambda call: [full(f"r{len(call.refused_by)}")], refusals=refusals)
+    with pytest.raises(OverloadedError):
+        await ask(replicas, False)
+    assert len(handle.calls) == 8
+    assert refusals.admission_delay_s(time.monotonic()) is not None  # a sample large enough
 
 
-def test_a_repeated_call_has_the_time_that_is_left() -> None:
-    async def run() -> None:
-        call = GenerateRequest("r", [1], SamplingParams(), timeout_s=5.0)
-        replicas, handle = replicas_with([GONE], [END])
+async def test_a_retried_call_has_the_time_left() -> None:
+    call = GenerateRequest("r", [1], SamplingParams(), timeout_s=5.0)
+    replicas, handle = replicas_with([GONE], [END])
+    await ask(replicas, False, call)
+    assert handle.calls[0].timeout_s == 5.0
+    assert 0 < handle.calls[1].timeout_s < 5.0
+    call = GenerateRequest("r", [1], SamplingParams(), timeout_s=1e-9)
+    replicas, handle = replicas_with([GONE], [END])
+    with pytest.raises(DeadlineError):
         await ask(replicas, False, call)
-        assert handle.calls[0].timeout_s == 5.0
-        assert 0 < handle.calls[1].timeout_s < 5.0
-        call = GenerateRequest("r", [1], SamplingParams(), timeout_s=1e-9)
-        replicas, handle = replicas_with([GONE], [END])
-        with pytest.raises(DeadlineError):
-            await ask(replicas, False, call)
-        assert len(handle.calls) == 1
-
-    asyncio.run(run())
+    assert len(handle.calls) == 1
 
 
-def test_one_call_of_several_is_repeated_alone() -> None:
-    async def run() -> None:
-        tries: dict[str, int] = {}
+async def test_one_call_of_several_is_retried_alone() -> None:
+    tries: dict[str, int] = {}
 
-        def script(call: Any) -> list[Any]:
-            tries[call.request_id] = tries.get(call.request_id, 0) + 1
-            return [GONE] if call.request_id == "1" and tries["1"] == 1 else [BEGUN, END]
+    def script(call: Any) -> list[Any]:
+        tries[call.request_id] = tries.get(call.request_id, 0) + 1
+        return [GONE] if call.request_id == "1" and tries["1"] == 1 else [BEGUN, END]
 
-        calls = [GenerateRequest(str(i), [1], SamplingParams()) for i in range(3)]
-        replicas, _ = replicas_with(script=script)
-        pieces = [entry async for entry in replicas.stream_calls(calls)]
-        assert sorted(number for number, _ in pieces) == [0, 0, 1, 1, 2, 2]
-        assert tries == {"0": 1, "1": 2, "2": 1}
-
-    asyncio.run(run())
+    calls = [GenerateRequest(str(i), [1], SamplingParams()) for i in range(3)]
+    replicas, _ = replicas_with(script=script)
+    pieces = [entry async for entry in replicas.stream_calls(calls)]
+    assert sorted(number for number, _ in pieces) == [0, 0, 1, 1, 2, 2]
+    assert tries == {"0": 1, "1": 2, "2": 1}
 
 
 class Queue:
-    """A replica that takes so many calls at once."""
+    """A replica with `room` for calls at once."""
 
     def __init__(self, room: int) -> None:
         self.room, self.most_offered, self.num_refused = room, 0, 0
+        self.refusals = LoadShedder()
         self._handle: Any = None
 
     def replicas(self, window: int) -> Any:
         self._handle = Handle(self._items)
-        return ReplicaClient(self._handle, LoadShedder(), window)  # type: ignore[arg-type]
+        return ReplicaClient(self._handle, self.refusals, window)
 
     def _items(self, call: Any) -> list[Any]:
         running = sum(not response.ended for response in self._handle.responses)
@@ -305,8 +271,8 @@ class Queue:
 
 
 @STREAM
-def test_a_batch_that_is_longer_than_the_queue(stream: bool) -> None:
-    """Regression: one prompt too many was refused, and with it all, however often it was sent."""
+def test_a_request_with_more_prompts_than_the_queue_has_room(stream: bool) -> None:
+    """Regression: one prompt too many was refused, and with it the whole request, on every attempt."""
 
     async def run(room: int, window: int) -> Queue:
         replicas = (queue := Queue(room)).replicas(window)
@@ -316,7 +282,7 @@ def test_a_batch_that_is_longer_than_the_queue(stream: bool) -> None:
             assert sorted(number for number, _ in entries) == sorted([*range(20)] * 3)
         else:
             assert [len(pieces) for pieces in await replicas.complete_calls(calls)] == [3] * 20
-        assert replicas._refusals.admission_delay_s(time.monotonic()) is None  # others may come in
+        assert queue.refusals.admission_delay_s(time.monotonic()) is None
         return queue
 
     windowed = asyncio.run(run(8, 4))
@@ -325,59 +291,47 @@ def test_a_batch_that_is_longer_than_the_queue(stream: bool) -> None:
 
 
 @STREAM
-def test_a_batch_of_which_nothing_is_taken_is_refused(stream: bool) -> None:
-    async def run() -> None:
-        nobody_left = OverloadedError("all engine replicas have as many requests waiting as may")
-        replicas, _ = replicas_with(script=lambda call: [nobody_left] if call.refused_by else [full("a")])
-        calls = [GenerateRequest(str(i), [1], SamplingParams()) for i in range(5)]
-        answers = anext(replicas.stream_calls(calls)) if stream else replicas.complete_calls(calls)
-        with pytest.raises(OverloadedError, match="all engine replicas"):
-            await answers
-        assert replicas._refusals.admission_delay_s(time.monotonic()) is not None
-
-    asyncio.run(run())
+async def test_a_request_without_an_accepted_call_is_refused(stream: bool) -> None:
+    none_left = OverloadedError("the queues of all engine replicas are full")
+    refusals = LoadShedder()
+    replicas, _ = replicas_with(script=lambda call: [none_left] if call.refused_by else [full("a")], refusals=refusals)
+    calls = [GenerateRequest(str(i), [1], SamplingParams()) for i in range(5)]
+    answers = anext(replicas.stream_calls(calls)) if stream else replicas.complete_calls(calls)
+    with pytest.raises(OverloadedError, match="queues of all engine replicas"):
+        await answers
+    assert refusals.admission_delay_s(time.monotonic()) is not None
 
 
 @pytest.mark.parametrize("failure", [RayTaskError("generate", "traceback", EngineError("x")), "cannot be sent"])
-def test_when_one_call_fails_the_others_are_cancelled(failure: Any) -> None:
-    """Regression: calls before one that could not even be sent ran on."""
-
-    async def run() -> None:
-        replicas, handle = replicas_with(script=lambda call: [failure] if call.request_id == "2" else [None])
-        calls = [GenerateRequest(str(i), [1], SamplingParams()) for i in range(3)]
-        with pytest.raises((EngineError, RuntimeError)):
-            await replicas.complete_calls(calls)
-        assert [response.cancelled for response in handle.responses[:2]] == [True, True]
-
-    asyncio.run(run())
+async def test_when_one_call_fails_the_others_are_cancelled(failure: Any) -> None:
+    """Regression: calls before one that could not be sent ran on."""
+    replicas, handle = replicas_with(script=lambda call: [failure] if call.request_id == "2" else [None])
+    calls = [GenerateRequest(str(i), [1], SamplingParams()) for i in range(3)]
+    with pytest.raises((EngineError, RuntimeError)):
+        await replicas.complete_calls(calls)
+    assert [response.cancelled for response in handle.responses[:2]] == [True, True]
 
 
-def test_a_caller_who_gives_up_cancels_the_call_and_it_is_not_repeated() -> None:
-    async def run() -> None:
-        replicas, handle = replicas_with(script=lambda call: [None])
-        task = asyncio.create_task(replicas.complete_calls([CALL]))
-        while not handle.responses:
-            await asyncio.sleep(0)
+async def test_cancellation_is_passed_on_without_a_retry() -> None:
+    replicas, handle = replicas_with(script=lambda call: [None])
+    task = asyncio.create_task(replicas.complete_calls([CALL]))
+    while not handle.responses:
         await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert [response.cancelled for response in handle.responses] == [True]
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [response.cancelled for response in handle.responses] == [True]
 
-    asyncio.run(run())
 
-
-def test_forks_are_not_repeated() -> None:
-    async def run() -> None:
-        replicas, handle = replicas_with([GONE], [GONE])
-        call = ForkCall("f", "r", 0, "a", SamplingParams())
-        with pytest.raises(UnavailableError):
-            await replicas.complete_fork(call)
-        with pytest.raises(UnavailableError):
-            _ = [piece async for piece in replicas.stream_fork(call)]
-        assert len(handle.calls) == 2
-
-    asyncio.run(run())
+async def test_forks_are_not_retried() -> None:
+    replicas, handle = replicas_with([GONE], [GONE])
+    call = ForkCall("f", "r", 0, "a", SamplingParams())
+    with pytest.raises(UnavailableError):
+        await replicas.complete_fork(call)
+    with pytest.raises(UnavailableError):
+        _ = [piece async for piece in replicas.stream_fork(call)]
+    assert len(handle.calls) == 2
 
 
 @pytest.mark.parametrize(
@@ -392,15 +346,12 @@ def test_forks_are_not_repeated() -> None:
         ({"prompt_logprobs": 1}, False),
     ],
 )
-def test_what_may_be_too_long_for_a_message_goes_by_reference(params: dict[str, Any], by_value: bool) -> None:
+async def test_items_too_long_for_a_message_go_by_reference(params: dict[str, Any], by_value: bool) -> None:
     sampling = SamplingParams(**params)
     assert fits_by_value(sampling) == by_value
 
-    async def run() -> None:
-        replicas, handle = replicas_with([END], [END])
-        await ask(replicas, True, GenerateRequest("r", [1], sampling))
-        assert handle.by_reference == [not by_value]
-        await ask(replicas, False, GenerateRequest("r", [1], sampling))
-        assert handle.responses[1].at_once == by_value
-
-    asyncio.run(run())
+    replicas, handle = replicas_with([END], [END])
+    await ask(replicas, True, GenerateRequest("r", [1], sampling))
+    assert handle.by_reference == [not by_value]
+    await ask(replicas, False, GenerateRequest("r", [1], sampling))
+    assert handle.responses[1].at_once == by_value

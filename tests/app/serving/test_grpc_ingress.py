@@ -260,7 +260,7 @@ def test_an_error_that_quotes_much_fits_into_the_metadata() -> None:
         assert error_of(caught.value)["message"][0] == text[0]
 
 
-def test_an_application_does_not_run_ahead_of_a_slow_reader() -> None:
+async def test_an_application_does_not_run_ahead_of_a_slow_reader() -> None:
     sent = 0
 
     async def endless(scope: Any, receive: Any, send: Any) -> None:
@@ -273,19 +273,16 @@ def test_an_application_does_not_run_ahead_of_a_slow_reader() -> None:
     async def body() -> bytes:
         raise AssertionError("nobody has asked for it")
 
-    async def run() -> None:
-        messages = asgi_call(endless, http_scope("POST", "/", [], ("c", 1)), body)
-        for _ in range(3):
-            await anext(messages)
-            for _ in range(50):
-                await asyncio.sleep(0)
-        assert sent <= 4
-        await messages.aclose()
-
-    asyncio.run(run())
+    messages = asgi_call(endless, http_scope("POST", "/", [], ("c", 1)), body)
+    for _ in range(3):
+        await anext(messages)
+        for _ in range(50):
+            await asyncio.sleep(0)
+    assert sent <= 4
+    await messages.aclose()
 
 
-def test_an_application_that_fails_in_the_middle_is_heard() -> None:
+async def test_an_application_that_fails_in_the_middle_is_heard() -> None:
     async def breaks(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise ZeroDivisionError
@@ -293,12 +290,9 @@ def test_an_application_that_fails_in_the_middle_is_heard() -> None:
     async def body() -> bytes:
         return b""
 
-    async def run() -> None:
-        with pytest.raises(ZeroDivisionError):
-            async for _ in asgi_call(breaks, http_scope("GET", "/", [], ("c", 1)), body):
-                pass
-
-    asyncio.run(run())
+    with pytest.raises(ZeroDivisionError):
+        async for _ in asgi_call(breaks, http_scope("GET", "/", [], ("c", 1)), body):
+            pass
 
 
 def test_a_peer_is_the_address_of_a_client() -> None:

@@ -130,77 +130,67 @@ async def collect(chunks: AsyncIterator[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_deadline_counts_from_the_arrival(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_deadline_counts_from_the_arrival(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: what tokenising took came on top."""
 
     def slowly(prepare: Callable[..., Any], *args: Any) -> Any:
         time.sleep(0.1)
         return prepare(*args)
 
-    async def run() -> None:
-        ingress = ingress_with(engines := Engines())
-        monkeypatch.setattr(
-            ingress._translator, "translate_completion", partial(slowly, ingress._translator.translate_completion)
-        )
-        for timeout_s in (60.0, 0.05):
-            request = completion(timeout_s=timeout_s)
-            answer = collect(ingress.generate_stream(request)) if stream else ingress.generate(request)
-            if timeout_s > 1:
+    ingress = ingress_with(engines := Engines())
+    monkeypatch.setattr(
+        ingress._translator, "translate_completion", partial(slowly, ingress._translator.translate_completion)
+    )
+    for timeout_s in (60.0, 0.05):
+        request = completion(timeout_s=timeout_s)
+        answer = collect(ingress.generate_stream(request)) if stream else ingress.generate(request)
+        if timeout_s > 1:
+            await answer
+            assert 50.0 < engines.calls[0].timeout_s <= 59.9
+        else:
+            with pytest.raises(DeadlineError):
                 await answer
-                assert 50.0 < engines.calls[0].timeout_s <= 59.9
-            else:
-                with pytest.raises(DeadlineError):
-                    await answer
-        assert len(engines.calls) == 1
-
-    asyncio.run(run())
+    assert len(engines.calls) == 1
 
 
-def test_a_batch_is_a_call_for_each_prompt() -> None:
-    async def run() -> None:
-        ingress = ingress_with(engines := Engines())
-        request = completion(prompt=["a b", "c"], n=2, tenant="t", user="", timeout_s=1.0, priority=3, cache_salt="s")
-        whole = await ingress.generate(request, "session")
-        assert [choice.text for choice in whole.choices] == ["00", "01", "10", "11"]
-        assert [call.prompt_token_ids for call in engines.calls] == [TOKENIZER.encode("a b"), TOKENIZER.encode("c")]
-        assert len({call.request_id for call in engines.calls}) == 2
-        for call in engines.calls:
-            assert (call.tenant, call.user, call.priority) == ("t", None, 3)
-            assert 0.5 < call.timeout_s < 1.0  # what is left of it
-            assert call.cache_salt == "s"
-            assert (call.session, call.adapter, call.params.n) == ("session", None, 2)
-        assert whole.usage.prompt_tokens == sum(len(call.prompt_token_ids) for call in engines.calls)
-        assert (whole.usage.completion_tokens, whole.usage.prompt_tokens_details.cached_tokens) == (4, 2)
-        chunks = await collect(ingress.generate_stream(completion(prompt=[[5], [6, 7]], n=2)))
-        texts = {chunk.choices[0].index: chunk.choices[0].text for chunk in chunks}
-        assert texts == {0: "20", 1: "21", 2: "30", 3: "31"}
-
-    asyncio.run(run())
+async def test_a_batch_is_a_call_for_each_prompt() -> None:
+    ingress = ingress_with(engines := Engines())
+    request = completion(prompt=["a b", "c"], n=2, tenant="t", user="", timeout_s=1.0, priority=3, cache_salt="s")
+    whole = await ingress.generate(request, "session")
+    assert [choice.text for choice in whole.choices] == ["00", "01", "10", "11"]
+    assert [call.prompt_token_ids for call in engines.calls] == [TOKENIZER.encode("a b"), TOKENIZER.encode("c")]
+    assert len({call.request_id for call in engines.calls}) == 2
+    for call in engines.calls:
+        assert (call.tenant, call.user, call.priority) == ("t", None, 3)
+        assert 0.5 < call.timeout_s < 1.0  # what is left of it
+        assert call.cache_salt == "s"
+        assert (call.session, call.adapter, call.params.n) == ("session", None, 2)
+    assert whole.usage.prompt_tokens == sum(len(call.prompt_token_ids) for call in engines.calls)
+    assert (whole.usage.completion_tokens, whole.usage.prompt_tokens_details.cached_tokens) == (4, 2)
+    chunks = await collect(ingress.generate_stream(completion(prompt=[[5], [6, 7]], n=2)))
+    texts = {chunk.choices[0].index: chunk.choices[0].text for chunk in chunks}
+    assert texts == {0: "20", 1: "21", 2: "30", 3: "31"}
 
 
-def test_prompts_have_only_so_many_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prompts_have_only_so_many_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     """A body of 6 KB had an answer of 53 MB, and the event loop stood still for seconds while it was made."""
     monkeypatch.setattr(translator, "MAX_PROMPT_LOGPROBS", 60)
-
-    async def run() -> None:
-        ingress = ingress_with(engines := Engines())
-        few = {"prompt": [5] * 10, "logprobs": 1, "echo": True}
-        await ingress.generate(completion(n=3, **few))
-        for many in (few | {"n": 4}, few | {"n": 3, "prompt_logprobs": 0}, few | {"prompt": [[5] * 10] * 4}):
-            with pytest.raises(RequestError, match="log probabilities of prompts; at most 60"):
-                await ingress.generate(completion(**many))
-        with pytest.raises(RequestError, match="at most 60"):
-            await ingress.chat(
-                ChatCompletionRequest.model_validate(
-                    {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "prompt_logprobs": 20}
-                )
+    ingress = ingress_with(engines := Engines())
+    few = {"prompt": [5] * 10, "logprobs": 1, "echo": True}
+    await ingress.generate(completion(n=3, **few))
+    for many in (few | {"n": 4}, few | {"n": 3, "prompt_logprobs": 0}, few | {"prompt": [[5] * 10] * 4}):
+        with pytest.raises(RequestError, match="log probabilities of prompts; at most 60"):
+            await ingress.generate(completion(**many))
+    with pytest.raises(RequestError, match="at most 60"):
+        await ingress.chat(
+            ChatCompletionRequest.model_validate(
+                {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "prompt_logprobs": 20}
             )
-        assert len(engines.calls) == 1
+        )
+    assert len(engines.calls) == 1
 
-    asyncio.run(run())
 
-
-def test_long_answers_are_made_outside_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_answers_are_made_outside_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those with many log probabilities held it."""
     threads = []
 
@@ -208,103 +198,85 @@ def test_long_answers_are_made_outside_of_the_event_loop(monkeypatch: pytest.Mon
         threads.append(threading.current_thread())
         return "answer"
 
-    async def run() -> None:
-        whole = ingress_with(Engines())._translator.build_answer
-        for num_tokens in (1, 1000):
-            tokens = (TokenLogprobs(5, -1.0, 1, ()),) * num_tokens
-            assert await whole(note, [[Piece("", (5,) * num_tokens, logprobs=tokens)]]) == "answer"
-        assert threads[0] is threading.current_thread()
-        assert threads[1] is not threads[0]
-
-    asyncio.run(run())
+    whole = ingress_with(Engines())._translator.build_answer
+    for num_tokens in (1, 1000):
+        tokens = (TokenLogprobs(5, -1.0, 1, ()),) * num_tokens
+        assert await whole(note, [[Piece("", (5,) * num_tokens, logprobs=tokens)]]) == "answer"
+    assert threads[0] is threading.current_thread()
+    assert threads[1] is not threads[0]
 
 
-def test_an_echo_begins_with_the_prompt() -> None:
-    async def run() -> None:
-        ingress = ingress_with(Engines())
-        whole = await ingress.generate(completion(prompt=TOKENIZER.encode("Hello<|end|> you"), echo=True))
-        assert whole.choices[0].text == "Hello you00"
-        nothing = await ingress.generate(completion(prompt=["Hello", "x"], echo=True, max_tokens=0))
-        assert [choice.text for choice in nothing.choices] == ["Hello", "x"]
-
-    asyncio.run(run())
+async def test_an_echo_begins_with_the_prompt() -> None:
+    ingress = ingress_with(Engines())
+    whole = await ingress.generate(completion(prompt=TOKENIZER.encode("Hello<|end|> you"), echo=True))
+    assert whole.choices[0].text == "Hello you00"
+    nothing = await ingress.generate(completion(prompt=["Hello", "x"], echo=True, max_tokens=0))
+    assert [choice.text for choice in nothing.choices] == ["Hello", "x"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_prompt_that_fails_ends_the_others(stream: bool) -> None:
-    async def run() -> None:
-        ingress = ingress_with(engines := Engines(ContextLengthError("too long", "prompt"), fails_at=1, hangs=True))
-        request = completion(prompt=["a", "b", "c"])
-        with pytest.raises(ContextLengthError, match="too long"):
-            await (collect(ingress.generate_stream(request)) if stream else ingress.generate(request))
-        assert all(response.cancelled for i, response in enumerate(engines.responses) if i != 1)
-
-    asyncio.run(run())
+async def test_one_prompt_that_fails_ends_the_others(stream: bool) -> None:
+    ingress = ingress_with(engines := Engines(ContextLengthError("too long", "prompt"), fails_at=1, hangs=True))
+    request = completion(prompt=["a", "b", "c"])
+    with pytest.raises(ContextLengthError, match="too long"):
+        await (collect(ingress.generate_stream(request)) if stream else ingress.generate(request))
+    assert all(response.cancelled for i, response in enumerate(engines.responses) if i != 1)
 
 
-def test_adapters_are_models() -> None:
-    async def run() -> None:
-        ingress = ingress_with(engines := Engines())
-        cards = (await ingress.models()).data
-        assert [(card.id, card.parent) for card in cards] == [("m", None), ("pirate", "m")]
-        answer = await ingress.chat(
-            ChatCompletionRequest.model_validate(
-                {"model": "pirate", "messages": [{"role": "user", "content": "x"}], "user": "u"}
-            )
+async def test_adapters_are_models() -> None:
+    ingress = ingress_with(engines := Engines())
+    cards = (await ingress.models()).data
+    assert [(card.id, card.parent) for card in cards] == [("m", None), ("pirate", "m")]
+    answer = await ingress.chat(
+        ChatCompletionRequest.model_validate(
+            {"model": "pirate", "messages": [{"role": "user", "content": "x"}], "user": "u"}
         )
-        assert answer.model == "pirate"
-        assert (engines.calls[0].adapter, engines.calls[0].tenant, engines.calls[0].user) == ("pirate", None, "u")
-        with pytest.raises(UnknownModelError, match="'m', 'pirate'"):
-            await ingress.generate(completion(model="poet"))
-
-    asyncio.run(run())
-
-
-def test_a_fork_goes_to_the_replica_in_the_id() -> None:
-    async def run() -> None:
-        ingress = ingress_with(engines := Engines())
-        first = await ingress.generate(completion())
-        fork = ForkRequest(model="m", request_id=first.id, n=2, index=0, max_tokens=3)
-        forks = await ingress.fork(fork)
-        [begun, call] = engines.calls
-        assert call == ForkCall(call.request_id, begun.request_id, 0, "r7", fork.sampling_params())
-        assert call.request_id != begun.request_id
-        assert [choice.text for choice in forks.choices] == ["10", "11"]
-        assert (forks.usage.prompt_tokens, forks.usage.completion_tokens) == (0, 2)
-        chunks = await collect(ingress.fork_stream(fork.model_copy(update={"request_id": forks.id})))
-        assert [chunk.choices[0].text for chunk in chunks] == ["20", "21"]
-        assert engines.calls[2].fork_of == call.request_id  # forks can be forked
-        batch = await ingress.generate(completion(prompt=["a", "b"]))
-        with pytest.raises(UnknownRequestError, match="one prompt"):
-            await ingress.fork(ForkRequest(model="m", request_id=batch.id))
-
-    asyncio.run(run())
+    )
+    assert answer.model == "pirate"
+    assert (engines.calls[0].adapter, engines.calls[0].tenant, engines.calls[0].user) == ("pirate", None, "u")
+    with pytest.raises(UnknownModelError, match="'m', 'pirate'"):
+        await ingress.generate(completion(model="poet"))
 
 
-def test_texts_that_cannot_fit_are_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fork_goes_to_the_replica_in_the_id() -> None:
+    ingress = ingress_with(engines := Engines())
+    first = await ingress.generate(completion())
+    fork = ForkRequest(model="m", request_id=first.id, n=2, index=0, max_tokens=3)
+    forks = await ingress.fork(fork)
+    [begun, call] = engines.calls
+    assert call == ForkCall(call.request_id, begun.request_id, 0, "r7", fork.sampling_params())
+    assert call.request_id != begun.request_id
+    assert [choice.text for choice in forks.choices] == ["10", "11"]
+    assert (forks.usage.prompt_tokens, forks.usage.completion_tokens) == (0, 2)
+    chunks = await collect(ingress.fork_stream(fork.model_copy(update={"request_id": forks.id})))
+    assert [chunk.choices[0].text for chunk in chunks] == ["20", "21"]
+    assert engines.calls[2].fork_of == call.request_id  # forks can be forked
+    batch = await ingress.generate(completion(prompt=["a", "b"]))
+    with pytest.raises(UnknownRequestError, match="one prompt"):
+        await ingress.fork(ForkRequest(model="m", request_id=batch.id))
+
+
+async def test_texts_that_cannot_fit_are_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     long = "word " * 10_000
     messages = [{"role": "user", "content": long}]
 
     def fail(*_: Any, **__: Any) -> Any:
         raise AssertionError("it was tokenised")
 
-    async def run() -> None:
-        ingress = ingress_with(Engines())
-        monkeypatch.setattr(TextEncoder, "_encode", fail)
-        chat = ChatCompletionRequest.model_validate({"model": "m", "messages": messages})
-        response = ResponsesRequest.model_validate({"model": "m", "input": long})
-        for asked, param in (
-            (ingress.generate(completion(prompt=long)), "prompt"),
-            (ingress.chat(chat), "messages"),
-            (ingress.responses(response), "input"),
-            (ingress.tokenize(TokenizeRequest.model_validate({"prompt": long})), "prompt"),
-            (ingress.tokenize(TokenizeRequest.model_validate({"messages": messages})), "messages"),
-        ):
-            with pytest.raises(ContextLengthError, match=f"64 tokens, and {param} has") as refused:
-                await asked
-            assert refused.value.param == param
-
-    asyncio.run(run())
+    ingress = ingress_with(Engines())
+    monkeypatch.setattr(TextEncoder, "_encode", fail)
+    chat = ChatCompletionRequest.model_validate({"model": "m", "messages": messages})
+    response = ResponsesRequest.model_validate({"model": "m", "input": long})
+    for asked, param in (
+        (ingress.generate(completion(prompt=long)), "prompt"),
+        (ingress.chat(chat), "messages"),
+        (ingress.responses(response), "input"),
+        (ingress.tokenize(TokenizeRequest.model_validate({"prompt": long})), "prompt"),
+        (ingress.tokenize(TokenizeRequest.model_validate({"messages": messages})), "messages"),
+    ):
+        with pytest.raises(ContextLengthError, match=f"64 tokens, and {param} has") as refused:
+            await asked
+        assert refused.value.param == param
 
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -312,51 +284,42 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properti
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}])
-def test_tools(choice: Any) -> None:
-    async def run() -> None:
-        ingress = ingress_with(engines := Engines(text=CALL))
-        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "tool_choice": choice}
-        request = ChatCompletionRequest.model_validate(body)
-        [whole] = (await ingress.chat(request)).choices
-        assert whole.finish_reason == "tool_calls"
-        assert whole.message.content is None
-        assert whole.message.tool_calls[0].function.arguments == '{"x": 1}'
-        assert "<tools>" in TOKENIZER.decode(engines.calls[0].prompt_token_ids)
-        structure = engines.calls[0].params.structure
-        assert (structure is None) == (choice == "auto")
-        [chunk] = await collect(ingress.chat_stream(request))
-        [call] = chunk.choices[0].delta.tool_calls
-        assert (call.function.name, call.function.arguments) == ("f", '{"x": 1}')
-
-    asyncio.run(run())
+async def test_tools(choice: Any) -> None:
+    ingress = ingress_with(engines := Engines(text=CALL))
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "tool_choice": choice}
+    request = ChatCompletionRequest.model_validate(body)
+    [whole] = (await ingress.chat(request)).choices
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.content is None
+    assert whole.message.tool_calls[0].function.arguments == '{"x": 1}'
+    assert "<tools>" in TOKENIZER.decode(engines.calls[0].prompt_token_ids)
+    structure = engines.calls[0].params.structure
+    assert (structure is None) == (choice == "auto")
+    [chunk] = await collect(ingress.chat_stream(request))
+    [call] = chunk.choices[0].delta.tool_calls
+    assert (call.function.name, call.function.arguments) == ("f", '{"x": 1}')
 
 
-def test_tools_that_may_not_be_called_are_not_shown() -> None:
-    async def run() -> None:
-        ingress = ingress_with(engines := Engines(text=CALL))
-        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "tool_choice": "none"}
-        [choice] = (await ingress.chat(ChatCompletionRequest.model_validate(body))).choices
-        assert choice.message.content == CALL
-        assert choice.finish_reason == "stop"
-        assert "<tools>" not in TOKENIZER.decode(engines.calls[0].prompt_token_ids)
-
-    asyncio.run(run())
+async def test_tools_that_may_not_be_called_are_not_shown() -> None:
+    ingress = ingress_with(engines := Engines(text=CALL))
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "tool_choice": "none"}
+    [choice] = (await ingress.chat(ChatCompletionRequest.model_validate(body))).choices
+    assert choice.message.content == CALL
+    assert choice.finish_reason == "stop"
+    assert "<tools>" not in TOKENIZER.decode(engines.calls[0].prompt_token_ids)
 
 
-def test_usage_comes_last_if_asked_for() -> None:
-    async def run() -> None:
-        ingress = ingress_with(Engines())
-        options = {"stream_options": {"include_usage": True}}
-        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "n": 2, "logprobs": True} | options
-        *chunks, last = await collect(ingress.chat_stream(ChatCompletionRequest.model_validate(body)))
-        assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] * 2
-        assert last.choices == []
-        assert last.usage.completion_tokens == 2
-        assert all(chunk.choices[0].logprobs is not None for chunk in chunks)
-        *_, last = await collect(ingress.generate_stream(completion(prompt=["a", "b"], **options)))
-        assert last.usage.completion_tokens == 2
-
-    asyncio.run(run())
+async def test_usage_comes_last_if_asked_for() -> None:
+    ingress = ingress_with(Engines())
+    options = {"stream_options": {"include_usage": True}}
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "n": 2, "logprobs": True} | options
+    *chunks, last = await collect(ingress.chat_stream(ChatCompletionRequest.model_validate(body)))
+    assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] * 2
+    assert last.choices == []
+    assert last.usage.completion_tokens == 2
+    assert all(chunk.choices[0].logprobs is not None for chunk in chunks)
+    *_, last = await collect(ingress.generate_stream(completion(prompt=["a", "b"], **options)))
+    assert last.usage.completion_tokens == 2
 
 
 @pytest.mark.parametrize(
@@ -381,33 +344,29 @@ def test_errors_survive_rays_pickling(error: FolioError, dual: bool) -> None:
     assert vars(arrived) == vars(error)
 
 
-def test_ready_does_not_wait_while_the_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ready_does_not_wait_while_the_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """It took ten seconds to say that there was no replica yet. The question goes on: it may be what starts one."""
+    ingress, there, asked = ingress_with(engines := Engines()), asyncio.Event(), 0
 
-    async def run() -> None:
-        ingress, there, asked = ingress_with(engines := Engines()), asyncio.Event(), 0
+    async def facts() -> Any:
+        nonlocal asked
+        asked += 1
+        await there.wait()
+        return SimpleNamespace(max_model_len=64)
 
-        async def facts() -> Any:
-            nonlocal asked
-            asked += 1
-            await there.wait()
-            return SimpleNamespace(max_model_len=64)
-
-        engines.facts = SimpleNamespace(remote=facts)
-        monkeypatch.setattr("app.serving.ingress.STARTING_TIMEOUT_S", 0.0)
-        monkeypatch.setattr("app.serving.ingress.READY_TIMEOUT_S", 30.0)
-        for _ in range(2):
-            with pytest.raises(UnavailableError):
-                await ingress.ready()
-        there.set()
-        monkeypatch.setattr("app.serving.ingress.STARTING_TIMEOUT_S", 30.0)
-        await ingress.ready()
-        assert asked == 1
-        there.clear()
-        later = asyncio.create_task(ingress.ready())
-        await asyncio.sleep(0)
-        there.set()
-        await later  # a busy replica is given time
-        assert asked == 2
-
-    asyncio.run(run())
+    engines.facts = SimpleNamespace(remote=facts)
+    monkeypatch.setattr("app.serving.ingress.STARTING_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("app.serving.ingress.READY_TIMEOUT_S", 30.0)
+    for _ in range(2):
+        with pytest.raises(UnavailableError):
+            await ingress.ready()
+    there.set()
+    monkeypatch.setattr("app.serving.ingress.STARTING_TIMEOUT_S", 30.0)
+    await ingress.ready()
+    assert asked == 1
+    there.clear()
+    later = asyncio.create_task(ingress.ready())
+    await asyncio.sleep(0)
+    there.set()
+    await later  # a busy replica is given time
+    assert asked == 2

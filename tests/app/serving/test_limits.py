@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -49,48 +48,40 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return made
 
 
-def test_usage_answered_late_counts_once(actor: StandIn) -> None:
+async def test_usage_answered_late_counts_once(actor: StandIn) -> None:
     """Regression: after a second without an answer the same usage was reported again, and counted twice."""
-
-    async def run() -> None:
-        shares = IngressLimits()
-        shared = LimitReporter(shares, LoadShedder(), "a", "first", lambda: 2)
-        limit = shares.add_limit("key/tokens", 1000)
+    shares = IngressLimits()
+    shared = LimitReporter(shares, LoadShedder(), "a", "first", lambda: 2)
+    limit = shares.add_limit("key/tokens", 1000)
+    await shared.settle()
+    limit.charge_usage(300)
+    actor.settle_usage.held = []
+    for _ in range(3):
         await shared.settle()
-        limit.charge_usage(300)
-        actor.settle_usage.held = []
-        for _ in range(3):
-            await shared.settle()
-            assert not shares.connected
-        [answer], actor.settle_usage.held = actor.settle_usage.held, None
-        limit.charge_usage(100)
-        answer()
-        await shared.settle()
-        assert shares.connected
-        await shared.settle()
-        assert limit.level == pytest.approx(600, abs=20)
-        assert actor.ledger.level("key/tokens") == pytest.approx(600, abs=20)
-
-    asyncio.run(run())
+        assert not shares.connected
+    [answer], actor.settle_usage.held = actor.settle_usage.held, None
+    limit.charge_usage(100)
+    answer()
+    await shared.settle()
+    assert shares.connected
+    await shared.settle()
+    assert limit.level == pytest.approx(600, abs=20)
+    assert actor.ledger.level("key/tokens") == pytest.approx(600, abs=20)
 
 
-def test_a_ledger_that_has_dropped_an_ingress_gets_all_of_its_usage(actor: StandIn) -> None:
+async def test_a_ledger_that_has_dropped_an_ingress_gets_all_of_its_usage(actor: StandIn) -> None:
     """Regression: the ledger said so in an answer that came too late, and was not read."""
-
-    async def run() -> None:
-        shares = IngressLimits()
-        shared = LimitReporter(shares, LoadShedder(), "a", "first", lambda: 2)
-        limit = shares.add_limit("key/running", 4, refills=False)
-        limit.charge_usage(3)
-        for _ in range(2):
-            await shared.settle()
-        actor.settle_usage.held = []
+    shares = IngressLimits()
+    shared = LimitReporter(shares, LoadShedder(), "a", "first", lambda: 2)
+    limit = shares.add_limit("key/running", 4, refills=False)
+    limit.charge_usage(3)
+    for _ in range(2):
         await shared.settle()
-        actor.ledger.remove_ingress("first")
-        [answer], actor.settle_usage.held = actor.settle_usage.held, None
-        answer()
-        for _ in range(2):
-            await shared.settle()
-        assert actor.ledger.level("key/running") == 1
-
-    asyncio.run(run())
+    actor.settle_usage.held = []
+    await shared.settle()
+    actor.ledger.remove_ingress("first")
+    [answer], actor.settle_usage.held = actor.settle_usage.held, None
+    answer()
+    for _ in range(2):
+        await shared.settle()
+    assert actor.ledger.level("key/running") == 1

@@ -141,30 +141,27 @@ def test_unpinning_where_it_is_pinned() -> None:
         run(ingress_with(Fleet(unknown, answers(None), answers(ActorDiedError()))).unpin("a"))
 
 
-def test_a_request_pins_its_prompt_everywhere_before_it_is_sent() -> None:
-    async def scenario() -> None:
-        fleet = Fleet(answers(None), answers(None))
-        ingress = ingress_with(fleet)
-        request = completion(prompt="Hello you", pin="rules", cache_salt="s", tenant="t")
-        await ingress.generate(request)
-        async for _ in ingress.generate_stream(request):
-            pass
-        expected = ("pin", ("rules", TOKENIZER.encode("Hello you"), "s", "t"))
-        assert fleet.broadcasts == [expected] * 2
-        assert len(fleet.calls) == 2
-        await ingress.pin(PinRequest(name="rules", prompt=[1, 2], cache_salt="s", tenant="t"))
-        assert fleet.broadcasts[2] == ("pin", ("rules", [1, 2], "s", "t"))
-        for wrong in (completion(prompt=["a", "b"], pin="x"), completion(model="pirate", pin="x")):
-            with pytest.raises(RequestError) as caught:
-                await ingress.generate(wrong)
-            assert caught.value.param == "pin"
-        refuses = ingress_with(engines := Fleet(answers(RequestError("another prefix", "name"))))
-        with pytest.raises(RequestError, match="another prefix") as caught:
-            await refuses.generate(request)
+async def test_a_request_pins_its_prompt_everywhere_before_it_is_sent() -> None:
+    fleet = Fleet(answers(None), answers(None))
+    ingress = ingress_with(fleet)
+    request = completion(prompt="Hello you", pin="rules", cache_salt="s", tenant="t")
+    await ingress.generate(request)
+    async for _ in ingress.generate_stream(request):
+        pass
+    expected = ("pin", ("rules", TOKENIZER.encode("Hello you"), "s", "t"))
+    assert fleet.broadcasts == [expected] * 2
+    assert len(fleet.calls) == 2
+    await ingress.pin(PinRequest(name="rules", prompt=[1, 2], cache_salt="s", tenant="t"))
+    assert fleet.broadcasts[2] == ("pin", ("rules", [1, 2], "s", "t"))
+    for wrong in (completion(prompt=["a", "b"], pin="x"), completion(model="pirate", pin="x")):
+        with pytest.raises(RequestError) as caught:
+            await ingress.generate(wrong)
         assert caught.value.param == "pin"
-        assert engines.calls == []
-
-    run(scenario())
+    refuses = ingress_with(engines := Fleet(answers(RequestError("another prefix", "name"))))
+    with pytest.raises(RequestError, match="another prefix") as caught:
+        await refuses.generate(request)
+    assert caught.value.param == "pin"
+    assert engines.calls == []
 
 
 def test_a_replica_that_hangs_does_not_hold_a_pin_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,20 +177,17 @@ def test_a_replica_that_hangs_does_not_hold_a_pin_for_ever(monkeypatch: pytest.M
         run(ingress.pin(PinRequest(name="rules", prompt=[1, 2])))
 
 
-def test_tokens_there_and_back() -> None:
-    async def scenario() -> None:
-        ingress = ingress_with(Engines())
-        whole = await ingress.tokenize(TokenizeRequest(prompt="Hello you", return_token_strs=True))
-        assert whole.tokens == TOKENIZER.encode("Hello you")
-        assert (whole.count, whole.max_model_len, "".join(whole.token_strs)) == (len(whole.tokens), 64, "Hello you")
-        assert (await ingress.detokenize(DetokenizeRequest(tokens=whole.tokens))).prompt == "Hello you"
-        user = {"role": "user", "content": "Hi"}
-        chat = await ingress.tokenize(TokenizeRequest.model_validate({"messages": [user], "model": "pirate"}))
-        assert TOKENIZER.decode(chat.tokens) == "<|user|>Hi<|end|><|assistant|>"
-        open_ended = TokenizeRequest.model_validate({"messages": [user], "add_generation_prompt": False})
-        assert (await ingress.tokenize(open_ended)).tokens == chat.tokens[:-1]
-
-    run(scenario())
+async def test_tokens_there_and_back() -> None:
+    ingress = ingress_with(Engines())
+    whole = await ingress.tokenize(TokenizeRequest(prompt="Hello you", return_token_strs=True))
+    assert whole.tokens == TOKENIZER.encode("Hello you")
+    assert (whole.count, whole.max_model_len, "".join(whole.token_strs)) == (len(whole.tokens), 64, "Hello you")
+    assert (await ingress.detokenize(DetokenizeRequest(tokens=whole.tokens))).prompt == "Hello you"
+    user = {"role": "user", "content": "Hi"}
+    chat = await ingress.tokenize(TokenizeRequest.model_validate({"messages": [user], "model": "pirate"}))
+    assert TOKENIZER.decode(chat.tokens) == "<|user|>Hi<|end|><|assistant|>"
+    open_ended = TokenizeRequest.model_validate({"messages": [user], "add_generation_prompt": False})
+    assert (await ingress.tokenize(open_ended)).tokens == chat.tokens[:-1]
 
 
 @pytest.mark.parametrize(

@@ -94,102 +94,78 @@ REQUEST = GenerateRequest(
 )
 
 
-def test_outputs_whole_and_in_pieces() -> None:
-    async def run() -> None:
-        replica = replica_with(engine := Engine(DELTAS), audit := Audit())
-        whole = await replica.complete_request(REQUEST)
-        assert [(p.index, p.text, p.token_ids, p.finish_reason) for p in whole] == [
-            (0, "ac", (1, 4), "length"),
-            (1, "b", (2, 3), "stop"),
-        ]
-        pieces = [piece async for some in replica.generate_stream(REQUEST) for piece in some]
-        assert [(p.index, p.text, p.token_ids) for p in pieces] == [(0, "a", (1,)), (1, "b", (2, 3)), (0, "c", (4,))]
-        assert [p.ends_request for p in pieces] == [False, False, True]
-        assert {(p.replica, p.num_cached_tokens) for p in whole + pieces} == {("here", 3)}
-        assert audit.noted == [(4, 3)] * 2
-        whole_pace, stream_pace = engine.paces
-        assert whole_pace() == math.inf, "the answer is read at its end"
-        assert stream_pace() == 0.05
-
-    asyncio.run(run())
+async def test_outputs_whole_and_in_pieces() -> None:
+    replica = replica_with(engine := Engine(DELTAS), audit := Audit())
+    whole = await replica.complete_request(REQUEST)
+    assert [(p.index, p.text, p.token_ids, p.finish_reason) for p in whole] == [
+        (0, "ac", (1, 4), "length"),
+        (1, "b", (2, 3), "stop"),
+    ]
+    pieces = [piece async for some in replica.generate_stream(REQUEST) for piece in some]
+    assert [(p.index, p.text, p.token_ids) for p in pieces] == [(0, "a", (1,)), (1, "b", (2, 3)), (0, "c", (4,))]
+    assert [p.ends_request for p in pieces] == [False, False, True]
+    assert {(p.replica, p.num_cached_tokens) for p in whole + pieces} == {("here", 3)}
+    assert audit.noted == [(4, 3)] * 2
+    whole_pace, stream_pace = engine.paces
+    assert whole_pace() == math.inf, "the answer is read at its end"
+    assert stream_pace() == 0.05
 
 
-def test_the_engine_gets_every_option() -> None:
-    async def run() -> None:
-        replica = replica_with(engine := Engine(DELTAS))
+async def test_the_engine_gets_every_option() -> None:
+    replica = replica_with(engine := Engine(DELTAS))
+    await replica.complete_request(REQUEST)
+    options = {"priority": 1, "cache_salt": "s", "adapter": "a", "tenant": "t", "user": "u", "timeout_s": 2.0}
+    assert engine.asked == [([1, 2], REQUEST.params, "r", {**options, "expected_cached_tokens": 4})]
+
+
+async def test_a_closed_stream_ends_its_request() -> None:
+    replica = replica_with(engine := Engine(DELTAS))
+    pieces = replica.generate_stream(REQUEST)
+    await anext(pieces)
+    await pieces.aclose()
+    assert engine.closed == 1
+
+
+async def test_errors_come_through() -> None:
+    replica = replica_with(Engine(DELTAS[:1], DeadlineError("too late")))
+    with pytest.raises(DeadlineError):
         await replica.complete_request(REQUEST)
-        options = {"priority": 1, "cache_salt": "s", "adapter": "a", "tenant": "t", "user": "u", "timeout_s": 2.0}
-        assert engine.asked == [([1, 2], REQUEST.params, "r", {**options, "expected_cached_tokens": 4})]
-
-    asyncio.run(run())
-
-
-def test_a_closed_stream_ends_its_request() -> None:
-    async def run() -> None:
-        replica = replica_with(engine := Engine(DELTAS))
-        pieces = replica.generate_stream(REQUEST)
-        await anext(pieces)
-        await pieces.aclose()
-        assert engine.closed == 1
-
-    asyncio.run(run())
-
-
-def test_errors_come_through() -> None:
-    async def run() -> None:
-        replica = replica_with(Engine(DELTAS[:1], DeadlineError("too late")))
-        with pytest.raises(DeadlineError):
-            await replica.complete_request(REQUEST)
-        with pytest.raises(DeadlineError):
-            _ = [piece async for piece in replica.generate_stream(REQUEST)]
-
-    asyncio.run(run())
+    with pytest.raises(DeadlineError):
+        _ = [piece async for piece in replica.generate_stream(REQUEST)]
 
 
 @pytest.mark.parametrize("error", [OverloadedError("full", 2.0), UnavailableError("stopped")])
-def test_a_refusal_names_the_replica(error: OverloadedError | UnavailableError) -> None:
-    async def run() -> None:
-        replica = replica_with(Engine([], error))
-        with pytest.raises(type(error)) as refused:
-            await replica.complete_request(REQUEST)
-        assert refused.value.replica == "here"
-
-    asyncio.run(run())
+async def test_a_refusal_names_the_replica(error: OverloadedError | UnavailableError) -> None:
+    replica = replica_with(Engine([], error))
+    with pytest.raises(type(error)) as refused:
+        await replica.complete_request(REQUEST)
+    assert refused.value.replica == "here"
 
 
-def test_forks() -> None:
-    async def run() -> None:
-        replica = replica_with(engine := Engine(DELTAS))
-        call = ForkCall("f", "r", 1, "here", SamplingParams(n=2))
-        whole = await replica.fork(call)
-        assert [piece.text for piece in whole] == ["ac", "b"]
-        assert "".join([piece.text async for some in replica.fork_stream(call) for piece in some]) == "abc"
-        assert engine.asked == [("r", call.params, "f", {"index": 1})] * 2
-
-    asyncio.run(run())
+async def test_forks() -> None:
+    replica = replica_with(engine := Engine(DELTAS))
+    call = ForkCall("f", "r", 1, "here", SamplingParams(n=2))
+    whole = await replica.fork(call)
+    assert [piece.text for piece in whole] == ["ac", "b"]
+    assert "".join([piece.text async for some in replica.fork_stream(call) for piece in some]) == "abc"
+    assert engine.asked == [("r", call.params, "f", {"index": 1})] * 2
 
 
-def test_a_fork_of_another_replicas_request() -> None:
-    async def run() -> None:
-        replica = replica_with(engine := Engine(DELTAS))
-        call = ForkCall("f", "r", 0, "another", SamplingParams())
-        with pytest.raises(UnknownRequestError, match="is gone"):
-            await replica.fork(call)
-        with pytest.raises(UnknownRequestError, match="is gone"):
-            _ = [piece async for piece in replica.fork_stream(call)]
-        assert not engine.asked
-
-    asyncio.run(run())
+async def test_a_fork_of_another_replicas_request() -> None:
+    replica = replica_with(engine := Engine(DELTAS))
+    call = ForkCall("f", "r", 0, "another", SamplingParams())
+    with pytest.raises(UnknownRequestError, match="is gone"):
+        await replica.fork(call)
+    with pytest.raises(UnknownRequestError, match="is gone"):
+        _ = [piece async for piece in replica.fork_stream(call)]
+    assert not engine.asked
 
 
-def test_the_hot_prefixes() -> None:
-    async def run() -> None:
-        replica = replica_with(engine := Engine(DELTAS))
-        engine.hot_prefixes = lambda: [CachedPrefix((1,), (), 2)]  # type: ignore[attr-defined]
-        engine.prefix_fingerprint = "f"  # type: ignore[attr-defined]
-        assert await replica.hot_prefixes() == HotPrefixes("f", [CachedPrefix((1,), (), 2)])
-
-    asyncio.run(run())
+async def test_the_hot_prefixes() -> None:
+    replica = replica_with(engine := Engine(DELTAS))
+    engine.hot_prefixes = lambda: [CachedPrefix((1,), (), 2)]  # type: ignore[attr-defined]
+    engine.prefix_fingerprint = "f"  # type: ignore[attr-defined]
+    assert await replica.hot_prefixes() == HotPrefixes("f", [CachedPrefix((1,), (), 2)])
 
 
 def test_a_replica_whose_budget_cannot_change_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,19 +225,16 @@ def test_nothing_waits_for_the_memory_on_the_event_loop() -> None:
     engine.close()
 
 
-def test_a_call_that_hangs_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_that_hangs_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     monkeypatch.setattr(replica_module, "_ANSWER_S", 0.01)
     engine = SimpleNamespace(set_budget=lambda *_: go_on.wait(60), close=lambda: None)
 
-    async def run() -> None:
-        try:
-            with pytest.raises(UnavailableError, match="has not answered"):
-                await replica_with(engine).set_budget(1, 1)
-        finally:
-            go_on.set()
-
-    asyncio.run(run())
+    try:
+        with pytest.raises(UnavailableError, match="has not answered"):
+            await replica_with(engine).set_budget(1, 1)
+    finally:
+        go_on.set()
 
 
 @pytest.mark.parametrize("first_asked", ["complete_request", "record_routing_stats", "check_health"])
@@ -295,40 +268,32 @@ def test_a_stopped_engine_ends_its_process_at_the_first_call(monkeypatch: pytest
     assert timers == [replica_module.os._exit]
 
 
-def test_a_repeated_request_never_runs_beside_the_first() -> None:
+async def test_a_repeated_request_never_runs_beside_the_first() -> None:
     """Regression: a request whose ingress had died was computed twice at once when it was sent again."""
-
-    async def run() -> None:
-        engine = Engine(DELTAS)
-        replica = replica_with(engine)
-        request = replace(REQUEST, repeat_key="k")
-        first = replica.generate_stream(request)
-        await anext(first)
-        second = asyncio.ensure_future(replica.complete_request(request))
-        for _ in range(3):
-            await asyncio.sleep(0)
-        assert len(engine.asked) == 1
-        await first.aclose()
-        assert [piece.text for piece in await second] == ["ac", "b"]
-        assert (len(engine.asked), engine.closed) == (2, 2)
-
-    asyncio.run(run())
-
-
-def test_only_its_own_shared_stream() -> None:
-    """A shared stream of another replica would carry pieces of other requests."""
-
-    async def run() -> None:
-        replica = replica_with(Engine(DELTAS))
-        with pytest.raises(UnknownRequestError):
-            await anext(replica.open_shared_stream(SharedStreamCall("i", 1, "there")))
-        stream = replica.open_shared_stream(SharedStreamCall("i", 1, "here"))
-        opening = asyncio.ensure_future(anext(stream))
+    engine = Engine(DELTAS)
+    replica = replica_with(engine)
+    request = replace(REQUEST, repeat_key="k")
+    first = replica.generate_stream(request)
+    await anext(first)
+    second = asyncio.ensure_future(replica.complete_request(request))
+    for _ in range(3):
         await asyncio.sleep(0)
-        request = replace(REQUEST, share=SharedStreamKey("i", 7))
-        own = [item async for item in replica.generate_stream(request)]
-        assert [item if isinstance(item, int) else [p.text for p in item] for item in own] == [["a"], 1]
-        assert [entry[:2] for entry in await opening] == [(7, "b"), (7, "c")]
-        await stream.aclose()
+    assert len(engine.asked) == 1
+    await first.aclose()
+    assert [piece.text for piece in await second] == ["ac", "b"]
+    assert (len(engine.asked), engine.closed) == (2, 2)
 
-    asyncio.run(run())
+
+async def test_only_its_own_shared_stream() -> None:
+    """A shared stream of another replica would carry pieces of other requests."""
+    replica = replica_with(Engine(DELTAS))
+    with pytest.raises(UnknownRequestError):
+        await anext(replica.open_shared_stream(SharedStreamCall("i", 1, "there")))
+    stream = replica.open_shared_stream(SharedStreamCall("i", 1, "here"))
+    opening = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    request = replace(REQUEST, share=SharedStreamKey("i", 7))
+    own = [item async for item in replica.generate_stream(request)]
+    assert [item if isinstance(item, int) else [p.text for p in item] for item in own] == [["a"], 1]
+    assert [entry[:2] for entry in await opening] == [(7, "b"), (7, "c")]
+    await stream.aclose()

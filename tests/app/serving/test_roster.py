@@ -1,4 +1,4 @@
-"""The file of whom a ledger counts is this user's alone."""
+"""The roster file of a ledger, which only this user can write."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_one_ledger_writes_the_next_one_reads(temporary: Path) -> None:
+def test_a_ledger_reads_its_predecessors_roster(temporary: Path) -> None:
     assert Roster("folio-ledger:app:cpu").read() == {}
     Roster("folio-ledger:app:cpu").write({"a": 5})
     assert Roster("folio-ledger:app:cpu").read() == {"a": 5}
@@ -29,8 +29,8 @@ def test_what_one_ledger_writes_the_next_one_reads(temporary: Path) -> None:
 
 
 @pytest.mark.parametrize("made", ["link", "file", "open to others"])
-def test_nothing_is_written_where_others_could_lead_it(temporary: Path, made: str) -> None:
-    """The file's name in /tmp can be guessed: a link of somebody else's there was followed, and its target replaced."""
+def test_the_folder_must_be_private(temporary: Path, made: str) -> None:
+    """Regression: the file's name in /tmp can be guessed; another user's link was followed, and its target replaced."""
     Roster("x")
     [folder] = temporary.iterdir()
     folder.rmdir()

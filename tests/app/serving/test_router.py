@@ -1,4 +1,4 @@
-"""The router with Serve's own routing loop around it and replicas that only have a queue: no cluster."""
+"""The router in Serve's routing loop, with replicas that only have a queue. No cluster."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEADLINE_S = 10
 
 
 class Replica:
-    """What `FolioRouter` and Serve's loop ask of a `RunningReplica`."""
+    """The part of `RunningReplica` that `FolioRouter` and Serve's loop use."""
 
     def __init__(self, name: str, max_ongoing_requests: int = 10) -> None:
         self.replica_id = ReplicaID(name, DEPLOYMENT)
@@ -59,7 +59,7 @@ def router_for(replicas: list[Any], **kwargs: Any) -> FolioRouter:
 
 
 def in_flight(router: FolioRouter, names: Sequence[str]) -> list[float]:
-    """Requests of this router's that these replicas have not ended: all it knows when no report is fresh."""
+    """This router's own requests in flight: without a fresh report the fleet knows no others."""
     return router.fleet.num_requests(list(names), math.inf)
 
 
@@ -88,99 +88,77 @@ def test_reports_pass_through_plain_types() -> None:
     assert report_from_stats(stats | {"step": {"fixed_s": 1.0}}) is None
 
 
-def test_a_prompt_goes_where_it_is_cached(replicas: list[Replica]) -> None:
-    async def run() -> None:
-        for replica in replicas:
-            replica.routing_stats = now_with(prompt_keys(PROMPT, UNIT, None) if replica is replicas[1] else [])
-        router = router_for(replicas)
+async def test_a_prompt_goes_to_the_replica_that_has_it_cached(replicas: list[Replica]) -> None:
+    for replica in replicas:
+        replica.routing_stats = now_with(prompt_keys(PROMPT, UNIT, None) if replica is replicas[1] else [])
+    router = router_for(replicas)
+    request = pending()
+    assert await choose(router, request) == "b"
+    assert request.args[0].expected == ExpectedPrefix("b", 10 * UNIT)  # for the replica to compare
+
+
+async def test_a_cache_salt_separates(replicas: list[Replica]) -> None:
+    for replica in replicas:
+        replica.routing_stats = now_with(prompt_keys(PROMPT, UNIT, "mine") if replica is replicas[1] else [])
+    router = router_for(replicas)
+    request = pending()
+    await choose(router, request)
+    assert request.args[0].expected.cached_tokens == 0
+
+
+async def test_an_adapter_separates(replicas: list[Replica]) -> None:
+    for replica in replicas:
+        replica.routing_stats = now_with(prompt_keys(PROMPT, UNIT, "mine", "pirate") if replica is replicas[1] else [])
+    router = router_for(replicas)
+    for adapter, salt, expected in (("pirate", "mine", 10 * UNIT), ("poet", "mine", 0), ("pirate", None, 0)):
         request = pending()
-        assert await choose(router, request) == "b"
-        assert request.args[0].expected == ExpectedPrefix("b", 10 * UNIT)  # for the replica to compare
-
-    asyncio.run(run())
-
-
-def test_a_salt_separates(replicas: list[Replica]) -> None:
-    async def run() -> None:
-        for replica in replicas:
-            replica.routing_stats = now_with(prompt_keys(PROMPT, UNIT, "mine") if replica is replicas[1] else [])
-        router = router_for(replicas)
-        request = pending()
+        request.args[0] = replace(request.args[0], adapter=adapter, cache_salt=salt)
         await choose(router, request)
-        assert request.args[0].expected.cached_tokens == 0
-
-    asyncio.run(run())
-
-
-def test_an_adapter_separates(replicas: list[Replica]) -> None:
-    async def run() -> None:
-        for replica in replicas:
-            replica.routing_stats = now_with(
-                prompt_keys(PROMPT, UNIT, "mine", "pirate") if replica is replicas[1] else []
-            )
-        router = router_for(replicas)
-        for adapter, salt, expected in (("pirate", "mine", 10 * UNIT), ("poet", "mine", 0), ("pirate", None, 0)):
-            request = pending()
-            request.args[0] = replace(request.args[0], adapter=adapter, cache_salt=salt)
-            await choose(router, request)
-            assert request.args[0].expected.cached_tokens == expected
-
-    asyncio.run(run())
+        assert request.args[0].expected.cached_tokens == expected
 
 
 @pytest.mark.parametrize("isolate", [True, False])
-def test_a_tenant_is_expected_to_find_what_it_will_find(replicas: list[Replica], isolate: bool) -> None:
-    """By the same keys as the engine, or the audit would say that routers know nothing."""
-
-    async def run() -> None:
-        keys = prompt_keys(PROMPT, UNIT, "b", None, "a" if isolate else None)
-        for replica in replicas:
-            replica.routing_stats = now_with(keys if replica is replicas[1] else [])
-        router = router_for(replicas, isolate_tenants=isolate)
-        for tenant, salt, found in (("a", "b", True), ("ab", "", False), (None, "b", not isolate)):
-            request = pending()
-            request.args[0] = replace(request.args[0], tenant=tenant, cache_salt=salt, user="u")
-            await choose(router, request)
-            assert request.args[0].expected.cached_tokens == (10 * UNIT if found else 0)
-
-    asyncio.run(run())
+async def test_expectations_use_the_engines_keys(replicas: list[Replica], isolate: bool) -> None:
+    """With other keys than the engine's the routing audit would be all misses."""
+    keys = prompt_keys(PROMPT, UNIT, "b", None, "a" if isolate else None)
+    for replica in replicas:
+        replica.routing_stats = now_with(keys if replica is replicas[1] else [])
+    router = router_for(replicas, isolate_tenants=isolate)
+    for tenant, salt, found in (("a", "b", True), ("ab", "", False), (None, "b", not isolate)):
+        request = pending()
+        request.args[0] = replace(request.args[0], tenant=tenant, cache_salt=salt, user="u")
+        await choose(router, request)
+        assert request.args[0].expected.cached_tokens == (10 * UNIT if found else 0)
 
 
-def test_a_fork_goes_where_its_request_is(replicas: list[Replica]) -> None:
-    """However busy that is; when it is gone, any replica may say so."""
-
-    async def run() -> None:
-        for replica in replicas:
-            busy = replica is replicas[2]
-            replica.routing_stats = now_with([], num_waiting=50 * busy, queued_s=60.0 * busy)
-        router = router_for(replicas)
-        for i in range(5):
-            call = ForkCall(f"f{i}", "r", 0, "c", SamplingParams(max_tokens=1))
-            assert await choose(router, pending(i, None, call)) == "c"
-        router.update_replicas(replicas[:2])  # type: ignore[arg-type]
-        call = ForkCall("f9", "r", 0, "c", SamplingParams(max_tokens=1))
-        assert await choose(router, pending(9, None, call)) in "ab"
-
-    asyncio.run(run())
+async def test_a_fork_goes_to_its_requests_replica(replicas: list[Replica]) -> None:
+    """However busy it is. When it is gone, any replica answers with the error."""
+    for replica in replicas:
+        busy = replica is replicas[2]
+        replica.routing_stats = now_with([], num_waiting=50 * busy, queued_s=60.0 * busy)
+    router = router_for(replicas)
+    for i in range(5):
+        call = ForkCall(f"f{i}", "r", 0, "c", SamplingParams(max_tokens=1))
+        assert await choose(router, pending(i, None, call)) == "c"
+    router.update_replicas(replicas[:2])  # type: ignore[arg-type]
+    call = ForkCall("f9", "r", 0, "c", SamplingParams(max_tokens=1))
+    assert await choose(router, pending(9, None, call)) in "ab"
 
 
-def test_a_fork_waits_for_a_full_replica(replicas: list[Replica]) -> None:
-    async def run() -> None:
-        replicas[2].num_ongoing = replicas[2].max_ongoing_requests
-        router = router_for(replicas)
-        call = ForkCall("f", "r", 0, "c", SamplingParams(max_tokens=1))
-        waiting = asyncio.create_task(choose(router, pending(0, None, call)))
-        while replicas[2].num_probes < 2:
-            await asyncio.sleep(0.01)
-        assert not waiting.done()
-        replicas[2].num_ongoing = 0
-        assert await waiting == "c"
-
-    asyncio.run(run())
+async def test_a_fork_waits_for_a_full_replica(replicas: list[Replica]) -> None:
+    replicas[2].num_ongoing = replicas[2].max_ongoing_requests
+    router = router_for(replicas)
+    call = ForkCall("f", "r", 0, "c", SamplingParams(max_tokens=1))
+    waiting = asyncio.create_task(choose(router, pending(0, None, call)))
+    while replicas[2].num_probes < 2:
+        await asyncio.sleep(0.01)
+    assert not waiting.done()
+    replicas[2].num_ongoing = 0
+    assert await waiting == "c"
 
 
-def test_a_report_of_another_version_is_none(replicas: list[Replica], caplog: pytest.LogCaptureFixture) -> None:
-    """Regression: it raised in Serve's long poll, which then never told this process of any change again."""
+def test_a_report_of_another_version_is_ignored(replicas: list[Replica], caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: an exception in Serve's long poll, after which this process received no updates."""
 
     async def run() -> None:
         replicas[0].routing_stats = now_with([])
@@ -193,9 +171,9 @@ def test_a_report_of_another_version_is_none(replicas: list[Replica], caplog: py
     assert caplog.text.count("has another version") == 1
 
 
-def test_only_new_reports_are_read(replicas: list[Replica], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: Serve tells the reports of all replicas whenever one is new, and all of them were read again: 0.4 ms
-    of the router's loop with 64 replicas, ten times a second."""
+async def test_only_new_reports_are_read(replicas: list[Replica], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: Serve passes on all reports whenever one is new, and all were parsed again: 0.4 ms of the router's
+    loop with 64 replicas, ten times a second."""
     read = []
 
     def noting(stats: dict[str, Any]) -> Any:
@@ -203,154 +181,124 @@ def test_only_new_reports_are_read(replicas: list[Replica], monkeypatch: pytest.
         return report_from_stats(stats)
 
     monkeypatch.setattr("app.serving.router.report_from_stats", noting)
-
-    async def run() -> None:
-        for i, replica in enumerate(replicas):
-            replica.routing_stats = now_with([], num_running=i)
-        router = router_for(replicas)
-        router.update_replicas(copy.deepcopy(replicas))  # type: ignore[arg-type]
-        assert read == [0, 1, 2]
-        replicas[1].routing_stats = now_with([], num_running=7)
-        router.update_replicas(replicas)  # type: ignore[arg-type]
-        assert read == [0, 1, 2, 7]
-        router.update_replicas(replicas[:1])  # type: ignore[arg-type]
-        router.update_replicas(replicas)  # type: ignore[arg-type]
-        assert read == [0, 1, 2, 7, 7, 2]  # those that come back are not known any more
-
-    asyncio.run(run())
+    for i, replica in enumerate(replicas):
+        replica.routing_stats = now_with([], num_running=i)
+    router = router_for(replicas)
+    router.update_replicas(copy.deepcopy(replicas))  # type: ignore[arg-type]
+    assert read == [0, 1, 2]
+    replicas[1].routing_stats = now_with([], num_running=7)
+    router.update_replicas(replicas)  # type: ignore[arg-type]
+    assert read == [0, 1, 2, 7]
+    router.update_replicas(replicas[:1])  # type: ignore[arg-type]
+    router.update_replicas(replicas)  # type: ignore[arg-type]
+    assert read == [0, 1, 2, 7, 7, 2]  # those that come back are not known any more
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, 3600.0])
-def test_the_clocks_of_replicas_do_not_matter(replicas: list[Replica], ahead_s: float) -> None:
-    """Reports of machines whose clocks are an hour off are as fresh as any, and grow old as soon."""
-
-    async def run() -> None:
-        made_at = time.monotonic() + ahead_s
-        keys = prompt_keys(PROMPT, UNIT, None)
-        for replica in replicas:
-            replica.routing_stats = report_as_stats(report(made_at, keys if replica is replicas[1] else []))
-        router = router_for(replicas, stale_after_s=100.0)
-        assert await choose(router, pending()) == "b"
-        assert len(router.fleet.fresh("abc", time.monotonic() + 99.0)) == 3
-        assert not router.fleet.fresh("abc", time.monotonic() + 100.0)
-
-    asyncio.run(run())
+async def test_the_clocks_of_replicas_do_not_matter(replicas: list[Replica], ahead_s: float) -> None:
+    """Reports of machines whose clocks are an hour off are as fresh as others, and become stale as soon."""
+    made_at = time.monotonic() + ahead_s
+    keys = prompt_keys(PROMPT, UNIT, None)
+    for replica in replicas:
+        replica.routing_stats = report_as_stats(report(made_at, keys if replica is replicas[1] else []))
+    router = router_for(replicas, stale_after_s=100.0)
+    assert await choose(router, pending()) == "b"
+    assert len(router.fleet.fresh("abc", time.monotonic() + 99.0)) == 3
+    assert not router.fleet.fresh("abc", time.monotonic() + 100.0)
 
 
-def test_calls_of_one_client_request_have_one_id(replicas: list[Replica]) -> None:
-    """Regression: Serve found only the first of them by its id, and the others waited for ever."""
+async def test_calls_of_one_client_request_have_one_id(replicas: list[Replica]) -> None:
+    """Regression: Serve found only the first call by its id, and the others waited for ever."""
+    for replica in replicas:
+        replica.routing_stats = now_with([])
+    router = router_for(replicas)
+    same = [pending(0, PROMPT[i:]) for i in range(5)]
+    chosen = await asyncio.gather(*(choose(router, request) for request in same))
+    await asyncio.sleep(0)
+    counted = dict(zip("abc", in_flight(router, "abc"), strict=True))
+    assert counted == {name: chosen.count(name) for name in "abc"}
+    for name in chosen:
+        router.on_request_completed(ReplicaID(name, DEPLOYMENT), "internal-0")
+    assert not any(in_flight(router, "abc"))
 
-    async def run() -> None:
-        for replica in replicas:
-            replica.routing_stats = now_with([])
-        router = router_for(replicas)
-        same = [pending(0, PROMPT[i:]) for i in range(5)]
-        chosen = await asyncio.gather(*(choose(router, request) for request in same))
+
+async def test_a_retry_at_the_same_replica(replicas: list[Replica]) -> None:
+    """The end of the first attempt is noted after the second has begun."""
+    router = router_for(replicas[:1])
+    request = pending()
+    name = await choose(router, request)
+    async with asyncio.timeout(DEADLINE_S):
+        again = await router._choose_replica_for_request(request, is_retry=True)
+    await asyncio.sleep(0)
+    assert again.replica_id.unique_id == name
+    assert in_flight(router, [name]) == [2]
+    router.on_request_completed(again.replica_id, "internal-0")
+    assert in_flight(router, [name]) == [1]
+    router.on_request_completed(again.replica_id, "internal-0")
+    assert in_flight(router, [name]) == [0]
+    assert not router._placed
+    assert not router._waiting
+
+
+async def test_a_request_that_fails_while_it_is_sent(replicas: list[Replica]) -> None:
+    """Serve reports the end before the placement."""
+    router = router_for(replicas)
+    request = pending()
+    task = asyncio.create_task(router._choose_replica_for_request(request))
+    while not request.future.done():
         await asyncio.sleep(0)
-        counted = dict(zip("abc", in_flight(router, "abc"), strict=True))
-        assert counted == {name: chosen.count(name) for name in "abc"}
-        for name in chosen:
-            router.on_request_completed(ReplicaID(name, DEPLOYMENT), "internal-0")
-        assert not any(in_flight(router, "abc"))
-
-    asyncio.run(run())
-
-
-def test_a_retry_at_the_same_replica(replicas: list[Replica]) -> None:
-    """It rejects a request, which is sent again; that the first attempt is over is heard after the second began."""
-
-    async def run() -> None:
-        router = router_for(replicas[:1])
-        request = pending()
-        name = await choose(router, request)
-        async with asyncio.timeout(DEADLINE_S):
-            again = await router._choose_replica_for_request(request, is_retry=True)
-        await asyncio.sleep(0)
-        assert again.replica_id.unique_id == name
-        assert in_flight(router, [name]) == [2]
-        router.on_request_completed(again.replica_id, "internal-0")
-        assert in_flight(router, [name]) == [1]
-        router.on_request_completed(again.replica_id, "internal-0")
-        assert in_flight(router, [name]) == [0]
-        assert not router._placed
-        assert not router._waiting
-
-    asyncio.run(run())
-
-
-def test_one_that_fails_while_it_is_sent(replicas: list[Replica]) -> None:
-    """Serve says that it is over before it says where it went."""
-
-    async def run() -> None:
-        router = router_for(replicas)
-        request = pending()
-        task = asyncio.create_task(router._choose_replica_for_request(request))
-        while not request.future.done():
-            await asyncio.sleep(0)
-        router.on_request_completed(request.future.result().replica_id, "internal-0")
-        await task
-        await asyncio.sleep(0)
-        assert not any(in_flight(router, "abc"))
-        assert not router._placed
-
-    asyncio.run(run())
+    router.on_request_completed(request.future.result().replica_id, "internal-0")
+    await task
+    await asyncio.sleep(0)
+    assert not any(in_flight(router, "abc"))
+    assert not router._placed
 
 
 @pytest.mark.parametrize("policy", ["prefix_aware", "least_loaded", "round_robin", "consistent_hash"])
-def test_every_policy_serves_everything(replicas: list[Replica], policy: str) -> None:
-    """Prompts, empty ones, and calls that are no generation; with and without reports."""
-
-    async def run() -> None:
-        router = router_for(replicas, policy=policy)
-        for round_number in range(2):
-            for i in range(6):
-                assert await choose(router, pending(10 * round_number + i)) in "abc"
-            assert await choose(router, pending(10 * round_number + 7, [])) in "abc"
-            metadata = RequestMetadata("y", f"facts-{round_number}", call_method="facts")
-            assert await choose(router, PendingRequest([], {}, metadata)) in "abc"
-            for replica in replicas:
-                replica.routing_stats = now_with([])
-            router.update_replicas(replicas)
-
-    asyncio.run(run())
-
-
-def test_a_full_replica_is_passed_by(replicas: list[Replica]) -> None:
-    async def run() -> None:
+async def test_every_policy_serves_everything(replicas: list[Replica], policy: str) -> None:
+    """Prompts, empty prompts and calls without a prompt, with and without reports."""
+    router = router_for(replicas, policy=policy)
+    for round_number in range(2):
+        for i in range(6):
+            assert await choose(router, pending(10 * round_number + i)) in "abc"
+        assert await choose(router, pending(10 * round_number + 7, [])) in "abc"
+        metadata = RequestMetadata("y", f"facts-{round_number}", call_method="facts")
+        assert await choose(router, PendingRequest([], {}, metadata)) in "abc"
         for replica in replicas:
-            replica.routing_stats = now_with(prompt_keys(PROMPT, UNIT, None) if replica is replicas[1] else [])
-        replicas[1].num_ongoing = replicas[1].max_ongoing_requests
-        router = router_for(replicas)
-        request = pending()
-        chosen = await choose(router, request)
-        await asyncio.sleep(0)
-        assert chosen in "ac"
-        assert request.args[0].expected.replica == "b"  # another one ignores it
-        assert in_flight(router, "abc") == [chosen == "a", 0, chosen == "c"]
-
-    asyncio.run(run())
+            replica.routing_stats = now_with([])
+        router.update_replicas(replicas)
 
 
-def test_when_all_are_full_it_waits_and_does_not_spin(replicas: list[Replica]) -> None:
-    async def run() -> None:
-        for replica in replicas:
-            replica.num_ongoing = replica.max_ongoing_requests
-        router = router_for(replicas)
-        waiting = asyncio.create_task(choose(router, pending()))
-        while replicas[0].num_probes < 4:
-            await asyncio.sleep(0.01)
-        assert not waiting.done()
-        replicas[2].num_ongoing = 0
-        assert await waiting == "c"
-        assert max(replica.num_probes for replica in replicas) < 50
-        await asyncio.sleep(0)
-        assert in_flight(router, "abc") == [0, 0, 1]
+async def test_a_full_replica_is_skipped(replicas: list[Replica]) -> None:
+    for replica in replicas:
+        replica.routing_stats = now_with(prompt_keys(PROMPT, UNIT, None) if replica is replicas[1] else [])
+    replicas[1].num_ongoing = replicas[1].max_ongoing_requests
+    router = router_for(replicas)
+    request = pending()
+    chosen = await choose(router, request)
+    await asyncio.sleep(0)
+    assert chosen in "ac"
+    assert request.args[0].expected.replica == "b"  # another one ignores it
+    assert in_flight(router, "abc") == [chosen == "a", 0, chosen == "c"]
 
-    asyncio.run(run())
+
+async def test_waiting_for_full_replicas_does_not_spin(replicas: list[Replica]) -> None:
+    for replica in replicas:
+        replica.num_ongoing = replica.max_ongoing_requests
+    router = router_for(replicas)
+    waiting = asyncio.create_task(choose(router, pending()))
+    while replicas[0].num_probes < 4:
+        await asyncio.sleep(0.01)
+    assert not waiting.done()
+    replicas[2].num_ongoing = 0
+    assert await waiting == "c"
+    assert max(replica.num_probes for replica in replicas) < 50
+    await asyncio.sleep(0)
+    assert in_flight(router, "abc") == [0, 0, 1]
 
 
 def test_a_replica_that_vanishes_while_it_is_chosen(replicas: list[Replica]) -> None:
-    """Its queue is asked for, and it is gone before it answers."""
+    """The replica goes while Serve asks for its queue length."""
 
     class Vanishing(Replica):
         async def get_queue_len(self, *, deadline_s: float) -> int:
@@ -369,51 +317,45 @@ def test_a_replica_that_vanishes_while_it_is_chosen(replicas: list[Replica]) -> 
     asyncio.run(run())
 
 
-def test_without_replicas_it_waits_for_one() -> None:
-    async def run() -> None:
-        router = router_for([])
-        waiting = asyncio.create_task(choose(router, pending()))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        router.update_replicas([Replica("late")])  # type: ignore[list-item]
-        assert await waiting == "late"
-
-    asyncio.run(run())
+async def test_a_request_waits_for_the_first_replica() -> None:
+    router = router_for([])
+    waiting = asyncio.create_task(choose(router, pending()))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    router.update_replicas([Replica("late")])  # type: ignore[list-item]
+    assert await waiting == "late"
 
 
-def test_books_are_empty_in_the_end(replicas: list[Replica], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that were completed, cancelled while they waited, or sent to a replica that died."""
+async def test_nothing_is_left_of_ended_requests(replicas: list[Replica], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Completed requests, cancelled ones, and those of a replica that died."""
     monkeypatch.setattr("app.fleet.fleet._LEAST_LAG_S", 0.0)  # the last reports are made when all is over
 
-    async def run() -> None:
-        for replica in replicas:
-            replica.routing_stats = now_with([])
-        router = router_for(replicas)
-        for i in range(9):
-            chosen = await choose(router, pending(i))
-            if chosen != "c":
-                router.on_request_completed(ReplicaID(chosen, DEPLOYMENT), f"internal-{i}")
-        for replica in replicas:
-            replica.num_ongoing = replica.max_ongoing_requests
-            router.on_new_queue_len_info(replica.replica_id, replica.num_ongoing)
-        waiting = asyncio.create_task(choose(router, pending(100)))
-        await asyncio.sleep(0.05)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        await asyncio.sleep(0)
-        router.on_replica_actor_died(replicas[2].replica_id)
-        assert in_flight(router, "ab") == [0, 0]
-        for replica in replicas[:2]:
-            replica.routing_stats = now_with([])
-        router.update_replicas(replicas[:2])  # type: ignore[arg-type]
-        assert router.fleet.num_known_prefixes == 0
-
-    asyncio.run(run())
+    for replica in replicas:
+        replica.routing_stats = now_with([])
+    router = router_for(replicas)
+    for i in range(9):
+        chosen = await choose(router, pending(i))
+        if chosen != "c":
+            router.on_request_completed(ReplicaID(chosen, DEPLOYMENT), f"internal-{i}")
+    for replica in replicas:
+        replica.num_ongoing = replica.max_ongoing_requests
+        router.on_new_queue_len_info(replica.replica_id, replica.num_ongoing)
+    waiting = asyncio.create_task(choose(router, pending(100)))
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await asyncio.sleep(0)
+    router.on_replica_actor_died(replicas[2].replica_id)
+    assert in_flight(router, "ab") == [0, 0]
+    for replica in replicas[:2]:
+        replica.routing_stats = now_with([])
+    router.update_replicas(replicas[:2])  # type: ignore[arg-type]
+    assert router.fleet.num_known_prefixes == 0
 
 
 def test_a_failing_policy_does_not_hold_requests(replicas: list[Replica], caplog: pytest.LogCaptureFixture) -> None:
-    """Serve logs what `choose_replicas` raises and never asks again: the request would wait for ever."""
+    """Serve logs an error of `choose_replicas` and never asks again: the request would wait for ever."""
 
     class Broken:
         def rank_replicas(self, *args: Any) -> list[str]:
@@ -428,70 +370,60 @@ def test_a_failing_policy_does_not_hold_requests(replicas: list[Replica], caplog
     assert "the routing policy failed" in caplog.text
 
 
-def test_who_is_crowded_comes_last_and_who_refused_or_has_stopped_not_at_all(replicas: list[Replica]) -> None:
-    async def run() -> None:
-        for replica in replicas:
-            replica.routing_stats = now_with(prompt_keys(PROMPT, UNIT, None) if replica is replicas[1] else [])
-        router = router_for(replicas)
+async def test_full_replicas_come_last_and_refusing_or_stopped_ones_never(replicas: list[Replica]) -> None:
+    for replica in replicas:
+        replica.routing_stats = now_with(prompt_keys(PROMPT, UNIT, None) if replica is replicas[1] else [])
+    router = router_for(replicas)
 
-        async def chosen(**changes: tuple[str, ...]) -> str:
-            request = pending(len(router._placed))
-            request.args[0] = replace(request.args[0], **changes)
-            return await choose(router, request)
+    async def chosen(**changes: tuple[str, ...]) -> str:
+        request = pending(len(router._placed))
+        request.args[0] = replace(request.args[0], **changes)
+        return await choose(router, request)
 
-        assert await chosen(crowded=("b",), stopped=("a",)) == "c"
-        assert await chosen(refused_by=("b", "c")) == "a"
-        assert await chosen(crowded=("a", "b", "c")) == "b"  # where its prompt is, as if none were
-        assert await chosen(crowded=("a", "c"), refused_by=("b", "c")) == "a"
-        with pytest.raises(OverloadedError, match="all engine replicas"):
-            await chosen(refused_by=("a", "b"), stopped=("c",))
-
-    asyncio.run(run())
+    assert await chosen(crowded=("b",), stopped=("a",)) == "c"
+    assert await chosen(refused_by=("b", "c")) == "a"
+    assert await chosen(crowded=("a", "b", "c")) == "b"  # where its prompt is, as if none were
+    assert await chosen(crowded=("a", "c"), refused_by=("b", "c")) == "a"
+    with pytest.raises(OverloadedError, match="all engine replicas"):
+        await chosen(refused_by=("a", "b"), stopped=("c",))
 
 
 @pytest.mark.parametrize("all_have_stopped", [True, False])
-def test_nobody_waits_for_ever_for_a_replica(replicas: list[Replica], all_have_stopped: bool) -> None:
-    """Regression: without any replica requests hung until one came."""
-
-    async def run() -> None:
-        router = router_for(replicas if all_have_stopped else [], wait_for_replica_s=0.05)
-        request = pending()
-        request.args[0] = replace(request.args[0], stopped=("a", "b", "c"))
-        with pytest.raises(NoReplicaError, match="no engine replica") as error:
-            await choose(router, request)
-        assert error.value.retry_after_s == 0.05
-        await asyncio.sleep(0)  # what is done with a future is told to its callbacks a moment later
-        assert not router._waiting
-        request = pending(1)
-        request.args[0] = replace(request.args[0], stopped=("a", "b", "c"), timeout_s=0.01)
-        with pytest.raises(DeadlineError, match="timeout_s"):
-            await choose(router, request)
-        request = pending(2)
-        router._wait_for_replica_s = DEADLINE_S
-        task = asyncio.create_task(choose(router, request))
-        await asyncio.sleep(0)
-        router.update_replicas(replicas)  # type: ignore[arg-type]
-        assert await task in "abc"
-        assert request.args[0].timeout_s is None
-        request = pending(3)
-        request.args[0] = replace(request.args[0], timeout_s=60.0)
-        request.created_at -= 10.0  # it has waited
+async def test_the_wait_for_a_replica_is_bounded(replicas: list[Replica], all_have_stopped: bool) -> None:
+    """Regression: without a replica requests hung until one came."""
+    router = router_for(replicas if all_have_stopped else [], wait_for_replica_s=0.05)
+    request = pending()
+    request.args[0] = replace(request.args[0], stopped=("a", "b", "c"))
+    with pytest.raises(NoReplicaError, match="no engine replica") as error:
         await choose(router, request)
-        assert 40.0 < request.args[0].timeout_s <= 50.0
+    assert error.value.retry_after_s == 0.05
+    await asyncio.sleep(0)  # the future's callbacks run
+    assert not router._waiting
+    request = pending(1)
+    request.args[0] = replace(request.args[0], stopped=("a", "b", "c"), timeout_s=0.01)
+    with pytest.raises(DeadlineError, match="timeout_s"):
+        await choose(router, request)
+    request = pending(2)
+    router._wait_for_replica_s = DEADLINE_S
+    task = asyncio.create_task(choose(router, request))
+    await asyncio.sleep(0)
+    router.update_replicas(replicas)  # type: ignore[arg-type]
+    assert await task in "abc"
+    assert request.args[0].timeout_s is None
+    request = pending(3)
+    request.args[0] = replace(request.args[0], timeout_s=60.0)
+    request.created_at -= 10.0  # it has waited
+    await choose(router, request)
+    assert 40.0 < request.args[0].timeout_s <= 50.0
 
-    asyncio.run(run())
 
-
-def test_few_wait_while_there_is_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        monkeypatch.setattr("app.serving.router._MOST_WAITING", 2)
-        router = router_for([])
-        waiting = [asyncio.create_task(choose(router, pending(i))) for i in range(2)]
-        await asyncio.sleep(0)
-        with pytest.raises(NoReplicaError, match="2 requests wait"):
-            await choose(router, pending(2))
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-
-    asyncio.run(run())
+async def test_the_number_of_waiting_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.serving.router._MOST_WAITING", 2)
+    router = router_for([])
+    waiting = [asyncio.create_task(choose(router, pending(i))) for i in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(NoReplicaError, match="2 requests wait"):
+        await choose(router, pending(2))
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)

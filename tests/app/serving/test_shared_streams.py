@@ -143,160 +143,128 @@ class Crowd:
                 self.texts[number].append(piece.text)
 
 
-def test_a_step_of_all_streams_is_one_message() -> None:
+async def test_a_step_of_all_streams_is_one_message() -> None:
     """Regression: each of 32 streams was a message a step, of 240 to 460 us each."""
-
-    async def run() -> None:
-        crowd = Crowd()
-        await crowd.begin()
-        for text in "bcd":
-            crowd.replica.step(text)
-            await crowd.all_have(text)
-        crowd.replica.step("e", end=True)
-        await asyncio.gather(*crowd.tasks)
-        assert crowd.texts == [[f"{number}{text}" for text in "abcde"] for number in range(NUM)]
-        [shared] = crowd.replica.shared
-        assert [len(entries) for entries in shared.items] == [NUM] * 4
-        # The first piece does not wait for others, and the second item names the shared stream.
-        assert [[type(item) for item in call.items] for call in crowd.replica.own] == [[list, int]] * NUM
-        assert not crowd.reader._expected
-        assert not crowd.reader._num_streams
-
-    asyncio.run(run())
+    crowd = Crowd()
+    await crowd.begin()
+    for text in "bcd":
+        crowd.replica.step(text)
+        await crowd.all_have(text)
+    crowd.replica.step("e", end=True)
+    await asyncio.gather(*crowd.tasks)
+    assert crowd.texts == [[f"{number}{text}" for text in "abcde"] for number in range(NUM)]
+    [shared] = crowd.replica.shared
+    assert [len(entries) for entries in shared.items] == [NUM] * 4
+    # The first piece does not wait for others, and the second item names the shared stream.
+    assert [[type(item) for item in call.items] for call in crowd.replica.own] == [[list, int]] * NUM
+    assert not crowd.reader._expected
+    assert not crowd.reader._num_streams
 
 
-def test_a_single_stream_has_no_other_beside_it() -> None:
-    async def run() -> None:
-        replica = Replica()
-        replicas = ReplicaClient(replica, LoadShedder(), shared=SharedReader(replica))  # type: ignore[arg-type]
-        call = GenerateRequest("r", [1], SamplingParams(max_tokens=10))
-        stream = replicas.stream_calls([call])
-        first = asyncio.ensure_future(anext(stream))
-        await until(lambda: bool(replica.pieces))
-        replica.step("a", requests=range(1))
-        replica.step("b", end=True, requests=range(1))
-        assert [(await first)[1].text, *[piece.text async for _, piece in stream]] == ["0a", "0b"]
-        assert not replica.shared
-
-    asyncio.run(run())
+async def test_a_single_stream_has_no_other_beside_it() -> None:
+    replica = Replica()
+    replicas = ReplicaClient(replica, LoadShedder(), shared=SharedReader(replica))  # type: ignore[arg-type]
+    call = GenerateRequest("r", [1], SamplingParams(max_tokens=10))
+    stream = replicas.stream_calls([call])
+    first = asyncio.ensure_future(anext(stream))
+    await until(lambda: bool(replica.pieces))
+    replica.step("a", requests=range(1))
+    replica.step("b", end=True, requests=range(1))
+    assert [(await first)[1].text, *[piece.text async for _, piece in stream]] == ["0a", "0b"]
+    assert not replica.shared
 
 
-def test_one_that_is_cancelled_leaves_the_others_alone() -> None:
-    async def run() -> None:
-        crowd = Crowd()
-        await crowd.begin()
-        crowd.replica.step("b")
-        await crowd.all_have("b")
-        crowd.tasks[0].cancel()
-        await until(lambda: crowd.replica.closed == 1)
-        crowd.replica.step("c", end=True, requests=range(1, NUM))
-        await asyncio.gather(*crowd.tasks[1:])
-        assert [texts[-1] for texts in crowd.texts] == ["0b", *(f"{number}c" for number in range(1, NUM))]
-        assert not crowd.reader._expected
-
-    asyncio.run(run())
+async def test_one_that_is_cancelled_leaves_the_others_alone() -> None:
+    crowd = Crowd()
+    await crowd.begin()
+    crowd.replica.step("b")
+    await crowd.all_have("b")
+    crowd.tasks[0].cancel()
+    await until(lambda: crowd.replica.closed == 1)
+    crowd.replica.step("c", end=True, requests=range(1, NUM))
+    await asyncio.gather(*crowd.tasks[1:])
+    assert [texts[-1] for texts in crowd.texts] == ["0b", *(f"{number}c" for number in range(1, NUM))]
+    assert not crowd.reader._expected
 
 
-def test_an_error_comes_after_what_was_generated_before() -> None:
-    async def run() -> None:
-        crowd = Crowd()
-        await crowd.begin()
-        crowd.replica.step("b")
-        for pieces in crowd.replica.pieces:
-            pieces.put_nowait(EngineError("a step failed"))
-        results = await asyncio.gather(*crowd.tasks, return_exceptions=True)
-        assert [str(result) for result in results] == ["a step failed"] * NUM
-        assert crowd.texts == [[f"{number}a", f"{number}b"] for number in range(NUM)]
-
-    asyncio.run(run())
+async def test_an_error_comes_after_what_was_generated_before() -> None:
+    crowd = Crowd()
+    await crowd.begin()
+    crowd.replica.step("b")
+    for pieces in crowd.replica.pieces:
+        pieces.put_nowait(EngineError("a step failed"))
+    results = await asyncio.gather(*crowd.tasks, return_exceptions=True)
+    assert [str(result) for result in results] == ["a step failed"] * NUM
+    assert crowd.texts == [[f"{number}a", f"{number}b"] for number in range(NUM)]
 
 
-def test_a_replica_that_dies_ends_its_streams() -> None:
-    async def run() -> None:
-        crowd = Crowd()
-        await crowd.begin()
-        crowd.replica.step("b")
-        await crowd.all_have("b")
-        for call in (*crowd.replica.own, *crowd.replica.shared):
-            call.break_off()
-        results = await asyncio.gather(*crowd.tasks, return_exceptions=True)
-        assert [type(result) for result in results] == [UnavailableError] * NUM
-
-    asyncio.run(run())
+async def test_a_replica_that_dies_ends_its_streams() -> None:
+    crowd = Crowd()
+    await crowd.begin()
+    crowd.replica.step("b")
+    await crowd.all_have("b")
+    for call in (*crowd.replica.own, *crowd.replica.shared):
+        call.break_off()
+    results = await asyncio.gather(*crowd.tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [UnavailableError] * NUM
 
 
-def test_a_shared_stream_that_breaks_alone_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_shared_stream_that_breaks_alone_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for ever for what was lost with it; what begins later has a new one, after a while."""
     monkeypatch.setattr(shared_module, "_AGAIN_S", 0.0)
-
-    async def run() -> None:
-        crowd = Crowd()
-        await crowd.begin()
-        crowd.replica.step("b")
-        await crowd.all_have("b")
-        crowd.replica.shared[0].break_off()
-        await until(lambda: not crowd.replica.streams._outlets)
-        crowd.replica.step("c")
-        results = await asyncio.gather(*crowd.tasks, return_exceptions=True)
-        assert [type(result) for result in results] == [UnavailableError] * NUM
-        assert crowd.replica.closed == NUM, "the engine goes on for nobody"
-        assert crowd.replica.shared[0].cancelled
-
-    asyncio.run(run())
+    crowd = Crowd()
+    await crowd.begin()
+    crowd.replica.step("b")
+    await crowd.all_have("b")
+    crowd.replica.shared[0].break_off()
+    await until(lambda: not crowd.replica.streams._outlets)
+    crowd.replica.step("c")
+    results = await asyncio.gather(*crowd.tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [UnavailableError] * NUM
+    assert crowd.replica.closed == NUM, "the engine goes on for nobody"
+    assert crowd.replica.shared[0].cancelled
 
 
-def test_a_reader_that_comes_after_its_end_has_what_came() -> None:
+async def test_a_reader_that_comes_after_its_end_has_what_came() -> None:
     """Regression: who was slow with its first piece lost the others, and got an error."""
-
-    async def run() -> None:
-        reader = SharedReader(Replica())  # type: ignore[arg-type]
-        expected = reader.expect()
-        for text, end in (("a", None), ("b", "stop")):
-            expected.arrived.put_nowait(Piece(text, (1,), 0, end, replica="r"))
-        assert [piece.text async for piece in reader.rest(expected, connection=99)] == ["a", "b"]
-        unfinished = reader.expect()
-        unfinished.arrived.put_nowait(Piece("a", (1,), 0, None, replica="r"))
-        assert [piece.text async for piece in reader.rest(unfinished, connection=99)] == ["a"]
-
-    asyncio.run(run())
+    reader = SharedReader(Replica())  # type: ignore[arg-type]
+    expected = reader.expect()
+    for text, end in (("a", None), ("b", "stop")):
+        expected.arrived.put_nowait(Piece(text, (1,), 0, end, replica="r"))
+    assert [piece.text async for piece in reader.rest(expected, connection=99)] == ["a", "b"]
+    unfinished = reader.expect()
+    unfinished.arrived.put_nowait(Piece("a", (1,), 0, None, replica="r"))
+    assert [piece.text async for piece in reader.rest(unfinished, connection=99)] == ["a"]
 
 
-def test_it_ends_when_nobody_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_ends_when_nobody_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica that is to stop waits for it. A request that begins just then has its own stream."""
     monkeypatch.setattr(shared_module, "_IDLE_S", 0.01)
-
-    async def run() -> None:
-        crowd = Crowd()
-        await crowd.begin()
-        await asyncio.sleep(0.05)  # longer than that, but not all its users have come yet: it has ended by now
-        crowd.replica.step("b", end=True)
-        await asyncio.gather(*crowd.tasks)
-        assert crowd.texts == [[f"{number}a", f"{number}b"] for number in range(NUM)]
-        await until(lambda: not crowd.replica.streams._outlets)
-        assert not crowd.replica.shared[0].cancelled
-        assert not crowd.reader._readers
-        assert not crowd.reader._users
-
-    asyncio.run(run())
+    crowd = Crowd()
+    await crowd.begin()
+    await asyncio.sleep(0.05)  # longer than that, but not all its users have come yet: it has ended by now
+    crowd.replica.step("b", end=True)
+    await asyncio.gather(*crowd.tasks)
+    assert crowd.texts == [[f"{number}a", f"{number}b"] for number in range(NUM)]
+    await until(lambda: not crowd.replica.streams._outlets)
+    assert not crowd.replica.shared[0].cancelled
+    assert not crowd.reader._readers
+    assert not crowd.reader._users
 
 
-def test_messages_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has come together while the connection was slow would be more than gRPC takes at once."""
     monkeypatch.setattr(shared_module, "_MOST_TOKENS", 5)
+    streams = SharedStreams()
+    messages = streams.messages(SharedStreamCall("i", 1, "r"))
+    first = asyncio.ensure_future(anext(messages))
+    await asyncio.sleep(0)
 
-    async def run() -> None:
-        streams = SharedStreams()
-        messages = streams.messages(SharedStreamCall("i", 1, "r"))
-        first = asyncio.ensure_future(anext(messages))
-        await asyncio.sleep(0)
+    async def lists() -> AsyncGenerator[list[Piece], None]:
+        for number in range(5):
+            end = "stop" if number == 4 else None
+            yield [Piece("t", (1, 2, 3), 0, end)]  # type: ignore[arg-type]
 
-        async def lists() -> AsyncGenerator[list[Piece], None]:
-            for number in range(5):
-                end = "stop" if number == 4 else None
-                yield [Piece("t", (1, 2, 3), 0, end)]  # type: ignore[arg-type]
-
-        assert [item async for item in streams.route_pieces(lists(), SharedStreamKey("i", 7))][1:] == [1]
-        assert [len(await first), len(await anext(messages))] == [2, 2]
-        await messages.aclose()
-
-    asyncio.run(run())
+    assert [item async for item in streams.route_pieces(lists(), SharedStreamKey("i", 7))][1:] == [1]
+    assert [len(await first), len(await anext(messages))] == [2, 2]
+    await messages.aclose()

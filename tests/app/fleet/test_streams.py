@@ -1,0 +1,162 @@
+"""Streams between replicas and ingresses: heartbeats, interleaving, pace."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing
+from typing import Any
+
+import pytest
+
+from app.errors import UnavailableError
+from app.fleet.streams import StreamPace, interleave, with_heartbeats, without_heartbeats
+
+BEAT_S = 0.01
+
+
+class Items:
+    """A stream of the items in its queue, `None` at its end."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[Any] = asyncio.Queue()
+        self.closed = False
+
+    async def __call__(self) -> AsyncGenerator[Any, None]:
+        try:
+            while (item := await self.queue.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            self.closed = True
+
+
+async def test_heartbeats_fill_silence_and_no_item_is_lost() -> None:
+    items = Items()
+    async with aclosing(with_heartbeats(items(), BEAT_S)) as stream:
+        assert [await anext(stream) for _ in range(3)] == [[], [], []]
+        items.queue.put_nowait(["a"])
+        items.queue.put_nowait(7)
+        assert [item for item in [await anext(stream), await anext(stream)] if item != []] == [["a"], 7]
+        assert await anext(stream) == []
+        items.queue.put_nowait(None)
+        assert [item async for item in stream if item != []] == []
+    assert items.closed
+
+
+async def test_closing_with_heartbeats_closes_the_stream() -> None:
+    """Otherwise the request of a client that has gone would go on."""
+    for begun in (False, True):
+        items = Items()
+        stream = with_heartbeats(items(), BEAT_S)
+        if begun:
+            items.queue.put_nowait(["a"])
+        await anext(stream)
+        await stream.aclose()
+        assert items.closed
+        assert len(asyncio.all_tasks()) == 1
+
+
+async def test_errors_pass_heartbeats() -> None:
+    items = Items()
+    items.queue.put_nowait(ValueError("x"))
+    with pytest.raises(ValueError, match="x"):
+        await anext(with_heartbeats(items(), BEAT_S))
+    assert items.closed
+
+
+async def test_a_silent_replica_is_lost() -> None:
+    """Regression: requests at a machine that had lost its network waited for as long as their clients did."""
+    items = Items()
+    stream = without_heartbeats(items(), silence_s=0.05, first_s=60.0)
+    items.queue.put_nowait([])
+    items.queue.put_nowait(["a"])
+    assert await anext(stream) == ["a"]
+    with pytest.raises(UnavailableError, match=r"silent for 0\.05 s"):
+        await anext(stream)
+    assert items.closed
+
+
+async def test_heartbeats_keep_a_stream_and_are_not_passed_on() -> None:
+    source = Items()
+    asyncio.get_running_loop().call_later(0.6, source.queue.put_nowait, ["b"])
+    asyncio.get_running_loop().call_later(0.6, source.queue.put_nowait, None)
+    beating = with_heartbeats(source(), 0.06)
+    assert [item async for item in without_heartbeats(beating, silence_s=0.5)] == [["b"]]  # longer than `silence_s`
+
+
+class Source:
+    """A stream whose items are released one by one."""
+
+    def __init__(self, items: list[str], error: Exception | None = None) -> None:
+        self.go = asyncio.Semaphore(0)
+        self.closed = False
+        self._items = items
+        self._error = error
+
+    async def stream(self) -> AsyncGenerator[str, None]:
+        try:
+            for item in self._items:
+                await self.go.acquire()
+                yield item
+            if self._error is not None:
+                raise self._error
+        finally:
+            self.closed = True
+
+
+@pytest.mark.parametrize("num_streams", [0, 1, 3])
+async def test_all_items_arrive_in_their_streams_order(num_streams: int) -> None:
+    sources = [Source([f"{i}{j}" for j in range(i + 2)]) for i in range(num_streams)]
+    for source in sources:
+        for _ in range(9):
+            source.go.release()
+    arrived: list[list[str]] = [[] for _ in sources]
+    async for number, item in interleave([source.stream() for source in sources]):
+        arrived[number].append(item)
+    assert arrived == [[f"{i}{j}" for j in range(i + 2)] for i in range(num_streams)]
+
+
+async def test_a_ready_item_does_not_wait_for_other_streams() -> None:
+    sources = [Source(["a"]), Source(["b"])]
+    both = interleave([source.stream() for source in sources])
+    sources[1].go.release()
+    assert await anext(both) == (1, "b")
+    sources[0].go.release()
+    assert await anext(both) == (0, "a")
+    assert await anext(both, None) is None
+
+
+@pytest.mark.parametrize("num_streams", [1, 2])
+async def test_the_first_error_closes_all_streams(num_streams: int) -> None:
+    sources = [Source([], ValueError("first")), Source(["never"])][:num_streams]
+    with pytest.raises(ValueError, match="first"):
+        async for _ in interleave([source.stream() for source in sources]):
+            pass
+    assert all(source.closed for source in sources)
+
+
+@pytest.mark.parametrize("num_streams", [1, 2])
+async def test_closing_closes_all_streams(num_streams: int) -> None:
+    sources = [Source(["a", "b"]) for _ in range(num_streams)]
+    both = interleave([source.stream() for source in sources])
+    sources[0].go.release()
+    await anext(both)
+    await both.aclose()
+    assert all(source.closed for source in sources)
+
+
+def test_streams_share_a_budget_of_items() -> None:
+    pace = StreamPace(100, min_interval_s=0.02, max_interval_s=0.25)
+    with ExitStack() as streams:
+        first = streams.enter_context(pace.stream())
+        assert first() == 0.02, "least interval"
+        for _ in range(15):
+            streams.enter_context(pace.stream())
+        assert first() == 0.16
+        for _ in range(80):
+            streams.enter_context(pace.stream())
+        assert first() == 0.25, "largest interval"
+    with pace.stream() as alone:
+        assert alone() == 0.02

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -179,6 +180,13 @@ class HttpRefusal(FolioError):
         self.status = status
         self.answer = answer
         self.headers = headers or []
+
+    def messages(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The answer's two ASGI messages."""
+        content = json.dumps(self.answer.model_dump(mode="json")).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content)), *self.headers]
+        start = {"type": "http.response.start", "status": self.status, "headers": headers}
+        return start, {"type": "http.response.body", "body": content}
 
     @staticmethod
     def from_error(error: FolioError) -> HttpRefusal:

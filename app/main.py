@@ -1,4 +1,4 @@
-"""The application: `serve run serve_config.yaml` calls `build` with the YAML's `args`."""
+"""Application builder: `serve run serve_config.yaml` calls `build` with the YAML's `args`."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,24 +16,24 @@ from app.serving.replica import EngineReplica
 
 __all__ = ["AppArgs", "build"]
 
-# In a server, requests that wait in an engine by default, for each that can run.
+# Default bound of a server's waiting queue, per sequence that can run.
 QUEUED_PER_SEQUENCE = 4
-# Serve must never be where requests wait: nobody would count them, or refuse them. So a replica may have so many more
-# than can run and wait: calls that are being refused, or have no part in the queue. And an ingress, or an engine whose
-# queue has no bound, may have as many as can ever come.
+# Requests must never wait in Serve, where they are neither counted nor refused. Serve's bound of a replica therefore
+# exceeds what can run and wait by calls that are refused or bypass the queue. An ingress, and an engine with an
+# unbounded queue, are practically unbounded.
 MORE_ONGOING_REQUESTS, UNBOUNDED_ONGOING_REQUESTS = 1000, 100_000
-# In an update a new replica starts before an old one is stopped: a quarter of them at a time, at least one. While there
-# are no resources for it the old ones go on.
+# In an update, new replicas start before old ones stop: a quarter of them at a time, at least one. The old ones go on
+# while there are no resources for new ones.
 MAX_SURGE_PERCENT = 25
-# A replica that has lost a rank, or hangs, is to be replaced soon: after three failed checks, or when its process ends.
+# A replica that has lost a rank, or hangs, is replaced after three failed checks, or when its process ends.
 HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S = 2.0, 10.0
-# A replica that is stopped, by autoscaling or an update, finishes its streams, and is gone as soon as the last one is.
-# Serve's default of 20 s would cut long ones: 4,096 tokens at 100 ms take seven minutes.
+# A replica stopped by autoscaling or an update finishes its streams first. Serve's default of 20 s would cut long ones:
+# 4,096 tokens at 100 ms take seven minutes.
 DRAIN_TIMEOUT_S = 600.0
-# What Ray sets aside for a replica, and for each further rank. On CPUs all share the machine's cores anyway: with a
-# core for each, two cores would hold neither a third replica nor the new one of an update.
+# CPUs that Ray reserves for a replica and for each further rank. Replicas on CPUs share the cores: with a core
+# reserved for each, two cores would hold neither a third replica nor the new one of an update.
 REPLICA_CPUS, RANK_CPUS = 0.25, 0.1
-# The ingress has a line for each request. Serve's would be a second one, and one more for each call between replicas.
+# The ingress logs requests. Serve would log them again, and each call between replicas.
 LOGGING: dict[str, Any] = {"enable_access_log": False}
 
 
@@ -75,14 +75,14 @@ def build(args: AppArgs) -> Application:
 
 
 def bounded(engine: EngineConfig) -> EngineConfig:
-    """The engine's settings, with the bound of its queue that a server has by default."""
+    """The engine's settings with a server's default bound of the waiting queue."""
     if engine.max_queued_requests != "auto":
         return engine
     return replace(engine, max_queued_requests=QUEUED_PER_SEQUENCE * engine.max_num_seqs)
 
 
 def max_ongoing_requests(engine: EngineConfig) -> int:
-    """Requests that Serve may send to a replica at once: more than its engine takes."""
+    """Serve's bound on requests at a replica: more than its engine takes."""
     most = engine.max_queued_requests
     if not isinstance(most, int):
         return UNBOUNDED_ONGOING_REQUESTS
@@ -90,7 +90,7 @@ def max_ongoing_requests(engine: EngineConfig) -> int:
 
 
 def shared_engine(args: AppArgs) -> EngineConfig:
-    """The engine's settings, with all of the memory that it shares as its ceiling."""
+    """The engine's settings with all of the shared memory as its ceiling."""
     if args.shared_kv_memory_bytes is None:
         return args.engine
     return replace(args.engine, kv_memory_bytes=args.shared_kv_memory_bytes)
@@ -122,7 +122,7 @@ def router_config(routing: RoutingArgs, *, isolate_tenants: bool = True) -> Requ
 
 
 def replica_resources(config: EngineConfig) -> dict[str, Any]:
-    """Options of the replica's deployment: what it asks Ray for, and a bundle on the same node for each rank."""
+    """Options of the replica's deployment: resources, and a bundle on the same node for each rank."""
     gpu = {"GPU": 1.0} if config.device == "cuda" else {}
     options: dict[str, Any] = {"ray_actor_options": {"num_cpus": REPLICA_CPUS, "num_gpus": gpu.get("GPU", 0.0)}}
     if config.tensor_parallel_size > 1:

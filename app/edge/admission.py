@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -146,14 +145,5 @@ def _is_sheddable(scope: Scope) -> bool:
 @lru_cache(maxsize=256)
 def _answer(retry_after_s: int) -> tuple[Message, Message]:
     refusal = HttpRefusal.from_error(overloaded_error(retry_after_s))
-    content = json.dumps(refusal.answer.model_dump(mode="json")).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(content)),
-        (b"x-content-type-options", b"nosniff"),
-        *refusal.headers,
-    ]
-    return (
-        {"type": "http.response.start", "status": refusal.status, "headers": headers},
-        {"type": "http.response.body", "body": content},
-    )
+    refusal.headers.append((b"x-content-type-options", b"nosniff"))
+    return refusal.messages()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 
@@ -178,14 +177,8 @@ class _Reply:
 
     async def refuse(self, refusal: HttpRefusal) -> None:
         self._context.error_code = refusal.answer.error.code
-        content = json.dumps(refusal.answer.model_dump(mode="json")).encode()
-        headers: Headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(content)),
-            *refusal.headers,
-        ]
-        await self({"type": "http.response.start", "status": refusal.status, "headers": headers})
-        await self({"type": "http.response.body", "body": content})
+        for message in refusal.messages():
+            await self(message)
 
     def _headers(self) -> Headers:
         headers = [(b"x-content-type-options", b"nosniff"), *self._context.headers()]

@@ -1,4 +1,4 @@
-"""The table of errors in docs/api.md has what the server sends, and nothing else."""
+"""The table of errors in docs/api.md has exactly the errors that the server sends."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sent() -> set[Row]:
 
 
 def by_haproxy() -> set[Row]:
-    """Its own answers; 502 and 504 become 503."""
+    """HAProxy's own answers; 502 and 504 become 503."""
     configuration = "".join(replacement for _, replacement in haproxy.amendments("", ["127.0.0.1"], None))
     answers = re.findall(r"status (\d+) content-type application/json string '(.*?)'", configuration)
     found = [(int(status), json.loads(body)["error"]) for status, body in answers]

@@ -1,4 +1,4 @@
-"""What is written down of exceptions."""
+"""Logging of exceptions without messages that may quote requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_messages_that_cannot_quote_a_request_stay() -> None:
     assert text.index("No space") < text.index("which led to") < text.index("max_num_seqs")
 
 
-def test_whatever_led_to_it_and_its_parts() -> None:
+def test_causes_and_parts() -> None:
     group = raised(ExceptionGroup(SECRET, [KeyError(SECRET), RequestError(SECRET)]))
     error = RuntimeError(SECRET)
     error.__context__ = group
@@ -107,7 +107,7 @@ def test_messages_can_be_had(written: StringIO) -> None:
     "error",
     [RequestError(SECRET, "prompt"), ForbiddenError(SECRET), OverloadedError(SECRET), DeadlineError(SECRET)],
 )
-def test_a_clients_mistake_is_no_error_of_the_replica(written: StringIO, error: Exception) -> None:
+def test_refusals_are_not_logged(written: StringIO, error: Exception) -> None:
     """Regression: each 400 left 36 lines of traceback in the log."""
     serve_logs(error)
     assert written.getvalue() == ""

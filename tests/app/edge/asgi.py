@@ -13,7 +13,7 @@ Headers = Iterable[tuple[str, str]]
 
 @dataclass
 class Answer:
-    """What the application sent."""
+    """Messages that the application sent."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
 
@@ -25,7 +25,7 @@ class Answer:
     @property
     def headers(self) -> dict[str, str]:
         pairs = [(name.decode(), value.decode()) for name, value in self.messages[0]["headers"]]
-        assert len(dict(pairs)) == len(pairs), f"a header comes twice: {pairs}"
+        assert len(dict(pairs)) == len(pairs), f"a header occurs twice: {pairs}"
         return dict(pairs)
 
     @property
@@ -34,7 +34,7 @@ class Answer:
 
     @property
     def error(self) -> Mapping[str, Any]:
-        """OpenAI's, checked for its shape."""
+        """OpenAI's error, whose shape is checked."""
         error: Mapping[str, Any] = json.loads(self.body)["error"]
         assert set(error) == {"message", "type", "param", "code"}
         return error
@@ -67,7 +67,7 @@ async def call(
     client: str = "10.0.0.1",
     receive: Callable[[], Awaitable[dict[str, Any]]] | None = None,
 ) -> Answer:
-    """A body in several parts has no Content-Length."""
+    """Call an application. A body in several parts has no Content-Length."""
     headers = list(headers)
     if isinstance(body, bytes):
         chunks = [body]

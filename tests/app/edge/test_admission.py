@@ -1,3 +1,5 @@
+"""Admission control: requests in flight, load shedding, draining."""
+
 from __future__ import annotations
 
 import time
@@ -9,7 +11,7 @@ from app.errors import OverloadedError, UnavailableError
 from app.fleet.overload import LoadShedder
 
 
-def test_who_is_inside_is_counted_until_the_end() -> None:
+def test_requests_are_in_flight_until_their_end() -> None:
     admission = AdmissionControl(LoadShedder())
 
     def fail() -> None:
@@ -22,40 +24,40 @@ def test_who_is_inside_is_counted_until_the_end() -> None:
     assert admission.num_in_flight == 0
 
 
-def test_nothing_comes_in_while_all_refuse() -> None:
-    refusals = LoadShedder()
-    admission = AdmissionControl(refusals)
+def test_requests_are_shed_while_all_replicas_are_full() -> None:
+    shedder = LoadShedder()
+    admission = AdmissionControl(shedder)
     now = time.monotonic()
-    refusals.note_refusal("a", 40.0, 8, now)
-    refusals.note_all_refused(now)
+    shedder.note_refusal("a", 40.0, 8, now)
+    shedder.note_all_refused(now)
     with pytest.raises(OverloadedError) as refused, admission.admitted():
         pass
     assert 30 < refused.value.retry_after_s <= 40  # type: ignore[operator]
     assert admission.num_in_flight == 0
-    admission.check_open()  # full is not closed
+    admission.check_open()  # full is not draining
 
 
-def test_a_request_pays_once_at_the_door() -> None:
-    """When its head has come, not again when its body is there; and what comes to nothing is given back."""
-    refusals = LoadShedder()
-    admission = AdmissionControl(refusals)
+def test_a_request_is_admitted_once() -> None:
+    """From its head, and not again with its body. The place of an invalid request is given back."""
+    shedder = LoadShedder()
+    admission = AdmissionControl(shedder)
     now = time.monotonic()
-    refusals.note_refusal("a", 40.0, 8, now)
-    refusals.note_all_refused(now)
-    refusals.return_admission()  # room for one
+    shedder.note_refusal("a", 40.0, 8, now)
+    shedder.note_all_refused(now)
+    shedder.return_admission()  # room for one
     with admission.try_admit() as retry_after_s:
-        assert retry_after_s is None  # and its body is not valid
+        assert retry_after_s is None  # its body is invalid
     with admission.try_admit() as retry_after_s:
         assert retry_after_s is None
         with admission.admitted():
             assert admission.num_in_flight == 1
-        with pytest.raises(OverloadedError), admission.admitted():  # it was for one
+        with pytest.raises(OverloadedError), admission.admitted():  # the ticket was for one request
             pass
     with admission.try_admit() as retry_after_s:
         assert retry_after_s is not None
 
 
-def test_who_drains_lets_nothing_in_and_all_out() -> None:
+def test_draining_admits_none_and_finishes_all() -> None:
     admission = AdmissionControl(LoadShedder())
     with admission.admitted():
         admission.start_draining()

@@ -1,4 +1,4 @@
-"""The guard around an application that does as the test says."""
+"""Guard around scripted applications."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789ab"
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with the body, which it gets whole."""
+    """Answer with the body, which arrives in one message."""
     message = await receive()
     assert not message["more_body"]
     await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -45,7 +45,7 @@ def keys(tmp_path: Path) -> Path:
 # ---- keys ----
 
 
-def test_only_who_has_a_key_gets_in(keys: Path) -> None:
+def test_a_valid_key_is_needed(keys: Path) -> None:
     app = guarded(keys=keys)
     missing, wrong = answer_of(app), answer_of(app, headers=bearer("sk-alice-0123456780"))
     for refused in (missing, wrong):
@@ -58,7 +58,7 @@ def test_only_who_has_a_key_gets_in(keys: Path) -> None:
         assert answer_of(app, headers=headers).status == 401
 
 
-def test_open_paths_need_none(keys: Path) -> None:
+def test_open_paths_need_no_key(keys: Path) -> None:
     app = guarded(keys=keys)
     assert [answer_of(app, path=path).status for path in ("/health", "/ready", "/metrics")] == [200, 200, 401]
     assert answer_of(guarded(keys=keys, open_paths=["/metrics"]), path="/metrics").status == 200
@@ -80,7 +80,7 @@ def test_open_paths_are_within_the_application(keys: Path) -> None:
     assert answer.status == 200
 
 
-def test_operators_have_doors_of_their_own(tmp_path: Path) -> None:
+def test_operator_paths_need_an_operators_key(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text(f"keys: [{{name: user, key: {ALICE}}}, {{name: operator, key: {BOB}, operator: true}}]")
     app = guarded(keys=path)
@@ -95,7 +95,7 @@ def test_operators_have_doors_of_their_own(tmp_path: Path) -> None:
 # ---- rates ----
 
 
-def test_each_key_has_limits_of_its_own(keys: Path) -> None:
+def test_limits_are_per_key(keys: Path) -> None:
     app = guarded(keys=keys, key_limits={"requests_per_minute": 1})
     first = answer_of(app, headers=bearer(ALICE))
     assert first.headers["x-ratelimit-limit-requests"] == "1"
@@ -109,17 +109,17 @@ def test_each_key_has_limits_of_its_own(keys: Path) -> None:
     assert answer_of(app, path="/health").status == 200
 
 
-def test_refusals_are_told() -> None:
-    told: list[str] = []
+def test_refusals_are_observed() -> None:
+    codes: list[str] = []
 
-    class Listens(EdgeObserver):
+    class Recorder(EdgeObserver):
         def on_refused(self, code: str) -> None:
-            told.append(code)
+            codes.append(code)
 
     settings = HttpSettings(address_limits=RateLimits(requests_per_minute=1), max_url_bytes=100)
-    app = Guard(echo, settings, observer=Listens())
+    app = Guard(echo, settings, observer=Recorder())
     assert [answer_of(app, path=path).status for path in ("/", "/", "/" + "x" * 100)] == [200, 429, 414]
-    assert told == ["rate_limit_exceeded", "url_too_long"]
+    assert codes == ["rate_limit_exceeded", "url_too_long"]
 
 
 def test_addresses_have_limits_where_there_are_no_keys() -> None:
@@ -134,8 +134,8 @@ def test_trying_keys_is_limited_by_address(keys: Path) -> None:
     assert answer_of(app, headers=bearer(ALICE)).status == 200
 
 
-def test_requests_at_once_by_key_and_altogether(keys: Path) -> None:
-    """Slots come back however a request ends: answered, refused, failed or cancelled."""
+def test_concurrent_requests_per_key_and_in_all(keys: Path) -> None:
+    """A place is free again however a request ends: answered, refused, failed or cancelled."""
 
     async def run() -> None:
         gate = asyncio.Event()
@@ -167,7 +167,7 @@ def test_requests_at_once_by_key_and_altogether(keys: Path) -> None:
     asyncio.run(run())
 
 
-def test_tokens_are_charged_and_what_failed_is_given_back(keys: Path) -> None:
+def test_tokens_are_charged_and_refused_prompts_given_back(keys: Path) -> None:
     async def generate(scope: Any, receive: Any, send: Any) -> None:
         exchange = current_context()
         assert exchange is not None
@@ -181,8 +181,8 @@ def test_tokens_are_charged_and_what_failed_is_given_back(keys: Path) -> None:
     app = guarded(generate, keys, key_limits={"tokens_per_minute": 60})
 
     def left() -> int:
-        """Tokens, as an answer that costs none says."""
-        refused = answer_of(app, path="/x" * 5000, headers=bearer(ALICE))  # is not told: it is too long
+        """Remaining tokens, from an answer that is not charged."""
+        refused = answer_of(app, path="/x" * 5000, headers=bearer(ALICE))  # refused before the quota is known
         assert "x-ratelimit-remaining-tokens" not in refused.headers
         return int(answer_of(app, path="/fails", headers=bearer(ALICE)).headers["x-ratelimit-remaining-tokens"])
 
@@ -216,7 +216,7 @@ def test_tokens_are_charged_and_what_failed_is_given_back(keys: Path) -> None:
         (200, {"method": "POST", "body": [b"x" * 25, b"", b"x" * 25], "headers": [("a", "b" * 100)] * 2}),
     ],
 )
-def test_what_is_too_large_is_refused(status: int, arguments: dict[str, Any]) -> None:
+def test_sizes(status: int, arguments: dict[str, Any]) -> None:
     app = guarded(max_url_bytes=100, max_headers=8, max_header_bytes=250, max_body_bytes=50)
     answer = answer_of(app, **arguments)
     assert answer.status == status
@@ -240,7 +240,7 @@ def test_a_long_body_is_not_read_to_its_end() -> None:
     assert num_read == 11
 
 
-def test_a_body_that_does_not_come() -> None:
+def test_a_body_that_does_not_arrive() -> None:
     async def never() -> dict[str, Any]:
         await asyncio.Event().wait()
         raise AssertionError
@@ -250,7 +250,7 @@ def test_a_body_that_does_not_come() -> None:
 
 
 def test_a_body_that_trickles() -> None:
-    """The time is for the whole body, not for each part."""
+    """The timeout is for the whole body, not for each part."""
 
     async def trickle() -> dict[str, Any]:
         await asyncio.sleep(0.001)
@@ -259,7 +259,7 @@ def test_a_body_that_trickles() -> None:
     assert answer_of(guarded(body_timeout_s=0.05), "POST", receive=trickle).status == 408
 
 
-def test_who_leaves_while_sending_gets_no_answer() -> None:
+def test_a_client_that_disconnects_while_sending() -> None:
     async def gone() -> dict[str, Any]:
         return {"type": "http.disconnect"}
 
@@ -270,7 +270,7 @@ def test_who_leaves_while_sending_gets_no_answer() -> None:
 
 
 def test_streams_pass_as_they_come_and_disconnects_get_through() -> None:
-    """After the body, the application hears what the server says: here, that the client has gone."""
+    """After the body, the application receives the server's messages: here, the disconnection."""
 
     async def run() -> None:
         sent: asyncio.Queue[bytes] = asyncio.Queue()
@@ -306,7 +306,7 @@ def test_streams_pass_as_they_come_and_disconnects_get_through() -> None:
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_a_bug_is_an_answer_without_its_details() -> None:
+def test_an_internal_error_is_answered_without_details() -> None:
     async def fails(scope: Any, receive: Any, send: Any) -> None:
         raise ZeroDivisionError("secret detail")
 
@@ -316,7 +316,7 @@ def test_a_bug_is_an_answer_without_its_details() -> None:
     assert answer.headers["x-request-id"] == "r1"
 
 
-def test_a_bug_in_the_middle_of_an_answer_does_not_end_it_well() -> None:
+def test_an_internal_error_after_the_status_breaks_the_answer() -> None:
     async def fails(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise ZeroDivisionError

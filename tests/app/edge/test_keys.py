@@ -1,4 +1,4 @@
-"""Files of API keys: what is in them, what is wrong with them, and when they change."""
+"""API keys: entries of files, their faults, and changes while requests come."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(path: Path, text: str) -> Path:
-    """As editors do: another file takes its place."""
+    """Replace the file by another, as editors do."""
     new = path.with_name("new")
     new.write_text(text)
     os.replace(new, path)
@@ -66,7 +66,7 @@ def test_entries(tmp_path: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("keys", "", "no API key"),
         ("keys", "# nothing\n", "no API key"),
@@ -90,8 +90,8 @@ def test_entries(tmp_path: Path, suffix: str) -> None:
         ("keys.yaml", "keys: [{name: a, key: SECRET-0123456789}, {name: a, key: SECRET-9876543210}]", "two keys named"),
     ],
 )
-def test_errors_say_where_and_no_key(tmp_path: Path, name: str, text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as refused:
+def test_errors_name_the_place_and_no_key(tmp_path: Path, name: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
         read_keys(write(tmp_path / name, text))
     assert "SECRET" not in str(refused.value)
     assert ALICE not in str(refused.value)
@@ -130,7 +130,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
         await ring.refresh()
         again = ring.find(ALICE)
         assert again is not None
-        assert again.quota is alice.quota  # what it has used is not forgotten
+        assert again.quota is alice.quota  # its usage is not forgotten
         assert ring.find(BOB) is not None
         write(path, BOB)
         await ring.refresh()
@@ -142,7 +142,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
 def test_a_change_is_read_though_the_request_that_saw_it_is_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a key that was revoked would stay valid."""
+    """Otherwise a revoked key would stay valid."""
     has_begun, may_end = threading.Event(), threading.Event()
     num_readings = 0
 
@@ -164,7 +164,7 @@ def test_a_change_is_read_though_the_request_that_saw_it_is_cancelled(
         request.cancel()
         with pytest.raises(asyncio.CancelledError):
             await request
-        await ring.refresh()  # neither waits, nor reads it once more
+        await ring.refresh()  # neither waits nor reads again
         assert ring.find(ALICE) is not None
         may_end.set()
         async with asyncio.timeout(60):
@@ -176,7 +176,7 @@ def test_a_change_is_read_though_the_request_that_saw_it_is_cancelled(
     asyncio.run(run())
 
 
-def test_new_limits_are_for_what_runs_too(tmp_path: Path) -> None:
+def test_new_limits_count_running_requests(tmp_path: Path) -> None:
     async def run() -> None:
         entry = f"keys: [{{name: a, key: {ALICE}, limits: {{concurrent_requests: "
         ring = ring_of(path := write(tmp_path / "keys.yaml", entry + "2}}]"))
@@ -188,16 +188,16 @@ def test_new_limits_are_for_what_runs_too(tmp_path: Path) -> None:
         changed = ring.find(ALICE)
         assert changed is not None
         assert changed.quota.limits.concurrent_requests == 1
-        changed.quota.end()  # the one that began before
+        changed.quota.end()  # the request that began before
 
     asyncio.run(run())
 
 
 def test_a_broken_change_leaves_the_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
-        told: list[str | None] = []
+        problems: list[str | None] = []
         observer = EdgeObserver()
-        observer.on_keys_read = told.append  # type: ignore[method-assign]
+        observer.on_keys_read = problems.append  # type: ignore[method-assign]
         path = write(tmp_path / "keys.yaml", f"keys: [{{name: a, key: {ALICE}}}]")
         ring = KeyRing(KeySource(file=path), LIMITS, observer)
         write(path, "keys: [")
@@ -214,12 +214,12 @@ def test_a_broken_change_leaves_the_keys(tmp_path: Path, caplog: pytest.LogCaptu
         await ring.refresh()
         assert ring.problem is None
         assert ring.find(ALICE) is None
-        assert [problem is None for problem in told] == [True, False, False, False, True]
+        assert [problem is None for problem in problems] == [True, False, False, False, True]
 
     asyncio.run(run())
 
 
-def test_whatever_goes_wrong_is_a_problem(
+def test_any_error_of_a_reading_is_a_problem(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> Sequence[KeyEntry]:
@@ -240,7 +240,7 @@ def test_whatever_goes_wrong_is_a_problem(
     asyncio.run(run())
 
 
-def test_it_is_not_looked_at_more_than_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_checked_once_a_period(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "CHECK_PERIOD_S", 3600.0)
 
     async def run() -> None:
@@ -253,10 +253,10 @@ def test_it_is_not_looked_at_more_than_once_a_second(tmp_path: Path, monkeypatch
 
 
 def test_every_key_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An early exit would tell by the time how far a key is from the beginning."""
+    """With an early exit, timing would reveal a key's place in the list."""
     compared = []
-    whole = keys.hmac.compare_digest
-    monkeypatch.setattr(keys.hmac, "compare_digest", lambda a, b: compared.append(a) or whole(a, b))
+    compare = keys.hmac.compare_digest
+    monkeypatch.setattr(keys.hmac, "compare_digest", lambda a, b: compared.append(a) or compare(a, b))
     ring = ring_of(write(tmp_path / "keys", f"{ALICE}\n{BOB}"))
     assert ring.find(ALICE) is not None
     assert len(compared) == 2

@@ -1,4 +1,4 @@
-"""Refusals from the head of a request alone."""
+"""Load shedding from the head of a request."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ PATH = "/v1/completions"
 
 class Counts(EdgeObserver):
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.codes: list[str] = []
 
     def on_refused(self, code: str) -> None:
-        self.told.append(code)
+        self.codes.append(code)
 
 
 class Gate:
-    """`retry_after_s`: what it says to everybody."""
+    """A gate with one answer for all requests."""
 
     def __init__(self, retry_after_s: float | None) -> None:
         self.retry_after_s = retry_after_s
@@ -52,12 +52,12 @@ async def never() -> dict[str, Any]:
 
 
 def test_a_refusal_reads_no_body() -> None:
-    """Bodies were read, parsed and validated first: 4 times as many as could be answered."""
+    """Regression: bodies were read, parsed and validated first."""
     observer = Counts()
-    door = LoadSheddingMiddleware(echo, Gate(2.3), observer)
+    shedding = LoadSheddingMiddleware(echo, Gate(2.3), observer)
     for path in (PATH, "/v1/chat/completions", "/v1/responses"):
-        for _ in range(2):  # what servers do to an answer must not be in the next one
-            answer = asyncio.run(call(door, "POST", path, [("content-length", "1000000")], receive=never))
+        for _ in range(2):  # a server's changes to an answer must not be in the next one
+            answer = asyncio.run(call(shedding, "POST", path, [("content-length", "1000000")], receive=never))
             assert (answer.status, answer.error["code"], answer.error["type"]) == (
                 429,
                 "overloaded",
@@ -68,7 +68,7 @@ def test_a_refusal_reads_no_body() -> None:
             assert int(answer.headers["content-length"]) == len(answer.body)
             answer.messages[0]["headers"] = []
             answer.messages[0]["status"] = 200
-    assert observer.told == ["overloaded"] * 6
+    assert observer.codes == ["overloaded"] * 6
 
 
 @pytest.mark.parametrize(
@@ -78,15 +78,15 @@ def test_a_refusal_reads_no_body() -> None:
         ("POST", "/v1/pins", []),
         ("POST", "/tokenize", []),
         ("POST", PATH + "/", []),
-        ("POST", PATH, [("origin", "https://a.page")]),  # which could not read it without CORS's headers
+        ("POST", PATH, [("origin", "https://a.page")]),  # the page could not read a refusal without CORS headers
     ],
 )
-def test_what_is_no_work_for_engines_passes(method: str, path: str, headers: list[tuple[str, str]]) -> None:
+def test_other_requests_pass(method: str, path: str, headers: list[tuple[str, str]]) -> None:
     answer = asyncio.run(call(LoadSheddingMiddleware(echo, Gate(2.0), Counts()), method, path, headers, b"x"))
     assert (answer.status, answer.body) == (200, b"x")
 
 
-def test_an_application_that_is_mounted_has_the_same_door() -> None:
+def test_a_mounted_application() -> None:
     answer = Answer()
 
     async def send(message: Any) -> None:
@@ -99,7 +99,7 @@ def test_an_application_that_is_mounted_has_the_same_door() -> None:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[Gate, str, int]]:
-    """Behind the HTTP server that Serve has, too."""
+    """(gate, host, port) of an application behind uvicorn, the HTTP server of Serve."""
     gate, api = Gate(1.0), FastAPI()
 
     @api.post(PATH)
@@ -118,7 +118,7 @@ def served() -> Iterator[tuple[Gate, str, int]]:
 def test_a_client_that_still_sends_gets_its_answer_and_keeps_its_connection(
     served: tuple[Gate, str, int], size: int
 ) -> None:
-    """A connection that is closed while the client sends is an error of its system, and the answer is lost."""
+    """A connection closed while the client sends is an error of its system, and the answer is lost."""
     gate, host, port = served
     client = http.client.HTTPConnection(host, port, timeout=60)
     client.connect()
@@ -135,7 +135,7 @@ def test_a_client_that_still_sends_gets_its_answer_and_keeps_its_connection(
 
 
 def test_the_answer_comes_before_the_body(served: tuple[Gate, str, int]) -> None:
-    """And a client that waits for leave to send its body (Expect: 100-continue) need not send it."""
+    """A client that asks first (Expect: 100-continue) need not send its body."""
     gate, host, port = served
     gate.retry_after_s = 1.0
     head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\nexpect: 100-continue\r\n\r\n".encode()

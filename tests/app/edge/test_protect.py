@@ -1,4 +1,4 @@
-"""The guard around the API and the real ingress, whose engines answer at once."""
+"""Guard around the API and the real ingress with engines that answer at once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def post(app: Any, body: dict[str, Any] | bytes, key: str = FREE, path: str = "/
     return asyncio.run(call(app, "POST", path, [*bearer(key), ("content-type", "application/json")], body))
 
 
-def test_a_key_says_whose_requests_these_are(keys: Path) -> None:
+def test_a_key_decides_the_tenant(keys: Path) -> None:
     app = api_with(engines := Engines(), api_keys={"file": str(keys)})
     for body, key in (
         ({"tenant": "other"}, FREE),
@@ -60,7 +60,7 @@ def test_a_key_says_whose_requests_these_are(keys: Path) -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})])
-def test_a_keys_models_are_those_of_tokens_too(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
+def test_a_keys_models_hold_for_tokens_too(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
     (tmp_path / "keys.json").write_text(json.dumps({"keys": [{"name": "k", "key": BOUND, "models": ["pirate"]}]}))
     app = api_with(Engines(), api_keys={"file": str(tmp_path / "keys.json")})
     assert post(app, body | {"model": "pirate"}, BOUND, path).status == 200
@@ -79,7 +79,7 @@ def test_a_keys_models_are_those_of_tokens_too(tmp_path: Path, path: str, body: 
         ({"priority": 5, "pin": "mine"}, "pin"),
     ],
 )
-def test_what_a_key_does_not_allow(keys: Path, body: dict[str, Any], param: str) -> None:
+def test_fields_that_a_key_does_not_allow(keys: Path, body: dict[str, Any], param: str) -> None:
     app = api_with(engines := Engines(), api_keys={"file": str(keys)})
     refused = post(app, body, BOUND)
     assert (refused.status, refused.error["param"], refused.error["code"]) == (403, param, "not_allowed")
@@ -90,13 +90,13 @@ def test_deadlines_have_a_default_and_a_bound() -> None:
     app = api_with(engines := Engines(), default_timeout_s=5, max_timeout_s=60)
     assert [post(app, body).status for body in ({}, {"timeout_s": 60.0}, {"timeout_s": 61.0})] == [200, 200, 400]
     left_s = [call.timeout_s for call in engines.calls]
-    assert left_s == pytest.approx([5, 60], abs=1.0)  # what has passed since they came is off
+    assert left_s == pytest.approx([5, 60], abs=1.0)  # less what has passed
     app = api_with(engines := Engines(), max_timeout_s=60)
     assert post(app, {}).status == 200
     assert engines.calls[0].timeout_s == pytest.approx(60, abs=1.0)
 
 
-def test_tokens_are_those_that_engines_see() -> None:
+def test_tokens_are_counted_as_engines_count_them() -> None:
     prompt = "Hello there, how do you do"
     num_tokens = len(TOKENIZER.encode(prompt))
     app = api_with(Engines(), address_limits={"tokens_per_minute": num_tokens + 2})
@@ -113,12 +113,12 @@ def test_tokens_are_those_that_engines_see() -> None:
     assert post(app, {"prompt": prompt}).status == 400
     full = Engines(error=OverloadedError("full"))
     app = api_with(full, address_limits={"tokens_per_minute": num_tokens})
-    for _ in range(3):  # nothing is charged for it
+    for _ in range(3):  # refused requests are not charged
         assert post(app, {"prompt": prompt}).error["code"] == "overloaded"
         full.calls.clear()
 
 
-def test_streams_are_charged_as_they_come() -> None:
+def test_streams_are_charged() -> None:
     app = api_with(Engines(), address_limits={"tokens_per_minute": 100})
     assert post(app, {"stream": True, "n": 3}).status == 200
     prompt = len(TOKENIZER.encode("Hello"))
@@ -144,7 +144,7 @@ def test_browsers_may_call_from_named_origins(keys: Path) -> None:
     assert "access-control-allow-origin" not in ask("GET", "https://evil.example", *bearer(FREE)).headers
 
 
-def test_keys_that_are_missing_stop_the_start(tmp_path: Path) -> None:
+def test_missing_keys_stop_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         api_with(Engines(), api_keys={"file": str(tmp_path / "none")})
 
@@ -212,7 +212,7 @@ FAILURES: list[Exception | None] = [
 
 @pytest.fixture
 def written() -> Iterator[StringIO]:
-    """What the processes of replicas would write, with all that ours have to say."""
+    """The log of a replica's process, with our loggers at DEBUG."""
     stream = StringIO()
     handler = logging.StreamHandler(stream)
     handler.addFilter(WithheldMessages())
@@ -229,7 +229,7 @@ def written() -> Iterator[StringIO]:
 
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
 def test_no_text_of_requests_gets_into_the_log(written: StringIO, failure: Exception | None) -> None:
-    """Whatever a request asks for, and however it fails."""
+    """For all kinds of requests and failures."""
     asked = [("/v1/completions", body) for body in (*REQUESTS, MARKER.encode() * 1000)]
     asked += [("/v1/chat/completions", body) for body in CHATS]
     asked += [("/v1/responses", body) for body in RESPONSES]
@@ -250,7 +250,7 @@ def test_no_text_of_requests_gets_into_the_log(written: StringIO, failure: Excep
 
 
 @pytest.mark.parametrize("failure", FAILURES[1:], ids=lambda failure: type(failure).__name__)
-def test_nor_when_a_stream_breaks_off(written: StringIO, failure: Exception) -> None:
+def test_no_text_of_a_failed_stream_gets_into_the_log(written: StringIO, failure: Exception) -> None:
     class Breaks(FakeService):
         async def generate_stream(
             self, request: CompletionRequest, session: str | None = None

@@ -1,4 +1,4 @@
-"""Refusals of long bodies, through real sockets: clients that are still sending read them."""
+"""Refusals of long bodies through real sockets, while the client still sends."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ async def never(scope: Scope, receive: Receive, send: Send) -> None:
     raise AssertionError("the body was not refused")
 
 
-def like_serve(app: ASGIApp) -> ASGIApp:
-    """Its proxy reads by itself what an application may want, for as long as that answers."""
+def as_serve(app: ASGIApp) -> ASGIApp:
+    """Serve receives in a task of its own while the application answers."""
 
     async def pumping(scope: Scope, receive: Receive, send: Send) -> None:
         queue: asyncio.Queue[Any] = asyncio.Queue()
@@ -48,7 +48,7 @@ def like_serve(app: ASGIApp) -> ASGIApp:
 @pytest.fixture(params=[False, True], ids=["alone", "like Serve"])
 def address(request: pytest.FixtureRequest) -> Iterator[tuple[str, int]]:
     guarded: ASGIApp = Guard(never, HttpSettings(max_body_bytes=1000))
-    app = ReadsRefusedBodies(like_serve(guarded) if request.param else guarded)
+    app = ReadsRefusedBodies(as_serve(guarded) if request.param else guarded)
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
@@ -60,7 +60,7 @@ def address(request: pytest.FixtureRequest) -> Iterator[tuple[str, int]]:
 
 
 def answer_to(address: tuple[str, int], head: bytes, parts: list[bytes]) -> tuple[bytes, Any]:
-    """(status line, error) after everything has been sent, as most clients do."""
+    """(status line, error code), read after everything has been sent, as most clients do."""
     with socket.create_connection(address, timeout=30) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + head + b"\r\n\r\n")
         for part in parts:
@@ -70,10 +70,10 @@ def answer_to(address: tuple[str, int], head: bytes, parts: list[bytes]) -> tupl
     return top.splitlines()[0], json.loads(body)["error"]["code"]
 
 
-def test_who_still_sends_reads_why_it_was_refused(address: tuple[str, int]) -> None:
-    """A Python client met EPIPE, and never saw the 413."""
-    told, chunk = b"content-length: %d" % LONG, b"%x\r\n" % (1 << 16) + b"x" * (1 << 16) + b"\r\n"
-    status, code = answer_to(address, told, [b"x" * LONG])
+def test_a_client_that_still_sends_reads_its_refusal(address: tuple[str, int]) -> None:
+    """Regression: a Python client met EPIPE and never saw the 413."""
+    length, chunk = b"content-length: %d" % LONG, b"%x\r\n" % (1 << 16) + b"x" * (1 << 16) + b"\r\n"
+    status, code = answer_to(address, length, [b"x" * LONG])
     assert (status.split()[1], code) == (b"413", "body_too_large")
     status, code = answer_to(address, b"transfer-encoding: chunked", [chunk] * (LONG >> 16) + [b"0\r\n\r\n"])
     assert (status.split()[1], code) == (b"413", "body_too_large")
@@ -87,10 +87,10 @@ def test_endless_bodies_are_not_read_to_their_end(address: tuple[str, int], monk
         while True:
             client.sendall(chunk)
             sent += len(chunk)
-    assert LONG <= sent < 8 * LONG  # what the machine's buffers hold comes on top
+    assert LONG <= sent < 8 * LONG  # and what the system's buffers hold
 
 
-def test_nor_waited_for(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client would wait for its answer for as long as the server for its body."""
+def test_slow_bodies_are_not_waited_for(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the client waits for its answer while the server waits for the body."""
     monkeypatch.setattr(unread, "_MAX_DISCARD_S", 0.1)
     assert answer_to(address, b"content-length: %d" % LONG, [b"x"])[1] == "body_too_large"

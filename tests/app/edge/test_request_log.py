@@ -1,4 +1,4 @@
-"""One line for each request."""
+"""Log of requests: one line each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.app.edge.test_guard import ALICE, answer_of, echo, guarded
 
 @pytest.fixture
 def line(caplog: pytest.LogCaptureFixture) -> Any:
-    """What was written since it was last asked, as a dict."""
+    """The fields of the line written since the last call."""
     caplog.set_level(logging.INFO, "app.edge.request_log")
 
     def last() -> dict[str, str]:
@@ -34,15 +34,15 @@ def line(caplog: pytest.LogCaptureFixture) -> Any:
 
 def test_an_answer(line: Any, tmp_path: Path) -> None:
     async def generate(scope: Any, receive: Any, send: Any) -> None:
-        exchange = current_context()
-        assert exchange is not None
-        admission = exchange.authorize("cmpl-1", model="m", tenant=None, priority=0, pins=False, timeout_s=None)
-        assert admission.tenant == "acme co"
-        exchange.count_prompt(5)
+        context = current_context()
+        assert context is not None
+        grant = context.authorize("cmpl-1", model="m", tenant=None, priority=0, pins=False, timeout_s=None)
+        assert grant.tenant == "acme co"
+        context.count_prompt(5)
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        exchange.count_output(2, 3)
+        context.count_output(2, 3)
         await send({"type": "http.response.body", "body": b"x", "more_body": True})
-        exchange.count_output(2, 3)
+        context.count_output(2, 3)
         await send({"type": "http.response.body", "body": b""})
 
     path = tmp_path / "keys.yaml"
@@ -78,7 +78,7 @@ def test_refusals_and_errors(line: Any) -> None:
     assert {"status": "200", "end": "error", "error": "engine_error"}.items() <= line().items()
 
 
-def test_clients_that_leave(line: Any) -> None:
+def test_disconnected_clients(line: Any) -> None:
     async def hangs(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"x", "more_body": True})
@@ -104,7 +104,7 @@ def test_clients_that_leave(line: Any) -> None:
     assert {"end": "disconnected", "status": "0"}.items() <= line().items()
 
 
-def test_a_connection_that_breaks_is_no_error_of_ours(line: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_connection_is_no_error(line: Any, caplog: pytest.LogCaptureFixture) -> None:
     async def broken(message: dict[str, Any]) -> None:
         raise OSError("connection lost")
 
@@ -116,7 +116,7 @@ def test_a_connection_that_breaks_is_no_error_of_ours(line: Any, caplog: pytest.
     assert line()["end"] == "disconnected"
 
 
-def test_nobody_forges_lines(line: Any) -> None:
+def test_lines_cannot_be_forged(line: Any) -> None:
     answer_of(guarded(), path="/v1/x\n2026 INFO all is well%0a" + "y" * 500, headers=[("x-request-id", "a\tb")])
     fields = line()
     assert fields["path"].startswith("/v1/x%0A2026%20INFO")
@@ -124,7 +124,7 @@ def test_nobody_forges_lines(line: Any) -> None:
     assert len(fields["request_id"]) == 32
 
 
-def test_it_can_be_turned_off(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_can_be_turned_off(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "app.edge.request_log")
     answer_of(guarded(echo, log_requests=False))
     assert not caplog.records

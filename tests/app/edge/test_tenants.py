@@ -1,4 +1,4 @@
-"""A key that is one tenant's reaches no other tenant's cache, whichever way it asks."""
+"""A tenant's key reaches no other tenant's cached prefixes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ FREE, BOUND = "sk-free-0123456789", "sk-bound-0123456789"
     ("key", "tenant", "pinned_for"),
     [(FREE, None, [None]), (FREE, "b", ["b"]), (BOUND, None, ["a"]), (BOUND, "a", ["a"]), (BOUND, "b", [])],
 )
-def test_prefixes_are_pinned_for_ones_own_tenant(
+def test_prefixes_are_pinned_for_the_keys_tenant(
     key: str, tenant: str | None, pinned_for: list[str | None], tmp_path: Path
 ) -> None:
-    """What another tenant has cached is pinned in no time: that would tell."""
+    """A cached prefix is pinned at once: the time would reveal what another tenant has cached."""
     path = tmp_path / "keys.yaml"
     keys = [{"name": "f", "key": FREE}, {"name": "b", "key": BOUND, "tenant": "a"}]
     path.write_text(json.dumps({"keys": [key | {"operator": True} for key in keys]}))

@@ -5,16 +5,7 @@ from vmem.backends.base import AddressRange, Backend, MemoryInfo
 from vmem.backends.cuda import CudaBackend
 from vmem.backends.host import HostBackend
 from vmem.budget import BudgetAnswer
-from vmem.errors import (
-    BudgetError,
-    IntegrityError,
-    LayoutError,
-    MapError,
-    OutOfPages,
-    OutOfSwap,
-    PinError,
-    VmemError,
-)
+from vmem.errors import BudgetError, IntegrityError, LayoutError, MapError, OutOfPages, OutOfSwap, PinError, VmemError
 from vmem.group import LayerGroup, longest_sequence
 from vmem.layout import KVLayout, LayerSpec, LayoutKind, StateLayout, plan_groups, plan_layout
 from vmem.mapper_policy import MappingOptions

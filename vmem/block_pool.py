@@ -143,7 +143,7 @@ class BlockPool:
         """Add one reference to each block; each needs a `free` of its own."""
         for block_id in block_ids:
             if not self.references[block_id]:
-                raise IntegrityError(f"block {block_id} cannot be shared: nobody owns it")
+                raise IntegrityError(f"block {block_id} cannot be shared: it has no owner")
             self.references[block_id] += 1
 
     def free(self, block_ids: Iterable[int], *, fence: int, now: float) -> None:

@@ -232,9 +232,7 @@ class MappingPolicy:
             if not depth or ready >= demand.num_regions:
                 continue
             region = max(
-                (r for r in group.parked if self._can_extend(group, r, depth)),
-                key=lambda r: r.num_mapped,
-                default=None,
+                (r for r in group.parked if self._can_extend(group, r, depth)), key=lambda r: r.num_mapped, default=None
             )
             place = region.num_mapped if region is not None else 0
             missing = (depth - place) * group.num_slices

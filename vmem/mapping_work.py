@@ -39,11 +39,9 @@ class MappingWork(Protocol):
 
     def call(self) -> None:
         """Call the backend. A call that raises leaves the device unchanged."""
-        ...
 
     def finish(self, counts: MappingCounts, now: float, *, failed: bool) -> None:
         """Record the outcome and end the claim."""
-        ...
 
 
 class AttachPages:

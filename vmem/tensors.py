@@ -96,7 +96,6 @@ class BlockContents(Protocol):
 
     def copy(self, g: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy blocks of a layer group to others of it."""
-        ...
 
     def save(self, key: int, g: int, block_ids: Sequence[int]) -> None:
         """Copy blocks of a layer group to host memory, under a new key.
@@ -104,15 +103,12 @@ class BlockContents(Protocol):
         Raises:
             OutOfSwap, RuntimeError (from torch), MemoryError: there is no host memory.
         """
-        ...
 
     def restore(self, key: int, rows: Sequence[int], block_ids: Sequence[int]) -> None:
         """Write rows of a copy, row 0 being the first block saved, into blocks of its group."""
-        ...
 
     def discard(self, key: int) -> None:
         """Drop a copy, if there is one."""
-        ...
 
 
 class LocalContents:

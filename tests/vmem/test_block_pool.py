@@ -90,7 +90,7 @@ def test_double_free_is_an_error() -> None:
     free(pool, block_id)
     with pytest.raises(IntegrityError, match="free already"):
         free(pool, block_id)
-    with pytest.raises(IntegrityError, match="nobody owns"):
+    with pytest.raises(IntegrityError, match="has no owner"):
         pool.add_references([block_id])
     pool.allocate_block(block_id)
     with pytest.raises(IntegrityError, match="not free"):

@@ -9,15 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pytest
 
-from tests.vmem.small_memory import (
-    MAX_TOKENS,
-    PAGE_BYTES,
-    FlakyCuda,
-    FlakyHost,
-    FlakyMirror,
-    make_memory,
-    no_thread,
-)
+from tests.vmem.small_memory import MAX_TOKENS, PAGE_BYTES, FlakyCuda, FlakyHost, FlakyMirror, make_memory, no_thread
 from tests.vmem.test_memory import DEADLINE_S, begin, finish, until
 from vmem import CHANGE_BYTES, NO_KEYS, KVMemory, LocalContents, MapError, StepDemand, lock, report
 

@@ -140,11 +140,7 @@ def compute(memory: KVMemory, token_ids: list[int]) -> list[bytes]:
 @pytest.mark.parametrize("windowed", [False, True])
 def test_a_memory_names_what_a_prompt_would_find(windowed: bool) -> None:
     memory = KVMemory(
-        HostBackend(1 << 20),
-        groups(windowed=windowed),
-        budget_bytes=40 * 4096,
-        num_regions=2,
-        max_tokens=160,
+        HostBackend(1 << 20), groups(windowed=windowed), budget_bytes=40 * 4096, num_regions=2, max_tokens=160
     )
     keys = compute(memory, list(range(5 * UNIT)))
     assert split(memory.prefixes.cached_keys(100).keys) == set(keys)

@@ -17,16 +17,7 @@ from tests.vmem.small_memory import (
     write,
     write_state,
 )
-from vmem import (
-    IntegrityError,
-    KVMemory,
-    OutOfPages,
-    OutOfSwap,
-    PinError,
-    SequenceMemory,
-    StepDemand,
-    VmemError,
-)
+from vmem import IntegrityError, KVMemory, OutOfPages, OutOfSwap, PinError, SequenceMemory, StepDemand, VmemError
 from vmem.prefix_tree import stable_hash
 
 __all__ = ["no_thread"]  # a fixture

@@ -52,64 +52,50 @@ class Backend(Protocol):
     @property
     def max_call_bytes(self) -> int:
         """The most that one call should map, so that another thread's call does not wait long."""
-        ...
 
     @property
     def granularity_bytes(self) -> int:
         """Page sizes and mapped addresses are multiples of this."""
-        ...
 
     def reserve(self, num_bytes: int) -> AddressRange:
         """Reserve virtual addresses without memory; touching them is a fault."""
-        ...
 
     def release(self, reserved: AddressRange) -> None:
         """Release a reserved range, in which nothing may be mapped."""
-        ...
 
     def create(self, page_bytes: int) -> int:
         """Create one physical page of undefined content and return its handle. Raises `OutOfPages`."""
-        ...
 
     def destroy(self, handle: int) -> None:
         """Give the memory of an unmapped page back to the machine."""
-        ...
 
     def map(self, address: int, handles: Sequence[int]) -> None:
         """Map pages side by side from `address` on, readable and writable, all or none."""
-        ...
 
     def unmap(self, mapped: AddressRange) -> None:
         """Turn whole mapped pages into a hole, all or none."""
-        ...
 
     def tensor(self, reserved: AddressRange) -> torch.Tensor:
         """A uint8 tensor `[num_bytes]` over the range, valid until its release. Only mapped parts may be touched;
         printing touches all."""
-        ...
 
     def fence(self) -> int:
         """Mark this point in the device's work."""
-        ...
 
     def completed(self, fence: int) -> bool:
         """Whether all work submitted before the fence is done."""
-        ...
 
     def wait(self, fence: int) -> None:
         """Return once `completed(fence)` is true."""
-        ...
 
     def memory_info(self) -> MemoryInfo: ...
 
     @property
     def num_mappings(self) -> int:
         """Pages mapped now, counted once per address."""
-        ...
 
     def close(self) -> None:
         """Close the backend. Raises `IntegrityError` if a page, mapping or reservation is left."""
-        ...
 
 
 # Attempts to undo a call before the memory counts as broken.

@@ -1,14 +1,14 @@
-"""The same memory on every rank of a tensor-parallel group (PagedAttention §4.6).
+"""Mirror: rank 0's backend and block copies on every rank of a tensor-parallel group (PagedAttention §4.6).
 
-Rank 0 has the books and decides: its `KVMemory` works on a `MirroredBackend` and moves contents by `MirroredContents`.
-Both do a call here and have the peers do the same to their own memory: same reservations, same pages, same block ids,
-of each page their own share of the heads. `PeerMemory` is the other end.
+Rank 0 has the bookkeeping and decides. Its `KVMemory` works on a `MirroredBackend` and a `MirroredContents`, which make
+each call here and on the peers: same ranges, pages and block ids, with each rank's share of the heads. `PeerMemory` is
+the other end.
 
     rank 0    mapper or engine ── MirroredBackend ──> requests: reserve, map, unmap, …    ──> a peer's memory thread
               engine ──────────── MirroredContents ─> orders: copy, save, restore, steps  ──> a peer's main thread
 
-A mapping is there when all ranks have it, so that what it takes is the slowest rank's time; when one of them fails, the
-others undo it, and what it raises is raised here. Orders are carried out one after the other, in the steps' order.
+A mapping takes as long as the slowest rank. When one rank fails, the others undo, and its error is raised here. Orders
+are carried out one after the other, in the order of the steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from vmem.tensors import BlockContents, CacheTensors, CopyBlocks, LocalContents
 
 
 class _PeersOfOneMemory:
-    """Peers, where all messages are about one new memory."""
+    """`PeerRanks` whose messages concern one new memory."""
 
     def __init__(self, peers: PeerRanks) -> None:
         self._peers = peers
@@ -63,15 +63,15 @@ class _PeersOfOneMemory:
 class MirroredBackend:
     """A `Backend` whose calls happen on every rank, or on none. Addresses and handles are those of this rank.
 
-    Peers create a page when it is first mapped: `create` costs no message, and a peer without memory for it is heard of
-    in `map`, as `OutOfPages`.
+    Peers create a page when it is first mapped: `create` sends no message, and `map` raises `OutOfPages` for a peer
+    without memory.
 
-    A fence is passed when this rank has passed it: no rank gets through a layer before all have attended, because each
-    layer adds up what the ranks have. A peer may be behind by the end of a step, so that unmapping waits there too.
+    A fence is passed when this rank has passed it: ranks add up their results in every layer, so that none is a layer
+    ahead. A peer may be behind at the end of a step, so that unmapping waits there, too.
 
     Args:
-        local: this rank's, owned from now on and closed by `close`.
-        capacity_bytes, headroom_bytes: what `select_backend` gets on the peers.
+        local: this rank's backend, owned from now on and closed by `close`.
+        capacity_bytes, headroom_bytes: arguments of `select_backend` on the peers.
 
     Raises:
         MapError: a peer has no such backend.
@@ -81,12 +81,12 @@ class MirroredBackend:
         self._local = local
         self.peers = _PeersOfOneMemory(peers)
         self._lock = threading.RLock()
-        self._ranges: dict[int, AddressRange] = {}  # index, the same on all ranks → this rank's addresses
+        self._ranges: dict[int, AddressRange] = {}  # index, equal on all ranks → this rank's addresses
         self._num_reserved = 0
         self._page_bytes = 0
         self._handle_at: dict[int, int] = {}  # address → handle
         self._num_fences = 0
-        self._fences: dict[int, tuple[int, int]] = {}  # those not seen to be passed → local fence, orders before it
+        self._fences: dict[int, tuple[int, int]] = {}  # not known to be passed → local fence, orders before it
         self._orders_passed = 0
         try:
             self._check(self.peers.call_request(pack(MemoryRequest.OPEN, capacity_bytes, headroom_bytes)))
@@ -97,7 +97,7 @@ class MirroredBackend:
 
     @property
     def number(self) -> int:
-        """What the memory is called on every rank."""
+        """The memory's number on every rank."""
         return self.peers.number
 
     @property
@@ -113,7 +113,7 @@ class MirroredBackend:
         return self._local.num_mappings
 
     def index_of(self, reserved: AddressRange) -> int:
-        """What the range is called on every rank."""
+        """The range's index on every rank."""
         return next(index for index, known in self._ranges.items() if known == reserved)
 
     @one_at_a_time
@@ -156,7 +156,7 @@ class MirroredBackend:
             self._local.map(address, handles)
         except VmemError as error:
             refusal = error
-        finally:  # whatever happened here, nobody else's answers may be taken for these
+        finally:  # read the answers in any case, or the next call would read them
             replies = answers()
         failure = refusal or failure_of(replies)
         if failure is not None:
@@ -209,7 +209,7 @@ class MirroredBackend:
 
     @one_at_a_time
     def memory_info(self) -> MemoryInfo:
-        """What this rank holds, and what the poorest rank could still give."""
+        """This rank's bytes, and the least that any rank could still give."""
         answers = self.peers.call_request(pack(MemoryRequest.INFO))
         info = self._local.memory_info()
         available = [unpack(answer)[0] for answer in self._check(answers)]
@@ -221,12 +221,12 @@ class MirroredBackend:
         self._check(self.peers.call_request(pack(MemoryRequest.CLOSE, self.peers.num_ordered)))
 
     def _pass(self, fence: int) -> None:
-        """The device has passed the fence, and so all before it."""
+        """Note that the device has passed this fence and all before it."""
         for passed in [f for f in self._fences if f <= fence]:
             self._orders_passed = max(self._orders_passed, self._fences.pop(passed)[1])
 
     def _place(self, address: int) -> tuple[int, int]:
-        """(range, offset in it) of an address."""
+        """(index of the range, offset) of an address."""
         for index, reserved in self._ranges.items():
             if reserved.address <= address < reserved.end:
                 return index, address - reserved.address
@@ -248,7 +248,7 @@ class MirroredBackend:
         return replies
 
     def _undo_on_peers(self, replies: Sequence[bytes], undo: Callable[[int], Answers]) -> None:
-        """Have those peers undo something that did it, until all of them have."""
+        """Have the peers that succeeded undo the call, and retry those that fail to."""
         ranks = sum(1 << rank for rank, reply in enumerate(replies, start=1) if not is_failure(reply))
 
         def attempt() -> None:
@@ -266,8 +266,8 @@ class MirroredContents:
     """The `BlockContents` of every rank.
 
     Args:
-        local: of this rank.
-        backend: whose ranges the tensors lie in.
+        local: this rank's contents.
+        backend: owner of the tensors' ranges.
     """
 
     def __init__(self, local: BlockContents, tensors: CacheTensors, backend: MirroredBackend) -> None:
@@ -315,7 +315,7 @@ def mirror(
     headroom_bytes: int = 0,
     copy_blocks: CopyBlocks | None = None,
 ) -> tuple[Backend, Callable[[CacheTensors], BlockContents]]:
-    """What `KVMemory` works on: this rank's memory alone, or that of all ranks. Raises `MapError`."""
+    """Backend and contents for `KVMemory`: this rank's, or those of all ranks. Raises `MapError`."""
     if peers is None:
         return local, lambda tensors: LocalContents(tensors, copy_blocks)
     backend = MirroredBackend(local, peers, capacity_bytes=capacity_bytes, headroom_bytes=headroom_bytes)

@@ -1,4 +1,4 @@
-"""What rank 0 tells the memories of its peers, and how they answer."""
+"""Orders and requests from rank 0 to the memories of its peers, and their answers."""
 
 from __future__ import annotations
 
@@ -10,41 +10,35 @@ from typing import Protocol
 from vmem.errors import IntegrityError, MapError, OutOfPages, OutOfSwap, VmemError
 
 Answers = Callable[[], list[bytes]]
-ALL_RANKS = -1  # else a bit for each rank that is meant
+ALL_RANKS = -1  # else one bit a rank
 
 
 class PeerRanks(Protocol):
-    """How the other ranks are reached. When they are lost nothing is answered, and calls go on without them: whoever
-    runs the ranks has to notice."""
+    """Channel to the other ranks. If they are lost, answers are empty and calls go on: the owner of the ranks has to
+    notice."""
 
     def open_memory(self) -> int:
-        """A number for a new memory, below 256; messages about it begin with that."""
-        ...
+        """Return the number of a new memory, below 256, which its messages begin with."""
 
     @property
     def num_ordered(self) -> int:
-        """Orders so far, of whatever kind."""
-        ...
+        """Orders of all kinds so far."""
 
     def post_order(self, order: bytes) -> None:
-        """Have the main thread of every peer do something, after what was ordered before. It has to succeed."""
-        ...
+        """Send an order, which must succeed, to the main thread of every peer. Orders keep their order."""
 
     def call_order(self, order: bytes) -> Answers:
-        """The same, where it may fail. Calling the result waits for the peers' answers."""
-        ...
+        """Send an order that may fail. Calling the result waits for the peers' answers."""
 
     def post_request(self, request: bytes) -> None:
-        """Have the memory thread of every peer do something, after what was requested before. It has to succeed."""
-        ...
+        """Send a request, which must succeed, to the memory thread of every peer. Requests keep their order."""
 
     def call_request(self, request: bytes) -> Answers:
-        """The same, where it may fail. Calling the result waits for the peers' answers."""
-        ...
+        """Send a request that may fail. Calling the result waits for the peers' answers."""
 
 
 class MemoryRequest(enum.IntEnum):
-    """What a peer's memory thread does."""
+    """Requests to a peer's memory thread, with their numbers."""
 
     OPEN = 1  # capacity, headroom; the memory's first request
     CLOSE = 2  # orders to wait for
@@ -57,7 +51,7 @@ class MemoryRequest(enum.IntEnum):
 
 
 class MemoryOrder(enum.IntEnum):
-    """What a peer's main thread does with its memory."""
+    """Orders to a peer's main thread, with their numbers."""
 
     TENSORS = 1  # pickled: groups, homes, regions, region tokens
     COPY = 2  # group, sources …, targets …
@@ -67,13 +61,13 @@ class MemoryOrder(enum.IntEnum):
 
 
 class ReplyStatus(enum.IntEnum):
-    """How a peer's answer begins; numbers or a text follow."""
+    """First byte of a peer's answer; numbers or a text follow."""
 
     DONE = 0
     OUT_OF_PAGES = 1
     OUT_OF_SWAP = 2
     FAILED = 3
-    BROKEN = 4  # its books do not add up
+    BROKEN = 4  # its accounting is broken
 
 
 _ERRORS: dict[ReplyStatus, Callable[[str], VmemError]] = {
@@ -85,7 +79,7 @@ _ERRORS: dict[ReplyStatus, Callable[[str], VmemError]] = {
 
 
 def pack(kind: int, *numbers: int) -> bytes:
-    """A byte and int64s."""
+    """Encode a byte and int64s."""
     return struct.pack(f"<B{len(numbers)}q", kind, *numbers)
 
 
@@ -94,12 +88,11 @@ def unpack(message: bytes) -> tuple[int, ...]:
 
 
 def is_failure(answer: bytes) -> bool:
-    """Whether a peer's answer says that it could not do something."""
     return answer[0] != ReplyStatus.DONE
 
 
 def failure_of(answers: Sequence[bytes]) -> VmemError | None:
-    """What the first peer that failed says."""
+    """The error of the first peer that failed."""
     for rank, answer in enumerate(answers, start=1):
         if is_failure(answer):
             return _ERRORS[ReplyStatus(answer[0])](f"rank {rank}: {answer[1:].decode(errors='replace')}")

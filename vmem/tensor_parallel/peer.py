@@ -1,4 +1,4 @@
-"""The memory of a rank that keeps no books: it does what rank 0's `MirroredBackend` and `MirroredContents` say."""
+"""Peer memory: carries out the requests and orders of rank 0's `MirroredBackend` and `MirroredContents`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 class PeerMemory:
-    """The memories of one peer. Its memory thread calls `answer`; its main thread calls `obey`, and `done` after every
-    order, whatever it was.
+    """The memories of one peer. Its memory thread calls `answer`; its main thread calls `handle_order`, and `done`
+    after every order of any kind.
 
     Args:
         rank: 1 or more.
         make_backend: (capacity_bytes, headroom_bytes) → this rank's backend.
-        make_contents: what moves the contents of blocks.
     """
 
     def __init__(
@@ -42,14 +41,14 @@ class PeerMemory:
     # ---- the memory thread ----
 
     def answer(self, message: bytes) -> bytes:
-        """Do what was requested; a failed request has changed nothing."""
+        """Carry out a request; a failed one has changed nothing."""
         number, request = message[0], message[1:]
         try:
             return pack(ReplyStatus.DONE, *self._answer(number, MemoryRequest(request[0]), unpack(request)))
         except OutOfPages as error:
             return bytes([ReplyStatus.OUT_OF_PAGES]) + str(error).encode()
         except IntegrityError as error:
-            logger.exception("the books of rank %d do not add up", self._rank)
+            logger.exception("rank %d: the accounting of its KV memory is broken", self._rank)
             return bytes([ReplyStatus.BROKEN]) + str(error).encode()
         except VmemError as error:
             return bytes([ReplyStatus.FAILED]) + str(error).encode()
@@ -61,7 +60,7 @@ class PeerMemory:
                 self._memories[number] = memory
             return ()
         if number not in self._memories:
-            if request is MemoryRequest.CLOSE:  # it could not be opened here
+            if request is MemoryRequest.CLOSE:  # the backend could not be opened here
                 return ()
             raise IntegrityError(f"memory {number} is not open")
         memory = self._memories[number]
@@ -74,7 +73,7 @@ class PeerMemory:
             case MemoryRequest.RESERVE, (index, num_bytes):
                 memory.ranges[index] = memory.backend.reserve(num_bytes)
             case MemoryRequest.RELEASE, (index,):
-                if index in memory.ranges:  # else it could not be reserved here
+                if index in memory.ranges:  # else the reservation failed here
                     memory.backend.release(memory.ranges[index])
                     del memory.ranges[index]
             case MemoryRequest.DESTROY, (handle,):
@@ -93,7 +92,7 @@ class PeerMemory:
         return ()
 
     def _wait_until_done(self, memory: _Memory, num_orders: int) -> None:
-        """Until the main thread has carried out so many orders, and the device what came of them."""
+        """Wait until the main thread has carried out so many orders, and the device their work."""
         with self._orders:
             self._orders.wait_for(lambda: self._num_done >= num_orders)
             fence = memory.fence
@@ -102,10 +101,10 @@ class PeerMemory:
     # ---- the main thread ----
 
     def handle_order(self, message: bytes) -> bytes:
-        """Do what was ordered. The answer is for orders that are to be confirmed.
+        """Carry out an order. The answer matters for `call_order` only.
 
         Raises:
-            Exception: an order that has to succeed did not; this rank cannot go on.
+            Exception: an order that must succeed failed; this rank cannot continue.
         """
         memory, order = self._memories[message[0]], message[1:]
         kind = MemoryOrder(order[0])
@@ -129,11 +128,11 @@ class PeerMemory:
         return pack(ReplyStatus.DONE)
 
     def tensors(self, number: int) -> CacheTensors:
-        """The caches of a memory, once they are ordered."""
+        """The tensors of a memory, after `MemoryOrder.TENSORS`."""
         return self._memories[number].tensors
 
     def done(self) -> None:
-        """An order, of memory or of whatever else, is carried out as far as this thread is concerned."""
+        """Note that this thread has carried out an order of any kind."""
         with self._orders:
             self._num_done += 1
             for memory in self._memories.values():
@@ -145,8 +144,8 @@ class _Memory:
     """Pages and ranges of one memory.
 
     Attributes:
-        ranges: by the index that they have on every rank.
-        fence: after the last order that is done.
+        ranges: by their index on every rank.
+        fence: after the last order carried out.
     """
 
     tensors: CacheTensors
@@ -166,14 +165,14 @@ class _Memory:
         regions: Sequence[Sequence[int]],
         region_tokens: Sequence[int],
     ) -> CacheTensors:
-        """`CacheTensors` over ranges that are named by their indices."""
+        """Create `CacheTensors` over the ranges with these indices."""
         home_ranges, region_ranges = (
             [[self.ranges[i] for i in indices] for indices in kind] for kind in (homes, regions)
         )
         return CacheTensors(self.backend, groups, home_ranges, region_ranges, region_tokens)
 
     def map(self, address: int, page_bytes: int, handles: Sequence[int]) -> None:
-        """Pages that are not there yet are created."""
+        """Map pages, creating new ones first."""
         created = []
         try:
             for handle in handles:
@@ -187,8 +186,8 @@ class _Memory:
             raise
 
     def destroy(self, handle: int) -> None:
-        """Nobody waits for an answer. What cannot be destroyed stays, and is used again with the handle."""
-        if handle not in self._handles:  # it was never mapped
+        """Destroy a page that was ever mapped. A page that cannot be destroyed is reused with its handle."""
+        if handle not in self._handles:
             return
         try:
             self.backend.destroy(self._handles[handle])

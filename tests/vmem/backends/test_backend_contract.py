@@ -10,16 +10,7 @@ import torch
 from tests.vmem.backends.fake_driver import FakeDriver
 from tests.vmem.backends.stand_in_driver import StandInDriver, skip_without_stand_in
 from tests.vmem.direct_peers import DirectPeers
-from vmem import (
-    AddressRange,
-    Backend,
-    CudaBackend,
-    HostBackend,
-    IntegrityError,
-    MapError,
-    MirroredBackend,
-    OutOfPages,
-)
+from vmem import AddressRange, Backend, CudaBackend, HostBackend, IntegrityError, MapError, MirroredBackend, OutOfPages
 from vmem.backends.cuda import CPU
 
 NUM_PAGES = 8

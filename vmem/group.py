@@ -254,16 +254,16 @@ class GroupMemory:
     def map_places(self, region: Region, start: int, block_ids: Sequence[int]) -> None:
         """Map blocks in the region's places from `start` on."""
         with _Undo() as undo:
-            for i, address in enumerate(self._place_addresses(region, start)):
+            for i, address in enumerate(self.place_addresses(region, start)):
                 self._map(undo, address, [self.handles[b][i] for b in block_ids])
 
     def unmap_places(self, region: Region, start: int, block_ids: Sequence[int]) -> None:
         """Unmap these blocks in the region's places from `start` on."""
         with _Undo() as undo:
-            for i, address in enumerate(self._place_addresses(region, start)):
+            for i, address in enumerate(self.place_addresses(region, start)):
                 self._unmap(undo, address, [self.handles[b][i] for b in block_ids])
 
-    def _place_addresses(self, region: Region, place: int) -> list[int]:
+    def place_addresses(self, region: Region, place: int) -> list[int]:
         offset = (region.slot * self.region_blocks + place) * self._page_bytes
         return [reserved.address + offset for reserved in self.ranges]
 

@@ -50,6 +50,7 @@ class Mapper:
     Attributes:
         fence: of the last launched step, which may still read what is freed now.
         is_working: whether the thread has work in hand.
+        death: the error that ended the thread.
     """
 
     def __init__(self, backend: Backend, lock: MemoryLock, policy: MappingPolicy) -> None:
@@ -64,7 +65,7 @@ class Mapper:
         self._stopping = False
         self._failures_in_a_row = 0
         self._failure: VmemError | None = None
-        self._death: BaseException | None = None
+        self.death: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -142,8 +143,8 @@ class Mapper:
             raise failure
 
     def _raise_death(self) -> None:
-        if self._death is not None:
-            raise IntegrityError(f"the mapper thread has died: {self._death!r}") from self._death
+        if self.death is not None:
+            raise IntegrityError(f"the mapper thread has died: {self.death!r}") from self.death
 
     def _wait_while(self, condition: Callable[[], bool]) -> None:
         """Wait for the work in hand. The thread begins no other meanwhile: a step must not wait for a long list."""
@@ -176,7 +177,7 @@ class Mapper:
         except BaseException as error:
             logger.exception("the mapper thread dies")
             with self._lock:
-                self._death = error
+                self.death = error
                 self.is_working = False
                 self._lock.notify_all()
 

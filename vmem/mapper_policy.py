@@ -100,6 +100,8 @@ class MappingPolicy:
         demand: of each group, the recent prompts.
         free_blocks_wanted: of each group, blocks that the next step will allocate without a region.
         floor: pages that are created at the start and kept.
+        options: may be replaced in tests.
+        unit_pages: the most pages of one unit of work.
     """
 
     def __init__(
@@ -115,8 +117,8 @@ class MappingPolicy:
         self._pages = pages
         self._groups = groups
         self._tree = tree
-        self._options = options
-        self._unit_pages = max(1, backend.max_call_bytes // pages.page_bytes)
+        self.options = options
+        self.unit_pages = max(1, backend.max_call_bytes // pages.page_bytes)
         self.floor = floor
         self.demand = [PromptDemand() for _ in groups]
         self.free_blocks_wanted = [0] * len(groups)
@@ -152,9 +154,9 @@ class MappingPolicy:
             return None
         since = [at for group in self._groups if (at := group.pool.oldest_free_since()) is not None]
         since += [at for group in self._groups for region, at in self._tails(group) if self._frees(group, region)]
-        due = [at + self._options.idle_release_s for at in since]
+        due = [at + self.options.idle_release_s for at in since]
         cached = [(group.pool, group.pool.oldest_cached()) for group in self._groups]
-        keep_s = max(self._options.cache_release_s, self._options.idle_release_s)
+        keep_s = max(self.options.cache_release_s, self.options.idle_release_s)
         due += [pool.freed_at[b] + keep_s for pool, b in cached if b is not None]
         return min(max(min(due) - now, _FENCE_POLL_S), _LONGEST_WAIT_S) if due else None
 
@@ -209,7 +211,7 @@ class MappingPolicy:
 
     def _reclaim(self) -> MappingWork | None:
         """When free pages run low: unmap the tails of the regions parked longest (vAttention §6.2.2)."""
-        if self._num_takable_pages >= self._options.reclaim_threshold * self._pages.budget:
+        if self._num_takable_pages >= self.options.reclaim_threshold * self._pages.budget:
             return None
         return self._unmap_tail(parked_only=True, idle_since=math.inf, frees=False)
 
@@ -223,9 +225,9 @@ class MappingPolicy:
 
     def _map_ahead(self) -> MappingWork | None:
         """Regions for the next prompts (vAttention §6.2.2, eager allocation)."""
-        if not self._options.eager_allocation:
+        if not self.options.eager_allocation:
             return None
-        spare = self._num_takable_pages - self._options.reclaim_threshold * self._pages.budget
+        spare = self._num_takable_pages - self.options.reclaim_threshold * self._pages.budget
         for group, demand in zip(self._groups, self.demand, strict=True):
             depth = min(self._eager_depth(demand), group.region_blocks)
             ready = sum(self._is_ready(group, region, depth) for region in group.parked)
@@ -254,8 +256,8 @@ class MappingPolicy:
             return None
         return self._give_back(
             excess,
-            freed_before=self.now - self._options.idle_release_s,
-            cached_before=self.now - max(self._options.cache_release_s, self._options.idle_release_s),
+            freed_before=self.now - self.options.idle_release_s,
+            cached_before=self.now - max(self.options.cache_release_s, self.options.idle_release_s),
         )
 
     # ---- their parts ----
@@ -301,7 +303,7 @@ class MappingPolicy:
         """Release up to `excess` pages: spare ones, those of free blocks, then of blocks in regions' tails, then of
         content cached before `cached_before`."""
         if self._pages.spare:
-            return DestroyPages(self._backend, self._pages, min(excess, self._unit_pages))
+            return DestroyPages(self._backend, self._pages, min(excess, self.unit_pages))
         for group in self._groups:
             count = min(-(-excess // group.num_slices), self._unit_blocks(group))
             block_ids, fence = group.pool.detachable(count, freed_before=freed_before)
@@ -362,7 +364,7 @@ class MappingPolicy:
         return tails + [(r, r.touched) for r in group.held if len(r.mapped_blocks) > max(r.used, r.wanted)]
 
     def _eager_depth(self, demand: PromptDemand) -> int:
-        return demand.depth if self.now - demand.last_at < self._options.idle_release_s else 0
+        return demand.depth if self.now - demand.last_at < self.options.idle_release_s else 0
 
     def _may_change(self, region: Region) -> bool:
         if region.busy:
@@ -373,7 +375,7 @@ class MappingPolicy:
         return False
 
     def _unit_blocks(self, group: GroupMemory) -> int:
-        return max(1, self._unit_pages // group.num_slices)
+        return max(1, self.unit_pages // group.num_slices)
 
     @property
     def _num_takable_pages(self) -> int:
@@ -384,4 +386,4 @@ class MappingPolicy:
 
     @property
     def _mappings_left(self) -> int:
-        return self._options.max_mappings - self._backend.num_mappings
+        return self.options.max_mappings - self._backend.num_mappings

@@ -257,7 +257,7 @@ def pages_read(memory: KVMemory, demands: Iterable[StepDemand]) -> set[int]:
             size = group.layout.home_bytes
             for place in range(table.first, group.layout.num_blocks(demand.end)):
                 if table.region is not None:
-                    addresses.update(group._place_addresses(table.region, place))
+                    addresses.update(group.place_addresses(table.region, place))
                     continue
                 for home in group.homes:
                     begin = home.address + table.block_ids[place] * size

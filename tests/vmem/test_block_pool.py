@@ -40,7 +40,7 @@ def test_low_neighbours_first() -> None:
     assert pool.allocate_free(9) == [0, 2, 4, 5]
 
 
-def test_what_a_region_shows_is_tied_until_it_is_hidden() -> None:
+def test_a_freed_block_is_free_mapped_until_no_region_maps_it() -> None:
     pool = warm(3)
     pool.allocate_free(2)
     pool.note_region_mapped([0, 1, 0])
@@ -55,7 +55,7 @@ def test_what_a_region_shows_is_tied_until_it_is_hidden() -> None:
         pool.note_region_unmapped([1])
 
 
-def test_the_longest_free_are_detached_first() -> None:
+def test_blocks_freed_first_are_detached_first() -> None:
     pool = warm(4)
     pool.allocate_free(4)
     for moment, block_id in enumerate((3, 1, 0, 2)):
@@ -71,7 +71,7 @@ def test_the_longest_free_are_detached_first() -> None:
     pool.check_integrity(Counter(), Counter())
 
 
-def test_eager_blocks_are_counted_until_somebody_takes_them() -> None:
+def test_eager_blocks_are_counted_until_allocated() -> None:
     pool = warm(3)
     block_ids = pool.begin_map_ahead(2)
     assert (block_ids, pool.num_owned, pool.num_free) == ([0, 1], 0, 1)

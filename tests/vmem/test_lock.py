@@ -1,4 +1,4 @@
-"""Who waits for whom: nobody for the books while the device works, and changes of what is owned for each other."""
+"""The memory's lock: free while the device works; calls that change ownership take turns."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, owner: object, names: tuple[str, ...]
 def test_others_read_and_set_while_the_device_works(
     backend: type, no_thread: None, other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lock was held over copies, mapping and fences: an event loop that wanted a figure stood still meanwhile."""
+    """Regression: the lock was held over copies, mapping and fences, and an event loop waited for a report."""
     memory, device = make_memory(backend, num_pages=NUM_PAGES, swap_pages=20, deferred_reclamation=False)
     seen: set[str] = set()
     revision = 0
@@ -71,8 +71,8 @@ def test_others_read_and_set_while_the_device_works(
     assert seen == {*DEVICE_CALLS, *COPIES}
 
 
-def test_figures_are_read_while_somebody_has_the_books(other: ThreadPoolExecutor) -> None:
-    """`report` and `cached_keys` waited for the lock, however long it was held."""
+def test_reports_are_read_while_the_lock_is_held(other: ThreadPoolExecutor) -> None:
+    """Regression: `report` and `cached_keys` waited for the lock without a limit."""
     memory, _ = make_memory()
     with memory.lock:
         assert other.submit(memory.prefixes.cached_keys, 100).result(DEADLINE_S) == NO_KEYS  # not known yet
@@ -92,7 +92,7 @@ def test_figures_are_read_while_somebody_has_the_books(other: ThreadPoolExecutor
 
 
 def test_calls_of_the_engine_publish_a_report(other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else who cannot have the books is told of the time when somebody last could."""
+    """Else a reader without the lock gets the figures of the last reader with it."""
     monkeypatch.setattr(report, "_RENEWED_AFTER_S", -1.0)
     memory, _ = make_memory()
     sequence = memory.create_sequence("block_table")
@@ -103,7 +103,7 @@ def test_calls_of_the_engine_publish_a_report(other: ThreadPoolExecutor, monkeyp
 
 
 def test_the_engine_reads_what_it_has_written(other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own thread was told of the time before its last call, because the mapper had the books."""
+    """Regression: the engine's thread got figures from before its last call, because the mapper held the lock."""
     monkeypatch.setattr(lock, "_PATIENCE_S", 0.0)
     memory, _ = make_memory()
     sequence = memory.create_sequence("block_table")
@@ -119,7 +119,7 @@ def test_the_engine_reads_what_it_has_written(other: ThreadPoolExecutor, monkeyp
 def test_the_mapper_begins_nothing_beside_a_call_and_goes_on_after_it(
     other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It might take what the engine has looked at."""
+    """The mapper might take blocks that the call has just checked."""
     memory, device = make_memory(num_pages=NUM_PAGES)
     for i in range(3):  # more pages than the least budget has
         cache(memory, list(range(i * MAX_TOKENS, (i + 1) * MAX_TOKENS)))
@@ -139,8 +139,8 @@ def test_the_mapper_begins_nothing_beside_a_call_and_goes_on_after_it(
     finish(memory, sequence, child)
 
 
-def test_calls_that_change_what_is_owned_take_turns(other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While blocks are restored no sequence owns them yet: an audit in between says that the books are wrong."""
+def test_calls_that_change_ownership_take_turns(other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While blocks are restored no sequence owns them yet: an audit in between would fail."""
     memory, _ = make_memory(num_pages=NUM_PAGES, swap_pages=20)
     swapped = memory.swap_out([begin(memory, 40)])
     audits: list[Future[None]] = []
@@ -155,9 +155,7 @@ def test_calls_that_change_what_is_owned_take_turns(other: ThreadPoolExecutor, m
     finish(memory, *sequences)
 
 
-def test_an_audit_does_not_keep_others_from_the_books(
-    other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_audit_runs_without_the_lock(other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, _ = make_memory(num_pages=NUM_PAGES)
     asked: list[str] = []
 
@@ -174,7 +172,7 @@ def test_an_audit_does_not_keep_others_from_the_books(
 def test_a_device_without_an_event_is_waited_for_without_a_lock(
     other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who asked whether a fence is passed, the mapper with all the books in hand, waited for the device, too."""
+    """Regression: the mapper, asking for a fence with the lock held, waited for the device, too."""
     memory, device = make_memory(FlakyCuda)
     assert isinstance(device, FlakyCuda)
     synchronised = threading.Event()
@@ -190,8 +188,8 @@ def test_a_device_without_an_event_is_waited_for_without_a_lock(
     finish(memory)
 
 
-def test_regions_nobody_has_cost_nothing() -> None:
-    """`max_num_seqs: 10⁹` took the machine's memory for a list of free slots."""
+def test_unused_regions_cost_nothing() -> None:
+    """Regression: `max_num_seqs: 10⁹` filled the machine's memory with a list of free slots."""
     tracemalloc.start()
     try:
         memory, _ = make_memory(num_regions=10**7)
@@ -206,7 +204,7 @@ def test_regions_nobody_has_cost_nothing() -> None:
 
 @pytest.mark.parametrize("num_regions", [10**12, 10**30])
 def test_more_regions_than_addresses_are_refused(num_regions: int) -> None:
-    """The lowest 64 bits of the size are a range that is too small, and mappings behind it replace other memory."""
+    """Regression: the size's lowest 64 bits made a range too small, and mappings behind it replaced other memory."""
     with pytest.raises(MapError, match=r"reservation of|that can be addressed"):
         make_memory(num_regions=num_regions)
 

@@ -1,8 +1,7 @@
-"""KV memory, one promise at a time; `test_memory_machine.py` mixes them."""
+"""KV memory, one behaviour at a time; `test_memory_machine.py` mixes them."""
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -111,7 +110,7 @@ def test_pages_come_on_demand_and_only_for_blocks() -> None:
 
 
 def test_the_mapping_budget_turns_regions_into_block_tables(no_thread: None) -> None:
-    """ "auto" takes a region while there are mappings left, and loses it when there are not even parked ones."""
+    """ "auto" has a region while mappings are left, and is demoted once even parked ones are used up."""
     memory, _ = make_memory(max_mappings=20 + NUM_ANCHORS)
     first = begin(memory, 5 * BLOCK_TOKENS, "auto")  # five at home, five in its region
     assert first.view == "region"
@@ -180,8 +179,8 @@ def test_a_fork_adopts_the_region_that_begins_with_its_prefix(no_thread: None) -
     finish(memory, parent, again)
 
 
-def test_stolen_places_are_mapped_anew(no_thread: None) -> None:
-    """Blocks a parked region shows may go to others; whoever adopts it then sees its own blocks, not theirs."""
+def test_stale_places_are_remapped(no_thread: None) -> None:
+    """Free-mapped blocks may be allocated to others; the adopter of their region maps its own blocks instead."""
     memory, _ = make_memory(num_pages=10, num_regions=2)
     memory.free(begin(memory, 160))
     thief = begin(memory, 64, "block_table")
@@ -197,7 +196,7 @@ def test_stolen_places_are_mapped_anew(no_thread: None) -> None:
 
 
 @pytest.mark.parametrize("policy", ["region", "block_table"])
-def test_a_shared_last_block_is_copied_by_whoever_writes_first(policy: str, no_thread: None) -> None:
+def test_a_shared_last_block_is_copied_before_the_first_write(policy: str, no_thread: None) -> None:
     memory, _ = make_memory(FlakyCuda)
     parent = begin(memory, 40, policy)
     child = memory.fork(parent, 40)
@@ -219,7 +218,7 @@ def test_a_shared_last_block_is_copied_by_whoever_writes_first(policy: str, no_t
     finish(memory, parent, child)
 
 
-def test_a_copy_of_a_copy_that_was_not_made_yet(no_thread: None) -> None:
+def test_a_copy_of_a_due_copy(no_thread: None) -> None:
     memory, _ = make_memory()
     first = begin(memory, 10)
     second = memory.fork(first, 10)
@@ -271,7 +270,7 @@ def test_blocks_that_leave_the_window_are_freed_and_unmapped(no_thread: None) ->
 
 
 def test_groups_share_one_budget(no_thread: None) -> None:
-    """What one group's sequences freed becomes pages of the other, although its blocks have them."""
+    """Pages of one group's freed blocks go to the other."""
     memory, _ = make_memory(num_pages=20, windowed=True, max_tokens=160)
     memory.free(begin(memory, 160))  # ten pages in each group
     pool = memory.group_memories[0].pool
@@ -292,7 +291,7 @@ def test_groups_share_one_budget(no_thread: None) -> None:
 @pytest.mark.parametrize("backend", [FlakyHost, FlakyCuda, FlakyStandIn, FlakyMirror])
 @pytest.mark.parametrize("fail_at", range(1, 60))
 def test_a_failure_at_each_call_changes_nothing(backend: type, fail_at: int, no_thread: None) -> None:
-    """Growing, forking, copying, hiding and giving back, with call k failing: the same calls work a moment later."""
+    """Append, fork, copy, unmap and release with call k failing: the same calls succeed a moment later."""
     memory, device = make_memory(backend, kind="per_layer", windowed=True, idle_release_s=0.0, num_pages=60)
     parent = begin(memory, 40)
     device.fail_at = device.num_calls + fail_at
@@ -325,7 +324,7 @@ def test_a_failure_at_each_call_changes_nothing(backend: type, fail_at: int, no_
 
 
 def test_a_page_that_cannot_be_destroyed_is_kept(no_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mapping fails, and so does giving back the pages made for it: they are spare, and used by the next."""
+    """Mapping fails, and so does destroying the new pages: they become spare, and the next call uses them."""
     memory, device = make_memory(FlakyCuda)
     sequence = memory.create_sequence("block_table")
     with monkeypatch.context() as patch:
@@ -371,8 +370,8 @@ def test_misuse_is_refused() -> None:
     memory.close()
 
 
-def test_whatever_call_of_the_construction_fails_nothing_is_left() -> None:
-    """The anchor page's among them, in a memory of two layer groups and states."""
+def test_a_failure_at_each_call_of_the_constructor_leaves_nothing() -> None:
+    """With two layer groups and states, calls for the anchor page included."""
     fails_at = 0
     while True:
         fails_at += 1
@@ -398,8 +397,8 @@ def test_whatever_call_of_the_construction_fails_nothing_is_left() -> None:
 
 
 @pytest.mark.parametrize("kind", ["interleaved", "per_layer"])
-def test_one_page_is_behind_the_beginning_of_every_range(kind: LayoutKind) -> None:
-    """Triton refuses a tensor that begins with a hole. The page is nobody's: rows that fill up a batch write there."""
+def test_the_anchor_page_is_at_the_beginning_of_every_range(kind: LayoutKind) -> None:
+    """Triton refuses a tensor that begins with a hole; padding rows write to the anchor page."""
     memory, device = make_memory(FlakyCuda, kind=kind, num_pages=80, windowed=True, stateful=True, idle_release_s=0.0)
     tensors = memory.tensors
     [state, *_] = tensors.state_view()
@@ -523,8 +522,8 @@ def test_the_depth_follows_the_prompts() -> None:
     assert (demand.depth, demand.num_regions) == (9, 1)
 
 
-def test_low_memory_unmaps_what_is_parked(no_thread: None) -> None:
-    """Under the threshold the regions parked longest give way, and their blocks are ready without any mapping call."""
+def test_low_memory_unmaps_parked_regions(no_thread: None) -> None:
+    """Under the threshold the regions parked longest are unmapped; their blocks become free without a mapping call."""
     memory, _ = make_memory(num_pages=20, reclaim_threshold=0.5, num_regions=4)
     sequences = [begin(memory, 80) for _ in range(4)]
     for sequence in sequences:
@@ -540,8 +539,8 @@ def refuse(*_: object) -> None:
     raise MapError("injected")
 
 
-def test_a_device_that_takes_nothing_back_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests go on meanwhile, and the report says so."""
+def test_failing_unmaps_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests go on meanwhile, and the report counts the failures."""
     memory, device = make_memory(idle_release_s=0.0)
     sequence = begin(memory, 64)
     with monkeypatch.context() as patch:
@@ -554,13 +553,13 @@ def test_a_device_that_takes_nothing_back_is_asked_again(monkeypatch: pytest.Mon
     finish(memory, sequence)
 
 
-def test_mapping_that_keeps_failing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the mapper could not do for a step three times in a row, the next step hears; idle pages still go back."""
+def test_mapping_that_keeps_failing_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step raises what the mapper failed at three times in a row; idle pages still go back."""
     memory, device = make_memory(idle_release_s=0.01)
     sequence, idle = begin(memory, 16), begin(memory, 48)
     memory.free(idle)
 
-    def told() -> bool:
+    def is_raised() -> bool:
         memory.plan([StepDemand(sequence, 16, 40)])
         try:
             memory.ensure([StepDemand(sequence, 15, 16)])
@@ -570,7 +569,7 @@ def test_mapping_that_keeps_failing_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
     with monkeypatch.context() as patch:
         patch.setattr(device, "map", refuse)
-        until(told)
+        until(is_raised)
         until(lambda: memory.report().physical_bytes == PAGE_BYTES)
     memory.check_integrity()
     finish(memory, sequence)
@@ -585,7 +584,7 @@ def test_a_dead_mapper_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(memory.policy, "next_work", broken)
     memory.plan([])
-    until(lambda: memory.mapper._death is not None)
+    until(lambda: memory.mapper.death is not None)
     calls: list[Callable[[], object]] = [
         lambda: memory.ensure([StepDemand(sequence, 0, 16)]),
         lambda: memory.append(sequence, 17),
@@ -597,8 +596,8 @@ def test_a_dead_mapper_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     finish(memory, sequence)
 
 
-def test_what_the_mapper_has_in_hand_is_still_free(no_thread: None) -> None:
-    """Blocks that are being mapped ahead counted as owned: a request alone was preempted for want of a page."""
+def test_blocks_that_the_mapper_moves_count_as_free(no_thread: None) -> None:
+    """Regression: blocks being mapped ahead counted as owned, and the only request was preempted."""
     memory, _ = make_memory(num_pages=10)
     sequence = begin(memory, 16)
     free = memory.num_free_pages
@@ -614,29 +613,29 @@ def test_what_the_mapper_has_in_hand_is_still_free(no_thread: None) -> None:
     finish(memory, sequence)
 
 
-def test_a_region_that_the_mapper_has_in_hand_is_waited_for() -> None:
-    """The only parked region was busy: that counted as none, and failed every request in flight."""
+def test_a_busy_region_is_waited_for() -> None:
+    """Regression: a busy region, the only parked one, counted as none and failed every request in flight."""
     memory, _ = make_memory(num_regions=1)
     memory.free(begin(memory, 40))
     [region] = memory.group_memories[0].parked
     with memory.lock:
         region.busy = True
 
-    def let_go() -> None:
+    def release() -> None:
         with memory.lock:
             region.busy = False
             memory.lock.notify_all()
 
-    timer = threading.Timer(0.05, let_go)
+    timer = threading.Timer(0.05, release)
     timer.start()
     finish(memory, begin(memory, 40))
     timer.join()
 
 
-def test_a_step_waits_for_one_unit_and_not_for_the_whole_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mapper went from one unit of a region to the next, and a step that needed it waited for all of them."""
+def test_a_step_waits_for_one_unit_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the mapper went from unit to unit of a region, and a step that needed it waited for all."""
     memory, device = make_memory()
-    monkeypatch.setattr(memory.policy, "_unit_pages", 1)
+    monkeypatch.setattr(memory.policy, "unit_pages", 1)
     sequence = memory.create_sequence("region")
     memory.append(sequence, 80)
     gate, begun = threading.Event(), threading.Event()
@@ -662,7 +661,7 @@ def test_a_step_waits_for_one_unit_and_not_for_the_whole_list(monkeypatch: pytes
     finish(memory, sequence)
 
 
-def test_a_refused_mapping_costs_the_region_not_the_request(no_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_mapping_demotes_the_sequence(no_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, device = make_memory()
     automatic, forced = begin(memory, 20, "auto"), begin(memory, 20, "region")
     for sequence in (automatic, forced):
@@ -679,7 +678,7 @@ def test_a_refused_mapping_costs_the_region_not_the_request(no_thread: None, mon
 
 
 def test_forced_regions_take_mappings_from_parked_ones(no_thread: None) -> None:
-    """The budget of mappings was ignored: parked regions nobody could use any more stayed mapped for ever."""
+    """Regression: `max_mappings` was ignored, and useless parked regions stayed mapped for ever."""
     memory, _ = make_memory(num_pages=40, max_mappings=25, num_regions=8)
     for _ in range(3):
         sequences = [begin(memory, 32) for _ in range(4)]
@@ -692,8 +691,8 @@ def test_forced_regions_take_mappings_from_parked_ones(no_thread: None) -> None:
     finish(memory)
 
 
-def test_copies_nobody_needs_are_not_made(no_thread: None) -> None:
-    """Both ends freed before a step: the copy held its pages for ever. And growing twice copied twice."""
+def test_unneeded_copies_are_dropped(no_thread: None) -> None:
+    """Regression: a copy whose both ends were freed held its pages for ever, and growing twice copied twice."""
     memory, _ = make_memory(num_pages=10)
     parent = begin(memory, 150, "block_table")
     memory.truncate(parent, 10)
@@ -708,7 +707,7 @@ def test_copies_nobody_needs_are_not_made(no_thread: None) -> None:
 
 
 def test_the_pages_of_a_copy_stay_until_it_is_made(no_thread: None) -> None:
-    """They were freed with the fence of the step before, which had passed: unmapped while the copy ran."""
+    """Regression: freed with the fence of the step before, they were unmapped while the copy ran."""
     memory, device = make_memory(FlakyCuda, idle_release_s=0.0)
     assert isinstance(device, FlakyCuda)
     parent = begin(memory, 10, "block_table")
@@ -726,8 +725,8 @@ def test_the_pages_of_a_copy_stay_until_it_is_made(no_thread: None) -> None:
     finish(memory, child)
 
 
-def test_a_full_device_lends_from_the_other_group(no_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gives less than the budget says: pages of another group's free blocks do instead."""
+def test_a_full_device_takes_pages_from_the_other_group(no_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has less memory than the budget: pages of another group's free blocks are used instead."""
     memory, device = make_memory(windowed=True, num_pages=40)
     sequence = begin(memory, 96, "block_table")
     memory.append(sequence, 97)
@@ -754,11 +753,11 @@ def test_idle_memory_goes_back_to_the_machine() -> None:
     memory, device = make_memory(FlakyHost, idle_release_s=0.05, eager_allocation=True, num_pages=80)
     assert isinstance(device, HostBackend)
     sequences = [begin(memory, 100, policy) for policy in ("region", "block_table", "auto")]
-    assert os.fstat(device._memfd).st_blocks * 512 >= 21 * PAGE_BYTES
+    assert device.memory_info().physical_bytes >= 21 * PAGE_BYTES
     for sequence in sequences:
         memory.free(sequence)
     until(lambda: memory.report().physical_bytes == 0)
-    assert os.fstat(device._memfd).st_blocks * 512 == memory.report().anchor_bytes == PAGE_BYTES
+    assert device.memory_info().physical_bytes == memory.report().anchor_bytes == PAGE_BYTES
     assert memory.report().num_mappings == NUM_ANCHORS
     sequence = begin(memory, 100)
     finish(memory, sequence)
@@ -772,7 +771,7 @@ def test_the_floor_is_there_at_once_and_stays() -> None:
     for sequence in sequences:
         memory.free(sequence)
     until(lambda: memory.report().physical_bytes == 12 * PAGE_BYTES)
-    time.sleep(0.02)
+    memory.wait_for_progress(0.02)  # which nothing interrupts
     assert memory.report().physical_bytes == 12 * PAGE_BYTES
     finish(memory)
 
@@ -795,7 +794,7 @@ def test_a_lower_budget_takes_free_pages_first() -> None:
     memory.close()
 
 
-def test_more_owned_than_the_budget_shows_as_negative() -> None:
+def test_free_pages_are_negative_beyond_a_lowered_budget() -> None:
     memory, _ = make_memory(num_pages=40)
     sequences = [begin(memory, 100, "block_table") for _ in range(4)]
     assert memory.set_budget(14 * PAGE_BYTES, 1) == "deferred"

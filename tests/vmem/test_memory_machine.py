@@ -1,6 +1,7 @@
-"""Random use of KV memory against a plain model: what was written through one view is read through every other, what
-the prefix cache gives is what these very tokens left, the books add up after every rule, no mapping is changed under a
-running step, and at the end nothing is left.
+"""Random use of KV memory against a plain model.
+
+Contents written through one view are read through every other, prefix hits have the contents of the same tokens, the
+accounting adds up after every rule, no mapping changes under a running step, and at the end nothing is left.
 
 CI runs about 6,600 rules; `pytest --hypothesis-profile=nightly tests/vmem/test_memory_machine.py` more than 100,000.
 """
@@ -57,7 +58,7 @@ _STEPS = 50
 
 
 def colliding_hash(parent: bytes, content: bytes) -> bytes:
-    """Three values for everything there is."""
+    """A hash with three values."""
     return bytes([stable_hash(parent, content)[0] % 3])
 
 
@@ -150,7 +151,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def submit(
         self, policy: str, documents: list[int], common: int, own: int, salt: str, view: str, fails: bool
     ) -> None:
-        """Prompts that come in one step, those of one document sharing what the step computes."""
+        """Prompts in one step; those of one document share the units that the step computes."""
         demands = []
         shared_with_step: list[SequenceMemory] = []
         for document in documents:
@@ -288,7 +289,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(fraction=st.floats(0, 1))
     def set_budget(self, fraction: float) -> None:
-        fewest = self.memory.pages.fewest + self.memory.pages.num_pinned
+        fewest = self.memory.least_budget_bytes // PAGE_BYTES
         pages = fewest + math.floor(fraction * (self.num_pages - fewest))
         self.revision += 1
         assert self.memory.set_budget(pages * PAGE_BYTES, self.revision) in ("applied", "deferred")
@@ -311,7 +312,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(calls=st.integers(1, 12))
     def fail_soon(self, calls: int) -> None:
-        """Some call from now, whosever it is, fails."""
+        """Make one of the next calls of the device fail."""
         self.backend.fail_at = self.backend.num_calls + calls
 
     # ---- checks ----
@@ -365,12 +366,12 @@ class MemoryMachine(RuleBasedStateMachine):
             assert self.backend.fail_at >= 0
 
     def _fresh(self, count: int) -> list[int]:
-        """Tokens nobody else has."""
+        """Tokens of no other sequence."""
         self.next_token += count
         return list(range(self.next_token - count, self.next_token))
 
     def _has_room_ahead(self, sequence: SequenceMemory) -> bool:
-        """Whether `grow` has given it room for tokens that were never computed: the state is not of that length."""
+        """Whether `grow` has added blocks for tokens never computed: the state is not of that length."""
         return self.memory.prefixes.has_states and sequence.num_tokens != len(self.written[sequence].ids)
 
     def _step(self, demands: list[StepDemand], view: str, *, fails: bool = False) -> bool:

@@ -1,4 +1,4 @@
-"""Which cached prefixes are told to be wanted most, and what is forgotten on purpose."""
+"""Hits of cached prefixes, deliberate eviction, and pins."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def hot(memory: KVMemory, most_tokens: int = 10_000) -> list[tuple[int, tuple[st
     return [(len(p.token_ids), p.keys, p.hits) for p in memory.prefixes.hot_prefixes(most_tokens)]
 
 
-def test_the_most_wanted_come_first_and_among_equals_the_latest() -> None:
+def test_hot_prefixes_are_ordered_by_hits_then_latest_first() -> None:
     memory, _ = make_memory()
     for seed, times in ((1, 2), (2, 4), (3, 2), (4, 1)):  # the first time nothing is found
         ask(memory, prompt(33, seed), times)
@@ -33,15 +33,15 @@ def test_the_most_wanted_come_first_and_among_equals_the_latest() -> None:
     assert memory.prefixes.hot_prefixes(10_000)[0].token_ids == tuple(prompt(32, 2))
 
 
-def test_keys_go_with_a_prefix() -> None:
+def test_hot_prefixes_have_their_keys() -> None:
     memory, _ = make_memory()
     ask(memory, prompt(20), 2, ("tenant:a", "salt:b"))
     ask(memory, prompt(20), 3, ("tenant:ab",))
     assert hot(memory) == [(16, ("tenant:ab",), 2), (16, ("tenant:a", "salt:b"), 1)]
 
 
-def test_what_prefixes_have_in_common_counts_once() -> None:
-    """Two go on from the same 32 tokens, which were asked for most: both need them."""
+def test_common_units_of_hot_prefixes_count_once() -> None:
+    """Two prefixes continue the same 32 tokens, which have the most hits."""
     memory, _ = make_memory()
     common = prompt(32)
     ask(memory, [*common, 7], 5)
@@ -53,15 +53,15 @@ def test_what_prefixes_have_in_common_counts_once() -> None:
     assert hot(memory, 31) == []
 
 
-def test_what_is_not_cached_any_more_is_not_hot() -> None:
+def test_evicted_prefixes_are_not_hot() -> None:
     memory, _ = make_memory()
     ask(memory, prompt(20), 3)
     memory.tree.clear()
     assert hot(memory) == []
-    assert not list(memory.tree._hot)
+    memory.check_integrity()
 
 
-def test_only_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hits_are_counted_for_the_latest_prefixes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vmem.prefix_summary._MOST_HOT", 2)
     memory, _ = make_memory()
     for seed in (1, 2, 3):
@@ -70,7 +70,7 @@ def test_only_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_long_chains_that_do_not_fit_are_walked_once() -> None:
-    """Regression: whoever asked held up all who needed the memory's books meanwhile."""
+    """Regression: the walk held the memory's lock for too long."""
     nodes: HotNodes[tuple[int, int]] = HotNodes()  # (chain, units down to here)
     visited = 0
 
@@ -90,7 +90,7 @@ def test_long_chains_that_do_not_fit_are_walked_once() -> None:
     assert nodes.best(1100, units_of, lambda _: True) == [((0, 100), 2), ((19, 1000), 1)]
 
 
-def test_prefixes_of_some_keys_are_forgotten() -> None:
+def test_prefixes_are_evicted_by_their_keys() -> None:
     memory, _ = make_memory()
     ask(memory, prompt(40), 2)
     ask(memory, prompt(40), 2, ("warm-up",))
@@ -112,7 +112,7 @@ def pin(memory: KVMemory, name: str, ids: list[int], keys: tuple[str, ...] = ())
         memory.check_integrity()
 
 
-def test_pinning_the_same_again_changes_nothing() -> None:
+def test_pinning_the_same_prefix_again_changes_nothing() -> None:
     memory, _ = make_memory(num_pages=64)
     pin(memory, "p", prompt(32), ("tenant:a",))
     before = memory.report()
@@ -127,7 +127,7 @@ def test_pinning_the_same_again_changes_nothing() -> None:
     ("ids", "keys"),
     [(prompt(48), ("tenant:a",)), (prompt(16), ("tenant:a",)), (prompt(32), ()), (prompt(32, 1), ("tenant:a",))],
 )
-def test_a_name_is_one_prefix(ids: list[int], keys: tuple[str, ...]) -> None:
+def test_a_pin_name_belongs_to_one_prefix(ids: list[int], keys: tuple[str, ...]) -> None:
     memory, _ = make_memory(num_pages=64)
     pin(memory, "p", prompt(32), ("tenant:a",))
     with pytest.raises(PinError, match="another prefix named 'p'"):
@@ -138,7 +138,7 @@ def test_a_name_is_one_prefix(ids: list[int], keys: tuple[str, ...]) -> None:
     memory.free(sequence)
 
 
-def test_pinned_prefixes_are_told_as_they_are() -> None:
+def test_pinned_prefixes_are_listed() -> None:
     memory, _ = make_memory(num_pages=64)
     pin(memory, "first", prompt(32), ("salt:s",))
     pin(memory, "second", prompt(16, 1))
@@ -146,8 +146,7 @@ def test_pinned_prefixes_are_told_as_they_are() -> None:
     assert found == [("first", tuple(prompt(32)), ("salt:s",)), ("second", tuple(prompt(16, 1)), ())]
 
 
-def test_a_chain_tells_tokens_apart_from_their_keys() -> None:
-    """The digests that reports are made of differ, too."""
+def test_digests_depend_on_the_keys() -> None:
     digests = set()
     for keys in ((), ("tenant:a",), ("tenant:a", "salt:b"), ("tenant:ab", "salt:"), ("tenant:asalt:b",), ("salt:a",)):
         chain = TokenChain(UNIT, keys)

@@ -1,4 +1,4 @@
-"""The cached prefixes in short: which are in it, and what is left out when there are too many."""
+"""Prefix summary: its keys, changes and strides."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def split(keys: bytes) -> set[bytes]:
 
 
 def keys_of(summary: PrefixSummary, most: int) -> CachedKeys:
-    """What is answered to somebody who has not asked before."""
+    """The answer to a new reader."""
     return summary.keys(most, NO_KEYS, -1)
 
 
@@ -75,7 +75,7 @@ def test_versions_and_removal() -> None:
 
 
 def test_two_prefixes_with_one_key() -> None:
-    """One of them is forgotten: the other one's key stays."""
+    """One of them is evicted: the key stays."""
     summary = PrefixSummary()
     summary.add(digest(1), 1)
     summary.add(digest(1)[:KEY_BYTES] + b"another", 3)
@@ -84,7 +84,7 @@ def test_two_prefixes_with_one_key() -> None:
 
 
 def test_keys_are_put_together_now_and_then() -> None:
-    """A report stays below its bound, and whoever has missed a few can still follow."""
+    """An answer stays below its bound, and a reader that has missed a few can still follow."""
     summary, most, cached, since = PrefixSummary(), 20_000, NO_KEYS, -1
     for i in range(10_000):
         summary.add(digest(i), 1)
@@ -113,7 +113,7 @@ def test_too_many_changes_for_one_answer() -> None:
 
 
 def test_the_stride_does_not_flutter() -> None:
-    """Prefixes come and go around the most that may be told: each change of the stride costs routers all keys."""
+    """The number of prefixes varies around the most keys: each change of the stride costs routers all keys."""
     summary, cached, since, strides = PrefixSummary(), NO_KEYS, -1, []
     for num_cached in [*range(100), *range(99, 90, -1), *range(91, 100), *range(99, 40, -1)]:
         if num_cached < len(summary):

@@ -1,4 +1,4 @@
-"""What is found of a prompt, what is not, and what goes first when memory runs out."""
+"""Prefix cache: hits, misses, eviction, pins and swapping."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["no_thread"]  # a fixture
 
 
 def begin(memory: KVMemory, tokens: Tokens, found: int | None = None) -> SequenceMemory:
-    """A sequence that shares what is cached of its tokens, and is about to compute the rest."""
+    """Create a sequence that shares the cached prefix of its tokens and computes the rest."""
     sequence = memory.create_sequence("block_table")
     reused = memory.share_prefix(sequence, tokens.chain, tokens.ids)
     assert found is None or reused == found
@@ -35,7 +35,7 @@ def begin(memory: KVMemory, tokens: Tokens, found: int | None = None) -> Sequenc
 
 
 def compute(memory: KVMemory, *begun: tuple[SequenceMemory, Tokens, int]) -> None:
-    """One step over (sequence, its tokens, how many of them are there already); all are read back afterwards."""
+    """Run one step over (sequence, tokens, number of cached tokens) and read all contents back."""
     demands = [StepDemand(sequence, start, len(tokens.ids)) for sequence, tokens, start in begun]
     memory.ensure(demands)
     for demand, (sequence, tokens, start) in zip(demands, begun, strict=True):
@@ -64,7 +64,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def test_the_hash_is_the_same_everywhere() -> None:
-    """Replicas and routers compare digests: they must not depend on the process, as Python's `hash` does."""
+    """Replicas and routers compare digests, which must not depend on the process as Python's `hash` does."""
     memory, _ = make_memory()
     chain = memory.prefixes.chain(("salt",))
     chain.extend(list(range(40)))
@@ -75,7 +75,7 @@ def test_the_hash_is_the_same_everywhere() -> None:
     memory.close()
 
 
-def test_whole_blocks_are_shared_and_a_begun_one_is_copied() -> None:
+def test_whole_blocks_are_shared_and_a_partial_one_is_copied() -> None:
     memory, _ = make_memory()
     first = run(memory, prompt(50), found=0)
     second = run(memory, prompt(50), found=48)
@@ -104,7 +104,7 @@ def test_a_freed_prefix_is_found_and_salts_keep_apart() -> None:
     memory.close()
 
 
-def test_keys_are_not_glued_together() -> None:
+def test_keys_are_kept_apart() -> None:
     memory, _ = make_memory()
     memory.free(run(memory, prompt(20), keys=("ab", "c")))
     memory.free(run(memory, prompt(20), found=0, keys=("a", "bc")))
@@ -112,7 +112,7 @@ def test_keys_are_not_glued_together() -> None:
 
 
 def test_a_collision_is_a_miss() -> None:
-    """Everything has one hash: whoever came first is found, and never by mistake."""
+    """With one hash for everything the first prefix is found, and never by mistake."""
     memory, _ = make_memory(hash=lambda parent, content: b"same")
     memory.free(run(memory, prompt(50), found=0))
     memory.free(run(memory, prompt(50, 1), found=0))
@@ -122,7 +122,7 @@ def test_a_collision_is_a_miss() -> None:
     memory.close()
 
 
-def test_what_nobody_wanted_for_longest_goes_first_and_ends_before_beginnings() -> None:
+def test_eviction_is_least_recently_used_first_and_ends_before_beginnings() -> None:
     memory, _ = make_memory(num_pages=12)
     memory.free(run(memory, prompt(64), found=0))
     memory.free(run(memory, prompt(64, 1), found=0))
@@ -157,7 +157,7 @@ def test_generated_tokens_are_found_by_the_next_turn() -> None:
     memory.close()
 
 
-def test_who_comes_in_the_same_step_shares_what_it_computes() -> None:
+def test_requests_of_one_step_share_pending_units() -> None:
     memory, _ = make_memory()
     one, two = (Tokens(memory.prefixes.chain(), prompt(40) + prompt(8, seed)) for seed in (1, 2))
     first = begin(memory, one, found=0)
@@ -170,7 +170,7 @@ def test_who_comes_in_the_same_step_shares_what_it_computes() -> None:
     memory.close()
 
 
-def test_who_comes_while_it_is_promised_is_told_to_wait() -> None:
+def test_a_match_with_an_announced_prefix_says_wait() -> None:
     memory, _ = make_memory()
     tokens = Tokens(memory.prefixes.chain(), prompt(64))
     writer = memory.create_sequence("block_table")
@@ -189,7 +189,7 @@ def test_who_comes_while_it_is_promised_is_told_to_wait() -> None:
     memory.close()
 
 
-def test_a_step_that_failed_leaves_nothing_behind() -> None:
+def test_a_failed_step_caches_nothing() -> None:
     memory, _ = make_memory()
     sequence = begin(memory, Tokens(memory.prefixes.chain(), prompt(50)))
     memory.prefixes.abort_prefixes()
@@ -200,7 +200,7 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
 
 
 def test_a_window_needs_only_its_window() -> None:
-    """Layers with a window of 40 tokens have dropped the first blocks; the hit is found all the same."""
+    """A hit does not need the blocks before the window of 40 tokens."""
     memory, _ = make_memory(num_pages=60, windowed=True)
     tokens = Tokens(memory.prefixes.chain(), prompt(112))
     sequence = begin(memory, tokens)
@@ -241,7 +241,7 @@ def test_a_state_is_found_where_a_step_has_ended() -> None:
     memory.close()
 
 
-def test_of_the_states_while_generating_only_the_last_is_kept() -> None:
+def test_of_the_states_of_decoding_only_the_last_is_kept() -> None:
     memory, _ = make_memory(num_pages=60, stateful=True)
     tokens = Tokens(memory.prefixes.chain(), prompt(16))
     sequence = begin(memory, tokens)
@@ -286,7 +286,7 @@ def test_pins_survive_pressure_up_to_a_quota() -> None:
     memory.close()
 
 
-def test_a_pin_shared_with_another_costs_nothing_more() -> None:
+def test_blocks_shared_by_two_pins_count_once() -> None:
     memory, _ = make_memory(num_pages=40)
     sequence = run(memory, prompt(128))
     memory.pin("long", sequence, 128)
@@ -300,7 +300,7 @@ def test_a_pin_shared_with_another_costs_nothing_more() -> None:
 
 
 def test_a_swapped_group_comes_back_as_it_was() -> None:
-    """A parent and its fork share blocks before, in host memory, and after."""
+    """A parent and its fork share blocks before, during and after."""
     memory, _ = make_memory(num_pages=40, swap_pages=8, prefix_cache=False)
     tokens = Tokens(memory.prefixes.chain(), prompt(40))
     parent = begin(memory, tokens)
@@ -335,7 +335,7 @@ def test_without_swap_space_nothing_is_swapped() -> None:
     memory.close()
 
 
-def test_without_pages_nothing_comes_back_and_nothing_is_lost() -> None:
+def test_a_failed_swap_in_loses_nothing() -> None:
     memory, _ = make_memory(num_pages=16, swap_pages=20, prefix_cache=False)
     sequence = run(memory, prompt(100))
     swapped = memory.swap_out([sequence])
@@ -353,7 +353,7 @@ def test_without_pages_nothing_comes_back_and_nothing_is_lost() -> None:
     memory.close()
 
 
-def test_what_is_cached_still_is_not_copied_back() -> None:
+def test_blocks_still_cached_are_not_copied_in() -> None:
     memory, _ = make_memory(num_pages=40, swap_pages=20)
     sequence = run(memory, prompt(64))
     block_ids = list(sequence.groups[0].block_ids)
@@ -364,7 +364,7 @@ def test_what_is_cached_still_is_not_copied_back() -> None:
     memory.close()
 
 
-def test_digests_differ_by_all_that_comes_before() -> None:
+def test_digests_depend_on_all_earlier_tokens() -> None:
     assert len({stable_hash(parent, unit) for parent in (b"a", b"b") for unit in (b"x", b"y")}) == 4
 
 
@@ -382,8 +382,8 @@ def in_a_region(memory: KVMemory, ids: list[int]) -> tuple[SequenceMemory, int]:
     return sequence, found
 
 
-def test_a_named_state_is_not_gone_on_in() -> None:
-    """There was room for the next tokens already, so nothing was copied, and the prefix had the state of another."""
+def test_a_cached_state_is_copied_before_the_next_step() -> None:
+    """Regression: with blocks for the next tokens in place nothing was copied, and the cached state was overwritten."""
     memory, _ = make_memory(stateful=True)
     tokens = Tokens(memory.prefixes.chain(), prompt(16))
     sequence = memory.create_sequence("block_table")
@@ -405,8 +405,8 @@ def test_a_named_state_is_not_gone_on_in() -> None:
     memory.close()
 
 
-def test_other_tokens_after_a_truncation_have_another_name() -> None:
-    """The chain kept the hashes of the tokens that were taken back, and the new ones were found under their name."""
+def test_other_tokens_after_a_truncation_have_other_digests() -> None:
+    """Regression: the chain kept the digests of truncated tokens, and new tokens were found under them."""
     memory, _ = make_memory()
     tokens = Tokens(memory.prefixes.chain(), prompt(40))
     sequence = begin(memory, tokens)
@@ -425,7 +425,7 @@ def test_other_tokens_after_a_truncation_have_another_name() -> None:
     memory.close()
 
 
-def test_a_step_cannot_be_committed_when_the_writer_of_what_others_share_is_gone() -> None:
+def test_a_step_cannot_be_committed_after_the_writer_of_shared_units_is_freed() -> None:
     memory, _ = make_memory()
     first = begin(memory, Tokens(memory.prefixes.chain(), prompt(48)))
     second = begin(memory, Tokens(memory.prefixes.chain(), prompt(40) + prompt(8, 1)), found=32)
@@ -439,8 +439,8 @@ def test_a_step_cannot_be_committed_when_the_writer_of_what_others_share_is_gone
     memory.close()
 
 
-def test_what_is_not_computed_yet_is_never_copied() -> None:
-    """Its promise was gone with who gave it, so it passed for computed; a copy is made before the step."""
+def test_units_not_yet_computed_are_never_copied() -> None:
+    """Regression: without its writer a unit passed for computed; a copy is made before the step."""
     memory, _ = make_memory()
     writer = memory.create_sequence("block_table")
     chain = memory.prefixes.chain()
@@ -457,8 +457,8 @@ def test_what_is_not_computed_yet_is_never_copied() -> None:
     memory.close()
 
 
-def test_a_lowered_budget_forgets_no_more_than_it_must(no_thread: None) -> None:
-    """While a fence was open, each look for something to give back gave up another block's content."""
+def test_a_lowered_budget_evicts_no_more_than_it_must(no_thread: None) -> None:
+    """Regression: while a fence was open, each search for work evicted another block."""
     memory, device = make_memory(FlakyCuda, num_pages=60)
     assert isinstance(device, FlakyCuda)
     for seed in range(3):
@@ -483,7 +483,7 @@ def test_a_lowered_budget_forgets_no_more_than_it_must(no_thread: None) -> None:
 
 
 def test_places_before_the_window_do_not_keep_pages(no_thread: None) -> None:
-    """A region adopted by a sequence that begins behind its window showed free blocks there that nobody could have."""
+    """Regression: an adopted region mapped, before the window, free blocks that could not be allocated."""
     memory, _ = make_memory(num_pages=48, windowed=True, num_regions=2)
     first, _ = in_a_region(memory, prompt(112))
     memory.free(first)
@@ -500,7 +500,7 @@ def test_places_before_the_window_do_not_keep_pages(no_thread: None) -> None:
     memory.close()
 
 
-def test_a_reuse_without_a_region_changes_nothing() -> None:
+def test_a_failed_prefix_share_changes_nothing() -> None:
     memory, _ = make_memory(num_pages=60, windowed=True, num_regions=1)
     memory.free(run(memory, prompt(112)))
     holder = memory.create_sequence("region")
@@ -515,7 +515,7 @@ def test_a_reuse_without_a_region_changes_nothing() -> None:
     memory.close()
 
 
-def test_empty_blocks_of_another_group_go_before_content() -> None:
+def test_free_blocks_of_another_group_go_before_cached_ones() -> None:
     memory, _ = make_memory(num_pages=48, windowed=True)
     memory.free(run(memory, prompt(96)))
     with memory.lock:
@@ -528,7 +528,7 @@ def test_empty_blocks_of_another_group_go_before_content() -> None:
     memory.close()
 
 
-def test_wrong_use_is_refused() -> None:
+def test_misuse_is_refused() -> None:
     memory, _ = make_memory(swap_pages=20)
     sequence = run(memory, prompt(40))
     with pytest.raises(VmemError, match="cannot begin with a cached prefix"):
@@ -547,7 +547,7 @@ def test_wrong_use_is_refused() -> None:
     memory.close()
 
 
-def test_forks_tell_what_stays_without_them() -> None:
+def test_shared_tokens_of_forks() -> None:
     memory, _ = make_memory(num_pages=60, windowed=True)
     parent = run(memory, prompt(112))
     tokens = Tokens(parent.prefix.chain or memory.prefixes.chain(), prompt(112))

@@ -1,4 +1,4 @@
-"""The engine's thread and the mapper's, for half a minute, on a device that fails now and then and takes its time."""
+"""Stress test: the engine's and the mapper's thread for half a minute, on a slow device with random failures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOST_RUNNING_STEPS = 3
 
 
 class Device(threading.Thread):
-    """Finishes launched steps one by one, a moment after each other."""
+    """Finishes launched steps one by one."""
 
     def __init__(self, backend: FlakyCuda) -> None:
         super().__init__(daemon=True)
@@ -83,7 +83,7 @@ def test_no_deadlock_no_lost_wakeup_no_unfenced_change(kind: str, device: type[F
     engine.free_all()
     backend.fake.finish_work()
     deadline = time.monotonic() + NO_PROGRESS_S
-    while memory.report().physical_bytes:  # nobody says anything any more: the mapper must wake up by itself
+    while memory.report().physical_bytes:  # without notifications: the mapper must wake up by itself
         assert time.monotonic() < deadline, memory.report()
         time.sleep(0.005)
     report = memory.report()
@@ -95,7 +95,7 @@ def test_no_deadlock_no_lost_wakeup_no_unfenced_change(kind: str, device: type[F
 
 
 def _is_enough(engine: _Engine, report: MemoryReport) -> bool:
-    """Whether all has happened that is to go well."""
+    """Whether every mechanism was exercised."""
     return (
         report.num_hidden > 100
         and report.mapper_failures > 0
@@ -158,13 +158,13 @@ class _Engine:
                 pass
         if rng.random() < 0.02:
             self.revision += 1
-            pages = rng.randint(memory.pages.fewest, NUM_PAGES)
+            pages = rng.randint(memory.least_budget_bytes // PAGE_BYTES, NUM_PAGES)
             memory.set_budget(pages * PAGE_BYTES, self.revision)
         while memory.num_free_pages < 0 and self.written:
             memory.free(self.written.popitem()[0])
 
     def _open(self) -> None:
-        """A sequence that begins with what the prefix cache has of a document."""
+        """Create a sequence that begins with the cached prefix of a document."""
         ids = DOCUMENTS[self.random.randrange(2)][: self.random.choice([20, 50, 100])]
         tokens = Tokens(self.memory.prefixes.chain(), ids)
         sequence = self.memory.create_sequence(
@@ -224,7 +224,7 @@ class _Engine:
         self.num_steps += 1
 
     def _next(self, sequence: SequenceMemory, count: int) -> list[int]:
-        """The tokens that come next, the same ones until they are taken: of its document, then nobody else's."""
+        """The next tokens, the same until they are computed: of the document, then unique ones."""
         coming = self.coming.setdefault(sequence, [])
         while len(coming) < count:
             self.next_token += 1

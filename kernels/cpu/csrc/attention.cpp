@@ -1,6 +1,6 @@
-// Attention over cached keys and values, and the write into the cache, for CPUs.
+// Attention over a KV cache, and writes into it, for CPUs.
 //
-// Nothing past a sequence's last token is read, nor before the first one that a query sees: there may be holes.
+// Only cached tokens that some query sees are read: others may be holes.
 
 #include <algorithm>
 #include <cstring>
@@ -19,7 +19,7 @@ struct Split {
   size_t first_part;
 };
 
-// The work of a batch, in pieces that do not depend on each other.
+// The work of a batch, in independent items.
 struct Plan {
   std::vector<DecodeItem> decodes;
   std::vector<PrefillItem> prefills;
@@ -53,8 +53,8 @@ Plan plan(const AttentionCall& call, int element_bytes) {
   return plan;
 }
 
-// Whether every token that the call reads is one of the cache. Of mapped memory only one token is looked at: a closed
-// memory is all gone; single holes are the memory's own business.
+// Check that every token that the call reads is within the cache. Only one token is tested for mapped memory: a closed
+// memory is unmapped as a whole, and single holes are not looked for.
 Result check(const AttentionCall& call, int element_bytes) {
   bool looked = false;
   for (int32_t s = 0; s < call.num_seqs; s++) {
@@ -88,10 +88,10 @@ void attend(const AttentionCall& call) {
   const int num_rows = padded_rows(group_size) * call.num_kv_heads;
   const int value_stride = round_up(call.value_dim, 2 * kLanes);
   const size_t part_floats = size_t(call.num_q_heads) * (value_stride + 2);
-  // Kept from call to call: memory that is fresh from the system costs a page fault every 4 KiB.
+  // Kept between calls: fresh memory costs a page fault every 4 KiB.
   static thread_local std::vector<float> buffer;
   if (buffer.size() < work.num_parts * part_floats) {
-    buffer.clear();  // nothing of it is to be copied
+    buffer.clear();  // so that resize copies nothing
     buffer.resize(work.num_parts * part_floats);
   }
   float* const parts = buffer.data();
@@ -136,7 +136,7 @@ void attend(const AttentionCall& call) {
 
 extern "C" {
 
-// A folio::Result. Shapes that are not supported: more grouped heads than a tile has rows, an odd bf16 head size.
+// Returns a folio::Result. Unsupported: more grouped heads than a tile has rows, an odd bf16 head size.
 int folio_attention(const AttentionCall* call) {
   using namespace folio;
   if (call->num_q_heads / call->num_kv_heads > kMaxRows || (call->dtype == 1 && call->key_dim % 2)) return kUnsupported;
@@ -144,7 +144,7 @@ int folio_attention(const AttentionCall* call) {
   return with_type(call->dtype, [&](auto type) { attend<decltype(type)>(*call); }) ? kDone : kUnsupported;
 }
 
-// A folio::Result.
+// Returns a folio::Result.
 int folio_write(const WriteCall* call) {
   using namespace folio;
   const int64_t bytes = call->element_bytes, num_slots = call->num_blocks * call->block_tokens;

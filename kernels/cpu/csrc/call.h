@@ -1,4 +1,4 @@
-// What Python hands over, and which cached tokens a query sees.
+// Arguments of attention calls, and the cached tokens that a query sees.
 #pragma once
 
 #include <sys/syscall.h>
@@ -51,11 +51,11 @@ struct WriteCall {
 
 namespace folio {
 
-// What a call came to; mirrored in kernels/cpu/provider.py. Nothing has been read or written unless it is kDone.
+// Result of a call, mirrored in kernels/cpu/provider.py. The cache has been read or written only if it is kDone.
 enum Result : int { kDone = 0, kUnsupported = 1, kOutside = 2, kUnmapped = 3 };
 
-// Whether an address can be read. The system copies the signal mask before it refuses the operation ~0: EFAULT, or
-// EINVAL (Abseil, AddressIsReadable). 0.3 us, and no lock of the process's memory map, which msync and mincore take.
+// True if an address can be read. The system copies the signal mask before it rejects the operation ~0: EFAULT, or
+// EINVAL (Abseil, AddressIsReadable). 0.3 us, and without the lock of the memory map that msync and mincore take.
 inline bool readable(const void* address) {
   const uintptr_t aligned = reinterpret_cast<uintptr_t>(address) & ~uintptr_t(7);
   return syscall(SYS_rt_sigprocmask, ~0, aligned, nullptr, 8) == 0 || errno != EFAULT;
@@ -66,7 +66,7 @@ struct Span {
   int32_t size() const { return std::max(0, end - begin); }
 };
 
-// Cached tokens that the queries at positions first … last see between them.
+// The union of the cached tokens that the queries at positions first … last see.
 inline Span visible(const AttentionCall& call, int32_t sequence, int32_t first, int32_t last) {
   const int32_t leftpad = call.cache_leftpad ? call.cache_leftpad[sequence] : 0;
   const int32_t length = call.cache_seqlens[sequence];
@@ -74,7 +74,7 @@ inline Span visible(const AttentionCall& call, int32_t sequence, int32_t first, 
           call.window_right < 0 ? length : std::min(length, last + call.window_right + 1)};
 }
 
-// The addresses of a sequence's cached tokens, head 0 of each, one after the other.
+// Iterator over the addresses of a sequence's cached tokens, head 0 of each.
 template <typename T>
 struct Rows {
   const AttentionCall& call;

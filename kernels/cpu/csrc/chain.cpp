@@ -1,11 +1,11 @@
-// Names of all prefixes of a row of tokens: each is BLAKE2b (RFC 7693, 16 bytes) of the one before and a unit's tokens.
+// Prefix hashing: a chain of BLAKE2b digests (RFC 7693, 16 bytes), each of the digest before and a unit's tokens.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 
 extern "C" {
-// CPython's, which loads this library: its headers need not be installed. Both set an exception when they fail.
+// Of CPython, which loads this library; declared here because its headers may be missing. Failures set an exception.
 void* PyList_GetItem(void* list, intptr_t index);
 long PyLong_AsLong(void* number);
 void* PyErr_Occurred();
@@ -40,7 +40,7 @@ inline void mix(uint64_t* v, int a, int b, int c, int d, uint64_t x, uint64_t y)
   v[b] = rotated(v[b] ^ v[c], 63);
 }
 
-// One block of at most 128 bytes, `count` of the message up to its end.
+// Compress one block of at most 128 bytes; `count` bytes of the message end with it.
 void compress(uint64_t* state, const uint8_t* block, uint64_t count, bool last) {
   uint64_t m[16], v[16];
   std::memcpy(m, block, kBlock);
@@ -67,9 +67,9 @@ void compress(uint64_t* state, const uint8_t* block, uint64_t count, bool last) 
 extern "C" {
 
 // token_ids: a Python list of at least units * unit_tokens numbers. The caller holds the interpreter's lock.
-// digest: that of what precedes the first unit; the last unit's in the end.
+// digest: in, of the tokens before the first unit; out, of the last unit.
 // names: [units][name_bytes], the beginnings of the digests.
-// Returns the index of the first token that is no number of 32 bits, or -1.
+// Returns the index of the first token that is not an integer of 32 bits, or -1.
 int64_t folio_hash_chain(void* token_ids, int64_t units, int64_t unit_tokens, uint8_t* digest, uint8_t* names,
                          int64_t name_bytes) {
   for (int64_t unit = 0; unit < units; unit++) {

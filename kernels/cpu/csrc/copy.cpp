@@ -1,4 +1,4 @@
-// Blocks from one tensor to another, or within one, in one pass.
+// Block copies between two tensors, or within one, in one pass.
 
 #include <algorithm>
 #include <cstdint>
@@ -15,7 +15,7 @@ struct CopyCall {
 };
 
 void folio_copy_blocks(const CopyCall* call) {
-  constexpr int64_t kPiece = 1 << 16;  // bytes, so that a few long blocks are shared by all processors, too
+  constexpr int64_t kPiece = 1 << 16;  // bytes; a few long blocks are split between all processors
   const int64_t pieces = (call->row_bytes + kPiece - 1) / kPiece, total = call->count * pieces;
 #pragma omp parallel for schedule(static) if (call->count * call->row_bytes > 4 * kPiece)
   for (int64_t i = 0; i < total; i++) {

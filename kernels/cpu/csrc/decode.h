@@ -1,11 +1,11 @@
-// Decode: one query of a sequence against its cached tokens, all heads of a token together, so that the cache is read
-// once and in order.
+// Decode: one query of a sequence against its cached tokens. All heads of a token are computed together, so that the
+// cache is read once and in order.
 //
 // The query heads that share a KV head are taken in blocks of kRows (1, 2 or 4; missing heads are zeros). A vector of
-// scores holds a block for 16 / kRows tokens:  lane = token * kRows + head.  Keys of four tokens are turned, 16 bytes
-// each, so that a multiplication serves four tokens and four sums fold into one such vector; maximum, exponential and
-// sum of a whole vector then take one instruction each. Where the processor multiplies pairs of bfloat16, weights are
-// rounded to bfloat16 and values of two tokens are interleaved: out += V[two tokens] · P[two tokens].
+// scores holds a block for 16 / kRows tokens:  lane = token * kRows + head.  Keys of four tokens are transposed, 16
+// bytes each, so that a multiplication serves four tokens and four sums fold into one such vector; maximum, exponential
+// and sum of a whole vector then take one instruction each. Where the processor multiplies pairs of bfloat16, weights
+// are rounded to bfloat16 and values of two tokens are interleaved: out += V[two tokens] · P[two tokens].
 #pragma once
 
 #include <array>
@@ -19,10 +19,9 @@
 
 namespace folio {
 
-constexpr int kDecodeTile = 32;  // cached tokens between two looks at the maximum, at most
-// Cached tokens that one processor takes at once: it depends on the shape alone, so that a sequence's result does not
-// depend on what else is in the batch, or on how many processors there are. A part of less than half a megabyte would
-// be over before reading ahead pays.
+constexpr int kDecodeTile = 32;  // the most cached tokens between two updates of the maximum
+// Cached tokens of one part. It depends on the shape alone, so that a sequence's result depends neither on the rest of
+// the batch nor on the number of processors. Parts below half a megabyte end before prefetching pays.
 inline int split_tokens(int64_t token_bytes) { return token_bytes <= 1024 ? 2048 : 1024; }
 
 #if defined(__AVX512BF16__)
@@ -39,7 +38,7 @@ struct DecodeItem {
   float* partial;  // [num_q_heads, value_stride + 2] sums, maximum and sum of weights; null: it is all of the sequence
 };
 
-// Where column c of the output lies while it is summed: pairs are interleaved within 16 bytes.
+// Position of output column c in the sums: pairs are interleaved within 16 bytes.
 template <typename T>
 inline int column(int c) {
   if constexpr (!kPairs<T>) return c;
@@ -68,8 +67,8 @@ struct DecodeScratch {
   }
 };
 
-// Brings the rows of the next tile in, a few cache lines at a time while this one is computed: consecutive tokens of a
-// layer can lie on different pages, where no hardware prefetcher follows, and many requests at once would wait.
+// Prefetches the rows of the next tile, a few cache lines at a time while this one is computed. Consecutive tokens of a
+// layer can lie on different pages, where no hardware prefetcher follows; many requests at once would wait.
 struct Ahead {
   const char* const* rows[2];  // of each token the keys of all heads, the values of all heads
   int64_t row_bytes[2];
@@ -95,7 +94,7 @@ struct Ahead {
   }
 };
 
-// 64 bytes of a key, `left` elements of them there: pairs of bfloat16, or what else there is as floats.
+// 64 bytes of a key, `left` elements of them valid: pairs of bfloat16, other types as floats.
 template <typename T>
 inline Vec load_key(const T* from, int left) {
 #if defined(__AVX512BF16__)
@@ -130,7 +129,7 @@ inline void dot(const T* const* keys, const float* queries, int query_stride, in
     for (int u = 0; u < kUnits; u++)
 #pragma GCC unroll 4
       for (int q = 0; q < kQuads; q++) {
-        // Tokens q, q + kQuads, … so that their sums come out in the order of the lanes.
+        // Tokens q, q + kQuads, …: their sums come out in the order of the lanes.
         const T* const* from = keys + u * kTokens + q;
         const __m512 a = (__m512)load_key(from[0] + c, dim - c), b = (__m512)load_key(from[kQuads] + c, dim - c);
         const __m512 d = (__m512)load_key(from[2 * kQuads] + c, dim - c);
@@ -248,7 +247,7 @@ inline Vec exp2_as(Vec x) {
   return kPairs<T> ? exp2_rough(x) : exp2_vec(x);
 }
 
-// The highest of the lanes that belong to the same head, in each of them.
+// The maximum of the lanes of each head, in all of its lanes.
 template <int kRows>
 inline Vec highest_of_rows(Vec v) {
 #pragma GCC unroll 4
@@ -267,7 +266,7 @@ inline bool any_differs(Vec a, Vec b) {
 #endif
 }
 
-// Weights of a vector, as the multiplication by values wants them: floats, or pairs of tokens in bfloat16.
+// Weights of a vector for the multiplication by values: floats, or pairs of tokens in bfloat16.
 template <typename T, int kRows>
 inline void store_weights(Vec weights, int vector, float* to) {
 #if defined(__AVX512BF16__)
@@ -289,7 +288,7 @@ inline void store_weights(Vec weights, int vector, float* to) {
   store(to + vector * kLanes, weights);
 }
 
-// The state of some heads that share a KV head, while the tiles of a sequence pass.
+// Running state of some heads that share a KV head, over the tiles of a sequence.
 struct Heads {
   const float *queries, *slopes;  // slopes: as the lanes of their blocks, or null
   float *highest, *sum, *out;     // of each block a vector, of each block a vector, of each head value_stride
@@ -421,12 +420,12 @@ void decode(const AttentionCall& call, const DecodeItem& item, DecodeScratch& sc
   // Rows of two tiles: of this one, and of the next one.
   const T *keys[2][kDecodeTile], *values[2][kDecodeTile];
   Rows<T> rows(call, item.sequence, item.tokens.begin);
-  // The first tile is small: nothing has brought it in.
+  // The first tile is small, because it has not been prefetched.
   auto tile_at = [&](int start) {
     return std::max(0, std::min(start == item.tokens.begin ? kTokens : kTile, item.tokens.end - start));
   };
   rows.next(tile_at(item.tokens.begin), keys[0], values[0]);
-  // Only heads that lie side by side are brought in together; others are left to the hardware.
+  // Only adjacent heads are prefetched together; others are left to the hardware.
   const bool together = call.key_head_stride <= 2 * call.key_dim && call.value_head_stride <= 2 * call.value_dim;
   const int64_t key_bytes = ((call.num_kv_heads - 1) * call.key_head_stride + call.key_dim) * int64_t(sizeof(T));
   const int64_t value_bytes = ((call.num_kv_heads - 1) * call.value_head_stride + call.value_dim) * int64_t(sizeof(T));
@@ -482,7 +481,7 @@ void decode(const AttentionCall& call, const DecodeItem& item, DecodeScratch& sc
   }
 }
 
-// Joins the parts of a split sequence, in order.
+// Combine the parts of a split sequence, in order.
 template <typename T>
 void join_parts(const AttentionCall& call, int32_t sequence, int num_parts, float* partials, int value_stride) {
   const int64_t token = call.cu_seqlens_q[sequence], row = value_stride + 2, part = row * call.num_q_heads;

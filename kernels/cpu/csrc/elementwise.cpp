@@ -1,4 +1,4 @@
-// Row-wise operations between the matrix products of a layer, each one pass over memory.
+// Row-wise operations between the matrix products of a layer, each in one pass over memory.
 
 #include <cmath>
 #include <cstdint>
@@ -43,7 +43,7 @@ void silu_mul(const T* x, T* out, int64_t rows, int64_t size) {
   }
 }
 
-// The first `dim` elements of every head, a pair of elements half of that apart: x = x * cos + rotated * sin
+// Rotate the first `dim` elements of every head, pairs dim / 2 apart: x = x * cos + rotated * sin
 template <typename T>
 void rotate(T* x, const T* cos, const T* sin, int64_t rows, int64_t heads, int64_t dim, int64_t row_stride,
             int64_t head_stride) {

@@ -1,9 +1,9 @@
-// Matrix products with weights that are packed once: at the speed of memory on few rows, of the arithmetic on many.
+// Matrix products with packed weights: bound by memory on few rows, by arithmetic on many.
 //
 // A word is 4 bytes of a row: one float, or two bfloat16. Weights are packed in tiles of 32 outputs, [tiles][words][32],
 // so that a thread reads its tiles as one stream; rows in panels of up to 14, [words][rows]. A panel × a tile stays in
-// registers over the whole input, and every result is one sum in the input's order: it depends neither on the other
-// rows nor on the number of threads.
+// registers over all inputs, and every result is one sum in the order of the inputs: it depends neither on other rows
+// nor on the number of threads.
 
 #include <cmath>
 #include <cstdint>
@@ -20,9 +20,9 @@ using namespace folio;
 constexpr int kTile = 2 * kLanes;  // outputs
 constexpr int kMaxRows = 14;       // 28 sums, 2 vectors of weights and a word are 31 of 32 registers
 constexpr int kChunk = 8;          // words between prefetches
-constexpr int kStreamingRows = 5;  // up to here memory is the limit, and the processor's own prefetcher the best
-constexpr int64_t kCacheBytes = 768 << 10;  // of a core, for a tile and the panels that go over it
-constexpr int64_t kMinPanels = 8;           // but weights must not come from memory for less
+constexpr int kStreamingRows = 5;  // up to here memory is the bound, and the hardware prefetcher suffices
+constexpr int64_t kCacheBytes = 768 << 10;  // of a core, for a tile and the panels multiplied with it
+constexpr int64_t kMinPanels = 8;           // the least panels per read of the weights from memory
 constexpr int64_t kParallelProducts = 1 << 16;  // below, a second thread costs more than it saves
 
 typedef uint32_t Word __attribute__((aligned(2), may_alias));
@@ -40,7 +40,7 @@ inline Vec weights_at(const T* p) {
   return load(reinterpret_cast<const float*>(p));
 }
 
-// 8-bit weights as T: whole numbers to 127 are exact in bfloat16, too.
+// 8-bit weights as T: integers up to 127 are exact in bfloat16, too.
 inline Vec widened(float, const int8_t* p) {
   return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
@@ -61,7 +61,7 @@ inline Vec load_weights(const S* p) {
   else return widened(T{}, p);
 }
 
-// kRows × one tile. While it computes it brings in `lines` cache lines of `ahead` a chunk: bursts would be dropped.
+// kRows × one tile. Prefetches `lines` cache lines of `ahead` per chunk: bursts would be dropped.
 template <typename T, typename S, int kRows>
 void block(const Word* x, const S* weights, int64_t words, const char* ahead, int lines, Vec (*out)[2]) {
   constexpr int kVector = kLanes * kPerWord<T>;  // weights in a vector
@@ -97,7 +97,7 @@ int64_t words_of(int64_t inputs) {
   return (inputs + kPerWord<T> - 1) / kPerWord<T>;
 }
 
-// Rows of one panel to [words][count]; a last half word is filled up with zero.
+// Pack the rows of one panel as [words][count]; a last half word is padded with zero.
 template <typename T>
 void pack_rows(const T* x, Word* to, int64_t count, int64_t inputs) {
   const int64_t whole = inputs / kPerWord<T>;
@@ -114,7 +114,7 @@ void pack_rows(const T* x, Word* to, int64_t count, int64_t inputs) {
   }
 }
 
-// `scales`, for 8-bit weights: an output's largest weight is 127 of them.
+// `scales`, for 8-bit weights: an output's largest weight is 127 times its scale.
 template <typename T, typename S>
 void pack(const T* weight, S* packed, float* scales, int64_t outputs, int64_t inputs) {
   constexpr int kWide = kPerWord<T>;
@@ -150,7 +150,7 @@ void linear(const T* x, const S* packed, const float* scales, const T* bias, T* 
   const int64_t chunks = (words + kChunk - 1) / kChunk;
   const int64_t fitting = (kCacheBytes - tile_bytes) / (height * words * static_cast<int64_t>(sizeof(Word)));
   const int64_t group = std::min(num_panels, std::max(kMinPanels, fitting));
-  // Each panel's turn brings in its part of the thread's next tile.
+  // Each panel prefetches its part of the thread's next tile.
   const int64_t turns = group * chunks;
   const int lines = rows <= kStreamingRows ? 0 : static_cast<int>((tile_bytes / 64 + turns - 1) / turns);
   const bool as_is = rows == 1 && inputs % kPerWord<T> == 0;
@@ -196,7 +196,7 @@ void linear(const T* x, const S* packed, const float* scales, const T* bias, T* 
 
 extern "C" {
 
-// Whether there are products for this processor; dtype: 0 float32, 1 bfloat16, 2 float16.
+// True if this processor has the products; dtype: 0 float32, 1 bfloat16, 2 float16.
 int folio_linear_supports(int dtype) {
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
   return dtype == 0 || dtype == 1;
@@ -207,7 +207,7 @@ int folio_linear_supports(int dtype) {
 #endif
 }
 
-// 8-bit weights where there are scales, which are filled.
+// With scales, which are filled, weights are packed as 8-bit integers.
 void folio_linear_pack(int dtype, const void* weight, void* packed, float* scales, int64_t outputs, int64_t inputs) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
   with_type(dtype, [&](auto type) {

@@ -161,7 +161,7 @@ void value_rows(const float* weights, const float* values, int num_steps, int st
   }
 }
 
-// The row of a value as `value_block` wants it: two tokens interleaved (as `column` has them), or one as floats.
+// The row of a value for `value_block`: two tokens interleaved (as in `column`), or one as floats.
 template <typename T>
 inline void pack_values(const T* first, const T* second, int count, float* to) {
 #if defined(__AVX512BF16__)

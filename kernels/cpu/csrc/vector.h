@@ -1,5 +1,5 @@
-// Vectors of 16 floats, and the types that are widened into them. GCC's vector extensions lower them to whatever the
-// processor has; intrinsics only where those are not enough.
+// Vectors of 16 floats, and conversions of shorter floats. GCC's vector extensions lower them to the processor's
+// vectors; intrinsics are used only where the extensions do not suffice.
 #pragma once
 
 #include <algorithm>
@@ -77,7 +77,7 @@ inline Vec max_vec(Vec a, Vec b) {
 #endif
 }
 
-// The same with a relative error of 4e-5, for weights that are rounded to bfloat16.
+// 2^x with a relative error of 4e-5, for weights that are rounded to bfloat16.
 inline Vec exp2_rough(Vec x) {
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
   const Vec f = (Vec)_mm512_reduce_ps((__m512)x, 0);  // x minus the nearest integer
@@ -143,7 +143,7 @@ inline void widen<BFloat16>(const BFloat16* from, int count, float* to) {
 }
 #endif
 
-// Up to a vector's worth of elements, `count` of them valid; the rest reads as zero and is not written.
+// Load or store up to 16 elements, `count` of them valid; the rest reads as zero and is not written.
 template <typename T>
 inline Vec load_some(const T* from, int64_t count) {
   alignas(64) float lanes[kLanes];

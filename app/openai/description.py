@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI
 from fastapi.openapi.models import Example
@@ -11,31 +11,13 @@ from pydantic.json_schema import models_json_schema
 
 from app.http_errors import ErrorBody
 from app.openai.replies import ChatCompletionChunk, Completion
-from app.openai.responses.replies import (
-    ArgumentsDeltaEvent,
-    ArgumentsDoneEvent,
-    ErrorEvent,
-    ItemEvent,
-    PartEvent,
-    ResponseEvent,
-    TextDeltaEvent,
-    TextDoneEvent,
-)
+from app.openai.responses.replies import StreamEvent
 
 DESCRIPTION = (
     "OpenAI's completions, chat completions and responses for one model and its adapters. Unknown fields are errors, "
     "and nulls are defaults. `docs/api.md` lists extensions of OpenAI's API and refused fields."
 )
-_RESPONSE_EVENTS: list[type[BaseModel]] = [
-    ResponseEvent,
-    ItemEvent,
-    PartEvent,
-    TextDeltaEvent,
-    TextDoneEvent,
-    ArgumentsDeltaEvent,
-    ArgumentsDoneEvent,
-    ErrorEvent,
-]
+_RESPONSE_EVENTS: tuple[type[BaseModel], ...] = get_args(StreamEvent)
 
 _ERROR_SCHEMA = {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}
 

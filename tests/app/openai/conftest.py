@@ -1,4 +1,4 @@
-"""One server with a real engine for all tests of this folder that want one."""
+"""One server with a real engine for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def local_server() -> Iterator[LocalServer]:
 
 @pytest.fixture
 def server(local_server: LocalServer) -> Iterator[LocalServer]:
-    """Afterwards nothing may be left."""
+    """The server; after the test no request and no page may be left."""
     yield local_server
     local_server.wait_until_idle()

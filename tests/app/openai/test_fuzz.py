@@ -1,6 +1,6 @@
-"""Nonsense in, and any text out: never a 5xx, always OpenAI's error JSON, and streams that every client can read.
+"""Fuzzing: arbitrary bodies never give a 5xx, errors are OpenAI's JSON, and streams carry any text to any client.
 
-CI tries a few hundred; `pytest --hypothesis-profile=nightly tests/app/openai/test_fuzz.py` thousands.
+CI tries a few hundred bodies; `pytest --hypothesis-profile=nightly tests/app/openai/test_fuzz.py` thousands.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _HEALTH = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 SETTINGS = settings(max_examples=examples(60, nightly=3000), deadline=None, suppress_health_check=_HEALTH)
 FEWER = settings(max_examples=examples(15, nightly=500), deadline=None, suppress_health_check=_HEALTH)
 
-TEXT = st.text(st.characters(), max_size=12)  # halves of surrogate pairs included
+TEXT = st.text(st.characters(), max_size=12)  # unpaired surrogates included
 ODD_TEXT = st.sampled_from(["", " ", "\0", "\ud800", "\n\r\u2028\x85", "data: [DONE]", "👩‍👩‍👧", "a" * 3000, "builtin"])
 NUMBER = st.integers() | st.floats() | st.sampled_from([0, 1, -1, 10**30, -(2**63), 2**31, 1e308, 5e-324, -0.0])
 LEAF = st.none() | st.booleans() | NUMBER | TEXT | ODD_TEXT
 WILD = st.recursive(LEAF, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3))
-# Generation that is asked for is short; what is longer than the context is refused.
+# Valid lengths are short; lengths beyond the context are refused.
 LENGTHS = st.sampled_from([0, 1, 2, -1, 5000, 10**30, True, "3", 1.5])
 FEW = st.sampled_from([0, 1, 2, 3, -1, 129, 10**30, "1", None])
 PLAUSIBLE: dict[str, st.SearchStrategy[Any]] = {
@@ -69,7 +69,7 @@ MESSAGE = st.fixed_dictionaries(
 
 
 def bodies(base: dict[str, Any], fields: set[str]) -> st.SearchStrategy[dict[str, Any]]:
-    """A good body, of which some fields are replaced or added: mostly plausible, sometimes anything."""
+    """A valid body with some fields replaced or added: mostly by plausible values, sometimes by any."""
     some = {name: PLAUSIBLE.get(name, WILD) | (WILD if name not in LONG else LENGTHS) for name in sorted(fields)}
     more = st.lists(st.sampled_from(sorted(some)), max_size=4, unique=True).flatmap(
         lambda names: st.fixed_dictionaries({name: some[name] for name in names})
@@ -103,12 +103,12 @@ def events_of(stream: str) -> list[str]:
 
 
 def lines_of(stream: str) -> list[str]:
-    """The same as clients find it that split by Python's idea of a line."""
+    """The data of events as seen by clients that split the stream with `splitlines`."""
     return [line.removeprefix("data: ") for line in stream.splitlines() if line]
 
 
 def post(server: LocalServer, path: str, content: bytes, headers: dict[str, str] | None = None) -> Any:
-    """The answer, once it is well-formed and no 5xx."""
+    """Post, and check that the answer is well-formed and not a 5xx."""
     client = TestClient(server.api, raise_server_exceptions=False)
     answer = client.post(path, content=content, headers={"content-type": "application/json"} | (headers or {}))
     assert answer.status_code < 500, answer.text
@@ -143,7 +143,7 @@ GOOD = json.dumps({"model": "builtin", "prompt": "é👩 x", "max_tokens": 1}, e
 @SETTINGS
 @given(data=st.data())
 def test_broken_bodies(server: LocalServer, data: st.DataObject) -> None:
-    """Cut off, with bytes changed, added or repeated, in other encodings, and called something else than JSON."""
+    """Truncated, with bytes changed, added or repeated, in other encodings, and with other content types."""
     at = data.draw(st.integers(0, len(GOOD)))
     kinds = [GOOD[:at], GOOD[:at] + data.draw(st.binary(max_size=4)) + GOOD[at:], GOOD[:at] + GOOD[at + 1 :], GOOD * 2]
     content = data.draw(st.sampled_from([*kinds, GOOD.decode().encode("utf-16"), gzip.compress(GOOD)]))
@@ -159,12 +159,12 @@ def test_broken_bodies(server: LocalServer, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     "content", [b"[" * 100_000, b'{"a":' * 50_000, b'{"a":' + b"9" * 10_000 + b"}", b"NaN", b"\xff"]
 )
-def test_hopeless_bodies(server: LocalServer, content: bytes) -> None:
+def test_deep_and_malformed_bodies(server: LocalServer, content: bytes) -> None:
     assert post(server, "/v1/chat/completions", content).status_code == 400
 
 
-class _Says(FakeService):
-    """Streams pieces of text."""
+class _TextStream(FakeService):
+    """A service that streams these pieces of text."""
 
     pieces: tuple[str, ...] = ()
 
@@ -175,8 +175,8 @@ class _Says(FakeService):
             yield Completion(id="c", created=0, model="m", choices=[CompletionChoice(text=piece)])
 
 
-SAYING = _Says()
-LISTENER = TestClient(guarded_api(SAYING))
+TEXT_STREAM = _TextStream()
+STREAM_CLIENT = TestClient(guarded_api(TEXT_STREAM))
 PIECE = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(
     ["", "\n\n", "\r", "data: ", "\ndata: [DONE]\n\n", "\u2028", "\x85\u2029", "event: x\n", ":", "\0", "\ufeff"]
 )
@@ -185,8 +185,8 @@ PIECE = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampl
 @SETTINGS
 @given(pieces=st.lists(PIECE, min_size=1, max_size=5))
 def test_streams_carry_any_text(pieces: list[str]) -> None:
-    SAYING.pieces = tuple(pieces)
-    stream = LISTENER.post("/v1/completions", json={"model": "m", "prompt": "x", "stream": True}).content.decode()
+    TEXT_STREAM.pieces = tuple(pieces)
+    stream = STREAM_CLIENT.post("/v1/completions", json={"model": "m", "prompt": "x", "stream": True}).content.decode()
     for *events, last in (events_of(stream), lines_of(stream)):
         assert last == "[DONE]"
         assert [json.loads(event)["choices"][0]["text"] for event in events] == pieces
@@ -214,8 +214,8 @@ def test_streams_carry_any_text(pieces: list[str]) -> None:
         },
     )
 )
-def test_a_stream_is_the_whole_in_pieces(server: LocalServer, body: dict[str, Any]) -> None:
-    """Text, log probabilities, ends and usage of every output."""
+def test_chunks_add_up_to_the_full_answer(server: LocalServer, body: dict[str, Any]) -> None:
+    """Text, log probabilities, finish reasons and usage of every output."""
     body |= {"model": "builtin"}
     whole = post(server, "/v1/completions", json.dumps(body).encode()).json()
     more = {"stream": True, "stream_options": {"include_usage": True}}
@@ -242,5 +242,4 @@ def test_a_stream_is_the_whole_in_pieces(server: LocalServer, body: dict[str, An
             assert None not in choice["logprobs"]["token_logprobs"][1:]
     assert (texts, ends, tokens) == ({}, {}, {})
     counts = json.loads(usage)["usage"]
-    assert counts["completion_tokens"] == whole["usage"]["completion_tokens"]
-    assert counts["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+    assert all(counts[name] == whole["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens"))

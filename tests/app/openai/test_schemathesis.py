@@ -1,4 +1,4 @@
-"""Requests made up from the API's own description, good and bad ones: every answer is one that the description allows.
+"""Requests generated from the API's own OpenAPI page: every answer is one that the page allows.
 
 CI tries about a hundred; `pytest --hypothesis-profile=nightly tests/app/openai/test_schemathesis.py` thousands.
 """
@@ -21,9 +21,9 @@ from schemathesis.specs.openapi.checks import (
 from tests.local_server import LocalServer
 from tests.nightly import examples
 
-# Of each operation. What is not checked:
-# - `positive_data_acceptance`: a description cannot say that a model's name must be known, a schema be one that can be
-#   compiled, or a prompt fit into the context;
+# Checks of each operation. Not checked:
+# - `positive_data_acceptance`: a page cannot say that a model's name must be known, a schema must compile, or a prompt
+#   must fit into the context;
 # - `response_headers_conformance`, `use_after_free`, `ensure_resource_availability`, `ignored_auth`: there are no such
 #   headers, resources and keys here.
 CHECKS: list[CheckFunction] = [
@@ -45,7 +45,7 @@ def test_every_answer_is_as_described(server: LocalServer, mode: GenerationMode)
     for result in description.get_all_operations():
         operation = result.ok()
         if mode.is_negative and not (operation.body or operation.query or operation.headers):
-            continue  # there is nothing that could be wrong
+            continue  # nothing could be invalid
         several = examples(10, nightly=200) if operation.body else examples(3, nightly=30)
 
         @settings(
@@ -56,14 +56,14 @@ def test_every_answer_is_as_described(server: LocalServer, mode: GenerationMode)
         )
         @given(case=operation.as_strategy(generation_mode=mode))
         def check(case: Case) -> None:
-            _make_it_answerable(case)
+            _make_answerable(case)
             case.call_and_validate(checks=CHECKS)
 
         check()
 
 
-def _make_it_answerable(case: Case) -> None:
-    """Good bodies get a name of a model that there is, and ask for few tokens, or no request would be generated for."""
+def _make_answerable(case: Case) -> None:
+    """Give valid bodies the served model's name and small limits: otherwise no request would generate tokens."""
     if not isinstance(case.body, dict) or "model" not in case.body or not _is_good(case):
         return
     case.body["model"] = "builtin"

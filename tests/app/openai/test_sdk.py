@@ -1,4 +1,4 @@
-"""The official client, with all that it does on its own, against the server in this process."""
+"""OpenAI's client and its helpers against a server in this process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 
 
 def test_structured_answers_are_parsed(client: openai.OpenAI) -> None:
-    """Whole, and streamed with the client's own accumulation; both are the same."""
+    """In full, and streamed with the client's own accumulation: both are equal."""
     whole = client.chat.completions.parse(response_format=Room, **CHAT).choices[0].message
     assert isinstance(whole.parsed, Room)
     with client.chat.completions.stream(response_format=Room, **CHAT) as stream:
@@ -82,7 +82,7 @@ def test_the_stream_helper_adds_up(client: openai.OpenAI) -> None:
 
 
 def test_tool_calls_are_parsed_and_their_answers_sent_back(client: openai.OpenAI) -> None:
-    """Several at once, whole and from streamed deltas; the conversation goes on with what the client had made of it."""
+    """Several calls, in full and from streamed deltas; the next request has the client's own message objects."""
     tools: Any = [openai.pydantic_function_tool(FindKey), openai.pydantic_function_tool(Room)]
     calls: dict[str, Any] = CHAT | {"tools": tools, "tool_choice": "required", "max_tokens": 200}
     message = client.chat.completions.parse(**calls).choices[0].message
@@ -105,7 +105,7 @@ def test_tool_calls_are_parsed_and_their_answers_sent_back(client: openai.OpenAI
 
 
 def test_an_answer_goes_back_with_all_its_nulls(client: openai.OpenAI) -> None:
-    """The client's own dump of a message has fields of OpenAI's that this server never sets."""
+    """The client's dump of a message has fields that this server never sets."""
     message = client.chat.completions.create(**CHAT).choices[0].message
     messages = [*QUESTION, message.model_dump(), *QUESTION]
     assert client.chat.completions.create(**(CHAT | {"messages": messages})).choices[0].message.content
@@ -139,7 +139,7 @@ def test_async_clients_at_once(url: str) -> None:
 
 
 def test_likelihoods_of_batches_of_tokens(client: openai.OpenAI) -> None:
-    """What evaluation harnesses send: prompts as token ids, echoed, of different lengths; as likely as alone."""
+    """Evaluation harnesses echo prompts of token ids of several lengths: likelihoods are those of single requests."""
     more: dict[str, Any] = {"model": "builtin", "echo": True, "max_tokens": 0, "logprobs": 1, "temperature": 0}
     prompts = [[300, 301, 302, 303, 304], [5], list(range(260, 300))]
     together = client.completions.create(prompt=prompts, **more).choices
@@ -161,7 +161,7 @@ def test_a_stream_that_is_dropped_gives_its_pages_back(client: openai.OpenAI, se
 
 
 class _Service(FakeService):
-    """Refuses the first requests, and fails in the middle of streams."""
+    """A service that refuses the first requests."""
 
     num_refused = 0
 
@@ -174,7 +174,7 @@ class _Service(FakeService):
 
 
 def test_the_client_understands_errors() -> None:
-    """It tries again when it is told to, and raises what a stream ends with."""
+    """The client retries when the server allows it, and raises the error that ends a stream."""
     service = _Service()
     with (
         listening(guarded_api(service)) as url,

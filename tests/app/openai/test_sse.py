@@ -1,4 +1,4 @@
-"""Chunks as server-sent events: byte for byte what pydantic writes, however they are put together."""
+"""Chunks as server-sent events, byte for byte as pydantic writes them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from app.openai.sse import Frames, on_one_line
 USAGE = Usage(
     prompt_tokens=1, completion_tokens=2, total_tokens=3, prompt_tokens_details=PromptTokensDetails(cached_tokens=0)
 )
-# A model's name is the operator's, and what clients ask for is never in a chunk: but quotes could be in both.
+# A name with the marks at which chunks are cut.
 MODEL = 'a "text":"" and "content":"" \u2028'
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from('"\\\n\x85\u2028\u2029'))
 
@@ -39,7 +39,7 @@ def chat(index: int = 0, delta: ChatDelta | None = None, **fields: object) -> Ch
     return ChatCompletionChunk(id="chatcmpl-1", created=1, model=MODEL, choices=[choice])
 
 
-def plainly(chunk: BaseModel) -> bytes:
+def expected(chunk: BaseModel) -> bytes:
     return f"data: {on_one_line(chunk.model_dump_json())}\n\n".encode()
 
 
@@ -52,7 +52,7 @@ def test_texts_of_all_kinds(pieces: list[tuple[str, int]]) -> None:
             (chats, chat(index, ChatDelta(content=text))),
         ):
             event = frames.event(chunk)
-            assert event == plainly(chunk)
+            assert event == expected(chunk)
             assert json.loads(event.removeprefix(b"data: ")) == chunk.model_dump(mode="json")
             assert len(event.decode().splitlines()) == 2
 
@@ -72,15 +72,15 @@ def test_texts_of_all_kinds(pieces: list[tuple[str, int]]) -> None:
         chat(logprobs=ChatLogprobs(content=[])),
     ],
 )
-def test_chunks_with_more_to_say_among_others(chunk: BaseModel) -> None:
+def test_chunks_with_other_fields_among_plain_ones(chunk: BaseModel) -> None:
     frames = Frames()
     plain = completion("a") if isinstance(chunk, Completion) else chat(delta=ChatDelta(content="a"))
     for each in (chunk, plain, chunk, plain):
-        assert frames.event(each) == plainly(each)
+        assert frames.event(each) == expected(each)
 
 
-def test_what_stands_around_the_text_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: each chunk of a chat took 23 us, 20 of them for what all of them have."""
+def test_the_json_around_the_text_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: each chunk of a chat took 23 us, 20 of them for the JSON that all chunks share."""
     frames, dumped = Frames(), []
     dump = ChatCompletionChunk.model_dump_json
     monkeypatch.setattr(ChatCompletionChunk, "model_dump_json", lambda self: dumped.append(self) or dump(self))

@@ -1,4 +1,4 @@
-"""Where requests are translated."""
+"""Threads in which requests are translated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from app.openai.translate import Translator
     ("num_bytes", "at_once"), [(300, True), (2048, True), (2049, False), (1 << 20, False), (0, False)]
 )
 def test_small_bodies_do_not_change_threads(num_bytes: int, at_once: bool) -> None:
-    """Regression: the first token of each request waited for a thread's turn. `0`: a handle's, of unknown size."""
+    """Regression: every request waited for a thread. `0`: a request by handle, whose size is not known."""
 
     async def run() -> bool:
         translator = Translator(load_tokenizer("builtin"), "builtin", ())

@@ -1,4 +1,4 @@
-"""The messages beside the HTTP bodies that they stand for."""
+"""Messages and the HTTP bodies that they correspond to."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from app.proto import folio_pb2 as pb
 from vmem import GroupReport, PinReport
 
 ROOT = Path(__file__).parents[3]
-# Of OpenAI's bodies, and of use over HTTP only: they change no output, or are refused.
+# Fields of OpenAI's bodies for HTTP only: they change no output, or are refused.
 HTTP_ONLY = {*ClientFields.model_fields, "stream", "stream_options", "suffix"} | {
     *("modalities", "reasoning_effort", "verbosity", "functions", "function_call", "audio", "prediction"),
     *("web_search_options", "refusal", "annotations", "parsed", "provider_specific_fields"),
 }
-# Fields that have another shape, by the names that they have as messages.
+# Fields of another shape in messages, with their names there.
 SHAPES = {
     "prompt": {"text", "token_ids", "texts", "token_id_lists"},
     "tool_choice": {"tool_choice", "called_tool"},
@@ -74,7 +74,7 @@ def fields_of(kind: Any) -> set[str]:
     ],
 )
 def test_messages_have_every_field(kind: Any, message: Any, also: set[str]) -> None:
-    """A field that HTTP gets and gRPC does not would be missing only there."""
+    """A field added to a body is added to its message, too."""
     expected: set[str] = set()
     for name in fields_of(kind) - HTTP_ONLY - {"object"}:
         ours = SHAPES.get(name, {name})
@@ -87,7 +87,7 @@ def test_messages_have_every_field(kind: Any, message: Any, also: set[str]) -> N
 
 
 def test_the_generated_code_is_that_of_the_proto(tmp_path: Path) -> None:
-    """`make proto` was forgotten."""
+    """Run `make proto` after a change of folio.proto."""
     outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
     assert protoc.main(["protoc", f"-I{ROOT}", *outputs, f"{ROOT}/app/proto/folio.proto"]) == 0
     for name in ("folio_pb2.py", "folio_pb2.pyi", "folio_pb2_grpc.py"):
@@ -105,13 +105,13 @@ def test_the_generated_code_is_that_of_the_proto(tmp_path: Path) -> None:
         ({"weather": "fine"}, "weather cannot be sent over gRPC"),
     ],
 )
-def test_what_a_message_cannot_have_is_refused_by_its_name(fields: dict[str, Any], message: str) -> None:
-    """And not cut, rounded or left out."""
+def test_values_that_messages_cannot_have_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    """They are not cut, rounded or left out."""
     with pytest.raises(RequestError, match=message):
         convert.generate_message({"model": "m", "prompt": "a"} | fields)
 
 
-def test_a_call_of_a_tool_need_not_say_that_it_is_one() -> None:
+def test_the_type_of_a_tool_call_is_optional() -> None:
     called = pb.ToolCall(id="c", function=pb.FunctionCall(name="f", arguments="{}"))
     message = pb.ChatRequest(model="m", messages=[pb.Message(role="assistant", tool_calls=[called])])
     body = bodies.ChatCompletionRequest.model_validate(convert.chat_body(message))
@@ -120,7 +120,7 @@ def test_a_call_of_a_tool_need_not_say_that_it_is_one() -> None:
     assert sent.tool_calls[0].type == "function"
 
 
-def test_what_a_message_would_drop_in_silence_is_refused() -> None:
+def test_values_that_messages_would_drop_are_refused() -> None:
     with pytest.raises(RequestError, match="guided_choice"):
         convert.generate_message({"model": "m", "prompt": "x", "guided_choice": []})
     form = pb.ResponseFormat(type="json_object", schema="{}")

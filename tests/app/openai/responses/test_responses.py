@@ -1,4 +1,4 @@
-"""`/v1/responses` through OpenAI's own client, over an ingress whose replicas answer at once."""
+"""`/v1/responses` through OpenAI's client, over an ingress with fake replicas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ USER = {"role": "user", "content": "x"}
 
 
 class Pieces(Engines):
-    """Replicas that send these pieces, or fail after them."""
+    """Fake replicas that send these pieces, and then fail if there is an error."""
 
     def __init__(self, *texts: str, finish_reason: Any = "stop", error: Exception | None = None) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Pieces(Engines):
             if self._late_error is not None:
                 raise RayTaskError("generate", "traceback", self._late_error)
 
-        # Who awaits it all gets a list; a failure comes after what has been streamed.
+        # Full answers are a list; a failure follows the streamed pieces.
         response._pieces = pieces if self._late_error is not None else lambda: list(pieces())
         return response
 
@@ -56,7 +56,7 @@ def client_of(engines: Engines) -> openai.OpenAI:
     return openai.OpenAI(base_url="http://folio/v1", api_key="none", max_retries=0, http_client=api)
 
 
-def test_a_response_is_what_the_client_reads() -> None:
+def test_a_response_as_the_client_reads_it() -> None:
     client = client_of(engines := Engines(text="Hello"))
     answer = client.responses.create(
         model="m", input="Who?", instructions="Be brief.", metadata={"a": "b"}, max_output_tokens=9, top_p=0.5
@@ -71,7 +71,7 @@ def test_a_response_is_what_the_client_reads() -> None:
     assert (call.params.max_tokens, call.params.top_p) == (9, 0.5)
     assert TOKENIZER.decode(call.prompt_token_ids) == "<|system|>Be brief.<|end|><|user|>Who?<|end|><|assistant|>"
     assert answer.id == f"{call.request_id}.r7"  # can be forked
-    # Its types are checked here, which the client does not do.
+    # The client itself does not validate types.
     raw = client.responses.with_raw_response.create(model="m", input="Who?", tools=[FUNCTION]).text  # type: ignore[list-item]
     Response.model_validate_json(raw)
 
@@ -136,8 +136,8 @@ def test_output_that_follows_a_schema() -> None:
     assert (structure.kind, json.loads(structure.spec)["required"]) == ("json", ["x"])
 
 
-def test_calls_of_functions_and_what_they_return() -> None:
-    """The output of an answer is part of the next input as it is."""
+def test_calls_of_functions_and_their_outputs() -> None:
+    """The output of an answer is part of the next input, unchanged."""
     client = client_of(engines := Pieces("Well.", f"\n{CALL}"))
     create: Any = client.responses.create
     first = create(model="m", input=[USER], tools=[FUNCTION])
@@ -213,14 +213,14 @@ def test_a_stream_refused_at_once_has_a_status() -> None:
         ({"extra_body": {"guided_json": {}}, "text": {"format": {"type": "json_object"}}}, "text", "only one of text"),
     ],
 )
-def test_what_is_refused_names_the_field(fields: dict[str, Any], param: str, message: str) -> None:
+def test_errors_name_the_field(fields: dict[str, Any], param: str, message: str) -> None:
     client = client_of(Engines())
     with pytest.raises(openai.BadRequestError, match=message) as caught:
         client.responses.create(**({"model": "m", "input": "x"} | fields))
     assert caught.value.param == param
 
 
-def test_what_changes_nothing_is_taken() -> None:
+def test_fields_that_change_nothing_are_accepted() -> None:
     fields: dict[str, Any] = {
         "store": False,
         "background": False,

@@ -1,4 +1,4 @@
-"""Calls are found in text however it is cut into pieces, and what is no call stays content, to the last character."""
+"""Calls are found however the text is cut into pieces; all other text stays content, to the last character."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ ADD_ARGUMENTS = '{"a": 1, "b": [2.50, "}</tool_call>\\""]}'
         ("mistral", f"[TOOL_CALLS]{ADD}", f"[TOOL_CALLS]{ADD}", []),
     ],
 )  # fmt: skip
-def test_what_is_found(name: str, text: str, content: str, calls: list[Call]) -> None:
+def test_calls_and_content(name: str, text: str, content: str, calls: list[Call]) -> None:
     assert parse(FORMATS[name], [text]) == (content, calls)
     assert parse(FORMATS[name], list(text)) == (content, calls)
 
@@ -107,14 +107,14 @@ def test_forced_calls_are_found_without_their_marker() -> None:
     assert parse(MISTRAL, [f"[{ADD}]"]) == (f"[{ADD}]", [])
 
 
-def test_content_is_not_held_back_longer_than_it_may_be_a_marker() -> None:
+def test_content_is_held_back_only_while_it_may_be_a_marker() -> None:
     parser = ToolCallParser(HERMES, FUNCTIONS)
     assert parser.push("a <to") == ("a", [])
     assert parser.push("p> b") == (" <top> b", [])
     assert parser.push(" " * 100) == (" " * 36, [])
 
 
-def test_ids_are_what_the_templates_take() -> None:
+def test_ids_are_as_templates_require() -> None:
     for tool_format, length, prefix in ((HERMES, 29, "call_"), (MISTRAL, 9, "")):
         text = f"[TOOL_CALLS][{ADD}]" if tool_format is MISTRAL else f"<tool_call>{ADD}</tool_call>"
         parser = ToolCallParser(tool_format, FUNCTIONS)
@@ -135,7 +135,7 @@ texts = st.lists(fragments, max_size=12).map("".join)
 
 @settings(max_examples=400, deadline=None)
 @given(st.sampled_from(sorted(FORMATS)), texts, st.booleans(), st.lists(st.integers(0, 300), max_size=20))
-def test_pieces_give_what_the_whole_gives(name: str, text: str, forced: bool, cuts: list[int]) -> None:
+def test_pieces_give_the_results_of_the_full_text(name: str, text: str, forced: bool, cuts: list[int]) -> None:
     ends = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     pieces = [text[begin:end] for begin, end in itertools.pairwise(ends)]
     whole = parse(FORMATS[name], [text], forced)
@@ -158,8 +158,8 @@ def test_no_text_is_lost(name: str, text: str, forced: bool) -> None:
 @pytest.mark.parametrize("unit", ["<tool_call>{", "<tool_call>", " ", '<tool_call>{"a":"', "{", "<tool_call>{}", "<"])
 @pytest.mark.parametrize("begin", ["", "<tool_call>", '<tool_call>{"name": "add"}'])
 @pytest.mark.parametrize("forced", [False, True])
-def test_little_is_looked_at_again(unit: str, begin: str, forced: bool) -> None:
-    """A model can be asked to write anything: what each piece costs must not grow with the text before."""
+def test_little_text_is_scanned_again(unit: str, begin: str, forced: bool) -> None:
+    """A model can be asked to write any text: the cost of a piece must not grow with the text before."""
     parser = ToolCallParser(HERMES, FUNCTIONS, forced=forced)
     parser.push(begin)
     for _ in range(200):

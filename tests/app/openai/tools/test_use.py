@@ -1,4 +1,4 @@
-"""Tools from a request's body to its prompt, to the masks of its output, and back from the output's text."""
+"""Tools in a request's prompt, in the masks of its output, and in the parsed output."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TOOLS = TypeAdapter(Tools).validate_python(
         {"type": "function", "function": {"name": "now"}},
     ]
 )
-# What tells the syntaxes apart, from the models' own templates.
+# The marks by which formats are detected, from the models' own templates.
 TEMPLATES = {
     "hermes": "{% if tools %}{{ tools }} within <tool_call></tool_call> XML tags{% endif %}",
     "llama": '{% if tools %}Respond in the format {"name": function name, "parameters": dictionary of argument name '
@@ -62,7 +62,7 @@ NAMED = choice_of({"type": "function", "function": {"name": "now"}})
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_template_tells_the_syntax(name: str) -> None:
+def test_the_format_is_detected_in_the_template(name: str) -> None:
     found = tool_format(model(TEMPLATES[name]))
     assert found is not None
     assert found.name == name
@@ -71,7 +71,7 @@ def test_the_template_tells_the_syntax(name: str) -> None:
     assert tool_format(both) == found
 
 
-def test_syntaxes_that_are_not_known_are_told_from_those_that_are() -> None:
+def test_unsupported_formats_are_detected() -> None:
     for template in ("{{ tools }}<tool_call>\n<function=name>", "{{ tools }}[TOOL_CALLS]name[ARGS]{}", "{{ tools }}"):
         tokenizer = model(template)
         assert tool_format(tokenizer) is None
@@ -81,7 +81,7 @@ def test_syntaxes_that_are_not_known_are_told_from_those_that_are() -> None:
 
 
 @pytest.mark.parametrize("template", [None, "{{ messages }} tools_of_trade"])
-def test_a_model_that_knows_no_tools_is_shown_none(template: str | None) -> None:
+def test_a_template_without_tools_is_an_error(template: str | None) -> None:
     with pytest.raises(RequestError, match=r"no chat template|does not use tools") as raised:
         tool_use(model(template), TOOLS, None, None)
     assert raised.value.param == "tools"
@@ -92,7 +92,7 @@ def test_a_model_that_knows_no_tools_is_shown_none(template: str | None) -> None
 @pytest.mark.parametrize("parallel", [None, False])
 @pytest.mark.parametrize("kind", ["required", "named"])
 @pytest.mark.parametrize("name", [*TEMPLATES, "builtin"])
-def test_forced_calls_are_valid_whatever_the_model_wants(name: str, kind: str, parallel: bool | None) -> None:
+def test_forced_calls_are_valid_whatever_the_model_prefers(name: str, kind: str, parallel: bool | None) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained("app/builtin/model") if name == "builtin" else model(TEMPLATES[name])
     eos = tokenizer.eos_token_id
     use = tool_use(tokenizer, TOOLS, "required" if kind == "required" else NAMED, parallel)
@@ -108,7 +108,7 @@ def test_forced_calls_are_valid_whatever_the_model_wants(name: str, kind: str, p
         while not output or output[-1] != eos:
             matcher.fill(mask)
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-            # Ending is likely, or several calls would become very many.
+            # The end is made likely, or outputs would have very many calls.
             output.append(eos if eos in allowed and rng.random() < 0.3 else int(rng.choice(allowed)))
             matcher.accept(output[-1])
         assert use.kept_token_ids <= {output[0]}  # Mistral's marker is a token of its own
@@ -128,7 +128,7 @@ def test_forced_calls_are_valid_whatever_the_model_wants(name: str, kind: str, p
     assert numbers == {1} if single else max(numbers) > 1
 
 
-def test_choices_that_cannot_be_made() -> None:
+def test_invalid_choices() -> None:
     tokenizer = model(TEMPLATES["hermes"])
     other = choice_of({"type": "function", "function": {"name": "other"}})
     with pytest.raises(RequestError, match="'other', which is not among"):
@@ -178,7 +178,7 @@ def test_strict_does_not_change_the_prompt() -> None:
     assert len(prompts) == 1
 
 
-def test_the_built_in_model_is_shown_tools_calls_and_answers() -> None:
+def test_the_built_in_template_shows_tools_calls_and_answers() -> None:
     tokenizer = AutoTokenizer.from_pretrained("app/builtin/model")
     tools = [tool.model_dump() for tool in TOOLS]
     text = prompt(tokenizer, tools=tools)
@@ -191,7 +191,7 @@ def test_the_built_in_model_is_shown_tools_calls_and_answers() -> None:
     assert prompt(tokenizer, messages=plain) == "<|user|>hi<|end|><|assistant|>"
 
 
-def test_templates_get_what_they_expect() -> None:
+def test_messages_as_templates_expect_them() -> None:
     """Arguments as an object, no content as an empty one, and the function's name beside its answer."""
     text = prompt(model("{{ tools }} {{ messages | tojson }}"))
     calls = [{"id": "c1", "type": "function", "function": {"name": "now", "arguments": {"a": "é"}}}]
@@ -209,18 +209,18 @@ def test_templates_get_what_they_expect() -> None:
         ([{**CONVERSATION[2], "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "1"}}]}], "object"),
     ],
 )
-def test_messages_that_answer_nothing_or_call_wrongly_are_refused(messages: list[dict[str, Any]], message: str) -> None:
+def test_invalid_calls_and_answers_are_refused(messages: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         prompt(model(TEMPLATES["hermes"]), messages=messages)
 
 
-def test_calls_are_not_shown_to_a_model_that_knows_no_tools() -> None:
+def test_calls_need_a_template_with_tools() -> None:
     with pytest.raises(RequestError, match="does not use tools"):
         prompt(model("{{ messages }}"))
 
 
-def test_forced_arguments_have_no_others_than_the_declared() -> None:
-    """A forced call that may go on with properties of its own never has to end."""
+def test_forced_arguments_are_the_declared_ones() -> None:
+    """A forced call with additional properties might never end."""
     inner = {"type": "object", "properties": {"b": {"type": "string"}}}
     either = {"anyOf": [{"type": "object", "properties": {"c": {}}}]}
     open_ = {"type": "object", "properties": {}, "additionalProperties": True}

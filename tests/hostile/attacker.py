@@ -1,4 +1,4 @@
-"""What attacks have in hand, and the rule that the server's answers are judged by."""
+"""Attacker: sends requests and judges the server's answers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 from tests.hostile.wire import Answer, Dropped, connected, request
 from tests.nightly import examples
 
-# Until an answer has come whole: on a machine that does much else, too.
+# Until an answer is complete, on a busy machine, too.
 DEADLINE_S = 90.0
 _SHOWN = 200
 
 
 @dataclass
 class Record:
-    """What came of one attack.
+    """Results of one attack.
 
     Attributes:
         num_made: requests or connections.
@@ -47,7 +47,7 @@ class Attacker:
 
     @staticmethod
     def many(small: int, whole: int) -> int:
-        """How many: small each time, whole in the nightly profile."""
+        """A number of requests: small by default, full in the nightly profile."""
         return examples(small, whole)
 
     async def post(
@@ -71,8 +71,8 @@ class Attacker:
     async def send(
         self, data: bytes, what: str, method: str = "POST", *, is_http: bool = True, patience_s: float = 0
     ) -> Answer | None:
-        """The same with the bytes of a request. `is_http`: it is one, so that the answer is ours and not of the parser
-        of HTTP beneath, which knows no JSON and may just close the connection."""
+        """Send bytes and judge the answer. `is_http`: they are valid HTTP, so that Folio answers, not the HTTP parser,
+        which knows no JSON and may just close the connection."""
         self.record.num_made += 1
         try:
             async with asyncio.timeout(DEADLINE_S), connected(self.port) as connection:
@@ -82,7 +82,7 @@ class Attacker:
                     self.record.answers["left"] += 1
                     connection.reset()
                     return None
-                # Some answers come before a request is complete: they are read meanwhile.
+                # Some answers come before the request is complete.
                 sending = asyncio.ensure_future(connection.send(data))
                 try:
                     answer = await connection.answer(method)
@@ -107,17 +107,17 @@ class Attacker:
             self.note(f"{what}: {reason}: {answer.status} {answer.body[:_SHOWN]!r}")
 
     def note(self, text: str) -> None:
-        """Something that must not be."""
+        """Note a violation."""
         self.record.bad.append(text if len(text) < 2 * _SHOWN else text[: 2 * _SHOWN] + "…")
 
     def left(self) -> None:
-        """A connection of which nobody waits for an answer."""
+        """A connection without an expected answer."""
         self.record.num_made += 1
         self.record.answers["left"] += 1
 
     @staticmethod
     async def all(work: Iterable[Awaitable[Any]], at_once: int = 16) -> None:
-        """Do everything, so much of it at once."""
+        """Run all, a bounded number at once."""
         slots = asyncio.Semaphore(at_once)
 
         async def one(item: Awaitable[Any]) -> None:
@@ -129,14 +129,14 @@ class Attacker:
                 tasks.create_task(one(item))
 
 
-# What HAProxy answers to what is no HTTP: its parser knows no other words.
+# Answers of HAProxy's parser to invalid HTTP.
 NO_HTTP = (400, b"<html><body><h1>400 Bad request</h1>\nYour browser sent an invalid request.\n</body></html>\n")
 
 Attack = Callable[[Attacker], Awaitable[None]]
 
 
 def _fault_of(answer: Answer, method: str, is_http: bool) -> str | None:
-    """What is not clean about it."""
+    """Violations in an answer."""
     status = answer.status
     if 200 <= status < 400:
         return "an error of ours in a stream" if b'"type":"server_error"' in answer.body.replace(b" ", b"") else None

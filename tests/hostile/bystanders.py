@@ -1,4 +1,4 @@
-"""Innocent clients beside the attacks: the same requests again and again, whose answers are known."""
+"""Bystanders: innocent clients with repeated requests whose answers are known."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass
 class Tally:
-    """What became of innocent requests.
+    """Outcomes of innocent requests.
 
     Attributes:
         counts: "right"; "wrong": other tokens than in peace; "lost": an error, or no whole answer; "hung": nothing in
@@ -65,7 +65,7 @@ class Tally:
 
 
 class Bystanders(threading.Thread):
-    """Asks until it is closed, in a thread of its own: attackers may be busy.
+    """Sends requests until closed, in a thread of its own.
 
     Args:
         expected: what each request of `REQUESTS` gets in peace (`answers_in_peace`).
@@ -84,7 +84,7 @@ class Bystanders(threading.Thread):
         asyncio.run(self._ask())
 
     def take(self) -> Tally:
-        """What has come since the last time, when each client has an answer to something that it asks from now on."""
+        """Outcomes since the last call. Waits until each client has an answer to a request sent after this call."""
         now = time.monotonic()
         while min(self._last_sent) < now:
             assert time.monotonic() < now + 3 * DEADLINE_S, "the innocent clients have stopped"
@@ -170,7 +170,7 @@ class Bystanders(threading.Thread):
 
 
 async def answers_in_peace(port: int) -> dict[str, str]:
-    """What each request of `REQUESTS` gets when nobody else asks."""
+    """Answers to `REQUESTS` without other load."""
     expected = {}
     for name in REQUESTS:
         async with asyncio.timeout(DEADLINE_S), connected(port) as connection:

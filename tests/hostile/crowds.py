@@ -1,4 +1,4 @@
-"""Attacks by many proper requests at once: what they want together is more than there is."""
+"""Attacks by crowds: valid requests that together exceed the resources."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def outputs(a: Attacker) -> None:
 
 
 async def flood(a: Attacker) -> None:
-    """More requests than may wait: some are refused, and say when to come again."""
+    """More requests than the queue holds: some are refused with Retry-After."""
     bodies = [_text(prompt=f"{i}", max_tokens=4, priority=-i, stream=i % 3 == 0) for i in range(a.many(260, 5000))]
     await a.all((a.post(_TEXT, body, "flood") for body in bodies), at_once=a.many(200, 600))
 
@@ -47,7 +47,7 @@ async def memory(a: Attacker) -> None:
 
 
 async def deadlines(a: Attacker) -> None:
-    """Requests whose time is over at once, or soon."""
+    """Requests with very short timeouts."""
     times = [1e-9, 0.001, 0.05, 0.3, 1.0]
     bodies = [
         _text(timeout_s=times[i % 5], max_tokens=3000, stream=i % 2 == 0, n=1 + i % 3) for i in range(a.many(60, 1000))
@@ -56,7 +56,7 @@ async def deadlines(a: Attacker) -> None:
 
 
 async def leaving(a: Attacker) -> None:
-    """Clients that go away, in every phase and manner."""
+    """Disconnections in every phase and manner."""
     count = a.many(48, 1000)
     outcomes = await disconnects.break_off_many(a.port, count, seed=a.random.randrange(1 << 30))
     a.record.num_made += count
@@ -64,7 +64,7 @@ async def leaving(a: Attacker) -> None:
 
 
 async def cancellations(a: Attacker) -> None:
-    """Requests that are reset a moment after they were sent, hundreds at once."""
+    """Hundreds of requests at once, reset just after they were sent."""
     rng = a.random
     bodies = [
         _text(prompt=f"{i}", max_tokens=2000, n=rng.choice((1, 8)), stream=rng.random() < 0.5)
@@ -74,7 +74,7 @@ async def cancellations(a: Attacker) -> None:
 
 
 async def stalled(a: Attacker) -> None:
-    """Readers that take nothing for a while: their streams wait, and are whole in the end."""
+    """Readers that pause: their streams wait, and are complete in the end."""
     body = json.dumps(_text(prompt="What is Folio?", max_tokens=a.many(300, 1000), stream=True, seed=1)).encode()
     release = asyncio.Event()
 
@@ -120,7 +120,7 @@ async def identities(a: Attacker) -> None:
 
 
 async def pins(a: Attacker) -> None:
-    """Everything pinned under any name, by many at once, and unpinned by others."""
+    """Concurrent pins under any name, unpinned by others."""
     text = "Rules of the house: nobody sleeps, everybody dances, the door stays open all night long. " * 4
     names = [
         "a",
@@ -162,7 +162,7 @@ async def pins(a: Attacker) -> None:
 
 
 async def operators(a: Attacker) -> None:
-    """What operators ask, asked too often."""
+    """Operators' requests, too often."""
     paths = ["/metrics", "/v1/load", "/v1/pins", "/openapi.json", "/ready", "/v1/models"]
     await a.all((a.send(request("GET", path), path, "GET") for path in paths * a.many(15, 300)), at_once=30)
 

@@ -1,4 +1,4 @@
-"""Attacks by HTTP and TCP themselves: slow, broken, smuggled, too many."""
+"""Attacks by HTTP and TCP: slow, broken, smuggled, too many."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SMALL = json.dumps({"model": "builtin", "prompt": "x", "max_tokens": 2}).encode
 
 
 async def routes(a: Attacker) -> None:
-    """Paths and methods that are not there, and tricks with those that are."""
+    """Unknown paths and methods, and tricks with known ones."""
     paths = [
         "/", "/v2", "/v1", "/v1/", "//v1/models", "/v1//models", "/v1/models/", "/v1/./models", "/v1/../health",
         "/v1/%2e%2e/health", "/v1/models/..%2f..%2fetc%2fpasswd", "/v1/models/%00", "/v1/models/%ff%fe",
@@ -32,7 +32,7 @@ async def routes(a: Attacker) -> None:
     for method in odd:
         for path in (_CHAT, "/v1/models", "/health", "/ready", "/v1/pins", "/metrics"):
             await a.send(request(method, path), f"{method} {path}", method)
-    # The parser beneath may refuse these by itself.
+    # The HTTP parser may refuse these.
     lines = [
         "GET", "GET  /health HTTP/1.1",
         "get /health HTTP/1.1", "GET /health HTTP/9.9", "GET /health", "G\0T / HTTP/1.1",
@@ -49,7 +49,7 @@ async def routes(a: Attacker) -> None:
 
 
 async def smuggling(a: Attacker) -> None:
-    """Bodies whose end can be seen in two ways, and requests behind requests."""
+    """Bodies with two lengths, and smuggled requests."""
     hidden = b"GET /v1/nowhere HTTP/1.1\r\nHost: x\r\n\r\n"
     chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(_SMALL), _SMALL)
 
@@ -90,7 +90,7 @@ async def smuggling(a: Attacker) -> None:
 
 
 async def pipelining(a: Attacker) -> None:
-    """Many requests behind each other: as many answers, in order."""
+    """Pipelined requests: as many answers, in order."""
     count = a.many(50, 2000)
     async with asyncio.timeout(DEADLINE_S), connected(a.port) as connection:
         alive = {"Connection": "keep-alive"}
@@ -110,7 +110,7 @@ async def pipelining(a: Attacker) -> None:
 
 
 async def headers(a: Attacker) -> None:
-    """Too many, too long, forged, and with what must not be in them."""
+    """Headers: too many, too long, forged, with invalid characters."""
     long = [
         {f"X-{i}": "y" for i in range(10_000)},
         {f"X-{i}": "y" for i in range(150)},
@@ -179,7 +179,7 @@ async def headers(a: Attacker) -> None:
 async def slow(a: Attacker) -> None:
     """Heads and bodies that come a byte at a time, or stop in the middle.
 
-    Bodies must be refused in time; heads are a proxy's business, and here only must not be in anybody's way."""
+    Bodies must be refused in time; heads are a proxy's business and must only not block others."""
     num_heads, num_bodies = a.many(100, 500), a.many(40, 200)
     raw = request("POST", _CHAT, b"{" + b" " * 5000)
 
@@ -219,7 +219,7 @@ async def slow(a: Attacker) -> None:
 
 
 async def half_closed(a: Attacker) -> None:
-    """Clients that say that they are done before they have their answer, or before they have said anything."""
+    """Clients that close their side before the answer, or before any request."""
     long: dict[str, Any] = {"model": "builtin", "prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
     raw = request("POST", _TEXT, json.dumps(long).encode())
     cuts = [0, 10, len(raw) // 2, len(raw) - 1, len(raw)]
@@ -229,7 +229,7 @@ async def half_closed(a: Attacker) -> None:
             await connection.send(raw[:cut])
             connection.half_close()
             a.left()
-            # Whatever comes: an answer, or nothing. It must come to an end.
+            # An answer or nothing, but an end.
             try:
                 async with asyncio.timeout(DEADLINE_S):
                     while await connection.reader.read(1 << 16):
@@ -243,7 +243,7 @@ async def half_closed(a: Attacker) -> None:
 
 
 async def idle(a: Attacker) -> None:
-    """Connections on which nothing ever comes."""
+    """Idle connections."""
     count = a.many(400, 4000)
     ready, release = asyncio.Semaphore(0), asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Attacks by the form of the output: schemas, regular expressions and grammars that are too much."""
+"""Attacks by structured output: excessive schemas, regular expressions and grammars."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _deep(depth: int) -> dict[str, Any]:
 
 
 async def choices(a: Attacker) -> None:
-    """More strings than a row of the parser has room for, and longer, and oddly made ones."""
+    """More, longer and stranger strings than the parser has room for."""
     many = [[f"choice {i} {a.random.random()}" for i in range(count)] for count in (1500, 2000, 2001, 20_000)]
     odd = [["x" * 100_000], ["a" * i for i in range(1, 1500)], ["same"] * 5000, ["\0", "\n", "é" * 300], [""], []]
     bodies = [_body(guided_choice=strings, stream=stream) for strings in many + odd for stream in (False, True)]
@@ -39,7 +39,7 @@ async def choices(a: Attacker) -> None:
 
 
 async def schemas(a: Attacker) -> None:
-    """Wide, deep, endless, contradictory, and of files."""
+    """Schemas: wide, deep, endless, contradictory, with references to files."""
     huge, recursive = 10**9, {"$ref": "#"}
     found: list[Any] = [
         *(_wide(count) for count in (200, 500, 2000)),
@@ -108,7 +108,7 @@ _ODD_SCHEMAS: list[dict[str, Any]] = [
 
 
 async def regexes(a: Attacker) -> None:
-    """Bombs of all kinds, and what is none."""
+    """Regular expressions: bombs of all kinds, and invalid ones."""
     found = [
         "(a+)+$",
         "(a|a)*b",
@@ -139,7 +139,7 @@ async def regexes(a: Attacker) -> None:
 
 
 async def grammars(a: Attacker) -> None:
-    """Many rules, endless ones, and what is no grammar."""
+    """Grammars: many rules, endless ones, invalid ones."""
 
     def rules(count: int, last: str = '"x"') -> str:
         return "start: r0\n" + "\n".join(f'r{i}: "{i}" r{i + 1} | "y{i}"' for i in range(count)) + f"\nr{count}: {last}"
@@ -177,7 +177,7 @@ async def grammars(a: Attacker) -> None:
 
 
 async def mixed(a: Attacker) -> None:
-    """Those that once broke a step, many at once, in ways that share steps with others."""
+    """Structures that once broke a step, many at once, in steps shared with other requests."""
     found: list[dict[str, Any]] = [
         {"guided_choice": [f"{i} {'x' * 20}" for i in range(2000)]},
         {"guided_json": _wide(500)},

@@ -1,6 +1,6 @@
-"""Attacks on one real server, while innocent clients ask: they have to get what they get in peace.
+"""Attacks on a real server, whose innocent clients must get the same answers as without attacks.
 
-Small each time; `pytest tests/hostile --hypothesis-profile=nightly` makes the attacks whole, and writes the counts to
+Small by default; `pytest tests/hostile --hypothesis-profile=nightly` runs full attacks and writes the counts to
 `benchmarks/results/cpu/hostile.json`.
 """
 
@@ -33,7 +33,7 @@ from tests.nightly import examples
 NAME = "folio"
 ATTACKS = structures.ATTACKS | bodies.ATTACKS | protocol.ATTACKS | crowds.ATTACKS
 ATTACK_DEADLINE_S = 1200.0
-# Of those that must not come to any harm.
+# Processes that must survive unchanged.
 PROCESSES = {
     "fallback": "ray::ProxyActor",
     "haproxy_manager": "ray::HAProxyManager",
@@ -41,14 +41,14 @@ PROCESSES = {
     "ingress": f"ray::ServeReplica:{NAME}:Ingress",
     "replica": f"ray::ServeReplica:{NAME}:EngineReplica",
 }
-# What a process may have taken more at the end than at the beginning: the largest body times the objects it becomes,
-# a few at once, of which malloc keeps some.
+# Bound on the growth of a process: the largest body times the objects it becomes, a few at once, of which malloc keeps
+# some.
 MOST_GROWTH_BYTES = 512 << 20
 
 
 @dataclass
 class Battle:
-    """The server, the innocent clients, and what has come of the attacks so far."""
+    """The server, the innocent clients, and the results of attacks so far."""
 
     port: int
     handle: Any
@@ -89,7 +89,7 @@ class Battle:
 
 @pytest.fixture(scope="module")
 def battle(request: pytest.FixtureRequest) -> Iterator[Battle]:
-    # Little memory and few sequences, so that attacks fill them; no long wait for bodies that never end.
+    # Little memory and few sequences, so that attacks fill them; short timeouts for endless bodies.
     engine = EngineConfig(
         model="builtin",
         dtype="float32",
@@ -122,14 +122,14 @@ def battle(request: pytest.FixtureRequest) -> Iterator[Battle]:
 
 
 def test_in_peace_all_innocent_requests_are_answered(battle: Battle) -> None:
-    """The same tokens in the company of each other, so that later differences are the attackers' doing."""
+    """Bystanders alone get the expected tokens, so that later differences are due to attacks."""
     _, tally, _ = battle.rows["(peace)"]
     assert tally.counts["right"] == tally.counts.total(), tally.strange
 
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_harms_nobody(battle: Battle, name: str) -> None:
-    """Every answer to it is clean, and innocent requests get, in time, the tokens that they get in peace."""
+    """Every answer to the attack is clean; innocent requests get the expected tokens in time."""
     attacker = Attacker(battle.port, seed=sum(name.encode()))
     start = time.monotonic()
 
@@ -149,7 +149,7 @@ def test_an_attack_harms_nobody(battle: Battle, name: str) -> None:
 
 
 def test_nothing_is_left_of_the_attacks(battle: Battle) -> None:
-    """No page, no request, no connection, no pin; the books add up; and no process has grown by more than a bound."""
+    """No page, request, connection or pin is left, the accounts agree, and no process has grown too much."""
     battle.bystanders.close()
     disconnects.wait_until_nothing_is_left(battle.handle, battle.port, NAME, battle.num_connections)
     url = f"http://127.0.0.1:{battle.port}"
@@ -162,7 +162,7 @@ def test_nothing_is_left_of_the_attacks(battle: Battle) -> None:
 
 
 def _rss_bytes(processes: dict[str, list[int]]) -> dict[str, int]:
-    """Of processes of each kind together, without what they share with others or have mapped from files."""
+    """Anonymous memory of the processes of each kind together."""
 
     def of(pid: int) -> int:
         status = Path(f"/proc/{pid}/status").read_text()

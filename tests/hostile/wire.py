@@ -1,4 +1,4 @@
-"""HTTP/1.1 by hand: what no decent client would send, and what comes back."""
+"""HTTP/1.1 connections for arbitrary bytes, and their answers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-# Of a head of an answer, or of a line of a chunked one.
+# Limit for the head of an answer, and a line of a chunked one.
 _MOST_BYTES = 4 << 20
 
 
 class Dropped(Exception):
-    """The connection has ended in the middle of an answer, or before one."""
+    """The connection ended before the end of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer; names of headers in lower case."""
+    """A complete answer; names of headers in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -34,13 +34,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """One connection to the server, from the side of a client."""
+    """A client's connection to the server."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
     async def send(self, data: bytes) -> None:
-        """Returns when the kernel has it. Raises `Dropped`."""
+        """Hand bytes to the kernel. Raises `Dropped`."""
         try:
             self.writer.write(data)
             await self.writer.drain()
@@ -48,7 +48,7 @@ class Connection:
             raise Dropped(f"while it was sent to: {type(error).__name__}") from error
 
     async def answer(self, method: str = "POST", on_chunk: Callable[[], None] = lambda: None) -> Answer:
-        """The next one; those of status 1xx are left out. Raises `Dropped`.
+        """The next answer, except for status 1xx. Raises `Dropped`.
 
         Args:
             on_chunk: called whenever a part of a stream has come.
@@ -64,7 +64,7 @@ class Connection:
             raise Dropped(f"instead of an answer: {type(error).__name__}") from error
 
     async def first_bytes(self) -> bytes:
-        """Whatever has come of an answer, as soon as something has. Raises `Dropped`."""
+        """The first bytes of an answer. Raises `Dropped`."""
         try:
             received = await self.reader.read(1 << 16)
         except ConnectionError as error:
@@ -74,11 +74,11 @@ class Connection:
         return received
 
     def half_close(self) -> None:
-        """Nothing more will be sent."""
+        """Close the sending side."""
         self.writer.write_eof()
 
     def reset(self) -> None:
-        """End it rudely: the server gets RST."""
+        """Reset the connection (RST)."""
         self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
 
@@ -108,7 +108,7 @@ async def connected(port: int, receive_buffer_bytes: int | None = None) -> Async
 
 
 def request(method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bytes:
-    """The bytes of a proper request; a header that is given goes instead of the one of the same name."""
+    """The bytes of a valid request; given headers replace default ones."""
     usual = {"Host": "127.0.0.1", "Connection": "close", "Content-Type": "application/json"}
     if body or method == "POST":
         usual["Content-Length"] = str(len(body))

@@ -192,7 +192,6 @@ def next_demands(scheduled: Sequence[Scheduled]) -> list[StepDemand]:
 
 
 def memory_of(scheduled: Scheduled) -> SequenceMemory:
-    """The memory of a scheduled request."""
     assert scheduled.request.memory is not None
     return scheduled.request.memory
 

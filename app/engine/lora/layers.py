@@ -196,13 +196,15 @@ class LoRALayers:
         cut = None if self._plan is None else self._plan.cuts.get(f"{path}.weight")
         return cut if isinstance(cut, WeightShard) else None
 
-    def _share(self, path: str, whole: LowRank) -> LowRank:
+    def _share(self, path: str, complete: LowRank) -> LowRank:
         """This rank's shard of an adapter. Where inputs are sharded the update is a partial sum, reduced together with
         the layer's output."""
         cut = self._cut(path)
         if cut is None:
-            return whole
-        return LowRank(whole.down, cut.of(whole.up)) if cut.dim == 0 else LowRank(cut.of(whole.down), whole.up)
+            return complete
+        return (
+            LowRank(complete.down, cut.of(complete.up)) if cut.dim == 0 else LowRank(cut.of(complete.down), complete.up)
+        )
 
     def _wrap(self, parent: nn.Module, prefix: str) -> None:
         for name, child in list(parent.named_children()):

@@ -108,7 +108,6 @@ class AdapterStore:
         return len(self._loading)
 
     def is_loading(self, name: str) -> bool:
-        """Whether the adapter has a slot and its file is being read."""
         return name in self._loading
 
     def collect(self) -> dict[str, FolioError]:
@@ -232,7 +231,7 @@ class AdapterFiles:
         try:
             changed = _version(folder) != version
         except OSError as error:
-            raise ModelError(f"adapter {name!r}: its file is gone: {error}") from error
+            raise ModelError(f"adapter {name!r}: its file is missing: {error}") from error
         if changed:
             raise ModelError(
                 f"adapter {name!r}: {str(folder)!r} has changed since it was first loaded, and cached prefixes would "

@@ -135,7 +135,6 @@ def read_config(name: str, folder: Path) -> AdapterConfig:
 
 
 def _unsupported(settings: Mapping[str, Any]) -> str:
-    """Settings that change what the adapter computes in unsupported ways, as text."""
     found = {key: value for key, value in settings.items() if value and key not in _KNOWN}
     for key, default, supported in (("bias", "none", ("none",)), ("init_lora_weights", True, _INITIALISATIONS)):
         if settings.get(key, default) not in supported:

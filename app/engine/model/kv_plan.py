@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from app.config.engine import EngineConfig
 from app.config.machine import SPARE_SHARE, Machine, check_resources, resident_bytes
@@ -13,7 +14,6 @@ from app.engine.sampling.logprobs import CHUNK_ELEMENTS
 from app.errors import ConfigError
 from kernels import select_block_copy
 from vmem import (
-    KVLayout,
     KVMemory,
     LayerGroup,
     MappingOptions,
@@ -190,20 +190,18 @@ def _plan_groups(
         members.setdefault(layers.windows.get(layer), []).append(layer)
     specs = [[layers.attention[layer] for layer in group] for group in members.values()]
 
-    def plan(block_tokens: int | None) -> tuple[KVLayout, ...]:
-        return plan_groups(
-            specs,
-            model.dtype,
-            granularity_bytes=granularity_bytes,
-            kind=config.kv_layout,
-            block_tokens=block_tokens,
-            expected_tokens=config.expected_tokens,
-        )
-
-    layouts = plan(config.block_tokens)
+    plan = partial(
+        plan_groups,
+        specs,
+        model.dtype,
+        granularity_bytes=granularity_bytes,
+        kind=config.kv_layout,
+        expected_tokens=config.expected_tokens,
+    )
+    layouts = plan(block_tokens=config.block_tokens)
     longer = iter(_LONGER_BLOCK_TOKENS if config.block_tokens is None else ())
     while layouts[0].page_bytes < smallest_page_bytes and (block_tokens := next(longer, None)):
-        layouts = plan(block_tokens)
+        layouts = plan(block_tokens=block_tokens)
     groups = [
         LayerGroup(tuple(group), layout, window)
         for (window, group), layout in zip(members.items(), layouts, strict=True)

@@ -35,7 +35,6 @@ def apply_logits_processors(logits: torch.Tensor, states: Sequence[SamplingState
 
 
 def _places(token_ids: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index of the given tokens of each row."""
     rows = np.repeat(np.arange(len(token_ids)), [len(tokens) for tokens in token_ids])
     return torch.from_numpy(rows), torch.from_numpy(np.concatenate(token_ids))
 

@@ -75,9 +75,9 @@ def draw(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         lower = {}
         for row, floor in zip(unsettled, floors, strict=True):
             total = best[row][0]
-            wanted = total - _SLACK - _RELATIVE_SLACK * abs(total)
-            if -math.inf < wanted < floor:  # a token with a bound below the floor may still be better
-                lower[row] = wanted
+            least_bound = total - _SLACK - _RELATIVE_SLACK * abs(total)
+            if -math.inf < least_bound < floor:  # a token with a bound below the floor may still be better
+                lower[row] = least_bound
         unsettled, floors = list(lower), list(lower.values())
     return torch.tensor([token_id for _, token_id in best])
 

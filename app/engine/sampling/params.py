@@ -132,10 +132,9 @@ class SamplingParams:
         for name in ("top_p", "repetition_penalty"):
             if getattr(self, name) == 0:
                 raise RequestError(f"{name} is 0; it must be above 0", name)
-        if len(self.stop) > MAX_STOP_STRINGS or not all(self.stop):
-            raise RequestError(f"stop takes at most {MAX_STOP_STRINGS} strings, none of them empty", "stop")
-        if len(self.bad_words) > MAX_BAD_WORDS or not all(self.bad_words):
-            raise RequestError(f"bad_words takes at most {MAX_BAD_WORDS} strings, none of them empty", "bad_words")
+        for name, most in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_BAD_WORDS)):
+            if len(getattr(self, name)) > most or not all(getattr(self, name)):
+                raise RequestError(f"{name} takes at most {most} strings, none of them empty", name)
         if any(len(word) > MAX_BAD_WORD_LENGTH for word in self.bad_words):
             raise RequestError(f"each of bad_words has at most {MAX_BAD_WORD_LENGTH} characters", "bad_words")
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:

@@ -143,7 +143,6 @@ def _apply_min_p(logits: torch.Tensor, params: Sequence[SamplingParams]) -> None
 
 
 def _draw_truncated(logits: torch.Tensor, keys: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Top-k, then top-p among the remaining tokens, then draw."""
     vocab_size = logits.shape[-1]
     few = torch.tensor([0 < p.top_k < vocab_size for p in params])[:, None]
     top_k = torch.tensor([p.top_k or vocab_size for p in params])[:, None]

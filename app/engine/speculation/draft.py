@@ -121,18 +121,18 @@ class DraftProposer:
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         room = self._memory.max_tokens + 1  # the last draft token is not cached
-        wanted = {
+        lengths = {
             request: min(count, room - len(request.token_ids))
             for request, count in zip(requests, most, strict=True)
             if count > 0
         }
-        for request in [request for request in wanted if wanted[request] < 1]:
-            del wanted[request]  # beyond the draft model's context, for good
+        for request in [request for request in lengths if lengths[request] < 1]:
+            del lengths[request]  # beyond the draft model's context, for good
             self.forget_request(request)
         tasks: list[_Task] = []
         drafts: dict[Request, list[int]] = {}
         try:
-            self._plan_tasks(wanted, tasks)
+            self._plan_tasks(lengths, tasks)
             if tasks:
                 drafts = self._run_tasks(tasks)
         except MapError as error:
@@ -168,27 +168,27 @@ class DraftProposer:
 
     # ---- planning ----
 
-    def _plan_tasks(self, wanted: dict[Request, int], tasks: list[_Task]) -> None:
+    def _plan_tasks(self, lengths: dict[Request, int], tasks: list[_Task]) -> None:
         """Allocate memory for as many requests as possible: fewest lacking tokens first, new requests last."""
-        known = [request for request in wanted if request in self._states]
+        known = [request for request in lengths if request in self._states]
         for request in known:
             with attribute_failures(request):
                 self._follow(self._states[request], request)
             self._states.move_to_end(request)
         known.sort(key=lambda request: self._states[request].shadow.num_uncomputed)
-        idle = [request for request in self._states if request not in wanted]
+        idle = [request for request in self._states if request not in lengths]
         budget = self._step_tokens
         while known and budget > 0:
             request = known.pop(0)
             with attribute_failures(request):
-                task = self._make_task(request, wanted[request], budget)
+                task = self._make_task(request, lengths[request], budget)
                 # Drop the least recently used, then those that lack most tokens.
                 while not (granted := self._grow(task)) and (idle or known):
                     self.forget_request(idle.pop(0) if idle else known.pop())
                 if granted:
                     budget -= task.num_tokens
                     tasks.append(task)
-        for request, count in wanted.items():
+        for request, count in lengths.items():
             if budget > 0 and request not in self._states:
                 with attribute_failures(request):
                     if not self._open(request, count, idle, tasks):

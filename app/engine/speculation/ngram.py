@@ -104,14 +104,14 @@ class NgramIndex:
                 keys.append(key)
         if not keys:
             return None
-        wanted = np.array(keys, dtype=np.uint64)
+        hashes = np.array(keys, dtype=np.uint64)
         found: list[int | None] = [self.recent.get(key) for key in keys]
         for piece in reversed(self.pieces):
             if found[-1] is not None:
                 break
-            places = np.searchsorted(piece.keys, wanted)
+            places = np.searchsorted(piece.keys, hashes)
             for i, place in enumerate(places.tolist()):
-                if found[i] is None and place < len(piece.keys) and piece.keys[place] == wanted[i]:
+                if found[i] is None and place < len(piece.keys) and piece.keys[place] == hashes[i]:
                     found[i] = int(piece.follows[place])
         return next((position for position in reversed(found) if position is not None), None)
 

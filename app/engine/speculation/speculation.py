@@ -174,7 +174,6 @@ class Speculation:
         self._excluded.update(requests)
 
     def _cut(self, request: Request, drafts: list[int]) -> list[int]:
-        """Drop draft tokens after one that ends the output."""
         params = request.params
         for i, token_id in enumerate(drafts):
             if token_id in params.stop_token_ids or (token_id in self._eos_token_ids and not params.ignore_eos):

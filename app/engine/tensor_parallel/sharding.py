@@ -139,13 +139,13 @@ def plan_shards(model: PreTrainedModel, rank: int, size: int) -> ShardPlan:
 def _warn_of_whole_weights(model: PreTrainedModel, plan: ShardPlan) -> None:
     """Plans may omit attention, and with it the KV cache."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    whole = sum(size for name, size in sizes.items() if name not in plan.cuts) / sum(sizes.values())
-    if whole > _MOST_REPLICATED and not plan.rank:
+    replicated = sum(size for name, size in sizes.items() if name not in plan.cuts) / sum(sizes.values())
+    if replicated > _MOST_REPLICATED and not plan.rank:
         logger.warning(
             "the tensor-parallel plan of %s replicates %.0f %% of its weights, and the KV cache of layers "
             "whose attention is among them",
             model.config.model_type,
-            whole * 100,
+            replicated * 100,
         )
 
 
@@ -188,7 +188,6 @@ class _Planner:
             self.plan.cuts[full_name] = WeightShard(dim, ((start, end),))
 
     def _spans(self, path: str, style: str, length: int) -> tuple[tuple[int, int], ...]:
-        """Every rank's span of a dimension."""
         size = self.plan.size
         parent_path, _, name = path.rpartition(".")
         if style in ("embedding_rowwise", "colwise_gather_output"):  # may be uneven
@@ -215,7 +214,6 @@ class _Planner:
         self.plan.kv_groups[path] = num_heads // self.plan.size
 
     def _num_query_heads(self, attention: nn.Module | None) -> int:
-        """Query heads of a layer, by default those of the config."""
         names = ("num_heads", "num_attention_heads")
         own = [count for name in names if isinstance(count := getattr(attention, name, None), int)]
         return own[0] if own else self._num_heads
@@ -331,13 +329,15 @@ def install_collectives(model: PreTrainedModel, plan: ShardPlan, comm: Communica
         if module is None:
             raise ModelError(f"{path} of {model.config.model_type} is not where its tensor-parallel plan says")
         if style in ("rowwise", "rowwise_rep", "moe_tp_experts", "all_reduce"):
-            _sum_output(module, comm)
+            module.register_forward_hook(lambda _, __, output: comm.all_reduce(output))
         elif style == "rowwise_split_input":
-            _split_input(module, *plan.spans[path][plan.rank])
-            _sum_output(module, comm)
+            part = slice(*plan.spans[path][plan.rank])
+            module.register_forward_pre_hook(lambda _, args, part=part: (args[0][..., part], *args[1:]))
+            module.register_forward_hook(lambda _, __, output: comm.all_reduce(output))
         elif style in ("colwise_gather_output", "colwise_rep", "embedding_colwise"):
             sizes = [end - start for start, end in plan.spans[path]]
-            _collect_output(module, sizes, comm, on_first_rank_only=module is head)
+            collect = comm.gather if module is head else comm.all_gather  # rank 0 samples
+            module.register_forward_hook(lambda _, __, output, sizes=sizes, collect=collect: collect(output, sizes))
         elif style == "embedding_rowwise":
             _look_up_part(module, *plan.spans[path][plan.rank], comm)
         elif style == "moe_identity_expert":
@@ -357,21 +357,6 @@ def _modules_by_first_path(model: PreTrainedModel) -> dict[str, nn.Module]:
                 first = wrapper + path[len(wrapper) + len(".mixer") :]
         modules[first] = module
     return modules
-
-
-def _sum_output(module: nn.Module, comm: Communicator) -> None:
-    module.register_forward_hook(lambda _, __, output: comm.all_reduce(output))
-
-
-def _split_input(module: nn.Module, start: int, end: int) -> None:
-    module.register_forward_pre_hook(lambda _, args: (args[0][..., start:end], *args[1:]))
-
-
-def _collect_output(module: nn.Module, sizes: list[int], comm: Communicator, *, on_first_rank_only: bool) -> None:
-    if on_first_rank_only:  # it samples
-        module.register_forward_hook(lambda _, __, output: comm.gather(output, sizes))
-    else:
-        module.register_forward_hook(lambda _, __, output: comm.all_gather(output, sizes))
 
 
 def _look_up_part(module: nn.Module, start: int, end: int, comm: Communicator) -> None:

@@ -64,7 +64,6 @@ class SocketListener:
         self._listener.close()
 
     def _read_hello(self, connection: socket.socket) -> tuple[int, int] | None:
-        """(link, peer) of a new connection; `None` without the token."""
         connection.settimeout(_HELLO_TIMEOUT_S)
         try:
             hello = b""

@@ -168,7 +168,6 @@ class RankWorker:
                 link.reply(answer)
 
     def _use_device(self) -> None:
-        """Set the current device, which each thread has for itself."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 

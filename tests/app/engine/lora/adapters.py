@@ -1,17 +1,24 @@
-"""Adapters that the tests make themselves, in PEFT's format, and the models they would be merged into."""
+"""LoRA adapters in PEFT's format for tests, the models with merged weights, and engines that serve them."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
+
+from app.config.engine import EngineConfig
+from app.engine.engine import Engine
+from app.engine.request import Delta
+from app.engine.tensor_parallel.processes import Launch, spawn_ranks
 
 
 def make_adapter(
@@ -78,3 +85,34 @@ class Merged:
         for _ in range(num_tokens):
             token_ids.append(int(self.logits(token_ids)[-1].argmax()))
         return token_ids[len(prompt) :]
+
+
+def make_engine(model: Path, adapters: dict[str, Path], launch: Launch = spawn_ranks, **settings: Any) -> Engine:
+    defaults: dict[str, Any] = {"skip_tokenizer_init": True, "max_num_seqs": 16, "num_threads": 1}
+    sources = {name: str(folder) for name, folder in adapters.items()}
+    defaults |= {"model": str(model), "adapters": sources, "kv_memory_bytes": 16 << 20}
+    return Engine(EngineConfig(**(defaults | settings)), launch)
+
+
+def run(engine: Engine) -> dict[str, list[Delta]]:
+    """Each request's deltas, with a check of memory after every step."""
+    deltas: dict[str, list[Delta]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            deltas.setdefault(delta.request_id, []).append(delta)
+        engine.check_integrity()
+    return deltas
+
+
+def tokens(deltas: list[Delta]) -> list[int]:
+    assert all(delta.error is None for delta in deltas), deltas
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small products are no faster with several threads, and far slower beside other processes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""Adapters in one batch give what models with merged weights give; they come and go, and leave nothing behind."""
+"""LoRA: adapters in one batch equal models with merged weights; loading, eviction, errors, and freed memory."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from app.engine.engine import Engine
 from app.engine.lora.layers import LoRALayers, LoRALinear, adapter_batch
 from app.engine.lora.store import AdapterFiles
 from app.engine.lora.weights import LowRank, check_sources
-from app.engine.request import Delta
 from app.engine.sampling.params import SamplingParams
 from app.errors import ConfigError, ModelError, UnknownModelError
-from tests.app.engine.lora.adapters import Merged, make_adapter, write_adapter
+from tests.app.engine.lora.adapters import Merged, make_adapter, make_engine, one_thread, run, tokens, write_adapter
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
+
+pytestmark = pytest.mark.usefixtures(one_thread.__name__)
 
 NUM_TOKENS = 8
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 ATTENTION = r"(q|k|v|o)_proj$"
-# Of three adapters each: the layers, settings of PEFT's, and the scales they mean.
+# Three adapters each: the layers, PEFT's settings, and the resulting scales.
 TWO = {"": 2.0}
 ADAPTERS: dict[str, list[tuple[str, dict[str, Any], dict[str, float]]]] = {
     "llama": [
@@ -60,59 +61,25 @@ def checkpoint(make_checkpoint: MakeCheckpoint, name: str) -> Path:
     return make_checkpoint(ARCHITECTURES[name][0], **ARCHITECTURES[name][1])
 
 
-def make_engine(model: Path, adapters: dict[str, Path], **settings: Any) -> Engine:
-    defaults: dict[str, Any] = {
-        "kv_memory_bytes": 16 << 20,
-        "skip_tokenizer_init": True,
-        "max_num_seqs": 16,
-        "num_threads": 1,
-    }
-    sources = {name: str(folder) for name, folder in adapters.items()}
-    return Engine(EngineConfig(model=str(model), adapters=sources, **(defaults | settings)))
-
-
 def prompts(*lengths: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(9)
     return [torch.randint(VOCAB_SIZE - 1, (n,), generator=generator).tolist() for n in lengths]
 
 
-def run(engine: Engine) -> dict[str, list[Delta]]:
-    deltas: dict[str, list[Delta]] = {}
-    while engine.has_work:
-        for delta in engine.step():
-            deltas.setdefault(delta.request_id, []).append(delta)
-        engine.check_integrity()
-    return deltas
-
-
-def tokens(deltas: list[Delta]) -> list[int]:
-    assert all(delta.error is None for delta in deltas), deltas
-    return [token for delta in deltas for token in delta.token_ids]
-
-
 def record_logits(engine: Engine) -> dict[str, list[torch.Tensor]]:
-    """Fills up with the rows from which each request's tokens are chosen."""
+    """The logits of each request's sampled tokens, filled while the engine runs."""
     rows: dict[str, list[torch.Tensor]] = {}
     compute = engine._compute
 
     def note(scheduled: Any) -> torch.Tensor:
         logits = compute(scheduled)
-        wanted = [s.request.request_id for s in scheduled for _ in range(s.num_logits)]
-        for request_id, row in zip(wanted, logits, strict=True):
+        request_ids = [s.request.request_id for s in scheduled for _ in range(s.num_logits)]
+        for request_id, row in zip(request_ids, logits, strict=True):
             rows.setdefault(request_id, []).append(row.float())
         return logits
 
     engine._compute = note  # type: ignore[method-assign]
     return rows
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small products are no faster with several, and far slower beside other processes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -122,7 +89,7 @@ def llama(make_checkpoint: MakeCheckpoint) -> Path:
 
 @pytest.fixture
 def three(tmp_path: Path, llama: Path) -> dict[str, Path]:
-    """Three adapters of a small llama, which answer differently."""
+    """Three adapters of a small llama with different outputs."""
     folders = {name: tmp_path / name for name in "abc"}
     for seed, folder in enumerate(folders.values()):
         make_adapter(folder, llama, r"layers.*_proj$", seed=seed)
@@ -164,13 +131,13 @@ def test_one_batch_equals_merged_models(make_checkpoint: MakeCheckpoint, tmp_pat
         assert difference <= 1e-4, f"{request_id}: {difference}"
     firsts = torch.stack([rows[0] for rows in logits.values()])
     apart = torch.pdist(firsts, p=torch.inf).min()
-    assert apart > 0.1, apart  # or nothing would have been tested
+    assert apart > 0.1, apart  # the adapters must differ
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("slots", [[0, 0, 1, -1], [1, 0, -1, 1], [-1, -1, -1, -1]])
-def test_rows_side_by_side_and_apart(slots: list[int], dtype: torch.dtype) -> None:
-    """One sequence after the other gives the same as all at once, whether an adapter's rows are neighbours or not."""
+def test_adjacent_and_separate_rows(slots: list[int], dtype: torch.dtype) -> None:
+    """Sequences alone equal sequences in one batch, whether an adapter's rows are adjacent or not."""
     torch.manual_seed(0)
     model = Tiny().to(dtype)
     layers = LoRALayers(model)  # type: ignore[arg-type]
@@ -181,7 +148,7 @@ def test_rows_side_by_side_and_apart(slots: list[int], dtype: torch.dtype) -> No
             for path, (rows, columns) in shapes.items()
         }
         layers.insert(slot, layers.stack(weights))
-    assert model.inner.weight.dtype == model.inner.bias.dtype == dtype  # as before, for models that ask
+    assert model.inner.weight.dtype == model.inner.bias.dtype == dtype  # for models that read them
     num_tokens = np.array([3, 1, 2, 4])
     sample_rows = num_tokens.cumsum() - 1
     x = torch.randn(1, 10, 12, dtype=dtype)
@@ -226,7 +193,7 @@ class Tiny(nn.Module):
         return torch.device("cpu")
 
 
-def test_the_longest_unused_goes_and_comes_back(llama: Path, three: dict[str, Path], expected: Any) -> None:
+def test_the_least_recently_used_is_evicted_and_reloaded(llama: Path, three: dict[str, Path], expected: Any) -> None:
     [prompt] = prompts(20)
     engine = make_engine(llama, three, max_loaded_adapters=2)
     for name, kept in (("a", "a"), ("b", "ab"), ("a", "ab"), ("c", "ac"), ("b", "bc")):
@@ -238,8 +205,8 @@ def test_the_longest_unused_goes_and_comes_back(llama: Path, three: dict[str, Pa
     engine.close()
 
 
-def test_an_adapter_in_use_stays_and_others_wait(llama: Path, three: dict[str, Path], expected: Any) -> None:
-    """With one slot adapters take turns, first come first served: nobody starves, and who needs none does not wait."""
+def test_requests_wait_while_all_slots_are_in_use(llama: Path, three: dict[str, Path], expected: Any) -> None:
+    """With one slot adapters are loaded first come, first served, and requests without an adapter do not wait."""
     engine = make_engine(llama, three, max_loaded_adapters=1)
     jobs = [(name, prompt) for prompt in prompts(20, 9) for name in ("a", "b", None, "c")]
     for i, (name, prompt) in enumerate(jobs):
@@ -285,8 +252,8 @@ def test_only_requests_of_an_adapter_wait_for_its_file(
     engine.close()
 
 
-def test_servers_hear_of_it(llama: Path, three: dict[str, Path], expected: Any) -> None:
-    """An unknown adapter is refused before anything is sent, and one that cannot be loaded fails its request."""
+def test_errors_in_the_async_engine(llama: Path, three: dict[str, Path], expected: Any) -> None:
+    """An unknown adapter is refused at once, and one that cannot be loaded fails its request."""
     [prompt] = prompts(20)
     (three["b"] / "adapter_config.json").write_text("{}")
     sources = {name: str(folder) for name, folder in three.items()}
@@ -314,7 +281,7 @@ def test_servers_hear_of_it(llama: Path, three: dict[str, Path], expected: Any) 
 
 
 def test_preempted_requests_keep_their_adapter(llama: Path, three: dict[str, Path], expected: Any) -> None:
-    """Too few blocks for all, and two slots for three adapters: nothing is mixed up, and nobody waits for ever."""
+    """Too few blocks for all, and two slots for three adapters."""
     engine = make_engine(
         llama, three, max_loaded_adapters=2, kv_memory_bytes=9 * 16 * 768, max_model_len=60, max_num_batched_tokens=30
     )
@@ -351,8 +318,8 @@ def test_forks_have_their_adapter(llama: Path, three: dict[str, Path], expected:
     engine.close()
 
 
-def test_guesses_are_checked_with_the_adapter(llama: Path, three: dict[str, Path], expected: Any) -> None:
-    """The tokens of a guess are the sequence's, too, as are the logits that it is checked by."""
+def test_drafts_are_verified_with_the_adapter(llama: Path, three: dict[str, Path], expected: Any) -> None:
+    """Rows of draft tokens have the sequence's adapter."""
     engine = make_engine(llama, three, speculation="ngram")
     repeated = {name: prompt * 3 for name, prompt in zip((*"abc", None), prompts(5, 6, 7, 5), strict=True)}
     for name, prompt in repeated.items():
@@ -377,8 +344,8 @@ def test_prefixes_are_not_shared_between_adapters(llama: Path, three: dict[str, 
     engine.close()
 
 
-def test_under_load_nothing_is_left(llama: Path, three: dict[str, Path]) -> None:
-    """Requests begin and are cancelled at any time, also while their adapter is being read; at the end all is free."""
+def test_all_memory_is_freed_under_load(llama: Path, three: dict[str, Path]) -> None:
+    """Requests begin and are cancelled at any time, also while their adapter is being read."""
     generator = np.random.default_rng(4)
     engine = make_engine(llama, three, max_loaded_adapters=2)
     lengths = generator.integers(5, 60, 25).tolist()
@@ -403,7 +370,7 @@ def test_under_load_nothing_is_left(llama: Path, three: dict[str, Path]) -> None
 def test_a_damaged_adapter_fails_its_requests_only(
     llama: Path, three: dict[str, Path], expected: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And is tried again when the next request asks."""
+    """The next request for the adapter tries again."""
     [prompt] = prompts(12)
     weights = three["b"] / "adapter_model.safetensors"
     whole = weights.read_bytes()
@@ -418,7 +385,7 @@ def test_a_damaged_adapter_fails_its_requests_only(
         assert "cannot read" in str(delta.error)
     assert tokens(outputs["1"]) == expected("a", prompt)
     assert tokens(outputs["3"]) == expected(None, prompt)
-    assert caplog.text.count("cannot read") == 1  # nobody reads it again for those who are gone
+    assert caplog.text.count("cannot read") == 1  # failed requests cause no further read
     engine.close()
     weights.write_bytes(whole)
     engine = make_engine(llama, three, max_loaded_adapters=1)
@@ -455,7 +422,7 @@ WRONG: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, Any], str]] = {
 }
 
 
-def test_what_is_not_supported_is_named(llama: Path, tmp_path: Path) -> None:
+def test_unsupported_settings_are_named(llama: Path, tmp_path: Path) -> None:
     for name, (tensors, settings, _) in WRONG.items():
         weights = make_adapter(tmp_path / name, llama, r"up_proj$")
         for key, shape in tensors.items():
@@ -479,7 +446,7 @@ def test_what_is_not_supported_is_named(llama: Path, tmp_path: Path) -> None:
 def test_experts_and_mixers_are_no_targets(
     make_checkpoint: MakeCheckpoint, tmp_path: Path, name: str, refused: str
 ) -> None:
-    """They compute tokens in an order of their own."""
+    """They compute tokens in another order."""
     settings = HYBRIDS[name] if name in HYBRIDS else ARCHITECTURES[name][1]
     make_adapter(tmp_path / "a", make_checkpoint("llama", **ARCHITECTURES["llama"][1]), "q_proj")
     engine = make_engine(make_checkpoint(name, **settings), {"a": tmp_path / "a"})

@@ -1,4 +1,4 @@
-"""What requests change about logits: as transformers' processors do, each and together."""
+"""Logits processors equal those of transformers, each and together."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_presence_and_frequency_count_the_output_alone() -> None:
 
 
 def test_counts_grow_with_the_output() -> None:
-    """Counted as tokens come, or all at once, by a state or by its fork: the same, also past the first room."""
+    """Counts are equal for tokens one by one, all at once, and in a fork, also beyond the first allocation."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, VOCAB_SIZE, 40).tolist()
     params = {"repetition_penalty": 1.2, "frequency_penalty": 0.1, "presence_penalty": 0.3}
@@ -139,7 +139,7 @@ def test_structures_allow_what_their_bits_say(vocab_size: int) -> None:
 
 
 def test_rows_do_not_mix() -> None:
-    """Each of many different rows is changed as it would be alone."""
+    """Each of many different rows changes as it does alone."""
     bad = BadWords([[3], [7, 8]])
     states = [
         state([1, 2], [7], bad),

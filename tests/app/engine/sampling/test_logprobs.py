@@ -1,4 +1,4 @@
-"""Log probabilities and ranks by the model alone, a few rows at a time."""
+"""Log probabilities and ranks by unprocessed logits, in chunks of rows."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_rows_are_worked_on_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_sampled_tokens_have_those_of_the_raw_logits() -> None:
-    """Whatever was done to them before the choice; and only rows that ask have any."""
+    """By unprocessed logits, and only for rows that request them."""
     logits = (3 * torch.randn(5, 400, generator=torch.Generator().manual_seed(0))).bfloat16()
     settings: list[dict[str, object]] = [
         {"temperature": 0, "logprobs": 4},

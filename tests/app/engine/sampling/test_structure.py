@@ -1,4 +1,4 @@
-"""Outputs sampled at random under the masks have the structure, whatever the tokenizer."""
+"""Outputs sampled at random under the masks have the structure, with every tokenizer."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_json_object_and_any_json() -> None:
     ],
 )
 def test_json_is_compact_unless_the_schema_says_otherwise(text: str, holds: bool) -> None:
-    """A gap took a line break and 64 blanks, and small models wrote all of them."""
+    """A gap allowed a line break and 64 spaces, and small models wrote all of them."""
     tokenizer = byte_level()
     compiler = StructureCompiler(tokenizer, len(tokenizer), {0})
 
@@ -155,7 +155,8 @@ WIDE = {
 
 @pytest.mark.parametrize("case", WIDE)
 def test_a_wide_structure_works(case: str) -> None:
-    """The parser stopped at 2,000 items behind the first token, and its "internal error" failed everybody's step."""
+    """The parser stopped at 2,000 items after the first token, and its "internal error" failed the step of all
+    requests."""
     tokenizer = byte_level()
     matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(WIDE[case])
     rng = np.random.default_rng(0)
@@ -172,7 +173,7 @@ def test_a_wide_structure_works(case: str) -> None:
     ],
 )
 def test_what_is_too_wide_is_refused_before_a_stream_begins(structure: Structure, remedy: str) -> None:
-    """It shows behind the first token only."""
+    """The parser's limit is exceeded only after the first token."""
     tokenizer = byte_level()
     with pytest.raises(RequestError, match=f"too complex for the parser .*{remedy}") as raised:
         StructureCompiler(tokenizer, len(tokenizer), {0}).check_structure(structure)
@@ -180,7 +181,7 @@ def test_what_is_too_wide_is_refused_before_a_stream_begins(structure: Structure
 
 
 def test_a_limit_met_later_belongs_to_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`accept` took every reason but two for a mistake of the engine's."""
+    """`accept` took exceeded limits for errors of the engine."""
     monkeypatch.setattr(structure_module, "_TRIED_TOKENS", 0)
     tokenizer = byte_level()
     matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(
@@ -226,7 +227,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers() -> None:
             compiler.check_structure(Structure("grammar", f"start: <[{len(tokenizer) - 1}]>"))
 
 
-def test_forks_go_their_own_ways() -> None:
+def test_forks_are_independent() -> None:
     tokenizer = byte_level()
     matcher = StructureCompiler(tokenizer, len(tokenizer), {0}).matcher(Structure("choice", '["abc", "abd"]'))
     write(matcher, "ab", tokenizer)
@@ -275,7 +276,7 @@ def test_a_token_that_does_not_follow_is_refused() -> None:
         (Structure("grammar", "start: <nonsense>"), "nonsense"),
     ],
 )
-def test_what_cannot_be_is_refused(structure: Structure, message: str) -> None:
+def test_invalid_structures_are_refused(structure: Structure, message: str) -> None:
     tokenizer = byte_level()
     with pytest.raises(RequestError, match=message) as raised:
         StructureCompiler(tokenizer, len(tokenizer), {0}).check_structure(structure)
@@ -289,8 +290,8 @@ def test_a_tokenizer_whose_tokens_depend_on_their_neighbours_is_refused() -> Non
 
 
 def test_without_llguidance_only_structures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine with what the engine needs alone the import failed in the middle of `generate`, and an engine with
-    a tokenizer did not start: it warms up with a structure."""
+    """Without the package the import failed in `generate`, and an engine with a tokenizer did not start, because the
+    warm-up uses a structure."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
     structured = SamplingParams(max_tokens=2, structure=Structure("regex", "a"))
     with LLM("builtin", kv_memory_bytes=16 << 20) as llm:

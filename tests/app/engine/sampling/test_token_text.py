@@ -1,4 +1,4 @@
-"""Text comes out whole characters at a time, and never a part of a stop string."""
+"""Text is emitted in complete characters, and never a part of a stop string."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 def stream(tokenizer: PreTrainedTokenizerBase, text: str, stop: list[str]) -> tuple[list[str], bool]:
-    """Pieces as they come out, and whether a stop string ended them."""
+    """The emitted pieces, and whether a stop string ended them."""
     output = IncrementalDetokenizer(tokenizer.backend_tokenizer, tokenizer.encode("Say: "), stop)
     pieces = []
     for token in tokenizer.encode(text):
@@ -48,7 +48,7 @@ def test_half_a_character_is_never_emitted(tokenizer: PreTrainedTokenizerBase) -
 
 
 def test_special_tokens_are_text_only_where_they_are_kept(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Calls of tools begin with one in some models, and could not be told from text without it."""
+    """Tool calls begin with a special token in some models."""
     [end], [user] = (tokenizer.encode(token) for token in ("<|end|>", "<|user|>"))
     tokens = [*tokenizer.encode("a "), user, *tokenizer.encode("b é"), end]
     for kept, text in (((), "a b é"), ((user,), "a <|user|>b é")):
@@ -116,7 +116,7 @@ SHORT = st.text("ab", min_size=1, max_size=3)
 @settings(deadline=None)
 @given(st.lists(SHORT, max_size=8), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3), st.booleans())
 def test_stops_do_not_depend_on_how_text_is_cut(tokens: list[str], stop: list[str], include: bool) -> None:
-    """The same as when each letter is a token, which is looked at here one after the other."""
+    """The result equals a search letter by letter."""
     output = IncrementalDetokenizer(LETTERS, [], stop, include_stop_str=include)
     seen, stopped = "", False
     for token in tokens:
@@ -154,7 +154,7 @@ def test_a_prompt_cut_inside_a_character_is_not_echoed(tokenizer: PreTrainedToke
 
 
 def test_bytes_that_are_no_character_do_not_stop_the_stream() -> None:
-    """A byte-fallback tokenizer can rewrite text that is out already; the library raises then."""
+    """A byte-fallback tokenizer can rewrite emitted text; the library raises then."""
     vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"a": 256, "b": 257}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])

@@ -135,6 +135,13 @@ def _private_folder() -> Path:
     return folder
 
 
+def find_actor(kind: type, name: str, *args: Any, **options: Any) -> Any:
+    """The actor of this name, created if there is none. It is never restarted: its users create a new one, also after
+    its owner has gone. Raises `ValueError` if another process created one that has died since."""
+    fixed: Any = {"name": name, "namespace": NAMESPACE, "get_if_exists": True, "num_cpus": 0, "max_restarts": 0}
+    return ray.remote(kind).options(**fixed, **options).remote(*args)
+
+
 def ledger_name(app_name: str, node_id: str, device: str) -> str:
     """The actor's name in `NAMESPACE`."""
     return f"folio-ledger:{app_name}:{node_id}:{device}"
@@ -271,16 +278,9 @@ class BudgetMember:
 
     def _find(self) -> Any:
         """The device's ledger, created if there is none, on this node: only there can it see the processes."""
-        options: Any = {
-            "name": self._name,
-            "namespace": NAMESPACE,
-            "get_if_exists": True,
-            "num_cpus": 0,
-            "max_restarts": 0,  # members create a new one, also after its owner has gone
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(self._node_id, soft=False),
-        }
+        here = NodeAffinitySchedulingStrategy(self._node_id, soft=False)
         try:
-            return ray.remote(LedgerActor).options(**options).remote(self._name)
+            return find_actor(LedgerActor, self._name, self._name, scheduling_strategy=here)
         except ValueError as error:  # another member created one, which has died since
             raise LookupError(f"{self._name} is gone") from error
 

@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 from app.edge.limit_ledger import LimitLedger
 from app.edge.limits import EARLY_REPORT_S, REPORT_PERIOD_S, IngressLimits, LimitAnswer, LimitUsage
 from app.fleet.overload import LoadShedder
-from app.serving.ledger import NAMESPACE
+from app.serving.ledger import NAMESPACE, find_actor
 
 logger = logging.getLogger(__name__)
 
@@ -150,11 +150,4 @@ class LimitReporter:
                 return ray.get_actor(self._name, NAMESPACE)
             except ValueError:
                 return None
-        options: Any = {
-            "name": self._name,
-            "namespace": NAMESPACE,
-            "get_if_exists": True,
-            "num_cpus": 0,
-            "max_restarts": 0,  # ingresses create a new one, also after its owner has gone
-        }
-        return ray.remote(LimitsActor).options(**options).remote()
+        return find_actor(LimitsActor, self._name)

@@ -1,4 +1,4 @@
-"""The scaling policy over fleets that exist on paper only, and as Serve would call it."""
+"""The scaling policy over simulated fleets, and as Serve calls it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def prefilling(queued_s: float, num_waiting: float = 8.0) -> AutoscalingLoad:
 
 @dataclass
 class Fleet:
-    """Replicas that start `start_s` after they are ordered, and what the policy makes of their loads."""
+    """Replicas that start `start_s` after they are ordered, under a policy."""
 
     policy: ScalingPolicy
     num_running: int = 1
@@ -100,7 +100,7 @@ def spread(load: AutoscalingLoad) -> Callable[[float, int], list[AutoscalingLoad
 
 
 class Queues:
-    """Replicas that compute a second of queued prefill a second; what comes goes to the shortest queue."""
+    """Replicas that compute a second of queued prefill per second; work goes to the shortest queue."""
 
     def __init__(self, coming: Callable[[float], float]) -> None:
         self._coming = coming
@@ -121,7 +121,7 @@ class Queues:
         return loads
 
 
-# ---- what is needed ----
+# ---- demand ----
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_the_demand(loads: list[AutoscalingLoad], reason: str, replicas: float) 
     assert getattr(ScalingPolicy(ScalingTargets()).demand(loads), reason) == pytest.approx(replicas)
 
 
-def test_work_is_what_must_be_done() -> None:
+def test_the_demand_of_work() -> None:
     """A replica that is always in steps of a few decodes could take many more."""
     assert decoding(1.0).work_share(tpot_s=0.1) == pytest.approx(0.02)
     assert decoding(40.0).work_share(tpot_s=0.1) == pytest.approx(0.8)
@@ -167,7 +167,7 @@ def test_a_sustained_need_is_answered_within_two_seconds_by_several_replicas() -
     assert burst.history == [2, 6]
 
 
-def test_a_short_need_is_not() -> None:
+def test_a_short_need_orders_nothing() -> None:
     burst = fleet(2, up_after_s=1.5)
     burst.run(20.0, spread(prefilling(0.05)))
     burst.run(1.4, spread(prefilling(3.0)))
@@ -175,7 +175,7 @@ def test_a_short_need_is_not() -> None:
     assert burst.num_events == 0
 
 
-def test_the_least_need_of_the_time_counts() -> None:
+def test_the_least_need_within_the_time_counts() -> None:
     """A peak within `up_after_s` does not order for the peak."""
     burst = fleet(1, up_after_s=1.5, up_factor=8.0)
     burst.run(1.0, spread(prefilling(1.5)))
@@ -194,7 +194,7 @@ def test_a_cold_start_orders_no_more() -> None:
     assert queues.longest_s < 1.0
 
 
-def test_a_flood_is_met_in_a_few_orders() -> None:
+def test_a_flood_takes_few_orders() -> None:
     """From nothing to 7 s of work a second, with replicas that take 10 s to start."""
     flood, queues = fleet(start_s=10.0), Queues(lambda _: 7.0)
     flood.run(60.0, queues)
@@ -204,7 +204,7 @@ def test_a_flood_is_met_in_a_few_orders() -> None:
     assert queues.longest_s < 1.0
 
 
-def test_replicas_that_never_start_are_not_waited_for_for_ever() -> None:
+def test_the_wait_for_replicas_that_never_start_is_bounded() -> None:
     cold = fleet(start_s=1000.0)
     cold.run(119.0, spread(prefilling(30.0)))
     assert cold.history == [1, 2]
@@ -221,7 +221,7 @@ def test_one_request_needs_one_replica() -> None:
     assert single.num_events == 0
 
 
-def test_the_length_of_a_queue_that_shrinks_orders_nothing() -> None:
+def test_a_shrinking_queue_orders_nothing() -> None:
     """20 s of queue, and hardly anything comes any more."""
     queue = fleet(2)
     queue.run(60.0, lambda t, n: [prefilling(max(20.0 - t, 0.0))] * n)
@@ -261,7 +261,7 @@ def test_down_only_when_the_others_have_room_to_spare() -> None:
         assert held.history == history
 
 
-def test_a_replica_that_says_nothing_is_no_reason_to_stop_another() -> None:
+def test_a_silent_replica_stops_no_other() -> None:
     silent = fleet(3, down_after_s=5.0)
     silent.run(60.0, lambda _, n: [IDLE] * (n - 1))
     assert silent.num_events == 0
@@ -321,7 +321,7 @@ def test_to_zero_and_back() -> None:
     assert option.history == [1, 0, 1]
 
 
-def test_the_last_replica_stays_unless_it_is_said_and_nobody_waits() -> None:
+def test_the_last_replica_stops_only_if_configured_and_idle() -> None:
     stays = fleet(1)
     stays.run(5000.0, spread(IDLE))
     assert stays.num_events == 0
@@ -334,7 +334,7 @@ def test_the_last_replica_stays_unless_it_is_said_and_nobody_waits() -> None:
 # ---- state, settings ----
 
 
-def test_another_policy_goes_on_from_the_state() -> None:
+def test_another_policy_continues_from_the_state() -> None:
     """Serve may make a new one at any time: nothing is remembered elsewhere."""
     loads = [[prefilling(3.0)] * 2, [IDLE] * 2, [decoding(31.0)] * 2]
     one, state = ScalingPolicy(ScalingTargets()), ScalingState()
@@ -345,7 +345,7 @@ def test_another_policy_goes_on_from_the_state() -> None:
         assert state == one.state
 
 
-def test_a_clock_that_is_set_back_starts_again() -> None:
+def test_a_clock_set_back_resets_the_state() -> None:
     policy = ScalingPolicy(ScalingTargets())
     policy.desired([prefilling(3.0)], 1, 5000.0)
     assert policy.desired([prefilling(3.0)], 1, 10.0) == 1
@@ -375,7 +375,7 @@ def test_settings_that_may_be_none() -> None:
     assert policy.demand([replace(IDLE, free_tokens=1.0)]).kv == 0.0
 
 
-def test_there_and_back() -> None:
+def test_loads_as_metrics_and_back() -> None:
     report = ReplicaReport(
         made_at=5.0,
         unit_tokens=16,
@@ -486,8 +486,8 @@ def test_missing_metrics_change_nothing(metrics: dict[str, dict[str, TimeSeries]
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 3600.0])
 def test_clocks_of_replicas_do_not_matter(ahead_s: float) -> None:
-    """Regression: a load counted by its replica's clock: an hour behind, never, an hour ahead, for an hour after the
-    last report."""
+    """Regression: loads were dated by their replica's clock: an hour behind, they never counted; an hour ahead, they
+    counted for an hour after the last report."""
     policy = KVAwareScaling(stale_after_s=5.0, up_after_s=0.0, start_s=1.0)
     state: dict[str, Any] = {}
     wanted = []
@@ -506,6 +506,6 @@ def test_serve_comes_back_from_zero() -> None:
     assert policy(context(None, {}, target=0, running=(), num_requests=0.3))[0] == 1
 
 
-def test_settings_of_the_yaml_that_do_not_exist() -> None:
+def test_unknown_settings() -> None:
     with pytest.raises(ConfigError, match=r"\['ttft'\] are no settings of the scaling policy; it has ttft_s, tpot_s"):
         KVAwareScaling(ttft=1.0)

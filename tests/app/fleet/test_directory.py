@@ -77,7 +77,7 @@ def test_agrees_with_sets(stride: int, data: st.DataObject) -> None:
         assert len(directory) == len(set().union(*known.values()))
 
 
-def test_only_those_asked_for() -> None:
+def test_only_the_requested_slots() -> None:
     directory = PrefixDirectory()
     for slot in range(3):
         report(directory, slot, b"".join(PROMPTS[0][: slot + 1]))
@@ -86,7 +86,7 @@ def test_only_those_asked_for() -> None:
     assert match(directory, [], 0b111) == {}
 
 
-def test_what_was_left_out_of_a_report_does_not_matter() -> None:
+def test_keys_between_strides_do_not_matter() -> None:
     """With a stride of 2, only every second prefix is reported; a replica with fewer prefixes reports all."""
     directory = PrefixDirectory()
     report(directory, 0, b"".join(PROMPTS[0][1::2]), 2)
@@ -115,7 +115,7 @@ CACHED += [(CACHED[0][0] + b"other", 1), (CACHED[0][0] + b"another", 8)]
 
 @settings(deadline=None)
 @given(st.data())
-def test_reports_that_are_missed_repeated_and_out_of_order(data: st.DataObject) -> None:
+def test_lost_repeated_and_late_reports(data: st.DataObject) -> None:
     """After any report the directory has exactly what the replica had when that was made, whichever came before."""
     replica, last, since, directory = PrefixSummary(), NO_KEYS, -1, PrefixDirectory()
     cached: set[tuple[bytes, int]] = set()
@@ -137,7 +137,7 @@ def test_reports_that_are_missed_repeated_and_out_of_order(data: st.DataObject) 
                 assert len(directory) == len(keys)
 
 
-def test_only_what_has_changed_is_looked_at() -> None:
+def test_only_changed_keys_are_processed() -> None:
     """Regression: every report was compared as a whole, which took a router's loop 0.9 ms."""
     replica, directory, keys = PrefixSummary(), PrefixDirectory(), [bytes([i]) * KEY_BYTES for i in range(100)]
     for key in keys:

@@ -53,7 +53,7 @@ def test_an_older_report_is_ignored() -> None:
     assert fleet.cached_tokens(request(), ["a"]).tolist() == [4 * UNIT]
 
 
-def test_what_was_sent_counts_until_reports_have_it() -> None:
+def test_sent_requests_count_until_reports_include_them() -> None:
     fleet = fleet_of("a", "b")
     sent = send(fleet, "a", 1.0)
     assert fleet.cached_tokens(request(), ["a", "b"]).tolist() == [10 * UNIT, 0]
@@ -78,7 +78,7 @@ def test_what_was_sent_counts_until_reports_have_it() -> None:
     assert fleet.loads(["a"], 4.0).num_requests.tolist() == [0]
 
 
-def test_a_request_that_goes_elsewhere_leaves_nothing_behind() -> None:
+def test_a_withdrawn_request_leaves_nothing() -> None:
     fleet = fleet_of("a", "b")
     for i in range(50):
         fleet.withdraw(send(fleet, "a", 1.0 + i / 100), 1.0 + i / 100)
@@ -104,7 +104,7 @@ def test_several_requests_with_one_id() -> None:
     assert fleet.loads(["a"], 1.2).num_requests.tolist() == [2]
 
 
-def test_without_reports_nothing_piles_up() -> None:
+def test_nothing_accumulates_without_reports() -> None:
     """Regression: what had ended was kept until the next report, which may never come."""
     fleet = fleet_of("a")
     for i in range(100):
@@ -138,7 +138,7 @@ def test_clocks_that_differ(ahead_s: float) -> None:
     assert not fleet.fresh(["a"], 19.1)
 
 
-def test_clocks_that_run_apart_or_stand_still() -> None:
+def test_clocks_that_drift_or_stand_still() -> None:
     """For hours one clock loses half a millisecond each second; and a machine was suspended for an hour."""
     fleet, apart_s = Fleet(), 0.0
     fleet.update(["a"])
@@ -179,7 +179,7 @@ def test_many_replicas_come_and_go() -> None:
     assert fleet.num_known_prefixes == 0
 
 
-def test_reports_grow_old() -> None:
+def test_reports_become_stale() -> None:
     fleet = Fleet(stale_after_s=5.0)
     fleet.update(["a"])
     assert not fleet.fresh(["a"], 0.0)
@@ -188,7 +188,7 @@ def test_reports_grow_old() -> None:
     assert not fleet.fresh(["a"], 15.0)
 
 
-def test_drift_makes_it_forget_expectations() -> None:
+def test_a_resync_drops_expectations() -> None:
     """The replica found much less cached than this router had expected: what was expected there is forgotten."""
     fleet = fleet_of("a")
     sent = send(fleet, "a", 1.0)

@@ -1,5 +1,5 @@
-"""The books of replicas that share a device, over a network that loses, delays and reorders, with members and ledgers
-that die: what all may hold together never exceeds the capacity, and everybody gets a budget in the end."""
+"""The budget ledger over a network that loses, delays and reorders messages, with members and ledgers that die: all
+members together never hold more than the capacity, and in the end each has a budget."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHOICE = st.integers(0, 7)
 
 @dataclass(eq=False)
 class Replica:
-    """An engine without an engine: a budget, pages within it, and pages that must go first when it is lowered."""
+    """A member without an engine: its budget, and memory that may exceed a lowered budget for a while."""
 
     membership: Membership
     least_bytes: int
@@ -69,7 +69,7 @@ class Replica:
             return
         self.refused = order.refusal is not None
         if order.revision <= self.revision or (self.built and order.budget_bytes < self.least_bytes):
-            return  # nothing new; or what is pinned has grown since: the engine refuses
+            return  # old; or pinned prefixes have grown since, and the engine refuses
         self.budget_bytes, self.revision = order.budget_bytes, order.revision
 
     def use(self, share: float) -> None:
@@ -87,7 +87,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger = BudgetLedger(self.now)
         self.replicas: list[Replica] = []
         self.unnoticed: list[str] = []
-        self.counted: set[str] = set()  # by former ledgers
+        self.counted: set[str] = set()  # by earlier ledgers
         self.beats: list[LedgerHeartbeat] = []
         self.orders: list[tuple[Replica, BudgetOrder]] = []
 
@@ -130,14 +130,14 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(choice=CHOICE)
     def exchange(self, choice: int) -> None:
-        """A beat and its order without trouble, which is what happens mostly."""
+        """A heartbeat and its order without loss, the usual case."""
         if replica := self.some(choice):
             self.deliver_beat(replica.beat())
             replica.hear(self.orders.pop()[1])
 
     @rule()
     def round(self) -> None:
-        """All are well for a second."""
+        """A second without loss."""
         self.advance(1.0)
         for replica in self.replicas:
             if replica.alive:
@@ -188,7 +188,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(choice=CHOICE)
     def leave(self, choice: int) -> None:
-        """In good order: its memory is given back before it says so, and what it has sent may still come."""
+        """The member has released its memory; its heartbeats may still arrive."""
         if replica := self.some(choice):
             replica.alive = False
             self.ledger.remove_member(replica.name)
@@ -197,7 +197,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def restart_ledger(self) -> None:
         self.counted.update(self.ledger.members)
         self.ledger = BudgetLedger(self.now, [r.name for r in self.replicas if r.alive and r.name in self.counted])
-        self.beats.clear()  # those were sent to the former one; its answers may still come
+        self.beats.clear()  # sent to the earlier ledger, whose answers may still arrive
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 3.0, REBALANCE_S]))
     def advance(self, seconds: float) -> None:
@@ -214,7 +214,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert sum(r.may_hold_bytes for r in live) <= self.ledger.counted_bytes
 
     def teardown(self) -> None:
-        """Without trouble everybody has a budget it can work with soon, and nothing is left over."""
+        """Without loss each member soon has a budget that it can work with, and nothing is left over."""
         self.restart_ledger()
         self.unnoticed.clear()
         self.replicas.reverse()  # newcomers first
@@ -242,11 +242,11 @@ LedgerMachine.TestCase.settings = settings(
 TestLedgerMachine = LedgerMachine.TestCase
 
 
-# ---- one thing at a time ----
+# ---- single cases ----
 
 
 class Talk:
-    """A ledger and its members, without trouble; a beat each a second."""
+    """A ledger and its members without loss; each sends a heartbeat a second."""
 
     def __init__(self) -> None:
         self.ledger, self.now = BudgetLedger(0.0), 0.0
@@ -274,7 +274,7 @@ class Talk:
         return [replica.budget_bytes for replica in self.replicas]
 
 
-def test_the_first_has_everything_and_the_second_half() -> None:
+def test_the_first_member_has_all_and_the_second_half() -> None:
     talk = Talk()
     talk.join()
     talk.round()
@@ -300,7 +300,7 @@ def test_a_newcomer_waits_until_pages_have_been_given_back() -> None:
     assert talk.budgets == [500, 500]
 
 
-def test_memory_goes_where_it_is_wanted_and_does_not_swing() -> None:
+def test_memory_follows_the_demand_without_oscillation() -> None:
     talk = Talk()
     busy, idle = talk.join(), talk.join()
     talk.round(4)
@@ -322,7 +322,7 @@ def test_memory_goes_where_it_is_wanted_and_does_not_swing() -> None:
     assert talk.budgets == [500, 500]
 
 
-def test_what_a_replica_leaves_is_for_the_others() -> None:
+def test_the_memory_of_a_member_that_left_goes_to_the_others() -> None:
     talk = Talk()
     for _ in range(3):
         talk.join()
@@ -332,7 +332,7 @@ def test_what_a_replica_leaves_is_for_the_others() -> None:
     assert talk.budgets == [500, 500]
 
 
-def test_silence_is_not_death() -> None:
+def test_a_silent_member_stays_counted() -> None:
     talk = Talk()
     silent = talk.join()
     talk.round()
@@ -346,8 +346,8 @@ def test_silence_is_not_death() -> None:
     assert newcomer.budget_bytes == CAPACITY
 
 
-def test_a_new_ledger_learns_before_it_grants() -> None:
-    """And goes on from the members' revisions."""
+def test_a_new_ledger_hears_all_members_before_it_grants() -> None:
+    """It continues the members' revisions."""
     talk = Talk()
     one, other = talk.join(), talk.join()
     talk.round(4)
@@ -356,7 +356,7 @@ def test_a_new_ledger_learns_before_it_grants() -> None:
     before, revisions = talk.budgets, [one.revision, other.revision]
     talk.ledger = BudgetLedger(talk.now, awaits=[one.name, other.name])
     newcomer = talk.join()
-    for _ in range(100):  # one of them is silent, for however long
+    for _ in range(100):  # one of them is silent
         talk.now += 1.0
         talk.say(newcomer)
         talk.say(one)
@@ -375,8 +375,8 @@ def test_a_new_ledger_learns_before_it_grants() -> None:
     assert other.revision >= revisions[1]
 
 
-def test_an_answer_of_a_ledger_that_is_gone_is_not_obeyed() -> None:
-    """The new ledger knows of the member what its first beat to it says; the old one's order was for more."""
+def test_an_order_of_an_earlier_ledger_is_void() -> None:
+    """The new ledger counts what the member's first heartbeat says; the earlier one granted more."""
     talk = Talk()
     member = talk.join()
     late = talk.ledger.handle_heartbeat(member.beat(), talk.now)
@@ -387,7 +387,15 @@ def test_an_answer_of_a_ledger_that_is_gone_is_not_obeyed() -> None:
     assert member.budget_bytes == 0
 
 
-def test_a_late_beat_says_nothing() -> None:
+def test_only_the_order_of_the_last_heartbeat_is_obeyed_and_once() -> None:
+    membership = Membership("r", CAPACITY)
+    first, second = (membership.next_heartbeat(MemberUsage()).number for _ in range(2))
+    assert not membership.obeys(BudgetOrder(first, 100, 1)), "it answers an earlier heartbeat"
+    assert membership.obeys(BudgetOrder(second, 100, 1))
+    assert not membership.obeys(BudgetOrder(second, 100, 1)), "it was delivered twice"
+
+
+def test_a_late_heartbeat_is_ignored() -> None:
     talk = Talk()
     member = talk.join()
     empty = member.beat()
@@ -396,7 +404,7 @@ def test_a_late_beat_says_nothing() -> None:
     newcomer = talk.join()
     talk.round(3)
     assert talk.budgets == [500, 0]
-    talk.ledger.handle_heartbeat(empty, talk.now)  # that it held nothing
+    talk.ledger.handle_heartbeat(empty, talk.now)
     assert talk.ledger.counted_bytes == 950
     last = newcomer.beat()
     talk.ledger.remove_member(newcomer.name)
@@ -404,7 +412,7 @@ def test_a_late_beat_says_nothing() -> None:
     assert talk.ledger.members == (member.name,)
 
 
-def test_one_too_many_is_refused_before_it_has_loaded_anything() -> None:
+def test_one_replica_too_many_is_refused_before_it_loads_its_model() -> None:
     talk = Talk()
     for _ in range(2):
         talk.join(400)
@@ -419,8 +427,8 @@ def test_one_too_many_is_refused_before_it_has_loaded_anything() -> None:
     assert sum(talk.budgets) == CAPACITY
 
 
-def test_of_two_that_begin_together_the_later_is_refused() -> None:
-    """Neither knows how much it needs until it has loaded its model."""
+def test_the_later_of_two_that_start_together_is_refused() -> None:
+    """Both know their need only after loading the model."""
     talk = Talk()
     one, other = talk.join(600), talk.join(600)
     talk.round(6)
@@ -448,6 +456,6 @@ def test_fair_shares(claims: list[tuple[int, int, int]], shares: list[int]) -> N
     assert fair_shares(1000, [Claim(*claim) for claim in claims]) == shares
 
 
-def test_shares_of_too_little() -> None:
+def test_fair_shares_of_too_little() -> None:
     with pytest.raises(ConfigError, match="2 members need at least 1001 bytes; the capacity is 1000"):
         fair_shares(1000, [Claim(500, 1000, 0), Claim(501, 1000, 0)])

@@ -1,4 +1,4 @@
-"""Which replica gets a request."""
+"""Routing policies."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_consistent_hash_keeps_beginnings_together() -> None:
     assert moved == {d for d, r in first.items() if r == "c"}
 
 
-def test_consistent_hash_passes_by_who_has_too_much() -> None:
+def test_consistent_hash_skips_overloaded_replicas() -> None:
     fleet = fleet_of()
     policy = ConsistentHash(fleet)
     chosen = Counter(send(fleet, policy, request(i, session="one")) for i in range(30))
@@ -105,7 +105,7 @@ def test_prefixes_attract() -> None:
     assert PrefixAware(fleet).rank_replicas(request(), NAMES, 0.5)[0] == "b"
 
 
-def test_the_next_turn_follows_before_any_report() -> None:
+def test_the_next_turn_follows_its_prefix_before_any_report() -> None:
     fleet = fleet_of()
     policy = PrefixAware(fleet)
     first, sent = place(fleet, policy, request(0))
@@ -138,7 +138,7 @@ def test_without_reports_it_is_least_loaded() -> None:
 
 
 @pytest.mark.parametrize("name", ["least_loaded", "consistent_hash"])
-def test_who_is_silent_does_not_look_empty(name: str) -> None:
+def test_a_silent_replica_does_not_look_empty(name: str) -> None:
     """Others report what all routers have sent them, and of this one only our own is known."""
     fleet = fleet_of()
     for reporting in "ab":
@@ -176,8 +176,8 @@ def test_a_lone_session_stays_where_its_prefix_is() -> None:
     assert len(chosen) == 1
 
 
-def test_the_longer_queue_is_no_matter_of_chance() -> None:
-    """Regression: all of the cost was increased at random, and so a queue of 10 s was taken for one of 10.5 s."""
+def test_queues_are_compared_without_noise() -> None:
+    """Regression: noise on the whole cost made a queue of 10.5 s look shorter than one of 10 s."""
     fleet = fleet_of(["a", "b"])
     for name, queued_s in (("a", 10.5), ("b", 10.0)):
         fleet.apply_report(name, report(0.1, queued_s=queued_s), 0.1)
@@ -185,14 +185,23 @@ def test_the_longer_queue_is_no_matter_of_chance() -> None:
     assert {policy.rank_replicas(request(num_units=1), ["a", "b"], 0.2)[0] for _ in range(100)} == {"b"}
 
 
-def test_old_reports_count_for_nothing() -> None:
+@pytest.mark.parametrize(("units", "chosen"), [(3, {"a", "b"}), (12, {"b"})])
+def test_noise_is_at_most_a_tenth_of_the_harm(units: int, chosen: set[str]) -> None:
+    """Replica b computes 3 or 12 percent less."""
+    fleet = fleet_of(["a", "b"])
+    fleet.apply_report("b", report(0.1, keys_of(1, units)), 0.1)
+    policy = PrefixAware(fleet)
+    assert {policy.rank_replicas(request(num_units=100), ["a", "b"], 0.2)[0] for _ in range(200)} == chosen
+
+
+def test_stale_reports_are_ignored() -> None:
     fleet = fleet_of()
     fleet.apply_report("b", report(0.1, keys_of(1, 10)), 0.1)
     policy = PrefixAware(fleet)
     assert Counter(policy.rank_replicas(request(), NAMES, 1000.0)[0] for _ in range(9)) == {"a": 3, "b": 3, "c": 3}
 
 
-def test_who_does_not_report_comes_last() -> None:
+def test_replicas_without_a_report_come_last() -> None:
     fleet = fleet_of(["a", "b"])
     fleet.update(NAMES)
     fleet.apply_report("a", report(0.1, queued_s=5.0), 0.1)
@@ -225,7 +234,7 @@ def test_sessions_stay_where_it_costs_little() -> None:
     assert policy.rank_replicas(request(session="s"), others, 1.2)[0] == moved
 
 
-def test_two_routers_do_not_know_of_each_other_until_reports() -> None:
+def test_two_routers_learn_of_each_other_by_reports() -> None:
     """Both see the prefix in the report and send it there; after the next report, both see the load."""
     fleets = [fleet_of(), fleet_of()]
     policies = [PrefixAware(fleet) for fleet in fleets]

@@ -67,6 +67,7 @@ class Replica:
         self.shared: list[Call] = []
         self.pieces: list[asyncio.Queue[Piece | FolioError]] = []
         self.closed = 0
+        self.num_open = 0  # shared streams
         self.generate_stream = SimpleNamespace(remote=self._generate)
         self.open_shared_stream = SimpleNamespace(remote=self._share)
 
@@ -106,8 +107,17 @@ class Replica:
             self.closed += 1
 
     def _share(self, call: SharedStreamCall) -> Call:
-        self.shared.append(Call(self.streams.messages(call)))
+        self.shared.append(Call(self._counted(self.streams.messages(call))))
         return self.shared[-1]
+
+    async def _counted(self, messages: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        self.num_open += 1
+        try:
+            async with aclosing(messages):
+                async for entries in messages:
+                    yield entries
+        finally:
+            self.num_open -= 1
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -118,7 +128,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class Crowd:
-    """Requests that have begun, and a shared stream that is open."""
+    """Requests with output, and an open shared stream."""
 
     def __init__(self) -> None:
         self.replica = Replica()
@@ -130,7 +140,7 @@ class Crowd:
     async def begin(self) -> None:
         await until(lambda: len(self.replica.pieces) == NUM)
         self.replica.step("a")
-        await until(lambda: bool(self.replica.streams._outlets))
+        await until(lambda: bool(self.replica.num_open))
         await self.all_have("a")
 
     async def all_have(self, text: str, requests: range = range(NUM)) -> None:
@@ -161,7 +171,7 @@ async def test_a_step_of_all_streams_is_one_message() -> None:
     assert not crowd.reader._num_streams
 
 
-async def test_a_single_stream_has_no_other_beside_it() -> None:
+async def test_a_single_stream_opens_no_shared_one() -> None:
     replica = Replica()
     replicas = ReplicaClient(replica, LoadShedder(), shared=SharedReader(replica))  # type: ignore[arg-type]
     call = GenerateRequest("r", [1], SamplingParams(max_tokens=10))
@@ -174,7 +184,7 @@ async def test_a_single_stream_has_no_other_beside_it() -> None:
     assert not replica.shared
 
 
-async def test_one_that_is_cancelled_leaves_the_others_alone() -> None:
+async def test_a_cancelled_request_leaves_the_others() -> None:
     crowd = Crowd()
     await crowd.begin()
     crowd.replica.step("b")
@@ -187,7 +197,7 @@ async def test_one_that_is_cancelled_leaves_the_others_alone() -> None:
     assert not crowd.reader._expected
 
 
-async def test_an_error_comes_after_what_was_generated_before() -> None:
+async def test_an_error_comes_after_the_earlier_output() -> None:
     crowd = Crowd()
     await crowd.begin()
     crowd.replica.step("b")
@@ -209,24 +219,24 @@ async def test_a_replica_that_dies_ends_its_streams() -> None:
     assert [type(result) for result in results] == [UnavailableError] * NUM
 
 
-async def test_a_shared_stream_that_breaks_alone_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for ever for what was lost with it; what begins later has a new one, after a while."""
+async def test_a_broken_shared_stream_ends_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests whose pieces were lost end with an error."""
     monkeypatch.setattr(shared_module, "_AGAIN_S", 0.0)
     crowd = Crowd()
     await crowd.begin()
     crowd.replica.step("b")
     await crowd.all_have("b")
     crowd.replica.shared[0].break_off()
-    await until(lambda: not crowd.replica.streams._outlets)
+    await until(lambda: not crowd.replica.num_open)
     crowd.replica.step("c")
     results = await asyncio.gather(*crowd.tasks, return_exceptions=True)
     assert [type(result) for result in results] == [UnavailableError] * NUM
-    assert crowd.replica.closed == NUM, "the engine goes on for nobody"
+    assert crowd.replica.closed == NUM, "the engine went on without a reader"
     assert crowd.replica.shared[0].cancelled
 
 
-async def test_a_reader_that_comes_after_its_end_has_what_came() -> None:
-    """Regression: who was slow with its first piece lost the others, and got an error."""
+async def test_a_late_reader_gets_the_queued_pieces() -> None:
+    """Regression: a request slow with its first piece lost the others, and got an error."""
     reader = SharedReader(Replica())  # type: ignore[arg-type]
     expected = reader.expect()
     for text, end in (("a", None), ("b", "stop")):
@@ -237,23 +247,23 @@ async def test_a_reader_that_comes_after_its_end_has_what_came() -> None:
     assert [piece.text async for piece in reader.rest(unfinished, connection=99)] == ["a"]
 
 
-async def test_it_ends_when_nobody_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replica that is to stop waits for it. A request that begins just then has its own stream."""
+async def test_an_idle_shared_stream_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that stops waits for it. A request that begins just then has its own stream."""
     monkeypatch.setattr(shared_module, "_IDLE_S", 0.01)
     crowd = Crowd()
     await crowd.begin()
-    await asyncio.sleep(0.05)  # longer than that, but not all its users have come yet: it has ended by now
+    await until(lambda: not crowd.replica.num_open)
     crowd.replica.step("b", end=True)
     await asyncio.gather(*crowd.tasks)
     assert crowd.texts == [[f"{number}a", f"{number}b"] for number in range(NUM)]
-    await until(lambda: not crowd.replica.streams._outlets)
+    await until(lambda: not crowd.replica.num_open)
     assert not crowd.replica.shared[0].cancelled
     assert not crowd.reader._readers
     assert not crowd.reader._users
 
 
 async def test_messages_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has come together while the connection was slow would be more than gRPC takes at once."""
+    """Pieces that accumulate on a slow connection could exceed a gRPC message."""
     monkeypatch.setattr(shared_module, "_MOST_TOKENS", 5)
     streams = SharedStreams()
     messages = streams.messages(SharedStreamCall("i", 1, "r"))

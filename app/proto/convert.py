@@ -290,6 +290,7 @@ def _choice(message: Any) -> Fields:
 
 
 def _completion_tokens(logprobs: Fields) -> list[Fields]:
+    columns = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     return [
         {
             "token": token,
@@ -297,13 +298,7 @@ def _completion_tokens(logprobs: Fields) -> list[Fields]:
             "top_logprobs": [{"token": other, "logprob": value} for other, value in (top or {}).items()],
             "text_offset": offset,
         }
-        for token, logprob, top, offset in zip(
-            logprobs["tokens"],
-            logprobs["token_logprobs"],
-            logprobs["top_logprobs"],
-            logprobs["text_offset"],
-            strict=True,
-        )
+        for token, logprob, top, offset in zip(*(logprobs[name] for name in columns), strict=True)
     ]
 
 

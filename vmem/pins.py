@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vmem.budget import PagePool
 from vmem.errors import PinError
@@ -23,6 +23,7 @@ class PinReport:
     num_bytes: int
 
 
+@dataclass(eq=False)
 class Pins:
     """Pinned prefixes by name; `KVMemory.pin` and `KVMemory.unpin` change them.
 
@@ -30,12 +31,11 @@ class Pins:
         quota: share of the page budget that pins may take. The longest sequence must always fit beside them.
     """
 
-    def __init__(self, lock: MemoryLock, pages: PagePool, groups: Sequence[GroupMemory], quota: float) -> None:
-        self._lock = lock
-        self._pages = pages
-        self._groups = groups
-        self._quota = quota
-        self._pins: dict[str, SequenceMemory] = {}
+    _lock: MemoryLock
+    _pages: PagePool
+    _groups: Sequence[GroupMemory]
+    _quota: float
+    _pins: dict[str, SequenceMemory] = field(default_factory=dict)
 
     def check_pin(self, name: str, chain: TokenChain, token_ids: Sequence[int]) -> None:
         """Raise `PinError` if this prefix can never be pinned under that name. From any thread.

@@ -107,35 +107,24 @@ class MemoryReport:
 _RENEWED_AFTER_S = 0.05
 
 
+@dataclass(eq=False)
 class MemoryAudit:
     """Reports and checks the accounting of one memory; changes nothing."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        pages: PagePool,
-        groups: Sequence[GroupMemory],
-        lock: MemoryLock,
-        mapper: Mapper,
-        tree: PrefixTree,
-        regions: RegionManager,
-        copies: CopyOnWrite,
-        tables: BlockTables,
-        pins: Pins,
-        swapping: Swapping,
-    ) -> None:
-        self._backend = backend
-        self._pages = pages
-        self._groups = groups
-        self._lock = lock
-        self._mapper = mapper
-        self._tree = tree
-        self._regions = regions
-        self._copies = copies
-        self._tables = tables
-        self._pins = pins
-        self._swapping = swapping
-        lock.after_turn = self._publish_if_old
+    _backend: Backend
+    _pages: PagePool
+    _groups: Sequence[GroupMemory]
+    _lock: MemoryLock
+    _mapper: Mapper
+    _tree: PrefixTree
+    _regions: RegionManager
+    _copies: CopyOnWrite
+    _tables: BlockTables
+    _pins: Pins
+    _swapping: Swapping
+
+    def __post_init__(self) -> None:
+        self._lock.after_turn = self._publish_if_old
         self.publish()
 
     def report(self) -> MemoryReport:

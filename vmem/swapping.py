@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from vmem.errors import IntegrityError, OutOfPages, OutOfSwap, VmemError
 from vmem.group import GroupMemory
@@ -45,6 +45,7 @@ class SwappedGroup:
     num_bytes: int
 
 
+@dataclass(eq=False)
 class Swapping:
     """Swapped sequences and their copies. A block that several sequences of a request share is copied once.
 
@@ -55,28 +56,17 @@ class Swapping:
         used_bytes: host memory in use.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[GroupMemory],
-        lock: MemoryLock,
-        mapper: Mapper,
-        contents: BlockContents,
-        tree: PrefixTree,
-        allocator: BlockAllocator,
-        prefixes: PrefixCache,
-        budget_bytes: int,
-    ) -> None:
-        self._groups = groups
-        self._lock = lock
-        self._mapper = mapper
-        self._contents = contents
-        self._tree = tree
-        self._allocator = allocator
-        self._prefixes = prefixes
-        self._live: set[SwappedGroup] = set()
-        self._keys = itertools.count()
-        self.budget_bytes = budget_bytes
-        self.used_bytes = 0
+    _groups: Sequence[GroupMemory]
+    _lock: MemoryLock
+    _mapper: Mapper
+    _contents: BlockContents
+    _tree: PrefixTree
+    _allocator: BlockAllocator
+    _prefixes: PrefixCache
+    budget_bytes: int
+    _live: set[SwappedGroup] = field(default_factory=set)
+    used_bytes: int = 0
+    _keys: Iterator[int] = field(default_factory=itertools.count)
 
     def num_bytes(self, sequences: Sequence[SequenceMemory]) -> int:
         """Bytes that swapping these sequences out would copy."""

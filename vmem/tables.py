@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from vmem.backends.base import Backend
 from vmem.budget import PagePool
@@ -20,25 +21,17 @@ from vmem.tensors import BlockContents
 from vmem.views import RegionManager
 
 
+@dataclass(eq=False)
 class BlockAllocator:
     """Blocks for the engine's thread: free ones first, then pages from wherever they cost least. Only called within a
     turn."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        pages: PagePool,
-        groups: Sequence[GroupMemory],
-        tree: PrefixTree,
-        mapper: Mapper,
-        regions: RegionManager,
-    ) -> None:
-        self._backend = backend
-        self._pages = pages
-        self._groups = groups
-        self._tree = tree
-        self._mapper = mapper
-        self._regions = regions
+    _backend: Backend
+    _pages: PagePool
+    _groups: Sequence[GroupMemory]
+    _tree: PrefixTree
+    _mapper: Mapper
+    _regions: RegionManager
 
     @property
     def num_free_pages(self) -> int:
@@ -113,6 +106,7 @@ class BlockAllocator:
         return self._mapper.wait_for_work()
 
 
+@dataclass(eq=False)
 class CopyOnWrite:
     """Copies of blocks due before the next step; each holds a reference on source and target. Only called within a
     turn.
@@ -121,21 +115,13 @@ class CopyOnWrite:
         num_copied: blocks copied since the start.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[GroupMemory],
-        allocator: BlockAllocator,
-        mapper: Mapper,
-        contents: BlockContents,
-        lock: MemoryLock,
-    ) -> None:
-        self._groups = groups
-        self._allocator = allocator
-        self._mapper = mapper
-        self._contents = contents
-        self._lock = lock
-        self.num_copied = 0
-        self._due: list[tuple[int, int, int]] = []  # (group, source, target)
+    _groups: Sequence[GroupMemory]
+    _allocator: BlockAllocator
+    _mapper: Mapper
+    _contents: BlockContents
+    _lock: MemoryLock
+    num_copied: int = 0
+    _due: list[tuple[int, int, int]] = field(default_factory=list)  # (group, source, target)
 
     @property
     def held(self) -> list[tuple[int, int]]:
@@ -200,6 +186,7 @@ class CopyOnWrite:
                 self._allocator.free(self._groups[g], [source, target])
 
 
+@dataclass(eq=False)
 class BlockTables:
     """The tables of open sequences. Only called within a turn.
 
@@ -208,23 +195,17 @@ class BlockTables:
         num_adopted: blocks that sequences took because their region mapped them already.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[GroupMemory],
-        allocator: BlockAllocator,
-        copies: CopyOnWrite,
-        mapper: Mapper,
-        max_tokens: int,
-    ) -> None:
-        self._groups = groups
-        self._allocator = allocator
-        self._copies = copies
-        self._mapper = mapper
-        self._max_tokens = max_tokens
+    _groups: Sequence[GroupMemory]
+    _allocator: BlockAllocator
+    _copies: CopyOnWrite
+    _mapper: Mapper
+    _max_tokens: int
+    sequences: set[SequenceMemory] = field(default_factory=set)
+    num_adopted: int = 0
+
+    def __post_init__(self) -> None:
         # Without windows, whose blocks expire, and states, which are copied, an allocated block stays as it is.
-        self.only_grow = not any(group.spec.is_state or group.spec.window_tokens is not None for group in groups)
-        self.sequences: set[SequenceMemory] = set()
-        self.num_adopted = 0
+        self.only_grow = all(not g.spec.is_state and g.spec.window_tokens is None for g in self._groups)
 
     def tables_of(self, sequence: SequenceMemory) -> list[tuple[GroupMemory, GroupTable]]:
         return list(zip(self._groups, sequence.groups, strict=True))

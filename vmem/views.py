@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from vmem.backends.base import Backend, adjacent_runs
 from vmem.errors import MapError, VmemError
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 _ALL_TOKENS = 1 << 62
 
 
+@dataclass(eq=False)
 class RegionManager:
     """The regions of all sequences. Only called within a turn.
 
@@ -32,16 +34,13 @@ class RegionManager:
         num_demotions: sequences that were demoted, or found every region taken.
     """
 
-    def __init__(
-        self, backend: Backend, groups: Sequence[GroupMemory], mapper: Mapper, policy: MappingPolicy, max_mappings: int
-    ) -> None:
-        self._backend = backend
-        self._groups = groups
-        self._mapper = mapper
-        self._policy = policy
-        self.max_mappings = max_mappings
-        self.num_adoptions = 0
-        self.num_demotions = 0
+    _backend: Backend
+    _groups: Sequence[GroupMemory]
+    _mapper: Mapper
+    _policy: MappingPolicy
+    max_mappings: int
+    num_adoptions: int = 0
+    num_demotions: int = 0
 
     def assign_regions(self, sequence: SequenceMemory, num_tokens: int, *, evicts: bool = False) -> None:
         """Give a sequence of `num_tokens` tokens its regions, if its policy and `max_mappings` allow it.

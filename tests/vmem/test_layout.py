@@ -1,4 +1,4 @@
-"""The planner's numbers, and that no two rows of a token overlap."""
+"""Layouts: sizes, and rows that do not overlap."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_table(
 
 
 def test_expected_lengths_decide_the_page() -> None:
-    """Long sequences bear a larger page without padding, short ones a padded page of fewer tokens."""
+    """Long sequences get a larger page without padding, short ones a padded page of fewer tokens."""
     layers = [LayerSpec(2, 64, 64)] * 24
     short, long = (
         plan_layout(layers, torch.bfloat16, granularity_bytes=2 * MIB, expected_tokens=n) for n in (64, 10000)
@@ -90,7 +90,7 @@ def test_expected_lengths_decide_the_page() -> None:
 
 
 @pytest.mark.parametrize("block_tokens", [1, 2, 16, 64, 256, 4096])
-def test_asked_for_blocks_are_whole_granules(block_tokens: int) -> None:
+def test_requested_blocks_are_whole_granules(block_tokens: int) -> None:
     layout = plan((2, 1, 24), block_tokens=block_tokens)
     assert layout.block_tokens == block_tokens
     assert layout.page_bytes % 4096 == 0
@@ -141,7 +141,7 @@ def test_a_window_makes_room_for_longer_sequences() -> None:
     assert longest_sequence([windowed], 4, 16) == (1 << 30) - 1
 
 
-def test_a_state_takes_whole_pages_whatever_the_length() -> None:
+def test_a_state_takes_the_same_pages_at_any_length() -> None:
     state = LayerGroup((), StateLayout(payload_bytes=9000, page_bytes=4096))
     assert (state.layout.num_slices, state.layout.num_homes, state.layout.block_bytes) == (3, 1, 12288)
     assert [state.layout.num_blocks(n) for n in (0, 1, 10**6)] == [0, 1, 1]
@@ -150,7 +150,7 @@ def test_a_state_takes_whole_pages_whatever_the_length() -> None:
 
 @pytest.mark.parametrize(("expected_tokens", "block_tokens"), [(1024, 16), (337, 16), (77, 4), (20, 1)])
 def test_short_sequences_get_small_blocks(expected_tokens: int, block_tokens: int) -> None:
-    """Of Alpaca's 77 tokens half a block of 16 would be a tenth."""
+    """Half a block of 16 would be a tenth of Alpaca's 77 tokens."""
     layout = plan_layout(
         [LayerSpec(2, 64, 64)] * 24, torch.bfloat16, granularity_bytes=4096, expected_tokens=expected_tokens
     )

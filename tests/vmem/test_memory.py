@@ -806,20 +806,15 @@ def test_free_pages_are_negative_beyond_a_lowered_budget() -> None:
     finish(memory, *sequences)
 
 
-def test_budgets_out_of_bounds_are_refused() -> None:
+def test_bounds_of_the_budget() -> None:
     memory, _ = make_memory(num_pages=40)
+    assert (memory.least_budget_bytes, memory.most_budget_bytes) == (10 * PAGE_BYTES, 40 * PAGE_BYTES)
     for pages in (9, 41):
         with pytest.raises(BudgetError, match=f"must be between {10 * PAGE_BYTES}, .* and {40 * PAGE_BYTES}"):
             memory.set_budget(pages * PAGE_BYTES, 1)
     assert memory.report().budget_revision == 0
-    memory.close()
     with pytest.raises(BudgetError):
         make_memory(num_pages=9)
-
-
-def test_bounds_of_the_budget() -> None:
-    memory, _ = make_memory(num_pages=40)
-    assert (memory.least_budget_bytes, memory.most_budget_bytes) == (10 * PAGE_BYTES, 40 * PAGE_BYTES)
     sequences = [begin(memory, 160, "block_table") for _ in range(4)]
     assert memory.held_bytes == 40 * PAGE_BYTES
     assert memory.set_budget(memory.least_budget_bytes, 1) == "deferred"

@@ -1,4 +1,4 @@
-"""A CUDA driver made of memfds and mmap that keeps the real one's rules, for tests on machines without a GPU.
+"""Fake CUDA driver over memfds and mmap, with the real driver's rules, for tests on machines without a GPU.
 
 It stands in for `cuda.bindings.driver`: same functions, same return tuples, CPU memory. Aliasing is real. Breaking a
 rule gives the status the real driver gives: a page maps at offset 0 and whole, no address twice, unmap takes whole
@@ -104,7 +104,7 @@ class FakeDriver:
     # ---- for tests ----
 
     def launch(self, addresses: set[int], stream: int = 0) -> None:
-        """A step that reads these pages runs on the stream from now until `finish_work`."""
+        """Run a step that reads these pages on the stream until `finish_work`."""
         with self._lock:
             self._now += 1
             if holes := addresses - self._accessible:
@@ -113,12 +113,12 @@ class FakeDriver:
 
     @property
     def num_running(self) -> int:
-        """Steps that were launched and are not finished."""
+        """Steps launched and not finished."""
         with self._lock:
             return len(self._launched)
 
     def finish_work(self, num_steps: int | None = None) -> None:
-        """The oldest `num_steps` steps are done, whatever their streams; by default all that was submitted."""
+        """Finish the oldest `num_steps` steps of all streams; by default everything submitted."""
         with self._lock:
             del self._launched[: len(self._launched) if num_steps is None else num_steps]
             first = {stream: moment for stream, moment, _ in reversed(self._launched)}
@@ -131,11 +131,11 @@ class FakeDriver:
 
     @property
     def leftovers(self) -> tuple[int, int, int, int, int]:
-        """Handles, reservations, mappings, events and contexts, torch's aside, that are still there."""
+        """Numbers of handles, reservations, mappings, events and contexts left, without torch's."""
         return len(self._handles), len(self._reserved), len(self._mappings), len(self._events), self._contexts - 1
 
     def is_reserved(self, address: int) -> bool:
-        """Whether the address is in a range that was reserved here, and is no other memory of the process."""
+        """Whether the address is in a range reserved here."""
         with self._lock:
             return any(start <= address < start + size for start, (size, _, _) in self._reserved.items())
 

@@ -31,7 +31,7 @@ _MOST_VIOLATIONS_KEPT = 64
 
 
 def build() -> Path:
-    """The folder that holds the stand-in `libcuda.so.1`, compiled unless this source was compiled before."""
+    """The folder of the stand-in `libcuda.so.1`, compiled if the source has changed."""
     key = hashlib.sha256(_SOURCE.read_bytes() + " ".join(_FLAGS).encode()).hexdigest()[:16]
     cache_folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "folio"
     library = cache_folder / f"stand-in-{key}" / "libcuda.so.1"
@@ -69,7 +69,7 @@ class _Controls(ctypes.Structure):
 
 @cache
 def _load() -> ctypes.CDLL:
-    """Make the stand-in this process's `libcuda.so.1`: whoever opens that name from now on gets it, by its SONAME."""
+    """Make the stand-in this process's `libcuda.so.1`, by its SONAME."""
     library = ctypes.CDLL(str(build() / "libcuda.so.1"), mode=os.RTLD_NOW | os.RTLD_GLOBAL)
     found = ctypes.CDLL("libcuda.so.1")
     if not hasattr(found, "standin_reset"):
@@ -112,21 +112,21 @@ class StandInDriver:
         setattr(self._controls, name, value if isinstance(value, float) else int(value))
 
     def launch(self, addresses: set[int], stream: Any = 0) -> None:
-        """A step that reads these pages runs on the stream from now until `finish_work`."""
+        """Run a step that reads these pages on the stream until `finish_work`."""
         self._library.standin_launch((ctypes.c_uint64 * len(addresses))(*addresses), len(addresses), int(stream))
 
     def finish_work(self, num_steps: int | None = None) -> None:
-        """The oldest `num_steps` steps are done, whatever their streams; by default all that was submitted."""
+        """Finish the oldest `num_steps` steps of all streams; by default everything submitted."""
         self._library.standin_finish_work(2**64 - 1 if num_steps is None else num_steps)
 
     @property
     def leftovers(self) -> tuple[int, int, int, int, int]:
-        """Handles, reservations, mappings, events and contexts, torch's aside, that are still there."""
+        """Numbers of handles, reservations, mappings, events and contexts left, without torch's."""
         now = self._controls
         return now.num_handles, now.num_reservations, now.num_mappings, now.num_events, now.num_contexts - 1
 
     def is_reserved(self, address: int) -> bool:
-        """Whether the address is in a range that was reserved here, and is no other memory of the process."""
+        """Whether the address is in a range reserved here."""
         return bool(self._library.standin_is_reserved(address))
 
     @property
@@ -135,7 +135,7 @@ class StandInDriver:
 
     @property
     def violations(self) -> list[str]:
-        """What broke a rule: what the device saw (the first 64), and what a test adds."""
+        """Violations of the rules: the first 64 of the device, and those that a test adds."""
         taken = self._num_taken
         vars(self)["_num_taken"] = now = min(self._controls.num_violations, _MOST_VIOLATIONS_KEPT)
         self._violations.extend(self._library.standin_violation(i).decode() for i in range(taken, now))

@@ -1,4 +1,4 @@
-"""What every backend does alike: the host, and CUDA over the fake, the stand-in and the real driver (marker gpu)."""
+"""Contract of all backends: host, and CUDA over the fake, the stand-in and the real driver (marker gpu)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def mirrored_host() -> tuple[Backend, int]:
 
 
 def mirrored_cuda() -> tuple[Backend, int]:
-    """Of a rank's fake device all that is known here is that nothing is left: closing it checks that."""
+    """Closing a rank's fake device checks that nothing is left."""
     local, page_bytes = fake_cuda()
     peers = DirectPeers(lambda _: fake_cuda()[0])
     return MirroredBackend(local, peers, capacity_bytes=NUM_PAGES * page_bytes), page_bytes

@@ -1,4 +1,4 @@
-"""What only the CUDA backend does, over the fake driver: statuses, unwinding, headroom, events."""
+"""CUDA backend over the fake driver: statuses, rollback, headroom, events."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fail_at", range(1, 5))
 def test_a_failed_map_is_undone(fail_at: int) -> None:
-    """Three maps and one set-access: whichever fails, nothing stays mapped."""
+    """Whichever of three maps and one set-access fails, nothing stays mapped."""
     backend, driver = make()
     reserved = backend.reserve(3 * PAGE)
     handles = [backend.create(PAGE) for _ in range(3)]
@@ -106,8 +106,8 @@ def test_events_are_reused() -> None:
     assert driver.leftovers == (0, 0, 0, 0, 0)
 
 
-def test_a_step_that_no_event_marks_is_waited_for() -> None:
-    """No fence could ever tell that it is done."""
+def test_a_step_without_an_event_is_waited_for() -> None:
+    """No fence could say later that the step is done."""
     backend, driver = make()
     driver.launch(set())
     driver.fail_at = len(driver.calls) + 1
@@ -131,8 +131,8 @@ def test_waiting_for_a_fence() -> None:
     backend.close()
 
 
-def test_a_device_that_cannot_be_described_is_let_go() -> None:
-    """The context was retained and never released when a later call of the constructor failed."""
+def test_a_failed_constructor_releases_the_context() -> None:
+    """Regression: the context stayed retained when a later call of the constructor failed."""
     driver = FakeDriver(PAGE)
     driver.granularity_status = CUresult.CUDA_ERROR_INVALID_VALUE
     with pytest.raises(MapError, match="cuMemGetAllocationGranularity"):
@@ -141,7 +141,7 @@ def test_a_device_that_cannot_be_described_is_let_go() -> None:
 
 
 def test_each_thread_that_calls_the_driver_has_the_context() -> None:
-    """The mapper's never had: events and free sizes are those of the calling thread's context."""
+    """Regression: the mapper's thread had no context, on which events and free memory depend."""
     backend, driver = make(headroom_bytes=PAGE)
     reserved = backend.reserve(PAGE)
 
@@ -173,8 +173,8 @@ def _note_failure(work: Any, failures: list[BaseException]) -> None:
 
 
 def test_closing_never_destroys_the_context() -> None:
-    """Torch's tensors and kernels are in it. It was destroyed when a backend was made and closed before torch had
-    taken the context: with a real driver, making a backend makes torch take it first."""
+    """Regression: closing a backend before torch had retained the context destroyed it, with torch's tensors and
+    kernels. Over a real driver, creating a backend makes torch retain it first."""
     backend, driver = make()
     backend.close()
     backend.close()
@@ -199,8 +199,8 @@ def test_torch_takes_the_context_first(num_devices: int, monkeypatch: pytest.Mon
     assert order == ["torch on cuda:0", "folio"]
 
 
-def test_where_unmap_takes_one_page_a_call() -> None:
-    """That one call may unmap several pages is not documented, so it is tried before it is relied on."""
+def test_drivers_whose_unmap_takes_one_page_a_call() -> None:
+    """Unmapping several pages by one call is not documented, so the constructor tries it."""
     backend, driver = make(refuse_run_unmap=True)
     reserved = backend.reserve(4 * PAGE)
     handles = [backend.create(PAGE) for _ in range(4)]
@@ -230,7 +230,7 @@ def test_where_unmap_takes_one_page_a_call() -> None:
 
 @pytest.mark.parametrize("fail_at", range(1, 10))
 def test_a_failed_probe_of_unmapping_leaves_nothing(fail_at: int) -> None:
-    """Reserve, two times create and map, unmap, two times release, free: whichever fails, once."""
+    """Whichever call of reserve, two creates, two maps, unmap, two releases and free fails."""
     driver = FakeDriver(16 * PAGE)
     driver.fail_at = fail_at
     try:
@@ -255,8 +255,8 @@ def test_a_device_too_full_to_probe() -> None:
 
 
 def test_fences_mark_the_stream_that_work_goes_to() -> None:
-    """They marked the default stream, which does not wait for torch's side streams: pages were unmapped under a step
-    that ran on one."""
+    """Regression: fences marked the default stream, and pages were unmapped under a step on one of torch's side
+    streams."""
     streams = iter((7, 0, 7))
     backend, driver = make(stream=lambda: next(streams))
     driver.finish_work()

@@ -1,4 +1,4 @@
-"""What only the host backend does; `test_backend_contract.py` has what all do."""
+"""Host backend, beyond the contract of all backends (`test_backend_contract.py`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def backend() -> Iterator[HostBackend]:
 
 
 def test_a_failed_map_leaves_holes(backend: HostBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two runs fails: the first must not stay mapped."""
+    """When the second of two runs fails, the first does not stay mapped."""
     reserved = backend.reserve(4 * PAGE)
     handles = [backend.create(PAGE) for _ in range(3)]
     real, calls = backend._map_run, []
@@ -47,8 +47,8 @@ def test_a_failed_map_leaves_holes(backend: HostBackend, monkeypatch: pytest.Mon
 
 
 @pytest.mark.processes
-def test_holes_are_a_bug_trap() -> None:
-    """Touching an unmapped address kills the process instead of reading somebody's bytes."""
+def test_access_to_a_hole_kills_the_process() -> None:
+    """A wrong address never reads other data."""
     code = "from vmem import HostBackend; b = HostBackend(65536); r = b.reserve(16384); print(b.tensor(r)[0].item())"
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)

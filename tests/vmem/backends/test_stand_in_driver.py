@@ -36,7 +36,7 @@ def driver() -> Iterator[StandInDriver]:
 
 
 def value(result: tuple[Any, ...]) -> Any:
-    """What a call returned that succeeded."""
+    """The result of a call, which must succeed."""
     status, *values = result
     assert status == OK
     return values[0] if values else None
@@ -105,7 +105,7 @@ def test_nothing_works_before_the_driver_is_initialised() -> None:
 
 
 def test_a_thread_without_a_context(driver: StandInDriver) -> None:
-    """Pages are created, mapped and asked about without one; events, streams and free memory are not."""
+    """Pages need no context; events, streams and free memory do."""
     event = value(driver.cuEventCreate(0))
     base = reserve(driver, 1)
     statuses: list[int] = []
@@ -150,7 +150,7 @@ def test_the_last_release_destroys_the_primary_context(driver: StandInDriver) ->
     value(driver.cuDevicePrimaryCtxRetain(0))
 
 
-def test_what_a_page_and_a_range_may_be(driver: StandInDriver) -> None:
+def test_bounds_of_pages_and_ranges(driver: StandInDriver) -> None:
     assert value(driver.cuMemGetAllocationGranularity(properties(driver), granularity_kind(driver))) == PAGE
     for wrong in (
         properties(driver, kind=0),
@@ -252,7 +252,7 @@ def test_aliases_show_one_page_and_new_pages_none_of_the_old(driver: StandInDriv
 
 
 def test_memory_lives_until_handle_and_mappings_are_gone(driver: StandInDriver) -> None:
-    """Releasing a mapped handle is legal; a backend that does it has lost count, so it is a violation all the same."""
+    """Releasing a mapped handle is legal, but a violation: a backend that does it has lost count."""
     base = reserve(driver, 1)
     handles = [create(driver) for _ in range(NUM_PAGES)]
     assert driver.cuMemCreate(PAGE, properties(driver), 0)[0] == OUT_OF_MEMORY
@@ -320,7 +320,7 @@ def test_steps_that_read_holes_are_violations(driver: StandInDriver) -> None:
 
 @pytest.mark.parametrize("fail_at", range(1, 10))
 def test_call_k_fails_and_changes_nothing(driver: StandInDriver, fail_at: int) -> None:
-    """What failed is called again and succeeds, so that the sequence of names shows which call was refused."""
+    """The failed call is repeated and succeeds, so that the log of names shows which call failed."""
     names = ["cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease"]
     names += ["cuMemAddressFree", "cuEventCreate", "cuEventRecord"]
     driver.fail_at, driver.fail_status = fail_at, driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
@@ -352,7 +352,7 @@ def test_call_k_fails_and_changes_nothing(driver: StandInDriver, fail_at: int) -
     assert len(driver.calls) == 0
 
 
-def test_what_a_test_left_is_told_to_the_next_and_only_to_that() -> None:
+def test_leftovers_of_a_test_are_reported_once_to_the_next() -> None:
     skip_without_stand_in()
     driver = StandInDriver(PAGE)
     value(driver.cuInit(0))
@@ -370,7 +370,7 @@ def test_what_a_test_left_is_told_to_the_next_and_only_to_that() -> None:
 
 
 def test_calls_from_several_threads(driver: StandInDriver) -> None:
-    """The bindings release the GIL: lost updates would leave something behind, or the log short."""
+    """The bindings release the GIL: lost updates would leave something behind or shorten the log."""
     num_threads, num_rounds = 4, 150
 
     def work() -> None:
@@ -529,7 +529,7 @@ class Player:
 
 
 class Author:
-    """Thinks of calls, most of them valid and some not, knowing what the calls before have done."""
+    """Draws random calls, most of them valid, from the state that the calls before have left."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -585,7 +585,7 @@ class Author:
         return pick.choices([call for _, call in calls], [weight for weight, _ in calls])[0]
 
     def learn(self, name: str, *arguments: Any) -> None:
-        """Note what a call that succeeded has done."""
+        """Note the effect of a call that succeeded."""
         if name == "reserve":
             self.ranges.append(arguments[0] // PAGE)
         elif name == "free":
@@ -620,7 +620,7 @@ class Author:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_fake_and_the_stand_in_agree_call_by_call(driver: StandInDriver, seed: int) -> None:
-    """One says what Folio's tests rest on, the other shows that the real bindings carry it: neither may drift away."""
+    """Folio's tests rest on the fake; the stand-in shows that the real bindings agree with it."""
     fake = FakeDriver(NUM_PAGES * PAGE)
     value(fake.cuCtxSetCurrent(value(fake.cuDevicePrimaryCtxRetain(0))))
     players = [Player(driver, value(driver.cuStreamCreate(1))), Player(fake, 7)]

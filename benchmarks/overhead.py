@@ -43,12 +43,12 @@ def host_share(folder: Path, prompts: list[list[int]]) -> float:
     shares = []
     with LLM(folder, prefix_cache=False) as llm:
         engine = llm.engine
-        forward = _Timed(engine._executor._runner.run)
-        engine._executor._runner.run = forward  # type: ignore[assignment, method-assign]
+        forward = _Timed(engine.executor._runner.run)
+        engine.executor._runner.run = forward  # type: ignore[assignment, method-assign]
         for _ in range(3):
             for i, prompt in enumerate(prompts):
                 engine.submit(str(i), prompt, params)
-            while any(request.num_uncomputed > 1 for request in engine._scheduler.unfinished()):
+            while any(request.num_uncomputed > 1 for request in engine.scheduler.unfinished()):
                 engine.step()
             forward.seconds, start = 0.0, time.perf_counter()
             while engine.has_work:
@@ -83,7 +83,7 @@ def step_us_stub() -> float:
         params = SamplingParams(max_tokens=STUB_STEPS + 10, temperature=0, ignore_eos=True)
         for i in range(STUB_SEQS):
             engine.submit(str(i), torch.randint(STUB_VOCAB, (32,), generator=generator).tolist(), params)
-        while any(request.num_uncomputed > 1 for request in engine._scheduler.unfinished()):
+        while any(request.num_uncomputed > 1 for request in engine.scheduler.unfinished()):
             engine.step()
 
         def wait(*_: Any) -> torch.Tensor:
@@ -91,7 +91,7 @@ def step_us_stub() -> float:
             return logits
 
         forward = _Timed(wait)
-        engine._executor.run = forward  # type: ignore[assignment, method-assign]
+        engine.executor.run = forward  # type: ignore[assignment, method-assign]
         times = []
         for _ in range(STUB_STEPS):
             forward.seconds, start = 0.0, time.perf_counter()
@@ -111,7 +111,7 @@ def step_parts(llm: LLM, num_steps: int = 10) -> dict[str, float]:
     - `step`: all of these together
     - `device`: from the forward's first kernel to its last, by events; on the CPU the same as `launch`
     """
-    engine, runner = llm.engine, llm.engine._executor._runner
+    engine, runner = llm.engine, llm.engine.executor._runner
     on_cuda = engine.model.module.device.type == "cuda"
     seconds: dict[str, float] = defaultdict(float)
 
@@ -141,15 +141,15 @@ def step_parts(llm: LLM, num_steps: int = 10) -> dict[str, float]:
         return logits
 
     parts: dict[str, tuple[Any, str]] = {
-        "schedule": (engine._scheduler, "schedule"),
+        "schedule": (engine.scheduler, "schedule"),
         "map": (engine.memory, "ensure"),
         "plan": (app.engine.engine, "plan_step"),
         "ahead": (engine.memory, "plan"),
-        "executor": (engine._executor, "run"),
+        "executor": (engine.executor, "run"),
         "build": (app.engine.execution.executor, "build_batch"),
         "fence": (engine.memory, "launched"),
-        "sample": (engine._decoding, "choose"),
-        "apply": (engine._decoding, "apply"),
+        "sample": (engine.decoder, "choose"),
+        "apply": (engine.decoder, "apply"),
     }
     with ExitStack() as undo:
         for part, (owner, name) in parts.items():

@@ -202,12 +202,12 @@ def measure(llm: LLM, model: str, block_tokens: int, num_tokens: int, repeats: i
     """Ask the cost model about a request of so many computed tokens, then preempt it again and again, in both ways."""
     engine, prompt = llm.engine, make_prompt(num_tokens - 1)
     engine.submit("preempted", prompt, greedy(5))
-    request = engine._generations["preempted"].sequences[0]
+    request = engine.generations["preempted"].sequences[0]
     until_next_token(engine, request)
     until_next_token(engine, request)  # in the step in which they begin requests are never swapped
     assert request.memory is not None
-    picked = engine._scheduler._preemption_mode([request])
-    expected = engine._recovery.cost([(request.num_computed, 0)], engine.memory.swapping.num_bytes([request.memory]))
+    picked = engine.recovery.choose_mode(engine.memory, [request])
+    expected = engine.recovery.cost([(request.num_computed, 0)], engine.memory.swapping.num_bytes([request.memory]))
     rounds, outputs = [], []
     for _ in range(repeats + 1):
         swap_s, decode_s = swap(engine, request), until_next_token(engine, request)
@@ -237,14 +237,14 @@ def rewind(engine: Engine, request: Request, num_tokens: int) -> list[int]:
 def swap(engine: Engine, request: Request) -> float:
     """Seconds to copy a running request's blocks out, and in again, and to map them for its next step."""
     start = now(engine)
-    engine._scheduler._preempt(request.group, "swap")
+    engine.scheduler.preempt(request.group, "swap")
     out_s = now(engine) - start
     assert request.group.swapped is not None, "it was not swapped"
     hand_over(engine, request.num_computed)
     start = now(engine)
-    engine.memory.ensure(demands(engine._scheduler.schedule()))
+    engine.memory.ensure(demands(engine.scheduler.schedule()))
     in_s = now(engine) - start
-    engine._scheduler.abort_step()  # it runs again, but this step is not computed
+    engine.scheduler.abort_step()  # it runs again, but this step is not computed
     return out_s + in_s
 
 
@@ -252,7 +252,7 @@ def recompute(engine: Engine, request: Request) -> float:
     """Seconds to give a running request's blocks up, and to compute its tokens again, and the next one."""
     num_tokens = request.num_computed
     start = now(engine)
-    engine._scheduler._preempt(request.group, "recompute")
+    engine.scheduler.preempt(request.group, "recompute")
     out_s = now(engine) - start
     hand_over(engine, num_tokens)
     return out_s + until_next_token(engine, request)
@@ -319,7 +319,7 @@ def measure_pressure(
     rates = harness.alternate({name: partial(run, name) for name in engines}, repeats)
     preempted = {}
     for name, llm in engines.items():
-        preempted[name] = {way: n / (repeats + 1) for way, n in llm.engine._scheduler.num_preempted.items()}
+        preempted[name] = {way: n / (repeats + 1) for way, n in llm.engine.scheduler.num_preempted.items()}
         llm.engine.check_integrity()
         llm.close()
     return rates, preempted, all(tokens == outputs["unpressured"] for tokens in outputs.values())

@@ -155,7 +155,7 @@ class Sweep:
         try:
             for name, prompt in zip(names, self.prompts(batch, self._sizes.context), strict=True):
                 engine.submit(name, prompt, settings)
-            while any(request.num_uncomputed > 1 for request in engine._scheduler.unfinished()):
+            while any(request.num_uncomputed > 1 for request in engine.scheduler.unfinished()):
                 engine.step()
             for _ in range(WARM_UP_STEPS):
                 engine.step()
@@ -174,7 +174,7 @@ class Sweep:
                 times.append(time.perf_counter() - start)
                 if len(deltas) != batch or any(delta.error for delta in deltas):
                     raise RuntimeError(f"a step of {batch} sequences gave {len(deltas)} deltas: {deltas[:1]}")
-            cached = sum(len(request.token_ids) for request in engine._scheduler.unfinished()) - batch * len(times) / 2
+            cached = sum(len(request.token_ids) for request in engine.scheduler.unfinished()) - batch * len(times) / 2
         median, tail = statistics.median(times), quantile(times, 0.99)
         rate = batch * len(times) / sum(times)
         limit = (self._read_parameters * DTYPE.itemsize + cached * self._kv_token_bytes) / self._bandwidth

@@ -1,4 +1,4 @@
-"""The engine for servers: a thread runs the step loop, coroutines submit requests and await their deltas."""
+"""Async engine, for servers: a thread runs the step loop; coroutines submit requests and await their deltas."""
 
 from __future__ import annotations
 
@@ -13,77 +13,65 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Unpack
 
 from app.config.engine import EngineConfig
 from app.engine.engine import Engine
 from app.engine.load_report import MOST_KEYS, Activity
-from app.engine.report import ReplicaReport
+from app.engine.report import ReplicaReport, StartTimes
 from app.engine.request import Delta, DeltaQueue, RequestOptions
 from app.engine.sampling.params import SamplingParams
 from app.engine.speculation import SpeculationCounts
-from app.engine.startup import StartTimes
+from app.engine.startup import PeerPrefixes, get_ready, hot_prefixes, prefix_fingerprint
 from app.engine.tensor_parallel.processes import Launch, spawn_ranks
-from app.errors import EngineError, FolioError, OverloadedError, RequestError, UnavailableError, UnknownRequestError
+from app.errors import EngineError, FolioError, RequestError, UnavailableError, UnknownRequestError
 from vmem import BudgetAnswer, CachedPrefix, IntegrityError, KVMemory, MemoryReport
 
 logger = logging.getLogger(__name__)
 
-# Seconds until a reader wants to hear again.
+# Returns the seconds until a reader wants its next list of deltas.
 Pace = Callable[[], float]
+# Adds a validated request to the engine, under an id, in the engine's thread.
+Begin = Callable[[str], None]
 
-# So many requests can be found by the ids that their senders gave them.
+# The most callers' ids that are remembered, for forks.
 _NAMES = 4000
-# An engine stops, and is replaced, when so many steps have failed and nothing was generated in between, or so many
-# requests by no fault of their senders. The first are everybody's, and the others may be one sender's.
+# The engine stops after this many failed steps, or failures of single requests that are no client's fault, with nothing
+# generated in between. A single client's requests may cause the latter.
 _MOST_FAILED_STEPS, _MOST_FAILED_REQUESTS = 3, 10
-# An engine that has work and computes no step for so long hangs: at least this, twice `step_timeout_s`, and so many
-# times its longest step so far, warm-up included. Kernels are compiled and adapters read in less, on slow machines too.
+# The engine is stalled when it has work and computes no step for the longest of: this time, twice `step_timeout_s`, and
+# this multiple of its longest step, warm-up included. Compiling kernels and reading adapters takes less.
 _STALLED_S, _STALLED_STEPS = 120.0, 10
 _STOPPED = "the engine has stopped; send the request again"
 
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """Where a request's deltas go: a queue that lives in its caller's event loop.
-
-    `begin` submits it to the engine, under its id.
-    """
+    """A request, and the queue of its deltas in its caller's event loop."""
 
     request_id: str
-    begin: Callable[[str], None]
-    load: tuple[int, int]  # tokens, and those expected to be cached
+    begin: Begin
+    load: tuple[int, int]  # tokens, expected cached tokens
     loop: asyncio.AbstractEventLoop
     deltas: DeltaQueue
 
 
-@dataclass(frozen=True, slots=True)
-class _Cancel:
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Audit:
-    outcome: Future[None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    pass
+# Of the thread: begin a request, cancel a request id, check the memory, or stop.
+_Command = _Stream | str | Future[None] | None
 
 
 class AsyncEngine:
-    """An `Engine` behind a thread of its own. Its methods may be called from any event loop.
+    """An `Engine` with its own thread. Methods may be called from any event loop.
 
-    A failed step fails the requests that are in flight with an error and frees their memory. If the books do not add
-    up afterwards, a rank is lost, steps fail again and again, or none is computed for a long time although there is
-    work, the engine stops and `healthy` is false: what is in flight then ends with `UnavailableError`.
+    A failed step fails the requests in flight and frees their memory. The engine stops, and requests in flight end with
+    `UnavailableError`, when the memory is inconsistent afterwards, a rank is lost, steps fail repeatedly, or the engine
+    is stalled.
 
     Args:
         launch, admit: see `Engine`.
-        prefixes_of_others: asked, when this engine could serve, for what each of others tells (`hot_prefixes`) that
-            has this `prefix_fingerprint`.
+        prefixes_of_others: returns the `hot_prefixes` of the peer engines with this `prefix_fingerprint`; called before
+            the engine is ready.
 
     Raises:
         ConfigError, ModelError, UnavailableError: see `Engine`.
@@ -94,33 +82,32 @@ class AsyncEngine:
         config: EngineConfig,
         launch: Launch = spawn_ranks,
         admit: Callable[[KVMemory], None] | None = None,
-        prefixes_of_others: Callable[[str], Sequence[Sequence[CachedPrefix]]] | None = None,
+        prefixes_of_others: PeerPrefixes | None = None,
     ) -> None:
-        self._commands: queue.SimpleQueue[_Stream | _Cancel | _Audit | _Stop] = queue.SimpleQueue()
-        self._prefixes_of_others = prefixes_of_others
-        self._streams: dict[str, _Stream] = {}  # only the thread touches it
-        self._arriving: dict[str, tuple[int, int]] = {}  # sent, not begun: tokens, and those expected to be cached
-        self._names: OrderedDict[str, str] = OrderedDict()  # the callers' ids of the latest requests → the engine's
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}  # used by the thread only
+        self._arriving: dict[str, tuple[int, int]] = {}  # `_Stream.load` of requests sent and not begun
+        self._names: OrderedDict[str, str] = OrderedDict()  # caller's id → engine's id of the latest requests
         self._ids = itertools.count()
-        self._sending = threading.Lock()  # between "is it still taking commands?" and handing one over
+        self._sending = threading.Lock()  # no command is sent after the engine has stopped
         self._stopped = self._hangs = False
-        self._working_since: float | None = None  # and no step computed; `None`: there is nothing to do
-        self._longest_s = 0.0  # of a step
+        self._working_since: float | None = None  # start of the current step; `None`: no work
+        self._longest_s = 0.0  # of all steps
         self._stalled_s = max(_STALLED_S, 2 * config.step_timeout_s)
-        self._num_failures = 0  # of steps and requests since anything was generated
-        self._activity = Activity()  # what the meter is to be told next
-        self._engine: Engine  # the thread makes it
+        self._num_failures = 0  # of steps and requests since the last generated token
+        self._activity = Activity()  # until `take_activity`
+        self._engine: Engine  # created by the thread
         started: Future[None] = Future()
-        make = partial(Engine, config, launch, admit)
-        self._thread = threading.Thread(target=self._run, args=(make, started), name="folio-engine", daemon=True)
+        arguments = partial(Engine, config, launch, admit), prefixes_of_others, started
+        self._thread = threading.Thread(target=self._run, args=arguments, name="folio-engine", daemon=True)
         self._thread.start()
         started.result()
         logger.info("ready after %s", self.start_times)
 
     @property
     def healthy(self) -> bool:
-        """Whether it takes requests and gets on with them. Waits for nothing."""
-        return not self._stopped and self._engine.available and not self._stalled
+        """Whether the engine takes requests and makes progress. Does not block."""
+        return not self._stopped and self._engine.executor.available and not self._stalled
 
     @property
     def max_model_len(self) -> int:
@@ -128,19 +115,17 @@ class AsyncEngine:
 
     @property
     def start_times(self) -> StartTimes:
-        """What the start has taken."""
-        return self._engine.start_times
+        return self._engine.clock.times
 
-    @property
+    @cached_property
     def prefix_fingerprint(self) -> str:
-        """See `Engine.prefix_fingerprint`."""
-        return self._engine.prefix_fingerprint
+        """See `app.engine.startup.prefix_fingerprint`."""
+        return prefix_fingerprint(self._engine.config, self._engine.model)
 
     def hot_prefixes(self) -> list[CachedPrefix]:
-        """What an engine that begins beside this one should have (`Engine.hot_prefixes`). Raises `UnavailableError`
-        once the engine has stopped."""
+        """Prefixes for a new peer engine. Raises `UnavailableError` once the engine has stopped."""
         self.check()
-        return self._engine.hot_prefixes()
+        return hot_prefixes(self._engine)
 
     def generate(
         self,
@@ -151,32 +136,28 @@ class AsyncEngine:
         pace: Pace | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[list[Delta], None]:
-        """Yield the outputs as they are generated, at least one delta at a time. Closing or cancelling the iterator
-        cancels the request.
+        """Yield lists of deltas as they are generated. Closing or cancelling the iterator cancels the request.
 
         Args:
-            pace: asked after each list how many seconds shall pass until the next, in which deltas add up. The first
-                and the last list come at once. None: every list does.
+            pace: called after each list for the seconds until the next one, in which deltas add up. The first and the
+                last list come at once. `None`: every list does.
 
         Raises:
             RequestError: the request is invalid; raised before the first delta.
-            OverloadedError: as many requests wait as may; raised before anything is sent.
-            DeadlineError: it has not finished within its `timeout_s`.
+            OverloadedError: the queue is full; raised before the request is sent.
+            DeadlineError: the request has not finished within its `timeout_s`.
             ModelError: its adapter cannot be loaded.
             EngineError: a step failed.
             UnavailableError: the engine has stopped.
         """
 
-        def begin(unique_id: str) -> None:
-            self._engine.submit(unique_id, prompt_token_ids, params, **options)
-
-        def validate() -> None:
-            self._engine.check_adapter(options.get("adapter"))
-            self._engine.validate(prompt_token_ids, params)
+        def prepare() -> Begin:
+            max_tokens = self._engine.validate(prompt_token_ids, params, options)
+            return lambda unique_id: self._engine.add_request(unique_id, prompt_token_ids, params, max_tokens, options)
 
         load = len(prompt_token_ids), options.get("expected_cached_tokens") or 0
-        compiles = params.structure is not None
-        return self._deltas(request_id or "request", begin, load, validate, slow=compiles, check_queue=True, pace=pace)
+        name, compiles = request_id or "request", params.structure is not None
+        return self._deltas(name, prepare, load, slow=compiles, check_queue=True, pace=pace)
 
     def fork(
         self,
@@ -187,17 +168,16 @@ class AsyncEngine:
         index: int = 0,
         pace: Pace | None = None,
     ) -> AsyncGenerator[list[Delta], None]:
-        """Go on with an output of a request that runs, or has just ended, in `params.n` more ways (`Engine.fork`).
+        """Continue an output of a request that runs, or has just ended, in `params.n` sequences (`Engine.fork`).
 
         Args:
-            request_id: as it was given to `generate`; the latest of that name.
-            pace: as there.
+            request_id: as given to `generate`; the latest of that name.
+            pace: see `generate`.
 
         Raises:
             UnknownRequestError: there is no such output, or not any more; raised before the first delta.
-            RequestError: the forks do not fit; the same.
-            EngineError: a step failed.
-            UnavailableError: the engine has stopped.
+            RequestError: the forks do not fit; raised before the first delta.
+            EngineError, UnavailableError: see `generate`.
         """
 
         def begin(unique_id: str) -> None:
@@ -206,46 +186,32 @@ class AsyncEngine:
                 raise UnknownRequestError(f"there is no request {request_id!r} here", "request_id")
             self._engine.fork(parent_id, unique_id, params, index=index)
 
+        def prepare() -> Begin:
+            self._engine.vocabulary.check_params(params)  # compiles the structure outside of the engine's thread
+            return begin
+
         name, compiles = fork_id or f"fork of {request_id}", params.structure is not None
-        return self._deltas(name, begin, (0, 0), lambda: self._engine.check_params(params), slow=compiles, pace=pace)
+        return self._deltas(name, prepare, (0, 0), slow=compiles, pace=pace)
 
     async def pin(self, name: str, prompt_token_ids: Sequence[int], **options: Unpack[RequestOptions]) -> None:
-        """Compute a prefix and keep it in the cache until `unpin`; returns when that is done. It may be pinned already.
+        """Compute a prefix and keep it in the cache until `unpin`; returns when it is pinned. Idempotent.
 
-        Args:
-            options: see `Engine.pin`.
-
-        Raises:
-            RequestError: the prompt cannot be pinned, the name is another prefix's, or the quota is used up.
-            EngineError: a step failed.
-            UnavailableError: the engine has stopped.
+        Arguments and errors: see `Engine.pin`, and `generate` for the failures of a running request.
         """
-
-        def begin(unique_id: str) -> None:
-            self._engine.pin(unique_id, name, prompt_token_ids, **options)
-
-        def validate() -> None:
-            self._engine.validate_pin(name, prompt_token_ids, **options)
-
-        async for _ in self._deltas(f"pin {name}", begin, (len(prompt_token_ids), 0), validate, slow=True):
+        prepare = partial(self._engine.prepare_pin, name, prompt_token_ids, options)
+        async for _ in self._deltas(f"pin {name}", prepare, (len(prompt_token_ids), 0), slow=True):
             pass
 
     def unpin(self, name: str) -> None:
-        """Let a pinned prefix go the way of others. May wait for a call of the engine's thread.
-
-        Raises:
-            UnknownPinError: there is none of that name.
-            UnavailableError: the engine has stopped.
-        """
+        """See `Engine.unpin`. May wait for the memory's lock. Raises `UnavailableError` once the engine has stopped."""
         self.check()
         self._engine.unpin(name)
 
     async def _deltas(
         self,
-        request_id: str,
-        begin: Callable[[str], None],
+        name: str,
+        prepare: Callable[[], Begin],
         load: tuple[int, int],
-        validate: Callable[[], object],
         *,
         slow: bool = False,
         check_queue: bool = False,
@@ -253,88 +219,80 @@ class AsyncEngine:
     ) -> AsyncGenerator[list[Delta], None]:
         """
         Args:
-            validate: raises `RequestError` if it is not worth sending.
-            slow: it compiles, or may have to wait for the memory's lock.
-            check_queue: refuse it if as many requests wait as may.
+            name: the caller's id.
+            prepare: validates the request.
+            slow: `prepare` compiles, or may wait for the memory's lock; a thread calls it.
+            check_queue: refuse the request if the queue is full.
         """
-        if slow:  # others' streams must not wait for it
-            await asyncio.to_thread(validate)
-        else:
-            validate()
-        unique_id = f"{request_id}-{next(self._ids)}"
+        begin = await asyncio.to_thread(prepare) if slow else prepare()
+        unique_id = f"{name}-{next(self._ids)}"
         loop = asyncio.get_running_loop()
         stream = _Stream(unique_id, begin, load, loop, DeltaQueue())
-        self._send(stream, request_id, check_queue)
+        self._send(stream, name, check_queue)
         finished, not_before = False, 0.0
         try:
             while not finished:
                 deltas = await stream.deltas.get_all(not_before)
                 finished, error = deltas[-1].ends_request, deltas[-1].error
-                if error is None:
+                if error is not None:
+                    deltas.pop()
+                if deltas:
                     yield deltas
-                elif deltas[:-1]:
-                    yield deltas[:-1]
                 if error is not None:
                     raise error
                 if pace is not None:
                     not_before = loop.time() + pace()
         finally:
             if not finished:
-                self._commands.put(_Cancel(unique_id))
+                self._commands.put(unique_id)
 
     def report(self) -> MemoryReport:
-        """Where KV memory is. Raises `UnavailableError` once the engine has stopped."""
+        """Report the state of the KV memory. Raises `UnavailableError` once the engine has stopped."""
         self.check()
         return self._engine.report()
 
     @property
     def speculation(self) -> SpeculationCounts | None:
-        """What has come of guessed tokens so far; `None` without speculation."""
-        return self._engine.speculation
+        """Counts of draft tokens; `None` without speculation."""
+        speculation = self._engine.speculation
+        return None if speculation is None else speculation.counts
 
     def load(self, *, most_keys: int = MOST_KEYS) -> ReplicaReport:
-        """How busy the engine is, and what its prefix cache has, by at most `most_keys` keys. Raises `UnavailableError`
-        once it has stopped."""
+        """See `LoadReporter.report`. Raises `UnavailableError` once the engine has stopped."""
         self.check()
-        return self._engine.load(tuple(self._arriving.values()), most_keys=most_keys)
+        return self._engine.load.report(tuple(self._arriving.values()), most_keys=most_keys)
 
     def take_activity(self) -> Activity:
-        """What the engine has done since this was last asked for. From any one thread."""
+        """The engine's work since the last call. From any one thread."""
         return self._activity.take()
 
     def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
-        """Change how much memory the KV cache may take. Requests that no longer fit are computed again later.
-
-        Raises:
-            RequestError: the budget is out of bounds.
-            UnavailableError: the engine has stopped.
-        """
+        """See `Engine.set_budget`. Raises `UnavailableError` once the engine has stopped."""
         self.check()
         return self._engine.set_budget(budget_bytes, revision)
 
     async def check_integrity(self) -> None:
-        """Between two steps: that memory adds up, and without requests that all of it is free.
+        """Check between two steps that the memory is consistent and, without requests, free.
 
         Raises:
-            IntegrityError: it does not; the engine stops.
+            IntegrityError: the memory is inconsistent; the engine stops.
             UnavailableError: the engine has stopped.
         """
-        audit = _Audit(Future())
+        outcome: Future[None] = Future()
         self.check()
         with self._sending:
             if self._stopped:
                 raise UnavailableError(_STOPPED)
-            self._commands.put(audit)
-        await asyncio.wrap_future(audit.outcome)
+            self._commands.put(outcome)
+        await asyncio.wrap_future(outcome)
 
     def close(self) -> None:
-        """Fail what is in flight, stop the thread and give all memory back. A thread that hangs is left to do so."""
-        self._commands.put(_Stop())
+        """Fail the requests in flight, stop the thread and free all memory. A thread that hangs is not waited for."""
+        self._commands.put(None)
         self._thread.join(0 if self._hangs else None)
 
     def check(self) -> None:
-        """Raise `UnavailableError` once the engine has stopped. Waits for nothing. An engine that hangs is stopped
-        here."""
+        """Raise `UnavailableError` once the engine has stopped; stop a stalled engine. Does not block."""
         if self.healthy:
             return
         if not self._stopped and self._stalled:
@@ -347,23 +305,15 @@ class AsyncEngine:
         return since is not None and time.monotonic() - since > max(self._stalled_s, _STALLED_STEPS * self._longest_s)
 
     def _abandon(self) -> None:
-        """Fail what is in flight in place of the thread. Should that come back, it finds that it has to stop."""
+        """Fail all requests in place of the stalled thread. If the thread comes back, it stops."""
         with self._sending:
             if self._stopped:
                 return
             self._stopped = self._hangs = True
         logger.error("the engine stops: it has work and has computed no step for %.0f s or longer", self._stalled_s)
-        streams = list(self._streams.values())
-        while not self._commands.empty():
-            with suppress(queue.Empty):
-                command = self._commands.get_nowait()
-                if isinstance(command, _Stream):
-                    streams.append(command)
-                elif isinstance(command, _Audit):
-                    command.outcome.set_exception(UnavailableError(_STOPPED))
-        for stream in streams:
+        for stream in [*self._streams.values(), *_refuse_commands(self._commands, _STOPPED)]:
             failure = Delta(stream.request_id, (), "", error=UnavailableError(_STOPPED))
-            with suppress(RuntimeError):  # its event loop has been closed
+            with suppress(RuntimeError):  # its event loop is closed
                 stream.loop.call_soon_threadsafe(stream.deltas.put, failure)
 
     def _send(self, stream: _Stream, name: str, check_queue: bool) -> None:
@@ -372,7 +322,7 @@ class AsyncEngine:
             if self._stopped:
                 raise UnavailableError(_STOPPED)
             if check_queue:
-                self._engine.check_queue(tuple(self._arriving.values()))
+                self._engine.load.check_queue(tuple(self._arriving.values()))
             self._arriving[stream.request_id] = stream.load
             self._names[name] = stream.request_id
             self._names.move_to_end(name)
@@ -382,23 +332,24 @@ class AsyncEngine:
 
     # ---- the thread ----
 
-    def _run(self, make: Callable[[], Engine], started: Future[None]) -> None:
-        # Made here, since OpenMP gives each thread that computes threads of its own; with more of them than cores, none
-        # spins any more while it waits for the others, and a step takes a tenth longer.
+    def _run(self, make: Callable[[], Engine], prefixes_of_others: PeerPrefixes | None, started: Future[None]) -> None:
+        # The engine is created here, because OpenMP gives each thread that computes a team of threads. With two teams,
+        # more threads than cores, none spins while it waits for the others, and a step takes a tenth longer.
         try:
             self._engine = make()
-        except BaseException as error:  # noqa: BLE001 - whoever makes this engine hears of it
+        except BaseException as error:  # noqa: BLE001 - the constructor raises it
             started.set_exception(_as_start_error(error))
             return
         try:
-            self._get_ready()
+            get_ready(self._engine, prefixes_of_others)
+            self._longest_s = self.start_times.warm_up_s  # none of its steps was longer
         except BaseException as error:
-            logger.exception("the engine cannot get ready")
+            logger.exception("the engine cannot start")
             self._stopped = True
             try:
                 self._engine.close()
             finally:
-                started.set_exception(_as_start_error(error))  # the same, and does not wait for ever
+                started.set_exception(_as_start_error(error))  # also when `close` fails: the constructor waits
             return
         started.set_result(None)
         reason = _STOPPED
@@ -414,27 +365,15 @@ class AsyncEngine:
         finally:
             with self._sending:
                 self._stopped = True
-            try:  # first of all: nobody has to wait until memory is in order
+            try:  # before the memory is freed, which clients need not wait for
                 self._fail_all(UnavailableError(reason))
-                self._refuse_commands(reason)
+                self._streams = {stream.request_id: stream for stream in _refuse_commands(self._commands, reason)}
+                self._fail_all(UnavailableError(reason))
             finally:
                 self._engine.close()
 
-    def _get_ready(self) -> None:
-        """Whatever has to be there before the first request."""
-        config = self._engine.config
-        if config.warm_up:
-            start = time.monotonic()
-            self._engine.warm_up()
-            self._longest_s = time.monotonic() - start  # no step of it was longer
-        if self._prefixes_of_others is not None and config.prefix_cache and config.restore_prefixes_s:
-            told = self._prefixes_of_others(self._engine.prefix_fingerprint)
-            if any(told):
-                logger.info("%s", self._engine.warm_prefixes(told, config.restore_prefixes_s))
-            self._engine.note_restored()
-
     def _take_commands(self) -> bool:
-        """Do what was asked since the last step, waiting when there is nothing to compute; False to stop."""
+        """Execute the commands since the last step; wait for one when there is nothing to compute. False to stop."""
         while True:
             if not self._engine.has_work:
                 self._working_since = None
@@ -445,28 +384,32 @@ class AsyncEngine:
             if self._working_since is None:
                 self._working_since = time.monotonic()
             match command:
-                case _Stream(request_id):
-                    self._streams[request_id] = command
-                    try:
-                        command.begin(request_id)
-                    except (RequestError, OverloadedError) as error:
-                        self._deliver([Delta(request_id, (), "", error=error)])
-                    except BaseException:  # this request's fault, not the others'
-                        logger.exception("cannot begin %s", request_id)
-                        failure = EngineError("the request cannot begin; the server's log says why")
-                        self._deliver([Delta(request_id, (), "", error=failure)])
-                    finally:  # only now: meanwhile it counts twice, but never not at all
-                        del self._arriving[request_id]
-                case _Cancel(request_id):
-                    self._streams.pop(request_id, None)
-                    self._engine.cancel(request_id)
-                case _Audit(outcome):
-                    self._check_integrity(outcome)
-                case _Stop():
+                case _Stream():
+                    self._begin(command)
+                case str():
+                    self._streams.pop(command, None)
+                    self._engine.cancel(command)
+                case Future():
+                    self._check_integrity(command)
+                case None:
                     return False
 
+    def _begin(self, stream: _Stream) -> None:
+        request_id = stream.request_id
+        self._streams[request_id] = stream
+        try:
+            stream.begin(request_id)
+        except RequestError as error:
+            self._deliver([Delta(request_id, (), "", error=error)])
+        except BaseException:  # other requests go on
+            logger.exception("cannot begin %s", request_id)
+            failed = EngineError("the request cannot begin; the server's log says why")
+            self._deliver([Delta(request_id, (), "", error=failed)])
+        finally:  # after `begin`: until here the load counts the request twice, but always at least once
+            del self._arriving[request_id]
+
     def _check_integrity(self, outcome: Future[None]) -> None:
-        if not outcome.set_running_or_notify_cancel():  # who asked does not wait any more
+        if not outcome.set_running_or_notify_cancel():  # the caller no longer waits
             return
         try:
             self._engine.check_integrity()
@@ -482,18 +425,22 @@ class AsyncEngine:
             deltas = self._engine.step()
         except (IntegrityError, UnavailableError):
             raise
-        except BaseException as error:  # whatever went wrong, no request may wait for ever
+        except BaseException as error:  # whatever failed, every request must end
             logger.exception("a step failed")
             self._activity.num_failed_steps += 1
             self._note_failures(1, _MOST_FAILED_STEPS, error)
             failed = list(self._streams)
-            # Not what it says: that may quote a request, and goes to all.
+            # A fixed sentence: the error may quote one request, and all get it.
             self._fail_all(EngineError("a step failed; the server's log says why"))
             for request_id in failed:
                 self._engine.cancel(request_id)
             self._engine.check_integrity()
             return
-        self._note_progress()
+        recent = self._engine.load.take_activity()
+        self._activity.add(recent)
+        if recent.step_s:
+            self._working_since = time.monotonic()
+            self._longest_s = max(self._longest_s, *recent.step_s)
         self._deliver(deltas)
         if any(delta.error is None for delta in deltas):
             self._num_failures = 0
@@ -501,22 +448,15 @@ class AsyncEngine:
             self._note_failures(sum(isinstance(d.error, EngineError) for d in deltas), _MOST_FAILED_REQUESTS)
 
     def _note_failures(self, count: int, most: int, cause: BaseException | None = None) -> None:
-        """Raise `UnavailableError` if there have been too many without anything generated in between."""
+        """Raise `UnavailableError` after too many failures with nothing generated in between."""
         self._num_failures += count
         if count and self._num_failures >= most:
             raise UnavailableError(
-                f"{self._num_failures} failures one after the other; the engine is replaced, send the request again"
+                f"{self._num_failures} failures in a row; the engine is replaced, send the request again"
             ) from cause
 
-    def _note_progress(self) -> None:
-        recent = self._engine.take_activity()
-        self._activity.add(recent)
-        if recent.step_s:
-            self._working_since = time.monotonic()
-            self._longest_s = max(self._longest_s, *recent.step_s)
-
     def _deliver(self, deltas: Sequence[Delta]) -> None:
-        """Put deltas into their queues: one call into each event loop, since waking one takes longer than the rest."""
+        """Queue deltas with one call per event loop, because waking a loop takes longer than all else."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Delta]]] = {}
         for delta in deltas:
             stream = self._streams[delta.request_id]
@@ -526,7 +466,7 @@ class AsyncEngine:
         for loop, arrived in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_put_all, arrived)
-            except RuntimeError:  # its event loop has been closed: nobody is listening
+            except RuntimeError:  # the event loop is closed
                 for stream, _ in arrived:
                     self._streams.pop(stream.request_id, None)
                     self._engine.cancel(stream.request_id)
@@ -534,25 +474,25 @@ class AsyncEngine:
     def _fail_all(self, error: FolioError) -> None:
         self._deliver([Delta(request_id, (), "", error=error) for request_id in self._streams])
 
-    def _refuse_commands(self, reason: str) -> None:
-        """Answer what was sent before the stop and never begun."""
-        while not self._commands.empty():
-            command = self._commands.get()
+
+def _refuse_commands(commands: queue.SimpleQueue[_Command], reason: str) -> list[_Stream]:
+    """Empty the queue of commands after the stop; returns the requests in it, and fails the audits."""
+    streams: list[_Stream] = []
+    with suppress(queue.Empty):  # the thread that hangs may come back and take commands, too
+        while True:
+            command = commands.get_nowait()
             if isinstance(command, _Stream):
-                self._streams[command.request_id] = command
-            elif isinstance(command, _Audit) and command.outcome.set_running_or_notify_cancel():
-                command.outcome.set_exception(UnavailableError(reason))
-        self._fail_all(UnavailableError(reason))
+                streams.append(command)
+            elif isinstance(command, Future) and command.set_running_or_notify_cancel():
+                command.set_exception(UnavailableError(reason))
+    return streams
 
 
 def _as_start_error(error: BaseException) -> Exception:
-    """As an error that whoever waits for the start, Serve too, takes for one: a library may call `sys.exit`, or panic
-    in Rust."""
+    """An `Exception` for the constructor's caller: a library may call `sys.exit`, or panic in Rust."""
     if isinstance(error, Exception):
         return error
-    told = EngineError(f"the engine cannot start: {type(error).__name__}: {error}")
-    told.__cause__ = error
-    return told
+    return EngineError(f"the engine cannot start: {type(error).__name__}: {error}").with_traceback(error.__traceback__)
 
 
 def _put_all(arrived: Sequence[tuple[_Stream, Delta]]) -> None:

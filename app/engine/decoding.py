@@ -1,12 +1,11 @@
-"""From a step's logits to the tokens of every sequence, whatever way each of them chooses: samples, drafts that are
-checked, forks after a common prompt, beams.
-"""
+"""Decoder: a step's logits to tokens and deltas, by sampling, draft verification, forks and beam search."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from app.engine.execution.batch import Array
 from app.engine.faults import failure_of
 from app.engine.generation import BestOf, EndedOutputs, Generation
 from app.engine.load_report import LoadMeter
-from app.engine.request import Delta, Request, SequenceGroup, TokenLogprobs
+from app.engine.request import Deadlines, Delta, Request, SequenceGroup, TokenLogprobs
 from app.engine.sampling.beam import BeamSearch, likeliest
 from app.engine.sampling.logprobs import prompt_logprobs
 from app.engine.sampling.params import SamplingParams
@@ -29,14 +28,14 @@ from vmem import IntegrityError, KVMemory, ViewPolicy, VmemError
 
 NOT_FINITE = "the model's logits are not finite numbers"
 CONTRADICTION = (
-    "no token may follow: what structure, bad_words, min_tokens and stop_token_ids ask for contradicts itself here; "
+    "no token may follow: structure, bad_words, min_tokens and stop_token_ids contradict each other here; "
     "leave one of them out"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of what was sampled that belong to a sequence: one for each draft and one more, or one for each fork."""
+    """Rows to sample of one sequence: one for each draft and one more, or one for each fork."""
 
     request: Request
     start: int
@@ -46,7 +45,7 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Beams:
-    """A search and its sequences, in the order of its beams, with each one's likeliest next tokens."""
+    """Candidates of one beam search: the likeliest next tokens of each beam."""
 
     generation: Generation
     requests: tuple[Request, ...]
@@ -57,12 +56,14 @@ class _Beams:
 
 @dataclass(slots=True)
 class TokenSelection:
-    """What a step's logits say, before anything is changed by it.
+    """Tokens chosen from a step's logits, before they are applied.
 
-    `failed`: requests for which choosing has failed, and what they end with.
+    Attributes:
+        plain: sequences with one row and no structure, and their row.
+        failed: request id → error, where choosing has failed.
     """
 
-    plain: list[tuple[Request, int]] = field(default_factory=list)  # one row each
+    plain: list[tuple[Request, int]] = field(default_factory=list)
     rows: list[_Rows] = field(default_factory=list)
     sampled: Sampled | None = None
     beams: list[_Beams] = field(default_factory=list)
@@ -71,12 +72,15 @@ class TokenSelection:
 
 
 class Decoder:
-    """Turns logits into deltas.
+    """Choose tokens from logits, and apply them to sequences.
 
     Args:
-        scheduler: whose sequences these are; forks join their groups, and what ends leaves them.
-        generations: request id → the request as its sender sees it; those that end are taken out.
-        speculation: who made the drafts, and wants to know what came of them.
+        scheduler: its groups get forks, and lose sequences that end.
+        generations, deadlines: of the engine's requests; requests that end are removed.
+        speculation: gets the results of verification.
+
+    Attributes:
+        ended: outputs that have ended, for forks.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class Decoder:
         scheduler: Scheduler,
         vocabulary: Vocabulary,
         generations: dict[str, Generation],
+        deadlines: Deadlines,
         meter: LoadMeter,
         speculation: Speculation | None = None,
     ) -> None:
@@ -92,6 +97,7 @@ class Decoder:
         self._scheduler = scheduler
         self._vocabulary = vocabulary
         self._generations = generations
+        self._deadlines = deadlines
         self._meter = meter
         self._speculation = speculation
         self.ended = EndedOutputs()
@@ -99,11 +105,11 @@ class Decoder:
     def choose(self, scheduled: Sequence[Scheduled], logits: torch.Tensor) -> TokenSelection:
         """Choose tokens from `logits [sum(num_logits), vocab_size]`. Changes nothing.
 
-        A call that fails for one request fails that request, by `apply`; one that serves all rows, and cannot be done
-        for any request alone either, is raised.
+        A call that fails for one request fails that request, in `apply`. A call for all rows that fails for each row
+        alone too is raised.
         """
-        choice = TokenSelection()
-        where: list[int] = []  # the row of logits of each row to sample
+        selection = TokenSelection()
+        where: list[int] = []  # the row of `logits` of each row to sample
         states: list[SamplingState] = []
         positions: list[int] = []
         beams: dict[SequenceGroup, dict[Request, int]] = {}
@@ -115,100 +121,98 @@ class Decoder:
             request = s.request
             try:
                 if request.params.prompt_logprobs is not None and request.num_computed < len(request.prompt_token_ids):
-                    choice.prompts.append((request, _of_prompt(s, logits[start:end])))
+                    selection.prompts.append((request, _prompt_logprobs(s, logits[start:end])))
                 if not s.samples:
                     continue
                 if request.params.use_beam_search:
                     beams.setdefault(request.group, {})[request] = end - 1
-                    continue
-                first = len(states)
-                is_single = s.num_logits == 1 and not request.num_forks
-                if is_single and request.sampling.matcher is None:  # most are like that
-                    choice.plain.append((request, first))
+                elif s.num_logits == 1 and not request.num_forks and request.sampling.matcher is None:  # most sequences
+                    selection.plain.append((request, len(states)))
                     states.append(request.sampling)
                     where.append(start)
                     positions.append(0)
-                    continue
-                if request.num_forks:
-                    forks = [request.sampling.fork(index=1 + i) for i in range(request.num_forks)]
-                    states += [request.sampling, *forks]
-                    where += [end - 1] * (1 + len(forks))
-                    positions += [0] * (1 + len(forks))
                 else:
-                    states += [request.sampling] * (1 + len(s.drafts))
-                    where += range(end - 1 - len(s.drafts), end)
-                    positions += range(1 + len(s.drafts))
-                choice.rows.append(_Rows(request, first, tuple(states[first:]), s.drafts))
+                    own, ahead = _rows_to_sample(s)
+                    selection.rows.append(_Rows(request, len(states), own, s.drafts))
+                    states += own
+                    positions += ahead
+                    where += [end - 1 - ahead[-1] + position for position in ahead]
             except BaseException as error:  # noqa: BLE001 - raised again unless it is the request's
-                choice.failed[request.request_id] = failure_of(request.request_id, error)
+                selection.failed[request.request_id] = failure_of(request.request_id, error)
         if states:
             rows = logits if where == list(range(len(logits))) else logits[where]
-            ahead = positions if any(positions) else None
+            offsets = positions if any(positions) else None
             try:
-                choice.sampled = sample(rows, states, ahead)
-            except BaseException as error:  # noqa: BLE001 - as in `choose`
-                choice.sampled = self._sample_apart(choice, rows, states, ahead, error)
-        for group, of_group in beams.items():
+                selection.sampled = sample(rows, states, offsets)
+            except BaseException as error:  # noqa: BLE001 - as above
+                selection.sampled = self._sample_apart(selection, rows, states, offsets, error)
+        self._choose_candidates(selection, beams, logits)
+        return selection
+
+    def _choose_candidates(
+        self, selection: TokenSelection, beams: dict[SequenceGroup, dict[Request, int]], logits: torch.Tensor
+    ) -> None:
+        for group, rows in beams.items():
             request_id = group.members[0].request_id
-            if request_id not in choice.failed:
+            if request_id not in selection.failed:
                 try:
-                    choice.beams.append(self._beams(group, of_group, logits))
+                    selection.beams.append(self._beams(group, rows, logits))
                 except BaseException as error:  # noqa: BLE001 - as in `choose`
-                    choice.failed[request_id] = failure_of(request_id, error)
-        return choice
+                    selection.failed[request_id] = failure_of(request_id, error)
 
     def _sample_apart(
         self,
-        choice: TokenSelection,
+        selection: TokenSelection,
         logits: torch.Tensor,
         states: Sequence[SamplingState],
         positions: Sequence[int] | None,
         cause: BaseException,
     ) -> Sampled:
-        """What `sample` gives each request by itself, after it has failed for all of them together."""
-        parts = [(request, slice(row, row + 1)) for request, row in choice.plain]
-        parts += [(rows.request, slice(rows.start, rows.start + len(rows.states))) for rows in choice.rows]
+        """Sample each request by itself, after `sample` has failed for all together."""
+        parts = [(request, slice(row, row + 1)) for request, row in selection.plain]
+        parts += [(rows.request, slice(rows.start, rows.start + len(rows.states))) for rows in selection.rows]
         sampled, errors = sample_apart(logits, states, positions, [part for _, part in parts])
         if len(errors) == len(parts) > 1 and not any(isinstance(error, RequestError) for error in errors.values()):
-            raise cause  # it is not one of them
+            raise cause  # no request's failure
         for i, error in errors.items():
             request_id = parts[i][0].request_id
-            if request_id not in choice.failed:
-                choice.failed[request_id] = failure_of(request_id, error)
+            if request_id not in selection.failed:
+                selection.failed[request_id] = failure_of(request_id, error)
         return sampled
 
-    def apply(self, choice: TokenSelection) -> list[Delta]:
-        """Add what was chosen to the sequences, which are computed now up to there."""
+    def apply(self, selection: TokenSelection) -> list[Delta]:
+        """Append the chosen tokens to the sequences of a committed step."""
         deltas: list[Delta] = []
-        for request_id, error in choice.failed.items():
-            deltas += self.fail(self._generations[request_id], error)
-        for request, logprobs in choice.prompts:
+        for request_id, error in selection.failed.items():
+            deltas.append(self.fail(self._generations[request_id], error))
+        for request, logprobs in selection.prompts:
             request.prompt_logprobs += logprobs
-        if choice.sampled is not None:
-            self._append_plain(choice.plain, choice.sampled, deltas)
-            for rows in choice.rows:
-                self._add(self._generations.get(rows.request.request_id), self._append(rows, choice.sampled), deltas)
-        for beams in choice.beams:
+        if selection.sampled is not None:
+            self._append_plain(selection.plain, selection.sampled, deltas)
+            for rows in selection.rows:
+                self._add(self._generations.get(rows.request.request_id), self._append(rows, selection.sampled), deltas)
+        for beams in selection.beams:
             self._add(beams.generation, self._advance(beams), deltas)
         return deltas
 
     def _add(self, generation: Generation | None, made: Iterator[Delta], deltas: list[Delta]) -> None:
-        """Add what is made for a request, or what it ends with if that fails; for none that has failed before."""
+        """Add the deltas made for a request; if that fails, also its error. None for a request that has failed."""
         if generation is None:
             return
         try:
             for delta in made:
-                deltas.append(delta)  # what came before a failure stays
+                deltas.append(delta)  # deltas from before a failure remain
         except BaseException as error:  # noqa: BLE001 - as in `choose`
-            deltas += self.fail(generation, failure_of(generation.request_id, error))
+            deltas.append(self.fail(generation, failure_of(generation.request_id, error)))
 
     def end_sequence(self, request: Request) -> None:
-        """A sequence is over."""
+        """End a sequence and free its memory; with the last one the request ends."""
         generation = self._generations[request.request_id]
         self._scheduler.remove_sequence(request)
         generation.sequences.remove(request)
         if not generation.sequences:
             del self._generations[request.request_id]
+            self._deadlines.discard(request.request_id)
         if self._speculation is not None:
             self._speculation.forget_request(request)
         self._meter.note_ended(request, time.monotonic())
@@ -216,7 +220,7 @@ class Decoder:
     # ---- samples ----
 
     def _append_plain(self, plain: list[tuple[Request, int]], sampled: Sampled, deltas: list[Delta]) -> None:
-        """What `_append` does, for one token each, in less time."""
+        """Do as `_append`, for one token each, in less time."""
         eos = self._vocabulary.eos_token_ids
         token_ids, sound, logprobs = sampled.token_ids, sampled.sound, sampled.logprobs
         for request, row in plain:
@@ -234,7 +238,7 @@ class Decoder:
                 else:
                     deltas += self._ended(request, generation, delta)
             except BaseException as error:  # noqa: BLE001 - as in `choose`
-                deltas += self.fail(generation, failure_of(request.request_id, error))
+                deltas.append(self.fail(generation, failure_of(request.request_id, error)))
 
     def _append(self, rows: _Rows, sampled: Sampled) -> Iterator[Delta]:
         request, start = rows.request, rows.start
@@ -242,7 +246,7 @@ class Decoder:
         at = slice(start, start + len(rows.states))
         if not all(sampled.sound[at]):
             blocked = not sampled.blocked.isdisjoint(range(at.start, at.stop))
-            yield from self.fail(generation, RequestError(CONTRADICTION) if blocked else EngineError(NOT_FINITE))
+            yield self.fail(generation, RequestError(CONTRADICTION) if blocked else EngineError(NOT_FINITE))
             return
         tokens, logprobs = sampled.token_ids[at], sampled.logprobs[at]
         sequences, chosen = [request], [tokens]
@@ -250,9 +254,10 @@ class Decoder:
             sequences += self._fork_all(request, rows.states[1:])
             chosen = [[token] for token in tokens]
         elif rows.drafts:
-            num_accepted = _num_equal(rows.drafts, tokens)
+            accepted = takewhile(lambda pair: pair[0] == pair[1], zip(rows.drafts, tokens, strict=False))
+            num_accepted = sum(1 for _ in accepted)
             chosen = [tokens[: 1 + num_accepted]]
-            self._scheduler.charge(request, num_accepted)
+            self._scheduler.waiting.charge(request.group, num_accepted)
             if self._speculation is not None:
                 self._speculation.verified(request, len(rows.drafts), num_accepted)
         eos = self._vocabulary.eos_token_ids
@@ -262,7 +267,7 @@ class Decoder:
             offset += len(token_ids)
             delta = sequence.append(token_ids, eos, known)
             if (matcher := sequence.sampling.matcher) is not None and matcher.error is not None:
-                yield from self.fail(generation, matcher.error)
+                yield self.fail(generation, matcher.error)
                 return
             if sequence is request and request.num_output_tokens == len(token_ids) and request.prompt_logprobs:
                 delta = replace(delta, prompt_logprobs=tuple(request.prompt_logprobs))
@@ -274,7 +279,7 @@ class Decoder:
             yield from generation.emit(delta)
 
     def _ended(self, sequence: Request, generation: Generation, delta: Delta) -> list[Delta]:
-        """A sequence is over with this delta; what the sender is to hear of it."""
+        """End a sequence with its last delta; returns the deltas to send."""
         self.end_sequence(sequence)
         sent = generation.emit(delta)
         start = len(sequence.prompt_token_ids)
@@ -284,7 +289,7 @@ class Decoder:
         return sent
 
     def _roll_back(self, request: Request) -> None:
-        """Keep what was computed of tokens that are there, and of no drafts beyond."""
+        """Drop the computed draft tokens that were not accepted."""
         computed = len(request.token_ids) - 1
         if computed < request.num_computed:
             assert request.memory is not None
@@ -292,19 +297,19 @@ class Decoder:
             self._memory.truncate(request.memory, computed)
 
     def _fork_all(self, request: Request, states: Sequence[SamplingState]) -> list[Request]:
-        """The sequences that share the request's prompt, which is computed now."""
+        """Fork the sequences that share the request's prompt, which is computed."""
         generation = self._generations[request.request_id]
         forks = []
         for i, state in enumerate(states):
             forks.append(self.fork_sequence(request, state, index=1 + i))
-            generation.sequences.append(forks[-1])  # at once: if the next one fails, all of them end
+            generation.sequences.append(forks[-1])  # at once, so that `fail` ends it if the next one fails
         request.num_forks = 0
         return forks
 
     def fork_running(
         self, parent: Request, fork_id: str, params: SamplingParams, states: Sequence[SamplingState], most_tokens: int
     ) -> Generation:
-        """Another request, whose sequences go on where `parent` is, up to `most_tokens` tokens in all."""
+        """Create a request whose sequences continue `parent`, up to `most_tokens` tokens with the prompt."""
         generation = Generation(fork_id, params)
         try:
             for index, state in enumerate(states):
@@ -320,10 +325,10 @@ class Decoder:
     def fork_sequence(
         self, parent: Request, state: SamplingState, *, index: int, request_id: str | None = None
     ) -> Request:
-        """A sequence that goes on where `parent` is, in its group. It shares what is computed (PagedAttention §4.4)."""
+        """Create a sequence that continues `parent` in its group, and shares its blocks (PagedAttention §4.4)."""
         num_tokens = parent.num_computed
         chain = parent.chain.fork(num_tokens)
-        text = None  # before the memory: nobody would give that back
+        text = None  # before the memory, which a failure here would leak
         if not parent.group.lockstep:
             text = self._vocabulary.detokenizer(
                 parent.prompt_token_ids, state.params, parent.token_ids[len(parent.prompt_token_ids) :]
@@ -338,7 +343,7 @@ class Decoder:
             except IntegrityError:
                 raise
             except VmemError:
-                num_tokens = 0  # no region is left, or what it needs has been given up: it is computed again
+                num_tokens = 0  # no region is free, or its blocks have been evicted: recompute
         else:
             num_tokens = 0
         return Request(
@@ -358,14 +363,14 @@ class Decoder:
             snapshot_positions=parent.snapshot_positions if memory is not None else (),
             sampling=state,
             prompt_logprobs=parent.prompt_logprobs if parent.group.lockstep else [],
-            submitted_at=time.perf_counter(),  # for one that shares nothing: it waits until it is computed again
+            submitted_at=time.perf_counter(),  # a fork that shares nothing waits until it is recomputed
         )
 
-    def fail(self, generation: Generation, error: FolioError) -> Iterator[Delta]:
-        """End all sequences of a request; the one delta says why."""
+    def fail(self, generation: Generation, error: FolioError) -> Delta:
+        """End all sequences of a request with an error."""
         for request in list(generation.sequences):
             self.end_sequence(request)
-        yield Delta(generation.request_id, (), "", error=error)
+        return Delta(generation.request_id, (), "", error=error)
 
     # ---- beams ----
 
@@ -383,7 +388,7 @@ class Decoder:
         generation, search = beams.generation, beams.generation.selection
         assert isinstance(search, BeamSearch)
         if not beams.is_sound:
-            yield from self.fail(generation, EngineError(NOT_FINITE))
+            yield self.fail(generation, EngineError(NOT_FINITE))
             return
         start = len(beams.requests[0].prompt_token_ids)
         outputs = [request.token_ids[start:] for request in beams.requests]
@@ -395,11 +400,11 @@ class Decoder:
             yield from self._best(generation, search, first)
             return
         going: list[Request] = []
-        for beam, _ in step.continuations:  # forks first: then nothing is freed that one of them shares
+        for beam, _ in step.continuations:  # forks first, so that no block is freed that a fork shares
             parent = beams.requests[beam]
             if parent in going:
                 going.append(self.fork_sequence(parent, parent.sampling.fork(), index=0))
-                generation.sequences.append(going[-1])  # at once: if the next one fails, all of them end
+                generation.sequences.append(going[-1])  # at once, so that `fail` ends it if the next one fails
             else:
                 going.append(parent)
         for request in beams.requests:
@@ -431,9 +436,16 @@ class Decoder:
             )
 
 
-def _of_prompt(s: Scheduled, logits: torch.Tensor) -> tuple[TokenLogprobs, ...]:
-    """Log probabilities of those prompt tokens after the scheduled ones that are not known yet: after preemption a
-    prompt is computed again."""
+def _rows_to_sample(s: Scheduled) -> tuple[tuple[SamplingState, ...], Sequence[int]]:
+    """The states of a sequence's rows, and the drafts before each: one row per fork, or per draft and one more."""
+    state = s.request.sampling
+    if num_forks := s.request.num_forks:
+        return (state, *(state.fork(index=1 + i) for i in range(num_forks))), [0] * (1 + num_forks)
+    return (state,) * (1 + len(s.drafts)), range(1 + len(s.drafts))
+
+
+def _prompt_logprobs(s: Scheduled, logits: torch.Tensor) -> tuple[TokenLogprobs, ...]:
+    """Log probabilities of the prompt tokens after the scheduled ones, without those known from before a preemption."""
     request, top = s.request, s.request.params.prompt_logprobs
     assert top is not None
     known = 1 + len(request.prompt_logprobs)
@@ -447,11 +459,3 @@ def _of_prompt(s: Scheduled, logits: torch.Tensor) -> tuple[TokenLogprobs, ...]:
     return prompt_logprobs(
         logits[skipped : skipped + len(following)], request.prompt_token_ids[following.start : following.stop], top
     )
-
-
-def _num_equal(drafts: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many drafts are what was chosen in their place."""
-    count = 0
-    while count < len(drafts) and drafts[count] == tokens[count]:
-        count += 1
-    return count

@@ -1,16 +1,19 @@
-"""Failures of calls that serve one request: they end that request, and not the step.
+"""Failures: a call that serves one request and fails ends that request, and not the step.
 
-What is the client's fault is told as it is (`RequestError`); of everything else the log has the cause and the client a
-fixed sentence. A failure of the memory's books or of a rank is nobody's: it goes on to whoever runs the engine.
+The client gets a `RequestError` as it is. Of any other failure the client gets a fixed sentence, and the log the cause.
+An inconsistent memory and a lost rank are no request's failure; they stop the engine.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from app.engine.request import Request
-from app.errors import EngineError, FolioError, UnavailableError
+from app.errors import ConfigError, EngineError, FolioError, UnavailableError
+from kernels import KernelError
 from vmem import IntegrityError
 
 logger = logging.getLogger(__name__)
@@ -19,15 +22,15 @@ FAILED = "the request failed in the engine; the server's log says why"
 
 
 class SequenceFailure(Exception):
-    """A call for one sequence has failed, before anything of the step was computed; its cause says how."""
+    """A call for one sequence has failed before the step computed anything; `__cause__` is its error."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request.request_id)
         self.request = request
 
 
-class attribute_failures:  # noqa: N801 - read as a clause: `with serving(request):`
-    """Says whose fault a failure in its block is. Raises `SequenceFailure` for one."""
+class attribute_failures:  # noqa: N801 - read as a clause: `with attribute_failures(request):`
+    """Raise `SequenceFailure` with the request for a failure in the block. No generator: it is on the hot path."""
 
     __slots__ = ("_request",)
 
@@ -45,7 +48,7 @@ class attribute_failures:  # noqa: N801 - read as a clause: `with serving(reques
 
 
 def is_request_failure(error: BaseException) -> bool:
-    """Whether a failure in a call for one request can be its own. A panic in Rust (of a parser, of a tokenizer) is no
+    """Whether an error in a call for one request can be the request's. A panic in Rust (parser, tokenizer) is no
     `Exception`."""
     if isinstance(error, IntegrityError | UnavailableError):
         return False
@@ -53,7 +56,7 @@ def is_request_failure(error: BaseException) -> bool:
 
 
 def failure_of(request_id: str, error: BaseException) -> FolioError:
-    """What a request ends with after such a failure. Raises it again if it is not one request's."""
+    """Log a failure, and return the error that the request ends with. Raises it again if it is no request's."""
     if not is_request_failure(error):
         raise error
     if isinstance(error, SequenceFailure) and error.__cause__ is not None:
@@ -62,3 +65,15 @@ def failure_of(request_id: str, error: BaseException) -> FolioError:
         return error
     logger.error("request %s failed", request_id, exc_info=error)
     return EngineError(FAILED)
+
+
+@contextmanager
+def kernel_errors_as_config_errors() -> Iterator[None]:
+    """Raise `ConfigError` for a configured kernel that is missing, or cannot read the cache."""
+    try:
+        yield
+    except Exception as error:
+        cause = error if isinstance(error, KernelError) else error.__cause__
+        if isinstance(cause, KernelError) and not isinstance(error, ConfigError):
+            raise ConfigError(f"these settings do not work here: {error}") from error
+        raise

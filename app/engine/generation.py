@@ -1,4 +1,4 @@
-"""A request as its sender sees it: one or more outputs, perhaps the best of several."""
+"""Generation: a request with its outputs, `best_of` selection, and the record of outputs that have ended."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
-from app.engine.request import Delta, Request, RequestOptions, TokenLogprobs
+from app.engine.request import Delta, Request, RequestOptions
 from app.engine.sampling.beam import BeamSearch
 from app.engine.sampling.params import SamplingParams
 
-# Outputs that have ended are remembered as long as they are no more, and have with their prompts no more tokens.
+# Most outputs in `EndedOutputs`, and most tokens of these with their prompts.
 _ENDED_OUTPUTS, _ENDED_TOKENS = 2000, 1 << 20
 
 
 class BestOf:
-    """Holds outputs back until all have ended, and lets the likeliest ones go (by the mean log probability of their
-    tokens).
+    """Hold outputs back until all have ended, and select those with the highest mean log probability.
 
     Args:
-        n: outputs to let go.
-        keep_logprobs: whether the sender wants the log probabilities that the choice is made by.
+        n: number of outputs to select.
+        keep_logprobs: whether the client asked for the log probabilities.
     """
 
     def __init__(self, n: int, *, keep_logprobs: bool) -> None:
@@ -33,9 +33,9 @@ class BestOf:
         self._deltas.setdefault(delta.index, []).append(delta)
 
     def best(self) -> list[Delta]:
-        """A delta for each of the `n` likeliest outputs, the best first, when all have ended."""
+        """One delta for each selected output, the best first."""
         outputs = [_joined(deltas) for deltas in self._deltas.values()]
-        outputs.sort(key=lambda delta: -_mean(delta.logprobs))
+        outputs.sort(key=lambda delta: -fmean(token.logprob for token in delta.logprobs))
         of_prompt = next((delta.prompt_logprobs for delta in outputs if delta.prompt_logprobs), ())
         return [
             replace(
@@ -51,37 +51,29 @@ class BestOf:
 
 @dataclass(frozen=True, slots=True)
 class EndedOutput:
-    """Prompt and output of a sequence that has ended, and what it was computed with.
+    """Prompt and output of a sequence that has ended, with its options and the keys of its prefixes."""
 
-    `keys`: of its prefixes.
-    """
-
-    token_ids: array[int]  # four bytes each, a tuple has ten times as many
+    token_ids: array[int]  # a tuple takes ten times as many bytes
     options: RequestOptions
     keys: tuple[str, ...]
 
 
 class EndedOutputs:
-    """The outputs that ended last, so that they can be gone on from."""
+    """The latest outputs that have ended, for forks."""
 
     def __init__(self) -> None:
         self._outputs: OrderedDict[tuple[str, int], EndedOutput] = OrderedDict()
         self._num_tokens = 0
 
     def add(self, request: Request, index: int, token_ids: Sequence[int]) -> None:
-        """
-        Args:
-            request: a sequence of the request.
-            token_ids: of the output.
-        """
+        """Record output `index`, `token_ids`, of the request of a sequence."""
         self._remove((request.request_id, index))
         group = request.group
         options: RequestOptions = {"priority": group.priority, "adapter": group.adapter, "tenant": group.tenant}
         tokens = array("i", request.prompt_token_ids)
         tokens.extend(token_ids)
-        output = EndedOutput(tokens, options, request.chain.keys)
-        self._outputs[request.request_id, index] = output
-        self._num_tokens += len(output.token_ids)
+        self._outputs[request.request_id, index] = EndedOutput(tokens, options, request.chain.keys)
+        self._num_tokens += len(tokens)
         while self._num_tokens > _ENDED_TOKENS or len(self._outputs) > _ENDED_OUTPUTS:
             self._remove(next(iter(self._outputs)))
 
@@ -100,11 +92,11 @@ class EndedOutputs:
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """A request and its sequences.
+    """A request with its sequences.
 
     Attributes:
-        sequences: those that go on.
-        selection: what holds outputs back, if not all that run are wanted, or none before the end.
+        sequences: sequences that have not ended.
+        selection: selects the outputs to send, with `best_of` or beam search.
     """
 
     request_id: str
@@ -117,11 +109,11 @@ class Generation:
 
     @property
     def num_unfinished(self) -> int:
-        """Outputs that are still to come, were they all sent as they are."""
+        """Outputs that have not ended, coming forks included, before any selection."""
         return sum(1 + request.num_forks for request in self.sequences)
 
     def emit(self, delta: Delta) -> list[Delta]:
-        """What the sender is to hear of that, once a sequence that ends with it is out of `sequences`."""
+        """The deltas to send for a sequence's delta. A sequence that has ended must be out of `sequences`."""
         if delta.error is not None:
             return [delta]
         if isinstance(self.selection, BestOf):
@@ -138,7 +130,3 @@ def _joined(deltas: list[Delta]) -> Delta:
         logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
         prompt_logprobs=deltas[0].prompt_logprobs,
     )
-
-
-def _mean(logprobs: tuple[TokenLogprobs, ...]) -> float:
-    return sum(token.logprob for token in logprobs) / len(logprobs)

@@ -1,29 +1,35 @@
-"""From a request to its sequences, if the engine can serve it."""
+"""Intake: validate requests and create their sequences."""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from app.config.engine import EngineConfig
 from app.engine.generation import BestOf, Generation
 from app.engine.model.loader import LoadedModel
 from app.engine.prefix_keys import extra_keys
-from app.engine.request import Request, RequestOptions, SequenceGroup
+from app.engine.request import Request, RequestOptions, SequenceGroup, check_timeout
 from app.engine.sampling.beam import BeamSearch
 from app.engine.sampling.params import SamplingParams
 from app.engine.sampling.state import SamplingState
 from app.engine.scheduler import Scheduler
 from app.engine.vocabulary import Vocabulary
-from app.errors import ContextLengthError, RequestError
+from app.errors import ConfigError, ContextLengthError, RequestError
 from vmem import KVMemory, PinError
+
+logger = logging.getLogger(__name__)
 
 
 class RequestValidator:
-    """Checks requests, from any thread, and makes their sequences, in the engine's.
+    """Validate requests, from any thread, and create their sequences, in the engine's thread.
+
+    Each request is validated once: `validate_request` or `prefix_to_pin` before `create_request`.
 
     Args:
-        max_model_len: longest prompt plus output, in tokens.
-        isolate_tenants: whether tenants share no cached prefixes.
+        isolate_tenants: tenants share no cached prefixes.
     """
 
     def __init__(
@@ -32,20 +38,28 @@ class RequestValidator:
         memory: KVMemory,
         vocabulary: Vocabulary,
         scheduler: Scheduler,
-        max_model_len: int,
         *,
         isolate_tenants: bool,
     ) -> None:
         self._vocab_size = model.vocab_size
         self._memory = memory
+        self._prefixes = memory.prefixes
         self._vocabulary = vocabulary
         self._scheduler = scheduler
-        self._max_model_len = max_model_len
+        self._max_model_len = memory.max_tokens
         self._isolate_tenants = isolate_tenants
         self._num_arrivals = 0
 
-    def validate_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
-        """The output tokens it may have. Raises as `Engine.validate`."""
+    def validate_request(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, timeout_s: float | None = None
+    ) -> int:
+        """Check a request against the model and the KV memory; returns its `max_tokens`.
+
+        Raises:
+            RequestError: an empty prompt, an unknown token, or parameters that this model cannot serve.
+            ContextLengthError: prompt and output do not fit.
+        """
+        check_timeout(timeout_s)
         if not prompt_token_ids:
             raise RequestError("the prompt is empty; it needs at least one token", "prompt")
         if not (min(prompt_token_ids) >= 0 and max(prompt_token_ids) < self._vocab_size):
@@ -68,24 +82,28 @@ class RequestValidator:
         return max_tokens
 
     def prefix_keys(self, options: RequestOptions) -> tuple[str, ...]:
-        """What requests with these options must have in common to share cached prefixes."""
+        """Keys that requests must have in common to share cached prefixes."""
         tenant = options.get("tenant") if self._isolate_tenants else None
         return extra_keys(options.get("cache_salt"), options.get("adapter"), tenant)
 
     def prefix_to_pin(self, name: str, prompt_token_ids: Sequence[int], keys: tuple[str, ...]) -> Sequence[int]:
-        """As `Engine.validate_pin`."""
-        if not self._memory.prefixes.enabled:
+        """Check a pin; returns the whole blocks of the prompt. May wait for the memory's lock.
+
+        Raises:
+            RequestError: the prompt is invalid or shorter than a block, another prefix has the name, the quota is used
+                up, or prefixes are not cached.
+        """
+        if not self._prefixes.enabled:
             raise RequestError("nothing can be pinned: prefix_cache is off", "name")
-        unit = self._memory.prefixes.unit_tokens
+        unit = self._prefixes.unit_tokens
         prefix = prompt_token_ids[: len(prompt_token_ids) // unit * unit]
         if not prefix:
             raise RequestError(
-                f"a prefix of {len(prompt_token_ids)} tokens is shorter than the {unit} that are shared at least",
-                "prompt",
+                f"a prefix of {len(prompt_token_ids)} tokens is too short to pin; the shortest has {unit}", "prompt"
             )
         self.validate_request(prefix, SamplingParams(max_tokens=1))
         try:
-            self._memory.pins.check_pin(name, self._memory.prefixes.chain(keys), prefix)
+            self._memory.pins.check_pin(name, self._prefixes.chain(keys), prefix)
         except PinError as error:
             raise RequestError(str(error), "name") from error
         return prefix
@@ -95,15 +113,14 @@ class RequestValidator:
         request_id: str,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
+        max_tokens: int,
         options: RequestOptions,
+        *,
         keys: tuple[str, ...] | None = None,
+        pin_name: str | None = None,
     ) -> Generation:
-        """A request with its first sequence, in a group of its own that nobody has scheduled yet.
-
-        Args:
-            keys: of its prefixes, if not those of the options.
-        """
-        max_tokens = self.validate_request(prompt_token_ids, params)
+        """Create a validated request with its first sequence, in a group of its own. Arguments: see
+        `Engine.add_request`."""
         selection: BestOf | BeamSearch | None = None
         own = params
         if params.use_beam_search:
@@ -117,11 +134,10 @@ class RequestValidator:
         elif params.num_sequences > params.n:
             selection = BestOf(params.n, keep_logprobs=params.logprobs is not None)
             own = replace(params, logprobs=params.logprobs or 0)
-        adapter = options.get("adapter")
         group = SequenceGroup(
             options.get("priority", 0),
             self._num_arrivals,
-            adapter=adapter,
+            adapter=options.get("adapter"),
             lockstep=params.use_beam_search,
             tenant=options.get("tenant") or options.get("user"),
         )
@@ -133,18 +149,23 @@ class RequestValidator:
             own,
             max_tokens,
             None if params.use_beam_search else self._vocabulary.detokenizer(prompt, params),
-            self._memory.prefixes.chain(self.prefix_keys(options) if keys is None else keys),
+            self._prefixes.chain(self.prefix_keys(options) if keys is None else keys),
             group,
             prompt.copy(),
             num_forks=params.num_sequences - 1,
             sampling=self._vocabulary.state(own, prompt),
             expected_cached_tokens=options.get("expected_cached_tokens"),
+            pin_name=pin_name,
+            submitted_at=time.perf_counter(),
         )
         return Generation(request_id, params, [request], selection)
 
     def fork_states(self, parent: Request, params: SamplingParams) -> tuple[list[SamplingState], int]:
-        """States of the sequences that go on from a running one, and the tokens each may come to have. Raises
-        `RequestError` if there is no room for them."""
+        """Validate forks of a running sequence; returns their sampling states, and the most tokens of each.
+
+        Raises:
+            RequestError: the forks do not fit beside their group.
+        """
         check_fork(params)
         most_tokens = len(parent.token_ids) + self.validate_request(parent.token_ids, params)
         most = [r.most_tokens for r in parent.group.members] + [most_tokens] * params.n
@@ -154,19 +175,21 @@ class RequestValidator:
             )
         if max(self._scheduler.num_running, parent.group.num_sequences) + params.n > self._scheduler.max_num_seqs:
             raise RequestError(
-                f"{self._scheduler.max_num_seqs} sequences run at once; there is no room for a fork", "n"
+                f"no room for {params.n} more sequences: at most {self._scheduler.max_num_seqs} run at once "
+                "(max_num_seqs)",
+                "n",
             )
         return [self._vocabulary.fork(parent.sampling, params, index) for index in range(params.n)], most_tokens
 
     def _check_together(self, num_prompt_tokens: int, max_tokens: int, params: SamplingParams) -> None:
-        """Whether all sequences of a request can run at once."""
+        """Raise `RequestError` unless all sequences of a request can run at once."""
         count = params.num_sequences
         field = "best_of" if params.best_of is not None else "n"
         if count > self._scheduler.max_num_seqs:
             raise RequestError(
                 f"{field} is {count}, but {self._scheduler.max_num_seqs} sequences run at once (max_num_seqs)", field
             )
-        shared = num_prompt_tokens if self._memory.prefixes.enabled else 0
+        shared = num_prompt_tokens if self._prefixes.enabled else 0
         if not self._memory.fit_together([num_prompt_tokens + max_tokens] * count, shared):
             raise RequestError(
                 f"{count} sequences of up to {num_prompt_tokens + max_tokens} tokens do not fit into the KV cache "
@@ -176,7 +199,19 @@ class RequestValidator:
 
 
 def check_fork(params: SamplingParams) -> None:
-    """Raise `RequestError` for what only a whole request can have."""
+    """Raise `RequestError` for parameters that a fork cannot have."""
     for name in ("use_beam_search", "prompt_logprobs", "best_of"):
         if getattr(params, name) not in (None, False):
             raise RequestError(f"a fork takes no {name}", name)
+
+
+def fit_context(config: EngineConfig, model: LoadedModel, memory: KVMemory) -> int:
+    """The configured context, else the model's, limited to the longest sequence that the KV cache can hold."""
+    if config.max_model_len is not None and config.max_model_len > memory.max_tokens:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} does not fit into the KV cache of {memory.max_tokens} tokens; "
+            "raise kv_memory_bytes or lower max_model_len"
+        )
+    if config.max_model_len is None and model.max_positions > memory.max_tokens:
+        logger.warning("the KV cache limits the context from %d to %d tokens", model.max_positions, memory.max_tokens)
+    return memory.max_tokens

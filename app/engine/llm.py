@@ -1,4 +1,4 @@
-"""The engine for scripts: prompts in, completions out."""
+"""LLM: the engine for scripts, prompts in, completions out."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Output:
     """One output for a prompt. `token_ids` includes the end-of-sequence token when one was generated.
 
     Attributes:
-        stop_reason: the stop string or token id that ended it, if it was not the end-of-sequence token.
-        logprobs: of each token, if asked for.
+        stop_reason: the stop string or token id that ended the output, unless an end-of-sequence token did.
+        logprobs: for each token, if requested.
         score: of a beam.
     """
 
@@ -43,9 +43,10 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The `params.n` outputs for one prompt; what it says of one output is the first's.
+    """The `params.n` outputs for one prompt. The properties are the first output's.
 
-    `prompt_logprobs`: of the prompt's tokens but the first, if asked for.
+    Attributes:
+        prompt_logprobs: for each prompt token but the first, if requested.
     """
 
     prompt_token_ids: list[int]
@@ -66,17 +67,16 @@ class Completion:
 
 
 class LLM:
-    """A model to generate with, synchronously. Everything is in this process, but the ranks beyond the first.
+    """A model with a synchronous interface, in this process, except for ranks other than 0.
 
-    Any thread may call it; one call at a time is served, and the others wait. To compute prompts together, give them to
-    one call.
+    Threads may share it: one call at a time is served. Prompts of one call are computed together.
 
     >>> with LLM("builtin") as llm:
     ...     llm.generate(["The key of room 417 is 93. The key of room 417 is"], SamplingParams(max_tokens=2))
 
     Args:
         model: "builtin", a local checkpoint folder, or a Hugging Face Hub id.
-        settings: more of `EngineConfig`, which says what each of them means.
+        settings: further fields of `EngineConfig`, where all are described.
 
     Raises:
         ConfigError, ModelError: the settings or the model cannot work.
@@ -127,12 +127,13 @@ class LLM:
 
         Raises:
             RequestError: a prompt or a parameter is invalid; nothing was generated.
-            EngineError: the model's output is no numbers, or this LLM is closed.
-            UnavailableError: a rank is lost; there will be no answers any more.
+            OverloadedError: more prompts than `max_queued_requests`.
+            EngineError: the model's logits are not finite, or this LLM is closed.
+            UnavailableError: a rank is lost; no call will succeed any more.
         """
         with self._lock:
             if self._closed:
-                raise EngineError("this LLM is closed; make another one")
+                raise EngineError("this LLM is closed; create another one")
             return self._generate(prompts, params, options)
 
     def _generate(
@@ -148,14 +149,14 @@ class LLM:
         if len(params) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(params)} params", "params")
         encoded = [self._encode(prompt) for prompt in prompts]
-        for token_ids, param in zip(encoded, params, strict=True):
-            self.engine.validate(token_ids, param)
+        limits = [self.engine.validate(*request, options) for request in zip(encoded, params, strict=True)]
         completions: dict[str, Completion] = {}
         try:
-            for token_ids, param in zip(encoded, params, strict=True):
+            for token_ids, param, max_tokens in zip(encoded, params, limits, strict=True):
                 request_id = f"llm-{self._num_requests}"
                 self._num_requests += 1
-                self.engine.submit(request_id, token_ids, param, **options)
+                self.engine.load.check_queue()
+                self.engine.add_request(request_id, token_ids, param, max_tokens, options)
                 completions[request_id] = Completion(token_ids, [Output() for _ in range(param.n)])
             while self.engine.has_work:
                 for delta in self.engine.step():
@@ -165,12 +166,12 @@ class LLM:
                     completion.outputs[delta.index].add(delta)
                     completion.prompt_logprobs.extend(delta.prompt_logprobs)
         finally:
-            for request_id in completions:  # only when a step failed is any of them still there
+            for request_id in completions:  # after a failure
                 self.engine.cancel(request_id)
         return list(completions.values())
 
     def close(self) -> None:
-        """Give all memory back, when the call that is running has returned. Closing twice is fine."""
+        """Free all memory, after the running call. Idempotent."""
         with self._lock:
             self._closed = True
             self.engine.close()

@@ -1,40 +1,40 @@
-"""How busy an engine is, as it tells routers and the autoscaling policy."""
+"""Load of an engine: measured rates, load reports for routers and autoscaling, and the limit of the queue."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from app.engine.preemption import PreemptionCostModel, PreemptionMode
 from app.engine.report import ReplicaReport, StepTimes, attended_tokens
 from app.engine.request import Request
 from app.engine.scheduler import Scheduler
+from app.errors import OverloadedError
 from vmem import KVMemory, MemoryReport
 
-# What happened this long ago counts for a third.
-_MEMORY_S = 10.0
-# Keys of cached prefixes in a report: 95 KiB together with their changes. Serve's controller passes them on to all
-# routers.
+# Time constant of rates: what happened this long ago counts for 1/e.
+_DECAY_S = 10.0
+# Keys of cached prefixes in a report: 95 KiB with their changes. Serve's controller passes them on to all routers.
 MOST_KEYS = 13_824
-# Nobody is told to come back later than this: what waits now says little about more than a minute. Nor sooner: a step
-# takes about as long.
+# Bounds of `retry_after_s`. A step takes about as long as the least; a queue says little about more than a minute.
 _LEAST_RETRY_S, _MOST_RETRY_S = 0.05, 60.0
-# Times are kept until somebody takes them, the last ones.
+# The latest times that are kept until `take`.
 _MOST_TIMES = 4096
 
 
 @dataclass(slots=True)
 class Activity:
-    """What an engine has done.
+    """Counts and times of an engine's work.
 
     Attributes:
-        num_preempted: requests that gave way since the start, by what became of their blocks.
-        step_s: seconds of each step since this was last asked for, at most `_MOST_TIMES`.
-        queue_s: the same of each request that has begun: from when the engine got it to the step that computed its
-            first tokens.
-        num_failed_steps: since the start, and with each of them all requests in flight.
+        num_preempted: preemptions since the start, by mode.
+        step_s: seconds of each step since the last `take`, at most `_MOST_TIMES`.
+        queue_s: the same of each request that has begun, from its arrival to the step that computed its first chunk.
+        num_failed_steps: since the start; each of them failed all requests in flight.
     """
 
     num_preempted: Mapping[PreemptionMode, int] = field(default_factory=dict)
@@ -43,35 +43,41 @@ class Activity:
     num_failed_steps: int = 0
 
     def add(self, recent: Activity) -> None:
-        """What has been done since, with its counts as they are now."""
+        """Add recent times, and replace the count of preemptions."""
         self.num_preempted = recent.num_preempted
         self.step_s.extend(recent.step_s)
         self.queue_s.extend(recent.queue_s)
 
     def take(self) -> Activity:
-        """The same; the times are told once. Another thread may go on adding."""
-        return Activity(self.num_preempted, _taken(self.step_s), _taken(self.queue_s), self.num_failed_steps)
+        """Copy the counts and take the times. Another thread may go on adding."""
+        return Activity(self.num_preempted, _take_times(self.step_s), _take_times(self.queue_s), self.num_failed_steps)
+
+
+def _take_times(times: deque[float]) -> deque[float]:
+    return deque((times.popleft() for _ in range(len(times))), _MOST_TIMES)
 
 
 class DecayingRate:
-    """Amounts a second, lately: what came `_MEMORY_S` seconds ago counts for 1/e."""
+    """Amount per second, with exponential decay."""
 
     def __init__(self) -> None:
         self._rate = 0.0
         self._at = 0.0
 
     def add(self, amount: float, now: float) -> None:
-        self._rate = self.at(now) + amount / _MEMORY_S
+        self._rate = self.at(now) + amount / _DECAY_S
         self._at = now
 
     def at(self, now: float) -> float:
-        return self._rate * math.exp(-max(now - self._at, 0.0) / _MEMORY_S)
+        return self._rate * math.exp(-max(now - self._at, 0.0) / _DECAY_S)
 
 
 class LoadMeter:
-    """What an engine has done lately. Times are seconds of one clock, whichever it is.
+    """Rates of an engine's recent work. Times are seconds of any one clock.
 
     Attributes:
+        busy: seconds of steps that compute prompts, per second.
+        freed_tokens, ended_requests: what requests that end have freed, and their number.
         expected_cached_tokens, cached_tokens, missed_tokens: see `ReplicaReport`.
     """
 
@@ -79,27 +85,20 @@ class LoadMeter:
         self.reset_measurements()
 
     def reset_measurements(self) -> None:
-        """Nothing has been done yet."""
-        self._busy = DecayingRate()
-        self._freed = DecayingRate()
-        self._ended = DecayingRate()
-        self._activity = Activity()
-        self.expected_cached_tokens = 0
-        self.cached_tokens = 0
-        self.missed_tokens = 0
+        self.busy, self.freed_tokens, self.ended_requests = DecayingRate(), DecayingRate(), DecayingRate()
+        self.activity = Activity()
+        self.expected_cached_tokens = self.cached_tokens = self.missed_tokens = 0
 
     def note_step(self, seconds: float, now: float) -> None:
-        """A step that computed prompts, and took so long, ends now."""
-        # As if it had been spread over its own duration; a long one must not count for more than all of the time.
-        self._busy.add(_MEMORY_S * -math.expm1(-seconds / _MEMORY_S), now)
+        """Count a step that computed prompts and ends now, as if spread over its duration: at most the whole time."""
+        self.busy.add(_DECAY_S * -math.expm1(-seconds / _DECAY_S), now)
 
     def note_ended(self, request: Request, now: float) -> None:
-        """A request has ended, and frees what it had."""
-        self._freed.add(request.num_computed, now)
-        self._ended.add(1, now)
+        self.freed_tokens.add(request.num_computed, now)
+        self.ended_requests.add(1, now)
 
     def note_begun(self, request: Request) -> None:
-        """A request has been looked up in the prefix cache."""
+        """Count a request that has been looked up in the prefix cache."""
         expected, cached = request.expected_cached_tokens, request.num_cached_tokens
         if expected is not None and cached is not None:
             self.expected_cached_tokens += expected
@@ -107,43 +106,23 @@ class LoadMeter:
             self.missed_tokens += abs(expected - cached)
 
     def note_times(self, step_s: float, queue_s: Sequence[float]) -> None:
-        """A step took so long, and began with requests that had waited so long."""
-        self._activity.step_s.append(step_s)
-        self._activity.queue_s.extend(queue_s)
-
-    def take_activity(self, num_preempted: Mapping[PreemptionMode, int]) -> Activity:
-        """The times are told once. From any one thread."""
-        self._activity.num_preempted = dict(num_preempted)
-        return self._activity.take()
-
-    def busy_share(self, now: float) -> float:
-        return min(self._busy.at(now), 1.0)
-
-    def freed_tokens_per_s(self, now: float) -> float:
-        return self._freed.at(now)
-
-    def ended_per_s(self, now: float) -> float:
-        return self._ended.at(now)
-
-
-def _taken(times: deque[float]) -> deque[float]:
-    """What is there now."""
-    return deque((times.popleft() for _ in range(len(times))), _MOST_TIMES)
+        """Keep a step's duration, and the queue times of the requests that began with it."""
+        self.activity.step_s.append(step_s)
+        self.activity.queue_s.extend(queue_s)
 
 
 def retry_after_s(
     queued: Sequence[int], step: StepTimes, meter: LoadMeter, *, step_tokens: int, free_tokens: int, now: float
 ) -> float:
-    """When about half of the requests that wait will have begun: then there is room for others, and still work to do.
+    """Expected time until half of the queue has begun: then there is room for others, and still work to do.
 
-    They wait for steps that compute their prompts, for the end of requests that run, and for room in the KV cache:
-    whichever takes longest, by the measured times of steps, and by how many requests have ended and how much room they
-    have made lately.
+    The longest of: computing half of the queued prompts; the end of as many requests, at the recent rate; room in the
+    KV cache for half of the queued tokens, at the rate at which requests have freed it.
 
     Args:
-        queued: tokens of the prompts of all that wait, for whatever.
-        step_tokens: tokens of a step at most.
-        free_tokens: that the KV cache has room for.
+        queued: prompt tokens of each queued request.
+        step_tokens: most tokens of a step.
+        free_tokens: tokens for which the KV cache has room.
         now: on the meter's clock.
     """
     num_steps = -(-sum(queued) // step_tokens)
@@ -151,84 +130,139 @@ def retry_after_s(
         tokens * step.token_s + attended_tokens(tokens, 0) * step.attended_s for tokens in queued
     )
     seconds = compute_s / 2
-    if rate := meter.ended_per_s(now):
+    if rate := meter.ended_requests.at(now):
         seconds = max(seconds, len(queued) / 2 / rate)
     missing_tokens = sum(queued) / 2 - free_tokens
     if missing_tokens > 0:
-        rate = meter.freed_tokens_per_s(now)
+        rate = meter.freed_tokens.at(now)
         seconds = max(seconds, missing_tokens / rate if rate else _MOST_RETRY_S)
     return min(max(seconds, _LEAST_RETRY_S), _MOST_RETRY_S)
 
 
-def free_tokens(report: MemoryReport, memory: KVMemory) -> int:
-    """Tokens that the KV cache has room for, cached ones given up."""
-    return int((report.budget_bytes - report.active_bytes) * _tokens_per_byte(memory))
-
-
-def _tokens_per_byte(memory: KVMemory) -> float:
-    return memory.max_tokens / (memory.pages_for(memory.max_tokens) * memory.groups[0].layout.page_bytes)
-
-
-def make_report(
-    memory: KVMemory,
-    scheduler: Scheduler,
-    recovery: PreemptionCostModel,
-    meter: LoadMeter,
-    *,
-    arriving: Sequence[tuple[int, int]] = (),
-    step_tokens: int,
-    now: float,
-    most_keys: int = MOST_KEYS,
-) -> ReplicaReport:
-    """The engine's load. From any thread: what it counts may change meanwhile, and is a moment old anyhow.
+class LoadReporter:
+    """Make load reports, and refuse requests while the queue is full. From any thread; figures may change meanwhile.
 
     Args:
-        arriving: requests that the engine takes before its next step: tokens, and how many of them are expected to be
-            cached.
-        step_tokens: tokens of a step at most.
-        now: on the meter's clock: the monotonic one.
-        most_keys: of cached prefixes; collecting them is most of the work.
+        step_tokens: most tokens of a step.
+        most_queued: most requests that wait (`max_queued_requests`).
+        held: requests that wait for an adapter, and are not in the scheduler's queue yet.
     """
-    step = recovery.step_times
-    num_decodes = context = 0
-    queued_parts = list(arriving)
-    for request in scheduler.unfinished():
-        if request.num_uncomputed == 1 and request.num_computed:
-            if request.memory is not None:
-                num_decodes += 1
-                context += request.num_computed
-            continue
-        cached = request.num_computed
-        if not cached and request.expected_cached_tokens is not None:
-            cached = min(request.expected_cached_tokens, len(request.token_ids) - 1)
-        queued_parts.append((len(request.token_ids), cached))
-    queued = sum(tokens - cached for tokens, cached in queued_parts)
-    attended = sum(attended_tokens(tokens - cached, cached) for tokens, cached in queued_parts)
-    memory_report = memory.report()
-    cached_keys = memory.prefixes.cached_keys(most_keys)
-    num_steps = -(-queued // step_tokens)
-    return ReplicaReport(
-        made_at=now,
-        unit_tokens=memory.prefixes.unit_tokens,
-        keys=cached_keys.keys,
-        changes=cached_keys.changes,
-        stride=cached_keys.stride,
-        keys_version=cached_keys.version,
-        step=step,
-        step_tokens=step_tokens,
-        max_num_seqs=scheduler.max_num_seqs,
-        num_running=scheduler.num_running,
-        num_waiting=scheduler.num_waiting + len(arriving),
-        queued_tokens=queued,
-        queued_s=num_steps * step.fixed_s + queued * step.token_s + attended * step.attended_s,
-        num_decodes=num_decodes,
-        decode_s=num_decodes * step.token_s + context * step.attended_s,
-        free_tokens=free_tokens(memory_report, memory),
-        total_tokens=int(memory_report.budget_bytes * _tokens_per_byte(memory)),
-        freed_tokens_per_s=meter.freed_tokens_per_s(now),
-        busy_share=meter.busy_share(now),
-        budget_bytes=memory_report.budget_bytes,
-        expected_cached_tokens=meter.expected_cached_tokens,
-        cached_tokens=meter.cached_tokens,
-        missed_tokens=meter.missed_tokens,
-    )
+
+    def __init__(
+        self,
+        memory: KVMemory,
+        scheduler: Scheduler,
+        recovery: PreemptionCostModel,
+        meter: LoadMeter,
+        *,
+        step_tokens: int,
+        most_queued: int | Literal["auto"] | None = None,
+        held: Callable[[], Sequence[Request]] = tuple,
+    ) -> None:
+        self._memory = memory
+        self._scheduler = scheduler
+        self._recovery = recovery
+        self._meter = meter
+        self._step_tokens = step_tokens
+        self._most_queued = most_queued
+        self._held = held
+        whole_bytes = memory.pages_for(memory.max_tokens) * memory.groups[0].layout.page_bytes
+        self._tokens_per_byte = memory.max_tokens / whole_bytes
+
+    def check_queue(self, arriving: Sequence[tuple[int, int]] = ()) -> None:
+        """Raise `OverloadedError` if the queue is full.
+
+        Args:
+            arriving: see `report`.
+        """
+        most = self._most_queued
+        if most is None or most == "auto":
+            return
+        held = self._held()
+        # Until the next step, requests that will begin at once are in the queue too.
+        begin_at_once = max(self._scheduler.max_num_seqs - self._scheduler.num_running, 0)
+        if len(self._scheduler.waiting) + len(held) + len(arriving) < most + begin_at_once:
+            return
+        queued = [
+            *self._scheduler.waiting.lengths(),
+            *(len(request.token_ids) for request in held),
+            *(tokens for tokens, _ in arriving),
+        ]
+        seconds = retry_after_s(
+            queued,
+            self._recovery.step_times,
+            self._meter,
+            step_tokens=self._step_tokens,
+            free_tokens=self._free_tokens(self._memory.report()),
+            now=time.monotonic(),
+        )
+        error = OverloadedError(
+            f"queue full (max_queued_requests={most}); try again in {max(seconds, 1):.0f} s", seconds
+        )
+        error.num_queued = len(queued)
+        raise error
+
+    def report(
+        self, arriving: Sequence[tuple[int, int]] = (), *, now: float | None = None, most_keys: int = MOST_KEYS
+    ) -> ReplicaReport:
+        """Report the load and the cached prefixes.
+
+        Args:
+            arriving: requests that the engine takes before its next step: (tokens, expected cached tokens) of each.
+            now: on the meter's clock; by default the monotonic one.
+            most_keys: most keys of cached prefixes; collecting them is most of the work.
+        """
+        now = time.monotonic() if now is None else now
+        scheduler, meter, step = self._scheduler, self._meter, self._recovery.step_times
+        early = [*arriving, *((len(r.token_ids), r.expected_cached_tokens or 0) for r in self._held())]
+        num_decodes = context = 0
+        queued_parts = early.copy()
+        for request in scheduler.unfinished():
+            if request.num_uncomputed == 1 and request.num_computed:
+                if request.memory is not None:
+                    num_decodes += 1
+                    context += request.num_computed
+                continue
+            cached = request.num_computed
+            if not cached and request.expected_cached_tokens is not None:
+                cached = min(request.expected_cached_tokens, len(request.token_ids) - 1)
+            queued_parts.append((len(request.token_ids), cached))
+        queued = sum(tokens - cached for tokens, cached in queued_parts)
+        attended = sum(attended_tokens(tokens - cached, cached) for tokens, cached in queued_parts)
+        memory_report = self._memory.report()
+        cached_keys = self._memory.prefixes.cached_keys(most_keys)
+        num_steps = -(-queued // self._step_tokens)
+        return ReplicaReport(
+            made_at=now,
+            unit_tokens=self._memory.prefixes.unit_tokens,
+            keys=cached_keys.keys,
+            changes=cached_keys.changes,
+            stride=cached_keys.stride,
+            keys_version=cached_keys.version,
+            step=step,
+            step_tokens=self._step_tokens,
+            max_num_seqs=scheduler.max_num_seqs,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting + len(early),
+            queued_tokens=queued,
+            queued_s=num_steps * step.fixed_s + queued * step.token_s + attended * step.attended_s,
+            num_decodes=num_decodes,
+            decode_s=num_decodes * step.token_s + context * step.attended_s,
+            free_tokens=self._free_tokens(memory_report),
+            total_tokens=int(memory_report.budget_bytes * self._tokens_per_byte),
+            freed_tokens_per_s=meter.freed_tokens.at(now),
+            busy_share=min(meter.busy.at(now), 1.0),
+            budget_bytes=memory_report.budget_bytes,
+            expected_cached_tokens=meter.expected_cached_tokens,
+            cached_tokens=meter.cached_tokens,
+            missed_tokens=meter.missed_tokens,
+        )
+
+    def take_activity(self) -> Activity:
+        """The engine's work since the last call. From any one thread."""
+        self._meter.activity.num_preempted = dict(self._scheduler.num_preempted)
+        return self._meter.activity.take()
+
+    def _free_tokens(self, report: MemoryReport) -> int:
+        """Tokens for which the KV cache has room, cached blocks evicted."""
+        return int((report.budget_bytes - report.active_bytes) * self._tokens_per_byte)

@@ -1,7 +1,8 @@
-"""Swap or recompute? What a preempted request's way back costs: swaps are tried at the start, steps learnt from."""
+"""Preemption cost model: swap or recompute, from swaps measured at the start and steps measured as they run."""
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from dataclasses import dataclass
@@ -10,26 +11,29 @@ from typing import Literal
 import numpy as np
 import torch
 
-from app.engine.report import StepTimes
-from vmem import KVMemory, OutOfPages, SequenceMemory, StepDemand, ViewPolicy
+from app.engine.report import StepTimes, attended_tokens
+from app.engine.request import Request, SequenceGroup
+from vmem import KVMemory, OutOfPages, OutOfSwap, SequenceMemory, StepDemand, ViewPolicy
+
+logger = logging.getLogger(__name__)
 
 PreemptionMode = Literal["swap", "recompute"]
 
-# An observation counts half after so many more.
+# An observation counts half after this many more.
 _HALF_LIFE = 200
-# Swaps of so many blocks are tried so often, the first time to warm up; not of more bytes, so that starting is quick.
+# Numbers of blocks to swap at the start, repetitions (the first one warms up), and a bound that keeps the start quick.
 _TRIED_BLOCKS, _TRIALS, _MOST_TRIED_BYTES = (1, 8, 64), 5, 64 << 20
-# Keeps the equations solvable before there are as many different steps as unknowns; far below any real step.
+# Keeps the equations solvable before there are as many different steps as unknowns; far below any measured step.
 _RIDGE = 1e-9
-# A step has one overhead, hundreds of tokens, and a hundred thousand cached tokens that they see.
+# Typical step: one overhead, 100 tokens, 100,000 attended tokens.
 _STEP_SCALES = 1.0, 1e2, 1e5
 
 
 class LinearCost:
-    """Seconds as a linear function of what there was to do, fitted to what has been seen, older sights counting less.
+    """Seconds as a linear function of quantities, fitted to observations with exponential decay.
 
     Args:
-        scales: typical size of each quantity; they are counted in these, so that no weight is much larger than another.
+        scales: typical size of each quantity, so that the equations are well conditioned.
     """
 
     def __init__(self, scales: tuple[float, ...]) -> None:
@@ -41,27 +45,25 @@ class LinearCost:
     def observe(self, quantities: tuple[float, ...], seconds: float) -> None:
         row = np.array(quantities) / self._scales
         keep = 0.5 ** (1 / _HALF_LIFE)
-        # Relative errors count, or the longest steps would decide alone.
+        # Relative errors: otherwise the longest steps would dominate the fit.
         weight = 1 / max(seconds, 1e-6)
         self._products = keep * self._products + np.outer(row, row) * weight**2
         self._targets = keep * self._targets + row * seconds * weight**2
         self._weights = None
 
     def seconds(self, quantities: tuple[float, ...]) -> float:
-        """The expected time; no quantity costs less than nothing."""
-        if self._weights is None:
-            self._weights = self._fit()
-        return float(np.array(quantities) / self._scales @ self._weights)
+        """The expected time; no quantity has a negative cost."""
+        return float(np.array(quantities) @ self.per_unit())
 
     def per_unit(self) -> tuple[float, ...]:
-        """Expected seconds of one of each quantity."""
+        """Expected seconds per unit of each quantity."""
         weights = self._weights  # another thread may observe meanwhile
         if weights is None:
             weights = self._weights = self._fit()
         return tuple((weights / self._scales).tolist())
 
     def _fit(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """Least squares; quantities that would get a negative weight are left out, the worst first."""
+        """Least squares; quantities with a negative weight are left out, the lowest first."""
         size = len(self._scales)
         used = list(range(size))
         weights = np.zeros(size)
@@ -78,7 +80,7 @@ class LinearCost:
 
 @dataclass(frozen=True, slots=True)
 class PreemptionCost:
-    """Expected seconds of both ways."""
+    """Expected seconds of both modes."""
 
     swap_s: float
     recompute_s: float
@@ -89,10 +91,10 @@ class PreemptionCost:
 
 
 class PreemptionCostModel:
-    """Expected cost of both ways back, from measured rates.
+    """Expected cost of preempting sequences and bringing them back.
 
     Args:
-        step_tokens: the most tokens of a step.
+        step_tokens: most tokens of a step.
     """
 
     def __init__(self, step_tokens: int) -> None:
@@ -101,15 +103,14 @@ class PreemptionCostModel:
         self._swap = LinearCost((1.0, 1e6))
 
     def observe_step(self, num_tokens: int, num_attended: int, seconds: float) -> None:
-        """A step of so many tokens, which attended to so many cached ones in all, took that long."""
         self._step.observe((1.0, num_tokens, num_attended), seconds)
 
     def forget_steps(self) -> None:
-        """The steps so far were unlike those to come."""
+        """Forget the steps so far: warm-up steps are unlike others."""
         self._step = LinearCost(_STEP_SCALES)
 
     def observe_swap(self, num_bytes: int, seconds: float) -> None:
-        """Blocks of so many bytes were copied out and in and mapped again."""
+        """Note the time to copy blocks out and in and to map them again."""
         self._swap.observe((1.0, num_bytes), seconds)
 
     @property
@@ -119,18 +120,27 @@ class PreemptionCostModel:
     def cost(self, sequences: list[tuple[int, int]], num_bytes: int) -> PreemptionCost:
         """
         Args:
-            sequences: (tokens to compute again, tokens that are there before them) of each.
+            sequences: (tokens to recompute, tokens that stay cached before them) of each.
             num_bytes: of all their blocks.
         """
         recompute_s = 0.0
         for num_tokens, num_before in sequences:
-            attended = num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
             num_steps = -(-num_tokens // self._step_tokens)
-            recompute_s += self._step.seconds((num_steps, num_tokens, attended))
+            recompute_s += self._step.seconds((num_steps, num_tokens, attended_tokens(num_tokens, num_before)))
         return PreemptionCost(self._swap.seconds((1.0, num_bytes)), recompute_s)
 
+    def choose_mode(self, memory: KVMemory, members: list[Request]) -> PreemptionMode:
+        """The cheaper mode for these sequences. Shared tokens stay in the prefix cache and are not recomputed; those
+        that the sequences share with each other are recomputed once."""
+        memories = [request.memory for request in members if request.memory is not None]
+        sequences = []
+        for request, shared in zip(members, memory.prefixes.shared_tokens(memories), strict=True):
+            num_before = min(shared, request.num_computed)
+            sequences.append((request.num_computed - num_before, num_before))
+        return self.cost(sequences, memory.swapping.num_bytes(memories)).better
+
     def try_swaps(self, memory: KVMemory, view: ViewPolicy, device: torch.device) -> None:
-        """Swap sequences of a few lengths out and in, on a memory that nobody uses yet."""
+        """Measure swaps of a few lengths, on a memory without sequences."""
         most = min(memory.report().swap_budget_bytes, _MOST_TRIED_BYTES)
         for num_blocks in _TRIED_BLOCKS:
             num_tokens = min(num_blocks * memory.prefixes.unit_tokens, memory.max_tokens)
@@ -139,11 +149,22 @@ class PreemptionCostModel:
                 self.observe_swap(tried[0][0], statistics.median(seconds for _, seconds in tried[1:]))
 
 
+def swap_out(memory: KVMemory, group: SequenceGroup, members: list[Request]) -> bool:
+    """Copy the members' blocks to host memory; false if there is no room, and nothing is changed."""
+    try:
+        group.swapped = memory.swap_out([request.memory for request in members if request.memory is not None])
+    except (OutOfSwap, RuntimeError, MemoryError) as error:  # torch raises RuntimeError without host memory
+        logger.warning("recomputing instead of swapping: %s", error)
+        return False
+    group.swapped_members = members
+    return True
+
+
 def _try_swap(
     memory: KVMemory, view: ViewPolicy, device: torch.device, num_tokens: int, most_bytes: int
 ) -> tuple[int, float] | None:
-    """Bytes and seconds of a sequence out and in. In between another one takes its blocks, as happens when memory has
-    run out. `None` if there is no room for both: the device may have less than the budget says."""
+    """Bytes and seconds of swapping a sequence out and in. In between another one takes its blocks, as when memory has
+    run out. `None` without room for both: the device may have less than the budget."""
     if 4 * memory.pages_for(num_tokens) > memory.num_free_pages:
         return None
     try:

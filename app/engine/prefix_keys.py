@@ -1,4 +1,4 @@
-"""The names that routers and replicas have for the prefixes of a prompt."""
+"""Prefix keys: the names of prompt prefixes that routers and replicas share."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ _ADAPTER = "adapter:"
 
 
 def extra_keys(cache_salt: str | None, adapter: str | None = None, tenant: str | None = None) -> tuple[str, ...]:
-    """What must be equal beside the tokens, for two prompts to share what is cached of them.
+    """Keys that prompts must have in common, beside the tokens, to share cached prefixes.
 
-    Each is a key of its own, and a `TokenChain` hashes keys with their lengths: so no salt can be mistaken for another
-    tenant's, whatever either is called.
+    A `TokenChain` hashes keys with their lengths, so that no choice of salt collides with another tenant's.
 
     Args:
-        tenant: who shares cached prefixes with nobody else; `None`: those who need not be kept apart.
+        tenant: `None` unless tenants are isolated.
     """
     keys = [] if tenant is None else [f"tenant:{tenant}"]
     if cache_salt is not None:
@@ -31,7 +30,7 @@ def extra_keys(cache_salt: str | None, adapter: str | None = None, tenant: str |
 
 
 def adapter_of(keys: Sequence[str]) -> str | None:
-    """The adapter that `extra_keys` was given."""
+    """The adapter among `extra_keys`."""
     last = keys[-1] if keys else ""
     return last.removeprefix(_ADAPTER) if last.startswith(_ADAPTER) else None
 
@@ -43,7 +42,7 @@ def prompt_keys(
     adapter: str | None = None,
     tenant: str | None = None,
 ) -> list[bytes]:
-    """Of each whole unit the key of the prefix that ends with it, as replicas report them."""
+    """Keys of the prefixes that end with each whole unit, as replicas report them."""
     chain = TokenChain(unit_tokens, extra_keys(cache_salt, adapter, tenant))
     if (hashed := compiled_hashing()) is not None:
         token_ids = prompt_token_ids if isinstance(prompt_token_ids, list) else list(prompt_token_ids)
@@ -54,8 +53,10 @@ def prompt_keys(
 
 @cache
 def compiled_hashing() -> CpuChain | None:
-    """What hashes a prompt in one call. The first time on a machine it is compiled, which takes a second: ask before
-    there are requests. `None` where that cannot be done; then prompts are hashed unit by unit."""
+    """The compiled hash function, or `None` where it cannot be compiled; then prompts are hashed unit by unit.
+
+    The first call on a machine compiles for a second: call it before there are requests.
+    """
     try:
         return CpuChain()
     except KernelError as error:

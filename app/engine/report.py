@@ -1,8 +1,11 @@
-"""What an engine replica says about itself to routers and to the autoscaling policy."""
+"""Reports of an engine: its load and prefix cache, the times of its steps and of its start."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,14 +14,14 @@ Amount = TypeVar("Amount", int, np.ndarray[Any, np.dtype[np.float64]])
 
 
 def attended_tokens(num_tokens: Amount, num_cached: Amount) -> Amount:
-    """Cached tokens that the queries of so many new tokens behind `num_cached` see, all together."""
+    """Sum of the cached tokens that each of `num_tokens` queries after `num_cached` tokens attends to."""
     return num_tokens * num_cached + num_tokens * (num_tokens + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What a step takes on a replica, as it has measured so far: `fixed_s`, and for each token of it `token_s`, and for
-    each cached token that one of its queries sees `attended_s`. All 0 before the first step."""
+    """Measured cost of a step: `fixed_s`, plus `token_s` per token, plus `attended_s` per attended token. All 0 before
+    the first step."""
 
     fixed_s: float = 0.0
     token_s: float = 0.0
@@ -33,28 +36,27 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """The load of a replica and what its prefix cache has, at one moment.
+    """Load report: the load and the cached prefixes of a replica at one moment.
 
     Attributes:
-        made_at: seconds of the replica's monotonic clock, which no other clock can be compared with.
-        unit_tokens: prefixes are shared in multiples of so many tokens; a key stands for as many.
-        keys, changes, stride, keys_version: which prefixes are cached, see `vmem.CachedKeys`.
-        step: times of its steps.
-        step_tokens: tokens of a step at most.
-        max_num_seqs: sequences that run at once.
-        num_running: sequences of the groups that run, with their coming forks.
+        made_at: seconds of the replica's monotonic clock; not comparable with other clocks.
+        unit_tokens: prefixes are shared in multiples of this many tokens; a key stands for one multiple.
+        keys, changes, stride, keys_version: the cached prefixes, see `vmem.CachedKeys`.
+        step_tokens: most tokens of a step.
+        max_num_seqs: most sequences that run at once.
+        num_running: sequences of the groups that run, coming forks included.
         num_waiting: the same of groups that have not begun, or were preempted.
-        queued_tokens: of prompts, not computed yet.
-        queued_s: expected time to compute these.
-        num_decodes: running sequences that generate.
+        queued_tokens: prompt tokens to compute.
+        queued_s: expected time to compute them.
+        num_decodes: running sequences that decode.
         decode_s: what their next tokens add to a step.
-        free_tokens: the KV cache has room for so many more, cached ones given up.
-        total_tokens: tokens that it holds within the budget.
-        freed_tokens_per_s: room that finished requests have made lately.
-        busy_share: of the last seconds, in steps that compute prompts.
-        budget_bytes: bound of the KV cache.
-        expected_cached_tokens, cached_tokens, missed_tokens: of all prompts that routers made a guess for: cached
-            tokens that were expected, that there were, and by how many both differ, request by request.
+        free_tokens: tokens for which the KV cache has room, cached blocks evicted.
+        total_tokens: tokens that fit into the budget.
+        freed_tokens_per_s: recent rate at which requests that ended have freed tokens.
+        busy_share: share of recent time in steps that compute prompts.
+        budget_bytes: budget of the KV cache.
+        expected_cached_tokens, cached_tokens, missed_tokens: over all prompts with a router's expectation: the cached
+            tokens expected, those found, and the sum of absolute differences per request.
     """
 
     made_at: float
@@ -80,3 +82,68 @@ class ReplicaReport:
     expected_cached_tokens: int
     cached_tokens: int
     missed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartTimes:
+    """Seconds of each phase of a start, in order.
+
+    Attributes:
+        model_s: loading the checkpoint, packing it for the kernels, starting the other ranks.
+        memory_s: reserving the addresses of the KV cache.
+        budget_s: waiting for memory beside other replicas on the device.
+        self_test_s: compiling kernels, and the self-test of the model.
+        pins_s: measuring swaps, and computing the configured pins.
+        warm_up_s: the warm-up requests.
+        prefixes_s: asking peer replicas for their prefixes, and computing these.
+        process_s: age of the process before the first phase: imports, and waiting for a processor.
+    """
+
+    model_s: float = 0.0
+    memory_s: float = 0.0
+    budget_s: float = 0.0
+    self_test_s: float = 0.0
+    pins_s: float = 0.0
+    warm_up_s: float = 0.0
+    prefixes_s: float = 0.0
+    process_s: float = 0.0
+
+    @property
+    def ready_s(self) -> float:
+        """The engine's whole start, without `process_s`."""
+        return sum(seconds for phase, seconds in self.phases().items() if phase != "process")
+
+    def phases(self) -> dict[str, float]:
+        """Name of each phase → its seconds."""
+        return {field.name.removesuffix("_s"): getattr(self, field.name) for field in fields(self)}
+
+    def __str__(self) -> str:
+        parts = [
+            f"{name.replace('_', ' ')} {seconds:.2f}" for name, seconds in self.phases().items() if seconds >= 0.005
+        ]
+        return f"{self.ready_s:.2f} s ({', '.join(parts)})"
+
+
+class StartClock:
+    """Stopwatch of the phases of a start."""
+
+    def __init__(self) -> None:
+        self._seconds = {"process_s": process_age_s()}
+        self._at = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """End a phase of `StartTimes` now."""
+        now = time.perf_counter()
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._at
+        self._at = now
+
+    @property
+    def times(self) -> StartTimes:
+        return StartTimes(**self._seconds)
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started."""
+    after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started_s = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s

@@ -1,9 +1,4 @@
-"""One request on its way through the engine.
-
-A request's deltas on their way from the engine's thread to whoever asked, a list at a time.
-
-When requests have to be finished.
-"""
+"""Request: options, sequences and groups, deltas and their queue, deadlines."""
 
 from __future__ import annotations
 
@@ -24,17 +19,16 @@ FinishReason = Literal["stop", "length"]
 
 
 class RequestOptions(TypedDict, total=False):
-    """What goes with a request beside its prompt and its sampling.
+    """Options of a request beside prompt and sampling parameters.
 
-    priority: the lower goes first, and is preempted last; 0 by default.
-    cache_salt: only requests with the same one share cached prefixes.
-    adapter: name of the LoRA adapter to run with.
-    tenant: whose request it is: with `fair_tenants` all tenants get the same share, and with `isolate_tenants` cached
-        prefixes are shared within one only.
-    user: whose it is without a tenant; for fair shares alone.
-    timeout_s: it ends with `DeadlineError` when it has not finished after so long.
-    expected_cached_tokens: how much of the prompt the sender thinks is cached here; it changes nothing but the load
-        report.
+    priority: lower numbers begin first and are preempted last; 0 by default.
+    cache_salt: only requests with the same salt share cached prefixes.
+    adapter: name of the LoRA adapter.
+    tenant: with `fair_tenants` each tenant gets the same share; with `isolate_tenants` only its requests share cached
+        prefixes.
+    user: stands for a missing tenant, in fair shares only.
+    timeout_s: seconds until the request ends with `DeadlineError`.
+    expected_cached_tokens: prompt tokens that the router expects in the cache; changes only the load report.
     """
 
     priority: int
@@ -48,10 +42,10 @@ class RequestOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """A token's log probability by the model alone, before temperature, penalties and anything else.
+    """A token's log probability by the model, before temperature and all other processing.
 
     Attributes:
-        rank: 1 for the likeliest.
+        rank: 1 for the likeliest token.
         top: (token id, log probability) of the likeliest tokens, in order.
     """
 
@@ -63,15 +57,15 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a step added to one output of a request. With an `error` the whole request has ended.
+    """What a step adds to one output of a request. An `error` ends the whole request.
 
     Attributes:
-        index: which of its `n` outputs.
-        num_unfinished: other outputs of the request that are still to come.
-        stop_reason: the stop string or token id that ended it, if it was not the end-of-sequence token.
-        num_cached_tokens: of the prompt, found in the prefix cache.
-        logprobs: for each of the tokens, if asked for.
-        prompt_logprobs: of the prompt but its first token, if asked for, with the first delta.
+        index: number of the output, of `n`.
+        num_unfinished: other outputs of the request that have not ended.
+        stop_reason: the stop string or token id that ended the output, unless an end-of-sequence token did.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        logprobs: for each token, if requested.
+        prompt_logprobs: for each prompt token but the first, if requested, with the first delta.
         score: of a beam.
     """
 
@@ -95,23 +89,19 @@ class Delta:
 
     @property
     def ends_request(self) -> bool:
-        """Whether nothing of the request follows."""
+        """Whether this is the request's last delta."""
         return self.error is not None or (self.finish_reason is not None and not self.num_unfinished)
 
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """A request's sequences and their forks: they are preempted, swapped and brought back together (PagedAttention
-    §4.5).
+    """Sequence group: a request's sequences and their forks, preempted and resumed together (PagedAttention §4.5).
 
     Attributes:
-        priority: the lower goes first.
-        arrival: the earlier goes first, among equals.
-        members: those that have not finished.
-        adapter: name of the LoRA adapter that all of them run with.
-        lockstep: all of them compute their next token in the same step, or none: beams.
-        swapped: blocks in host memory while it is swapped out, of the members in `swapped_members`.
-        tenant: whose request it is.
+        priority, arrival: lower numbers begin first; arrival decides among equal priorities.
+        members: sequences that have not ended.
+        lockstep: all members compute their next token in a step, or none does (beams).
+        swapped: blocks in host memory, of the members in `swapped_members`.
     """
 
     priority: int
@@ -129,32 +119,42 @@ class SequenceGroup:
 
     @property
     def num_sequences(self) -> int:
-        """Its members, and the forks that they will have once their prompt is computed."""
+        """Members, and the forks that they will have once their prompt is computed."""
         return len(self.members) + sum(request.num_forks for request in self.members)
+
+    @property
+    def max_sequences(self) -> int:
+        """Most sequences of the group: a beam search may run with fewer beams for a while. From any thread."""
+        width = next((request.params.num_sequences for request in tuple(self.members)), 0) if self.lockstep else 0
+        return max(self.num_sequences, width)
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether members may compute their last tokens: with lockstep, only when all of them can."""
+        return not self.lockstep or all(r.memory is not None and r.num_uncomputed == 1 for r in self.members)
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence of a request: its prompt, its output so far, and how far its keys and values are cached.
+    """One sequence of a request.
 
     Attributes:
-        group: who is preempted with it.
         token_ids: prompt and output.
-        num_computed: tokens whose keys and values are in the cache; the rest is still to be computed.
-        furthest: the most of them there ever were.
-        max_tokens: output tokens at most, resolved against the context.
-        chain: hashes of its tokens, for the prefix cache.
+        num_computed: tokens whose keys and values are in the cache.
+        max_computed: the largest `num_computed` so far.
+        max_tokens: most output tokens, limited by the context.
+        text: incremental detokenizer; `None` without a tokenizer.
+        chain: hashes of the tokens, for the prefix cache.
         memory: its blocks while it runs, else `None`.
-        index: which output of the request it is.
-        num_forks: sequences that begin like it and are made when its prompt is computed.
-        num_cached_tokens: of its prompt, found in the prefix cache when it began; `None` before.
-        expected_cached_tokens: what whoever sent it here expected that to be; `None`: nothing.
-        stops_at: token counts at which a step must end, so that a recurrent state is kept there.
-        pin_name: it computes a prefix to pin, and samples nothing.
-        text: the incremental detokeniser, `None` without a tokenizer.
-        sampling: what choosing its next token depends on.
-        prompt_logprobs: of the prompt's tokens from the second on, as far as they are computed, if asked for.
-        submitted_at: when the engine got it, by `time.perf_counter`.
+        index: number of the request's output.
+        num_forks: sequences to fork when the prompt is computed.
+        num_cached_tokens: prompt tokens found in the prefix cache when the request began; `None` before.
+        expected_cached_tokens: see `RequestOptions`.
+        snapshot_positions: token counts at which a step must end, to keep a recurrent state.
+        pin_name: the request computes a prefix to pin under this name, and samples nothing.
+        sampling: state that the choice of the next token depends on.
+        prompt_logprobs: of the prompt tokens from the second on, as far as computed, if requested.
+        submitted_at: arrival in the engine, by `time.perf_counter`.
     """
 
     request_id: str
@@ -193,13 +193,13 @@ class Request:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens it may come to have."""
+        """Most tokens of prompt and output."""
         return len(self.prompt_token_ids) + self.max_tokens
 
     def append(
         self, token_ids: Sequence[int], eos_token_ids: frozenset[int], logprobs: Sequence[TokenLogprobs] = ()
     ) -> Delta:
-        """Add sampled tokens up to the one that ends the output, if there is one; the returned delta says so."""
+        """Append sampled tokens, up to one that ends the output."""
         texts: list[str] = []
         reason: FinishReason | None = None
         stop_reason: str | int | None = None
@@ -224,7 +224,7 @@ class Request:
         )
 
     def _take(self, token_id: int, eos_token_ids: frozenset[int]) -> tuple[str, FinishReason | None, str | int | None]:
-        """Add a token; returns the text that is certain now, and why the output ends with it, if it does."""
+        """Append a token; returns the text that is certain now, the finish reason and the stop reason."""
         params, matcher = self.params, self.sampling.matcher
         self.token_ids.append(token_id)
         self.sampling.append(token_id)
@@ -244,7 +244,7 @@ class Request:
         if self.text is None:
             return "", reason, stop_reason
         text = ""
-        if not ended or params.include_stop_str:  # the token that ends an output is no text of it
+        if not ended or params.include_stop_str:  # the text has no ending token
             text, stopped = self.text.push(token_id)
             if stopped:
                 reason, stop_reason = "stop", self.text.met
@@ -254,10 +254,10 @@ class Request:
 
 
 class DeltaQueue:
-    """Deltas between one loop's callbacks, which put them, and one task of that loop, which takes them.
+    """Deltas of a request, from callbacks of an event loop to one task of that loop.
 
-    A reader that is busy elsewhere, or does not want to be woken before a certain time, finds all that has come
-    meanwhile: so what handing over costs does not depend on the number of steps. The end of a request wakes it at once.
+    A slow or paced reader takes all deltas at once, so that the cost of waking it does not grow with the number of
+    steps. The request's end wakes it at once.
     """
 
     def __init__(self) -> None:
@@ -268,17 +268,17 @@ class DeltaQueue:
         self._not_before = 0.0
 
     def put(self, delta: Delta) -> None:
-        """In the loop's thread."""
+        """Add a delta, in the loop's thread."""
         self._deltas.append(delta)
         self._ended = self._ended or delta.ends_request
         if self._ended or self._loop.time() >= self._not_before:
             self._wake()
 
     async def get_all(self, not_before: float = 0.0) -> list[Delta]:
-        """All deltas that are there, at least one, in order; waits for it.
+        """Wait for a delta; returns all that have come, in order.
 
         Args:
-            not_before: on the loop's clock; sooner only if the request has ended.
+            not_before: earliest time to return, on the loop's clock, unless the request has ended.
         """
         self._not_before = not_before
         while not self._deltas or (not self._ended and self._loop.time() < not_before):
@@ -299,27 +299,27 @@ class DeltaQueue:
             self._waiter.set_result(None)
 
 
-# Entries of requests that have ended are dropped when there are more of them than of others, and than this.
+# Least number of stale heap entries that is worth a rebuild.
 _FEW = 64
 
 
-def check_timeout(timeout_s: float) -> None:
-    """Raise `RequestError` unless it is a time that can pass."""
-    if not 0 < timeout_s < math.inf:
+def check_timeout(timeout_s: float | None) -> None:
+    """Raise `RequestError` unless the timeout is positive and finite, or `None`."""
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise RequestError(
             f"timeout_s is {timeout_s}; it must be above 0 and finite, or left out for no limit", "timeout_s"
         )
 
 
 class Deadlines:
-    """Deadlines of requests, on any clock that never goes back. O(log n) each, and O(1) when none has passed."""
+    """Deadlines of requests, on any monotonic clock. O(log n) each, and O(1) when none has passed."""
 
     def __init__(self) -> None:
         self._at: dict[str, float] = {}
-        self._heap: list[tuple[float, str]] = []  # has entries that `_at` has no more, too
+        self._heap: list[tuple[float, str]] = []  # with stale entries, which `_at` lacks
 
     def add(self, request_id: str, at_s: float) -> None:
-        """Set the deadline of a request, in place of one it may have."""
+        """Set or replace the deadline of a request."""
         self._at[request_id] = at_s
         heapq.heappush(self._heap, (at_s, request_id))
         if len(self._heap) > 2 * len(self._at) + _FEW:
@@ -327,11 +327,10 @@ class Deadlines:
             heapq.heapify(self._heap)
 
     def discard(self, request_id: str) -> None:
-        """Forget the deadline of a request, if it has one."""
         self._at.pop(request_id, None)
 
     def expired(self, now: float) -> list[str]:
-        """Requests whose deadline has come, the earliest first. They are forgotten."""
+        """Remove and return the requests whose deadline has passed, the earliest first."""
         passed = []
         while self._heap and self._heap[0][0] <= now:
             at, request_id = heapq.heappop(self._heap)

@@ -1,103 +1,39 @@
-"""How long an engine took until it could serve, and with what.
+"""Start-up of an engine: warm-up requests, and the prefixes of peer replicas.
 
-What a first request would wait for is done before there is one.
-
-Some of it is compiled, loaded or allocated when it is first used: kernels for a shape, a product's plan, threads, the
-compiler of structures, pages and mappings. So requests like the ones to come are run, of random tokens: prompts that
-fill a step, and decodes of several batch sizes, greedy and sampled. The thread that will run the engine has to do it,
-because threads that compute together belong to the one that started them.
-
-A new engine begins with the prefixes that those beside it have: what is pinned, and what is asked for most.
+Kernels, product plans, threads, grammar compilers, pages and mappings are compiled or allocated at first use. Warm-up
+requests of random tokens take that time before the first client does: prompts that fill a step, and decodes of several
+batch sizes, greedy and sampled. They run in the thread that will call `step`, because OpenMP threads belong to it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
+import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 
 from app.config.engine import EngineConfig
+from app.engine.engine import Engine
+from app.engine.faults import kernel_errors_as_config_errors
 from app.engine.model.loader import LoadedModel
+from app.engine.prefix_keys import adapter_of
 from app.engine.sampling.params import SamplingParams, Structure
-from vmem import CachedPrefix
+from app.errors import RequestError, UnavailableError
+from vmem import CachedPrefix, IntegrityError
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True)
-class StartTimes:
-    """Seconds of each phase of a start, in their order.
-
-    Attributes:
-        model_s: making the model of the checkpoint's files, packed for its kernels; starting other ranks.
-        memory_s: reserving the addresses of the KV cache.
-        budget_s: waiting for room beside other replicas on the device.
-        self_test_s: compiling kernels, and comparing the model with itself.
-        pins_s: trying swaps, and computing the prompts that the settings pin.
-        warm_up_s: running what the first requests would otherwise have waited for.
-        prefixes_s: asking other replicas for their prefixes, and computing these.
-        process_s: how old the process was before all of that: imports, but also time that it was kept waiting.
-    """
-
-    model_s: float = 0.0
-    memory_s: float = 0.0
-    budget_s: float = 0.0
-    self_test_s: float = 0.0
-    pins_s: float = 0.0
-    warm_up_s: float = 0.0
-    prefixes_s: float = 0.0
-    process_s: float = 0.0
-
-    @property
-    def ready_s(self) -> float:
-        """Of the engine's whole start, without `process_s`."""
-        return sum(seconds for phase, seconds in self.phases().items() if phase != "process")
-
-    def phases(self) -> dict[str, float]:
-        """Name of each phase → its seconds."""
-        return {field.name.removesuffix("_s"): getattr(self, field.name) for field in fields(self)}
-
-    def __str__(self) -> str:
-        parts = ", ".join(
-            f"{phase.replace('_', ' ')} {seconds:.2f}" for phase, seconds in self.phases().items() if seconds >= 0.005
-        )
-        return f"{self.ready_s:.2f} s ({parts})"
-
-
-class StartClock:
-    """Takes the times of a start's phases, one after the other."""
-
-    def __init__(self) -> None:
-        self._seconds = {"process_s": process_age_s()}
-        self._at = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        """This phase of `StartTimes` ends now."""
-        now = time.perf_counter()
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._at
-        self._at = now
-
-    @property
-    def times(self) -> StartTimes:
-        return StartTimes(**self._seconds)
-
-
-def process_age_s() -> float:
-    """Seconds since this process was started."""
-    after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    started_s = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
-
-
-# Under these keys no request finds what they leave in the prefix cache: a request's keys say what they are.
-KEYS = ("warm-up",)
-# Everything is run a second time, so that step times are known without what only the first one costs; not longer.
+# Keys of the warm-up's prefixes. No request has them, so that no request finds these prefixes in the cache.
+_WARM_UP_KEYS = ("warm-up",)
+# All rounds run a second time, for step times without first-use costs; at most this long.
 _MEASURING_S = 5.0
 _PROMPT_TOKENS, _NEW_TOKENS = 8, 2
+# Most hot prefixes that an engine reports to a peer replica, and their tokens: a megabyte.
+_MOST_HOT_PREFIXES, _MOST_HOT_TOKENS = 256, 1 << 17
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 SAMPLED = SamplingParams(
@@ -111,28 +47,75 @@ SAMPLED = SamplingParams(
     logprobs=1,
     ignore_eos=True,
 )
-# Needs a tokenizer; any will do: there may be no token of lower-case letters alone.
+# The pattern matches any text, because a tokenizer may have no token of lower-case letters alone.
 STRUCTURED = SamplingParams(structure=Structure("regex", r"[\s\S]{1,20}"), stop=["\n\n"], seed=0)
 
 Prompt = tuple[list[int], SamplingParams]
+# Fingerprint → the `hot_prefixes` of each peer engine that has it.
+PeerPrefixes = Callable[[str], Sequence[Sequence[CachedPrefix]]]
 
 
-def warm_up(
-    run: Callable[[Sequence[Prompt]], None], rounds: Sequence[Sequence[Prompt]], begin_to_measure: Callable[[], None]
-) -> None:
-    """Run every round, and then, as long as it does not take much longer, again.
+@dataclass(frozen=True, slots=True)
+class WarmedPrefixes:
+    """Numbers of prefixes that `warm_prefixes` computed, could not compute, and had no time for."""
 
-    Args:
-        run: computes requests to their end.
+    pinned: int = 0
+    hot: int = 0
+    failed: int = 0
+    late: int = 0
+
+    def __str__(self) -> str:
+        return f"warmed {self.pinned} pinned and {self.hot} hot prefixes; {self.failed} failed, {self.late} out of time"
+
+
+def get_ready(engine: Engine, prefixes_of_others: PeerPrefixes | None) -> None:
+    """Warm up, and compute the prefixes of peer engines, as the settings ask."""
+    config = engine.config
+    if config.warm_up:
+        warm_up(engine)
+    if prefixes_of_others is not None and config.prefix_cache and config.restore_prefixes_s:
+        reports = prefixes_of_others(prefix_fingerprint(config, engine.model))
+        if any(reports):
+            logger.info("%s", warm_prefixes(engine, reports, config.restore_prefixes_s))
+        engine.clock.lap("prefixes_s")
+
+
+def warm_up(engine: Engine) -> None:
+    """Run the warm-up requests, in the thread that will call `step`. Only measured step times remain.
+
+    Raises:
+        ConfigError: a configured kernel cannot serve this model.
     """
-    for prompts in rounds:
-        run(prompts)
-    begin_to_measure()
-    deadline = time.monotonic() + _MEASURING_S
-    for prompts in rounds:
-        run(prompts)
-        if time.monotonic() > deadline:
-            break
+    rounds = warm_up_rounds(
+        vocab_size=engine.model.vocab_size,
+        max_model_len=engine.max_model_len,
+        max_num_seqs=engine.scheduler.max_num_seqs,
+        step_tokens=engine.config.max_num_batched_tokens,
+        has_structures=engine.vocabulary.has_structures,
+        fits=lambda lengths: sum(map(engine.memory.pages_for, lengths)) <= engine.memory.num_free_pages,
+    )
+    with kernel_errors_as_config_errors():
+        for prompts in rounds:
+            _run(engine, prompts)
+        engine.recovery.forget_steps()
+        deadline = time.monotonic() + _MEASURING_S
+        for prompts in rounds:
+            _run(engine, prompts)
+            if time.monotonic() > deadline:
+                break
+    engine.memory.prefixes.evict_prefixes(_WARM_UP_KEYS)
+    engine.reset_counts()
+    engine.clock.lap("warm_up_s")
+
+
+def _run(engine: Engine, prompts: Sequence[Prompt]) -> None:
+    for i, (token_ids, params) in enumerate(prompts):
+        max_tokens = engine.validate(token_ids, params, {})
+        engine.add_request(f"warm-up {i}", token_ids, params, max_tokens, {}, keys=_WARM_UP_KEYS)
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.error is not None:  # a model may fail on random tokens and serve requests well
+                logger.warning("%s: %s", delta.request_id, delta.error)
 
 
 def warm_up_rounds(
@@ -144,12 +127,12 @@ def warm_up_rounds(
     has_structures: bool,
     fits: Callable[[Sequence[int]], bool],
 ) -> list[list[Prompt]]:
-    """What to run, one round after the other: a whole step of prompts, then 1, 4, 16, … sequences.
+    """Rounds of warm-up requests: a whole step of prompts, then 1, 4, 16, … sequences.
 
     Args:
-        max_model_len: prompt and output at most, in tokens.
-        max_num_seqs: sequences that run at once.
-        step_tokens: tokens of a step at most.
+        max_model_len: longest prompt plus output, in tokens.
+        max_num_seqs: most sequences that run at once.
+        step_tokens: most tokens of a step.
         has_structures: whether outputs may have a structure.
         fits: whether sequences of these lengths can run at once.
     """
@@ -175,29 +158,9 @@ def warm_up_rounds(
     return prompts
 
 
-# An engine tells of its hot prefixes so many at most, and of so many tokens: a megabyte.
-MOST_TOLD_PREFIXES, MOST_TOLD_TOKENS = 256, 1 << 17
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """What came of it. `failed`: prefixes that could not be computed; `late`: for which there was no time."""
-
-    pinned: int = 0
-    hot: int = 0
-    failed: int = 0
-    late: int = 0
-
-    def __str__(self) -> str:
-        return (
-            f"{self.pinned} pinned and {self.hot} hot prefixes restored, {self.failed} could not be, for {self.late} "
-            "there was no time"
-        )
-
-
 def prefix_fingerprint(config: EngineConfig, model: LoadedModel) -> str:
-    """What engines must have in common for token ids and keys of one's prefixes to mean the same in another. Weights
-    may differ: prefixes are computed anew."""
+    """Fingerprint of what token ids and prefix keys mean. Engines exchange prefixes only when it is equal; weights may
+    differ, because prefixes are computed anew."""
     tokenizer = model.tokenizer
     common = [
         config.model,
@@ -209,15 +172,22 @@ def prefix_fingerprint(config: EngineConfig, model: LoadedModel) -> str:
     return hashlib.blake2b(json.dumps(common).encode(), digest_size=16).hexdigest()
 
 
-def merge_hot_prefixes(told: Sequence[Sequence[CachedPrefix]], most_tokens: int) -> list[CachedPrefix]:
-    """What several engines tell as one: what is pinned first, then what is hit most, all of them counted together.
+def hot_prefixes(engine: Engine) -> list[CachedPrefix]:
+    """Prefixes for a new peer replica: those that clients have pinned, and those hit most. From any thread."""
+    configured = engine.config.pinned_prompts.keys() | engine.config.pinned_system_prompts.keys()
+    pinned = [prefix for prefix in engine.memory.pins.pinned_prefixes() if prefix.pin_name not in configured]
+    return pinned + engine.memory.prefixes.hot_prefixes(_MOST_HOT_TOKENS)[:_MOST_HOT_PREFIXES]
+
+
+def merge_hot_prefixes(reports: Sequence[Sequence[CachedPrefix]], most_tokens: int) -> list[CachedPrefix]:
+    """Merge the `hot_prefixes` of several engines: pinned ones first, then by the sum of hits.
 
     Args:
-        most_tokens: of hot prefixes.
+        most_tokens: most tokens of hot prefixes.
     """
     pinned: dict[str, CachedPrefix] = {}
     hot: dict[tuple[tuple[str, ...], tuple[int, ...]], CachedPrefix] = {}
-    for prefix in (prefix for prefixes in told for prefix in prefixes):
+    for prefix in (prefix for prefixes in reports for prefix in prefixes):
         if prefix.pin_name is not None:
             pinned.setdefault(prefix.pin_name, prefix)
             continue
@@ -230,3 +200,62 @@ def merge_hot_prefixes(told: Sequence[Sequence[CachedPrefix]], most_tokens: int)
             most_tokens -= len(prefix.token_ids)
             chosen.append(prefix)
     return [*pinned.values(), *chosen]
+
+
+def warm_prefixes(engine: Engine, reports: Sequence[Sequence[CachedPrefix]], limit_s: float) -> WarmedPrefixes:
+    """Compute, and pin where they are pinned, the `hot_prefixes` of engines with the same `prefix_fingerprint`.
+
+    The engine must have no other request. A failed step ends the warm-up early.
+
+    Args:
+        limit_s: prefixes that are not computed within this time are left out.
+
+    Raises:
+        UnavailableError: a rank is lost.
+        IntegrityError: the memory is inconsistent after a failed step.
+    """
+    deadline = time.monotonic() + limit_s
+    capacity = engine.load.report(most_keys=0).total_tokens
+    names: dict[str, str | None] = {}  # request id → name of the pin
+    failed = 0
+    for i, prefix in enumerate(merge_hot_prefixes(reports, capacity // 2)):
+        try:
+            _add_prefix(engine, f"prefix {i}", prefix)
+        except RequestError as error:  # adapters, context or pin quota differ here
+            failed += 1
+            logger.warning("a prefix of %d tokens is not warmed: %s", len(prefix.token_ids), error)
+        else:
+            names[f"prefix {i}"] = prefix.pin_name
+    done: list[str | None] = []
+    try:
+        while engine.has_work and time.monotonic() < deadline:
+            for delta in engine.step():
+                if delta.error is not None:
+                    failed += 1
+                    logger.warning("a prefix is not warmed: %s", delta.error)
+                elif delta.ends_request:
+                    done.append(names[delta.request_id])
+    except (IntegrityError, UnavailableError):
+        raise
+    except Exception:  # a prefix of a peer replica must not keep this engine from starting
+        logger.exception("a step failed; the other prefixes are not warmed")
+        failed += len(engine.generations)
+        engine.cancel_all()
+        engine.check_integrity()
+    late = [names[request_id] for request_id in engine.generations]
+    engine.cancel_all()
+    if missing := [name for name in late if name is not None]:
+        logger.warning("no time to pin %s; pin them again", ", ".join(map(repr, missing)))
+    engine.reset_counts()
+    return WarmedPrefixes(len(done) - done.count(None), done.count(None), failed, len(late))
+
+
+def _add_prefix(engine: Engine, request_id: str, prefix: CachedPrefix) -> None:
+    params = SamplingParams(max_tokens=1)
+    if prefix.pin_name is None:
+        adapter = adapter_of(prefix.keys)
+        engine.validate(prefix.token_ids, params, {"adapter": adapter})
+        engine.add_request(request_id, prefix.token_ids, params, 1, {"adapter": adapter}, keys=prefix.keys)
+    else:
+        token_ids = engine.intake.prefix_to_pin(prefix.pin_name, prefix.token_ids, prefix.keys)
+        engine.add_request(request_id, token_ids, params, 1, {}, keys=prefix.keys, pin_name=prefix.pin_name)

@@ -1,7 +1,4 @@
-"""What a model's tokens mean: to a request's parameters, and as text.
-
-From what the settings or a caller want pinned to the tokens that other prompts will begin with.
-"""
+"""Vocabulary: sampling states, detokenizers and structures for a model's tokens; texts to pin as tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _KNOWN_BAD_WORDS = 64
 
 
 class Vocabulary:
-    """Makes what a sequence needs to choose tokens and to write them. May be called from any thread.
+    """Create sampling states and detokenizers. From any thread.
 
     Attributes:
         eos_token_ids: tokens that end an output.
@@ -39,7 +36,7 @@ class Vocabulary:
         self._known_bad_words: dict[tuple[str, ...], BadWords] = {}  # of the latest requests
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raise `RequestError` unless this model can do what parameters ask for. Compiles what takes long."""
+        """Raise `RequestError` unless this model can serve the parameters. Compiles structures, which takes long."""
         for name in ("stop", "bad_words", "structure"):
             if getattr(params, name) and self._tokenizer is None:
                 raise RequestError(f"{name} needs a tokenizer, and this engine runs without one", name)
@@ -50,11 +47,11 @@ class Vocabulary:
 
     @property
     def has_structures(self) -> bool:
-        """Whether an output may have a structure: that takes a tokenizer and llguidance."""
+        """Whether outputs may have a structure, which needs a tokenizer and llguidance."""
         return self._tokenizer is not None and is_available()
 
     def state(self, params: SamplingParams, prompt_token_ids: list[int]) -> SamplingState:
-        """Of an output at its beginning."""
+        """The sampling state of a new output."""
         return SamplingState(
             params,
             prompt_token_ids,
@@ -64,14 +61,14 @@ class Vocabulary:
         )
 
     def fork(self, state: SamplingState, params: SamplingParams, index: int) -> SamplingState:
-        """Of an output that goes on from another one's place, as does the structure it is in; another one begins."""
+        """The sampling state of a fork. The parent's structure continues; a different structure begins anew."""
         matcher = None if params.structure == state.params.structure else self._matcher(params)
         return state.fork(params, index, matcher=matcher, bad_words=self._bad_words(params))
 
     def detokenizer(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, output: Sequence[int] = ()
     ) -> IncrementalDetokenizer | None:
-        """The text of an output from now on, `output` having been sent before; `None` without a tokenizer."""
+        """A detokenizer for an output of which `output` has been sent; `None` without a tokenizer."""
         if self._tokenizer is None:
             return None
         text = IncrementalDetokenizer(
@@ -83,7 +80,7 @@ class Vocabulary:
         )
         for token_id in output:
             text.push(token_id)
-        text.flush()  # what the other one holds back is its own
+        text.flush()  # text that the parent holds back is the parent's
         return text
 
     def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
@@ -114,15 +111,15 @@ class Vocabulary:
         return known
 
 
-# What may follow a prefix, as different as can be.
+# Texts that may follow a prefix, as different as possible.
 _ENDS = ("a", " Z", "\n")
 
 
 def encode_pinned(config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, list[int]]:
-    """Name → tokens of every prefix that the settings pin.
+    """Name → tokens of each configured pin.
 
     Raises:
-        ConfigError: there is no tokenizer or chat template for them.
+        ConfigError: a tokenizer or chat template is missing.
     """
     if not config.pinned_prompts and not config.pinned_system_prompts:
         return {}
@@ -138,18 +135,16 @@ def encode_pinned(config: EngineConfig, tokenizer: PreTrainedTokenizerBase | Non
 
 
 def text_prefix(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens with which every prompt begins that begins with this text: its last ones may join with what follows,
-    and some tokenizers end a prompt with a token of their own."""
+    """The tokens that all prompts with this beginning share: the last ones may merge with the text that follows, and
+    some tokenizers append a token."""
     return _common([tokenizer.encode(text + end) for end in _ENDS])
 
 
 def conversation_prefix(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> list[int]:
-    """The tokens with which every conversation begins that begins with these messages.
-
-    What a template writes after them depends on what follows, so it is asked twice, and what is common counts.
+    """The tokens that all conversations with these first messages share.
 
     Raises:
-        RequestError: there is no template, or it refuses the messages.
+        RequestError: there is no chat template, or it refuses the messages.
     """
     if tokenizer.chat_template is None:
         raise RequestError("this model has no chat template", "messages")

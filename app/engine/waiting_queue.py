@@ -1,23 +1,21 @@
-"""Requests that have not begun: first come first served within priority, or by turns of their tenants.
+"""Waiting queue: first come, first served within priority, or deficit round robin over tenants.
 
-**Turns** are deficit round robin (Shreedhar and Varghese, 1995), paid afterwards, because nobody knows how long an
-output will be. Within each priority the tenants stand in a ring:
+**Deficit round robin** (Shreedhar and Varghese, 1995), charged afterwards, because the length of an output is not known
+in advance. Within each priority the tenants stand in a ring:
 
     turn:   a ──> b ──> c ──> a …       each turn adds `quantum` tokens to the tenant's credit;
-    credit: 700  -20   -3000            while it is above 0 its requests may begin, in their order
+    credit: 700  -20   -3000            while the credit is above 0 the tenant's requests may begin, in order
 
-A tenant is charged for what is computed for it: the tokens of a prompt that were not cached, when the request begins,
-and each generated token when it has been computed. What a preemption computes again costs nothing. Credit may fall far
-below 0 that way, and takes as many rounds to come back.
+A tenant is charged for what is computed: the uncached tokens of a prompt when the request begins, and each generated
+token. Recomputation after a preemption costs nothing. Credit may fall far below 0, and takes rounds to come back.
 
-**What holds.** While two tenants both have requests waiting, all the time and in one priority, what is charged to them
-differs by at most `3 · quantum + 2 · (L + M)` tokens, L being the longest request, and M what the sequences that run
-together may generate at most. It takes an M: whoever has begun is not stopped for others (it is so for every such
-order: Sheng et al., OSDI 2024). Nobody starves, and there is somebody to begin as long as anybody waits.
+**Bound.** While two tenants of one priority both have waiting requests, their charges differ by at most
+`3 · quantum + 2 · (L + M)` tokens: L is the longest request, M the most tokens that running sequences may generate,
+because a request that has begun is not stopped (as in Sheng et al., OSDI 2024). No tenant starves, and a request begins
+whenever one waits.
 
-**What is forgotten.** Credit is not saved up: a tenant that comes back begins with none. It comes back with its debt,
-until enough rounds have passed. When nobody waits any more in a priority all is forgotten: what nobody else wanted is
-free. So what is kept is about those who wait, and those who lately overdrew.
+**Lifetime of credit.** Credit is not saved: a tenant that returns begins with none. Debt remains until enough rounds
+have passed, or until no request of the priority waits.
 """
 
 from __future__ import annotations
@@ -33,20 +31,20 @@ Tenant = str | None
 
 
 class WaitingQueue:
-    """Groups that wait, and whose turn it is. All but iteration and `len` belongs to one thread.
+    """Groups that wait. Iteration, `len` and `lengths` are for any thread, all else for the engine's.
 
-    Whoever `peek` has named stays next until it is taken, unless a lower priority number comes: a large request that
-    waits for room is not passed by.
+    The group that `peek` has returned stays the head until it is removed or a lower priority number arrives: a large
+    request that waits for room is not overtaken.
 
     Args:
-        quantum: tokens that a turn of a tenant is worth; `None`: tenants make no difference.
+        quantum: tokens of a tenant's turn; `None`: tenants make no difference.
     """
 
     def __init__(self, quantum: int | None = None) -> None:
         self._quantum = quantum
-        self._tokens: dict[SequenceGroup, int] = {}  # of all groups, in the order they came
-        self._levels: dict[int, _Level] = {}  # those in which somebody waits
-        self._priorities: list[int] = []  # of the same, in order
+        self._tokens: dict[SequenceGroup, int] = {}  # prompt tokens, in order of arrival
+        self._levels: dict[int, _Level] = {}  # only levels with waiting groups
+        self._priorities: list[int] = []  # keys of `_levels`, in order
         self._next: SequenceGroup | None = None
 
     @property
@@ -57,19 +55,17 @@ class WaitingQueue:
         return len(self._tokens)
 
     def __iter__(self) -> Iterator[SequenceGroup]:
-        """In the order they came. From any thread."""
         return iter(tuple(self._tokens))
 
     def lengths(self) -> list[int]:
-        """Tokens of each group's prompt. From any thread."""
+        """Prompt tokens of each group."""
         return list(self._tokens.values())
 
     def __contains__(self, group: SequenceGroup) -> bool:
         return group in self._tokens
 
     def add(self, group: SequenceGroup) -> None:
-        """Let a group wait; the members it has by now count for `lengths`."""
-        assert group not in self._tokens, "it waits already"
+        assert group not in self._tokens, "the group waits already"
         self._tokens[group] = sum(request.num_uncomputed for request in group.members)
         if group.priority not in self._levels:
             self._levels[group.priority] = _Level(self._quantum)
@@ -79,7 +75,7 @@ class WaitingQueue:
             self._next = None
 
     def remove(self, group: SequenceGroup) -> None:
-        """Take a group out, to begin it or to forget it. Raises `KeyError` if it does not wait."""
+        """Remove a group that begins or is cancelled. Raises `KeyError` if it does not wait."""
         del self._tokens[group]
         level = self._levels[group.priority]
         level.remove(group)
@@ -90,30 +86,23 @@ class WaitingQueue:
             self._next = None
 
     def peek(self) -> SequenceGroup | None:
-        """Who begins next; `None` when nobody waits."""
+        """The group that begins next, if any waits."""
         if self._next is None and self._priorities:
             self._next = self._levels[self._priorities[0]].next()
         return self._next
 
-    def pop(self) -> SequenceGroup:
-        """Take out who begins next."""
-        group = self.peek()
-        assert group is not None, "nobody waits"
-        self.remove(group)
-        return group
-
     def charge(self, group: SequenceGroup, num_tokens: int) -> None:
-        """So many tokens are computed for a group that waits no more."""
+        """Charge the tenant of a group that has begun for computed tokens."""
         if self._quantum is not None and num_tokens and (level := self._levels.get(group.priority)) is not None:
-            level.account(group.tenant).credit -= num_tokens
+            level.tenant_credit(group.tenant).credit -= num_tokens
 
 
 class _TenantCredit:
     """A tenant within a priority.
 
     Attributes:
-        groups: that wait, in order.
-        credit: tokens it may still have computed in its turn; below 0, what it owes.
+        groups: its waiting groups, in order.
+        credit: tokens left in its turn; below 0, its debt.
     """
 
     __slots__ = ("credit", "groups")
@@ -124,49 +113,48 @@ class _TenantCredit:
 
 
 class _Level:
-    """Those of one priority, as long as somebody waits."""
+    """Waiting groups of one priority."""
 
     def __init__(self, quantum: int | None) -> None:
         self._by_turns = quantum is not None
-        self._quantum = quantum or 1  # without turns all are one tenant, who is never charged
-        self._ring: OrderedDict[Tenant, _TenantCredit] = OrderedDict()  # it is the first one's turn
+        self._quantum = quantum or 1  # without turns all groups are one tenant's, which is never charged
+        self._ring: OrderedDict[Tenant, _TenantCredit] = OrderedDict()  # the first one has the turn
         self._turn_begun = False
         self.num_waiting = 0
 
-    def account(self, tenant: Tenant) -> _TenantCredit:
-        """The tenant's account; a new one has its turn last."""
+    def tenant_credit(self, tenant: Tenant) -> _TenantCredit:
+        """The tenant's credit; a new tenant has its turn last."""
         key = tenant if self._by_turns else None
         if key not in self._ring:
             self._ring[key] = _TenantCredit()
         return self._ring[key]
 
     def add(self, group: SequenceGroup) -> None:
-        groups = self.account(group.tenant).groups
+        groups = self.tenant_credit(group.tenant).groups
         later = list(takewhile(lambda other: other.arrival > group.arrival, reversed(groups)))
         groups[group] = None
-        for other in reversed(later):  # seldom: groups are added as they arrive
+        for other in reversed(later):  # seldom: groups are mostly added in order of arrival
             groups.move_to_end(other)
         self.num_waiting += 1
 
     def remove(self, group: SequenceGroup) -> None:
-        del self.account(group.tenant).groups[group]
+        del self.tenant_credit(group.tenant).groups[group]
         self.num_waiting -= 1
 
     def next(self) -> SequenceGroup:
-        """The first group of the first tenant in the ring that has credit. Somebody must wait.
+        """The first group of the first tenant with credit. A group must wait.
 
-        A round costs as much as there are accounts, and a turn that lets nobody begin pays off a quantum that was
-        computed before, or forgets the account: over time there are no more of them than steps' worth of tokens.
+        Amortised cost: each turn in which no group begins pays off a quantum of debt, or drops a tenant.
         """
         while True:
-            tenant, account = next(iter(self._ring.items()))
+            tenant, state = next(iter(self._ring.items()))
             if not self._turn_begun:
-                account.credit += self._quantum
+                state.credit += self._quantum
                 self._turn_begun = True
-            if account.groups and account.credit > 0:
-                return next(iter(account.groups))
+            if state.groups and state.credit > 0:
+                return next(iter(state.groups))
             self._turn_begun = False
-            if account.groups or account.credit < 0:
+            if state.groups or state.credit < 0:
                 self._ring.move_to_end(tenant)
             else:
                 del self._ring[tenant]

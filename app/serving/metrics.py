@@ -13,9 +13,8 @@ from typing import Any
 from ray.serve import metrics
 
 from app.engine.load_report import Activity
-from app.engine.report import ReplicaReport
+from app.engine.report import ReplicaReport, StartTimes
 from app.engine.speculation import SpeculationCounts
-from app.engine.startup import StartTimes
 from app.exchange import EdgeObserver
 from app.fleet.messages import GenerateRequest, Piece
 from app.http_errors import error_response

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from app.engine.load_report import LoadMeter, make_report
+from app.engine.load_report import LoadMeter, LoadReporter
 from app.engine.preemption import PreemptionCostModel
 from app.engine.report import ReplicaReport
 from app.engine.request import Request, SequenceGroup
@@ -117,6 +117,9 @@ class SimulatedReplica:
             recovery=self._recovery,
             policy="recompute",
         )
+        self._load = LoadReporter(
+            self._memory, self._scheduler, self._recovery, self.meter, step_tokens=device.step_tokens
+        )
 
     @property
     def num_unfinished(self) -> int:
@@ -149,7 +152,7 @@ class SimulatedReplica:
             arrival.request_id, prompt, _SAMPLING, arrival.num_output_tokens, None, chain, group, prompt.copy()
         )
         request.expected_cached_tokens = expected_cached_tokens
-        self._scheduler.add(group)
+        self._scheduler.waiting.add(group)
         if self._leap is None:
             self.now = now
             self._begin()
@@ -166,14 +169,7 @@ class SimulatedReplica:
     def report(self, now: float) -> ReplicaReport:
         """The contexts of sequences that generate may be as short as when the leap began."""
         self.now = now
-        return make_report(
-            self._memory,
-            self._scheduler,
-            self._recovery,
-            self.meter,
-            step_tokens=self._device.step_tokens,
-            now=now,
-        )
+        return self._load.report(now=now)
 
     def close(self) -> None:
         self._memory.check_integrity()

@@ -23,7 +23,7 @@ def llm() -> Iterator[LLM]:
 def test_parts_add_up_and_the_engine_is_left_as_it_was(llm: LLM) -> None:
     """A part that is counted twice, or a collaborator that goes by another name now, and a wrapper left behind."""
     engine = llm.engine
-    owners = (engine._scheduler, engine.memory, engine._executor, engine._executor._runner, engine._decoding)
+    owners = (engine.scheduler, engine.memory, engine.executor, engine.executor._runner, engine.decoder)
     before = [set(vars(owner)) for owner in owners]
     for i in range(3):
         engine.submit(str(i), [3 + i] * 20, SamplingParams(max_tokens=9, temperature=0, ignore_eos=True))

@@ -474,7 +474,7 @@ def test_a_pinned_conversation_stays(server: Server) -> None:
         assert answer.usage.prompt_tokens_details.cached_tokens == pin.num_tokens
         with pytest.raises(RequestError, match="pinned already"):
             server.handle.pin.remote(PinRequest(name="rules", prompt="x " * 200)).result()
-        with pytest.raises(RequestError, match="shorter than the"):
+        with pytest.raises(RequestError, match="too short to pin"):
             server.handle.pin.remote(PinRequest(name="short", prompt="x")).result()
     finally:
         server.handle.unpin.remote("rules").result()

@@ -56,7 +56,7 @@ class AdapterQueue:
     def add(self, group: SequenceGroup) -> None:
         """Pass a group to the scheduler once its adapter is loaded."""
         if group.adapter is None:
-            self._scheduler.add(group)
+            self._scheduler.waiting.add(group)
         else:
             bisect.insort(self._held, group, key=attrgetter("sort_key"))
 
@@ -84,7 +84,7 @@ class AdapterQueue:
                 failed[request_id] = failure_of(request_id, failure)
                 continue
             if is_ready:
-                self._scheduler.add(group)
+                self._scheduler.waiting.add(group)
             else:
                 self._held.append(group)
                 blocked |= not self._store.is_loading(name)

@@ -54,6 +54,14 @@ async def all_free(engine: AsyncEngine) -> bool:
     return engine.report().active_bytes == 0
 
 
+async def some_run(engine: AsyncEngine) -> bool:
+    return engine.load().num_running > 0
+
+
+async def is_stopped(engine: AsyncEngine) -> bool:
+    return not engine.healthy
+
+
 def test_many_at_once(engine: AsyncEngine) -> None:
     async def main() -> None:
         alone = await collect(engine, [7, 8, 9], GREEDY)
@@ -79,7 +87,7 @@ def test_closing_a_stream_frees_its_pages(engine: AsyncEngine) -> None:
 def test_cancelling_a_task_frees_its_pages(engine: AsyncEngine) -> None:
     async def main() -> None:
         tasks = [asyncio.create_task(collect(engine, [i], LONG)) for i in range(1, 12)]
-        await asyncio.sleep(0.05)
+        await until(lambda: some_run(engine))
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -138,9 +146,6 @@ def test_books_are_audited_while_requests_run(engine: AsyncEngine, monkeypatch: 
     def broken() -> None:
         raise IntegrityError("injected")
 
-    async def stopped() -> bool:
-        return not engine.healthy
-
     async def main() -> None:
         task = asyncio.create_task(collect(engine, [1, 2], LONG))
         await asyncio.sleep(0)
@@ -154,7 +159,7 @@ def test_books_are_audited_while_requests_run(engine: AsyncEngine, monkeypatch: 
             patch.setattr(engine._engine, "check_integrity", broken)
             with pytest.raises(IntegrityError, match="injected"):
                 await engine.check_integrity()
-            await until(stopped)
+            await until(lambda: is_stopped(engine))
         with pytest.raises(EngineError, match="has stopped"):
             await engine.check_integrity()
 
@@ -164,7 +169,7 @@ def test_books_are_audited_while_requests_run(engine: AsyncEngine, monkeypatch: 
 def test_close_fails_what_is_in_flight(engine: AsyncEngine) -> None:
     async def main() -> None:
         task = asyncio.create_task(collect(engine, [1], LONG))
-        await asyncio.sleep(0.05)
+        await until(lambda: some_run(engine))
         await asyncio.to_thread(engine.close)
         with pytest.raises(EngineError, match="has stopped"):
             await task
@@ -205,22 +210,15 @@ def test_steps_that_fail_again_and_again_stop_the_engine(
                 await collect(engine, [1, 2], GREEDY)
         with pytest.raises(UnavailableError, match="send the request again"):
             await collect(engine, [1, 2], GREEDY)
-        await until(stopped(engine))
+        await until(lambda: is_stopped(engine))
         with pytest.raises(UnavailableError):
             engine.check()
 
     run(main())
     assert engine.take_activity().num_failed_steps == 7
     assert [r.getMessage() for r in caplog.records if "the engine stops" in r.getMessage()] == [
-        "the engine stops: 3 failures one after the other; the engine is replaced, send the request again"
+        "the engine stops: 3 failures in a row; the engine is replaced, send the request again"
     ]
-
-
-def stopped(engine: AsyncEngine) -> Callable[[], Awaitable[bool]]:
-    async def is_stopped() -> bool:
-        return not engine.healthy
-
-    return is_stopped
 
 
 def test_requests_that_fail_again_and_again_stop_the_engine(
@@ -240,7 +238,7 @@ def test_requests_that_fail_again_and_again_stop_the_engine(
             assert engine.healthy
             with pytest.raises(EngineError, match="not finite"):
                 await collect(engine, [1, 2], GREEDY)
-        await until(stopped(engine))
+        await until(lambda: is_stopped(engine))
 
     run(main())
 
@@ -248,7 +246,7 @@ def test_requests_that_fail_again_and_again_stop_the_engine(
 def test_a_panic_while_a_request_begins_is_its_own(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(engine._engine, "submit", lambda *_, **__: failing(Panic("unreachable"))())
+            patch.setattr(engine._engine, "add_request", lambda *_, **__: failing(Panic("unreachable"))())
             with pytest.raises(EngineError, match="cannot begin"):
                 await collect(engine, [1, 2], GREEDY)
         assert len(await collect(engine, [1, 2], GREEDY)) == 30
@@ -292,7 +290,7 @@ def test_an_engine_that_hangs_is_noticed(engine: AsyncEngine, monkeypatch: pytes
         await asyncio.sleep(0)
         engine.check()  # a step may take long
         engine._stalled_s = engine._longest_s = 0.0
-        await until(stopped(engine))
+        await until(lambda: is_stopped(engine))
         with pytest.raises(UnavailableError):
             engine.check()
         ends = await asyncio.gather(*tasks, return_exceptions=True)

@@ -74,7 +74,7 @@ def test_samples_share_one_prefill(folder: Path) -> None:
     while engine.has_work:
         for delta in engine.step():
             outputs.setdefault(delta.index, []).extend(delta.token_ids)
-        computed += int(engine._scheduler._scheduled and sum(s.num_tokens for s in engine._scheduler._scheduled))
+        computed += int(engine.scheduler._scheduled and sum(s.num_tokens for s in engine.scheduler._scheduled))
         engine.check_integrity()
     assert computed == 70 + 4 * (NEW_TOKENS - 1)
     assert len({tuple(tokens) for tokens in outputs.values()}) == 4
@@ -181,7 +181,7 @@ def test_beams_cost_no_prefill_and_share_blocks(llama: Path) -> None:
     counts, most_pages = [], 0
     while engine.has_work:
         engine.step()
-        counts.append(sum(s.num_tokens for s in engine._scheduler._scheduled))
+        counts.append(sum(s.num_tokens for s in engine.scheduler._scheduled))
         most_pages = max(most_pages, engine.report().active_bytes)
     assert counts == [64, 26] + [4] * (NEW_TOKENS - 1)
     alone = engine.memory.pages_for(90 + NEW_TOKENS) * engine.memory.groups[0].layout.page_bytes
@@ -201,8 +201,8 @@ def test_preempted_beams_go_on_together(folder: Path, way: str) -> None:
     for i in range(2000):
         if not engine.has_work:
             break
-        if i % 3 == 2 and engine._scheduler._running:
-            engine._scheduler._preempt(engine._scheduler._running[-1], way)  # type: ignore[arg-type]
+        if i % 3 == 2 and engine.scheduler.running:
+            engine.scheduler.preempt(engine.scheduler.running[-1], way)  # type: ignore[arg-type]
         found += engine.step()
         engine.check_integrity()
     assert {(d.request_id, d.index): list(d.token_ids) for d in found} == expected
@@ -279,7 +279,7 @@ def test_forks_that_share_nothing_wait_from_when_they_were_made(llama: Path, mon
     start = time.perf_counter()
     engine.submit("n", prompt(10), SamplingParams(n=2, max_tokens=4, seed=5, ignore_eos=True))
     assert len(run(engine)) == 2
-    queue_s = engine.take_activity().queue_s
+    queue_s = engine.load.take_activity().queue_s
     assert len(queue_s) == 2
     assert all(0 <= waited < time.perf_counter() - start for waited in queue_s)
     engine.close()
@@ -288,7 +288,7 @@ def test_forks_that_share_nothing_wait_from_when_they_were_made(llama: Path, mon
 def test_beams_are_forked_when_they_have_ended(llama: Path) -> None:
     engine = make_engine(llama)
     engine.submit("beams", prompt(50), SamplingParams(n=2, use_beam_search=True, max_tokens=6, ignore_eos=True))
-    with pytest.raises(RequestError, match="still searching"):
+    with pytest.raises(RequestError, match="has not ended"):
         engine.fork("beams", "fork", GREEDY)
     beams = run(engine)
     engine.fork("beams", "fork", GREEDY, index=1)
@@ -346,7 +346,7 @@ def test_a_step_has_few_logits_of_prompts(llama: Path) -> None:
     deltas = []
     while engine.has_work:
         deltas += engine.step()
-        most = max(most, sum(s.num_logits for s in engine._scheduler._scheduled))
+        most = max(most, sum(s.num_logits for s in engine.scheduler._scheduled))
         engine.check_integrity()
     assert most <= 128
     assert [len(d.prompt_logprobs) for d in deltas] == [149] * 4
@@ -387,13 +387,13 @@ def test_drafts_change_nothing(model: str, params: SamplingParams, make_checkpoi
     for request_id, tokens in prompts.items():
         engine.submit(request_id, tokens, params)
     expected = run(engine)
-    schedule = engine._scheduler.schedule
+    schedule = engine.scheduler.schedule
     random = torch.Generator().manual_seed(1)
     accepted = 0
 
     def guessing(_: Any) -> Any:
         drafts = {}
-        for request in engine._scheduler.decoding():
+        for request in engine.scheduler.decoding():
             done = request.num_output_tokens
             right = expected[request.request_id, 0][done : done + int(torch.randint(6, (1,), generator=random))]
             if right and torch.rand(1, generator=random) < 0.5:
@@ -401,7 +401,7 @@ def test_drafts_change_nothing(model: str, params: SamplingParams, make_checkpoi
             drafts[request] = right[: request.max_tokens - done - 1]
         return schedule(drafts)
 
-    engine._scheduler.schedule = guessing  # type: ignore[method-assign]
+    engine.scheduler.schedule = guessing  # type: ignore[method-assign]
     for request_id, tokens in prompts.items():
         engine.submit(request_id, tokens, params)
     outputs: dict[tuple[str, int], list[int]] = {}

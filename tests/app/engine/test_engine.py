@@ -66,14 +66,14 @@ def test_pressure_changes_nothing(make_checkpoint: MakeCheckpoint, view: View) -
             kv_view=view,
         )
         preempted = 0
-        preempt = engine._scheduler._preempt
+        preempt = engine.scheduler.preempt
 
         def count(victim: object, preempt: object = preempt) -> None:
             nonlocal preempted
             preempted += 1
             preempt(victim)  # type: ignore[operator]
 
-        engine._scheduler._preempt = count  # type: ignore[method-assign, assignment]
+        engine.scheduler.preempt = count  # type: ignore[method-assign, assignment]
         for i, prompt in enumerate(prompts(60, 31, 47, 16, 90, 5)):
             engine.submit(str(i), prompt, GREEDY)
         outputs.append(run(engine))
@@ -126,7 +126,7 @@ def test_a_device_smaller_than_the_budget_fails_the_request(
         while engine.has_work:
             deltas += engine.step()
         assert [str(delta.error) for delta in deltas] == [
-            "the device has no memory for this request, although the budget has"
+            "the device has too little memory for this request, although the budget allows it"
         ]
     engine.submit("lucky", prompts(100)[0], GREEDY)
     assert len(run(engine)["lucky"]) == 40
@@ -147,7 +147,7 @@ def test_a_step_that_fails_halfway_is_fenced(engine: Engine, monkeypatch: pytest
     engine.submit("0", prompts(20)[0], GREEDY)
     with monkeypatch.context() as patch:
         patch.setattr(engine.memory, "launched", count)
-        patch.setattr(engine._executor._runner._module, "forward", fail)
+        patch.setattr(engine.executor._runner._module, "forward", fail)
         with pytest.raises(RuntimeError):
             engine.step()
     assert launched == 1
@@ -194,7 +194,7 @@ def test_a_window_layer_keeps_only_its_window(make_checkpoint: MakeCheckpoint, v
         engine.step()
         engine.check_integrity()
         # 48 tokens and a chunk of 64 touch at most eight blocks; after the prompt 48 touch four, and a next one.
-        decoding = any(r.num_output_tokens for group in engine._scheduler._running for r in group.members)
+        decoding = any(r.num_output_tokens for group in engine.scheduler.running for r in group.members)
         assert engine.report().active_bytes <= (5 if decoding else 8) * BLOCK_BYTES
     engine.close()
 
@@ -247,7 +247,7 @@ def test_eos_ends_a_request(engine: Engine) -> None:
     prompt = prompts(12)[0]
     engine.submit("long", prompt, GREEDY)
     first = run(engine)["long"][0]
-    engine._vocabulary.eos_token_ids = frozenset([first])
+    engine.vocabulary.eos_token_ids = frozenset([first])
     engine.submit("short", prompt, SamplingParams(max_tokens=40, temperature=0))
     deltas = []
     while engine.has_work:
@@ -296,7 +296,7 @@ def test_a_failed_step_loses_nothing(engine: Engine, monkeypatch: pytest.MonkeyP
 def test_logits_that_are_no_numbers_fail_their_request_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.submit("broken", prompts(20)[0], GREEDY)
     engine.submit("sound", prompts(20)[0], GREEDY)
-    real = engine._executor._runner.run
+    real = engine.executor._runner.run
 
     def spoil(batch: StepBatch) -> torch.Tensor:
         logits = real(batch).clone()
@@ -304,7 +304,7 @@ def test_logits_that_are_no_numbers_fail_their_request_only(engine: Engine, monk
         return logits
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._executor._runner, "run", spoil)
+        patch.setattr(engine.executor._runner, "run", spoil)
         broken, sound = engine.step()
     assert (broken.request_id, broken.token_ids, broken.finished) == ("broken", (), True)
     assert "not finite" in str(broken.error)

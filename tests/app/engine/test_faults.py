@@ -173,7 +173,7 @@ class Run:
     def look(self) -> None:
         """Note what the victims have by now."""
         for name in self.victims.values():
-            generation = self.engine._generations.get(name)
+            generation = self.engine.generations.get(name)
             for request in generation or ():
                 state = request.sampling
                 mine = [state.matcher, state._counts, state._output, request.text, request.memory, request.token_ids]
@@ -184,7 +184,7 @@ class Run:
     def __call__(self, victim: str | None = None) -> tuple[Outputs, dict[str, list[FolioError]]]:
         """Everybody's tokens, by output, and what they ended with."""
         engine = self.engine
-        engine._cancel_all()  # of a test that has failed
+        engine.cancel_all()  # of a test that has failed
         engine.memory.tree.clear()
         self.owned.clear()
         outputs: Outputs = defaultdict(lambda: defaultdict(tuple))
@@ -207,10 +207,10 @@ class Run:
             engine.check_integrity()
             if not engine.has_work and number:
                 break
-        assert not engine.has_work, list(engine._generations)
-        assert not engine._deadlines.expired(math.inf)
-        assert not engine._scheduler.unfinished()
-        assert not engine._adapters.waiting_groups
+        assert not engine.has_work, list(engine.generations)
+        assert not engine.deadlines.expired(math.inf)
+        assert not engine.scheduler.unfinished()
+        assert not engine.adapters.waiting_groups
         for seed in VICTIM_SEEDS:
             engine.memory.unpin(f"pin {seed}") if f"pin {seed}" in {p.name for p in engine.report().pins} else None
         return {name: dict(of_name) for name, of_name in outputs.items()}, dict(errors)
@@ -362,7 +362,7 @@ def cases(prefix: str, names: str, victim: str, belongs: Belongs | None = None, 
 
 CASES = [
     # It begins.
-    *cases("engine.Engine", "_add", "rich", expected=REFUSED),
+    *cases("engine.Engine", "validate add_request", "rich", expected=REFUSED),
     *cases("intake.RequestValidator", "validate_request create_request _check_together", "rich", expected=REFUSED),
     *cases("vocabulary.Vocabulary", "check_params state detokenizer _bad_words", "rich", expected=REFUSED),
     *cases("vocabulary.Vocabulary", "_matcher", "structured", expected=REFUSED),
@@ -399,7 +399,7 @@ CASES = [
     *cases("decoding.Decoder", "_roll_back", "guessed"),
     Case("vmem.memory.KVMemory.truncate", "guessed"),
     # A token is chosen.
-    *cases("decoding", "_of_prompt", "rich"),
+    *cases("decoding", "_prompt_logprobs _rows_to_sample", "rich"),
     *cases("decoding", "prompt_logprobs", "rich", with_number(6)),
     *cases("sampling.state.SamplingState", "fork forbidden noise_key counts", "rich"),
     *cases("sampling.state", "noise_key", "plain", by_seed),
@@ -440,7 +440,7 @@ EXEMPT = {
     "app.engine.speculation.*.forget_request": "the same",
     "app.engine.load_report.LoadMeter.note_ended": "the same: adds up two numbers",
     "app.engine.engine.Engine._pin": "is nothing but KVMemory.pin",
-    "app.engine.engine.Engine.submit": "is nothing but Engine._add",
+    "app.engine.engine.Engine.submit": "is nothing but Engine.validate and Engine.add_request",
     "app.engine.*.check_integrity": "for tests",
     "app.engine.speculation.ngram.NgramIndex._sealed": "part of NgramIndex.extend",
     "app.engine.sampling.state.SamplingState._note_length": "part of SamplingState.append",
@@ -471,7 +471,7 @@ def test_a_failing_call_ends_its_request_only(
 ) -> None:
     """Anything but two reasons of a parser failed the step, and with that everybody."""
     unharmed = whole(case.victim) if case.expected == WITHOUT_GUESSES else {}
-    store = run.engine._adapters._store
+    store = run.engine.adapters._store
     assert store is not None
     store._evict([name for name in store.slots if name != "mine"])
     injection = Injection(run, case)
@@ -500,7 +500,7 @@ def test_a_failing_call_ends_its_request_only(
 def test_every_call_for_one_request_is_among_the_cases(run: Run) -> None:
     """A call that is new here needs a row in the table above, or a reason why not."""
     seen: set[str] = set()
-    structures = run.engine._vocabulary._structures
+    structures = run.engine.vocabulary._structures
     assert structures is not None
     structures._cache.clear()
     kinds = (Request, SamplingState, SamplingParams, Generation, Delta, SequenceMemory)
@@ -556,7 +556,7 @@ def test_a_draft_model_that_fails_for_one_guesses_for_the_others(
 ) -> None:
     """It failed the step, or left what it had promised to others."""
     run = Run(make_engine(folder, speculation="draft", draft_model=str(folder)))
-    speculation = run.engine._speculation
+    speculation = run.engine.speculation
     assert speculation is not None
     others = {name: ask for name, ask in OTHERS.items() if name != "adapter"}
     monkeypatch.setattr(f"{__name__}.OTHERS", others)

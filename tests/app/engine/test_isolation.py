@@ -59,7 +59,7 @@ def written_rows(engine: Engine, g: int) -> dict[int, int]:
         if at == g
         for block_id in node.blocks[g] or ()
     }
-    owners = [(r.memory, r.num_computed) for r in engine._scheduler.unfinished() if r.memory is not None]
+    owners = [(r.memory, r.num_computed) for r in engine.scheduler.unfinished() if r.memory is not None]
     owners += [(pinned, pinned.num_tokens) for pinned in memory.pins.sequences]
     for sequence, num_computed in owners:
         table = sequence.groups[g]
@@ -97,14 +97,14 @@ class Poisoned:
         self.engine = engine
         self.on = False
         self.num_places = 0
-        run = engine._executor.run
+        run = engine.executor.run
 
         def poison_and_run(plan: StepPlan, memory: KVMemory) -> torch.Tensor:
             if self.on:
                 self.num_places += poison(engine)
             return run(plan, memory)
 
-        engine._executor.run = poison_and_run  # type: ignore[method-assign]
+        engine.executor.run = poison_and_run  # type: ignore[method-assign]
 
 
 def work(engine: Engine, way: str) -> Outputs:
@@ -130,8 +130,8 @@ def work(engine: Engine, way: str) -> Outputs:
         if number == 12:
             ask("long", tokens(150, 8), temperature=0)
             ask("best", tokens(37, 2), n=1, best_of=2)
-        if number % 7 == 6 and engine._scheduler._running:
-            engine._scheduler._preempt(engine._scheduler._running[-1], way)  # type: ignore[arg-type]
+        if number % 7 == 6 and engine.scheduler.running:
+            engine.scheduler.preempt(engine.scheduler.running[-1], way)  # type: ignore[arg-type]
         if number > 12 and not engine.has_work:
             break
         for delta in engine.step():

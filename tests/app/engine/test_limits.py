@@ -42,18 +42,18 @@ def test_a_request_past_its_deadline_ends(engine: Engine) -> None:
     engine.submit("waits", [1, 2, 3], LONG, timeout_s=1e6)
     engine.submit("in time", [1, 2, 3], GREEDY, timeout_s=1e6)
     for name in ("runs", "waits"):
-        engine._deadlines.add(name, 0.0)
-    engine._scheduler.schedule = lambda: pytest.fail("a step is computed for nobody")  # type: ignore[method-assign, assignment]
+        engine.deadlines.add(name, 0.0)
+    engine.scheduler.schedule = lambda: pytest.fail("a step is computed for nobody")  # type: ignore[method-assign, assignment]
     deltas = engine.step()
     assert [(d.request_id, type(d.error), d.ends_request) for d in deltas] == [
         ("runs", DeadlineError, True),
         ("waits", DeadlineError, True),
     ]
-    del engine._scheduler.schedule
+    del engine.scheduler.schedule
     assert engine.report().active_bytes == 0
     while engine.has_work:
         assert not any(delta.error for delta in engine.step())
-    assert not engine._deadlines.expired(math.inf)
+    assert not engine.deadlines.expired(math.inf)
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.nan, math.inf])
@@ -67,7 +67,7 @@ def test_the_next_request_of_a_name_has_no_deadline_of_the_last(engine: Engine) 
     engine.submit("0", [1], GREEDY, timeout_s=1e6)
     engine.cancel("0")
     engine.submit("0", [1], GREEDY)
-    assert not engine._deadlines.expired(math.inf)
+    assert not engine.deadlines.expired(math.inf)
     engine.cancel("0")
 
 
@@ -100,7 +100,7 @@ def test_coming_back_is_worth_it_when_half_of_them_have_begun() -> None:
     assert seconds([500, 500]) == pytest.approx((10 + 10) / 2)
     assert seconds([5]) == pytest.approx(1.05 / 2)
     assert seconds([10**9]) == 60.0
-    meter._ended.add(10, 0.0)  # one a second: 60 of them take a minute
+    meter.ended_requests.add(10, 0.0)  # one a second: 60 of them take a minute
     assert seconds([1] * 60) == pytest.approx(30.0)
 
 
@@ -114,7 +114,7 @@ def test_who_waits_for_room_in_the_cache_waits_longer() -> None:
 
     assert seconds(0) == 60.0
     assert seconds(4000) == 0.05  # half of them fit, and are computed at once
-    meter._freed.add(5000, 0.0)  # 500 a second
+    meter.freed_tokens.add(5000, 0.0)  # 500 a second
     assert seconds(0) == pytest.approx(4000 / 500)
     assert seconds(3000) == pytest.approx(1000 / 500)
 

@@ -110,5 +110,5 @@ def test_nothing_runs_in_a_closed_llm(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(completions.result(30)[0].token_ids) == 3
     assert order.index("close") == len(order) - 1 == order.count("step") > 0
     llm.close()
-    with pytest.raises(EngineError, match="closed; make another one"):
+    with pytest.raises(EngineError, match="closed; create another one"):
         llm.generate([[1, 2]])

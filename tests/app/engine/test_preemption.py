@@ -66,6 +66,6 @@ def test_swaps_are_tried_where_nobody_is_yet(make_checkpoint: MakeCheckpoint) ->
     folder = make_checkpoint("llama", **ARCHITECTURES["llama"][1])
     for settings in ({}, {"swap_bytes": 0}, {"kv_memory_bytes": 6 * 16 * 768}):
         with LLM(folder, **({"kv_memory_bytes": 16 << 20, "skip_tokenizer_init": True} | settings)) as llm:
-            cost = llm.engine._recovery.cost([], 1 << 20)
+            cost = llm.engine.recovery.cost([], 1 << 20)
             assert (cost.swap_s > 0) == ("swap_bytes" not in settings)
             llm.engine.check_integrity()

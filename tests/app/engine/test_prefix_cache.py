@@ -27,13 +27,13 @@ class Counted:
         self.engine = Engine(EngineConfig(model=folder, **(defaults | settings)))  # type: ignore[arg-type]
         self.steps: list[int] = []
         self.cached: dict[str, int] = {}
-        run = self.engine._executor._runner.run
+        run = self.engine.executor._runner.run
 
         def count(batch: StepBatch) -> torch.Tensor:
             self.steps.append(len(batch.token_ids))
             return run(batch)
 
-        self.engine._executor._runner.run = count  # type: ignore[method-assign]
+        self.engine.executor._runner.run = count  # type: ignore[method-assign]
 
     def run(self) -> dict[str, list[int]]:
         outputs: dict[str, list[int]] = {}
@@ -214,21 +214,21 @@ def test_preemption_changes_nothing_and_lets_nobody_pass(policy: str, make_check
             preemption=policy,
             prefix_cache=False,
         )
-        scheduler = counted.engine._scheduler
+        scheduler = counted.engine.scheduler
         longer = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
         for i, length in enumerate((60, 31, 47, 16, 90, 5)):
             counted.engine.submit(str(i), tokens(length, i), longer, priority=i % 2)
         finished: dict[str, list[int]] = {}
         while counted.engine.has_work:
-            waiting = {g.sort_key for g in scheduler._waiting}
-            preempted = {g.sort_key for g in scheduler._preempted}
+            waiting = {g.sort_key for g in scheduler.waiting}
+            preempted = {g.sort_key for g in scheduler.preempted}
             for delta in counted.engine.step():
                 finished.setdefault(delta.request_id, []).extend(delta.token_ids)
             counted.engine.check_integrity()
-            if preempted & {g.sort_key for g in scheduler._preempted}:
-                assert {g.sort_key for g in scheduler._waiting} == waiting
-            if scheduler._preempted and scheduler._running:
-                assert min(g.sort_key for g in scheduler._preempted) > max(g.sort_key for g in scheduler._running)
+            if preempted & {g.sort_key for g in scheduler.preempted}:
+                assert {g.sort_key for g in scheduler.waiting} == waiting
+            if scheduler.preempted and scheduler.running:
+                assert min(g.sort_key for g in scheduler.preempted) > max(g.sort_key for g in scheduler.running)
         assert (scheduler.num_preempted[policy] > 0) == (num_blocks == 12)  # type: ignore[index]
         outputs.append(finished)
         counted.engine.close()
@@ -290,7 +290,7 @@ def test_a_pinned_prefix_is_there_from_the_start() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"pinned_prompts": {"short": "Hi"}}, "shorter than the"),
+        ({"pinned_prompts": {"short": "Hi"}}, "too short to pin"),
         ({"pinned_prompts": {"a": "b"}, "pinned_system_prompts": {"a": "c"}}, "both have a"),
         ({"pinned_prompts": {"rules": "x " * 100}, "prefix_cache": False}, "prefix_cache is off"),
         ({"pinned_prompts": {"rules": "x " * 100}, "pin_quota": 0.0}, "may be pinned"),
@@ -326,13 +326,13 @@ def test_a_prefix_pinned_after_traffic_stays(model: str, make_checkpoint: MakeCh
 def test_who_shares_what_is_not_computed_yet_is_never_swapped(make_checkpoint: MakeCheckpoint) -> None:
     """Its blocks were copied out empty, and came back as computed."""
     counted = Counted(make_checkpoint, preemption="swap")
-    engine, scheduler = counted.engine, counted.engine._scheduler
+    engine, scheduler = counted.engine, counted.engine.scheduler
     for i in range(2):
         engine.submit(str(i), tokens(64) + tokens(8, 1 + i), GREEDY)
     scheduler.schedule()
-    second = engine._generations["1"].sequences[0]
+    second = engine.generations["1"].sequences[0]
     assert second.num_computed == 64
-    scheduler._preempt(second.group)
+    scheduler.preempt(second.group)
     assert second.group.swapped is None
     assert second.num_computed == 0
     scheduler.abort_step()
@@ -365,7 +365,7 @@ def test_no_more_forks_than_sequences_run_at_once(make_checkpoint: MakeCheckpoin
     for i in range(2):
         counted.engine.submit(str(i), tokens(3, i), GREEDY)
         counted.engine.step()
-    with pytest.raises(RequestError, match="2 sequences run at once"):
+    with pytest.raises(RequestError, match="at most 2 run at once"):
         counted.engine.fork("0", "2", GREEDY)
     assert {len(output) for output in counted.run().values()} <= {6, 7, 8}
     counted.engine.close()
@@ -388,7 +388,7 @@ def test_a_swapped_group_that_lost_a_member_comes_back(make_checkpoint: MakeChec
     engine.fork("0", "1", SamplingParams(max_tokens=49, temperature=1.0, seed=1, ignore_eos=True))
     for _ in range(30):
         first += [token for delta in engine.step() if delta.request_id == "0" for token in delta.token_ids]
-    engine._scheduler._preempt(engine._generations["0"].sequences[0].group, "swap")
+    engine.scheduler.preempt(engine.generations["0"].sequences[0].group, "swap")
     assert engine.report().swapped_bytes > 0
     engine.set_budget(13 * 16 * 768, 1)
     engine.cancel("1")
@@ -411,8 +411,8 @@ def test_without_host_memory_requests_are_computed_again(
     counted.engine.submit("0", tokens(40), GREEDY)
     counted.engine.step()
     monkeypatch.setattr(counted.engine.memory.contents, "save", full)
-    counted.engine._scheduler._preempt(counted.engine._generations["0"].sequences[0].group)
-    assert counted.engine._scheduler.num_preempted == {"swap": 0, "recompute": 1}
+    counted.engine.scheduler.preempt(counted.engine.generations["0"].sequences[0].group)
+    assert counted.engine.scheduler.num_preempted == {"swap": 0, "recompute": 1}
     assert counted.engine.report().swapped_bytes == 0
     assert len(counted.run()["0"]) == 7
     counted.engine.close()

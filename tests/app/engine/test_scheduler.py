@@ -31,7 +31,7 @@ class Counted:
         folder = make_checkpoint("llama", **TINY)
         self.engine = Engine(EngineConfig(model=str(folder), **(defaults | settings)))
         self.most_tokens = self.most_rows = self.most_drafts = 0
-        scheduler, schedule = self.engine._scheduler, self.engine._scheduler.schedule
+        scheduler, schedule = self.engine.scheduler, self.engine.scheduler.schedule
 
         def checked(*args: Any) -> list[Scheduled]:
             scheduled = schedule(*args)
@@ -95,7 +95,7 @@ def test_a_fork_finds_no_place_that_coming_forks_have(make: Any) -> None:
     engine.step()
     engine.submit("long", list(range(40)), SamplingParams(n=3, max_tokens=2, ignore_eos=True))
     engine.step()  # its prompt takes three
-    with pytest.raises(RequestError, match="no room for a fork"):
+    with pytest.raises(RequestError, match="no room for 1 more sequences"):
         engine.fork("runs", "fork", greedy(50))
     counted.run()
     assert counted.most_rows == 4
@@ -106,10 +106,10 @@ def test_beams_that_may_come_back_have_their_places(make: Any) -> None:
     counted: Counted = make(max_num_seqs=4)
     counted.engine.submit("beams", [1, 2], greedy(4, n=3, use_beam_search=True))
     counted.engine.step()
-    [group] = counted.engine._scheduler._running
-    counted.engine._decoding.end_sequence(group.members[-1])
+    [group] = counted.engine.scheduler.running
+    counted.engine.decoder.end_sequence(group.members[-1])
     assert len(group.members) == 2
-    assert counted.engine._scheduler.num_running == 3
+    assert counted.engine.scheduler.num_running == 3
     counted.engine.cancel("beams")
 
 
@@ -128,19 +128,27 @@ def test_whatever_is_asked_steps_stay_within_their_bounds(
         speculation=rng.choice(["off", "ngram"]),
         fair_tenants=rng.random() < 0.5,
     )
-    engine, scheduler = counted.engine, counted.engine._scheduler
-    is_refused, num_refused = scheduler._is_refused, 0
+    engine, scheduler = counted.engine, counted.engine.scheduler
+    can_admit, fits, num_refused, matched = scheduler._can_admit, scheduler._fits, 0, False
 
-    def is_refused_rightly(group: SequenceGroup, reserve: int) -> bool:
-        nonlocal num_refused
-        refused, memo = is_refused(group, reserve), scheduler._refused
-        if refused:
+    def note_match(group: SequenceGroup, reserve: int) -> bool:
+        nonlocal matched
+        matched = True
+        return fits(group, reserve)
+
+    def check_refusal(group: SequenceGroup, reserve: int) -> bool:
+        nonlocal matched, num_refused
+        matched = False
+        if can_admit(group, reserve):
+            return True
+        if not matched and scheduler.num_running + group.num_sequences <= scheduler.max_num_seqs:
             num_refused += 1
-            assert not scheduler._fits(group, reserve)
+            memo = scheduler._refused
+            assert not fits(group, reserve)
             scheduler._refused = memo
-        return refused
+        return False
 
-    scheduler._is_refused = is_refused_rightly  # type: ignore[method-assign]
+    scheduler._can_admit, scheduler._fits = check_refusal, note_match  # type: ignore[method-assign]
     common, names = ids(rng, 60), []
     for number in range(120):
         kind = rng.random()
@@ -160,8 +168,8 @@ def test_whatever_is_asked_steps_stay_within_their_bounds(
                 engine.fork(rng.choice(names), f"fork {number}", greedy(rng.choice([1, 12]), n=rng.choice([1, 3])))
         elif kind < 0.85 and names:
             engine.cancel(rng.choice(names))
-        elif kind < 0.9 and scheduler._running:
-            scheduler._preempt(rng.choice(scheduler._running), rng.choice(["swap", "recompute"]))
+        elif kind < 0.9 and scheduler.running:
+            scheduler.preempt(rng.choice(scheduler.running), rng.choice(["swap", "recompute"]))
         elif kind < 0.95:
             least, most = engine.memory.least_budget_bytes, engine.memory.most_budget_bytes
             engine.set_budget(rng.randint(least, most), number)
@@ -179,7 +187,7 @@ def test_what_runs_is_counted_once_and_not_for_each_draft(make: Any, monkeypatch
     engine = make(max_num_seqs=64).engine
     for i in range(64):
         engine.submit(str(i), [i, 1, 2], greedy(20))
-    while len(engine._scheduler.decoding()) < 64:
+    while len(engine.scheduler.decoding()) < 64:
         engine.step()
     reserve, calls = Scheduler._reserve.fget, []  # type: ignore[attr-defined]
 
@@ -189,11 +197,11 @@ def test_what_runs_is_counted_once_and_not_for_each_draft(make: Any, monkeypatch
         return pages
 
     monkeypatch.setattr(Scheduler, "_reserve", property(counted))
-    scheduled = engine._scheduler.schedule(dict.fromkeys(engine._scheduler.decoding(), (1, 2)))
+    scheduled = engine.scheduler.schedule(dict.fromkeys(engine.scheduler.decoding(), (1, 2)))
     assert [len(s.drafts) for s in scheduled] == [2] * 64
     assert len(calls) == 1
-    engine._scheduler.abort_step()
-    engine._cancel_all()
+    engine.scheduler.abort_step()
+    engine.cancel_all()
 
 
 @pytest.fixture
@@ -239,14 +247,14 @@ def test_who_waits_for_a_prefix_begins_when_it_is_computed(make: Any, looked_up:
     engine.submit("first", prefix + ids(rng, 5), greedy(40))
     engine.step()
     engine.submit("second", prefix + ids(rng, 5), greedy(4))
-    scheduler = engine._scheduler
+    scheduler = engine.scheduler
     for _ in range(2):
         engine.step()
-        assert scheduler.num_queued == 1
-    [first] = [request for group in scheduler._running for request in group.members]
+        assert len(scheduler.waiting) == 1
+    [first] = [request for group in scheduler.running for request in group.members]
     assert first.num_computed == 96, "what it waits for is computed now"
     engine.step()
-    assert scheduler.num_queued == 0
+    assert len(scheduler.waiting) == 0
     engine.cancel("first")
     while engine.has_work:
         for delta in engine.step():

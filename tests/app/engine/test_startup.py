@@ -20,14 +20,15 @@ from app.config.engine import EngineConfig
 from app.engine import AsyncEngine, SamplingParams
 from app.engine.engine import Engine
 from app.engine.model.loader import load_model
+from app.engine.report import StartClock, StartTimes, process_age_s
 from app.engine.startup import (
     SAMPLED,
     STRUCTURED,
-    StartClock,
-    StartTimes,
+    hot_prefixes,
     merge_hot_prefixes,
     prefix_fingerprint,
-    process_age_s,
+    warm_prefixes,
+    warm_up,
     warm_up_rounds,
 )
 from app.errors import ConfigError, EngineError, ModelError, UnavailableError
@@ -166,18 +167,18 @@ def test_a_warm_engine_is_as_good_as_new(model: str, make_checkpoint: MakeCheckp
     """But for its step times: nothing is cached, counted, or to be forked; and its outputs are the same."""
     cold, warm = (Engine(config(make_checkpoint, model)) for _ in range(2))
     fresh = warm.report()
-    warm.warm_up()
+    warm_up(warm)
     warm.check_integrity()
     report = warm.report()
     for name in ("queried_tokens", "hit_tokens", "evicted_blocks", "cached_prefixes", "active_bytes", "cached_bytes"):
         assert getattr(report, name) == getattr(fresh, name) == 0, name
-    assert not warm.hot_prefixes()
-    load = warm.load()
+    assert not hot_prefixes(warm)
+    load = warm.load.report()
     assert (load.keys, load.busy_share, load.freed_tokens_per_s, load.num_running) == (b"", 0, 0, 0)
     assert load.step.token_s > 0 or load.step.fixed_s > 0
-    assert cold.load().step == type(load.step)()
-    assert warm._decoding.ended.get("warm-up 0", 0) is None
-    assert warm.start_times.warm_up_s > 0
+    assert cold.load.report().step == type(load.step)()
+    assert warm.decoder.ended.get("warm-up 0", 0) is None
+    assert warm.clock.times.warm_up_s > 0
     outputs = []
     for engine in (cold, warm):
         engine.submit("r", tokens(150), GREEDY)
@@ -188,11 +189,11 @@ def test_a_warm_engine_is_as_good_as_new(model: str, make_checkpoint: MakeCheckp
 
 def test_guesses_of_the_warm_up_do_not_count(make_checkpoint: MakeCheckpoint) -> None:
     engine = Engine(config(make_checkpoint, speculation="ngram"))
-    lengths = engine._speculation._lengths  # type: ignore[union-attr]
-    engine.warm_up()
+    lengths = engine.speculation._lengths  # type: ignore[union-attr]
+    warm_up(engine)
     assert engine.speculation is not None
-    assert engine.speculation.draft_tokens == 0
-    assert engine._speculation._lengths is not lengths  # type: ignore[union-attr]
+    assert engine.speculation.counts.draft_tokens == 0
+    assert engine.speculation._lengths is not lengths  # type: ignore[union-attr]
     run(engine, tokens(20) * 3)
     engine.close()
 
@@ -276,12 +277,12 @@ def test_a_new_engine_has_what_others_are_asked_for(make_checkpoint: MakeCheckpo
     for _ in range(2):
         run(old, tokens(65))
         run(old, tokens(65, 1), tenant="a", cache_salt="s")
-    restored = new.warm_prefixes([old.hot_prefixes()], 60)
+    restored = warm_prefixes(new, [hot_prefixes(old)], 60)
     assert (restored.pinned, restored.hot, restored.failed, restored.late) == (1, 2, 0, 0)
     new.check_integrity()
     assert [(pin.name, pin.num_tokens) for pin in new.report().pins] == [("rules", 48)]
-    assert sorted(new.load().keys) == sorted(old.load().keys)  # what routers are told first
-    assert new._decoding.ended.get("restore 1", 0) is None
+    assert sorted(new.load.report().keys) == sorted(old.load.report().keys)  # what routers are told first
+    assert new.decoder.ended.get("prefix 1", 0) is None
     assert new.report().queried_tokens == 0
     for engine in (old, new):
         assert run(engine, tokens(65)) == 64
@@ -301,7 +302,7 @@ def test_a_restored_prefix_may_be_refused_and_others_are_not(make_checkpoint: Ma
         prefix(32, 0, 3, "rules"),
         prefix(32, 1, 4),
     ]
-    restored = engine.warm_prefixes([told], 60)
+    restored = warm_prefixes(engine, [told], 60)
     assert (restored.pinned, restored.hot, restored.failed, restored.late) == (0, 1, 3, 0)
     assert run(engine, [*tokens(32, 4), 7]) == 32
     engine.close()
@@ -336,15 +337,15 @@ def test_what_the_settings_pin_is_not_told() -> None:
     """Replicas of newer settings pin something else under that name, or nothing."""
     engine = Engine(EngineConfig(model="builtin", kv_memory_bytes=16 << 20, pinned_prompts={"rules": "x y z " * 40}))
     assert [pin.name for pin in engine.report().pins] == ["rules"]
-    assert engine.hot_prefixes() == []
+    assert hot_prefixes(engine) == []
     engine.close()
 
 
 def test_restoring_ends_in_time(make_checkpoint: MakeCheckpoint, caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(config(make_checkpoint))
-    restored = engine.warm_prefixes([[prefix(64, 1), prefix(48, 0, 1, "rules")]], 0.0)
+    restored = warm_prefixes(engine, [[prefix(64, 1), prefix(48, 0, 1, "rules")]], 0.0)
     assert (restored.pinned, restored.hot, restored.late) == (0, 0, 2)
-    assert "no time to restore 'rules'" in caplog.text
+    assert "no time to pin 'rules'" in caplog.text
     assert not engine.has_work
     engine.check_integrity()
     assert run(engine, tokens(65)) == 0
@@ -365,7 +366,7 @@ def test_a_step_that_fails_while_restoring_is_no_reason_not_to_start(
         return compute(scheduled)
 
     monkeypatch.setattr(engine, "_compute", fail_at_second)
-    restored = engine.warm_prefixes([[prefix(64, 2, 1), prefix(160, 1)]], 60)
+    restored = warm_prefixes(engine, [[prefix(64, 2, 1), prefix(160, 1)]], 60)
     assert (restored.pinned, restored.hot, restored.failed, restored.late) == (0, 1, 1, 0)
     assert "injected" in caplog.text
     engine.check_integrity()
@@ -384,7 +385,7 @@ def test_a_broken_engine_does_not_go_on_restoring(
 
     monkeypatch.setattr(engine, "step", fail)
     with pytest.raises(type(error), match="injected"):
-        engine.warm_prefixes([[prefix(64, 2)]], 60)
+        warm_prefixes(engine, [[prefix(64, 2)]], 60)
     engine.close()
 
 

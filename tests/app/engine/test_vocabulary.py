@@ -129,7 +129,7 @@ def test_contradictions_end_the_request_alone(engine: Engine) -> None:
     engine.submit("fine", encode(engine, STORY), SamplingParams(structure=choice))
     found = run(engine)
     assert isinstance(found["never"].error, RequestError)
-    assert "contradicts" in str(found["never"].error)
+    assert "contradict each other" in str(found["never"].error)
     assert found["fine"].text == "north"
 
 
@@ -143,7 +143,7 @@ def test_contradictions_end_the_request_alone(engine: Engine) -> None:
 )
 def test_what_the_model_does_not_have_is_refused(engine: Engine, params: dict[str, object], field: str) -> None:
     with pytest.raises(RequestError) as error:
-        engine.validate([1], SamplingParams(**params))  # type: ignore[arg-type]
+        engine.validate([1], SamplingParams(**params), {})  # type: ignore[arg-type]
     assert error.value.param == field
 
 

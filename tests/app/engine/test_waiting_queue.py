@@ -29,13 +29,20 @@ def group_of(
     return group
 
 
+def pop(queue: WaitingQueue) -> SequenceGroup:
+    group = queue.peek()
+    assert group is not None
+    queue.remove(group)
+    return group
+
+
 def test_without_turns_tenants_make_no_difference() -> None:
     queue = WaitingQueue()
     groups = [group_of(tenant, priority) for tenant, priority in zip("abab", (0, 1, 1, 0), strict=True)]
     for group in groups:
         queue.add(group)
     queue.charge(groups[0], 10**6)
-    assert [queue.pop() for _ in groups] == [groups[0], groups[3], groups[1], groups[2]]
+    assert [pop(queue) for _ in groups] == [groups[0], groups[3], groups[1], groups[2]]
     assert queue.peek() is None
 
 
@@ -46,7 +53,7 @@ def test_whoever_is_added_late_stands_where_it_arrived(quantum: int | None) -> N
     for i in (0, 3, 4, 1, 2):
         queue.add(groups[i])
     assert list(queue) == [groups[i] for i in (0, 3, 4, 1, 2)]
-    assert [queue.pop() for _ in groups] == groups
+    assert [pop(queue) for _ in groups] == groups
 
 
 def test_a_request_that_waits_for_room_is_passed_only_by_a_higher_priority() -> None:
@@ -59,7 +66,7 @@ def test_a_request_that_waits_for_room_is_passed_only_by_a_higher_priority() -> 
     assert queue.peek() is large
     urgent = group_of("b", priority=-1)
     queue.add(urgent)
-    assert queue.pop() is urgent
+    assert pop(queue) is urgent
     assert queue.peek() is other  # its turn came
 
 
@@ -71,7 +78,7 @@ def test_who_comes_back_has_its_debts_and_no_savings() -> None:
     def next_tenants(count: int) -> list[str | None]:
         tenants = []
         for _ in range(count):
-            group = queue.pop()
+            group = pop(queue)
             queue.charge(group, 10)
             tenants.append(group.tenant)
         return tenants
@@ -92,12 +99,12 @@ def test_forgotten_when_nobody_waits() -> None:
     queue = WaitingQueue(10)
     first = group_of("a")
     queue.add(first)
-    queue.pop()
+    pop(queue)
     queue.charge(first, 10**9)
     groups = [group_of("a"), group_of("b")]
     for group in groups:
         queue.add(group)
-    assert [queue.pop(), queue.pop()] == groups
+    assert [pop(queue), pop(queue)] == groups
 
 
 def test_thousands_of_tenants_are_forgotten_again() -> None:
@@ -109,7 +116,7 @@ def test_thousands_of_tenants_are_forgotten_again() -> None:
     for i in range(5000):
         queue.add(group_of(f"tenant {i}"))
         while len(queue) > 4:
-            group = queue.pop()
+            group = pop(queue)
             queue.charge(group, 100)
             if group.tenant == "always":
                 queue.add(group_of("always"))
@@ -171,7 +178,7 @@ def test_what_backlogged_tenants_get_differs_by_a_constant(
         while coming and coming[0][0] <= step:
             add(f"other {len(coming) % 3}", 1, coming.popleft()[1])
         while len(running) < num_slots:
-            group = queue.pop()
+            group = pop(queue)
             charge(group, sum(len(r.token_ids) for r in group.members))
             running.append(group)
             if group.tenant in sizes:
@@ -213,7 +220,7 @@ def test_order_and_books(operations: list[tuple[str, object, int]], quantum: int
             waiting[number, group.tenant].append(group)
             queue.add(group)
         elif name == "pop" and everybody:
-            group = queue.pop()
+            group = pop(queue)
             assert group.priority == min(g.priority for g in everybody)
             assert group is waiting[group.priority, group.tenant][0]
             if quantum is None:

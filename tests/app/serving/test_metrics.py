@@ -16,9 +16,9 @@ from ray.serve import metrics
 
 from app.config.engine import EngineConfig
 from app.engine.engine import Engine
+from app.engine.report import StartTimes
 from app.engine.sampling.params import SamplingParams
 from app.engine.speculation import SpeculationCounts
-from app.engine.startup import StartTimes
 from app.errors import DeadlineError, EngineError, OverloadedError, RequestError, UnavailableError, UnknownModelError
 from app.fleet.messages import GenerateRequest, Piece
 from app.serving.metrics import EngineMeter, RequestMeter
@@ -120,7 +120,7 @@ def test_an_engines_activity_is_recorded_once(recorded: Recorded, engine: Engine
 
     def note() -> list[tuple[str, float, dict[str, str]]]:
         recorded.clear()
-        meter.note(engine.load(), engine.report(), engine.take_activity())
+        meter.note(engine.load.report(), engine.report(), engine.load.take_activity())
         return list(recorded)
 
     def values(name: str) -> list[float]:
@@ -152,7 +152,7 @@ def test_an_engines_activity_is_recorded_once(recorded: Recorded, engine: Engine
 
 def test_preemptions_are_counted_by_mode(recorded: Recorded, engine: Engine) -> None:
     meter = EngineMeter()
-    load, report, activity = engine.load(), engine.report(), engine.take_activity()
+    load, report, activity = engine.load.report(), engine.report(), engine.load.take_activity()
     meter.note(load, report, replace(activity, num_preempted={"swap": 2, "recompute": 0}))
     meter.note(load, report, replace(activity, num_preempted={"swap": 2, "recompute": 1}))
     assert [call for call in recorded if call[0] == "folio_preemptions"] == [

@@ -15,7 +15,7 @@ import pytest
 from app.config.engine import EngineConfig
 from app.engine import AsyncEngine, Delta, SamplingParams
 from app.engine.async_engine import Pace
-from app.engine.startup import StartTimes
+from app.engine.report import StartTimes
 from app.errors import DeadlineError, OverloadedError, UnavailableError, UnknownRequestError
 from app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, HotPrefixes, SharedStreamCall, SharedStreamKey
 from app.fleet.streams import StreamPace

@@ -238,5 +238,5 @@ def test_preemption_on_a_real_device_changes_nothing(policy: Any, make_checkpoin
         expected = [c.token_ids for c in llm.generate(short, GREEDY)]
     with LLM(folder, device="cuda", kv_memory_bytes=14 * 2 << 20, preemption=policy, **shared) as llm:
         assert [c.token_ids for c in llm.generate(short, GREEDY)] == expected
-        assert llm.engine.take_activity().num_preempted[policy] > 0
+        assert llm.engine.load.take_activity().num_preempted[policy] > 0
         llm.engine.check_integrity()

@@ -199,9 +199,9 @@ def test_the_least_recently_used_is_evicted_and_reloaded(llama: Path, three: dic
     for name, kept in (("a", "a"), ("b", "ab"), ("a", "ab"), ("c", "ac"), ("b", "bc")):
         engine.submit("r", prompt, GREEDY, adapter=name)
         assert tokens(run(engine)["r"]) == expected(name, prompt)
-        assert sorted(engine.adapters().loaded) == list(kept)
-        assert min(engine.adapters().loaded.values()) > 10_000
-    assert (engine.adapters().num_loads, engine.adapters().num_evictions) == (4, 2)
+        assert sorted(engine.adapters.report.loaded) == list(kept)
+        assert min(engine.adapters.report.loaded.values()) > 10_000
+    assert (engine.adapters.report.num_loads, engine.adapters.report.num_evictions) == (4, 2)
     engine.close()
 
 
@@ -216,10 +216,10 @@ def test_requests_wait_while_all_slots_are_in_use(llama: Path, three: dict[str, 
         for delta in engine.step():
             assert delta.error is None
             outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
-        assert len(engine.adapters().loaded) <= 1
+        assert len(engine.adapters.report.loaded) <= 1
         if len(outputs) == 3:
             assert sorted(outputs) == ["0", "2", "6"]
-            assert engine.load().num_waiting == 5
+            assert engine.load.report().num_waiting == 5
     assert [int(i) for i in outputs if jobs[int(i)][0]] == [0, 1, 3, 4, 5, 7]
     assert outputs == {str(i): expected(name, prompt) for i, (name, prompt) in enumerate(jobs)}
     engine.close()
@@ -290,7 +290,7 @@ def test_preempted_requests_keep_their_adapter(llama: Path, three: dict[str, Pat
         engine.submit(str(i), prompt, GREEDY, adapter=name)
     outputs = {request_id: tokens(deltas) for request_id, deltas in run(engine).items()}
     assert outputs == {str(i): expected(name, prompt) for i, (name, prompt) in enumerate(jobs)}
-    assert sum(engine.take_activity().num_preempted.values())
+    assert sum(engine.load.take_activity().num_preempted.values())
     engine.close()
 
 
@@ -310,7 +310,7 @@ def test_forks_have_their_adapter(llama: Path, three: dict[str, Path], expected:
     assert outputs[2] in [whole[i : i + 2] for i in range(NUM_TOKENS)]
     engine.submit("other", prompt, GREEDY, adapter="b")
     run(engine)
-    assert list(engine.adapters().loaded) == ["b"]
+    assert list(engine.adapters.report.loaded) == ["b"]
     engine.fork("r", "ended", GREEDY, index=1)
     deltas = run(engine)["ended"]
     assert tokens(deltas) == expected("a", prompt + whole)
@@ -326,9 +326,8 @@ def test_drafts_are_verified_with_the_adapter(llama: Path, three: dict[str, Path
         engine.submit(str(name), prompt, replace(GREEDY, max_tokens=40), adapter=name)
     outputs = {request_id: tokens(deltas) for request_id, deltas in run(engine).items()}
     assert outputs == {str(name): expected(name, prompt, 40) for name, prompt in repeated.items()}
-    counts = engine.speculation
-    assert counts is not None
-    assert counts.draft_tokens
+    assert engine.speculation is not None
+    assert engine.speculation.counts.draft_tokens
     engine.close()
 
 
@@ -355,7 +354,7 @@ def test_all_memory_is_freed_under_load(llama: Path, three: dict[str, Path]) -> 
             engine.cancel(str(generator.integers(i + 1)))
         for delta in engine.step() if i % 2 else ():
             assert delta.error is None
-        assert len(engine.adapters().loaded) <= 2
+        assert len(engine.adapters.report.loaded) <= 2
     for deltas in run(engine).values():
         tokens(deltas)
     linears = [module for module in engine.model.module.modules() if isinstance(module, LoRALinear)]
@@ -438,7 +437,7 @@ def test_unsupported_settings_are_named(llama: Path, tmp_path: Path) -> None:
         [delta] = deltas[name]
         assert isinstance(delta.error, ModelError), name
         assert message in str(delta.error), f"{name}: {delta.error}"
-    assert not engine.adapters().loaded
+    assert not engine.adapters.report.loaded
     engine.close()
 
 

@@ -71,7 +71,7 @@ def test_a_small_container_meets_out_of_pages(monkeypatch: pytest.MonkeyPatch, m
     set_machine(monkeypatch, 256 << 20, taken_bytes(256 << 20) + 14 * BLOCK_BYTES)
     engine = make_engine(make_checkpoint)
     assert run(engine) == expected
-    assert sum(engine.take_activity().num_preempted.values()) > 0
+    assert sum(engine.load.take_activity().num_preempted.values()) > 0
     budget, swap = ceilings(engine)
     assert (budget, swap) == (14 * BLOCK_BYTES, 0)
 

@@ -17,6 +17,7 @@ from app.engine.sampling import structure as structure_module
 from app.engine.sampling.params import Structure
 from app.engine.sampling.structure import StructureCompiler, StructureMatcher
 from app.engine.sampling.token_text import TokenBytes
+from app.engine.startup import warm_up
 from app.errors import EngineError, RequestError
 from tests.app.small_tokenizers import byte_level, sentencepiece, wordpiece
 
@@ -298,7 +299,7 @@ def test_without_llguidance_only_structures_are_refused(monkeypatch: pytest.Monk
         with pytest.raises(RequestError, match="needs the package llguidance") as raised:
             llm.generate(["a"], structured)
         assert raised.value.param == "structure"
-        llm.engine.warm_up()
+        warm_up(llm.engine)
         assert len(llm.generate(["a"], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
 
 

@@ -79,8 +79,8 @@ def test_outputs_are_the_same(architecture: str, speculation: str, make_checkpoi
     expected = Run(folder)(PROMPTS, GREEDY, SEEDED, FEW)
     run = Run(folder, speculation=speculation, draft_model=folder if speculation == "draft" else None)
     assert run(PROMPTS, GREEDY, SEEDED, FEW) == expected
-    counts = run.engine.speculation
-    assert counts is not None
+    assert run.engine.speculation is not None
+    counts = run.engine.speculation.counts
     assert counts.proposer == speculation
     assert counts.draft_tokens > 20
     if speculation == "draft":
@@ -95,8 +95,8 @@ def test_a_loop_is_drafted_from_the_text(folder: str) -> None:
     one = dataclasses.replace(GREEDY, logit_bias={10: 100.0})
     run = Run(folder, speculation="ngram", max_draft_tokens=8)
     assert run([tokens(20)], one) == [[10] * 40]
-    counts = run.engine.speculation
-    assert counts is not None
+    assert run.engine.speculation is not None
+    counts = run.engine.speculation.counts
     assert counts.accepted_tokens == 40 - run.num_steps
     assert run.num_steps <= 8
     assert counts.accepted_tokens == counts.draft_tokens
@@ -122,9 +122,9 @@ def test_under_pressure(
         **settings,
     )
     assert run(PROMPTS[:4], *params) == expected
-    assert sum(run.engine.take_activity().num_preempted.values()) > 0
+    assert sum(run.engine.load.take_activity().num_preempted.values()) > 0
     assert run.engine.speculation is not None
-    assert run.engine.speculation.draft_tokens > 0
+    assert run.engine.speculation.counts.draft_tokens > 0
 
 
 def test_several_ranks(folder: str) -> None:
@@ -137,7 +137,7 @@ def test_several_ranks(folder: str) -> None:
     )  # each rank has half of the heads
     assert run(prompts, GREEDY, SEEDED) == expected
     assert run.engine.speculation is not None
-    counts = run.engine.speculation
+    counts = run.engine.speculation.counts
     assert counts.accepted_tokens > 0.97 * counts.draft_tokens
 
 
@@ -150,8 +150,8 @@ def test_prefixes_with_rejected_drafts(folder: str, make_checkpoint: MakeCheckpo
         outputs = run(prompts, GREEDY, close=False)
         assert outputs == plain(prompts, GREEDY, close=False)
         prompts = [prompt + output + tokens(5) for prompt, output in zip(prompts, outputs, strict=True)]
-    counts = run.engine.speculation
-    assert counts is not None
+    assert run.engine.speculation is not None
+    counts = run.engine.speculation.counts
     assert counts.accepted_tokens < counts.draft_tokens / 4  # of random weights
     run.engine.close()
     plain.engine.close()
@@ -253,10 +253,9 @@ def test_drafts_end_where_the_output_ends(folder: str) -> None:
     run = Run(folder, speculation="draft", draft_model=folder)
     [output] = run([PROMPTS[0]], GREEDY, close=False)
     stop = dataclasses.replace(GREEDY, stop_token_ids=(output[11],))
-    before = dataclasses.replace(run.engine.speculation) if run.engine.speculation else None
+    assert run.engine.speculation is not None
+    before = dataclasses.replace(run.engine.speculation.counts)
     assert run([PROMPTS[0]], stop, close=False) == [output[: output.index(output[11]) + 1]]
-    counts = run.engine.speculation
-    assert before is not None
-    assert counts is not None
+    counts = run.engine.speculation.counts
     assert counts.draft_tokens - before.draft_tokens <= 12
     run.engine.close()

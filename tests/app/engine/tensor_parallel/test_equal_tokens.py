@@ -101,7 +101,7 @@ def test_greedy_tokens_are_those_of_one_rank(name: str, size: int, make_checkpoi
     report = engine.report()
     assert report.hit_tokens > 100
     assert report.copied_blocks > 0
-    assert sum(engine.take_activity().num_preempted.values()) > 0
+    assert sum(engine.load.take_activity().num_preempted.values()) > 0
 
 
 @pytest.mark.parametrize("launch", [socket_ranks, pytest.param(spawn_ranks, marks=pytest.mark.processes)])
@@ -192,4 +192,4 @@ def test_requests_are_preempted_when_a_peer_lacks_memory(
     monkeypatch.setattr(worker, "select_backend", small_backend)
     actual, engine = generate(folder, tensor_parallel_size=2, preemption="recompute")
     assert actual == expected
-    assert sum(engine.take_activity().num_preempted.values()) > 0
+    assert sum(engine.load.take_activity().num_preempted.values()) > 0

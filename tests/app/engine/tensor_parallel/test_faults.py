@@ -206,7 +206,7 @@ def test_memory_goes_on_alone_when_peers_are_lost(folder: Path) -> None:
     engine.submit("0", [1, 2, 3], SamplingParams(max_tokens=50, temperature=0, ignore_eos=True))
     for _ in range(3):
         engine.step()
-    peers = engine._executor.ranks
+    peers = engine.executor.ranks
     assert peers is not None
     peers.fail("for a test")
     with pytest.raises(UnavailableError, match="for a test"):

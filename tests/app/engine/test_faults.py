@@ -404,8 +404,8 @@ CASES = [
     *cases("sampling.state.SamplingState", "fork forbidden noise_key counts", "rich"),
     *cases("sampling.state", "noise_key", "plain", by_seed),
     *cases("sampling.penalties.BadWords", "completing", "rich"),
-    *cases("sampling.sampler", "apply_logits_processors _drop_unlikely _draw_truncated", "rich", with_params),
-    *cases("sampling.sampler", "_draw_plain", "plain", with_params),
+    *cases("sampling.sampler", "apply_logits_processors _apply_min_p _draw_truncated", "rich", with_params),
+    *cases("sampling.sampler", "_choose", "plain", with_params),
     *cases("sampling.sampler", "token_logprobs", "rich", with_number(7)),
     *cases("sampling.logits", "penalise", "rich", with_params),
     *cases("sampling.penalties.TokenCounts", "fork token_ids in_output", "rich"),
@@ -451,7 +451,7 @@ EXEMPT = {
     "app.engine.generation.BestOf.__init__": "part of RequestValidator.create_request",
     "app.engine.sampling.beam.BeamSearch.__init__": "part of RequestValidator.create_request",
     "app.engine.request.Request.__post_init__": "part of RequestValidator.create_request and Decoder.fork_sequence",
-    "app.engine.sampling.sampler._sorts": "compares two numbers",
+    "app.engine.sampling.sampler._is_truncated": "compares two numbers",
     "app.engine.sampling.params.*": "looks at numbers that have been checked",
     "app.engine.request.*.num_*": "counts",
     "app.engine.request.*.most_tokens": "counts",
@@ -550,7 +550,7 @@ def test_the_table_is_in_the_documentation() -> None:
     assert table() in DOCUMENT.read_text()
 
 
-@pytest.mark.parametrize("target", ["_follow", "_turn", "_grow", "_open"])
+@pytest.mark.parametrize("target", ["_follow", "_make_task", "_grow", "_open"])
 def test_a_draft_model_that_fails_for_one_guesses_for_the_others(
     target: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

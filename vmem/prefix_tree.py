@@ -385,13 +385,14 @@ class PrefixTree:
     def check_integrity(self, cursors: Sequence[PrefixCursor]) -> None:
         """Raise `IntegrityError` unless references, indexed blocks, writers, keys and hits agree."""
         nodes = list(self._nodes.values())
-        expected = Counter(cursor.nodes[-1] for cursor in cursors if cursor.nodes)
+        expected = Counter(dict.fromkeys(self._root_keys, 0))
+        expected.update(cursor.nodes[-1] for cursor in cursors if cursor.nodes)
         for node in nodes:
             expected[node] += sum(blocks is not None for blocks in node.blocks)
             assert node.parent is not None
             expected[node.parent] += 1
-        if len(self._roots) != len(self._root_keys) or any(not root.references for root in self._root_keys):
-            raise IntegrityError(f"{len(self._roots)} roots of prefixes, some without references")
+        if len(self._roots) != len(self._root_keys):
+            raise IntegrityError(f"{len(self._roots)} roots of prefixes, {len(self._root_keys)} have keys")
         for node, references in expected.items():
             if node.references != references or not references:
                 raise IntegrityError(f"a prefix has {node.references} references, {references} are known")

@@ -71,16 +71,12 @@ async def hangs(method: str, args: tuple[Any, ...]) -> Any:
     await asyncio.Event().wait()
 
 
-def run(coroutine: Any) -> Any:
-    return asyncio.run(coroutine)
-
-
-def test_the_load_of_those_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_load_of_those_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is gone, one that hangs, and one whose engine has stopped are counted only."""
     monkeypatch.setattr(ingress_module, "STATUS_TIMEOUT_S", 0.2)
     others = (answers(ActorDiedError()), hangs, answers(UnavailableError("stopped")))
     fleet = Fleet(answers(status("b", 2)), *others, answers(status("a", 1)))
-    report = run(ingress_with(fleet).load())
+    report = await ingress_with(fleet).load()
     assert (report.num_replicas, report.num_silent) == (5, 3)
     assert [replica.name for replica in report.replicas] == ["a", "b"]
     for field, value in report.total:
@@ -98,47 +94,47 @@ def test_the_load_of_those_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name: getattr(first, name) for name in of_load} == {name: getattr(load, name) for name in of_load}
     assert {name: getattr(first, name) for name in of_memory} == {name: getattr(memory, name) for name in of_memory}
     assert {*of_load, *of_memory, "name", "ready_s", "prompt_tokens", "cached_tokens"} == set(type(first).model_fields)
-    nobody = run(ingress_with(Fleet(hangs)).load())
+    nobody = await ingress_with(Fleet(hangs)).load()
     assert (nobody.num_silent, nobody.least_queued_s, nobody.total.free_tokens) == (1, None, 0)
-    assert run(ingress_with(Fleet()).load()).num_replicas == 0
+    assert (await ingress_with(Fleet()).load()).num_replicas == 0
 
 
-def test_without_any_replica() -> None:
+async def test_without_any_replica() -> None:
     """Regression: Serve raises then, and the report was an internal error."""
     ingress = ingress_with(Fleet())
-    assert run(ingress.load()).replicas == []
-    assert run(ingress.pins()).data == []
+    assert (await ingress.load()).replicas == []
+    assert (await ingress.pins()).data == []
     with pytest.raises(UnavailableError):
-        run(ingress.unpin("a"))
+        await ingress.unpin("a")
     with pytest.raises(UnavailableError):
-        run(ingress.pin(PinRequest(name="rules", prompt=[1, 2])))
+        await ingress.pin(PinRequest(name="rules", prompt=[1, 2]))
 
 
-def test_errors_that_are_bugs_are_not_hidden() -> None:
+async def test_errors_that_are_bugs_are_not_hidden() -> None:
     with pytest.raises(ZeroDivisionError):
-        run(ingress_with(Fleet(answers(ZeroDivisionError()))).load())
+        await ingress_with(Fleet(answers(ZeroDivisionError()))).load()
 
 
-def test_the_pins_of_all_replicas() -> None:
+async def test_the_pins_of_all_replicas() -> None:
     a, b = PinReport("a", 16, 100), PinReport("b", 32, 200)
     fleet = Fleet(answers(status("x", 1, b, a)), answers(status("y", 1, b)), answers(UnavailableError("stopped")))
-    cards = run(ingress_with(fleet).pins()).data
+    cards = (await ingress_with(fleet).pins()).data
     assert [(card.id, card.num_tokens, card.num_bytes, card.num_replicas) for card in cards] == [
         ("a", 16, 100, 1),
         ("b", 32, 200, 2),
     ]
     with pytest.raises(UnavailableError):
-        run(ingress_with(Fleet(answers(UnavailableError("stopped")))).pins())
+        await ingress_with(Fleet(answers(UnavailableError("stopped")))).pins()
 
 
-def test_unpinning_where_it_is_pinned() -> None:
+async def test_unpinning_where_it_is_pinned() -> None:
     """Replicas that have started later never had it."""
     unknown = answers(UnknownPinError("no prefix", "name"))
-    run(ingress_with(Fleet(unknown, answers(None))).unpin("a"))
+    await ingress_with(Fleet(unknown, answers(None))).unpin("a")
     with pytest.raises(UnknownPinError):
-        run(ingress_with(Fleet(unknown, unknown)).unpin("a"))
+        await ingress_with(Fleet(unknown, unknown)).unpin("a")
     with pytest.raises(UnavailableError):
-        run(ingress_with(Fleet(unknown, answers(None), answers(ActorDiedError()))).unpin("a"))
+        await ingress_with(Fleet(unknown, answers(None), answers(ActorDiedError()))).unpin("a")
 
 
 async def test_a_request_pins_its_prompt_everywhere_before_it_is_sent() -> None:
@@ -164,17 +160,17 @@ async def test_a_request_pins_its_prompt_everywhere_before_it_is_sent() -> None:
     assert engines.calls == []
 
 
-def test_a_replica_that_hangs_does_not_hold_a_pin_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_that_hangs_does_not_hold_a_pin_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     ingress = ingress_with(fleet := Fleet(answers(None), hangs))
     with pytest.raises(DeadlineError, match="not pinned within"):
-        run(ingress.generate(completion(prompt="Hello you", pin="rules", timeout_s=0.05)))
+        await ingress.generate(completion(prompt="Hello you", pin="rules", timeout_s=0.05))
     assert fleet.calls == []
     monkeypatch.setattr(calls_module, "ANSWER_TIMEOUT_S", 0.05)
     with pytest.raises(UnavailableError, match="not all engine replicas"):
-        run(ingress.pin(PinRequest(name="rules", prompt=[1, 2])))
-    run(ingress.drain())
+        await ingress.pin(PinRequest(name="rules", prompt=[1, 2]))
+    await ingress.drain()
     with pytest.raises(UnavailableError, match="draining"):
-        run(ingress.pin(PinRequest(name="rules", prompt=[1, 2])))
+        await ingress.pin(PinRequest(name="rules", prompt=[1, 2]))
 
 
 async def test_tokens_there_and_back() -> None:
@@ -201,9 +197,9 @@ async def test_tokens_there_and_back() -> None:
         ({"prompt": "x", "model": "poet"}, "model"),
     ],
 )
-def test_what_cannot_be_tokenised(fields: dict[str, Any], param: str) -> None:
+async def test_what_cannot_be_tokenised(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        run(ingress_with(Engines()).tokenize(TokenizeRequest.model_validate(fields)))
+        await ingress_with(Engines()).tokenize(TokenizeRequest.model_validate(fields))
     assert caught.value.param == param
     with pytest.raises(RequestError, match=f"below {len(TOKENIZER)}"):
-        run(ingress_with(Engines()).detokenize(DetokenizeRequest(tokens=[len(TOKENIZER)])))
+        await ingress_with(Engines()).detokenize(DetokenizeRequest(tokens=[len(TOKENIZER)]))

@@ -182,7 +182,7 @@ def test_a_replica_whose_budget_cannot_change_is_unhealthy(monkeypatch: pytest.M
     replica_of(engine).check_health()
 
 
-def test_nothing_waits_for_the_memory_on_the_event_loop() -> None:
+async def test_nothing_waits_for_the_memory_on_the_event_loop() -> None:
     """Regression: reports for routers, the budget and pins took the memory's lock in the loop that all streams and
     health checks share. The lock is held here until the loop has gone on."""
     engine = AsyncEngine(EngineConfig(model="builtin", kv_memory_bytes=16 << 20, warm_up=False))
@@ -195,32 +195,29 @@ def test_nothing_waits_for_the_memory_on_the_event_loop() -> None:
             held.set()
             in_time.append(loop_went_on.wait(60))
 
-    async def run() -> None:
-        await replica.pin("a", list(range(64)), None)
-        holder = threading.Thread(target=hold)
-        holder.start()
-        await asyncio.to_thread(held.wait, 60)
-        asked = [
-            asyncio.ensure_future(call)
-            for call in (
-                replica.named_report(),
-                replica.status(),
-                replica.record_routing_stats(),
-                replica.record_autoscaling_stats(),
-                replica.set_budget(12 << 20, 1),
-                replica.hot_prefixes(),
-                replica.unpin("a"),
-                replica.pin("b", list(range(64)), None),
-            )
-        ]
-        await asyncio.sleep(0)  # each of them has begun
-        replica.check_health()
-        loop_went_on.set()
-        assert (await asyncio.gather(*asked))[4] in ("applied", "deferred")
-        await asyncio.to_thread(holder.join, 60)
-        assert in_time == [True]
-
-    asyncio.run(run())
+    await replica.pin("a", list(range(64)), None)
+    holder = threading.Thread(target=hold)
+    holder.start()
+    await asyncio.to_thread(held.wait, 60)
+    asked = [
+        asyncio.ensure_future(call)
+        for call in (
+            replica.named_report(),
+            replica.status(),
+            replica.record_routing_stats(),
+            replica.record_autoscaling_stats(),
+            replica.set_budget(12 << 20, 1),
+            replica.hot_prefixes(),
+            replica.unpin("a"),
+            replica.pin("b", list(range(64)), None),
+        )
+    ]
+    await asyncio.sleep(0)  # each of them has begun
+    replica.check_health()
+    loop_went_on.set()
+    assert (await asyncio.gather(*asked))[4] in ("applied", "deferred")
+    await asyncio.to_thread(holder.join, 60)
+    assert in_time == [True]
     engine.unpin("b")
     engine.close()
 
@@ -238,7 +235,9 @@ async def test_a_call_that_hangs_is_unavailable(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("first_asked", ["complete_request", "record_routing_stats", "check_health"])
-def test_a_stopped_engine_ends_its_process_at_the_first_call(monkeypatch: pytest.MonkeyPatch, first_asked: str) -> None:
+async def test_a_stopped_engine_ends_its_process_at_the_first_call(
+    monkeypatch: pytest.MonkeyPatch, first_asked: str
+) -> None:
     """Regression: only a health check ended the process, and until then routers took the replica for idle."""
     timers: list[Callable[..., None]] = []
 
@@ -255,16 +254,13 @@ def test_a_stopped_engine_ends_its_process_at_the_first_call(monkeypatch: pytest
     monkeypatch.setattr(replica_module.threading, "Timer", timer)
     replica = replica_with(engine)
 
-    async def run() -> None:
-        for _ in range(2):
-            with pytest.raises(UnavailableError):
-                await call()
-
     async def call() -> None:
         answer = getattr(replica, first_asked)(*[REQUEST] * (first_asked == "complete_request"))
         await answer
 
-    asyncio.run(run())
+    for _ in range(2):
+        with pytest.raises(UnavailableError):
+            await call()
     assert timers == [replica_module.os._exit]
 
 

@@ -157,17 +157,15 @@ async def test_a_fork_waits_for_a_full_replica(replicas: list[Replica]) -> None:
     assert await waiting == "c"
 
 
-def test_a_report_of_another_version_is_ignored(replicas: list[Replica], caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_report_of_another_version_is_ignored(
+    replicas: list[Replica], caplog: pytest.LogCaptureFixture
+) -> None:
     """Regression: an exception in Serve's long poll, after which this process received no updates."""
-
-    async def run() -> None:
-        replicas[0].routing_stats = now_with([])
-        replicas[1].routing_stats = now_with([]) | {"new_field": 1}
-        router = router_for(replicas)
-        router.update_replicas(replicas)  # type: ignore[arg-type]
-        assert [await choose(router, pending(i)) for i in range(2)] == ["a", "a"]
-
-    asyncio.run(run())
+    replicas[0].routing_stats = now_with([])
+    replicas[1].routing_stats = now_with([]) | {"new_field": 1}
+    router = router_for(replicas)
+    router.update_replicas(replicas)  # type: ignore[arg-type]
+    assert [await choose(router, pending(i)) for i in range(2)] == ["a", "a"]
     assert caplog.text.count("has another version") == 1
 
 
@@ -297,7 +295,7 @@ async def test_waiting_for_full_replicas_does_not_spin(replicas: list[Replica]) 
     assert in_flight(router, "abc") == [0, 0, 1]
 
 
-def test_a_replica_that_vanishes_while_it_is_chosen(replicas: list[Replica]) -> None:
+async def test_a_replica_that_vanishes_while_it_is_chosen(replicas: list[Replica]) -> None:
     """The replica goes while Serve asks for its queue length."""
 
     class Vanishing(Replica):
@@ -307,14 +305,9 @@ def test_a_replica_that_vanishes_while_it_is_chosen(replicas: list[Replica]) -> 
 
     replicas[0] = Vanishing("a")
 
-    async def run() -> None:
-        nonlocal router
-        replicas[0].routing_stats = now_with(prompt_keys(PROMPT, UNIT, None))
-        router = router_for(replicas)
-        assert await choose(router, pending()) in "bc"
-
-    router: FolioRouter
-    asyncio.run(run())
+    replicas[0].routing_stats = now_with(prompt_keys(PROMPT, UNIT, None))
+    router = router_for(replicas)
+    assert await choose(router, pending()) in "bc"
 
 
 async def test_a_request_waits_for_the_first_replica() -> None:
@@ -354,19 +347,18 @@ async def test_nothing_is_left_of_ended_requests(replicas: list[Replica], monkey
     assert router.fleet.num_known_prefixes == 0
 
 
-def test_a_failing_policy_does_not_hold_requests(replicas: list[Replica], caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failing_policy_does_not_hold_requests(
+    replicas: list[Replica], caplog: pytest.LogCaptureFixture
+) -> None:
     """Serve logs an error of `choose_replicas` and never asks again: the request would wait for ever."""
 
     class Broken:
         def rank_replicas(self, *args: Any) -> list[str]:
             raise ZeroDivisionError
 
-    async def run() -> None:
-        router = router_for(replicas)
-        router.policy = Broken()
-        assert await choose(router, pending()) in "abc"
-
-    asyncio.run(run())
+    router = router_for(replicas)
+    router.policy = Broken()
+    assert await choose(router, pending()) in "abc"
     assert "the routing policy failed" in caplog.text
 
 

@@ -17,6 +17,7 @@ import pytest
 from app.engine import SamplingParams
 from app.engine.prefix_keys import prompt_keys
 from app.errors import UnknownRequestError
+from app.fleet.fleet import RoutedRequest
 from app.fleet.messages import GenerateRequest
 from app.openai.bodies import CompletionRequest, ForkRequest, PinRequest
 from benchmarks.served import Served, processes_called
@@ -83,9 +84,13 @@ def test_a_router_knows_what_others_have_sent(server: Served) -> None:
     engines: Any = server.engines
     engines.facts.remote().result()  # the router in this process begins
     router = engines._router._asyncio_router.request_router
-    last_key = prompt_keys(token_ids, 16, None)[-1]
-    # It may be asked from another thread for what a dictionary has.
-    server.wait_until(lambda: last_key in router._fleet._directory._replicas, DEADLINE_S)
+    routed = RoutedRequest("r", len(token_ids) + 1, prompt_keys(token_ids, 16, None))
+
+    def knows_the_prefix() -> bool:
+        known = router.fleet.fresh([replica.unique_id for replica in router.curr_replicas], time.monotonic())
+        return bool((router.fleet.cached_tokens(routed, known) >= 160).any())
+
+    server.wait_until(knows_the_prefix, DEADLINE_S)
     request = GenerateRequest("r", [*token_ids, 300], SamplingParams(max_tokens=2, temperature=0))
     assert engines.complete_request.remote(request).result()[0].num_cached_tokens == 160
 

@@ -22,8 +22,8 @@ from vmem.views import RegionManager
 
 @dataclass(frozen=True, slots=True)
 class GroupReport:
-    """Blocks of one layer group. `free_blocks` have pages; `cached_blocks` of them are kept for their content, others
-    are `parked_blocks` that regions still show, and `eager_blocks` of those were mapped ahead for sequences to come."""
+    """Blocks of one layer group. `free_blocks` counts free, free-mapped (`parked_blocks`) and cached blocks;
+    `eager_blocks` are the free-mapped ones that were mapped ahead."""
 
     block_tokens: int
     block_bytes: int
@@ -36,31 +36,31 @@ class GroupReport:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """KV memory at one moment. Counts and times run from the start.
+    """Figures of one moment. Counts and times run from the start.
 
     Attributes:
         budget_bytes, budget_revision: what `set_budget` last accepted.
-        reserved_bytes: virtual addresses, with or without memory behind them.
-        mapped_bytes: virtual addresses with memory behind them; a page mapped twice counts twice.
-        physical_bytes: memory taken from the device.
-        anchor_bytes: memory taken beside that and beside the budget: the anchor page, which stays.
-        active_bytes: of the physical, owned by sequences.
-        cached_bytes: of these, free and kept for their content (prefix cache).
+        reserved_bytes: virtual addresses, mapped or not.
+        mapped_bytes: mapped virtual addresses; a page mapped twice counts twice.
+        physical_bytes: memory taken from the device, without the anchor page.
+        anchor_bytes: the anchor page, outside the budget.
+        active_bytes: of the physical, owned by sequences and pins.
+        cached_bytes: of the physical, in cached blocks.
         pinned_bytes: of the active, owned by pinned prefixes.
         swapped_bytes, swap_budget_bytes: host memory that preempted sequences take, and may take.
-        parked_bytes: of these, free and mapped in some region: where a sequence ended, or ahead of need.
-        eager_bytes: of the parked, mapped ahead for the next prompts and tokens.
-        num_mappings: pages mapped now, counted once an address.
+        parked_bytes: of the physical, in free-mapped blocks.
+        eager_bytes: of the parked, mapped ahead.
+        num_mappings: pages mapped now, counted once per address.
         map_calls, unmap_calls: pages mapped and unmapped.
         alias_calls: of the pages mapped, those that a region showed already.
         create_calls, destroy_calls: pages taken from the device and given back.
-        exposed_us, hidden_us: mapping time that calls of the engine waited for, and that passed beside them.
+        exposed_us, hidden_us: mapping time that steps waited for, and that passed beside them.
         num_exposed, num_hidden: units of mapping work in each.
-        mapper_failures: units of work the device refused the mapper; it tries again.
-        adoptions, adopted_blocks: sequences that took over a parked region, and blocks they found mapped there.
-        demotions: sequences that went on through their block table because the mapping budget was used up.
-        queried_tokens, hit_tokens: tokens of sequences that began, and how many of them the prefix cache had.
-        evicted_blocks: blocks whose content was given up for other content, or with their page.
+        mapper_failures: units of work that the device refused; the mapper retries.
+        adoptions, adopted_blocks: sequences that adopted a parked region, and blocks they found mapped there.
+        demotions: sequences demoted to the home view.
+        queried_tokens, hit_tokens: tokens of new sequences, and how many of them were prefix hits.
+        evicted_blocks: cached blocks that were evicted.
         cached_prefixes: prefixes known now, one for each unit of tokens.
         copied_blocks: copies on write.
         pins: pinned prefixes.

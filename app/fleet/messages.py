@@ -17,7 +17,7 @@ _STEP_FIELDS = {field.name for field in fields(StepTimes)}
 
 @dataclass(frozen=True, slots=True)
 class HotPrefixes:
-    """The prefixes that warm the cache of a new replica with the same `Engine.prefix_fingerprint`."""
+    """The prefixes that warm the cache of a new replica with the same `prefix_fingerprint`."""
 
     fingerprint: str
     prefixes: list[CachedPrefix]

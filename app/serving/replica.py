@@ -187,7 +187,7 @@ class EngineReplica:
         await _run_in_thread(partial(self._engine.unpin, name))
 
     async def hot_prefixes(self) -> HotPrefixes:
-        """The prefixes that warm the cache of a new replica (`Engine.hot_prefixes`)."""
+        """The prefixes that warm the cache of a new replica (`app.engine.startup.hot_prefixes`)."""
         prefixes = await _run_in_thread(self._engine.hot_prefixes)
         return HotPrefixes(await asyncio.to_thread(lambda: self._engine.prefix_fingerprint), prefixes)
 

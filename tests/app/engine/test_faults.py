@@ -141,7 +141,7 @@ def always(_run: Run, _victim: str, _arguments: tuple[Any, ...]) -> bool:
     return True
 
 
-REFUSED, WITHOUT_GUESSES = "500, before it begins", "its whole answer, without guesses"
+REFUSED, WITHOUT_DRAFTS = "500, before it begins", "its whole answer, without drafts"
 
 
 class Run:
@@ -390,10 +390,10 @@ CASES = [
         )
     ),
     # Its tokens are guessed.
-    *cases("speculation.speculation", "_can_speculate", "guessed", expected=WITHOUT_GUESSES),
-    *cases("speculation.speculation.Speculation", "_cut", "guessed", expected=WITHOUT_GUESSES),
-    *cases("speculation.ngram.NgramIndex", "extend find", "guessed", expected=WITHOUT_GUESSES),
-    *cases("sampling.state.SamplingState", "can_look_ahead", "guessed", expected=WITHOUT_GUESSES),
+    *cases("speculation.speculation", "_can_speculate", "guessed", expected=WITHOUT_DRAFTS),
+    *cases("speculation.speculation.Speculation", "_cut", "guessed", expected=WITHOUT_DRAFTS),
+    *cases("speculation.ngram.NgramIndex", "extend find", "guessed", expected=WITHOUT_DRAFTS),
+    *cases("sampling.state.SamplingState", "can_look_ahead", "guessed", expected=WITHOUT_DRAFTS),
     *cases("speculation.speculation.Speculation", "verified", "guessed"),
     *cases("speculation.length.LengthControl", "note", "guessed"),
     *cases("decoding.Decoder", "_roll_back", "guessed"),
@@ -470,7 +470,7 @@ def test_a_failing_call_ends_its_request_only(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Anything but two reasons of a parser failed the step, and with that everybody."""
-    unharmed = whole(case.victim) if case.expected == WITHOUT_GUESSES else {}
+    unharmed = whole(case.victim) if case.expected == WITHOUT_DRAFTS else {}
     store = run.engine.adapters._store
     assert store is not None
     store._evict([name for name in store.slots if name != "mine"])
@@ -480,7 +480,7 @@ def test_a_failing_call_ends_its_request_only(
         outputs, errors = run(case.victim)
     assert {name: outputs[name] for name in OTHERS} == expected
     assert injection.num_calls, "nothing was injected"
-    if case.expected == WITHOUT_GUESSES:
+    if case.expected == WITHOUT_DRAFTS:
         assert not errors
         assert outputs == unharmed
         return

@@ -389,6 +389,7 @@ def test_every_schedule_gives_the_tokens_of_transformers(model: str, policy: str
         suppress_health_check=list(HealthCheck),
     )
     @example(setup=SETUPS[0], burst=[Submit(0, 33, (0, 1), 30, None, 0, None)], events=EXAMPLE)
+    @example(setup=(True, "auto", 40, 40, False), burst=[Submit(0, 33, (0, 1), 30, None, 0, None)], events=EXAMPLE)
     @given(
         setup=st.sampled_from(SETUPS),
         burst=st.lists(SUBMIT, min_size=4, max_size=6),

@@ -237,7 +237,7 @@ _OF_MODELS = ("model", "draft_model", "speculation", "tensor_parallel_size", "lo
 def _why_not_hub_id(model: str) -> str | None:
     """Why a name is no Hub id; `None` if it may be one."""
     if Path(model).exists():
-        return "a file; it must be a folder with config.json, or a Hub id"
+        return "it is a file, and must be a folder with config.json, or a Hub id"
     if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
         return "no such folder exists, and a Hub id has the form name or owner/name"
     return None

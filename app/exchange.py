@@ -143,7 +143,7 @@ class RequestContext:
         if self.key is None or self.key.tenant is None:
             return tenant
         if tenant not in (None, self.key.tenant):
-            raise ForbiddenError("tenant is not that of your API key; leave it out", "tenant")
+            raise ForbiddenError("tenant does not match your API key's; leave it out", "tenant")
         return self.key.tenant
 
     def count_prompt(self, num_tokens: int) -> None:

@@ -188,9 +188,13 @@ def amendments(text: str, trusted: Sequence[str], sockets: Path | None) -> list[
     applications = re.findall(r"^    use_backend (\S+) if is_\1$", http, flags=re.MULTILINE)
     unreachable = "no ingress answers; send the request again"
     errors = [
-        _error(400, "the request is not one of HTTP/1.1, or its headers are too long", "invalid_http"),
-        _error(408, f"the request's headers, or its short body, have not arrived within {HEAD_TIMEOUT_S} s", "timeout"),
-        _error(500, "internal error", "internal_error"),
+        _error(400, "the request is not valid HTTP/1.1, or its headers are too long", "invalid_http"),
+        _error(
+            408,
+            f"the request's headers or short body did not arrive within {HEAD_TIMEOUT_S} s; send the request again",
+            "timeout",
+        ),
+        _error(500, "internal error; send the request again", "internal_error"),
         *(_error(status, unreachable, "unavailable", _REPLACED_AFTER_S) for status in (502, 503, 504)),
     ]
     no_application = _return(404, "no application is served at this path", "not_found")
@@ -248,7 +252,7 @@ def _forwarded_rules(trusted: Sequence[str]) -> list[str]:
 
 
 def _header_rules(trusted: Sequence[str]) -> list[str]:
-    no_http = "the request's method, or a character in its headers, is not one of HTTP"
+    no_http = "the request's method, or a character in its headers, is not allowed in HTTP"
     return [
         *_forwarded_rules(trusted),
         # uvicorn would refuse these, in plain text.

@@ -72,8 +72,8 @@ _MESSAGES = {
     "literal_error": "must be {expected}",
     "union_tag_invalid": "its {discriminator} is '{tag}'; it must be {expected_tags}",
     "union_tag_not_found": "its {discriminator} is missing",
-    "too_short": "must have at least {min_length}",
-    "too_long": "must have at most {max_length}",
+    "too_short": "must have at least {min_length} items",
+    "too_long": "must have at most {max_length} items",
     "string_pattern_mismatch": "must match {pattern}",
 }
 
@@ -104,8 +104,8 @@ def error_response(error: BaseException) -> tuple[int, ErrorBody]:
         if isinstance(error, kind):
             return status, error_body(str(error), name, getattr(error, "param", None), code)
     context = current_context()
-    where = "" if context is None else f" of request {context.request_id}"
-    return 500, error_body(f"internal error; the server's log says more{where}", "server_error", None, "internal_error")
+    where = "" if context is None else f", request {context.request_id}"
+    return 500, error_body(f"internal error; see the server's log{where}", "server_error", None, "internal_error")
 
 
 def error_headers(error: BaseException) -> dict[str, str]:
@@ -179,7 +179,7 @@ class HttpRefusal(FolioError):
         super().__init__(answer.error.message)
         self.status = status
         self.answer = answer
-        self.headers = headers or []
+        self.headers = list(headers or ())
 
     def messages(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The answer's two ASGI messages."""

@@ -228,7 +228,8 @@ def serve_until_signal(
 
 
 def end_within(seconds: float, status: int) -> None:
-    """What Serve and Ray stop in order ends with this process after so long, as far as it was started by it."""
+    """End this process after so many seconds, and with it the processes of Serve and Ray that it started, even if their
+    orderly end hangs."""
     watchdog = threading.Timer(seconds, os._exit, (status,))
     watchdog.daemon = True
     watchdog.start()

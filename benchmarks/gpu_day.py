@@ -103,7 +103,7 @@ def facts(fake: bool) -> list[Job]:
             "tests/app/engine/execution/test_cuda.py",
             "test_a_real_device and llama",
             fake,
-            tiny="test_cuda_is_never",
+            tiny="test_cuda_without",
             limit_s=150,
         ),
         _probe("costs", fake, 75),

@@ -343,7 +343,9 @@ def rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     cos, sin = (table[rotary.positions][:, None].to(compute) for table in (rotary.cos, rotary.sin))
     half = cos.shape[-1]
     pairs = x[..., : 2 * half].to(compute)
-    first, second = (pairs[..., 0::2], pairs[..., 1::2]) if rotary.interleaved else pairs.split(half, dim=-1)
+    first, second = (
+        (pairs[..., 0::2], pairs[..., 1::2]) if rotary.interleaved else (pairs[..., :half], pairs[..., half:])
+    )
     parts = (first * cos - second * sin, first * sin + second * cos)
     rotated = torch.stack(parts, dim=-1).flatten(-2) if rotary.interleaved else torch.cat(parts, dim=-1)
     return torch.cat([rotated.to(x.dtype), x[..., 2 * half :]], dim=-1)

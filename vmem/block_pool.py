@@ -186,7 +186,7 @@ class BlockPool:
         return block_ids
 
     def end_map_ahead(self, block_ids: Sequence[int], now: float, *, failed: bool) -> None:
-        """Count one more region mapping of each block unless the mapping failed; the blocks are free again."""
+        """Count one more region mapping of each block unless the mapping failed; they are free or free-mapped again."""
         for block_id in block_ids:
             self._moving.remove(block_id)
             self.freed_at[block_id] = now

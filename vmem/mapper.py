@@ -45,7 +45,8 @@ class Mapper:
     The lock is released while the device maps, copies or is waited for, which takes milliseconds or as long as a step.
     Releasing and taking it again costs about 1 µs, one `mmap` 20 µs.
 
-    Methods other than `start`, `stop` and `call` are called within a turn.
+    Methods other than `start`, `stop` and `call` are called with the lock held, and those that change something within
+    a turn.
 
     Attributes:
         fence: of the last launched step, which may still read what is freed now.

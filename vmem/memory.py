@@ -147,7 +147,7 @@ class KVMemory:
         if sequence is None:
             return self.pages_for(num_tokens)
         return sum(
-            max(group.most_pages(num_tokens, self.step_tokens) - len(table.owned) * group.layout.num_slices, 0)
+            max(group.most_pages(num_tokens, self.step_tokens) - table.num_owned * group.layout.num_slices, 0)
             for group, table in zip(self.groups, sequence.groups, strict=True)
         )
 

@@ -110,7 +110,7 @@ class Pins:
                 name,
                 sequence.num_tokens,
                 sum(
-                    len(table.owned) * group.layout.block_bytes
+                    table.num_owned * group.layout.block_bytes
                     for group, table in zip(self._groups, sequence.groups, strict=True)
                 ),
             )

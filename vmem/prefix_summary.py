@@ -90,9 +90,12 @@ class PrefixSummary:
     def _count(self, digest: bytes, depth: int, more: int) -> None:
         halvings, key = _halvings(depth), key_of(digest)
         keys = self._by_halvings[halvings]
-        keys[key] = keys.get(key, 0) + more  # prefixes may share a key
-        assert keys[key] >= 0, f"prefix {key.hex()} was not in the summary"
-        if not keys[key]:
+        count = keys.get(key, 0) + more  # prefixes may share a key
+        if count < 0:
+            raise IntegrityError(f"prefix {key.hex()} was not in the summary")
+        if count:
+            keys[key] = count
+        else:
             del keys[key]
         self._changed.append((halvings, key))
         self.num_changes += 1

@@ -52,7 +52,7 @@ class MemoryReport:
         eager_bytes: of the parked, mapped ahead.
         num_mappings: pages mapped now, counted once per address.
         map_calls, unmap_calls: pages mapped and unmapped.
-        alias_calls: of the pages mapped, those that a region showed already.
+        alias_calls: of the pages mapped, those that were mapped in a region already.
         create_calls, destroy_calls: pages taken from the device and given back.
         exposed_us, hidden_us: mapping time that steps waited for, and that passed beside them.
         num_exposed, num_hidden: units of mapping work in each.

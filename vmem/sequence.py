@@ -30,6 +30,10 @@ class GroupTable:
     def owned(self) -> list[int]:
         return self.block_ids[self.first :]
 
+    @property
+    def num_owned(self) -> int:
+        return len(self.block_ids) - self.first
+
 
 @dataclass(slots=True, eq=False)
 class SequenceMemory:
@@ -41,8 +45,8 @@ class SequenceMemory:
         num_tokens: tokens that the blocks were allocated for.
         expected_tokens: expected length soon; decides which region is adopted.
         prefix: place in the prefix tree.
-        writable_tokens: capacity already allocated and exclusively owned; 0 if not known.
-        readable_tokens: tokens known to be mapped in the region; 0 if not known.
+        writable_tokens: tokens that have blocks, exclusively owned from the last token on; 0 if not known.
+        readable_tokens: tokens known to be mapped in the view in use; 0 if not known.
     """
 
     policy: ViewPolicy

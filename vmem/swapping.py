@@ -180,7 +180,7 @@ class Swapping:
         self._drop_copies(swapped.copies, swapped.num_bytes)
 
     def _drop_copies(self, keys: Sequence[int], num_bytes: int) -> None:
-        with self._lock.unlocked():
+        with self._lock.unlocked():  # freeing host memory takes long
             for key in keys:
                 self._contents.discard(key)
         self.used_bytes -= num_bytes

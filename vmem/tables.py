@@ -188,7 +188,7 @@ class CopyOnWrite:
 
 @dataclass(eq=False)
 class BlockTables:
-    """The tables of open sequences. Only called within a turn.
+    """The tables of open sequences. Methods that change something are only called within a turn.
 
     Attributes:
         sequences: the open ones.

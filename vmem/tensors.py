@@ -92,7 +92,7 @@ def _copy_by_index(
 
 
 class BlockContents(Protocol):
-    """Copies of block contents, in the device's queue."""
+    """Copies of block contents, in the order of the calls and of the device's work."""
 
     def copy(self, g: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy blocks of a layer group to others of it."""
@@ -105,7 +105,8 @@ class BlockContents(Protocol):
         """
 
     def restore(self, key: int, rows: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Write rows of a copy, row 0 being the first block saved, into blocks of its group."""
+        """Write rows of a copy, row 0 being the first block saved, into blocks of its group, ahead of all later work of
+        the device."""
 
     def discard(self, key: int) -> None:
         """Drop a copy, if there is one."""

@@ -107,7 +107,7 @@ _REPLICA = "the engine replica"
 
 def call_broken_error(callee: str = _REPLICA) -> UnavailableError:
     """The error of a call that ended without its answer."""
-    return UnavailableError(f"{callee} has broken off the call; send the request again")
+    return UnavailableError(f"the connection to {callee} was lost; send the request again")
 
 
 def folio_error(error: Exception, callee: str = _REPLICA) -> FolioError:

@@ -46,9 +46,9 @@ def rank_faults(folder: Path, tensor_parallel_size: int) -> Iterator[str]:
         return  # a fault of `checkpoint_faults`
     query, key_value = (text.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(query, int) and query % tensor_parallel_size:
-        yield f"the {query} attention heads of {folder} must be a multiple of it"
+        yield f"it must divide the {query} attention heads of {folder}"
     elif isinstance(key_value, int) and min(key_value % tensor_parallel_size, tensor_parallel_size % key_value):
-        yield f"the {key_value} KV heads of {folder} must be a multiple of it, or it of them"
+        yield f"it must divide the {key_value} KV heads of {folder}, or be a multiple of their number"
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def check_resources(config: EngineConfig, machine: Machine, *, reserved_bytes: i
     def at_most(name: str, most: int, why: str) -> None:
         value = getattr(config, name)
         if value != defaults[name] and value > most:
-            problems.append(f"{name} is {value}; at most {max(most, 0)}: {why}")
+            problems.append(f"{name} is {value}; it must be at most {max(most, 0)}: {why}")
 
     ranks = config.tensor_parallel_size
     why = f"{machine}" if ranks == 1 else f"{machine}, and {ranks} ranks share them"

@@ -163,7 +163,10 @@ def read_keys(path: Path) -> Sequence[KeyEntry]:
         entries = KeyFile.model_validate(_parsed(text, path)).keys
     except ValidationError as error:
         found = error.errors(include_input=False, include_url=False, include_context=False)
-        faults = "; ".join(f"{'.'.join(map(str, fault['loc'])) or 'file'}: {fault['msg']}" for fault in found[:5])
+        faults = "; ".join(
+            f"{'.'.join(map(str, fault['loc'])) or 'file'}: {fault['msg'].removeprefix('Value error, ')}"
+            for fault in found[:5]
+        )
         raise ConfigError(f"the API keys in {path} have errors: {faults}") from None
     _check_distinct(entries, str(path))
     return entries
@@ -186,8 +189,8 @@ def key_list(lines: Iterable[str], where: str) -> Sequence[KeyEntry]:
             entries.append(KeyEntry(name=name, key=key, operator=True))
         except ValidationError:
             raise ConfigError(
-                f"key {number} in {where} has {len(key)} characters, or others than visible ASCII; use 16 to 512 "
-                "characters of visible ASCII"
+                f"key {number} in {where} is not valid (it has {len(key)} characters); use 16 to 512 characters of "
+                "visible ASCII"
             ) from None
     if not entries:
         raise ConfigError(f"{where} has no API key, so no request could be answered: add one, or omit http.api_keys")

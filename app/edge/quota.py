@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-import math
 from collections import OrderedDict
 
 from app.config.http import RateLimits
 from app.edge.limits import IngressLimits, LeasedLimit
 from app.errors import RateLimitError, RequestError
+from app.http_errors import whole_seconds
 
 # Weight of a new measurement in the mean time that a caller's request runs.
 _MEAN_WEIGHT = 0.1
@@ -146,7 +146,7 @@ class Quota:
 
 
 def _rate_limit_error(name: str, limit: LeasedLimit, wait_s: float, reason: str = "") -> RateLimitError:
-    again = f"send the request again in {max(1, math.ceil(wait_s))} s"
+    again = f"send the request again in {whole_seconds(wait_s)} s"
     return RateLimitError(f"{reason}rate limit reached ({name}={limit.limit}); {again}", wait_s)
 
 
@@ -165,7 +165,8 @@ class AddressQuotas:
         self._quotas: OrderedDict[str, Quota] = OrderedDict()  # by last call, the latest last
         self._shared = Quota(limits, self._ingress_limits, _PREFIX + "*")
 
-    def __len__(self) -> int:
+    @property
+    def num_addresses(self) -> int:
         """Addresses with a quota of their own."""
         return len(self._quotas)
 

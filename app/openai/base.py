@@ -42,7 +42,7 @@ def at_most(number: int, what: str) -> BeforeValidator:
 
 def _check_number(items: Any, most: int, what: str) -> Any:
     if isinstance(items, dict | list) and len(items) > most:
-        raise ValueError(f"there are {len(items)} {what}; there may be at most {most}")
+        raise ValueError(f"{len(items)} {what}; at most {most} are allowed")
     return items
 
 
@@ -83,7 +83,7 @@ def unsupported_field(why: str, *harmless: Any) -> BeforeValidator:
 
 def _refuse_media(part: Any) -> Any:
     if isinstance(part, dict) and part.get("type") in _MEDIA:
-        raise ValueError(f"this model takes text only; leave the part of the type {part['type']!r} out")
+        raise ValueError(f"this model takes text only; leave out the part of type {part['type']!r}")
     return part
 
 

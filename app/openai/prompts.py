@@ -82,7 +82,9 @@ class PromptEncoder:
         """The text of tokens, special ones included. Raises `RequestError` for ids that the tokenizer does not have."""
         unknown = next((token_id for token_id in token_ids if token_id >= len(self._tokenizer)), None)
         if unknown is not None:
-            raise RequestError(f"tokens has {unknown}; this model's are below {len(self._tokenizer)}", "tokens")
+            raise RequestError(
+                f"tokens contains {unknown}; token ids of this model are below {len(self._tokenizer)}", "tokens"
+            )
         return self._decode(token_ids, skip_special_tokens=False)
 
     def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -161,7 +163,9 @@ def _arguments(call: ToolCall) -> dict[str, Any]:
     try:
         return check_json(arguments)
     except ValueError as error:
-        raise RequestError(f"arguments of the tool call {call.id!r} cannot be shown: {error}", "messages") from error
+        raise RequestError(
+            f"arguments of the tool call {call.id!r} cannot be written into the prompt: {error}", "messages"
+        ) from error
 
 
 def _check_text(text: str, param: str) -> None:

@@ -15,7 +15,7 @@ from app.errors import ContextLengthError, RequestError
 
 # Control tokens that a text may spell; each is a further cut.
 MAX_SPELLED = 4096
-# NFC makes other characters shorter, at most to 2/7 of their bytes (U+1FBE, U+0308, U+0301 become U+0390).
+# NFC shortens some texts, at most to 2/7 of their bytes (U+1FBE, U+0308, U+0301 become U+0390).
 _NFC_SHRINKS = 4
 
 
@@ -101,8 +101,8 @@ class TextBounds:
         longest = self._longest * (_NFC_SHRINKS if self._shrinks and not text.isascii() else 1)
         if num_bytes > max_model_len * longest:
             raise ContextLengthError(
-                f"the context is {max_model_len} tokens, and {param} has {num_bytes} bytes, more than so many tokens "
-                "can have; send less text",
+                f"{param} has {num_bytes} bytes, which cannot fit into the context of {max_model_len} tokens; send "
+                "less text",
                 param,
             )
 

@@ -133,7 +133,7 @@ class SharedStreams:
                     has_output = True
                     continue
                 if not outlet.is_open:
-                    raise UnavailableError("the stream has broken off; send the request again")
+                    raise UnavailableError("the stream was cut off; send the request again")
                 for piece in pieces:
                     outlet.put(_entry_of(share.number, piece))
         except BaseException:

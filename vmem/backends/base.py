@@ -146,7 +146,7 @@ def retry_undo(undo: Callable[[], None]) -> None:
 class AccountedBackend(ABC):
     """Accounting of one backend: checks each call, has the subclass make it, and notes its effect.
 
-    The methods with an underscore call the device; when they raise, the accounting stays as it was.
+    The abstract methods call the device; when they raise, the accounting stays as it was.
 
     Attributes:
         granularity_bytes: page sizes and mapped addresses are multiples of this.

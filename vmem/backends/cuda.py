@@ -251,7 +251,7 @@ class CudaBackend(AccountedBackend):
         return values[0] if len(values) == 1 else values
 
     def _enter(self) -> None:
-        """Make the context current in the calling thread, once."""
+        """Make the context current in the calling thread, once: events and sizes are of the thread's context."""
         if not getattr(self._thread, "entered", False):
             self._check("cuCtxSetCurrent", *self._driver.cuCtxSetCurrent(self._context))
             self._thread.entered = True

@@ -226,7 +226,7 @@ def _call(text: str) -> tuple[str, str]:
     arguments = members.get("arguments", members.get("parameters", "{}"))
     value = _strict(arguments)
     if isinstance(value, str):  # JSON in JSON, as in OpenAI's own bodies
-        arguments, value = check_text(value), _strict(value)
+        arguments, value = check_text(value), _strict(value)  # an unpaired surrogate could not be sent
     if not isinstance(name, str) or not isinstance(value, dict):
         raise ValueError("not a call")
     return name, arguments

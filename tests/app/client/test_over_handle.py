@@ -109,7 +109,7 @@ def test_each_method_calls_that_of_the_ingress() -> None:
         (BackPressureError(num_queued_requests=3, max_queued_requests=2), OverloadedError, "2"),
         (ActorDiedError(), UnavailableError, "send the request again"),
         (WorkerCrashedError(), UnavailableError, "send the request again"),
-        (asyncio.CancelledError(), UnavailableError, "broken off"),
+        (asyncio.CancelledError(), UnavailableError, "was lost"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -123,7 +123,7 @@ def test_settings_beyond_the_machine_are_refused(settings: dict[str, Any], most:
     """Regression: `max_num_seqs: 10**9` took the memory of the whole machine."""
     [problem] = check_resources(EngineConfig(model="builtin", **settings), ROOMY)
     *_, name = settings
-    assert problem.startswith(f"{name} is {settings[name]}; at most {most}: ")
+    assert problem.startswith(f"{name} is {settings[name]}; it must be at most {most}: ")
     allowed = EngineConfig(model="builtin", **settings | {name: most})
     assert check_resources(allowed, ROOMY) == []
 

@@ -50,5 +50,5 @@ def test_arguments_of_earlier_calls_must_be_strict_json(arguments: str) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [*BODY["messages"], {"role": "assistant", "tool_calls": [call]}]
     request = ChatCompletionRequest.model_validate(BODY | {"messages": messages})
-    with pytest.raises(RequestError, match="arguments of the tool call '1' cannot be shown"):
+    with pytest.raises(RequestError, match="arguments of the tool call '1' cannot be written into the prompt"):
         PromptEncoder(load_tokenizer("builtin")).encode_chat(request, 4096)

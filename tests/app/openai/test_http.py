@@ -415,7 +415,7 @@ TEXT = {"type": "text", "text": "x"}
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages[0].content[0]: this model takes text only; leave the part of the type 'image_url' out",
+            "messages[0].content[0]: this model takes text only; leave out the part of type 'image_url'",
         ),
         (
             {"messages": [{"role": "user", "content": "x"}], "tool_choice": "x"},

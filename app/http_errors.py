@@ -24,7 +24,7 @@ from app.errors import (
     UnknownPinError,
     UnknownRequestError,
 )
-from app.exchange import current_context
+from app.request_context import current_context
 
 Headers = list[tuple[bytes, bytes]]
 

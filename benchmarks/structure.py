@@ -31,7 +31,7 @@ LAYERS = (
     ("app.config",),
     ("app.engine", "app.builtin"),
     ("app.fleet",),
-    ("app.exchange", "app.http_errors"),
+    ("app.request_context", "app.http_errors"),
     ("app.openai", "app.edge", "app.proto"),
     ("app.serving",),
     ("app.client",),

@@ -28,7 +28,6 @@ import grpc
 import ray
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
-from ray.serve.context import _get_global_client
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
@@ -50,6 +49,8 @@ class ServeInstance:
             # The ingress logs requests; the proxy's log would be a second one.
             logging_config=config.logging_config or LoggingConfig(enable_access_log=False),
         )
+        from ray.serve.context import _get_global_client  # not needed by clients, which import this module, too
+
         self._client: Any = _get_global_client()
 
     def deploy(self, config: ServeDeploySchema) -> None:

@@ -1,1 +1,1 @@
-"""The edge of the HTTP server: who may call, and how much. Knows neither Ray nor the engine."""
+"""The edge of the HTTP server: admission control, API keys, rate limits, sizes, the request log. No Ray, no engine."""

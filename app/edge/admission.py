@@ -13,9 +13,9 @@ from typing import Protocol
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import OverloadedError, UnavailableError
-from app.exchange import EdgeObserver
 from app.fleet.overload import LoadShedder
 from app.http_errors import HttpRefusal, whole_seconds
+from app.request_context import EdgeObserver
 
 # `Retry-After` while the server drains: by then another server may answer at its address.
 _DRAINED_AFTER_S = 5.0

@@ -17,8 +17,8 @@ from app.edge.quota import AddressQuotas, Quota
 from app.edge.request_body import ClientGone, Head, check_size, read_body, read_head, replay
 from app.edge.request_log import log_request
 from app.errors import RateLimitError
-from app.exchange import EdgeObserver, RequestContext, reset_context, set_context
 from app.http_errors import Headers, HttpRefusal, error_response
+from app.request_context import EdgeObserver, RequestContext, reset_context, set_context
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from app.config.http import KeyEntry, KeyFile, KeySource, RateLimits
 from app.edge.limits import IngressLimits
 from app.edge.quota import Quota
 from app.errors import ConfigError
-from app.exchange import EdgeObserver
+from app.request_context import EdgeObserver
 
 logger = logging.getLogger(__name__)
 

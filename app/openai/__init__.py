@@ -1,1 +1,1 @@
-"""The OpenAI API's side of things: bodies, chat templates, errors. No Ray here."""
+"""The OpenAI API: bodies, chat templates, answers. No Ray."""

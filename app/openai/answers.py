@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from app.engine.request import TokenLogprobs
-from app.exchange import current_context
 from app.fleet.messages import Piece, public_id
 from app.openai.logprobs import (
     Offsets,
@@ -35,6 +34,7 @@ from app.openai.replies import (
 )
 from app.openai.tools.bodies import FunctionCallDelta, ToolCall, ToolCallDelta
 from app.openai.tools.parser import ToolCallParser
+from app.request_context import current_context
 
 
 class Answer:
@@ -75,9 +75,9 @@ class Answer:
         self._num_prompt_tokens = sum(map(len, prompts))
         self._num_cached = [0] * len(prompts)
         self._num_output_tokens = 0
-        self._exchange = current_context()
-        if self._exchange is not None:
-            self._exchange.count_prompt(self._num_prompt_tokens)
+        self._context = current_context()
+        if self._context is not None:
+            self._context.count_prompt(self._num_prompt_tokens)
 
     @property
     def usage(self) -> Usage:
@@ -101,8 +101,8 @@ class Answer:
     def _count(self, piece: Piece, prompt: int = 0) -> None:
         self._num_cached[prompt] = max(self._num_cached[prompt], piece.num_cached_tokens)
         self._num_output_tokens += len(piece.token_ids)
-        if self._exchange is not None:
-            self._exchange.count_output(len(piece.token_ids), sum(self._num_cached))
+        if self._context is not None:
+            self._context.count_output(len(piece.token_ids), sum(self._num_cached))
 
     def _prompt_logprobs(self, prompt: int = 0) -> PromptLogprobs | None:
         if self._num_prompt_top is None:

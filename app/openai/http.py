@@ -18,7 +18,6 @@ from starlette.routing import Match
 
 from app import http_errors as errors
 from app.errors import FolioError, UnknownPinError
-from app.exchange import note_error, request_id
 from app.http_errors import ErrorBody
 from app.openai import description as examples
 from app.openai.bodies import (
@@ -37,6 +36,7 @@ from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, 
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ErrorEvent, ResponseObject, StreamEvent
 from app.openai.sse import Frames, on_one_line
+from app.request_context import note_error, request_id
 from vmem import MemoryReport
 
 logger = logging.getLogger(__name__)

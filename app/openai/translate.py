@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from app.engine.sampling.params import SamplingParams
 from app.errors import RequestError, UnknownModelError, UnknownRequestError
-from app.exchange import current_context
 from app.fleet.messages import ForkCall, GenerateRequest, Piece, split_public_id
 from app.openai.answers import ChatAnswer, CompletionAnswer
 from app.openai.bodies import (
@@ -34,6 +33,7 @@ from app.openai.prompts import PromptEncoder
 from app.openai.responses.answers import ResponseAnswer
 from app.openai.responses.body import ResponsesRequest, in_terms_of_responses
 from app.openai.tools.use import tool_use
+from app.request_context import current_context
 
 # Separate threads: long texts must not occupy those of the event loop's default executor.
 _NUM_THREADS = 4
@@ -70,8 +70,8 @@ class Translator:
     async def in_thread(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call another method: in the event loop for small bodies, and in a thread for large ones and for requests by
         handle, whose size is not known."""
-        exchange = current_context()
-        num_bytes = 0 if exchange is None else exchange.num_body_bytes
+        context = current_context()
+        num_bytes = 0 if context is None else context.num_body_bytes
         if 0 < num_bytes <= _LOOP_BYTES:
             return method(*args, **kwargs)
         return await self._executor.run(num_bytes, method, *args, **kwargs)
@@ -193,8 +193,8 @@ class Translator:
         """Raises `UnknownModelError`, or `ForbiddenError` if the caller's API key does not allow the model."""
         name = self._model_name if model is None else model
         self.adapter_of(name)
-        if (exchange := current_context()) is not None:
-            exchange.check_model(name)
+        if (context := current_context()) is not None:
+            context.check_model(name)
 
 
 def _new_id(kind: str) -> str:
@@ -228,11 +228,11 @@ def _call_of(
 ) -> GenerateRequest:
     """The call for prompt `number`, as far as the caller's API key allows it."""
     tenant, timeout_s = request.tenant, request.timeout_s
-    exchange, repeat_key = current_context(), None
-    if exchange is not None:
-        if exchange.attempt_of is not None:
-            repeat_key = f"{exchange.attempt_of} {number}"
-        tenant, timeout_s = exchange.authorize(
+    context, repeat_key = current_context(), None
+    if context is not None:
+        if context.attempt_of is not None:
+            repeat_key = f"{context.attempt_of} {number}"
+        tenant, timeout_s = context.authorize(
             request_id,
             model=request.model,
             tenant=tenant,

@@ -1,1 +1,1 @@
-"""The gRPC interface: `folio.proto`, what protoc makes of it, and the way between its messages and the HTTP bodies."""
+"""The gRPC interface: `folio.proto`, its generated code, and the conversion between messages and HTTP bodies."""

@@ -29,7 +29,6 @@ from app.errors import (
     UnavailableError,
     UnknownPinError,
 )
-from app.exchange import current_context
 from app.fleet.messages import GenerateRequest, Piece, ReplicaFacts
 from app.fleet.overload import LoadShedder
 from app.haproxy import trusted_addresses
@@ -51,6 +50,7 @@ from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, 
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ResponseObject, StreamEvent
 from app.openai.translate import Translator
+from app.request_context import current_context
 from app.serving.calls import ReplicaClient
 from app.serving.grpc_ingress import GrpcIngress
 from app.serving.limits import LimitReporter, num_ingresses
@@ -327,8 +327,8 @@ class Ingress(GrpcIngress):
             UnavailableError: a replica has not answered in time, or the server is draining.
         """
         with self._admission.admitted():
-            exchange = current_context()
-            tenant = request.tenant if exchange is None else exchange.tenant_of(request.tenant)
+            context = current_context()
+            tenant = request.tenant if context is None else context.tenant_of(request.tenant)
             prefix = await self._translator.in_thread(self._translator.encode_pin_prefix, request)
             await self._replicas.call_all("pin", request.name, prefix, request.cache_salt, tenant)
 

@@ -51,17 +51,17 @@ class LimitReporter:
     """Settles one ingress's usage with the ledger, in a task of its event loop. No request waits for it.
 
     Args:
-        refusals: the ingress's load shedder, which needs the ingress's share of arrivals.
+        shedder: the ingress's load shedder, which needs the ingress's share of arrivals.
         app_name: the application whose ingresses share the limits.
         ingress: unique name of this ingress.
         num_replicas: returns Serve's present number of ingresses, which may be too low.
     """
 
     def __init__(
-        self, shares: IngressLimits, refusals: LoadShedder, app_name: str, ingress: str, num_replicas: Callable[[], int]
+        self, limits: IngressLimits, shedder: LoadShedder, app_name: str, ingress: str, num_replicas: Callable[[], int]
     ) -> None:
-        self._shares = shares
-        self._refusals = refusals
+        self._limits = limits
+        self._shedder = shedder
         self._name = f"folio-limits:{app_name}"
         self._ingress = ingress
         self._num_replicas = num_replicas
@@ -72,14 +72,14 @@ class LimitReporter:
         self._logs_from = time.monotonic() + _STARTS_S
         self._hurried = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._shares.num_ingresses = num_replicas()
-        self._refusals.arrival_share = 1 / num_replicas()
+        self._limits.num_ingresses = num_replicas()
+        self._shedder.arrival_share = 1 / num_replicas()
 
     def start(self) -> None:
         """Start the task, in the event loop of the requests."""
         if self._task is None:
             loop = asyncio.get_running_loop()
-            self._shares.on_early_report = lambda: (
+            self._limits.on_early_report = lambda: (
                 self._hurried.is_set() or loop.call_soon_threadsafe(self._hurried.set)
             )
             self._task = loop.create_task(self._run(), name="folio-limits")
@@ -92,7 +92,7 @@ class LimitReporter:
                 logger.exception("the usage of limits could not be settled")
             await asyncio.sleep(EARLY_REPORT_S)
             try:
-                is_busy = self._shares.has_reports or self._refusals.is_shedding(time.monotonic())
+                is_busy = self._limits.has_reports or self._shedder.is_shedding(time.monotonic())
                 async with asyncio.timeout(REPORT_PERIOD_S if is_busy and self._actor is not None else IDLE_BEAT_S):
                     await self._hurried.wait()
             except TimeoutError:
@@ -106,16 +106,16 @@ class LimitReporter:
             if self._actor is None:
                 self._actor = await asyncio.to_thread(self._find, num_replicas > 1)
             if self._actor is None:
-                self._shares.num_ingresses, self._refusals.arrival_share = 1, 1.0
+                self._limits.num_ingresses, self._shedder.arrival_share = 1, 1.0
                 return
             is_late = self._call is not None
             if self._call is None:
-                self._uses = self._shares.take_reports()
-                reference = self._actor.settle_usage.remote(self._ingress, self._uses, self._refusals.num_arrived)
+                self._uses = self._limits.take_reports()
+                reference = self._actor.settle_usage.remote(self._ingress, self._uses, self._shedder.num_arrived)
                 self._call = asyncio.wrap_future(reference.future())
             done, _ = await asyncio.wait([self._call], timeout=ANSWER_TIMEOUT_S)
             if not done:  # the ledger may still record this usage: no other report until the call has ended
-                self._shares.note_disconnected({}, max(num_replicas, self._shares.num_ingresses))
+                self._limits.note_disconnected({}, max(num_replicas, self._limits.num_ingresses))
                 self._log("no answer")
                 return
             ended, self._call = self._call, None
@@ -123,12 +123,12 @@ class LimitReporter:
         except (RayError, ValueError) as error:  # the actor has died, or was found dead
             self._actor = None
             uses, self._uses = self._uses, {}
-            self._shares.note_disconnected(uses, max(num_replicas, self._shares.num_ingresses))
+            self._limits.note_disconnected(uses, max(num_replicas, self._limits.num_ingresses))
             self._log(type(error).__name__)
             return
         self._uses = {}
-        self._shares.apply_answer(answer.without_leases() if is_late else answer)
-        self._refusals.arrival_share = answer.arrival_share
+        self._limits.apply_answer(answer.without_leases() if is_late else answer)
+        self._shedder.arrival_share = answer.arrival_share
         self._log(None)
 
     def _log(self, problem: str | None) -> None:
@@ -137,10 +137,10 @@ class LimitReporter:
             return
         self._logs_from = 0.0
         if problem is not None and self._problem is None:
-            number = self._shares.num_ingresses
+            number = self._limits.num_ingresses
             logger.warning("limits of callers are not shared (%s): this ingress grants 1/%d of each", problem, number)
         elif problem is None and self._problem is not None:
-            logger.info("limits of callers are shared again, by %d ingresses", self._shares.num_ingresses)
+            logger.info("limits of callers are shared again, by %d ingresses", self._limits.num_ingresses)
         self._problem = problem
 
     def _find(self, creates: bool) -> Any:

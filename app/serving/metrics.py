@@ -15,9 +15,9 @@ from ray.serve import metrics
 from app.engine.load_report import Activity
 from app.engine.report import ReplicaReport, StartTimes
 from app.engine.speculation import SpeculationCounts
-from app.exchange import EdgeObserver
 from app.fleet.messages import GenerateRequest, Piece
 from app.http_errors import error_response
+from app.request_context import EdgeObserver
 from vmem import MemoryReport
 
 _FIRST_S: list[float] = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60]

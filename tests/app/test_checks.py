@@ -88,7 +88,10 @@ def test_folios_own_files_are_valid(file: str, monkeypatch: pytest.MonkeyPatch) 
             f"{ENGINE}.kv_memory_floor_bytes is 1099511627776; it must not be above the ceiling, kv_memory_bytes, "
             "which is 67108864",
         ),
-        (engine(tensor_parallel_size=3), f"{ENGINE}.tensor_parallel_size is 3; the 4 attention heads of "),
+        (
+            engine(tensor_parallel_size=3),
+            f"{ENGINE}.tensor_parallel_size is 3; it must divide the 4 attention heads of ",
+        ),
         (engine(model="/no/such"), f"{ENGINE}.model is '/no/such'; no such folder exists"),
         (engine(model="a/b/c"), f"{ENGINE}.model is 'a/b/c'; no such folder exists, and a Hub id has the form"),
         (engine(adapters={"a": "./no"}), f"{ENGINE}.adapters.a is './no'; no such folder exists"),
@@ -191,7 +194,7 @@ def test_files_of_another_machine_are_not_checked(tmp_path: Path) -> None:
 def test_settings_beyond_the_machine(tmp_path: Path) -> None:
     """Regression: the machine ran out of memory, or the engine used more threads than cores."""
     [line] = faults(tmp_path, engine(num_threads=10_000))
-    assert line.startswith(f"{ENGINE}.num_threads is 10000; at most ")
+    assert line.startswith(f"{ENGINE}.num_threads is 10000; it must be at most ")
 
 
 def test_a_hub_id_is_left_to_the_hub(tmp_path: Path) -> None:

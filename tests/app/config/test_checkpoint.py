@@ -127,4 +127,4 @@ def test_ranks_share_heads_evenly(folder: Path, ranks: int, num_faults: int) -> 
     assert len(list(rank_faults(folder, ranks))) == num_faults
     edit(folder / "config.json", lambda content: content.update(num_attention_heads=12, num_key_value_heads=4))
     [fault] = rank_faults(folder, 6)
-    assert fault.startswith("the 4 KV heads of ")
+    assert fault.startswith("it must divide the 4 KV heads of ")

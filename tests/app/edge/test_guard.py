@@ -12,7 +12,7 @@ import pytest
 from app.config.http import HttpSettings, KeySource, RateLimits
 from app.edge.guard import Guard
 from app.edge.keys import KeyRing
-from app.exchange import EdgeObserver, current_context
+from app.request_context import EdgeObserver, current_context
 from tests.app.edge.asgi import Answer, bearer, call, scope_of
 
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789ab"

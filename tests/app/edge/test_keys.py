@@ -17,7 +17,7 @@ from app.config.http import KeyEntry, KeySource, RateLimits
 from app.edge import keys
 from app.edge.keys import KeyRing, read_keys
 from app.errors import ConfigError
-from app.exchange import EdgeObserver
+from app.request_context import EdgeObserver
 
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789ab"
 LIMITS = RateLimits(requests_per_minute=5)

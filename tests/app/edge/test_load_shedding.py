@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI, Request
 
 from app.edge.admission import LoadSheddingMiddleware
-from app.exchange import EdgeObserver
+from app.request_context import EdgeObserver
 from tests.app.edge.asgi import Answer, call, scope_of
 from tests.local_server import listening
 

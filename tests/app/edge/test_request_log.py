@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.exchange import current_context, note_error
+from app.request_context import current_context, note_error
 from tests.app.edge.asgi import bearer, call, scope_of
 from tests.app.edge.test_guard import ALICE, answer_of, echo, guarded
 

@@ -9,8 +9,8 @@ import pytest
 
 from app.config.http import HttpSettings
 from app.engine.model.loader import load_tokenizer
-from app.exchange import RequestContext, reset_context, set_context
 from app.openai.translate import Translator
+from app.request_context import RequestContext, reset_context, set_context
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,10 @@ def test_the_log_names_the_limit_of_the_default_ceiling(
             {"max_num_batched_tokens": 10**6},
             [f"at most {((256 << 20) - WEIGHT_BYTES - SAMPLING_BYTES) // TOKEN_BYTES}: each takes up to {TOKEN_BYTES}"],
         ),
-        ({"kv_memory_bytes": 250 << 20}, ["kv_memory_bytes is 262144000; at most 1", "weights and steps take 0.1 GiB"]),
+        (
+            {"kv_memory_bytes": 250 << 20},
+            ["kv_memory_bytes is 262144000; it must be at most 1", "weights and steps take 0.1 GiB"],
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_at_the_start(

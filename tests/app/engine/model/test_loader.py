@@ -70,7 +70,7 @@ def test_weights_are_in_the_dtype_of_the_config_and_tied(
 def test_the_choice_is_checked() -> None:
     with pytest.raises(ConfigError, match="load_format is 'random'; choose one of auto, dummy"):
         EngineConfig(model="builtin", load_format="random")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"'dummy'.*tensor_parallel_size 2; use 1"):
+    with pytest.raises(ConfigError, match=r"'dummy'.*tensor_parallel_size 2; dummy weights are for one rank"):
         EngineConfig(model="builtin", load_format="dummy", tensor_parallel_size=2)
 
 

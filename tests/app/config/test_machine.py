@@ -134,8 +134,8 @@ def test_all_problems_are_reported_at_once_with_reasons() -> None:
     problems = check_resources(config, container, reserved_bytes=GIB // 2)
     assert [problem.split()[0] for problem in problems] == ["kv_memory_bytes", "num_threads", "max_num_seqs"]
     assert problems[0] == (
-        "kv_memory_bytes is 1099511627776; it must be at most 1610612736: this container's memory limit is 2.0 GiB, of which "
-        "1.0 GiB are available; weights and steps take 0.5 GiB"
+        "kv_memory_bytes is 1099511627776; it must be at most 1610612736: this container's memory limit is 2.0 GiB, "
+        "of which 1.0 GiB are available; weights and steps take 0.5 GiB"
     )
 
 

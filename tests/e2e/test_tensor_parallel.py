@@ -79,5 +79,5 @@ def test_a_lost_rank_is_replaced_with_all_others(server: Server, rank: int, numb
 
 
 def test_a_replica_without_bundles_for_its_ranks() -> None:
-    with pytest.raises(ConfigError, match="4 ranks need a placement group of as many bundles, the replica has 0"):
+    with pytest.raises(ConfigError, match="4 ranks need a placement group of as many bundles; the replica has 0"):
         ActorProcesses(3, None)

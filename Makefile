@@ -10,7 +10,7 @@ OLDEST := transformers==5.17.0 huggingface_hub==1.33.0
 PYTEST := RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 WITHOUT_RAY := -n auto --ignore tests/e2e --ignore tests/hostile
 
-.PHONY: serve test test-fast check bench proto clean compiler
+.PHONY: serve test test-fast mutants check bench proto clean compiler
 
 serve: $(VENV)/.base compiler
 	@echo "==> Starting Folio with serve_config.yaml; this takes about half a minute (make serve PORT=8001: at another port; Ctrl-C stops it when requests under way have ended, a second one at once)"
@@ -29,6 +29,10 @@ test: $(VENV)/.dev $(VENV)/.oldest compiler
 test-fast: $(VENV)/.dev compiler
 	@echo "==> Running the tests that are fast and start no processes"
 	$(PYTEST) $(WITHOUT_RAY) -m "not slow and not processes"
+
+mutants: $(VENV)/.dev compiler
+	@echo "==> Changing the code at 300 places, one at a time, to see whether the tests notice (an hour on 2 cores)"
+	OMP_NUM_THREADS=1 nice -n 10 $(BIN)/python -m tests.mutation
 
 check: $(VENV)/.dev
 	@echo "==> Formatting and lint (ruff)"

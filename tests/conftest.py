@@ -26,9 +26,12 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton: it defines functions of its own then
 
 if importlib.util.find_spec("hypothesis"):  # not on every GPU machine
-    from hypothesis import settings
+    from hypothesis import Phase, settings
 
     settings.register_profile("nightly", print_blob=True)  # `pytest --hypothesis-profile=nightly`
+    settings.register_profile(  # tests/mutation: the first failure is enough, and the same ones are found each time
+        "mutants", phases=[Phase.explicit, Phase.generate], derandomize=True, deadline=None
+    )
 
 VOCAB_SIZE = 512
 SMALL = {

@@ -55,7 +55,8 @@ class Suite:
 
     tests: list[str]
     durations: dict[str, float] = field(default_factory=dict)
-    limit_s: int = 600
+    most_processor_s: int = 600  # a mutant may loop
+    most_s: int = 1200  # or wait for what never comes
 
 
 class Order:
@@ -75,7 +76,7 @@ class Order:
 
 
 def start(suite: Suite, mutant: Mutant | None, copy: Path) -> int:
-    """Fork a process that runs `suite` in `copy` with the mutant in it; a loop in it ends with the alarm."""
+    """Fork a process that runs `suite` in `copy` with the mutant in it; a signal ends it when that takes too long."""
     if mutant:
         (copy / mutant.file).replace(copy / "original.py")
         (copy / mutant.file).write_text(mutant.source)
@@ -85,7 +86,8 @@ def start(suite: Suite, mutant: Mutant | None, copy: Path) -> int:
     code = 1
     try:
         os.setsid()
-        signal.alarm(suite.limit_s)
+        signal.alarm(suite.most_s)
+        resource.setrlimit(resource.RLIMIT_CPU, (suite.most_processor_s, suite.most_processor_s))
         resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
         os.chdir(copy)
         os.environ["PYTHONPATH"] = str(copy)
@@ -105,10 +107,18 @@ def start(suite: Suite, mutant: Mutant | None, copy: Path) -> int:
         os._exit(code)
 
 
-def run(
-    work: Iterable[tuple[Suite, Mutant | None]], copies: Sequence[Path]
-) -> Iterator[tuple[Mutant | None, Path, int]]:
-    """Run the work with one process in each copy of the tree; yields what ended, where, and its exit code."""
+@dataclass(frozen=True)
+class Outcome:
+    """`code`: of the process; negative when a signal has ended it."""
+
+    mutant: Mutant | None
+    copy: Path
+    code: int
+    processor_s: float
+
+
+def run(work: Iterable[tuple[Suite, Mutant | None]], copies: Sequence[Path]) -> Iterator[Outcome]:
+    """Run the work with one process in each copy of the tree; yields what has ended."""
     running: dict[int, tuple[Mutant | None, Path]] = {}
     free, waiting = list(copies), iter(work)
     following = next(waiting, None)
@@ -118,11 +128,11 @@ def run(
             running[start(*following, copy)] = following[1], copy
             following = next(waiting, None)
             continue
-        pid, status = os.wait()
+        pid, status, usage = os.wait4(-1, 0)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # what the tests have left
         mutant, copy = running.pop(pid)
-        yield mutant, copy, os.waitstatus_to_exitcode(status)
+        yield Outcome(mutant, copy, os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime)
         if mutant:
             (copy / "original.py").replace(copy / mutant.file)  # as old as its bytecode, which is valid again
         free.append(copy)
@@ -131,12 +141,14 @@ def run(
 def measure(suite: Suite, copies: Sequence[Path]) -> None:
     """Time the tests where nothing is changed, and see them pass in the order that mutants get. Bytecode is kept."""
     for folders in (copies[:1], copies):
-        began = time.monotonic()
-        for _, copy, code in run([(suite, None)] * len(folders), folders):
-            if code:
-                sys.exit(f"{(copy / 'output.txt').read_text()}\n{suite.tests} fail without a mutant")
-            suite.durations = json.loads((copy / "durations.json").read_text())
-    suite.limit_s = int(3 * (time.monotonic() - began) + 20)
+        began, processor_s = time.monotonic(), 0.0
+        for outcome in run([(suite, None)] * len(folders), folders):
+            if outcome.code:
+                sys.exit(f"{(outcome.copy / 'output.txt').read_text()}\n{suite.tests} fail without a mutant")
+            suite.durations = json.loads((outcome.copy / "durations.json").read_text())
+            processor_s = max(processor_s, outcome.processor_s)
+    suite.most_processor_s = int(2 * processor_s + 20)
+    suite.most_s = int(4 * (time.monotonic() - began) + 60)
 
 
 def copy_tree(to: Path) -> Path:
@@ -183,11 +195,12 @@ def main() -> None:
         copies = [copy_tree(Path(scratch) / str(i)) for i in range(arguments.jobs)]
         for suite in {id(suites[mutant.file]): suites[mutant.file] for mutant in mutants}.values():
             measure(suite, copies)
-            print(f"{len(suite.durations)} tests of {' '.join(suite.tests)} pass; limit {suite.limit_s} s", flush=True)
-        for mutant, _, code in run(((suites[m.file], m) for m in mutants if m not in known), copies):
-            assert mutant
-            survivors += [] if code else [mutant]
-            print("survived" if not code else "loop    " if code < 0 else "killed  ", mutant, flush=True)
+            print(f"{len(suite.durations)} tests of {' '.join(suite.tests)} pass", flush=True)
+        for outcome in run(((suites[m.file], m) for m in mutants if m not in known), copies):
+            assert outcome.mutant
+            survivors += [] if outcome.code else [outcome.mutant]
+            result = "survived" if not outcome.code else "too long" if outcome.code < 0 else "killed"
+            print(f"{result:8}  {outcome.mutant}", flush=True)
 
     print(
         "\n".join(["", *(f"accepted  {mutant}" for mutant in known), *(f"SURVIVED  {mutant}" for mutant in survivors)])

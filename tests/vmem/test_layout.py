@@ -166,6 +166,9 @@ def test_impossible_layouts_are_refused() -> None:
         plan((1, 0, 8))
     with pytest.raises(LayoutError, match="block_tokens 24 must divide"):
         plan((1, 1, 8), block_tokens=24)
+    with pytest.raises(LayoutError, match="expected_tokens 0 must be at least 1"):
+        plan_layout([LayerSpec(1, 8, 8)], torch.float32, granularity_bytes=4096, expected_tokens=0)
+    assert plan_layout([LayerSpec(1, 8, 8)], torch.float32, granularity_bytes=4096, expected_tokens=1)
     layers = [LayerSpec(8, 128, 128)] * 32
     with pytest.raises(LayoutError, match="cannot hold 1 tokens"):
         plan_layout(layers, torch.bfloat16, granularity_bytes=4096, page_bytes=4096)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -218,6 +219,24 @@ def test_a_shared_last_block_is_copied_before_the_first_write(policy: str, no_th
     finish(memory, parent, child)
 
 
+def test_of_two_owners_of_a_last_block_only_one_copies_it(no_thread: None) -> None:
+    """The other one writes into the block itself, after the copy."""
+    memory, _ = make_memory()
+    first = begin(memory, 10)
+    second = memory.fork(first, 10)
+    [shared] = first.groups[0].block_ids
+    memory.append(second, 12)
+    memory.append(first, 11)
+    assert first.groups[0].block_ids == [shared] != second.groups[0].block_ids
+    memory.ensure([StepDemand(first, 10, 11), StepDemand(second, 10, 12)])
+    write(memory, StepDemand(first, 10, 11), [100.0], "home")
+    write(memory, StepDemand(second, 10, 12), [200.0, 201.0], "home")
+    assert read(memory, StepDemand(first, 0, 11), 0, "home") == [*range(10), 100.0]
+    assert read(memory, StepDemand(second, 0, 12), 0, "home") == [*range(10), 200.0, 201.0]
+    memory.check_integrity()
+    finish(memory, first, second)
+
+
 def test_a_copy_of_a_due_copy(no_thread: None) -> None:
     memory, _ = make_memory()
     first = begin(memory, 10)
@@ -367,6 +386,8 @@ def test_misuse_is_refused() -> None:
         memory.free(sequence)
     with pytest.raises(IntegrityError, match="not open"):
         memory.free(extra)
+    with pytest.raises(IntegrityError, match="not open"):
+        memory.append(sequences[0], 1)
     memory.close()
 
 
@@ -510,6 +531,35 @@ def test_prompts_find_regions_mapped_ahead() -> None:
     finish(memory, first, second)
 
 
+@pytest.mark.parametrize(
+    ("options", "num_blocks"),
+    [
+        ({}, 4),
+        ({"idle_release_s": 60.0}, 4),
+        ({"idle_release_s": 0.0, "floor_pages": 20}, 0),  # no prompt lately
+        ({"eager_allocation": False}, 0),
+        ({"num_pages": 10, "reclaim_threshold": 0.2}, 4),  # of the 6 free pages, 2 are left
+        ({"num_pages": 10, "reclaim_threshold": 0.3}, 0),
+        ({"max_mappings": 20 + NUM_ANCHORS}, 4),  # the prompt has 8; 4 at home, and half of the rest in a region
+        ({"max_mappings": 19 + NUM_ANCHORS}, 0),
+    ],
+)
+def test_eager_allocation_for_the_next_prompt(options: dict[str, Any], num_blocks: int, no_thread: None) -> None:
+    memory, _ = make_memory(**{"eager_allocation": True, **options})
+    first = begin(memory, 64)
+    do_background(memory)
+    assert memory.report().eager_bytes == num_blocks * PAGE_BYTES
+    finish(memory, first)
+
+
+def test_eager_allocation_for_prompts_that_come_at_once(no_thread: None) -> None:
+    memory, _ = make_memory(eager_allocation=True, num_pages=80, num_regions=8)
+    prompts = [begin(memory, 64) for _ in range(3)]
+    do_background(memory)
+    assert memory.report().eager_bytes == 3 * 4 * PAGE_BYTES
+    finish(memory, *prompts)
+
+
 def test_the_depth_follows_the_prompts() -> None:
     demand = PromptDemand()
     assert (demand.depth, demand.num_regions) == (0, 0)
@@ -553,7 +603,9 @@ def test_failing_unmaps_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     finish(memory, sequence)
 
 
-def test_mapping_that_keeps_failing_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mapping_that_keeps_failing_is_raised(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The next step raises what the mapper failed at three times in a row; idle pages still go back."""
     memory, device = make_memory(idle_release_s=0.01)
     sequence, idle = begin(memory, 16), begin(memory, 48)
@@ -567,9 +619,12 @@ def test_mapping_that_keeps_failing_is_raised(monkeypatch: pytest.MonkeyPatch) -
             return True
         return False
 
+    caplog.set_level("WARNING", "vmem.mapper")
     with monkeypatch.context() as patch:
         patch.setattr(device, "map", refuse)
         until(is_raised)
+        assert "failure 2 in a row" in caplog.text
+        assert "failure 3 in a row" not in caplog.text  # the first, and ever fewer of the next
         until(lambda: memory.report().physical_bytes == PAGE_BYTES)
     memory.check_integrity()
     finish(memory, sequence)
@@ -820,3 +875,31 @@ def test_bounds_of_the_budget() -> None:
     assert memory.set_budget(memory.least_budget_bytes, 1) == "deferred"
     assert memory.set_budget(memory.most_budget_bytes, 2) == "applied"
     finish(memory, *sequences)
+
+
+@pytest.mark.parametrize(("kind", "num_pages"), [("interleaved", 40), ("per_layer", 80)])
+def test_what_fits_together(kind: LayoutKind, num_pages: int) -> None:
+    """Sequences of four blocks; whole blocks that they share count once, and what is pinned is nobody's."""
+    memory, _ = make_memory(kind=kind, num_pages=num_pages)
+    assert memory.fit_together([64] * 10)
+    assert not memory.fit_together([64] * 11)
+    assert memory.fit_together([64] * 19, shared_tokens=47)
+    assert not memory.fit_together([64] * 20, shared_tokens=47)
+    pinned = begin(memory, 32)
+    memory.pin("system", pinned, 32)
+    assert memory.fit_together([64] * 9)
+    assert not memory.fit_together([64] * 10)
+    memory.unpin("system")
+    finish(memory, pinned)
+
+
+def test_the_time_for_mapping_calls_is_part_of_the_time() -> None:
+    began = time.perf_counter()
+    memory, _ = make_memory()
+    sequence = begin(memory, 40)
+    memory.plan([StepDemand(sequence, 40, 90)])
+    until(lambda: memory.report().num_hidden > 0)
+    report, passed_us = memory.report(), (time.perf_counter() - began) * 1e6
+    assert 0 < report.exposed_us <= passed_us
+    assert 0 < report.hidden_us <= passed_us
+    finish(memory, sequence)

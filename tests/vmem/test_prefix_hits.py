@@ -119,6 +119,10 @@ def test_pinning_the_same_prefix_again_changes_nothing() -> None:
     pin(memory, "p", prompt(32), ("tenant:a",))
     assert memory.report().pins == before.pins
     assert memory.report().pinned_bytes == before.pinned_bytes
+    for tail in (0, 1):  # what comes after it does not matter
+        longer = run(memory, prompt(32) + prompt(32, tail), keys=("tenant:a",))
+        memory.pin("p", longer, 32)
+        memory.free(longer)
     memory.unpin("p")
     memory.check_idle()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from tests.vmem.small_memory import (
@@ -17,7 +19,17 @@ from tests.vmem.small_memory import (
     write,
     write_state,
 )
-from vmem import IntegrityError, KVMemory, OutOfPages, OutOfSwap, PinError, SequenceMemory, StepDemand, VmemError
+from vmem import (
+    IntegrityError,
+    KVMemory,
+    LayoutKind,
+    OutOfPages,
+    OutOfSwap,
+    PinError,
+    SequenceMemory,
+    StepDemand,
+    VmemError,
+)
 from vmem.prefix_tree import stable_hash
 
 __all__ = ["no_thread"]  # a fixture
@@ -241,6 +253,22 @@ def test_a_state_is_found_where_a_step_has_ended() -> None:
     memory.close()
 
 
+def test_a_prompt_waits_for_an_announced_state() -> None:
+    """The tokens are cached, but not the state after them: another sequence computes it again."""
+    memory, _ = make_memory(stateful=True)
+    memory.free(run(memory, prompt(48)))
+    second = memory.create_sequence("block_table")
+    assert memory.share_prefix(second, memory.prefixes.chain(), prompt(40)) == 0
+    memory.append(second, 40)
+    memory.prefixes.announce_prefill(second, 40)
+    assert not memory.prefixes.match(memory.prefixes.chain(), prompt(40)).is_being_computed
+    memory.prefixes.announce_prefill(second, 40, [32])
+    assert memory.prefixes.match(memory.prefixes.chain(), prompt(40)).is_being_computed
+    memory.free(second)
+    memory.check_idle()
+    memory.close()
+
+
 def test_of_the_states_of_decoding_only_the_last_is_kept() -> None:
     memory, _ = make_memory(num_pages=60, stateful=True)
     tokens = Tokens(memory.prefixes.chain(), prompt(16))
@@ -283,6 +311,63 @@ def test_pins_survive_pressure_up_to_a_quota() -> None:
     with pytest.raises(PinError, match="no prefix named 'system'"):
         memory.unpin("system")
     assert memory.report().active_bytes == 0
+    memory.close()
+
+
+@pytest.mark.parametrize(("kind", "num_pages"), [("interleaved", 40), ("per_layer", 80)])
+def test_pins_may_take_exactly_their_quota(kind: LayoutKind, num_pages: int) -> None:
+    """A quarter of the pages: those of 10 blocks."""
+    memory, _ = make_memory(kind=kind, num_pages=num_pages)
+    long, short = run(memory, prompt(160)), run(memory, prompt(16, 1))
+    memory.pins.check_pin("long", memory.prefixes.chain(), prompt(160))
+    memory.pin("long", long, 160)
+    with pytest.raises(PinError, match="that may be pinned"):
+        memory.pin("short", short, 16)
+    memory.unpin("long")
+    memory.pin("short", short, 16)
+    with pytest.raises(PinError, match="that may be pinned"):
+        memory.pin("long", long, 160)
+    for sequence in (long, short):
+        memory.free(sequence)
+    memory.close()
+
+
+@pytest.mark.parametrize(("num_pages", "num_pinned"), [(10, 0), (12, 2)])
+def test_what_the_longest_sequence_needs_is_never_pinned(num_pages: int, num_pinned: int) -> None:
+    """Its 10 pages are left even where a quarter of the budget, the quota, would be more."""
+    memory, _ = make_memory(num_pages=num_pages)
+    sequence = run(memory, prompt(64))
+    with pytest.raises(PinError, match="that may be pinned"):
+        memory.pin("more", sequence, 16 * (num_pinned + 1))
+    if num_pinned:
+        memory.pin("most", sequence, 16 * num_pinned)
+    memory.free(sequence)
+    memory.close()
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_pins_beyond_the_quota_are_refused_before_the_prefill(windowed: bool) -> None:
+    """Except with windows: how many blocks a prefix has left then depends on its prefill."""
+    memory, _ = make_memory(num_pages=24, windowed=windowed)
+    with nullcontext() if windowed else pytest.raises(PinError, match="that may be pinned"):
+        memory.pins.check_pin("p", memory.prefixes.chain(), prompt(112))
+    memory.close()
+
+
+def test_pages_needed_beside_those_that_others_own() -> None:
+    """A freed prefix is found, but its pages count as free."""
+    memory, _ = make_memory(num_pages=60, windowed=True)
+
+    def needed(num_cached: int) -> int:
+        match = memory.prefixes.match(memory.prefixes.chain(), prompt(64))
+        assert match.num_tokens == num_cached
+        return memory.prefixes.pages_needed(match, 64)
+
+    assert needed(0) == 8  # four blocks in each group
+    owner = run(memory, prompt(50))
+    assert needed(48) == 2
+    memory.free(owner)
+    assert needed(48) == 8
     memory.close()
 
 
@@ -429,10 +514,13 @@ def test_a_step_cannot_be_committed_after_the_writer_of_shared_units_is_freed() 
     memory, _ = make_memory()
     first = begin(memory, Tokens(memory.prefixes.chain(), prompt(48)))
     second = begin(memory, Tokens(memory.prefixes.chain(), prompt(40) + prompt(8, 1)), found=32)
+    bystander = begin(memory, Tokens(memory.prefixes.chain(), prompt(16, 2)))
     memory.free(first)
+    memory.free(bystander)
     with pytest.raises(IntegrityError, match="between stage and commit"):
         memory.prefixes.commit_prefixes()
     memory.prefixes.abort_prefixes()
+    memory.prefixes.commit_prefixes()  # of nothing
     memory.free(second)
     memory.free(run(memory, prompt(48), found=0))
     memory.check_idle()

@@ -167,6 +167,31 @@ def test_concurrent_requests_per_key_and_in_all(keys: Path) -> None:
     asyncio.run(run())
 
 
+def test_retry_after_is_the_mean_answering_time() -> None:
+    """Each answer counts a tenth: the mean is 1 s at first, and 2.95 s after an answer of 20.5 s."""
+
+    async def run() -> None:
+        gate = asyncio.Event()
+
+        async def slow(scope: Any, receive: Any, send: Any) -> None:
+            exchange = current_context()
+            assert exchange is not None
+            exchange.begun_at -= 20.5
+            await gate.wait()
+            await echo(scope, receive, send)
+
+        app = guarded(slow, max_concurrent_requests=1)
+        for seconds in ("1", "3"):
+            first = asyncio.create_task(call(app))
+            await asyncio.sleep(0)
+            assert (await call(app)).headers["retry-after"] == seconds
+            gate.set()
+            await first
+            gate.clear()
+
+    asyncio.run(run())
+
+
 def test_tokens_are_charged_and_refused_prompts_given_back(keys: Path) -> None:
     async def generate(scope: Any, receive: Any, send: Any) -> None:
         exchange = current_context()

@@ -243,3 +243,71 @@ def test_messages_are_few() -> None:
     cluster.run_for(10.0)
     assert cluster.num_messages <= 10 * 4 * 20
     assert all(len(ingress.take_reports()) <= 1 for ingress in cluster.ingresses)
+
+
+def usage(**changes: float) -> LimitUsage:
+    """One request a second, of which nothing has been used yet."""
+    return LimitUsage(60, True, 0.0, 0.0, 0.0, 1.0, 60.0, 0.0)._replace(**changes)
+
+
+def test_a_report_has_what_was_asked_for_since_the_last() -> None:
+    limit = IngressLimits(Clock()).add_limit("key:a/tokens", 60)
+    for amount in (20.0, 10.0, 90.0):
+        assert (limit.try_take(amount) > 0) == (amount == 90.0)
+    report = limit.report()
+    assert (report.used, report.asked, report.unit, report.level) == (30.0, 120.0, 90.0, 30.0)
+    assert limit.try_take(4.0) == limit.try_take(2.0) == 0
+    report = limit.report()
+    assert (report.used, report.asked, report.unit, report.level) == (6.0, 6.0, 3.0, 24.0)
+    report = limit.report()
+    assert (report.used, report.asked, report.unit) == (0.0, 0.0, 0.0)
+
+
+def test_a_limit_is_fresh_when_the_ledger_knows_of_its_use() -> None:
+    clock = Clock()
+    ingress = IngressLimits(clock)
+    ingress.num_ingresses = 2
+    limit = ingress.add_limit("key:a/requests", 60)
+    assert limit.is_fresh
+    limit.charge_usage(30.0)
+    assert not limit.is_fresh
+    clock.now += 60.0
+    assert not limit.is_fresh
+    limit.report()
+    assert limit.is_fresh
+
+
+def test_spare_is_the_level_without_leases_and_demand() -> None:
+    """The demand of other ingresses counts for two report periods."""
+    ledger = LimitLedger(clock=Clock())
+    assert ledger.settle_usage("a", {"key": usage()}).grants["key"].lease == 0
+    alone = ledger.settle_usage("a", {"key": usage(asked=1.0)}).grants["key"]
+    assert alone.lease > 0
+    assert alone.spare == pytest.approx(alone.level - alone.lease)
+    beside = ledger.settle_usage("b", {"key": usage(asked=1.0)}).grants["key"]
+    assert beside.spare < beside.level - alone.lease - beside.lease
+    ledger.remove_ingress("a")
+    alone = ledger.settle_usage("b", {"key": usage(asked=1.0)}).grants["key"]
+    assert alone.spare == pytest.approx(alone.level - alone.lease)
+
+
+def test_a_new_ledger_trusts_reported_levels_for_five_seconds() -> None:
+    clock = Clock()
+    ledger = LimitLedger(clock=clock)
+    ledger.settle_usage("a", {"key": usage()})
+    clock.now += 4.5
+    ledger.settle_usage("b", {"key": usage(level=20.0)})
+    assert ledger.level("key") == 20.0
+    clock.now += 1.0
+    ledger.settle_usage("b", {"key": usage(level=5.0)})
+    assert ledger.level("key") == 21.0
+
+
+def test_an_ingress_learns_its_share_of_all_requests() -> None:
+    """A tenth of all shares is the same for every ingress."""
+    clock = Clock()
+    ledger = LimitLedger(clock=clock)
+    for i in range(20):
+        shares = [ledger.settle_usage(name, {}, i * rate).arrival_share for name, rate in (("a", 3), ("b", 1))]
+        clock.now += 0.25
+    assert shares == pytest.approx([0.9 * 0.75 + 0.1 / 2, 0.9 * 0.25 + 0.1 / 2], rel=0.01)

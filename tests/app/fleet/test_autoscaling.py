@@ -509,3 +509,11 @@ def test_serve_comes_back_from_zero() -> None:
 def test_unknown_settings() -> None:
     with pytest.raises(ConfigError, match=r"\['ttft'\] are no settings of the scaling policy; it has ttft_s, tpot_s"):
         KVAwareScaling(ttft=1.0)
+
+
+def test_two_observations_at_one_time_keep_the_state() -> None:
+    """They do not reset it, as a clock that goes back does."""
+    policy = ScalingPolicy(ScalingTargets())
+    loads = [replace(IDLE, queued_tokens=20_000.0, num_running=32.0)] * 2
+    wanted = [policy.desired(loads, 2, 1000.0 + i // 2, 64.0, 2) for i in range(200)]
+    assert wanted[-1] > 2

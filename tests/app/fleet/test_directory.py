@@ -153,3 +153,13 @@ def test_only_changed_keys_are_processed() -> None:
     assert len(directory) == 100
     assert directory.match([b"other!"], 1)
     assert not directory.match([keys[0]], 1)
+
+
+def test_a_removed_replica_leaves_no_stride() -> None:
+    """Only multiples of the longest stride of all replicas are expected of them."""
+    directory = PrefixDirectory()
+    for slot, stride in ((0, 1), (1, 4)):
+        report(directory, slot, b"", stride)
+    assert len(directory.add_expected(0, PROMPTS[0][:3])) == 0
+    directory.remove_replica(1)
+    assert len(directory.add_expected(0, PROMPTS[0][:3])) == 3

@@ -322,6 +322,19 @@ def test_memory_follows_the_demand_without_oscillation() -> None:
     assert talk.budgets == [500, 500]
 
 
+def test_small_gains_move_no_memory() -> None:
+    """Under pressure too: the fair share, 539 bytes, is less than a twentieth of the capacity more than 500."""
+    talk = Talk()
+    busy, other = talk.join(), talk.join()
+    talk.round(4)
+    busy.demand_bytes, other.demand_bytes = 470, 400
+    talk.round(20)
+    assert talk.budgets == [500, 500]
+    busy.demand_bytes = 600
+    talk.round(20)
+    assert busy.budget_bytes > 550
+
+
 def test_the_memory_of_a_member_that_left_goes_to_the_others() -> None:
     talk = Talk()
     for _ in range(3):
@@ -385,6 +398,18 @@ def test_an_order_of_an_earlier_ledger_is_void() -> None:
     talk.say(member)
     member.hear(late)
     assert member.budget_bytes == 0
+
+
+def test_a_new_replica_is_expected_to_need_the_mean_of_the_others() -> None:
+    """The mean, not the sum."""
+    talk = Talk()
+    for demand_bytes in (200, 400):
+        talk.join().demand_bytes = demand_bytes
+        talk.round(2)
+    talk.round(math.ceil(REBALANCE_S))
+    newcomer = talk.join()
+    talk.round(3)
+    assert 300 <= newcomer.budget_bytes <= 400
 
 
 def test_only_the_order_of_the_last_heartbeat_is_obeyed_and_once() -> None:

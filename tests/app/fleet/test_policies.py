@@ -52,7 +52,8 @@ def test_all_replicas_are_ranked(name: str, reported: bool) -> None:
     assert sorted(policy.rank_replicas(RoutedRequest("empty", 0), NAMES, 0.5)) == NAMES
     assert policy.rank_replicas(request(), ["b"], 0.5) == ["b"]
     assert policy.rank_replicas(request(), [], 0.5) == []
-    assert sorted(policy.rank_replicas(request(session="s"), NAMES, 0.5)) == NAMES
+    for _ in range(2):  # new, and known
+        assert sorted(policy.rank_replicas(request(session="s"), NAMES, 0.5)) == NAMES
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -232,6 +233,19 @@ def test_sessions_stay_where_it_costs_little() -> None:
     assert policy.rank_replicas(request(session="s"), NAMES, 1.1)[0] == moved  # where it went last
     fleet.update(others)
     assert policy.rank_replicas(request(session="s"), others, 1.2)[0] == moved
+
+
+def test_the_oldest_session_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forgotten session goes where it costs least; a remembered one stays where it costs a little more."""
+    monkeypatch.setattr("app.fleet.policies._SESSIONS_REMEMBERED", 2)
+    for later, stays in ((["t"], True), (["t", "u"], False)):
+        fleet = fleet_of()
+        policy = PrefixAware(fleet)
+        home = policy.rank_replicas(request(session="s"), NAMES, 0.5)[0]
+        for session in later:
+            policy.rank_replicas(request(session=session), NAMES, 0.5)
+        fleet.apply_report(home, report(0.6, queued_s=0.08), 0.6)
+        assert (policy.rank_replicas(request(session="s"), NAMES, 0.7)[0] == home) == stays
 
 
 def test_two_routers_learn_of_each_other_by_reports() -> None:

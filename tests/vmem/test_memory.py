@@ -288,6 +288,15 @@ def test_blocks_that_leave_the_window_are_freed_and_unmapped(no_thread: None) ->
     finish(memory, sequence)
 
 
+def test_blocks_before_the_window_make_room_for_the_next(no_thread: None) -> None:
+    memory, _ = make_memory(windowed=True, num_pages=20)
+    sequence, other = begin(memory, 96), begin(memory, 48)  # six and three blocks in each group
+    with pytest.raises(OutOfPages, match="4 pages needed"):
+        memory.append(sequence, 128)
+    memory.append(sequence, 128, start=96)  # three blocks have left the window
+    finish(memory, sequence, other)
+
+
 def test_groups_share_one_budget(no_thread: None) -> None:
     """Pages of one group's freed blocks go to the other."""
     memory, _ = make_memory(num_pages=20, windowed=True, max_tokens=160)
@@ -565,6 +574,8 @@ def test_the_depth_follows_the_prompts() -> None:
     assert (demand.depth, demand.num_regions) == (0, 0)
     for num_blocks in (4, 4, 4, 100):
         demand.note_prompt(num_blocks, 0.0)
+    for _ in range(100):  # steps without a prompt change nothing
+        demand.note_step()
     assert (demand.depth, demand.num_regions) == (4, 4)
     for _ in range(40):
         demand.note_prompt(9, 0.0)
@@ -902,4 +913,15 @@ def test_the_time_for_mapping_calls_is_part_of_the_time() -> None:
     report, passed_us = memory.report(), (time.perf_counter() - began) * 1e6
     assert 0 < report.exposed_us <= passed_us
     assert 0 < report.hidden_us <= passed_us
+    finish(memory, sequence)
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "per_layer"])
+def test_pages_a_sequence_still_needs(kind: LayoutKind) -> None:
+    memory, _ = make_memory(kind=kind)
+    slices = memory.groups[0].layout.num_slices
+    sequence = begin(memory, 64)
+    assert memory.pages_still_needed(None, 64) == 4 * slices
+    assert memory.pages_still_needed(sequence, 96) == 2 * slices
+    assert memory.pages_still_needed(sequence, 64) == memory.pages_still_needed(sequence, 16) == 0
     finish(memory, sequence)

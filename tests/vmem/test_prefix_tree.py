@@ -9,6 +9,8 @@ import pytest
 from tests.vmem.small_memory import (
     PAGE_BYTES,
     FlakyCuda,
+    FlakyHost,
+    FlakyMirror,
     Tokens,
     do_background,
     make_memory,
@@ -384,9 +386,10 @@ def test_blocks_shared_by_two_pins_count_once() -> None:
     memory.close()
 
 
-def test_a_swapped_group_comes_back_as_it_was() -> None:
-    """A parent and its fork share blocks before, during and after."""
-    memory, _ = make_memory(num_pages=40, swap_pages=8, prefix_cache=False)
+@pytest.mark.parametrize("backend", [FlakyHost, FlakyMirror])
+def test_a_swapped_group_comes_back_as_it_was(backend: type[FlakyHost] | type[FlakyMirror]) -> None:
+    """A parent and its fork share blocks before, during and after; on every rank."""
+    memory, _ = make_memory(backend, num_pages=40, swap_pages=8, prefix_cache=False)
     tokens = Tokens(memory.prefixes.chain(), prompt(40))
     parent = begin(memory, tokens)
     compute(memory, (parent, tokens, 0))

@@ -150,7 +150,9 @@ def test_other_threads_run_while_a_text_is_tokenised() -> None:
 @pytest.mark.parametrize("tokenizer", [load_tokenizer("builtin"), byte_level(), sentencepiece()])
 def test_only_texts_that_cannot_fit_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     bounds = TextBounds(tokenizer)
-    with pytest.raises(ContextLengthError, match="the context is 10 tokens, and prompt has 100000 bytes") as refused:
+    with pytest.raises(
+        ContextLengthError, match="prompt has 100000 bytes, which cannot fit into the context of 10 tokens"
+    ) as refused:
         bounds.check_length("a" * 100_000, 10, "prompt")
     assert refused.value.param == "prompt"
     texts = [tokenizer.decode([token_id]) * 10 for token_id in tokenizer.get_vocab().values()]

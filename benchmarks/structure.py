@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import io
 import json
 import subprocess
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("app", "vmem", "kernels")
@@ -222,7 +224,7 @@ def crossed() -> list[str]:
     """Trace one streamed chat request through a whole server in this process, after one that warms it up."""
     from starlette.testclient import TestClient
 
-    from tests.local_server import LocalServer  # a server without Ray is needed for tests only
+    local_server: Any = importlib.import_module("tests.local_server")  # a server without Ray is for tests only
 
     called: set[str] = set()
 
@@ -231,7 +233,7 @@ def crossed() -> list[str]:
             called.add(frame.f_code.co_filename)
 
     threading.setprofile(note)  # of threads that start from here on: the engine's and the event loop's
-    server = LocalServer()
+    server = local_server.LocalServer()
     try:
         chat = {"model": "builtin", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "stream": True}
         client = TestClient(server.api)

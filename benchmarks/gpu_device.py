@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vmem.backends.base import AddressRange
-from vmem.backends.dlpack import CPU, CUDA, export_uint8
+from vmem.backends.cuda import CPU, CUDA, export_uint8
 
 
 class DriverError(RuntimeError):

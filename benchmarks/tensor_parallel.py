@@ -36,8 +36,7 @@ from app.engine import LLM, SamplingParams
 from app.engine.execution.batch import StepPlan
 from app.engine.tensor_parallel import shared_memory
 from app.engine.tensor_parallel.communicator import Communicator
-from app.engine.tensor_parallel.messages import pack_step, unpack_step
-from app.engine.tensor_parallel.processes import ChildProcesses
+from app.engine.tensor_parallel.processes import ChildProcesses, pack_step, unpack_step
 from app.engine.tensor_parallel.ranks import RankGroup
 from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingReader, RingWriter
 from benchmarks import harness

@@ -3,8 +3,7 @@
 from kernels.attention import flash_attn_with_kvcache, varlen_attention
 from kernels.blocks import CopyBlocks, select_block_copy
 from kernels.cpu.build import has_matrix_tiles
-from kernels.cpu.elementwise import CpuElementwise
-from kernels.cpu.linear import CpuLinear
+from kernels.cpu.ops import CpuElementwise, CpuLinear
 from kernels.provider import AttentionProblem, AttentionProvider, CacheScales, KernelError, Masking, Rotary, VarlenBatch
 from kernels.select import PROVIDERS, select_provider
 

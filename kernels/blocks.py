@@ -28,7 +28,7 @@ def select_block_copy(device: torch.device) -> CopyBlocks | None:
     try:
         if device.type == "cpu":
             return CpuBlockCopy()
-        copy: CopyBlocks = importlib.import_module("kernels.triton.copy").copy_blocks
+        copy: CopyBlocks = importlib.import_module("kernels.triton.cache").copy_blocks
         return copy
     except (KernelError, ImportError) as error:
         logger.warning("no one-pass block copy; blocks are copied by indexing, in two passes: %s", error)

@@ -21,8 +21,7 @@ from app.errors import (
     UnknownRequestError,
 )
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, Message, PinRequest
-from app.openai.operator_replies import LoadReport, PinCard, PinList
-from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, Usage
+from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, LoadReport, PinCard, PinList, Usage
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ResponseObject, StreamEvent
 from vmem import BudgetAnswer, MemoryReport

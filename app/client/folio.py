@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from app.client.transport import Transport
 from app.errors import EngineError, UnavailableError
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, PinRequest
-from app.openai.operator_replies import LoadReport, PinList
-from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
+from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, LoadReport, PinList
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ResponseObject, StreamEvent
 from vmem import BudgetAnswer, MemoryReport

@@ -15,10 +15,18 @@ from pydantic_core import from_json
 from app.client.transport import PerLoop, connection_lost, no_such_call, unreachable
 from app.errors import DeadlineError, EngineError, FolioError, OverloadedError, RequestError, UnavailableError
 from app.http_errors import error_of
-from app.openai.operator_replies import LoadReport, PinCard, PinDeleted, PinList
-from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
+from app.openai.replies import (
+    DONE,
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    LoadReport,
+    PinCard,
+    PinDeleted,
+    PinList,
+    event_data,
+)
 from app.openai.responses.replies import ResponseObject, StreamEvent
-from app.openai.sse import DONE, event_data
 from vmem import MemoryReport
 
 _CONNECT_TIMEOUT_S = 10.0

@@ -16,9 +16,8 @@ from app.engine.generation import BestOf, EndedOutputs, Generation
 from app.engine.load_report import LoadMeter
 from app.engine.request import Deadlines, Delta, Request, SequenceGroup, TokenLogprobs
 from app.engine.sampling.beam import BeamSearch, likeliest
-from app.engine.sampling.logprobs import prompt_logprobs
 from app.engine.sampling.params import SamplingParams
-from app.engine.sampling.sampler import Sampled, sample, sample_apart
+from app.engine.sampling.sampler import Sampled, prompt_logprobs, sample, sample_apart
 from app.engine.sampling.state import SamplingState
 from app.engine.scheduler import Scheduled, Scheduler
 from app.engine.speculation import Speculation

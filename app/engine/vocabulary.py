@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from app.config.engine import EngineConfig
 from app.engine.model.loader import LoadedModel
+from app.engine.sampling.logits import BadWords, encode_bad_words
 from app.engine.sampling.params import SamplingParams
-from app.engine.sampling.penalties import BadWords, encode_bad_words
 from app.engine.sampling.state import GrammarMatcher, SamplingState, check_token_ids
 from app.engine.sampling.structure import StructureCompiler, is_available
 from app.engine.sampling.token_text import IncrementalDetokenizer

@@ -20,6 +20,7 @@ from app import http_errors as errors
 from app.errors import FolioError, UnknownPinError
 from app.http_errors import ErrorBody
 from app.openai import description as examples
+from app.openai.base import json_routes
 from app.openai.bodies import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -30,12 +31,21 @@ from app.openai.bodies import (
     Tokens,
 )
 from app.openai.description import CHAT_STREAM, COMPLETION_STREAM, DESCRIPTION, ERRORS, RESPONSE_STREAM, describe
-from app.openai.json_body import json_routes
-from app.openai.operator_replies import LoadReport, PinCard, PinDeleted, PinList
-from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, ModelCard, ModelList
+from app.openai.replies import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    Frames,
+    LoadReport,
+    ModelCard,
+    ModelList,
+    PinCard,
+    PinDeleted,
+    PinList,
+    on_one_line,
+)
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ErrorEvent, ResponseObject, StreamEvent
-from app.openai.sse import Frames, on_one_line
 from app.request_context import note_error, request_id
 from vmem import MemoryReport
 

@@ -1,13 +1,18 @@
-"""Response bodies of the OpenAI API: completions, chat completions, their chunks, models."""
+"""Response bodies: completions, chats, their chunks as server-sent events, models, and reports for operators."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
+from pydantic_core import to_json
 
+from app.fleet.messages import ReplicaStatus
 from app.openai.base import Omitted
 from app.openai.tools.bodies import ToolCall, ToolCallDelta
+from vmem import PinReport
 
 ChoiceEnd = Literal["stop", "length", "tool_calls"]
 
@@ -168,3 +173,201 @@ class ModelCard(BaseModel):
 class ModelList(BaseModel):
     object: Literal["list"] = "list"
     data: list[ModelCard]
+
+
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+# The empty text of a chunk. It occurs once: within strings quotes are escaped.
+_EMPTY = {Completion: '"text":""', ChatCompletionChunk: '"content":""'}
+
+
+class Frames:
+    """Writes the chunks of one stream as events. Most chunks differ only in their text, so the JSON around it, which
+    takes most of the time, is serialised once."""
+
+    def __init__(self) -> None:
+        self._around: dict[tuple[str, int], tuple[str, str]] = {}  # by id and index of the choice
+
+    def event(self, chunk: BaseModel) -> bytes:
+        text = _only_text(chunk)
+        if text is None:
+            return f"data: {on_one_line(chunk.model_dump_json())}\n\n".encode()
+        assert isinstance(chunk, Completion | ChatCompletionChunk)
+        key = chunk.id, chunk.choices[0].index
+        around = self._around.get(key)
+        if around is None:
+            around = self._around[key] = _around(chunk)
+        return f"data: {around[0]}{on_one_line(to_json(text).decode())}{around[1]}\n\n".encode()
+
+
+def on_one_line(dumped: str) -> str:
+    """Escape line ends other than newline. JSON and events allow them, but clients that split a stream like Python's
+    `splitlines`, such as httpx's and requests' `iter_lines`, would break there."""
+    return dumped if dumped.isascii() else dumped.translate(_LINE_ENDS)
+
+
+def _only_text(chunk: BaseModel) -> str | None:
+    """The text of a chunk, if it carries nothing else."""
+    if not isinstance(chunk, Completion | ChatCompletionChunk) or len(chunk.choices) != 1 or chunk.usage is not None:
+        return None
+    choice = chunk.choices[0]
+    if choice.finish_reason is not None or choice.logprobs is not None:
+        return None
+    if choice.stop_reason is not None or choice.score is not None:
+        return None
+    if isinstance(chunk, ChatCompletionChunk):
+        delta = chunk.choices[0].delta
+        is_plain = delta.role is None and delta.tool_calls is None and chunk.prompt_logprobs is None
+        return delta.content if is_plain else None
+    completion = chunk.choices[0]
+    return completion.text if completion.prompt_logprobs is None else None
+
+
+def _around(chunk: Completion | ChatCompletionChunk) -> tuple[str, str]:
+    """The JSON before and after the text of such a chunk."""
+    [choice] = chunk.choices
+    change = {"delta": ChatDelta(content="")} if isinstance(chunk, ChatCompletionChunk) else {"text": ""}
+    empty = chunk.model_copy(update={"choices": [choice.model_copy(update=change)]})
+    before, key, after = on_one_line(empty.model_dump_json()).partition(_EMPTY[type(chunk)])
+    return before + key[:-2], after
+
+
+_DATA, DONE = b"data: ", b"[DONE]"
+
+
+async def event_data(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The data of each event, which is one line, from the parts of an answer as they arrive; `DONE` included."""
+    begun = b""
+    async for part in parts:
+        *events, begun = (begun + part).split(b"\n\n")
+        for event in events:
+            for line in event.split(b"\n"):
+                if line.startswith(_DATA):
+                    yield line[len(_DATA) :]
+
+
+class _Report(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class LoadFigures(_Report):
+    """Load of one engine replica, or of all together. Bytes are of the KV cache."""
+
+    num_running: int
+    """Sequences that have memory."""
+    num_waiting: int
+    """Sequences without memory: not begun yet, or preempted."""
+    queued_tokens: int
+    """Tokens of prompts that are not computed yet."""
+    free_tokens: int
+    """Further tokens that the KV cache can hold, evictable blocks included."""
+    total_tokens: int
+    """Tokens that the KV cache can hold within the budget."""
+    budget_bytes: int
+    physical_bytes: int
+    """Allocated from the device."""
+    active_bytes: int
+    """Owned by requests and pinned prefixes."""
+    cached_bytes: int
+    """Evictable blocks of the prefix cache."""
+    pinned_bytes: int
+    swapped_bytes: int
+    """Host memory of preempted requests."""
+    prompt_tokens: int
+    """Tokens of all prompts since the start."""
+    cached_tokens: int
+    """Those that were found in the prefix cache."""
+
+
+class ReplicaLoad(LoadFigures):
+    name: str
+    queued_s: float
+    """Expected time to compute the queued tokens."""
+    busy_share: float
+    """Share of the last seconds spent in steps with prefill."""
+    max_num_seqs: int
+    """Most sequences that run at once."""
+    ready_s: float
+    """Seconds that the engine took to start."""
+
+
+class LoadReport(_Report):
+    """All engine replicas that answered, in order of their names; `num_silent` did not."""
+
+    object: Literal["load"] = "load"
+    num_replicas: int
+    num_silent: int
+    total: LoadFigures
+    least_queued_s: float | None
+    """The least `queued_s` of a replica; null when none answered."""
+    replicas: list[ReplicaLoad]
+
+
+class PinCard(_Report):
+    """A pinned prefix. Replicas that started after a request pinned it may not have it."""
+
+    id: str
+    object: Literal["pin"] = "pin"
+    num_tokens: int
+    num_bytes: int
+    """On one replica, blocks shared with other pins included."""
+    num_replicas: int
+    """Replicas that have the prefix."""
+
+
+class PinList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[PinCard]
+
+
+class PinDeleted(BaseModel):
+    id: str
+    object: Literal["pin"] = "pin"
+    deleted: Literal[True] = True
+
+
+def load_report(answers: Sequence[Any]) -> LoadReport:
+    """Args: the `ReplicaStatus` of every replica, or the error instead of it."""
+    statuses = sorted(_statuses(answers), key=lambda status: status.name)
+    replicas = [_replica_load(status) for status in statuses]
+    total = {name: sum(getattr(replica, name) for replica in replicas) for name in LoadFigures.model_fields}
+    return LoadReport(
+        num_replicas=len(answers),
+        num_silent=len(answers) - len(replicas),
+        total=LoadFigures(**total),
+        least_queued_s=min((replica.queued_s for replica in replicas), default=None),
+        replicas=replicas,
+    )
+
+
+def pin_list(answers: Sequence[Any]) -> PinList:
+    """Args: see `load_report`. Raises the first error when no replica answered."""
+    statuses = _statuses(answers)
+    if answers and not statuses:
+        raise answers[0]
+    found: defaultdict[str, list[PinReport]] = defaultdict(list)
+    for status in statuses:
+        for pin in status.memory.pins:
+            found[pin.name].append(pin)
+    cards = [
+        PinCard(
+            id=name,
+            num_tokens=pins[0].num_tokens,
+            num_bytes=max(pin.num_bytes for pin in pins),
+            num_replicas=len(pins),
+        )
+        for name, pins in sorted(found.items())
+    ]
+    return PinList(data=cards)
+
+
+def _statuses(answers: Sequence[Any]) -> list[ReplicaStatus]:
+    return [answer for answer in answers if isinstance(answer, ReplicaStatus)]
+
+
+def _replica_load(status: ReplicaStatus) -> ReplicaLoad:
+    """The figures of the memory's report, and those that only the load report has."""
+    load, memory = status.load, status.memory
+    named: dict[str, Any] = {"name": status.name, "ready_s": status.ready_s}
+    named |= {"prompt_tokens": memory.queried_tokens, "cached_tokens": memory.hit_tokens}
+    others = ReplicaLoad.model_fields.keys() - named
+    return ReplicaLoad(**named, **{n: getattr(memory if hasattr(memory, n) else load, n) for n in others})

@@ -16,6 +16,7 @@ from app.engine.sampling.params import SamplingParams
 from app.errors import RequestError, UnknownModelError, UnknownRequestError
 from app.fleet.messages import ForkCall, GenerateRequest, Piece, split_public_id
 from app.openai.answers import ChatAnswer, CompletionAnswer
+from app.openai.base import SizedExecutor
 from app.openai.bodies import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -27,12 +28,11 @@ from app.openai.bodies import (
     TokenizeRequest,
     Tokens,
 )
-from app.openai.json_body import SizedExecutor
 from app.openai.logprobs import TokenTexts
 from app.openai.prompts import PromptEncoder
 from app.openai.responses.answers import ResponseAnswer
 from app.openai.responses.body import ResponsesRequest, in_terms_of_responses
-from app.openai.tools.use import tool_use
+from app.openai.tools.parser import tool_use
 from app.request_context import current_context
 
 # Separate threads: long texts must not occupy those of the event loop's default executor.

@@ -23,8 +23,8 @@ from starlette.types import ASGIApp, Message
 from app.errors import RequestError
 from app.haproxy import ATTEMPT_HEADER
 from app.http_errors import HttpRefusal, error_of, error_response
-from app.openai.json_body import LOOP_BYTES, SizedExecutor
-from app.openai.sse import DONE, event_data
+from app.openai.base import LOOP_BYTES, SizedExecutor
+from app.openai.replies import DONE, event_data
 from app.proto import convert
 from app.proto import folio_pb2 as pb
 

@@ -45,8 +45,17 @@ from app.openai.bodies import (
     Tokens,
 )
 from app.openai.http import build_api, note_broken_stream
-from app.openai.operator_replies import LoadReport, PinList, load_report, pin_list
-from app.openai.replies import ChatCompletion, ChatCompletionChunk, Completion, ModelCard, ModelList
+from app.openai.replies import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    LoadReport,
+    ModelCard,
+    ModelList,
+    PinList,
+    load_report,
+    pin_list,
+)
 from app.openai.responses.body import ResponsesRequest
 from app.openai.responses.replies import ResponseObject, StreamEvent
 from app.openai.translate import Translator
@@ -54,8 +63,7 @@ from app.request_context import current_context
 from app.serving.calls import ReplicaClient
 from app.serving.grpc_ingress import GrpcIngress
 from app.serving.limits import LimitReporter, num_ingresses
-from app.serving.metrics import EdgeMeter, Measured, RequestMeter
-from app.serving.metrics_page import MetricsPage
+from app.serving.metrics import EdgeMeter, Measured, MetricsPage, RequestMeter
 from app.serving.shared_streams import SharedReader
 from vmem import BudgetAnswer, MemoryReport
 

@@ -10,8 +10,7 @@ from app.config.machine import num_threads
 from app.engine.execution.batch import StepPlan, build_batch
 from app.engine.execution.model_runner import ModelRunner, ObservedLayers
 from app.engine.model.loader import load_model, resolve_device
-from app.engine.tensor_parallel.messages import RankOrder, pack_arrays, pack_step
-from app.engine.tensor_parallel.processes import LOAD_TIMEOUT_S, Launch
+from app.engine.tensor_parallel.processes import LOAD_TIMEOUT_S, Launch, RankOrder, pack_arrays, pack_step
 from app.engine.tensor_parallel.ranks import RankGroup
 from app.errors import FolioError, ModelError, UnavailableError
 from kernels import KernelError, select_provider

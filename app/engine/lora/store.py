@@ -18,7 +18,7 @@ from pathlib import Path
 
 from app.engine.lora.layers import LoRALayers, Updates, num_bytes
 from app.engine.lora.weights import WEIGHTS_FILE, find_folder, read_config, read_weights
-from app.engine.tensor_parallel.messages import RankOrder
+from app.engine.tensor_parallel.processes import RankOrder
 from app.engine.tensor_parallel.ranks import RankGroup
 from app.errors import EngineError, FolioError, ModelError, UnknownModelError
 

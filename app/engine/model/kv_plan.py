@@ -10,7 +10,7 @@ from app.config.machine import SPARE_SHARE, Machine, check_resources, resident_b
 from app.engine.execution.model_runner import ObservedLayers
 from app.engine.execution.recurrent import state_bytes
 from app.engine.model.loader import LoadedModel
-from app.engine.sampling.logprobs import CHUNK_ELEMENTS
+from app.engine.sampling.sampler import CHUNK_ELEMENTS
 from app.errors import ConfigError
 from kernels import select_block_copy
 from vmem import (

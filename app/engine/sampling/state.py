@@ -7,9 +7,9 @@ from typing import Protocol
 
 import numpy as np
 
+from app.engine.sampling.logits import BadWords, TokenCounts
 from app.engine.sampling.noise import noise_key
 from app.engine.sampling.params import SamplingParams
-from app.engine.sampling.penalties import BadWords, TokenCounts
 from app.errors import FolioError, RequestError
 
 # Division of logits by a lower temperature overflows, and the result is greedy in any case.

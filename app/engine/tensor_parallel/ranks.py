@@ -23,8 +23,7 @@ from app.config.engine import EngineConfig
 from app.engine.tensor_parallel import processes as limits
 from app.engine.tensor_parallel import shared_memory
 from app.engine.tensor_parallel.communicator import Communicator, open_store
-from app.engine.tensor_parallel.messages import Link, RankOrder
-from app.engine.tensor_parallel.processes import ERRORS, MEMORY, STEPS, Launch, RankProcesses, RankSpec
+from app.engine.tensor_parallel.processes import ERRORS, MEMORY, STEPS, Launch, Link, RankOrder, RankProcesses, RankSpec
 from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingWriter
 from app.engine.tensor_parallel.sockets import SocketAddress, SocketListener
 from app.errors import EngineError, FolioError, UnavailableError

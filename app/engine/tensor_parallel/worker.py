@@ -24,8 +24,17 @@ from app.engine.execution.model_runner import ModelRunner
 from app.engine.lora.store import PeerAdapters
 from app.engine.model.loader import LoadedModel, load_model
 from app.engine.tensor_parallel.communicator import Communicator, join_store
-from app.engine.tensor_parallel.messages import PeerLink, RankOrder, unpack_arrays, unpack_step
-from app.engine.tensor_parallel.processes import ERRORS, JOIN_TIMEOUT_S, MEMORY, STEPS, RankSpec
+from app.engine.tensor_parallel.processes import (
+    ERRORS,
+    JOIN_TIMEOUT_S,
+    MEMORY,
+    STEPS,
+    PeerLink,
+    RankOrder,
+    RankSpec,
+    unpack_arrays,
+    unpack_step,
+)
 from app.engine.tensor_parallel.shared_memory import MemoryAddress, RingReader
 from kernels import select_block_copy, select_provider
 from vmem import Backend, CacheTensors, LocalContents, PeerMemory, select_backend

@@ -447,7 +447,7 @@ EXEMPT = {
     "app.engine.sampling.structure.StructureMatcher.__init__": "part of StructureMatcher.fork",
     "app.engine.sampling.structure.StructureCompiler._try": "part of StructureCompiler.check_structure",
     "app.engine.sampling.token_text.IncrementalDetokenizer.__init__": "part of Vocabulary.detokenizer",
-    "app.engine.sampling.penalties.TokenCounts.__init__": "part of SamplingState.counts",
+    "app.engine.sampling.logits.TokenCounts.__init__": "part of SamplingState.counts",
     "app.engine.generation.BestOf.__init__": "part of RequestValidator.create_request",
     "app.engine.sampling.beam.BeamSearch.__init__": "part of RequestValidator.create_request",
     "app.engine.request.Request.__post_init__": "part of RequestValidator.create_request and Decoder.fork_sequence",

@@ -33,7 +33,6 @@ from app.openai.bodies import (
     TokenizeRequest,
     Tokens,
 )
-from app.openai.operator_replies import LoadFigures, LoadReport, PinCard, PinList
 from app.openai.replies import (
     AssistantMessage,
     ChatChoice,
@@ -43,8 +42,12 @@ from app.openai.replies import (
     ChatDelta,
     Completion,
     CompletionChoice,
+    LoadFigures,
+    LoadReport,
     ModelCard,
     ModelList,
+    PinCard,
+    PinList,
     PromptTokensDetails,
     Usage,
 )

@@ -12,7 +12,8 @@ from pydantic import BaseModel
 
 from app.client import LoadReport, MemoryReport, PinCard, PinList
 from app.errors import RequestError
-from app.openai import bodies, operator_replies, replies
+from app.openai import bodies, replies
+from app.openai import replies as operator_replies
 from app.openai.base import ClientFields
 from app.openai.tools import bodies as tool_bodies
 from app.proto import convert

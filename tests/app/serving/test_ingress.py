@@ -31,8 +31,8 @@ from app.errors import (
 from app.fleet.messages import ForkCall, GenerateRequest, Piece
 from app.openai import translate as translator
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, TokenizeRequest
+from app.openai.prompts import TextEncoder
 from app.openai.responses.body import ResponsesRequest
-from app.openai.text_encoder import TextEncoder
 from tests.local_server import ingress_of
 
 TOKENIZER = load_tokenizer("builtin")

@@ -254,8 +254,7 @@ def _accesses(ptx: str, operation: str) -> dict[int, int]:
 
 
 def _call(shape: Shape) -> None:
-    from kernels.triton.cache import write_cache
-    from kernels.triton.copy import copy_blocks
+    from kernels.triton.cache import copy_blocks, write_cache
     from kernels.triton.decode import SplitDecode
     from kernels.triton.prefill import attend_prefill
 

@@ -254,7 +254,7 @@ def test_write_takes_any_strides(provider: TritonProvider) -> None:
 
 @pytest.mark.parametrize("words", [1, 100, 2500])
 def test_copy_blocks(words: int) -> None:
-    from kernels.triton.copy import copy_blocks
+    from kernels.triton.cache import copy_blocks
 
     source = torch.randint(-(2**62), 2**62, (9, words + 3), device=DEVICE)[:, :words]
     target = torch.zeros(7, words + 5, dtype=torch.int64, device=DEVICE)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
 from app.engine.model.loader import load_tokenizer
-from app.engine.sampling.penalties import BadWords, encode_bad_words
+from app.engine.sampling.logits import BadWords, encode_bad_words
 from app.errors import RequestError
 
 

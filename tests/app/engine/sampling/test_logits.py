@@ -18,9 +18,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from app.engine.sampling.logits import apply_logits_processors
+from app.engine.sampling.logits import BadWords, apply_logits_processors
 from app.engine.sampling.params import SamplingParams
-from app.engine.sampling.penalties import BadWords
 from app.engine.sampling.sampler import sample
 from app.engine.sampling.state import SamplingState
 from tests.app.engine.sampling.helpers import Allowed, chi_square_excess

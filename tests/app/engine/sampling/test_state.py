@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from app.engine.sampling.logits import BadWords
 from app.engine.sampling.params import SamplingParams, Structure
-from app.engine.sampling.penalties import BadWords
 from app.engine.sampling.state import SamplingState, check_token_ids
 from app.errors import RequestError
 from tests.app.engine.sampling.helpers import Allowed

@@ -17,7 +17,7 @@ from app.openai.bodies import ChatCompletionRequest
 from app.openai.prompts import PromptEncoder
 from app.openai.tools.bodies import FunctionCallDelta, ToolCallDelta, ToolChoice, Tools
 from app.openai.tools.formats import closed, tool_format
-from app.openai.tools.use import tool_use
+from app.openai.tools.parser import tool_use
 from tests.app.small_tokenizers import byte_level
 
 WEATHER: dict[str, Any] = {

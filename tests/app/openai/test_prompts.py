@@ -13,9 +13,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from app.engine.model.loader import load_tokenizer
 from app.errors import ContextLengthError, RequestError
 from app.openai.bodies import ChatCompletionRequest, PinRequest
-from app.openai.prompts import PromptEncoder
+from app.openai.prompts import MAX_SPELLED, PromptEncoder, TextBounds, TextEncoder
 from app.openai.responses.body import ResponsesRequest
-from app.openai.text_encoder import MAX_SPELLED, TextBounds, TextEncoder
 from tests.app.small_tokenizers import byte_level, sentencepiece, wordpiece
 
 # Of template and messages: as many ways of rendering a content as templates have.

@@ -16,10 +16,11 @@ from app.openai.replies import (
     ChatLogprobs,
     Completion,
     CompletionChoice,
+    Frames,
     PromptTokensDetails,
     Usage,
+    on_one_line,
 )
-from app.openai.sse import Frames, on_one_line
 
 USAGE = Usage(
     prompt_tokens=1, completion_tokens=2, total_tokens=3, prompt_tokens_details=PromptTokensDetails(cached_tokens=0)

@@ -78,16 +78,16 @@ class RequestMeter:
     @contextmanager
     def measure(self, route: str) -> Iterator[Measured]:
         """The context of a request from its arrival to its end. The error that leaves it is the outcome."""
-        measured, error = Measured(), None
+        measured = Measured()
         self._add_running(route, 1)
         try:
             yield measured
-        except BaseException as raised:
-            error = raised
+        except BaseException as error:
+            measured.outcome = outcome_of(error)
             raise
         finally:
             self._add_running(route, -1)
-            self._record(route, outcome_of(error or measured.error), measured)
+            self._record(route, measured)
 
     def repeat(self) -> None:
         """Set the gauges again: Ray drops a gauge 20 s after it was last set."""
@@ -98,9 +98,9 @@ class RequestMeter:
         self._num_running[route] += number
         self._running.set(self._num_running[route], {"route": route})
 
-    def _record(self, route: str, outcome: str, measured: Measured) -> None:
+    def _record(self, route: str, measured: Measured) -> None:
         tags = {"route": route}
-        self._requests.inc(1, {"route": route, "outcome": outcome})
+        self._requests.inc(1, {"route": route, "outcome": measured.outcome})
         counts = (self._prompt, measured.prompt_tokens), (self._cached, measured.cached_tokens)
         for counter, number in (*counts, (self._output, measured.output_tokens)):
             if number:  # Ray refuses an increase by 0
@@ -109,7 +109,7 @@ class RequestMeter:
             self._first_s.observe(measured.first_s, tags)
         for seconds in measured.token_s:
             self._token_s.observe(seconds, tags)
-        if outcome == "ok":
+        if measured.outcome == "ok":
             self._whole_s.observe(time.perf_counter() - measured.begun_at, tags)
 
 
@@ -131,7 +131,7 @@ class Measured:
         self._outputs: dict[tuple[int, int], _Output] = {}
         self._cached: dict[int, int] = {}  # by prompt
         self.prompt_tokens = self.output_tokens = 0
-        self.error: BaseException | None = None
+        self.outcome = "ok"
         self.first_s: float | None = None
 
     @property
@@ -171,7 +171,7 @@ class Measured:
 
     def fails(self, error: Exception) -> None:
         """Note an error that the answer reports, so that it is not raised."""
-        self.error = error
+        self.outcome = outcome_of(error)
 
     def _count(self, piece: Piece, prompt: int) -> None:
         self.output_tokens += len(piece.token_ids)
@@ -179,10 +179,8 @@ class Measured:
             self._cached[prompt] = piece.num_cached_tokens
 
 
-def outcome_of(error: BaseException | None) -> str:
+def outcome_of(error: BaseException) -> str:
     """The outcome of a request that ends with this error."""
-    if error is None:
-        return "ok"
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
         return "cancelled"
     status, _ = error_response(error)

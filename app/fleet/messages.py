@@ -93,13 +93,6 @@ class ExpectedPrefix:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaFacts:
-    """Facts about the model that the ingress needs."""
-
-    max_model_len: int
-
-
-@dataclass(frozen=True, slots=True)
 class ReplicaStatus:
     """An engine replica's status for operators. `ready_s`: seconds from its start until it was ready."""
 

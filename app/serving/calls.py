@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import replace
 from typing import Any, cast
@@ -22,7 +22,7 @@ from app.compat.ray import (
 )
 from app.engine.sampling.params import SamplingParams
 from app.errors import OverloadedError, UnavailableError
-from app.fleet.messages import ForkCall, GenerateRequest, Piece, ReplicaFacts
+from app.fleet.messages import ForkCall, GenerateRequest, Piece
 from app.fleet.overload import LoadShedder
 from app.fleet.retry import CallRetries, CallWindow
 from app.fleet.streams import SILENCE_S, interleave, without_heartbeats
@@ -39,7 +39,7 @@ class ReplicaClient:
     """All engine replicas of the application, behind their handle. Every method raises `FolioError`s.
 
     Args:
-        refusals: notes of replicas whose queue was full.
+        shedder: learns of replicas whose queues are full.
         batch_window: calls of one request that are sent at once.
         shared: shared streams; `None`: each request has its own stream only.
         wait_for_replica_s: how long the router lets a call wait when there is no replica.
@@ -48,7 +48,7 @@ class ReplicaClient:
     def __init__(
         self,
         handle: DeploymentHandle[Any],
-        refusals: LoadShedder,
+        shedder: LoadShedder,
         batch_window: int = 32,
         shared: SharedReader | None = None,
         wait_for_replica_s: float = 10.0,
@@ -57,8 +57,8 @@ class ReplicaClient:
         self._first_s = wait_for_replica_s + SILENCE_S
         self._shared = shared
         self._batch_window = batch_window
-        self._refusals = refusals
-        self._retried = metrics.Counter(
+        self._shedder = shedder
+        self._num_retries = metrics.Counter(
             "folio_repeated_calls",
             "Calls of a replica that were sent to another one: it was gone, or its queue was full.",
             tag_keys=("reason",),
@@ -70,30 +70,34 @@ class ReplicaClient:
         Args:
             arrived: arrival of the HTTP request (`time.monotonic`), from which the calls' `timeout_s` count.
         """
-        window = self._window_of(calls)
-        return await _gather([self._complete(call, arrived, window) for call in calls])
+        outputs: list[list[Piece]] = [[] for _ in calls]
+        async for number, piece in self._interleaved(calls, arrived, whole=True):
+            outputs[number].append(piece)
+        return outputs
 
     def stream_calls(
         self, calls: Sequence[GenerateRequest], arrived: float | None = None
     ) -> AsyncGenerator[tuple[int, Piece], None]:
         """Pieces of all calls in order of arrival, each with the number of its call. Closing cancels the calls."""
-        window = self._window_of(calls)
-        return interleave([self._stream(call, arrived, window) for call in calls])
+        return self._interleaved(calls, arrived, whole=False)
 
     async def complete_fork(self, call: ForkCall) -> list[Piece]:
         """The forks, each in one piece. No retry: the forked sequence is lost with its replica."""
-        return cast(list[Piece], await _result_of(self._handle.fork.remote(call)))
+        return [piece async for piece in self._pieces(call, whole=True)]
 
-    async def stream_fork(self, call: ForkCall) -> AsyncGenerator[Piece, None]:
+    def stream_fork(self, call: ForkCall) -> AsyncGenerator[Piece, None]:
         """The forks as they are generated. Closing cancels them."""
-        method = self._streaming(call.params).fork_stream
-        async with aclosing(_pieces_of(method, call, self._first_s)) as pieces:
-            async for piece in pieces:
-                yield piece
+        return self._pieces(call, whole=False)
 
-    async def facts(self) -> ReplicaFacts:
-        """Facts about the model, from any replica."""
-        return cast(ReplicaFacts, await _result_of(self._handle.facts.remote()))
+    async def max_model_len(self) -> int:
+        """The model's context length, from any replica."""
+        response = self._handle.max_model_len.remote()
+        try:
+            with translate_failures():
+                return cast(int, await response)
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
         """Every replica's answer. Raises `UnavailableError` when one is missing after `ANSWER_TIMEOUT_S`."""
@@ -128,37 +132,21 @@ class ReplicaClient:
                 answer.cancel()  # without effect on those that are done
         return [_answer_of(answer, timeout_s) for answer in answers]
 
-    def _window_of(self, calls: Sequence[GenerateRequest]) -> CallWindow | None:
-        return CallWindow(self._batch_window) if len(calls) > 1 else None
+    def _interleaved(
+        self, calls: Sequence[GenerateRequest], arrived: float | None, *, whole: bool
+    ) -> AsyncGenerator[tuple[int, Piece], None]:
+        window = CallWindow(self._batch_window) if len(calls) > 1 else None
+        return interleave([self._retried(call, arrived, window, whole=whole) for call in calls])
 
-    async def _complete(self, call: GenerateRequest, arrived: float | None, window: CallWindow | None) -> list[Piece]:
-        async with window.call_slot() if window else nullcontext():
-            retries = CallRetries(call, self._refusals, arrived, window)
-            while True:
-                try:
-                    return await self._send(retries.next_call())
-                except (UnavailableError, OverloadedError) as error:
-                    self._retried.inc(tags={"reason": retries.note_failure(error)})
-                await retries.pause()
-
-    async def _send(self, call: GenerateRequest) -> list[Piece]:
-        """Send a call as a stream of one item if the item fits into a message: by any other way a replica does not
-        learn that the caller has died, and would generate to the end."""
-        if not fits_by_value(call.params):
-            return cast(list[Piece], await _result_of(self._handle.complete_request.remote(call)))
-        return await _only_item_of(self._streaming(call.params).complete_as_stream.remote(call), self._first_s)
-
-    async def _stream(
-        self, call: GenerateRequest, arrived: float | None, window: CallWindow | None
+    async def _retried(
+        self, call: GenerateRequest, arrived: float | None, window: CallWindow | None, *, whole: bool
     ) -> AsyncGenerator[Piece, None]:
         """Retry only while there is no output: afterwards the caller would see a beginning twice."""
         async with window.call_slot() if window else nullcontext():
-            retries, has_output = CallRetries(call, self._refusals, arrived, window), False
-            method = self._streaming(call.params).generate_stream
-            shared = self._shared if fits_by_value(call.params) else None
+            retries, has_output = CallRetries(call, self._shedder, arrived, window), False
             while True:
                 try:
-                    async with aclosing(_pieces_of(method, retries.next_call(), self._first_s, shared)) as pieces:
+                    async with aclosing(self._pieces(retries.next_call(), whole=whole)) as pieces:
                         async for piece in pieces:
                             has_output = True
                             yield piece
@@ -166,11 +154,46 @@ class ReplicaClient:
                 except (UnavailableError, OverloadedError) as error:
                     if has_output:
                         raise
-                    self._retried.inc(tags={"reason": retries.note_failure(error)})
+                    self._num_retries.inc(tags={"reason": retries.note_failure(error)})
                 await retries.pause()
 
-    def _streaming(self, params: SamplingParams) -> DeploymentHandle[Any]:
-        return streaming_handle(self._handle, by_value=fits_by_value(params))
+    async def _pieces(self, call: GenerateRequest | ForkCall, *, whole: bool) -> AsyncGenerator[Piece, None]:
+        """The pieces of a replica's stream. The call is sent when the first piece is asked for: a sent call needs to be
+        cancelled."""
+        by_value = fits_by_value(call.params)
+        handle, shared, expected = streaming_handle(self._handle, by_value=by_value), self._shared, None
+        if shared is not None and by_value and not whole and isinstance(call, GenerateRequest):
+            expected = shared.expect()
+            call = replace(call, share=expected.share)
+        response: Any = None
+        finished = False
+        try:
+            response = (handle.complete_as_stream if whole else handle.generate_stream).remote(call)
+            with translate_failures():
+                async for item in without_heartbeats(response, SILENCE_S, self._first_s):
+                    if isinstance(item, int):  # the number of the shared stream that has the later pieces
+                        assert shared is not None
+                        assert expected is not None
+                        async with aclosing(shared.rest(expected, item)) as rest:
+                            async for piece in rest:
+                                finished = piece.ends_request
+                                yield piece
+                        continue
+                    if shared is not None and expected is not None and expected.replica is None:
+                        shared.begun(expected, item[0].replica)
+                    for piece in item:
+                        finished |= piece.ends_request
+                        yield piece
+                if not finished:
+                    raise call_broken_error()
+        except UnavailableError:
+            if not finished:  # else nothing is missing but the end of the stream
+                raise
+        finally:
+            if response is not None and not finished:  # dropping the generator would not stop the replica
+                response.cancel()
+            if shared is not None and expected is not None:
+                shared.forget(expected)
 
 
 def fits_by_value(params: SamplingParams) -> bool:
@@ -191,82 +214,3 @@ def _answer_of(answer: asyncio.Future[Any], timeout_s: float) -> Any:
     if isinstance(error, CALL_ERRORS):
         return folio_error(error)
     raise error
-
-
-async def _pieces_of(
-    method: Any, call: GenerateRequest | ForkCall, first_s: float, shared: SharedReader | None = None
-) -> AsyncGenerator[Piece, None]:
-    """The pieces of a replica's stream. The call is sent when the first piece is asked for: a sent call needs to be
-    cancelled.
-
-    Args:
-        first_s: time limit of the first item or heartbeat.
-        shared: shared streams, by which later pieces may come.
-    """
-    expected = None
-    if shared is not None and isinstance(call, GenerateRequest):
-        expected = shared.expect()
-        call = replace(call, share=expected.share)
-    response, finished = None, False
-    try:
-        response = method.remote(call)
-        with translate_failures():
-            async for item in without_heartbeats(response, SILENCE_S, first_s):
-                if isinstance(item, int):  # the number of the shared stream that has the later pieces
-                    assert shared is not None
-                    assert expected is not None
-                    async with aclosing(shared.rest(expected, item)) as rest:
-                        async for piece in rest:
-                            finished = piece.ends_request
-                            yield piece
-                    continue
-                if shared is not None and expected is not None and expected.replica is None:
-                    shared.begun(expected, item[0].replica)
-                finished = item[-1].ends_request
-                for piece in item:
-                    yield piece
-            if not finished:
-                raise call_broken_error()
-    finally:
-        if response is not None and not finished:  # dropping the generator would not stop the replica
-            response.cancel()
-        if shared is not None and expected is not None:
-            shared.forget(expected)
-
-
-async def _only_item_of(response: Any, first_s: float) -> list[Piece]:
-    """The item of a replica's stream of one, which is cancelled together with this task."""
-    pieces: list[Piece] | None = None
-    try:
-        with translate_failures():
-            async for item in without_heartbeats(response, SILENCE_S, first_s):
-                pieces = item
-            if pieces is None:
-                raise call_broken_error()
-            return pieces
-    finally:
-        if pieces is None:
-            response.cancel()
-
-
-async def _gather(calls: Sequence[Coroutine[Any, Any, list[Piece]]]) -> list[list[Piece]]:
-    """Await all calls; when one fails, or this task is cancelled, cancel the others."""
-    if len(calls) == 1:  # the common case needs no tasks
-        return [await calls[0]]
-    tasks = [asyncio.create_task(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _result_of(response: Any) -> Any:
-    """The answer of a call, which is cancelled together with this task."""
-    try:
-        with translate_failures():
-            return await response
-    except asyncio.CancelledError:
-        response.cancel()
-        raise

@@ -29,7 +29,7 @@ from app.errors import (
     UnavailableError,
     UnknownPinError,
 )
-from app.fleet.messages import GenerateRequest, Piece, ReplicaFacts
+from app.fleet.messages import GenerateRequest, Piece
 from app.fleet.overload import LoadShedder
 from app.haproxy import trusted_addresses
 from app.logs import configure_logs
@@ -111,7 +111,7 @@ class Ingress(GrpcIngress):
         wait_for_replica_s: how long the router lets a request wait when there is no replica.
     """
 
-    _facts_task: asyncio.Task[ReplicaFacts] | None = None
+    _probe: asyncio.Task[int] | None = None
 
     def __init__(
         self,
@@ -174,13 +174,13 @@ class Ingress(GrpcIngress):
             UnavailableError: none has answered in time, or the server is draining.
         """
         self._admission.check_open()
-        if self._facts_task is None or self._facts_task.done():  # the call itself makes Serve scale up from zero
-            self._facts_task = asyncio.create_task(self._replicas.facts())
-            self._facts_task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        if self._probe is None or self._probe.done():  # the call itself makes Serve scale up from zero
+            self._probe = asyncio.create_task(self._replicas.max_model_len())
+            self._probe.add_done_callback(lambda probe: probe.cancelled() or probe.exception())
         timeout_s = STARTING_TIMEOUT_S if self._max_model_len is None else READY_TIMEOUT_S
         try:
             async with asyncio.timeout(timeout_s):
-                self._max_model_len = (await asyncio.shield(self._facts_task)).max_model_len
+                self._max_model_len = await asyncio.shield(self._probe)
         except TimeoutError:
             raise UnavailableError(f"no engine replica answered within {timeout_s} s") from None
 
@@ -398,5 +398,5 @@ class Ingress(GrpcIngress):
 
     async def _model_len(self) -> int:
         if self._max_model_len is None:
-            self._max_model_len = (await self._replicas.facts()).max_model_len
+            self._max_model_len = await self._replicas.max_model_len()
         return self._max_model_len

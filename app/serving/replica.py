@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -30,7 +30,6 @@ from app.fleet.messages import (
     HotPrefixes,
     Piece,
     PieceCollector,
-    ReplicaFacts,
     ReplicaStatus,
     SharedStreamCall,
     report_as_stats,
@@ -55,10 +54,6 @@ PEER_TIMEOUT_S = 10.0
 _PEER_RETRY_S = 0.1
 
 T = TypeVar("T")
-
-
-def _only_at_the_end() -> float:
-    return math.inf
 
 
 class EngineReplica:
@@ -104,22 +99,24 @@ class EngineReplica:
         gc.collect()  # as in the ingress: keep libraries' objects out of full collections
         gc.freeze()
 
-    async def complete_request(self, request: GenerateRequest) -> list[Piece]:
-        """The outputs, each in one piece."""
-        return await self._collect(self._deltas(request, _only_at_the_end))
+    async def complete_as_stream(self, call: GenerateRequest | ForkCall) -> AsyncIterator[list[Piece]]:
+        """The outputs, each in one piece, as a stream of one item. Through a stream the replica learns of its caller's
+        death, and the caller of the replica's.
 
-    async def complete_as_stream(self, request: GenerateRequest) -> AsyncIterator[list[Piece]]:
-        """`complete_request` as a stream of one item, with heartbeats until then."""
-        async with aclosing(with_heartbeats(_once(self.complete_request(request)))) as items:
+        Raises:
+            UnknownRequestError: the request to fork is not here, or has ended.
+        """
+        async with aclosing(with_heartbeats(self._collected(call))) as items:
             async for item in items:
                 yield item
 
-    async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[list[Piece] | int]:
+    async def generate_stream(self, call: GenerateRequest | ForkCall) -> AsyncIterator[list[Piece] | int]:
         """The outputs as they are generated: a piece of each that has grown, as often as `StreamPace` allows. A number
-        is that of the shared stream that carries all later pieces."""
+        is that of the shared stream that carries all later pieces. Raises as `complete_as_stream`."""
+        share = call.share if isinstance(call, GenerateRequest) else None
         async with (
-            aclosing(self._pieces(partial(self._deltas, request))) as lists,
-            aclosing(with_heartbeats(self._shared.route_pieces(lists, request.share))) as items,
+            aclosing(self._pieces(call)) as lists,
+            aclosing(with_heartbeats(self._shared.route_pieces(lists, share))) as items,
         ):
             async for item in items:
                 yield item
@@ -136,24 +133,10 @@ class EngineReplica:
             async for entries in messages:
                 yield entries
 
-    async def fork(self, call: ForkCall) -> list[Piece]:
-        """Forks of one output of a running request, each in one piece.
-
-        Raises:
-            UnknownRequestError: the request is not here, or has ended.
-        """
-        return await self._collect(self._forked(call, _only_at_the_end))
-
-    async def fork_stream(self, call: ForkCall) -> AsyncIterator[list[Piece]]:
-        """`fork`, as it is generated."""
-        async with aclosing(with_heartbeats(self._pieces(partial(self._forked, call)))) as lists:
-            async for pieces in lists:
-                yield pieces
-
-    async def facts(self) -> ReplicaFacts:
-        """Raises `UnavailableError` once the engine has stopped."""
+    async def max_model_len(self) -> int:
+        """The model's context length. Raises `UnavailableError` once the engine has stopped."""
         self._engine.check()
-        return ReplicaFacts(self._engine.max_model_len)
+        return self._engine.max_model_len
 
     async def named_report(self) -> tuple[str, MemoryReport]:
         """The replica's name, with which its answers' ids end, and its KV memory."""
@@ -217,25 +200,34 @@ class EngineReplica:
             self._exit_timer = threading.Timer(_FLUSH_GRACE_S, os._exit, (1,))
             self._exit_timer.start()
 
-    async def _deltas(self, request: GenerateRequest, pace: Pace) -> AsyncGenerator[list[Delta], None]:
-        key = request.repeat_key
-        try:
-            async with (
-                nullcontext() if key is None else self._duplicates.exclusive(key),
-                aclosing(self._computed(request, pace)) as deltas,
-            ):
-                async for some in deltas:
-                    yield some
-        except (OverloadedError, UnavailableError) as error:
-            error.replica = self._name  # for the retry at another replica
-            self._exit_if_stopped()
-            raise
+    async def _collected(self, call: GenerateRequest | ForkCall) -> AsyncGenerator[list[Piece], None]:
+        collector = PieceCollector(self._name)
+        async with aclosing(self._deltas(call, lambda: math.inf)) as deltas:
+            async for some in deltas:
+                collector.hold(some)
+        yield collector.held_pieces()
 
-    async def _computed(self, request: GenerateRequest, pace: Pace) -> AsyncGenerator[list[Delta], None]:
-        expected = request.expected
+    async def _pieces(self, call: GenerateRequest | ForkCall) -> AsyncGenerator[list[Piece], None]:
+        collector = PieceCollector(self._name)
+        with self._pace.stream() as pace:
+            async with aclosing(self._deltas(call, pace)) as deltas:
+                async for some in deltas:
+                    if pieces := collector.push(some):
+                        yield pieces
+
+    def _deltas(self, call: GenerateRequest | ForkCall, pace: Pace) -> AsyncGenerator[list[Delta], None]:
+        if isinstance(call, GenerateRequest):
+            return self._generated(call, pace)
+        if call.replica != self._name:
+            raise UnknownRequestError(f"the replica that had the request {call.fork_of!r} is gone", "request_id")
+        return self._engine.fork(call.fork_of, call.params, call.request_id, index=call.index, pace=pace)
+
+    async def _generated(self, request: GenerateRequest, pace: Pace) -> AsyncGenerator[list[Delta], None]:
+        key, expected = request.repeat_key, request.expected
         if expected is not None and expected.replica != self._name:  # the expectation concerns another replica
             expected = None
-        deltas = self._engine.generate(
+        generate = partial(
+            self._engine.generate,
             request.prompt_token_ids,
             request.params,
             request.request_id,
@@ -248,34 +240,20 @@ class EngineReplica:
             expected_cached_tokens=expected.cached_tokens if expected is not None else None,
             pace=pace,
         )
-        async with aclosing(deltas):
-            async for some in deltas:
-                if expected is not None:
-                    self._audit.note(expected.cached_tokens, some[0].num_cached_tokens)
-                    expected = None
-                yield some
-
-    def _forked(self, call: ForkCall, pace: Pace) -> AsyncGenerator[list[Delta], None]:
-        if call.replica != self._name:
-            raise UnknownRequestError(f"the replica that had the request {call.fork_of!r} is gone", "request_id")
-        return self._engine.fork(call.fork_of, call.params, call.request_id, index=call.index, pace=pace)
-
-    async def _collect(self, deltas: AsyncGenerator[list[Delta], None]) -> list[Piece]:
-        collector = PieceCollector(self._name)
-        async with aclosing(deltas):
-            async for some in deltas:
-                collector.hold(some)
-        return collector.held_pieces()
-
-    async def _pieces(
-        self, begin: Callable[[Pace], AsyncGenerator[list[Delta], None]]
-    ) -> AsyncGenerator[list[Piece], None]:
-        collector = PieceCollector(self._name)
-        with self._pace.stream() as pace:
-            async with aclosing(begin(pace)) as deltas:
+        try:
+            async with (
+                nullcontext() if key is None else self._duplicates.exclusive(key),
+                aclosing(generate()) as deltas,
+            ):
                 async for some in deltas:
-                    if pieces := collector.push(some):
-                        yield pieces
+                    if expected is not None:
+                        self._audit.note(expected.cached_tokens, some[0].num_cached_tokens)
+                        expected = None
+                    yield some
+        except (OverloadedError, UnavailableError) as error:
+            error.replica = self._name  # for the retry at another replica
+            self._exit_if_stopped()
+            raise
 
     @staticmethod
     def _start_as(member: BudgetMember, config: EngineConfig, peers: PeerReplicas) -> AsyncEngine:
@@ -354,10 +332,6 @@ class PeerReplicas:
                     time.sleep(_PEER_RETRY_S)
         finally:
             handle.shutdown()
-
-
-async def _once(item: Awaitable[T]) -> AsyncGenerator[T, None]:
-    yield await item
 
 
 async def _run_in_thread(call: Callable[[], T]) -> T:

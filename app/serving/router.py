@@ -242,7 +242,7 @@ class FolioRouter(BoundedWaitRouter):
         return ranked
 
     def _routed_request(self, pending: PendingRequest) -> RoutedRequest:
-        """The request as policies see it. Calls without a prompt, such as `facts` or `fork`, have no tokens."""
+        """The request as policies see it. Calls without a prompt, such as `max_model_len` or forks, have no tokens."""
         call, request_id = _call_of(pending), pending.metadata.internal_request_id
         if not isinstance(call, GenerateRequest):
             return RoutedRequest(request_id, 0)

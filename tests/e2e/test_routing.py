@@ -82,7 +82,7 @@ def test_a_router_knows_what_others_have_sent(server: Served) -> None:
     body = {"model": "builtin", "prompt": token_ids, "max_tokens": 2, "temperature": 0}
     assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S).status_code == 200
     engines: Any = server.engines
-    engines.facts.remote().result()  # the router in this process begins
+    engines.max_model_len.remote().result()  # the router in this process begins
     router = engines._router._asyncio_router.request_router
     routed = RoutedRequest("r", len(token_ids) + 1, prompt_keys(token_ids, 16, None))
 
@@ -92,7 +92,8 @@ def test_a_router_knows_what_others_have_sent(server: Served) -> None:
 
     server.wait_until(knows_the_prefix, DEADLINE_S)
     request = GenerateRequest("r", [*token_ids, 300], SamplingParams(max_tokens=2, temperature=0))
-    assert engines.complete_request.remote(request).result()[0].num_cached_tokens == 160
+    [[piece]] = engines.options(stream=True).complete_as_stream.remote(request)
+    assert piece.num_cached_tokens == 160
 
 
 def test_forks_find_their_replica(server: Served) -> None:

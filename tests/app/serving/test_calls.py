@@ -44,22 +44,13 @@ class Response:
     def cancel(self) -> None:
         self.cancelled = True
 
-    def __await__(self) -> Any:
-        return self._whole().__await__()
-
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
-        if self.at_once:
-            yield await self._whole()
-            return
         try:
-            for item in self.items:
-                yield [await self._real(item)]
-        finally:
-            self.ended = True
-
-    async def _whole(self) -> list[Piece]:
-        try:
-            return [await self._real(item) for item in self.items]
+            if self.at_once:
+                yield [await self._real(item) for item in self.items]
+            else:
+                for item in self.items:
+                    yield [await self._real(item)]
         finally:
             self.ended = True
 
@@ -82,9 +73,7 @@ class Handle:
         self.responses: list[Response] = []
         self.by_reference: list[bool] = []
         self._script = script
-        self.complete_request = self.generate_stream = self.fork = self.fork_stream = SimpleNamespace(
-            remote=self._remote
-        )
+        self.generate_stream = SimpleNamespace(remote=self._remote)
         self.complete_as_stream = SimpleNamespace(remote=partial(self._remote, at_once=True))
 
     def options(self, *, stream: bool, _by_reference: bool) -> Handle:
@@ -180,6 +169,12 @@ async def test_a_stream_that_ends_too_early_is_an_error() -> None:
         await ask(replicas, True)
     replicas, _ = replicas_with([], [END])
     assert await ask(replicas, True) == ["b"]
+
+
+async def test_a_replica_may_die_after_the_last_piece() -> None:
+    replicas, handle = replicas_with([BEGUN, END, GONE])
+    assert await ask(replicas, True) == ["a", "b"]
+    assert len(handle.calls) == 1
 
 
 @STREAM
@@ -352,6 +347,5 @@ async def test_items_too_long_for_a_message_go_by_reference(params: dict[str, An
 
     replicas, handle = replicas_with([END], [END])
     await ask(replicas, True, GenerateRequest("r", [1], sampling))
-    assert handle.by_reference == [not by_value]
     await ask(replicas, False, GenerateRequest("r", [1], sampling))
-    assert handle.responses[1].at_once == by_value
+    assert handle.by_reference == [not by_value] * 2

@@ -47,9 +47,6 @@ class Response:
         self._hangs = hangs
         self._at_once = at_once
 
-    def __await__(self) -> Any:
-        return self._whole().__await__()
-
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
         if self._at_once:
             yield await self._whole()
@@ -79,11 +76,9 @@ class Engines:
         self.calls: list[Any] = []
         self.responses: list[Response] = []
         self._error, self._fails_at, self._hangs = error, fails_at, hangs
-        self.complete_request = self.generate_stream = self.fork = self.fork_stream = SimpleNamespace(
-            remote=self._remote
-        )
+        self.generate_stream = SimpleNamespace(remote=self._remote)
         self.complete_as_stream = SimpleNamespace(remote=partial(self._remote, at_once=True))
-        self.facts = SimpleNamespace(remote=self._facts)
+        self.max_model_len = SimpleNamespace(remote=self._max_model_len)
 
     def options(self, **_: Any) -> Engines:
         return self
@@ -113,8 +108,8 @@ class Engines:
         self.responses.append(Response(pieces, self._hangs and not fails, at_once))
         return self.responses[-1]
 
-    async def _facts(self) -> Any:
-        return SimpleNamespace(max_model_len=64)
+    async def _max_model_len(self) -> int:
+        return 64
 
 
 def ingress_with(engines: Engines) -> Any:
@@ -348,13 +343,13 @@ async def test_ready_does_not_wait_while_the_server_starts(monkeypatch: pytest.M
     """It took ten seconds to say that there was no replica yet. The question goes on: it may be what starts one."""
     ingress, there, asked = ingress_with(engines := Engines()), asyncio.Event(), 0
 
-    async def facts() -> Any:
+    async def max_model_len() -> int:
         nonlocal asked
         asked += 1
         await there.wait()
-        return SimpleNamespace(max_model_len=64)
+        return 64
 
-    engines.facts = SimpleNamespace(remote=facts)
+    engines.max_model_len = SimpleNamespace(remote=max_model_len)
     monkeypatch.setattr("app.serving.ingress.STARTING_TIMEOUT_S", 0.0)
     monkeypatch.setattr("app.serving.ingress.READY_TIMEOUT_S", 30.0)
     for _ in range(2):

@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,7 +17,15 @@ from app.engine import AsyncEngine, Delta, SamplingParams
 from app.engine.async_engine import Pace
 from app.engine.report import StartTimes
 from app.errors import DeadlineError, OverloadedError, UnavailableError, UnknownRequestError
-from app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, HotPrefixes, SharedStreamCall, SharedStreamKey
+from app.fleet.messages import (
+    ExpectedPrefix,
+    ForkCall,
+    GenerateRequest,
+    HotPrefixes,
+    Piece,
+    SharedStreamCall,
+    SharedStreamKey,
+)
 from app.fleet.streams import StreamPace
 from app.serving import replica as replica_module
 from tests.local_server import replica_of
@@ -76,6 +84,12 @@ class Audit:
         self.noted.append((expected_tokens, cached_tokens))
 
 
+async def outputs_of(replica: Any, call: GenerateRequest | ForkCall) -> list[Piece]:
+    """Each output in one piece."""
+    [outputs] = [item async for item in replica.complete_as_stream(call)]
+    return cast(list[Piece], outputs)
+
+
 def replica_with(engine: Any, audit: Audit | None = None) -> Any:
     return replica_of(engine, "here", StreamPace(10, min_interval_s=0.05, max_interval_s=1.0), audit)
 
@@ -96,7 +110,7 @@ REQUEST = GenerateRequest(
 
 async def test_outputs_whole_and_in_pieces() -> None:
     replica = replica_with(engine := Engine(DELTAS), audit := Audit())
-    whole = await replica.complete_request(REQUEST)
+    whole = await outputs_of(replica, REQUEST)
     assert [(p.index, p.text, p.token_ids, p.finish_reason) for p in whole] == [
         (0, "ac", (1, 4), "length"),
         (1, "b", (2, 3), "stop"),
@@ -113,7 +127,7 @@ async def test_outputs_whole_and_in_pieces() -> None:
 
 async def test_the_engine_gets_every_option() -> None:
     replica = replica_with(engine := Engine(DELTAS))
-    await replica.complete_request(REQUEST)
+    await outputs_of(replica, REQUEST)
     options = {"priority": 1, "cache_salt": "s", "adapter": "a", "tenant": "t", "user": "u", "timeout_s": 2.0}
     assert engine.asked == [([1, 2], REQUEST.params, "r", {**options, "expected_cached_tokens": 4})]
 
@@ -129,7 +143,7 @@ async def test_a_closed_stream_ends_its_request() -> None:
 async def test_errors_come_through() -> None:
     replica = replica_with(Engine(DELTAS[:1], DeadlineError("too late")))
     with pytest.raises(DeadlineError):
-        await replica.complete_request(REQUEST)
+        await outputs_of(replica, REQUEST)
     with pytest.raises(DeadlineError):
         _ = [piece async for piece in replica.generate_stream(REQUEST)]
 
@@ -138,16 +152,16 @@ async def test_errors_come_through() -> None:
 async def test_a_refusal_names_the_replica(error: OverloadedError | UnavailableError) -> None:
     replica = replica_with(Engine([], error))
     with pytest.raises(type(error)) as refused:
-        await replica.complete_request(REQUEST)
+        await outputs_of(replica, REQUEST)
     assert refused.value.replica == "here"
 
 
 async def test_forks() -> None:
     replica = replica_with(engine := Engine(DELTAS))
     call = ForkCall("f", "r", 1, "here", SamplingParams(n=2))
-    whole = await replica.fork(call)
+    whole = await outputs_of(replica, call)
     assert [piece.text for piece in whole] == ["ac", "b"]
-    assert "".join([piece.text async for some in replica.fork_stream(call) for piece in some]) == "abc"
+    assert "".join([piece.text async for some in replica.generate_stream(call) for piece in some]) == "abc"
     assert engine.asked == [("r", call.params, "f", {"index": 1})] * 2
 
 
@@ -155,9 +169,9 @@ async def test_a_fork_of_another_replicas_request() -> None:
     replica = replica_with(engine := Engine(DELTAS))
     call = ForkCall("f", "r", 0, "another", SamplingParams())
     with pytest.raises(UnknownRequestError, match="is gone"):
-        await replica.fork(call)
+        await outputs_of(replica, call)
     with pytest.raises(UnknownRequestError, match="is gone"):
-        _ = [piece async for piece in replica.fork_stream(call)]
+        _ = [piece async for piece in replica.generate_stream(call)]
     assert not engine.asked
 
 
@@ -234,7 +248,7 @@ async def test_a_call_that_hangs_is_unavailable(monkeypatch: pytest.MonkeyPatch)
         go_on.set()
 
 
-@pytest.mark.parametrize("first_asked", ["complete_request", "record_routing_stats", "check_health"])
+@pytest.mark.parametrize("first_asked", ["complete_as_stream", "record_routing_stats", "check_health"])
 async def test_a_stopped_engine_ends_its_process_at_the_first_call(
     monkeypatch: pytest.MonkeyPatch, first_asked: str
 ) -> None:
@@ -255,8 +269,10 @@ async def test_a_stopped_engine_ends_its_process_at_the_first_call(
     replica = replica_with(engine)
 
     async def call() -> None:
-        answer = getattr(replica, first_asked)(*[REQUEST] * (first_asked == "complete_request"))
-        await answer
+        if first_asked == "complete_as_stream":
+            await outputs_of(replica, REQUEST)
+        else:
+            await getattr(replica, first_asked)()
 
     for _ in range(2):
         with pytest.raises(UnavailableError):
@@ -271,7 +287,7 @@ async def test_a_repeated_request_never_runs_beside_the_first() -> None:
     request = replace(REQUEST, repeat_key="k")
     first = replica.generate_stream(request)
     await anext(first)
-    second = asyncio.ensure_future(replica.complete_request(request))
+    second = asyncio.ensure_future(outputs_of(replica, request))
     for _ in range(3):
         await asyncio.sleep(0)
     assert len(engine.asked) == 1

@@ -65,7 +65,7 @@ def in_flight(router: FolioRouter, names: Sequence[str]) -> list[float]:
 
 def pending(number: int = 0, prompt: list[int] | None = None, *args: Any) -> PendingRequest:
     call = GenerateRequest(f"r{number}", PROMPT if prompt is None else prompt, SamplingParams(max_tokens=1))
-    metadata = RequestMetadata(f"x{number}", f"internal-{number}", call_method="complete_request")
+    metadata = RequestMetadata(f"x{number}", f"internal-{number}", call_method="generate_stream")
     return PendingRequest(list(args) or [call], {}, metadata)
 
 
@@ -260,7 +260,7 @@ async def test_every_policy_serves_everything(replicas: list[Replica], policy: s
         for i in range(6):
             assert await choose(router, pending(10 * round_number + i)) in "abc"
         assert await choose(router, pending(10 * round_number + 7, [])) in "abc"
-        metadata = RequestMetadata("y", f"facts-{round_number}", call_method="facts")
+        metadata = RequestMetadata("y", f"probe-{round_number}", call_method="max_model_len")
         assert await choose(router, PendingRequest([], {}, metadata)) in "abc"
         for replica in replicas:
             replica.routing_stats = now_with([])

@@ -117,7 +117,7 @@ def read_config(name: str, folder: Path) -> AdapterConfig:
         settings: Any = json.loads((folder / CONFIG_FILE).read_text())
     except (OSError, ValueError) as error:
         raise ModelError(f"adapter {name!r}: cannot read {CONFIG_FILE}: {error}") from error
-    kind = settings.get("peft_type") if isinstance(settings, dict) else settings
+    kind = settings.get("peft_type") if isinstance(settings, dict) else type(settings)
     if kind != "LORA":
         raise ModelError(f"adapter {name!r} is of type {kind!r}; only LORA is supported")
     if unsupported := _unsupported(settings):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import math
 import re
 import threading
@@ -23,7 +24,7 @@ from app.engine.async_engine import AsyncEngine
 from app.engine.engine import Engine
 from app.engine.lora.layers import LoRALayers, LoRALinear, adapter_batch
 from app.engine.lora.store import AdapterFiles
-from app.engine.lora.weights import LowRank, check_sources
+from app.engine.lora.weights import LowRank, check_sources, read_config
 from app.engine.sampling.params import SamplingParams
 from app.errors import ConfigError, ModelError, UnknownModelError
 from tests.app.engine.lora.adapters import Merged, make_adapter, make_engine, one_thread, run, tokens, write_adapter
@@ -439,6 +440,14 @@ def test_unsupported_settings_are_named(llama: Path, tmp_path: Path) -> None:
         assert message in str(delta.error), f"{name}: {delta.error}"
     assert not engine.adapters.report.loaded
     engine.close()
+
+
+def test_a_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    """Regression: of the JSON string "LORA", the settings were read."""
+    for text in ("LORA", ["LORA"], 1):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(text))
+        with pytest.raises(ModelError, match="only LORA is supported"):
+            read_config("a", tmp_path)
 
 
 @pytest.mark.parametrize(("name", "refused"), [("mixtral", r"experts|gate"), ("lfm2", r"\.conv\.")])

@@ -44,7 +44,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> TokenBytes:
     if not byte_level and not kinds & {"ByteFallback", "Metaspace"}:
         raise RequestError(
             f"structured output is not possible: the tokenizer's decoder is {sorted(kinds) or 'missing'}, and only "
-            " byte-level and sentencepiece tokens are independent of their neighbours",
+            "byte-level and sentencepiece tokens are independent of their neighbours",
             "structure",
         )
     space = next((d["replacement"] for d in decoders if d["type"] == "Metaspace"), _SENTENCEPIECE_SPACE)

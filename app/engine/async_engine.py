@@ -492,7 +492,9 @@ def _as_start_error(error: BaseException) -> Exception:
     """An `Exception` for the constructor's caller: a library may call `sys.exit`, or panic in Rust."""
     if isinstance(error, Exception):
         return error
-    return EngineError(f"the engine cannot start: {type(error).__name__}: {error}").with_traceback(error.__traceback__)
+    failure = EngineError(f"the engine cannot start: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 def _put_all(arrived: Sequence[tuple[_Stream, Delta]]) -> None:

@@ -28,7 +28,7 @@ from app.engine.lora.weights import check_sources
 from app.engine.model.kv_plan import build_memory
 from app.engine.preemption import PreemptionCostModel
 from app.engine.report import StartClock
-from app.engine.request import Deadlines, Delta, Request, RequestOptions
+from app.engine.request import Deadlines, Delta, Request, RequestOptions, check_timeout
 from app.engine.sampling.beam import BeamSearch
 from app.engine.sampling.params import SamplingParams
 from app.engine.scheduler import Scheduled, Scheduler
@@ -256,6 +256,8 @@ class Engine:
 
     def prepare_pin(self, name: str, prompt_token_ids: Sequence[int], options: RequestOptions) -> Callable[[str], None]:
         """Validate a pin; returns a function that queues it under a request id. From any thread; it may wait."""
+        self.adapters.check_adapter(options.get("adapter"))
+        check_timeout(options.get("timeout_s"))
         prefix = self.intake.prefix_to_pin(name, prompt_token_ids, self.intake.prefix_keys(options))
         params = SamplingParams(max_tokens=1)
         return lambda request_id: self.add_request(request_id, prefix, params, 1, options, pin_name=name)

@@ -271,6 +271,7 @@ def test_whatever_ends_a_start_is_told(monkeypatch: pytest.MonkeyPatch, error: B
     thread.join(DEADLINE_S)
     assert [str(raised) for raised in told] == [f"the engine cannot start: {type(error).__name__}: {error}"]
     assert isinstance(told[0], EngineError)
+    assert told[0].__cause__ is error
 
 
 def test_an_engine_that_hangs_is_noticed(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:

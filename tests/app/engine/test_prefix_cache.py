@@ -10,6 +10,7 @@ import torch
 from app.engine import LLM, decoding
 from app.engine.engine import Engine, EngineConfig
 from app.engine.execution.batch import StepBatch
+from app.engine.request import RequestOptions
 from app.engine.sampling.params import SamplingParams
 from app.errors import ConfigError, RequestError
 from tests.conftest import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, MakeCheckpoint
@@ -441,6 +442,14 @@ def test_pinning_one_name_twice_at_once(counted: Counted) -> None:
     assert deltas["1"].error is None
     assert isinstance(deltas["2"].error, RequestError)
     assert "pinned already" in str(deltas["2"].error)
+
+
+@pytest.mark.parametrize("options", [{"adapter": "unknown"}, {"timeout_s": 0.0}, {"timeout_s": float("nan")}])
+def test_options_of_a_pin_are_validated(counted: Counted, options: RequestOptions) -> None:
+    """Regression: a pin for an unknown adapter waited for ever, and one with a timeout of NaN had no deadline."""
+    with pytest.raises(RequestError, match=next(iter(options))):
+        counted.engine.pin("0", "rules", tokens(40), **options)
+    assert not counted.engine.has_work
 
 
 def test_a_fork_does_not_say_what_its_parent_holds_back() -> None:

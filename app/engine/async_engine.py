@@ -95,7 +95,6 @@ class AsyncEngine:
         self._longest_s = 0.0  # of all steps
         self._stalled_s = max(_STALLED_S, 2 * config.step_timeout_s)
         self._num_failures = 0  # of steps and requests since the last generated token
-        self._activity = Activity()  # until `take_activity`
         self._engine: Engine  # created by the thread
         started: Future[None] = Future()
         arguments = partial(Engine, config, launch, admit), prefixes_of_others, started
@@ -264,7 +263,7 @@ class AsyncEngine:
 
     def take_activity(self) -> Activity:
         """The engine's work since the last call. From any one thread."""
-        return self._activity.take()
+        return self._engine.load.take_activity()
 
     def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """See `Engine.set_budget`. Raises `UnavailableError` once the engine has stopped."""
@@ -427,7 +426,7 @@ class AsyncEngine:
             raise
         except BaseException as error:  # whatever failed, every request must end
             logger.exception("a step failed")
-            self._activity.num_failed_steps += 1
+            self._engine.load.num_failed_steps += 1
             self._note_failures(1, _MOST_FAILED_STEPS, error)
             failed = list(self._streams)
             # A fixed sentence: the error may quote one request, and all get it.
@@ -436,11 +435,9 @@ class AsyncEngine:
                 self._engine.cancel(request_id)
             self._engine.check_integrity()
             return
-        recent = self._engine.load.take_activity()
-        self._activity.add(recent)
-        if recent.step_s:
+        if (seconds := self._engine.step_s) is not None:
             self._working_since = time.monotonic()
-            self._longest_s = max(self._longest_s, *recent.step_s)
+            self._longest_s = max(self._longest_s, seconds)
         self._deliver(deltas)
         if any(delta.error is None for delta in deltas):
             self._num_failures = 0

@@ -66,6 +66,7 @@ class Engine:
         load: load reports and the limit of the queue. From any thread.
         intake: validates requests. From any thread.
         generations: request id → requests that have not ended.
+        step_s: seconds of the latest step; `None` if it computed nothing.
 
     Raises:
         ConfigError, ModelError: the settings or the model cannot work; nothing is left behind.
@@ -138,6 +139,7 @@ class Engine:
             self.decoder = Decoder(
                 self.memory, self.scheduler, self.vocabulary, self.generations, self.deadlines, meter, self.speculation
             )
+            self.step_s: float | None = None
             self._stalled_since: float | None = None
             undo.callback(self.cancel_all)
             self.recovery.try_swaps(self.memory, config.kv_view, self.model.module.device)
@@ -284,6 +286,7 @@ class Engine:
         Raises:
             UnavailableError: a rank is lost; no step will succeed any more.
         """
+        self.step_s = None
         self.executor.check_ranks()
         if late := [name for name in self.deadlines.expired(time.monotonic()) if name in self.generations]:
             text = "request {!r} has not finished within its timeout_s; raise it, or send the request later"
@@ -302,7 +305,7 @@ class Engine:
                 return self._wait_for_pages()
             selection = self.decoder.choose(scheduled, self._compute(scheduled))
             num_attended = sum(s.num_attended for s in scheduled)
-            queue_s = self._note_begun(scheduled, start)
+            self._note_begun(scheduled, start)
         except SequenceFailure as failure:  # the other requests go on in the next step
             self.scheduler.abort_step()
             request_id = failure.request.request_id
@@ -316,7 +319,7 @@ class Engine:
         for s in scheduled:
             if s.request.pin_name is not None and not s.request.num_uncomputed:
                 deltas.append(self._pin(s.request))
-        self._note_step(scheduled, num_attended, time.perf_counter() - start, queue_s)
+        self._note_step(scheduled, num_attended, time.perf_counter() - start)
         return deltas
 
     def _propose(self) -> dict[Request, list[int]]:
@@ -339,23 +342,20 @@ class Engine:
         self.memory.plan(next_demands(scheduled))
         return self.executor.run(plan, self.memory)
 
-    def _note_begun(self, scheduled: list[Scheduled], start: float) -> list[float]:
-        """Count the requests whose first chunk the step computes; returns their seconds in the queue."""
-        queue_s: list[float] = []
+    def _note_begun(self, scheduled: list[Scheduled], start: float) -> None:
+        """Count the requests whose first chunk the step computes."""
         for s in scheduled:
             request = s.request
             if request.num_computed == request.num_cached_tokens and not request.max_computed:
                 with attribute_failures(request):
                     self._meter.note_begun(request)
-                queue_s.append(start - request.submitted_at)
-        return queue_s
+                self._meter.queue_s.append(start - request.submitted_at)
 
-    def _note_step(
-        self, scheduled: list[Scheduled], num_attended: int, seconds: float, queue_s: Sequence[float]
-    ) -> None:
+    def _note_step(self, scheduled: list[Scheduled], num_attended: int, seconds: float) -> None:
         num_tokens = sum(s.num_tokens for s in scheduled)
+        self.step_s = seconds
         self.recovery.observe_step(num_tokens, num_attended, seconds)
-        self._meter.note_times(seconds, queue_s)
+        self._meter.step_s.append(seconds)
         if num_tokens > sum(s.samples for s in scheduled):  # not only decodes
             self._meter.note_step(seconds, time.monotonic())
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from app.engine.preemption import PreemptionCostModel, PreemptionMode
@@ -22,39 +22,25 @@ _DECAY_S = 10.0
 MOST_KEYS = 13_824
 # Bounds of `retry_after_s`. A step takes about as long as the least; a queue says little about more than a minute.
 _LEAST_RETRY_S, _MOST_RETRY_S = 0.05, 60.0
-# The latest times that are kept until `take`.
+# The latest times that are kept until `take_activity`.
 _MOST_TIMES = 4096
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Activity:
     """Counts and times of an engine's work.
 
     Attributes:
         num_preempted: preemptions since the start, by mode.
-        step_s: seconds of each step since the last `take`, at most `_MOST_TIMES`.
+        step_s: seconds of each step since the last report.
         queue_s: the same of each request that has begun, from its arrival to the step that computed its first chunk.
         num_failed_steps: since the start; each of them failed all requests in flight.
     """
 
-    num_preempted: Mapping[PreemptionMode, int] = field(default_factory=dict)
-    step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_TIMES))
-    queue_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_TIMES))
-    num_failed_steps: int = 0
-
-    def add(self, recent: Activity) -> None:
-        """Add recent times, and replace the count of preemptions."""
-        self.num_preempted = recent.num_preempted
-        self.step_s.extend(recent.step_s)
-        self.queue_s.extend(recent.queue_s)
-
-    def take(self) -> Activity:
-        """Copy the counts and take the times. Another thread may go on adding."""
-        return Activity(self.num_preempted, _take_times(self.step_s), _take_times(self.queue_s), self.num_failed_steps)
-
-
-def _take_times(times: deque[float]) -> deque[float]:
-    return deque((times.popleft() for _ in range(len(times))), _MOST_TIMES)
+    num_preempted: Mapping[PreemptionMode, int]
+    step_s: Sequence[float]
+    queue_s: Sequence[float]
+    num_failed_steps: int
 
 
 class DecayingRate:
@@ -78,6 +64,7 @@ class LoadMeter:
     Attributes:
         busy: seconds of steps that compute prompts, per second.
         freed_tokens, ended_requests: what requests that end have freed, and their number.
+        step_s, queue_s: see `Activity`.
         expected_cached_tokens, cached_tokens, missed_tokens: see `ReplicaReport`.
     """
 
@@ -86,7 +73,8 @@ class LoadMeter:
 
     def reset_measurements(self) -> None:
         self.busy, self.freed_tokens, self.ended_requests = DecayingRate(), DecayingRate(), DecayingRate()
-        self.activity = Activity()
+        self.step_s: deque[float] = deque(maxlen=_MOST_TIMES)
+        self.queue_s: deque[float] = deque(maxlen=_MOST_TIMES)
         self.expected_cached_tokens = self.cached_tokens = self.missed_tokens = 0
 
     def note_step(self, seconds: float, now: float) -> None:
@@ -104,11 +92,6 @@ class LoadMeter:
             self.expected_cached_tokens += expected
             self.cached_tokens += cached
             self.missed_tokens += abs(expected - cached)
-
-    def note_times(self, step_s: float, queue_s: Sequence[float]) -> None:
-        """Keep a step's duration, and the queue times of the requests that began with it."""
-        self.activity.step_s.append(step_s)
-        self.activity.queue_s.extend(queue_s)
 
 
 def retry_after_s(
@@ -166,6 +149,7 @@ class LoadReporter:
         self._step_tokens = step_tokens
         self._most_queued = most_queued
         self._held = held
+        self.num_failed_steps = 0
         whole_bytes = memory.pages_for(memory.max_tokens) * memory.groups[0].layout.page_bytes
         self._tokens_per_byte = memory.max_tokens / whole_bytes
 
@@ -260,8 +244,9 @@ class LoadReporter:
 
     def take_activity(self) -> Activity:
         """The engine's work since the last call. From any one thread."""
-        self._meter.activity.num_preempted = dict(self._scheduler.num_preempted)
-        return self._meter.activity.take()
+        both = self._meter.step_s, self._meter.queue_s
+        step_s, queue_s = ([times.popleft() for _ in range(len(times))] for times in both)
+        return Activity(dict(self._scheduler.num_preempted), step_s, queue_s, self.num_failed_steps)
 
     def _free_tokens(self, report: MemoryReport) -> int:
         """Tokens for which the KV cache has room, cached blocks evicted."""

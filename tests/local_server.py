@@ -9,7 +9,6 @@ import asyncio
 import gc
 import math
 import threading
-import time
 from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -34,6 +33,7 @@ from app.serving import ingress as ingress_module
 from app.serving import replica as replica_module
 from app.serving.ingress import Ingress
 from app.serving.replica import EngineReplica
+from tests.processes import until
 
 
 def guarded_api(service: Any, settings: HttpSettings | None = None) -> FastAPI:
@@ -100,14 +100,11 @@ class LocalServer:
         self.engine = AsyncEngine(config)
         self.api = guarded_api(ingress_of(_Handle(replica_of(self.engine))))
 
-    def wait_until_idle(self, deadline_s: float = 60.0) -> None:
+    def wait_until_idle(self) -> None:
         """Unpin all prefixes, wait until no request runs or waits and no memory is owned, and audit the engine."""
         for pin in self.engine.report().pins:
             self.engine.unpin(pin.name)
-        deadline = time.monotonic() + deadline_s
-        while left := self._left():
-            assert time.monotonic() < deadline, left
-            time.sleep(0.01)
+        until(lambda: not self._left(), state=self._left)
         asyncio.run(self.engine.check_integrity())
 
     def close(self) -> None:
@@ -125,11 +122,8 @@ def listening(api: FastAPI) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(api, "127.0.0.1", 0, log_level="error", lifespan="off"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 60
-    while not server.started:
-        assert thread.is_alive()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: server.started or not thread.is_alive())
+    assert server.started
     host, port = server.servers[0].sockets[0].getsockname()
     yield f"http://{host}:{port}"
     server.should_exit = True

@@ -1,16 +1,22 @@
-"""A test starts no process unless it is marked `processes`: then the others need neither Ray nor a second Python."""
+"""Limits of tests: no process without the mark `processes`, and no wait without a deadline."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+
+T = TypeVar("T")
+DEADLINE_S = 60.0
 
 # What compilers make is kept for the next run; `uname` is how Python learns about its platform.
 ALLOWED = {"g++", "c++", "gcc", "cc", "uname"}
@@ -32,3 +38,19 @@ def no_processes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess.Popen, "__init__", refuse)
         yield
+
+
+def until(reached: Callable[[], T], deadline_s: float = DEADLINE_S, state: Callable[[], object] = lambda: "") -> T:
+    """Poll until a condition is true; returns its value. `state`: what the failure shows."""
+    ends_at = time.monotonic() + deadline_s
+    while not (found := reached()):
+        assert time.monotonic() < ends_at, state()
+        time.sleep(0.005)
+    return found
+
+
+async def until_async(reached: Callable[[], Awaitable[object] | object], deadline_s: float = DEADLINE_S) -> None:
+    """Poll until a condition is true, in an event loop."""
+    async with asyncio.timeout(deadline_s):
+        while not (await found if inspect.isawaitable(found := reached()) else found):
+            await asyncio.sleep(0.005)

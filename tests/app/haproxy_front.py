@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -39,6 +38,7 @@ from app import haproxy
 from app.edge.request_body import ReadsRefusedBodies
 from tests.hostile.wire import Answer, Connection, connected, request
 from tests.local_server import listening
+from tests.processes import until, until_async
 
 T = TypeVar("T")
 DEADLINE_S = 30.0
@@ -122,14 +122,6 @@ class Front:
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def until(reached: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
-    ends_at = time.monotonic() + deadline_s
-    while not (found := reached()):
-        assert time.monotonic() < ends_at, what
-        time.sleep(0.01)
-    return found
-
-
 @contextmanager
 def short_directory() -> Iterator[Path]:
     """A path short enough for Unix sockets below it."""
@@ -169,7 +161,7 @@ def front(*backends: BackendConfig, head_timeout_s: int | None = None, **changed
             return False
 
         try:
-            until(answers, "HAProxy does not start")
+            until(answers, DEADLINE_S, lambda: "HAProxy does not start")
             yield found
         finally:
             process.kill()
@@ -237,8 +229,7 @@ class Application:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
         if path == "/steps":
             for _ in range(3):
-                while not self.step.acquire(blocking=False):  # by a test in another thread
-                    await asyncio.sleep(0.005)
+                await until_async(lambda: self.step.acquire(blocking=False))  # by a test in another thread
                 await send({"type": "http.response.body", "body": b"a", "more_body": True})
         elif path == "/flood":
             while True:
@@ -367,7 +358,7 @@ def grpc_front(*kinds: str) -> Iterator[tuple[grpc.Channel, list[GrpcPeer]]]:
     try:
         with front(backend_of([http_port]), backend, grpc_options=options) as haproxy_:
             up = re.compile("^grpc-folio,ingress-.*,UP,", re.MULTILINE)
-            until(lambda: len(up.findall(haproxy_.command("show stat"))) == len(kinds), "not all are up")
+            until(lambda: len(up.findall(haproxy_.command("show stat"))) == len(kinds))
             with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
                 yield channel, found
     finally:

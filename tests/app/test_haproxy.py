@@ -38,11 +38,11 @@ from tests.app.haproxy_front import (
     is_clean,
     peers,
     short_directory,
-    until,
     written,
 )
 from tests.hostile.wire import Answer, Connection, Dropped, connected, request
 from tests.local_server import LocalServer
+from tests.processes import until, until_async
 
 pytestmark = pytest.mark.processes
 
@@ -99,8 +99,7 @@ def test_a_client_that_leaves_stops_its_request(engine: LocalServer, is_stream: 
 
     async def leave(connection: Connection) -> None:
         await connection.send(request("POST", "/v1/completions", json.dumps(body).encode()))
-        while not engine.engine.load(most_keys=0).num_running:
-            await asyncio.sleep(0.005)
+        await until_async(lambda: engine.engine.load(most_keys=0).num_running)
         if is_stream:
             assert (await connection.first_bytes()).startswith(b"HTTP/1.1 200 ")
         if rudely:
@@ -150,8 +149,7 @@ def test_a_client_that_reads_nothing_is_cut(hurried: Front, application: Applica
     async def ask(connection: Connection) -> None:
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await connection.send(request("GET", "/flood"))
-        while application.num_left == num_left:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: application.num_left > num_left)
 
     hurried.talk(ask, receive_buffer_bytes=4096)
     assert application.num_flooded < 32 << 20
@@ -237,7 +235,7 @@ def test_a_request_among_idle_connections(usual: Front) -> None:
         async with AsyncExitStack() as stack, asyncio.timeout(DEADLINE_S * 4):
             for _ in range(number):
                 await stack.enter_async_context(connected(usual.port))
-            until(lambda: int(usual.info("CurrConns")) >= number, "they are not accepted")
+            until(lambda: int(usual.info("CurrConns")) >= number)
             victim = await stack.enter_async_context(connected(usual.port))
             await victim.send(request("GET", "/victim"))
             assert (await victim.answer("GET")).json["path"] == "/victim"
@@ -397,7 +395,7 @@ def test_a_call_to_an_ingress_that_dies() -> None:
     assert "forged" not in ids
     assert len(set(ids)) == len(ids)
     with grpc_front("dies", "answers") as (channel, [bad, good]):
-        until(lambda: call(channel, "/another.Service/Change") is not grpc.StatusCode.OK, "the bad one is never asked")
+        until(lambda: call(channel, "/another.Service/Change") is not grpc.StatusCode.OK)
         assert len(bad.heard()) == 1
 
 
@@ -438,7 +436,7 @@ def test_an_ingress_that_dies_without_an_answer() -> None:
             name: lost[name] for name in (haproxy.ATTEMPT_HEADER, "x-request-id", "content-length")
         }.items() <= again.items()
         for path, size in (("/v1/completions", 200_000), ("/x", 1)):  # /x may not be idempotent
-            until(lambda: re.search(",UP,.*\n.*,UP,", found.command("show stat")), "one is asked no more")
+            until(lambda: re.search(",UP,.*\n.*,UP,", found.command("show stat")))
             answers = [found.exchange(request("POST", path, b"x" * size)) for _ in range(2)]
             assert sorted(answer.status for answer in answers) == [200, 503]
             assert is_clean(max(answers, key=lambda answer: answer.status), 503)
@@ -447,7 +445,7 @@ def test_an_ingress_that_dies_without_an_answer() -> None:
         bad.does, asked = "break off", len(bad.heads) + len(good.heads)
         forged = request("POST", "/x", b"x", {haproxy.ATTEMPT_HEADER: "forged"})
         with pytest.raises(Dropped):
-            until(lambda: found.exchange(forged).body != b"ok", "it is never asked")
+            until(lambda: found.exchange(forged).body != b"ok")
         assert len(bad.heads) + len(good.heads) <= asked + 2
         assert all(head[haproxy.ATTEMPT_HEADER] != "forged" for head in (*bad.heads, *good.heads))
 
@@ -460,7 +458,7 @@ def test_no_ingress() -> None:
             assert is_clean(found.get(path), 503)
         assert is_clean(found.exchange(request("POST", "/v1/completions", b"x" * 200_000)), 503)
     with peers("hang") as (proxy,), front(backend_of([dead], proxy.port)) as found:
-        until(lambda: re.search("^http-folio,ingress-0,.*,DOWN,", found.command("show stat"), re.MULTILINE), "it is up")
+        until(lambda: re.search("^http-folio,ingress-0,.*,DOWN,", found.command("show stat"), re.MULTILINE))
         assert is_clean(found.get("/ready"), 503)
         assert not proxy.heads
     with peers("answer") as (only,), front(backend_of([only.port])) as found:
@@ -472,7 +470,7 @@ def test_a_large_fleet_behind_many_proxies(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", ",".join(f"10.0.{i}.1" for i in range(150)))
     [dead] = haproxy.free_ports(1)
     with peers("answer") as (peer,), front(backend_of([dead] * 99 + [peer.port])) as found:
-        until(lambda: found.get("/ready").body == b"ok", "the one that answers is not found")
+        until(lambda: found.get("/ready").body == b"ok")
         assert found.get("/x").body == b"ok"
 
 

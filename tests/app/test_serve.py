@@ -30,11 +30,11 @@ class Signals:
     """Signals that come after so many waits."""
 
     def __init__(self, after: int) -> None:
-        self._left = after
+        self.left = after
 
     def wait(self, timeout_s: float) -> bool:
-        self._left -= 1
-        return self._left < 0
+        self.left -= 1
+        return self.left < 0
 
 
 def deployments(application: str, message: str) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def test_waiting_until_all_applications_run(monkeypatch: pytest.MonkeyPatch) -> 
     statuses(monkeypatch, {}, {"a": runs}, {"a": runs, "b": deploys}, {"a": runs, "b": runs})
     waits = Signals(after=10)
     assert serve.wait_until_running(["a", "b"], waits) == 0  # type: ignore[arg-type]
-    assert waits._left == 6
+    assert waits.left == 6
     statuses(monkeypatch, {"a": runs, "b": deploys})
     assert serve.wait_until_running(["a", "b"], Signals(after=3)) == 0  # type: ignore[arg-type]
 

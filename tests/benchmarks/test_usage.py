@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import pytest
 
 from benchmarks.usage import OTHERS, Meter, kind_of
+from tests.processes import until
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,12 @@ def test_children_are_counted_but_for_the_one_to_skip() -> None:
     try:
         meter = Meter(skip=None)
         before = meter.read()
-        deadline = time.monotonic() + 30
-        while (now := meter.read()).private_mib[OTHERS] < 64 or now.cpu_since(before)[OTHERS] < 0.05:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+
+        def is_counted() -> bool:
+            now = meter.read()
+            return now.private_mib[OTHERS] >= 64 and now.cpu_since(before)[OTHERS] >= 0.05
+
+        until(is_counted)
         assert Meter(skip=busy.pid).read().private_mib.get(OTHERS, 0.0) < 64
     finally:
         busy.kill()

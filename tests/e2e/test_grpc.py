@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any
@@ -28,8 +27,8 @@ from app.main import AppArgs, build
 from app.proto import folio_pb2 as pb
 from app.proto.folio_pb2_grpc import FolioStub
 from tests.e2e.conftest import deleted_at_the_end
+from tests.processes import until_async
 
-DEADLINE_S = 60
 ROOM = CompletionRequest(
     model="builtin", prompt="The key of room 417 is 93. The key of room 417 is", max_tokens=3, temperature=0
 )
@@ -47,31 +46,25 @@ def url(cluster_url: str) -> Iterator[str]:
         yield f"grpc://127.0.0.1:{options.port}/by-grpc"
 
 
-async def all_pages_are_free(folio: Folio) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while any(report.active_bytes for report in (await folio.report()).values()):
-        assert time.monotonic() < deadline, await folio.report()
-        await asyncio.sleep(0.05)
+async def all_pages_are_free(folio: Folio) -> bool:
+    return not any(report.active_bytes for report in (await folio.report()).values())
 
 
 async def text_of(folio: Folio, request: CompletionRequest) -> str:
     return "".join([chunk.choices[0].text async for chunk in folio.generate_stream(request)])
 
 
-def test_answers_streams_and_pins(url: str) -> None:
-    async def work() -> None:
-        async with Folio(url) as folio:
-            await folio.ready()
-            answer = await folio.generate(ROOM)
-            assert answer.choices[0].text.strip().startswith("93")
-            assert await text_of(folio, ROOM) == answer.choices[0].text
-            await folio.pin(PinRequest(name="a/ü", prompt="The key of room 5 is 6. " * 8))
-            assert [card.id for card in (await folio.pins()).data] == ["a/ü"]
-            await folio.unpin("a/ü")
-            assert (await folio.load()).num_replicas == 1
-            await all_pages_are_free(folio)
-
-    asyncio.run(work())
+async def test_answers_streams_and_pins(url: str) -> None:
+    async with Folio(url) as folio:
+        await folio.ready()
+        answer = await folio.generate(ROOM)
+        assert answer.choices[0].text.strip().startswith("93")
+        assert await text_of(folio, ROOM) == answer.choices[0].text
+        await folio.pin(PinRequest(name="a/ü", prompt="The key of room 5 is 6. " * 8))
+        assert [card.id for card in (await folio.pins()).data] == ["a/ü"]
+        await folio.unpin("a/ü")
+        assert (await folio.load()).num_replicas == 1
+        await until_async(lambda: all_pages_are_free(folio))
 
 
 @pytest.mark.parametrize(
@@ -85,42 +78,32 @@ def test_answers_streams_and_pins(url: str) -> None:
     ],
 )
 @pytest.mark.parametrize("streams", [False, True])
-def test_errors_come_through(url: str, fields: dict[str, Any], kind: type[FolioError], streams: bool) -> None:
+async def test_errors_come_through(url: str, fields: dict[str, Any], kind: type[FolioError], streams: bool) -> None:
     """Those of streams, too: Serve's proxy takes down the status with a message, and without one said OK."""
     request = CompletionRequest(**({"model": "builtin", "prompt": "a"} | fields))
 
-    async def work() -> None:
-        async with Folio(url) as folio:
-            with pytest.raises(kind):
-                await (text_of(folio, request) if streams else folio.generate(request))
-
-    asyncio.run(work())
+    async with Folio(url) as folio:
+        with pytest.raises(kind):
+            await (text_of(folio, request) if streams else folio.generate(request))
 
 
-def test_calls_that_are_given_up_free_their_memory(url: str) -> None:
+async def test_calls_that_are_given_up_free_their_memory(url: str) -> None:
     """Streams that are closed, and calls whose deadline has passed."""
-
-    async def work() -> None:
-        async with Folio(url) as folio, grpc.aio.insecure_channel(url.split("/")[2]) as channel:
-            for _ in range(10):
-                async with aclosing(folio.generate_stream(CompletionRequest(**ENDLESS))) as chunks:
-                    async for _ in chunks:
-                        break
-            late = pb.GenerateRequest(model="builtin", text="a", max_tokens=2000, sampling=pb.Sampling(ignore_eos=True))
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await FolioStub(channel).Generate(late, timeout=0.5, metadata=[("application", "by-grpc")])
-            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            await all_pages_are_free(folio)
-
-    asyncio.run(work())
+    async with Folio(url) as folio, grpc.aio.insecure_channel(url.split("/")[2]) as channel:
+        for _ in range(10):
+            async with aclosing(folio.generate_stream(CompletionRequest(**ENDLESS))) as chunks:
+                async for _ in chunks:
+                    break
+        late = pb.GenerateRequest(model="builtin", text="a", max_tokens=2000, sampling=pb.Sampling(ignore_eos=True))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await FolioStub(channel).Generate(late, timeout=0.5, metadata=[("application", "by-grpc")])
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until_async(lambda: all_pages_are_free(folio))
 
 
-def test_a_hundred_streams_at_once(url: str) -> None:
-    async def work() -> None:
-        async with Folio(url) as folio:
-            requests = [ROOM.model_copy(update={"prompt": f"The key of room {i} is"}) for i in range(100)]
-            together = await asyncio.gather(*(text_of(folio, request) for request in requests))
-            alone = [(await folio.generate(request)).choices[0].text for request in requests[::10]]
-            assert together[::10] == alone
-
-    asyncio.run(work())
+async def test_a_hundred_streams_at_once(url: str) -> None:
+    async with Folio(url) as folio:
+        requests = [ROOM.model_copy(update={"prompt": f"The key of room {i} is"}) for i in range(100)]
+        together = await asyncio.gather(*(text_of(folio, request) for request in requests))
+        alone = [(await folio.generate(request)).choices[0].text for request in requests[::10]]
+        assert together[::10] == alone

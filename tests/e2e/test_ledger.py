@@ -3,8 +3,7 @@ to two: budgets add up through the death of the ledger and of a replica."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +21,9 @@ from app.main import AppArgs, build, replica_resources, shared_engine
 from app.serving.ledger import NAMESPACE, ledger_name
 from app.serving.replica import EngineReplica
 from tests.e2e.conftest import deleted_at_the_end
+from tests.processes import until
 from vmem import MemoryReport
 
-DEADLINE_S = 60
 NAME = "folio-shared"
 SHARED_BYTES = 64 << 20
 # The least that needs a second replica: any two requests. It then stays for the rest of the test.
@@ -82,13 +81,6 @@ class Server:
         return len(members) == 2 and budgets is not None and len(budgets) == 2 and sum(budgets) > 0.9 * SHARED_BYTES
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 @pytest.fixture(scope="module")
 def server(cluster_url: str) -> Iterator[Server]:
     args = AppArgs(engine=EngineConfig(model="builtin", max_model_len=1024), shared_kv_memory_bytes=SHARED_BYTES)
@@ -99,25 +91,25 @@ def server(cluster_url: str) -> Iterator[Server]:
 
 
 def test_budgets_add_up_whoever_comes_and_goes(server: Server) -> None:
-    wait_until(lambda: server.budgets() == [SHARED_BYTES])
+    until(lambda: server.budgets() == [SHARED_BYTES])
 
     params = SamplingParams(max_tokens=900, ignore_eos=True)
     requests = [GenerateRequest(f"request {i}", [65 + i], params) for i in range(8)]
     replicas = server.replicas.options(stream=True)
     answers = [replicas.complete_as_stream.remote(request) for request in requests]
-    wait_until(server.is_shared_by_two)
+    until(server.is_shared_by_two)
     without_heartbeats = [item for answer in answers for item in answer if item]
     assert [len(piece.token_ids) for [piece] in without_heartbeats] == [900] * 8
     members = server.members()
 
     former = server.ledger()
     ray.kill(former)
-    wait_until(lambda: server.ledger() not in (None, former) and server.is_shared_by_two())
+    until(lambda: server.ledger() not in (None, former) and server.is_shared_by_two())
     assert server.members() == members
 
     victim = sorted(members)[0]
     ray.kill(ray.get_actor(f"SERVE_REPLICA::{NAME}#EngineReplica#{victim}", namespace="serve"))
-    wait_until(lambda: victim not in server.members() and server.is_shared_by_two())
+    until(lambda: victim not in server.members() and server.is_shared_by_two())
     assert len(server.members() & members) == 1
 
 

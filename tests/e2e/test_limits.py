@@ -18,8 +18,8 @@ from app.errors import RateLimitError
 from app.fleet.overload import LoadShedder
 from app.serving.ledger import NAMESPACE
 from app.serving.limits import LimitReporter
+from tests.processes import DEADLINE_S, until_async
 
-DEADLINE_S = 60.0
 LIMITS = RateLimits(requests_per_minute=600, concurrent_requests=8)
 
 
@@ -44,86 +44,66 @@ async def edges(app_name: str) -> AsyncIterator[tuple[Edge, Edge]]:
     for edge in (first, second):
         edge.limits.start()
     try:
-        await until(lambda: first.shares.connected and second.shares.connected)
+        await until_async(lambda: first.shares.connected and second.shares.connected)
         yield first, second
     finally:
         ray.kill(ray.get_actor(f"folio-limits:{app_name}", NAMESPACE))
 
 
-async def until(true: object) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not true():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-
-
 @pytest.mark.usefixtures("cluster_url")
-def test_two_ingresses_grant_what_one_would() -> None:
+async def test_two_ingresses_grant_what_one_would() -> None:
     """They granted twice as much."""
-
-    async def run() -> None:
-        async with edges("limits-rate") as both:
-            began_at, used, due = time.monotonic(), 0, 600.0
-            while used < 0.95 * due or due < 660.0:
-                for edge in both:
-                    if edge.serves():
-                        used += 1
-                        edge.quota.end()
-                await asyncio.sleep(0.002)
-                passed_s = time.monotonic() - began_at
-                due = 600.0 + 10.0 * passed_s
-                assert passed_s < DEADLINE_S, (used, due)
-                assert used <= 1.05 * due
-
-    asyncio.run(run())
+    async with edges("limits-rate") as both:
+        began_at, used, due = time.monotonic(), 0, 600.0
+        while used < 0.95 * due or due < 660.0:
+            for edge in both:
+                if edge.serves():
+                    used += 1
+                    edge.quota.end()
+            await asyncio.sleep(0.002)
+            passed_s = time.monotonic() - began_at
+            due = 600.0 + 10.0 * passed_s
+            assert passed_s < DEADLINE_S, (used, due)
+            assert used <= 1.05 * due
 
 
 @pytest.mark.usefixtures("cluster_url")
-def test_requests_at_once_are_counted_over_both() -> None:
-    async def run() -> None:
-        async with edges("limits-at-once") as (first, second):
-            running = 0
-            while running < 8:  # one has all, and gets them without a wait
-                running += first.serves()
-                await asyncio.sleep(0.02)
-            assert not first.serves()
-            await until(lambda: second.quota._running is not None and second.quota._running.level <= 0)
-            assert not second.serves()
-            first.quota.end()
-            await until(second.serves)
-            assert not first.serves()
-
-    asyncio.run(run())
+async def test_requests_at_once_are_counted_over_both() -> None:
+    async with edges("limits-at-once") as (first, second):
+        for _ in range(8):  # one has all, and gets them without a wait
+            await until_async(first.serves)
+        assert not first.serves()
+        await until_async(lambda: second.quota._running is not None and second.quota._running.level <= 0)
+        assert not second.serves()
+        first.quota.end()
+        await until_async(second.serves)
+        assert not first.serves()
 
 
 @pytest.mark.usefixtures("cluster_url")
-def test_an_actor_that_dies_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_actor_that_dies_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
     """Each ingress goes on with its share and says so once; then there is another actor, which knows what was used."""
-
-    async def run() -> None:
-        async with edges("limits-lost") as both:
-            name = "folio-limits:limits-lost"
-            spent = both[0].quota
-            while float(dict(spent.headers())[b"x-ratelimit-remaining-requests"]) > 50:
-                for edge in both:
-                    if edge.serves():
-                        edge.quota.end()
-                await asyncio.sleep(0.002)
-            killed_at = time.monotonic()
-            ray.kill(ray.get_actor(name, NAMESPACE))
-            await until(lambda: not any(edge.shares.connected for edge in both))
-            began_at = time.monotonic()
+    caplog.set_level(logging.INFO, "app.serving.limits")
+    async with edges("limits-lost") as both:
+        name = "folio-limits:limits-lost"
+        spent = both[0].quota
+        while float(dict(spent.headers())[b"x-ratelimit-remaining-requests"]) > 50:
             for edge in both:
                 if edge.serves():
                     edge.quota.end()
-            assert time.monotonic() < began_at + 0.5  # no message in between
-            await until(lambda: all(edge.shares.connected for edge in both))
-            most = 50 + 10 * (time.monotonic() - killed_at) + 20
-            for edge in both:
-                assert int(dict(edge.quota.headers())[b"x-ratelimit-remaining-requests"]) < most
-
-    with caplog.at_level(logging.INFO, "app.serving.limits"):
-        asyncio.run(run())
+            await asyncio.sleep(0.002)
+        killed_at = time.monotonic()
+        ray.kill(ray.get_actor(name, NAMESPACE))
+        await until_async(lambda: not any(edge.shares.connected for edge in both))
+        began_at = time.monotonic()
+        for edge in both:
+            if edge.serves():
+                edge.quota.end()
+        assert time.monotonic() < began_at + 0.5  # no message in between
+        await until_async(lambda: all(edge.shares.connected for edge in both))
+        most = 50 + 10 * (time.monotonic() - killed_at) + 20
+        for edge in both:
+            assert int(dict(edge.quota.headers())[b"x-ratelimit-remaining-requests"]) < most
     said = [record.message for record in caplog.records if record.name == "app.serving.limits"]
     assert [line for line in said if "are not shared" in line and "1/2" in line]
     assert len([line for line in said if "again" in line]) == len([line for line in said if "are not shared" in line])

@@ -16,8 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from app import haproxy
 from app.serve import ENVIRONMENT
 from benchmarks.served import free_port
 from tests.nightly import examples
+from tests.processes import until
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 180.0
@@ -69,7 +69,7 @@ class Node:
         command += ["--min-worker-port=0", "--max-worker-port=0", *(f"--{a}-port={free_port()}" for a in agents)]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log, cwd=ROOT)
-        wait_until(lambda: b"Ray runtime started" in self.log.read_bytes(), self.running)
+        until(lambda: self.running() and b"Ray runtime started" in self.log.read_bytes(), DEADLINE_S)
 
     @property
     def log(self) -> Path:
@@ -79,8 +79,9 @@ class Node:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def running(self) -> None:
+    def running(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()
+        return True
 
     def called(self, title: str = "") -> list[int]:
         """Process ids."""
@@ -151,20 +152,13 @@ class Cluster:
             command = [sys.executable, "-m", "app.serve", str(file)]
             self._app = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=ROOT)
 
-    def running(self) -> None:
+    def running(self) -> bool:
         assert self._app.poll() is None, (self.folder / "app.log").read_text()[-5000:]
+        return True
 
     def close(self) -> None:
         for node in self.nodes:
             node.kill()
-
-
-def wait_until(condition: Callable[[], bool], check: Callable[[], None] = lambda: None) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        check()
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 def is_ready(url: str) -> bool:
@@ -224,7 +218,7 @@ def cluster() -> Iterator[Cluster]:
                 },
             )
             for node in cluster.nodes:
-                wait_until(lambda node=node: is_whole(node), cluster.running)  # type: ignore[misc]
+                until(lambda node=node: cluster.running() and is_whole(node), DEADLINE_S)  # type: ignore[misc]
             yield cluster
         finally:
             cluster.close()
@@ -243,7 +237,7 @@ def test_a_prompt_goes_to_the_node_that_has_it(cluster: Cluster) -> None:
         silent = re.findall(r"^ray_folio_router_silent_replicas\{.*\} (\S+)$", metrics(first), re.MULTILINE)
         return len(silent) >= NUM_NODES and set(map(float, silent)) == {0.0}
 
-    wait_until(have_heard)
+    until(have_heard, DEADLINE_S)
     for question, replica in kept.items():
         for node in [first, *others]:
             answer = ask(node.url, question).json()
@@ -257,7 +251,7 @@ def metrics(node: Node) -> str:
 
 def test_ranks_on_two_nodes(cluster: Cluster) -> None:
     """No node has room for both."""
-    wait_until(lambda: is_ready(f"{cluster.nodes[0].url}/two"))
+    until(lambda: is_ready(f"{cluster.nodes[0].url}/two"), DEADLINE_S)
     assert is_right(ask(f"{cluster.nodes[0].url}/two"))
     leaders = [node.called("ray::ServeReplica:two:EngineReplica") for node in cluster.nodes]
     peers = [node.called("ray::RankActor") for node in cluster.nodes]
@@ -280,10 +274,10 @@ def test_a_node_that_dies_under_load(cluster: Cluster) -> None:
     for thread in threads:
         thread.start()
     try:
-        wait_until(lambda: len(outcomes) >= 8)
+        until(lambda: len(outcomes) >= 8, DEADLINE_S)
         last.kill()
         killed_after = len(outcomes)
-        wait_until(lambda: len(outcomes) >= killed_after + 20)
+        until(lambda: len(outcomes) >= killed_after + 20, DEADLINE_S)
     finally:
         enough.set()
         for thread in threads:
@@ -293,7 +287,7 @@ def test_a_node_that_dies_under_load(cluster: Cluster) -> None:
     assert outcomes.count("broken off") <= 2, outcomes  # two streams at a time
     cluster.nodes.remove(last)
     joined = cluster.add()
-    wait_until(lambda: is_whole(joined))
+    until(lambda: is_whole(joined), DEADLINE_S)
     assert is_right(ask(joined.url))
 
 

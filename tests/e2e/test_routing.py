@@ -22,6 +22,7 @@ from app.fleet.messages import GenerateRequest
 from app.openai.bodies import CompletionRequest, ForkRequest, PinRequest
 from benchmarks.served import Served, processes_called
 from tests.e2e.conftest import deleted_at_the_end
+from tests.processes import until
 
 DEADLINE_S = 90
 ARGS = {
@@ -90,7 +91,7 @@ def test_a_router_knows_what_others_have_sent(server: Served) -> None:
         known = router.fleet.fresh([replica.unique_id for replica in router.curr_replicas], time.monotonic())
         return bool((router.fleet.cached_tokens(routed, known) >= 160).any())
 
-    server.wait_until(knows_the_prefix, DEADLINE_S)
+    until(knows_the_prefix, DEADLINE_S)
     request = GenerateRequest("r", [*token_ids, 300], SamplingParams(max_tokens=2, temperature=0))
     [[piece]] = engines.options(stream=True).complete_as_stream.remote(request)
     assert piece.num_cached_tokens == 160
@@ -136,10 +137,7 @@ def test_a_replica_is_killed_under_load(server: Served) -> None:
         if response.status_code == 503:
             assert response.json()["error"]["code"] == "unavailable"
     server.wait_until(lambda: server.num_running == 3 and len(server.processes()) == 3, DEADLINE_S)
-    deadline = time.monotonic() + DEADLINE_S
-    while len(server.reports()) < 3 or any(report.num_running for report in server.reports()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: [report.num_running for report in server.reports()] == [0, 0, 0])
     pinned = [[pin.name for pin in report.pins] for _, report in server.engines.broadcast("named_report").results()]
     assert pinned == [["story"]] * 3
 

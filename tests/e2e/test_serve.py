@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 import yaml
 
 from benchmarks.served import free_port
+from tests.processes import until
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240  # of the start, too, on a machine that does much else
@@ -46,17 +46,12 @@ def command(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
             process.wait()
 
 
-def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while True:
-        assert process.poll() is None, "it has ended"
-        assert time.monotonic() < deadline
-        try:
-            if httpx.get(f"{url}/ready", timeout=DEADLINE_S).status_code == 200:
-                return
-        except httpx.TransportError:  # nobody listens yet
-            pass
-        time.sleep(0.2)
+def is_ready(process: subprocess.Popen[bytes], url: str) -> bool:
+    assert process.poll() is None, "it has ended"
+    try:
+        return httpx.get(f"{url}/ready", timeout=DEADLINE_S).status_code == 200
+    except httpx.TransportError:  # nobody listens yet
+        return False
 
 
 def test_ctrl_c_finishes_streams_and_refuses_what_is_new(
@@ -65,11 +60,9 @@ def test_ctrl_c_finishes_streams_and_refuses_what_is_new(
     """Regression: `serve run` broke streams off, since Serve takes its proxies away first. What a person reads of all
     this has a line for each request, no traceback for the client's mistake, and no complaint about a clean stop."""
     process, url = command
-    wait_until_ready(process, url)
-    written, deadline = tmp_path / "output", time.monotonic() + DEADLINE_S
-    while f"Folio is ready at {url}" not in written.read_text(errors="replace"):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    written = tmp_path / "output"
+    until(lambda: is_ready(process, url), DEADLINE_S)
+    until(lambda: f"Folio is ready at {url}" in written.read_text(errors="replace"), DEADLINE_S)
     body = {"model": "builtin", "prompt": "a", "max_tokens": NUM_TOKENS, "ignore_eos": True}
     mistake = httpx.post(f"{url}/v1/completions", json=body | {"max_tokens": 10**6}, timeout=DEADLINE_S)
     assert mistake.status_code == 400
@@ -78,10 +71,13 @@ def test_ctrl_c_finishes_streams_and_refuses_what_is_new(
         lines = (line for line in answer.iter_lines() if line)
         next(lines)
         os.killpg(process.pid, signal.SIGINT)
-        refused, deadline = httpx.Response(200), time.monotonic() + DEADLINE_S
-        while refused.status_code == 200:
-            assert time.monotonic() < deadline
-            refused = httpx.post(f"{url}/v1/completions", json=body | {"max_tokens": 1}, timeout=DEADLINE_S)
+
+        def refusal() -> httpx.Response | None:
+            answer = httpx.post(f"{url}/v1/completions", json=body | {"max_tokens": 1}, timeout=DEADLINE_S)
+            return None if answer.status_code == 200 else answer
+
+        refused = until(refusal, DEADLINE_S)
+        assert refused is not None
         assert (refused.status_code, "draining" in refused.json()["error"]["message"]) == (503, True)
         assert int(refused.headers["retry-after"]) > 0
         assert httpx.get(f"{url}/ready", timeout=DEADLINE_S).status_code == 503

@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -33,6 +32,7 @@ from examples.hotel_desk.app import DeskArgs, build_desk
 from examples.hotel_desk.desk import PIN
 from examples.hotel_desk.register import read_keys
 from tests.e2e.conftest import deleted_at_the_end
+from tests.processes import until, until_async
 from vmem import MemoryReport
 
 ROOT = Path(__file__).parents[2]
@@ -50,10 +50,7 @@ class Server:
         return report
 
     def wait_until_all_pages_are_free(self) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while self.report().active_bytes:
-            assert time.monotonic() < deadline, self.report().active_bytes
-            time.sleep(0.05)
+        until(lambda: not self.report().active_bytes, state=self.report)
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +78,13 @@ def ask(server: Server, question: str, **params: Any) -> Any:
 
 def test_models_and_health(server: Server) -> None:
     assert httpx.get(f"{server.url}/health").status_code == 200
-    deadline = time.monotonic() + DEADLINE_S
-    while (
-        ready := httpx.get(f"{server.url}/ready")
-    ).status_code != 200:  # at first the ingress has yet to ask a replica
-        assert ready.status_code == 503
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+
+    def is_ready() -> bool:
+        status = httpx.get(f"{server.url}/ready").status_code
+        assert status in (200, 503)
+        return status == 200
+
+    until(is_ready)  # at first the ingress has yet to ask a replica
     models = server.client.models.list().data
     assert [m.id for m in models] == ["builtin"]
     assert server.client.models.retrieve("builtin").id == "builtin"
@@ -482,42 +479,42 @@ def test_a_pinned_conversation_stays(server: Server) -> None:
         server.handle.unpin.remote("rules").result()
 
 
-def test_the_client_of_other_applications(server: Server) -> None:
+async def test_the_client_of_other_applications(server: Server) -> None:
     """Whole and streamed, forked, given up on the way, and with the application's own errors."""
     chat = ChatCompletionRequest(
         model="builtin", messages=[Message(role="user", content="What is vAttention?")], temperature=0
     )
     endless = CompletionRequest(model="builtin", prompt="a", max_tokens=4000, ignore_eos=True)
 
-    async def run() -> None:
-        folio = Folio("folio")
-        await folio.ready()
-        whole = await folio.chat(chat, session="s")
-        assert whole.choices[0].message.content == ask(server, "What is vAttention?").choices[0].message.content
-        chunks = [chunk async for chunk in folio.chat_stream(chat)]
-        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-        assert text == whole.choices[0].message.content
-        reports = await folio.report()
-        assert [whole.id.endswith(name) for name in reports] == [True]
-        async with aclosing(folio.generate_stream(endless)) as pieces:
-            first = await anext(pieces)
-            fork = ForkRequest(model="builtin", request_id=first.id, max_tokens=2, n=2, ignore_eos=True)
-            assert len((await folio.fork(fork)).choices) == 2
-            forks = [chunk async for chunk in folio.fork_stream(fork)]
-            assert {chunk.choices[0].index for chunk in forks} == {0, 1}
-        task = asyncio.create_task(folio.generate(endless))
-        while not (await folio.report())[next(iter(reports))].active_bytes:
-            await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        with pytest.raises(UnknownModelError) as caught:
-            await folio.generate(CompletionRequest(model="other", prompt="x"))
-        assert type(caught.value) is UnknownModelError
-        with pytest.raises(UnavailableError, match="no application 'other'"):
-            await Folio("other").report()
+    folio = Folio("folio")
+    await folio.ready()
+    whole = await folio.chat(chat, session="s")
+    assert whole.choices[0].message.content == ask(server, "What is vAttention?").choices[0].message.content
+    chunks = [chunk async for chunk in folio.chat_stream(chat)]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+    reports = await folio.report()
+    assert [whole.id.endswith(name) for name in reports] == [True]
+    async with aclosing(folio.generate_stream(endless)) as pieces:
+        first = await anext(pieces)
+        fork = ForkRequest(model="builtin", request_id=first.id, max_tokens=2, n=2, ignore_eos=True)
+        assert len((await folio.fork(fork)).choices) == 2
+        forks = [chunk async for chunk in folio.fork_stream(fork)]
+        assert {chunk.choices[0].index for chunk in forks} == {0, 1}
+    task = asyncio.create_task(folio.generate(endless))
 
-    asyncio.run(run())
+    async def is_running() -> int:
+        return (await folio.report())[next(iter(reports))].active_bytes
+
+    await until_async(is_running)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(UnknownModelError) as caught:
+        await folio.generate(CompletionRequest(model="other", prompt="x"))
+    assert type(caught.value) is UnknownModelError
+    with pytest.raises(UnavailableError, match="no application 'other'"):
+        await Folio("other").report()
 
 
 def test_metrics_of_all_processes_are_on_one_page(server: Server) -> None:
@@ -535,19 +532,15 @@ def test_metrics_of_all_processes_are_on_one_page(server: Server) -> None:
             for s in samples
         }
 
-    def wait_for(name: tuple[str, ...], least: float) -> dict[tuple[str, ...], float]:
-        deadline = time.monotonic() + DEADLINE_S
-        while (metrics := read()).get(name, 0) < least:
-            assert time.monotonic() < deadline, (name, metrics)
-            time.sleep(0.2)
-        return metrics
+    def read_with(name: tuple[str, ...]) -> dict[tuple[str, ...], float]:
+        return metrics if (metrics := read()).get(name, 0) >= 1 else {}
 
     usage = ask(server, "What is a page?").usage
     list(ask(server, "What is a page?", stream=True))
     late = {"model": "builtin", "input": "x", "timeout_s": 1e-4}
     assert httpx.post(f"{server.url}/v1/responses", json=late, timeout=DEADLINE_S).status_code == 408
     # A process tells all that it counts at once: what came before is there, too.
-    metrics = wait_for(("ray_folio_requests_total", "responses", "timeout"), 1)
+    metrics = until(lambda: read_with(("ray_folio_requests_total", "responses", "timeout")), state=read)
     assert metrics["ray_folio_requests_total", "chat", "ok"] >= 2
     assert metrics["ray_folio_requests_in_flight", "chat"] == 0
     assert metrics["ray_folio_prompt_tokens_total", "chat"] >= 2 * usage.prompt_tokens
@@ -555,7 +548,7 @@ def test_metrics_of_all_processes_are_on_one_page(server: Server) -> None:
     assert metrics[("ray_folio_first_token_s_count", "chat")] >= 1
     assert any(name.startswith("ray_folio_routed_requests") for name, *_ in metrics)
     assert any(name.startswith("ray_serve_") for name, *_ in metrics)
-    metrics = wait_for(("ray_folio_queue_s_count",), 1)
+    metrics = until(lambda: read_with(("ray_folio_queue_s_count",)), state=read)
     assert metrics[("ray_folio_step_s_count",)] >= usage.completion_tokens
     assert metrics["ray_folio_kv_bytes", "budget"] == server.report().budget_bytes
 
@@ -569,13 +562,9 @@ def test_a_full_ingress_refuses(server: Server) -> None:
     body = {"model": "builtin", "prompt": "a", "ignore_eos": True, "max_tokens": 1000}
     by_code: dict[str, float] = {}
 
-    def wait_until_there(num_running: int, num_waiting: int) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while True:
-            assert time.monotonic() < deadline
-            [replica] = httpx.get(f"{server.url}/small/v1/load", timeout=DEADLINE_S).json()["replicas"]
-            if (replica["num_running"], replica["num_waiting"]) == (num_running, num_waiting):
-                return
+    def load() -> tuple[int, int]:
+        [replica] = httpx.get(f"{server.url}/small/v1/load", timeout=DEADLINE_S).json()["replicas"]
+        return replica["num_running"], replica["num_waiting"]
 
     def num_counted() -> float:
         page = httpx.get(f"{server.url}/small/metrics", timeout=DEADLINE_S)
@@ -594,7 +583,7 @@ def test_a_full_ingress_refuses(server: Server) -> None:
             long_ones = []
             for num_waiting in (0, 1):
                 long_ones.append(pool.submit(httpx.post, url, json=body, timeout=DEADLINE_S))
-                wait_until_there(1, num_waiting)
+                until(lambda expected=(1, num_waiting): load() == expected)  # type: ignore[misc]
             refusals = []
             while not all(one.done() for one in long_ones):
                 answer = client.post(url, json=body | {"max_tokens": 1}, headers={"x-request-id": "mine"})
@@ -606,10 +595,7 @@ def test_a_full_ingress_refuses(server: Server) -> None:
             assert answer.headers.get_list("x-request-id") == ["mine"]
         assert [one.result().status_code for one in long_ones] == [200, 200]
         num_refused = len(refusals)
-        deadline = time.monotonic() + DEADLINE_S
-        while num_counted() < num_refused:
-            assert time.monotonic() < deadline, (by_code, num_refused)
-            time.sleep(0.2)
+        until(lambda: num_counted() >= num_refused, state=lambda: (by_code, num_refused))
         assert num_counted() == num_refused
         assert by_code["overloaded"] > 0  # by the door itself
     finally:
@@ -639,10 +625,7 @@ def test_the_hotel_desk_composes_folio(server: Server) -> None:
 
 def test_idle_memory_goes_back(server: Server) -> None:
     ask(server, "What is a page?")
-    deadline = time.monotonic() + DEADLINE_S
-    while server.report().physical_bytes:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not server.report().physical_bytes)
 
 
 def test_the_yaml_is_valid() -> None:

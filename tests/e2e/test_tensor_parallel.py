@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from app.main import AppArgs, build
 from app.serving.tp_actors import ActorProcesses
 from benchmarks.served import processes_called
 from tests.e2e.conftest import deleted_at_the_end
+from tests.processes import until
 
 DEADLINE_S = 90
 QUESTION = "The key of room 417 is 93. The key of room 256 is 12. What is the key of room 417?"
@@ -40,10 +40,7 @@ def server(cluster_url: str) -> Iterator[Server]:
     with deleted_at_the_end(NAME):
         serve.run(build(AppArgs(engine=engine)), name=NAME, route_prefix="/")
         yield Server(cluster_url)
-    deadline = time.monotonic() + DEADLINE_S
-    while any(processes()):
-        assert time.monotonic() < deadline, processes()
-        time.sleep(0.1)
+    until(lambda: not any(processes()), DEADLINE_S, processes)
 
 
 def processes() -> tuple[list[int], list[int]]:
@@ -66,16 +63,15 @@ def test_a_lost_rank_is_replaced_with_all_others(server: Server, rank: int, numb
     """Until then requests are answered, or refused with an error that says to send them again."""
     before = processes()
     os.kill(before[rank][0], number)
-    deadline = time.monotonic() + DEADLINE_S
-    while True:
+
+    def is_replaced() -> bool:
         answer = server.ask()
         if not answer.is_success:
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
         replicas, peers = processes()
-        if right(answer) and not {*before[0], *before[1]} & {*replicas, *peers}:
-            break
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+        return right(answer) and not {*before[0], *before[1]} & {*replicas, *peers}
+
+    until(is_replaced, DEADLINE_S)
 
 
 def test_a_replica_without_bundles_for_its_ranks() -> None:

@@ -9,8 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pytest
 
+from tests.processes import until
 from tests.vmem.small_memory import MAX_TOKENS, PAGE_BYTES, FlakyCuda, FlakyHost, FlakyMirror, make_memory, no_thread
-from tests.vmem.test_memory import DEADLINE_S, begin, finish, until
+from tests.vmem.test_memory import DEADLINE_S, begin, finish
 from vmem import CHANGE_BYTES, NO_KEYS, KVMemory, LocalContents, MapError, StepDemand, lock, report
 
 __all__ = ["no_thread"]  # a fixture

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.processes import until
 from tests.vmem.small_memory import (
     BLOCK_TOKENS,
     MAX_TOKENS,
@@ -65,13 +66,6 @@ def step(memory: KVMemory, sequence: SequenceMemory, start: int, end: int) -> St
     memory.ensure([demand])
     write(memory, demand, [float(p) for p in range(start, end)], "home")
     return demand
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def finish(memory: KVMemory, *sequences: SequenceMemory) -> None:

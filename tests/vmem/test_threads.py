@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.processes import until
 from tests.vmem.small_memory import (
     DOCUMENTS,
     MAX_TOKENS,
@@ -82,10 +83,8 @@ def test_no_deadlock_no_lost_wakeup_no_unfenced_change(kind: str, device: type[F
     backend.fake.fail_rate = 0.0
     engine.free_all()
     backend.fake.finish_work()
-    deadline = time.monotonic() + NO_PROGRESS_S
-    while memory.report().physical_bytes:  # without notifications: the mapper must wake up by itself
-        assert time.monotonic() < deadline, memory.report()
-        time.sleep(0.005)
+    # Without notifications: the mapper must wake up by itself.
+    until(lambda: not memory.report().physical_bytes, NO_PROGRESS_S, memory.report)
     report = memory.report()
     memory.check_idle()
     memory.close()

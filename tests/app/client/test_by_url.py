@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from app.openai.responses.body import ResponsesRequest
 from tests.app.openai.test_http import FakeService
 from tests.grpc_server import grpc_listening
 from tests.local_server import LocalServer, guarded_api, listening
+from tests.processes import until_async
 
 ROOT = Path(__file__).parents[3]
 SCHEMES = ("http", "grpc")
@@ -80,10 +81,6 @@ def urls(server: LocalServer) -> Iterator[dict[str, str]]:
 def url(request: pytest.FixtureRequest, urls: dict[str, str], server: LocalServer) -> Iterator[str]:
     yield urls[request.param]
     server.wait_until_idle()
-
-
-def run(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(work)
 
 
 def told(answer: Any) -> dict[str, Any]:
@@ -154,9 +151,9 @@ async def texts_of(chunks: Any) -> dict[int, list[Any]]:
     return texts
 
 
-def test_answers_are_the_same_over_http_and_grpc(urls: dict[str, str]) -> None:
+async def test_answers_are_the_same_over_http_and_grpc(urls: dict[str, str]) -> None:
     """Every field of bodies and answers has the same value and type over gRPC as over HTTP."""
-    over_http, over_grpc = run(everything(urls["http"])), run(everything(urls["grpc"]))
+    over_http, over_grpc = await everything(urls["http"]), await everything(urls["grpc"])
     assert len(over_http) == 25
     for expected, answer in zip(over_http, over_grpc, strict=True):
         assert answer == expected
@@ -164,22 +161,19 @@ def test_answers_are_the_same_over_http_and_grpc(urls: dict[str, str]) -> None:
     assert json.loads(call["function"]["arguments"]) == {"b": 1, "a": 2}
 
 
-def test_pins_and_load(url: str) -> None:
-    async def work() -> None:
-        async with Folio(url) as folio:
-            await folio.ready()
-            await folio.pin(PinRequest(name="a/ü b", prompt=PROMPT * 4))
-            await folio.pin(PinRequest(name="talk", messages=[Message(role="user", content=PROMPT * 4)]))
-            assert sorted(card.id for card in (await folio.pins()).data) == ["a/ü b", "talk"]
-            await folio.unpin("a/ü b")
+async def test_pins_and_load(url: str) -> None:
+    async with Folio(url) as folio:
+        await folio.ready()
+        await folio.pin(PinRequest(name="a/ü b", prompt=PROMPT * 4))
+        await folio.pin(PinRequest(name="talk", messages=[Message(role="user", content=PROMPT * 4)]))
+        assert sorted(card.id for card in (await folio.pins()).data) == ["a/ü b", "talk"]
+        await folio.unpin("a/ü b")
+        await folio.unpin("talk")
+        with pytest.raises(UnknownPinError):
             await folio.unpin("talk")
-            with pytest.raises(UnknownPinError):
-                await folio.unpin("talk")
-            assert (await folio.pins()).data == []
-            load = await folio.load()
-            assert [replica.name for replica in load.replicas] == ["local"]
-
-    run(work())
+        assert (await folio.pins()).data == []
+        load = await folio.load()
+        assert [replica.name for replica in load.replicas] == ["local"]
 
 
 @pytest.mark.parametrize(
@@ -192,74 +186,58 @@ def test_pins_and_load(url: str) -> None:
     ],
 )
 @pytest.mark.parametrize("streams", [False, True])
-def test_errors_are_those_of_the_server(
+async def test_errors_are_those_of_the_server(
     url: str, fields: dict[str, Any], kind: type[FolioError], param: str | None, streams: bool
 ) -> None:
     request = CompletionRequest(**({"model": "builtin", "prompt": PROMPT} | fields))
-
-    async def work() -> None:
-        async with Folio(url) as folio:
-            call = texts_of(folio.generate_stream(request)) if streams else folio.generate(request)
-            with pytest.raises(kind) as caught:
-                await call
-            assert type(caught.value) is kind
-            assert getattr(caught.value, "param", None) == param
-
-    run(work())
+    async with Folio(url) as folio:
+        call = texts_of(folio.generate_stream(request)) if streams else folio.generate(request)
+        with pytest.raises(kind) as caught:
+            await call
+        assert type(caught.value) is kind
+        assert getattr(caught.value, "param", None) == param
 
 
-def test_a_stream_that_is_closed_ends_the_request(url: str, server: LocalServer) -> None:
+async def test_a_stream_that_is_closed_ends_the_request(url: str, server: LocalServer) -> None:
     """So does a call whose task is cancelled. The fixture waits for the memory."""
     request = CompletionRequest(model="builtin", prompt="a", max_tokens=1000, ignore_eos=True)
-
-    async def work() -> None:
-        async with Folio(url) as folio:
-            async with aclosing(folio.generate_stream(request)) as chunks:
-                async for _ in chunks:
-                    break
-            call = asyncio.create_task(folio.generate(request))
-            async with asyncio.timeout(60):
-                while not server.engine.load(most_keys=0).num_running:
-                    await asyncio.sleep(0.01)
-            call.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-            # Closing the connections would end the requests, too: wait before.
-            await asyncio.to_thread(server.wait_until_idle)
-
-    run(work())
+    async with Folio(url) as folio:
+        async with aclosing(folio.generate_stream(request)) as chunks:
+            async for _ in chunks:
+                break
+        call = asyncio.create_task(folio.generate(request))
+        await until_async(lambda: server.engine.load(most_keys=0).num_running)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        # Closing the connections would end the requests, too: wait before.
+        await asyncio.to_thread(server.wait_until_idle)
 
 
-def test_a_hundred_streams_at_once(url: str) -> None:
-    async def work() -> None:
-        async with Folio(url) as folio:
-            requests = [
-                CompletionRequest(model="builtin", prompt=f"The key of room {i}", max_tokens=8, temperature=0)
-                for i in range(100)
-            ]
-            alone = await asyncio.gather(*(folio.generate(request) for request in requests))
-            together = await asyncio.gather(*(texts_of(folio.generate_stream(request)) for request in requests))
-            assert [texts[0][0] for texts in together] == [answer.choices[0].text for answer in alone]
-
-    run(work())
+async def test_a_hundred_streams_at_once(url: str) -> None:
+    async with Folio(url) as folio:
+        requests = [
+            CompletionRequest(model="builtin", prompt=f"The key of room {i}", max_tokens=8, temperature=0)
+            for i in range(100)
+        ]
+        alone = await asyncio.gather(*(folio.generate(request) for request in requests))
+        together = await asyncio.gather(*(texts_of(folio.generate_stream(request)) for request in requests))
+        assert [texts[0][0] for texts in together] == [answer.choices[0].text for answer in alone]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_server_that_cannot_be_reached(scheme: str) -> None:
-    async def work() -> None:
-        async with Folio(f"{scheme}://127.0.0.1:1") as folio:
-            with pytest.raises(UnavailableError, match=r"127.0.0.1:1.*send the request again"):
-                await folio.generate(CompletionRequest(model="m", prompt="a"))
-            with pytest.raises(UnavailableError, match="not ready after 0"):
-                await folio.ready(timeout_s=0)
-
-    run(work())
+async def test_a_server_that_cannot_be_reached(scheme: str) -> None:
+    async with Folio(f"{scheme}://127.0.0.1:1") as folio:
+        with pytest.raises(UnavailableError, match=r"127.0.0.1:1.*send the request again"):
+            await folio.generate(CompletionRequest(model="m", prompt="a"))
+        with pytest.raises(UnavailableError, match="not ready after 0"):
+            await folio.ready(timeout_s=0)
 
 
-def test_a_server_that_starts_late_is_found_soon() -> None:
+async def test_a_server_that_starts_late_is_found_soon() -> None:
     """Regression: gRPC tried to connect at growing intervals: by default 1, 1.6, 2.6 and 4.1 s, up to two minutes."""
-
-    async def work(server: socket.socket) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(20)
         async with Folio(f"grpc://127.0.0.1:{server.getsockname()[1]}") as folio:
             waiting = asyncio.create_task(folio.ready(timeout_s=60))
             attempts = []
@@ -271,13 +249,9 @@ def test_a_server_that_starts_late_is_found_soon() -> None:
             assert not waiting.done()
             waiting.cancel()
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(20)
-        run(work(server))
-
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_keys_reports_and_retry_after(scheme: str, tmp_path: Path) -> None:
+async def test_keys_reports_and_retry_after(scheme: str, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("a-key-of-an-operator\n")
     report = MemoryReport(**dict.fromkeys(MemoryReport.__dataclass_fields__, 7) | {"pins": (), "groups": ()})
 
@@ -287,7 +261,7 @@ def test_keys_reports_and_retry_after(scheme: str, tmp_path: Path) -> None:
 
     api = guarded_api(Service(), HttpSettings(api_keys=KeySource(file=tmp_path / "keys")))
 
-    async def work(url: str) -> None:
+    with url_of(scheme, api) as url:
         async with Folio(url) as folio:
             with pytest.raises(ForbiddenError, match="API key is missing"):
                 await folio.report()
@@ -300,9 +274,6 @@ def test_keys_reports_and_retry_after(scheme: str, tmp_path: Path) -> None:
             assert answer.choices[0].text == "a of s"
             with pytest.raises(RequestError, match="fork is not available"):
                 await folio.fork(ForkRequest(model="m", request_id="r"))
-
-    with url_of(scheme, api) as url:
-        asyncio.run(work(url))
 
 
 @pytest.mark.parametrize(
@@ -324,18 +295,15 @@ def test_errors_of_grpc_and_serve(status: grpc.StatusCode, details: str, kind: t
     assert type(call_error(raised, "grpc://x:1")) is kind
 
 
-def test_fields_and_calls_that_grpc_lacks_are_refused_by_name() -> None:
-    async def work() -> None:
-        async with Folio("grpc://127.0.0.1:1") as folio:
-            with pytest.raises(RequestError, match="metadata cannot be sent over gRPC"):
-                await folio.generate(CompletionRequest(model="m", prompt="a", metadata={"a": "b"}))
-            with pytest.raises(RequestError, match="responses is not available over gRPC"):
-                await folio.responses(ResponsesRequest(model="m", input="a"))
-
-    run(work())
+async def test_fields_and_calls_that_grpc_lacks_are_refused_by_name() -> None:
+    async with Folio("grpc://127.0.0.1:1") as folio:
+        with pytest.raises(RequestError, match="metadata cannot be sent over gRPC"):
+            await folio.generate(CompletionRequest(model="m", prompt="a", metadata={"a": "b"}))
+        with pytest.raises(RequestError, match="responses is not available over gRPC"):
+            await folio.responses(ResponsesRequest(model="m", input="a"))
 
 
-def test_a_stream_without_its_end_is_an_error() -> None:
+async def test_a_stream_without_its_end_is_an_error() -> None:
     """A connection that ends after a whole event looks like the end of a stream."""
 
     async def cut(scope: Any, receive: Any, send: Any) -> None:
@@ -344,13 +312,10 @@ def test_a_stream_without_its_end_is_an_error() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": f"data: {json.dumps(chunk)}\n\n".encode()})
 
-    async def work(url: str) -> None:
+    with listening(cut) as url:  # type: ignore[arg-type]
         async with Folio(url) as folio:
             with pytest.raises(UnavailableError, match="was lost"):
                 await texts_of(folio.generate_stream(CompletionRequest(model="m", prompt="a")))
-
-    with listening(cut) as url:  # type: ignore[arg-type]
-        asyncio.run(work(url))
 
 
 def test_other_schemes_are_refused() -> None:

@@ -23,6 +23,7 @@ from app.client import (
     over_handle,
 )
 from app.client import folio as folio_module
+from tests.processes import until_async
 
 REQUEST = CompletionRequest(model="m", prompt="x")
 
@@ -81,23 +82,20 @@ def folio_with(handle: Handle) -> Folio:
     return Folio(handle)  # type: ignore[arg-type]
 
 
-def test_each_method_calls_that_of_the_ingress() -> None:
-    async def run() -> None:
-        folio = folio_with(handle := Handle("whole", "last", {"r": 1}, None))
-        answer: Any = await folio.generate(REQUEST, "session")
-        chunks: list[Any] = [chunk async for chunk in folio.chat_stream(REQUEST)]  # type: ignore[arg-type]
-        report: Any = await folio.report()
-        await folio.pin(pin := PinRequest(name="p", prompt="x"))
-        assert (answer, chunks, report) == ("whole", [1, "last"], {"r": 1})
-        assert handle.calls == [
-            ("generate", False, REQUEST, "session"),
-            ("chat_stream", True, REQUEST, None),
-            ("reports", False),
-            ("pin", False, pin),
-        ]
-        assert not any(response.cancelled for response in handle.responses)
-
-    asyncio.run(run())
+async def test_each_method_calls_that_of_the_ingress() -> None:
+    folio = folio_with(handle := Handle("whole", "last", {"r": 1}, None))
+    answer: Any = await folio.generate(REQUEST, "session")
+    chunks: list[Any] = [chunk async for chunk in folio.chat_stream(REQUEST)]  # type: ignore[arg-type]
+    report: Any = await folio.report()
+    await folio.pin(pin := PinRequest(name="p", prompt="x"))
+    assert (answer, chunks, report) == ("whole", [1, "last"], {"r": 1})
+    assert handle.calls == [
+        ("generate", False, REQUEST, "session"),
+        ("chat_stream", True, REQUEST, None),
+        ("reports", False),
+        ("pin", False, pin),
+    ]
+    assert not any(response.cancelled for response in handle.responses)
 
 
 @pytest.mark.parametrize(
@@ -113,37 +111,29 @@ def test_each_method_calls_that_of_the_ingress() -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_errors_are_those_of_the_application(raised: BaseException, kind: type, message: str, stream: bool) -> None:
-    async def run() -> None:
-        folio = folio_with(Handle(raised))
-        with pytest.raises(kind, match=message) as caught:
-            await (all_of(folio) if stream else folio.generate(REQUEST))
-        assert type(caught.value) is kind  # and nothing of Ray's
+async def test_errors_are_those_of_the_application(
+    raised: BaseException, kind: type, message: str, stream: bool
+) -> None:
+    folio = folio_with(Handle(raised))
+    with pytest.raises(kind, match=message) as caught:
+        await (all_of(folio) if stream else folio.generate(REQUEST))
+    assert type(caught.value) is kind  # and nothing of Ray's
 
-    asyncio.run(run())
 
-
-def test_calls_that_are_given_up_are_cancelled() -> None:
+async def test_calls_that_are_given_up_are_cancelled() -> None:
     """A closed stream, and a stream and a call whose tasks are cancelled."""
-
-    async def run() -> None:
-        folio = folio_with(handle := Handle("next", "next", "next", hangs=True))
-        async with aclosing(folio.generate_stream(REQUEST)) as chunks:
-            async for _ in chunks:
-                break
-        assert handle.responses[0].cancelled
-        for number, call in enumerate((all_of(folio), folio.generate(REQUEST)), start=1):
-            task = asyncio.create_task(call)
-            async with asyncio.timeout(60):
-                while len(handle.responses) <= number:
-                    await asyncio.sleep(0)
-                await handle.responses[number].awaited.wait()
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert handle.responses[number].cancelled
-
-    asyncio.run(run())
+    folio = folio_with(handle := Handle("next", "next", "next", hangs=True))
+    async with aclosing(folio.generate_stream(REQUEST)) as chunks:
+        async for _ in chunks:
+            break
+    assert handle.responses[0].cancelled
+    for number, call in enumerate((all_of(folio), folio.generate(REQUEST)), start=1):
+        task = asyncio.create_task(call)
+        await until_async(lambda number=number: handle.responses[number:] and handle.responses[number].awaited.is_set())
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert handle.responses[number].cancelled
 
 
 async def all_of(folio: Folio) -> None:

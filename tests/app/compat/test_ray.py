@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import inspect
 from types import SimpleNamespace
@@ -42,16 +41,13 @@ def test_the_client_that_deploys_configurations() -> None:
     assert inspect.iscoroutinefunction(ServeController.graceful_shutdown)
 
 
-def test_broadcasts_have_one_result_for_each_replica() -> None:
+async def test_broadcasts_have_one_result_for_each_replica() -> None:
     results = [SimpleNamespace(get_async=None), SimpleNamespace(get_async=None)]
 
     async def reached() -> list[Any]:
         return results
 
-    async def run() -> Any:
-        return await compat.replica_results(DeploymentBroadcastResponse(reached(), None))
-
-    assert asyncio.run(run()) == results
+    assert await compat.replica_results(DeploymentBroadcastResponse(reached(), None)) == results
     assert inspect.iscoroutinefunction(ReplicaResult.get_async)
 
 
@@ -63,19 +59,15 @@ def test_streams_by_value() -> None:
     assert compat.streaming_handle(handle, by_value=True) == {"stream": True, "_by_reference": False}
 
 
-def test_the_routers_hooks() -> None:
+async def test_the_routers_hooks() -> None:
     router = request_router.RequestRouter
     assert list(parameters(router._choose_replica_for_request)) == ["self", "pending_request", "is_retry"]
     assert "_request_router._choose_replica_for_request" in inspect.getsource(serve_router)
     assert isinstance(router.num_pending_requests, property)
-
-    async def run() -> bool:
-        pending = request_router.PendingRequest([], {}, SimpleNamespace())  # type: ignore[arg-type]
-        assert not pending.routing_context.should_backoff
-        compat.back_off(pending)
-        return pending.routing_context.should_backoff
-
-    assert asyncio.run(run())
+    pending = request_router.PendingRequest([], {}, SimpleNamespace())  # type: ignore[arg-type]
+    assert not pending.routing_context.should_backoff
+    compat.back_off(pending)
+    assert pending.routing_context.should_backoff
     assert "routing_context.should_backoff" in inspect.getsource(router._choose_replicas_with_backoff)
 
 

@@ -66,8 +66,9 @@ async def call(
     body: bytes | Iterable[bytes] = b"",
     client: str = "10.0.0.1",
     receive: Callable[[], Awaitable[dict[str, Any]]] | None = None,
+    **scope: Any,
 ) -> Answer:
-    """Call an application. A body in several parts has no Content-Length."""
+    """Call an application. A body in several parts has no Content-Length. `scope`: other values than usual."""
     headers = list(headers)
     if isinstance(body, bytes):
         chunks = [body]
@@ -89,7 +90,7 @@ async def call(
         answer.messages.append(dict(message))
 
     async with asyncio.timeout(30):
-        await app(scope_of(method, path, headers, client), receive or receive_chunks, send)
+        await app(scope_of(method, path, headers, client) | scope, receive or receive_chunks, send)
     return answer
 
 

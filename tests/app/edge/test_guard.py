@@ -67,17 +67,7 @@ def test_open_paths_need_no_key(keys: Path) -> None:
 
 
 def test_open_paths_are_within_the_application(keys: Path) -> None:
-    scope = scope_of("GET", "/mounted/health") | {"root_path": "/mounted"}
-    answer = Answer()
-
-    async def send(message: dict[str, Any]) -> None:
-        answer.messages.append(message)
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    asyncio.run(guarded(keys=keys)(scope, receive, send))
-    assert answer.status == 200
+    assert answer_of(guarded(keys=keys), path="/mounted/health", root_path="/mounted").status == 200
 
 
 def test_operator_paths_need_an_operators_key(tmp_path: Path) -> None:
@@ -134,62 +124,56 @@ def test_trying_keys_is_limited_by_address(keys: Path) -> None:
     assert answer_of(app, headers=bearer(ALICE)).status == 200
 
 
-def test_concurrent_requests_per_key_and_in_all(keys: Path) -> None:
+async def test_concurrent_requests_per_key_and_in_all(keys: Path) -> None:
     """A place is free again however a request ends: answered, refused, failed or cancelled."""
+    gate, begun = asyncio.Event(), asyncio.Semaphore(0)
 
-    async def run() -> None:
-        gate = asyncio.Event()
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        begun.release()
+        await gate.wait()
+        if scope["path"] == "/fails":
+            raise ZeroDivisionError
+        await echo(scope, receive, send)
 
-        async def slow(scope: Any, receive: Any, send: Any) -> None:
-            await gate.wait()
-            if scope["path"] == "/fails":
-                raise ZeroDivisionError
-            await echo(scope, receive, send)
-
-        app = guarded(slow, keys, key_limits={"concurrent_requests": 1}, max_concurrent_requests=2)
-        first = asyncio.create_task(call(app, path="/fails", headers=bearer(ALICE)))
-        await asyncio.sleep(0)
-        refused = await call(app, headers=bearer(ALICE))
-        assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
-        second = asyncio.create_task(call(app, headers=bearer(BOB)))
-        await asyncio.sleep(0)
-        busy = await call(app, headers=bearer(BOB))
-        assert (busy.status, busy.error["code"]) == (503, "overloaded")
-        assert int(busy.headers["retry-after"]) >= 1
-        second.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await second
-        gate.set()
-        assert (await first).status == 500
-        for key in (ALICE, BOB, ALICE):
-            assert (await call(app, headers=bearer(key))).status == 200
-
-    asyncio.run(run())
+    app = guarded(slow, keys, key_limits={"concurrent_requests": 1}, max_concurrent_requests=2)
+    first = asyncio.create_task(call(app, path="/fails", headers=bearer(ALICE)))
+    await begun.acquire()
+    refused = await call(app, headers=bearer(ALICE))
+    assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+    second = asyncio.create_task(call(app, headers=bearer(BOB)))
+    await begun.acquire()
+    busy = await call(app, headers=bearer(BOB))
+    assert (busy.status, busy.error["code"]) == (503, "overloaded")
+    assert int(busy.headers["retry-after"]) >= 1
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    gate.set()
+    assert (await first).status == 500
+    for key in (ALICE, BOB, ALICE):
+        assert (await call(app, headers=bearer(key))).status == 200
 
 
-def test_retry_after_is_the_mean_answering_time() -> None:
+async def test_retry_after_is_the_mean_answering_time() -> None:
     """Each answer counts a tenth: the mean is 1 s at first, and 2.95 s after an answer of 20.5 s."""
+    gate, begun = asyncio.Event(), asyncio.Semaphore(0)
 
-    async def run() -> None:
-        gate = asyncio.Event()
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        exchange = current_context()
+        assert exchange is not None
+        exchange.begun_at -= 20.5
+        begun.release()
+        await gate.wait()
+        await echo(scope, receive, send)
 
-        async def slow(scope: Any, receive: Any, send: Any) -> None:
-            exchange = current_context()
-            assert exchange is not None
-            exchange.begun_at -= 20.5
-            await gate.wait()
-            await echo(scope, receive, send)
-
-        app = guarded(slow, max_concurrent_requests=1)
-        for seconds in ("1", "3"):
-            first = asyncio.create_task(call(app))
-            await asyncio.sleep(0)
-            assert (await call(app)).headers["retry-after"] == seconds
-            gate.set()
-            await first
-            gate.clear()
-
-    asyncio.run(run())
+    app = guarded(slow, max_concurrent_requests=1)
+    for seconds in ("1", "3"):
+        first = asyncio.create_task(call(app))
+        await begun.acquire()
+        assert (await call(app)).headers["retry-after"] == seconds
+        gate.set()
+        await first
+        gate.clear()
 
 
 def test_tokens_are_charged_and_refused_prompts_given_back(keys: Path) -> None:
@@ -294,41 +278,37 @@ def test_a_client_that_disconnects_while_sending() -> None:
 # ---- answers ----
 
 
-def test_streams_pass_as_they_come_and_disconnects_get_through() -> None:
+async def test_streams_pass_as_they_come_and_disconnects_get_through() -> None:
     """After the body, the application receives the server's messages: here, the disconnection."""
+    sent: asyncio.Queue[bytes] = asyncio.Queue()
+    more, gone = asyncio.Event(), asyncio.Event()
 
-    async def run() -> None:
-        sent: asyncio.Queue[bytes] = asyncio.Queue()
-        more, gone = asyncio.Event(), asyncio.Event()
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        assert (await receive())["body"] == b"ab"
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"1", "more_body": True})
+        await more.wait()
+        await send({"type": "http.response.body", "body": b"2", "more_body": True})
+        assert (await receive())["type"] == "http.disconnect"
+        gone.set()
 
-        async def stream(scope: Any, receive: Any, send: Any) -> None:
-            assert (await receive())["body"] == b"ab"
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": b"1", "more_body": True})
-            await more.wait()
-            await send({"type": "http.response.body", "body": b"2", "more_body": True})
-            assert (await receive())["type"] == "http.disconnect"
-            gone.set()
+    parts = [b"a", b"b"]
 
-        parts = [b"a", b"b"]
+    async def receive() -> dict[str, Any]:
+        if parts:
+            return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+        return {"type": "http.disconnect"}
 
-        async def receive() -> dict[str, Any]:
-            if parts:
-                return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
-            return {"type": "http.disconnect"}
+    async def send(message: dict[str, Any]) -> None:
+        sent.put_nowait(message.get("body", b"start"))
 
-        async def send(message: dict[str, Any]) -> None:
-            sent.put_nowait(message.get("body", b"start"))
-
-        task = asyncio.create_task(guarded(stream)(scope_of("POST", "/"), receive, send))
-        assert [await sent.get(), await sent.get()] == [b"start", b"1"]
-        assert sent.empty()
-        more.set()
-        assert await sent.get() == b"2"
-        await task
-        assert gone.is_set()
-
-    asyncio.run(asyncio.wait_for(run(), 30))
+    task = asyncio.create_task(guarded(stream)(scope_of("POST", "/"), receive, send))
+    assert [await sent.get(), await sent.get()] == [b"start", b"1"]
+    assert sent.empty()
+    more.set()
+    assert await sent.get() == b"2"
+    await task
+    assert gone.is_set()
 
 
 def test_an_internal_error_is_answered_without_details() -> None:

@@ -18,6 +18,7 @@ from app.edge import keys
 from app.edge.keys import KeyRing, read_keys
 from app.errors import ConfigError
 from app.request_context import EdgeObserver
+from tests.processes import until_async
 
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789ab"
 LIMITS = RateLimits(requests_per_minute=5)
@@ -121,135 +122,114 @@ def test_one_source_is_needed() -> None:
             KeySource.model_validate(fields)
 
 
-def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
-    async def run() -> None:
-        ring = ring_of(path := write(tmp_path / "keys", ALICE))
-        alice = ring.find(ALICE)
-        assert alice is not None
-        write(path, f"{ALICE}\n{BOB}")
-        await ring.refresh()
-        again = ring.find(ALICE)
-        assert again is not None
-        assert again.quota is alice.quota  # its usage is not forgotten
-        assert ring.find(BOB) is not None
-        write(path, BOB)
-        await ring.refresh()
-        assert ring.find(ALICE) is None
-
-    asyncio.run(run())
+async def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    ring = ring_of(path := write(tmp_path / "keys", ALICE))
+    alice = ring.find(ALICE)
+    assert alice is not None
+    write(path, f"{ALICE}\n{BOB}")
+    await ring.refresh()
+    again = ring.find(ALICE)
+    assert again is not None
+    assert again.quota is alice.quota  # its usage is not forgotten
+    assert ring.find(BOB) is not None
+    write(path, BOB)
+    await ring.refresh()
+    assert ring.find(ALICE) is None
 
 
-def test_a_change_is_read_though_the_request_that_saw_it_is_cancelled(
+async def test_a_change_is_read_though_the_request_that_saw_it_is_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a revoked key would stay valid."""
     has_begun, may_end = threading.Event(), threading.Event()
     num_readings = 0
 
-    async def run() -> None:
-        ring = ring_of(path := write(tmp_path / "keys", ALICE))
-        read = ring._read
+    ring = ring_of(path := write(tmp_path / "keys", ALICE))
 
-        def read_slowly() -> Sequence[KeyEntry]:
-            nonlocal num_readings
-            num_readings += 1
-            has_begun.set()
-            assert may_end.wait(60)
-            return read()
+    def read_slowly(path: Path) -> Sequence[KeyEntry]:
+        nonlocal num_readings
+        num_readings += 1
+        has_begun.set()
+        assert may_end.wait(60)
+        return read_keys(path)
 
-        monkeypatch.setattr(ring, "_read", read_slowly)
-        write(path, BOB)
-        request = asyncio.create_task(ring.refresh())
-        assert await asyncio.to_thread(has_begun.wait, 60)
-        request.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await request
-        await ring.refresh()  # neither waits nor reads again
-        assert ring.find(ALICE) is not None
-        may_end.set()
-        async with asyncio.timeout(60):
-            while ring.find(ALICE) is not None:
-                await asyncio.sleep(0.001)
-        assert ring.find(BOB) is not None
-        assert num_readings == 1
-
-    asyncio.run(run())
+    monkeypatch.setattr(keys, "read_keys", read_slowly)
+    write(path, BOB)
+    request = asyncio.create_task(ring.refresh())
+    assert await asyncio.to_thread(has_begun.wait, 60)
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    await ring.refresh()  # neither waits nor reads again
+    assert ring.find(ALICE) is not None
+    may_end.set()
+    await until_async(lambda: ring.find(ALICE) is None)
+    assert ring.find(BOB) is not None
+    assert num_readings == 1
 
 
-def test_new_limits_count_running_requests(tmp_path: Path) -> None:
-    async def run() -> None:
-        entry = f"keys: [{{name: a, key: {ALICE}, limits: {{concurrent_requests: "
-        ring = ring_of(path := write(tmp_path / "keys.yaml", entry + "2}}]"))
-        found = ring.find(ALICE)
-        assert found is not None
-        found.quota.begin()
-        write(path, entry + "1}}]")
-        await ring.refresh()
-        changed = ring.find(ALICE)
-        assert changed is not None
-        assert changed.quota.limits.concurrent_requests == 1
-        changed.quota.end()  # the request that began before
-
-    asyncio.run(run())
+async def test_new_limits_count_running_requests(tmp_path: Path) -> None:
+    entry = f"keys: [{{name: a, key: {ALICE}, limits: {{concurrent_requests: "
+    ring = ring_of(path := write(tmp_path / "keys.yaml", entry + "2}}]"))
+    found = ring.find(ALICE)
+    assert found is not None
+    found.quota.begin()
+    write(path, entry + "1}}]")
+    await ring.refresh()
+    changed = ring.find(ALICE)
+    assert changed is not None
+    assert changed.quota.limits.concurrent_requests == 1
+    changed.quota.end()  # the request that began before
 
 
-def test_a_broken_change_leaves_the_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def run() -> None:
-        problems: list[str | None] = []
-        observer = EdgeObserver()
-        observer.on_keys_read = problems.append  # type: ignore[method-assign]
-        path = write(tmp_path / "keys.yaml", f"keys: [{{name: a, key: {ALICE}}}]")
-        ring = KeyRing(KeySource(file=path), LIMITS, observer)
-        write(path, "keys: [")
-        await ring.refresh()
-        await ring.refresh()
-        assert ring.find(ALICE) is not None
-        assert ring.problem is not None
-        assert [record.levelname for record in caplog.records].count("ERROR") == 1  # once for each change
-        path.unlink()
-        await ring.refresh()
-        assert ring.find(ALICE) is not None
-        assert "No such file" in ring.problem
-        write(path, f"keys: [{{name: b, key: {BOB}}}]")
-        await ring.refresh()
-        assert ring.problem is None
-        assert ring.find(ALICE) is None
-        assert [problem is None for problem in problems] == [True, False, False, False, True]
-
-    asyncio.run(run())
+async def test_a_broken_change_leaves_the_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    problems: list[str | None] = []
+    observer = EdgeObserver()
+    observer.on_keys_read = problems.append  # type: ignore[method-assign]
+    path = write(tmp_path / "keys.yaml", f"keys: [{{name: a, key: {ALICE}}}]")
+    ring = KeyRing(KeySource(file=path), LIMITS, observer)
+    write(path, "keys: [")
+    await ring.refresh()
+    await ring.refresh()
+    assert ring.find(ALICE) is not None
+    assert ring.problem is not None
+    assert [record.levelname for record in caplog.records].count("ERROR") == 1  # once for each change
+    path.unlink()
+    await ring.refresh()
+    assert ring.find(ALICE) is not None
+    assert "No such file" in ring.problem
+    write(path, f"keys: [{{name: b, key: {BOB}}}]")
+    await ring.refresh()
+    assert ring.problem is None
+    assert ring.find(ALICE) is None
+    assert [problem is None for problem in problems] == [True, False, False, False, True]
 
 
-def test_any_error_of_a_reading_is_a_problem(
+async def test_any_error_of_a_reading_is_a_problem(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> Sequence[KeyEntry]:
+    def fail(path: Path) -> Sequence[KeyEntry]:
         raise ZeroDivisionError("SECRET")
 
-    async def run() -> None:
-        ring = ring_of(path := write(tmp_path / "keys", ALICE))
-        monkeypatch.setattr(ring, "_read", fail)
-        write(path, BOB)
-        await ring.refresh()
-        await ring.refresh()
-        assert ring.find(ALICE) is not None
-        assert ring.problem is not None
-        assert "ZeroDivisionError" in ring.problem
-        assert [record.levelname for record in caplog.records] == ["ERROR"]
-        assert "SECRET" not in caplog.text
-
-    asyncio.run(run())
+    ring = ring_of(path := write(tmp_path / "keys", ALICE))
+    monkeypatch.setattr(keys, "read_keys", fail)
+    write(path, BOB)
+    await ring.refresh()
+    await ring.refresh()
+    assert ring.find(ALICE) is not None
+    assert ring.problem is not None
+    assert "ZeroDivisionError" in ring.problem
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "SECRET" not in caplog.text
 
 
-def test_the_file_is_checked_once_a_period(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_file_is_checked_once_a_period(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "CHECK_PERIOD_S", 3600.0)
 
-    async def run() -> None:
-        ring = ring_of(path := write(tmp_path / "keys", ALICE))
-        write(path, BOB)
-        await ring.refresh()
-        assert ring.find(ALICE) is not None
-
-    asyncio.run(run())
+    ring = ring_of(path := write(tmp_path / "keys", ALICE))
+    write(path, BOB)
+    await ring.refresh()
+    assert ring.find(ALICE) is not None
 
 
 def test_every_key_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request
 
 from app.edge.admission import LoadSheddingMiddleware
 from app.request_context import EdgeObserver
-from tests.app.edge.asgi import Answer, call, scope_of
+from tests.app.edge.asgi import call
 from tests.local_server import listening
 
 PATH = "/v1/completions"
@@ -86,15 +86,9 @@ def test_other_requests_pass(method: str, path: str, headers: list[tuple[str, st
     assert (answer.status, answer.body) == (200, b"x")
 
 
-def test_a_mounted_application() -> None:
-    answer = Answer()
-
-    async def send(message: Any) -> None:
-        answer.messages.append(dict(message))
-
-    scope = scope_of("POST", "/mounted" + PATH) | {"root_path": "/mounted"}
-    asyncio.run(LoadSheddingMiddleware(echo, Gate(2.0), Counts())(scope, never, send))
-    assert answer.status == 429
+async def test_a_mounted_application() -> None:
+    shedding = LoadSheddingMiddleware(echo, Gate(2.0), Counts())
+    assert (await call(shedding, "POST", "/mounted" + PATH, receive=never, root_path="/mounted")).status == 429
 
 
 @pytest.fixture(scope="module")

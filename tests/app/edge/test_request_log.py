@@ -84,29 +84,28 @@ def test_refusals_and_errors(line: Any) -> None:
     assert "ttft_ms" not in fields  # it came at once
 
 
-def test_disconnected_clients(line: Any) -> None:
+async def test_disconnected_clients(line: Any) -> None:
+    begun = asyncio.Event()
+
     async def hangs(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"x", "more_body": True})
         if scope["path"] == "/cancelled":
+            begun.set()
             await asyncio.Event().wait()
 
-    async def cancelled() -> None:
-        task = asyncio.create_task(call(guarded(hangs), path="/cancelled"))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(cancelled())
+    task = asyncio.create_task(call(guarded(hangs), path="/cancelled"))
+    await begun.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
     assert line()["end"] == "disconnected"
-    answer_of(guarded(hangs))
+    await call(guarded(hangs))
     assert line()["end"] == "disconnected"
 
     async def gone() -> dict[str, Any]:
         return {"type": "http.disconnect"}
 
-    answer_of(guarded(), "POST", receive=gone)
+    await call(guarded(), "POST", receive=gone)
     assert {"end": "disconnected", "status": "0"}.items() <= line().items()
 
 

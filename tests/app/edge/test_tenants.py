@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ FREE, BOUND = "sk-free-0123456789", "sk-bound-0123456789"
     ("key", "tenant", "pinned_for"),
     [(FREE, None, [None]), (FREE, "b", ["b"]), (BOUND, None, ["a"]), (BOUND, "a", ["a"]), (BOUND, "b", [])],
 )
-def test_prefixes_are_pinned_for_the_keys_tenant(
+async def test_prefixes_are_pinned_for_the_keys_tenant(
     key: str, tenant: str | None, pinned_for: list[str | None], tmp_path: Path
 ) -> None:
     """A cached prefix is pinned at once: the time would reveal what another tenant has cached."""
@@ -45,7 +44,7 @@ def test_prefixes_are_pinned_for_the_keys_tenant(
     api = guarded_api(ingress, HttpSettings.model_validate({"api_keys": {"file": str(path)}}))
     body = json.dumps({"name": "rules", "prompt": "Be brief. " * 9} | ({} if tenant is None else {"tenant": tenant}))
     headers = [*bearer(key), ("content-type", "application/json")]
-    answer = asyncio.run(call(api, "POST", "/v1/pins", headers, body.encode()))
+    answer = await call(api, "POST", "/v1/pins", headers, body.encode())
     assert answer.status == (200 if pinned_for else 403)
     assert [(call[:2], call[4]) for call in asked] == [(("pin", "rules"), whose) for whose in pinned_for]
     if asked:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 
 import pytest
@@ -16,17 +15,13 @@ from app.request_context import RequestContext, reset_context, set_context
 @pytest.mark.parametrize(
     ("num_bytes", "at_once"), [(300, True), (2048, True), (2049, False), (1 << 20, False), (0, False)]
 )
-def test_small_bodies_do_not_change_threads(num_bytes: int, at_once: bool) -> None:
+async def test_small_bodies_do_not_change_threads(num_bytes: int, at_once: bool) -> None:
     """Regression: every request waited for a thread. `0`: a request by handle, whose size is not known."""
-
-    async def run() -> bool:
-        translator = Translator(load_tokenizer("builtin"), "builtin", ())
-        exchange = RequestContext(HttpSettings(), "id")
-        exchange.num_body_bytes = num_bytes
-        token = set_context(exchange)
-        try:
-            return await translator.in_thread(threading.get_ident) == threading.get_ident()
-        finally:
-            reset_context(token)
-
-    assert asyncio.run(run()) == at_once
+    translator = Translator(load_tokenizer("builtin"), "builtin", ())
+    exchange = RequestContext(HttpSettings(), "id")
+    exchange.num_body_bytes = num_bytes
+    token = set_context(exchange)
+    try:
+        assert (await translator.in_thread(threading.get_ident) == threading.get_ident()) == at_once
+    finally:
+        reset_context(token)

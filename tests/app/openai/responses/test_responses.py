@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import Iterator
@@ -100,15 +99,12 @@ def test_the_events_of_a_text() -> None:
         assert stream.get_final_response().output_text == "Hello"
 
 
-def test_a_part_begins_without_log_probabilities() -> None:
-    async def run() -> None:
-        request = ResponsesRequest.model_validate({"model": "m", "input": "x", "top_logprobs": 0})
-        events = [event async for event in ingress_with(Pieces("Hel", "lo")).responses_stream(request)]
-        [begun] = [event for event in events if event.type == "response.content_part.added"]
-        [ended] = [event for event in events if event.type == "response.content_part.done"]
-        assert (len(begun.part.logprobs), len(ended.part.logprobs)) == (0, 2)
-
-    asyncio.run(run())
+async def test_a_part_begins_without_log_probabilities() -> None:
+    request = ResponsesRequest.model_validate({"model": "m", "input": "x", "top_logprobs": 0})
+    events = [event async for event in ingress_with(Pieces("Hel", "lo")).responses_stream(request)]
+    [begun] = [event for event in events if event.type == "response.content_part.added"]
+    [ended] = [event for event in events if event.type == "response.content_part.done"]
+    assert (len(begun.part.logprobs), len(ended.part.logprobs)) == (0, 2)
 
 
 def test_output_that_is_cut_off() -> None:

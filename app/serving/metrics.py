@@ -55,7 +55,7 @@ class RequestMeter:
         self._running = metrics.Gauge("folio_requests_in_flight", "Requests that have not ended.", ("route",))
         self._prompt = metrics.Counter("folio_prompt_tokens", "Tokens of prompts, cached ones included.", ("route",))
         self._cached = metrics.Counter(
-            "folio_prompt_cached_tokens", "Tokens of prompts that the prefix cache had.", ("route",)
+            "folio_prompt_cached_tokens", "Tokens of prompts found in the prefix cache.", ("route",)
         )
         self._output = metrics.Counter("folio_output_tokens", "Tokens generated and passed on.", ("route",))
         self._first_s = metrics.Histogram(
@@ -66,7 +66,7 @@ class RequestMeter:
         )
         self._token_s = metrics.Histogram(
             "folio_output_token_s",
-            "Streams: mean time per token of each output behind its first piece (TPOT).",
+            "Streams: mean time per token of each output after its first piece (TPOT).",
             boundaries=_TOKEN_S,
             tag_keys=("route",),
         )
@@ -192,7 +192,7 @@ class EdgeMeter(EdgeObserver):
 
     def __init__(self) -> None:
         self._refused = metrics.Counter(
-            "folio_refused_requests", "Requests that were refused at the ingress, by reason.", ("code",)
+            "folio_refused_requests", "Requests refused by the edge, by the error's code.", ("code",)
         )
         self._stale = metrics.Gauge(
             "folio_api_keys_stale", "1 while the file of API keys is invalid, and the previous keys are in use."
@@ -215,13 +215,13 @@ class EngineMeter:
 
     def __init__(self) -> None:
         self._running = metrics.Gauge("folio_running_sequences", "Sequences that have blocks.")
-        self._waiting = metrics.Gauge("folio_waiting_sequences", "Sequences that have none yet, or were preempted.")
+        self._waiting = metrics.Gauge("folio_waiting_sequences", "Sequences without blocks: not begun yet, or preempted.")
         self._bytes = metrics.Gauge("folio_kv_bytes", "Memory of the KV cache.", ("kind",))
         self._queried = metrics.Counter(
             "folio_prefix_queried_tokens", "Tokens of sequences that were looked up in the prefix cache."
         )
-        self._hit = metrics.Counter("folio_prefix_hit_tokens", "Tokens that were found there.")
-        self._evicted = metrics.Counter("folio_evicted_blocks", "Cached blocks whose content was given up.")
+        self._hit = metrics.Counter("folio_prefix_hit_tokens", "Tokens of sequences found in the prefix cache.")
+        self._evicted = metrics.Counter("folio_evicted_blocks", "Evicted cached blocks.")
         self._preemptions = metrics.Counter("folio_preemptions", "Preempted requests, by swap or recompute.", ("way",))
         self._mapping_s = metrics.Counter(
             "folio_mapping_s", "Seconds of mapping work: exposed (steps waited) or hidden (beside steps).", ("time",)
@@ -290,7 +290,7 @@ class RoutingAudit:
         self._cached = metrics.Counter("folio_cached_tokens", "Prompt tokens that were cached, of the same requests.")
         self._missed = metrics.Histogram(
             "folio_expected_cached_tokens_error",
-            "Difference of both for a request, in prompt tokens.",
+            "Absolute difference of expected and found cached tokens of a request.",
             boundaries=_TOKENS,
         )
 

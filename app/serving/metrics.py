@@ -215,7 +215,9 @@ class EngineMeter:
 
     def __init__(self) -> None:
         self._running = metrics.Gauge("folio_running_sequences", "Sequences that have blocks.")
-        self._waiting = metrics.Gauge("folio_waiting_sequences", "Sequences without blocks: not begun yet, or preempted.")
+        self._waiting = metrics.Gauge(
+            "folio_waiting_sequences", "Sequences without blocks: not begun yet, or preempted."
+        )
         self._bytes = metrics.Gauge("folio_kv_bytes", "Memory of the KV cache.", ("kind",))
         self._queried = metrics.Counter(
             "folio_prefix_queried_tokens", "Tokens of sequences that were looked up in the prefix cache."

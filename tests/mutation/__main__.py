@@ -14,8 +14,10 @@ Of two well-kept tools neither fits:
 - mutmut 3.8 changes functions only (no decorated ones), runs one suite for all, and spends its mutants on strings and
   on arguments that become None. It has no negated condition and no dropped call either.
 
-How it is fast: this process imports torch and the other libraries once and is forked for each mutant. Tests are run in
-the order: the quick ones, those of the file's own name first; then the slow ones.
+How it is fast: this process imports torch and the other libraries once and is forked for each mutant. The tests run
+once without a mutant, to time them and to note which functions each calls. A mutant gets only the tests that call its
+function, the quick ones first, and of these those of the file's own name. A mutant that loops or waits is ended after a
+few times its test's usual time.
 """
 
 from __future__ import annotations
@@ -31,12 +33,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 import tomllib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType, FrameType
 
 import pytest
 
@@ -46,37 +49,96 @@ LIBRARIES = ("numpy", "torch", "transformers", "fastapi", "hypothesis", "ray")
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIG = Path(__file__).with_name("mutants.toml")
 QUICK_S = 0.5
+MEASURED = "measured.json"
 MOST_MEMORY_BYTES = 12 << 30  # a mutant may never stop allocating
 
 
 @dataclass
 class Suite:
-    """The tests of a package, and how long each takes where nothing is changed."""
+    """The tests of a package, how long each takes where nothing is changed, and the functions that it calls.
+
+    `calls`: test → functions; file of tests → functions that fixtures call, which several tests may share; "" →
+    functions that are called when modules are imported.
+    """
 
     tests: list[str]
     durations: dict[str, float] = field(default_factory=dict)
-    most_processor_s: int = 600  # a mutant may loop
-    most_s: int = 1200  # or wait for what never comes
+    calls: dict[str, list[str]] = field(default_factory=dict)
+
+    def may_notice(self, test: str, mutant: Mutant) -> bool:
+        function = f"{mutant.file} {mutant.function}"
+        return not mutant.function or any(
+            function in self.calls.get(caller, ()) for caller in (test, test.split("::")[0], "")
+        )
 
 
-class Order:
-    """A plugin that runs the quick tests first, and of those the ones of the changed file's name."""
+class Measure:
+    """A plugin that times the tests and notes the functions under `folder` that each of them calls."""
 
-    def __init__(self, suite: Suite, stem: str) -> None:
-        self._suite, self._stem = suite, stem
+    def __init__(self, folder: Path) -> None:
         self.durations: Counter[str] = Counter()
+        self._folder = f"{folder}/"
+        self._caller = ""
+        self._calls: defaultdict[str, dict[int, CodeType]] = defaultdict(dict)
+        threading.settrace(self._note_call)
+        sys.settrace(self._note_call)
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        usual = self._suite.durations
-        items.sort(key=lambda item: (usual.get(item.nodeid, 0.0) > QUICK_S, self._stem not in item.path.stem))
+    def _note_call(self, frame: FrameType, event: str, arg: object) -> None:
+        if frame.f_code.co_filename.startswith(self._folder):
+            self._calls[self._caller][id(frame.f_code)] = frame.f_code
+
+    @property
+    def calls(self) -> dict[str, list[str]]:
+        def name(code: CodeType) -> str:
+            return f"{code.co_filename.removeprefix(self._folder)} {code.co_qualname.split('.<locals>')[0]}"
+
+        return {caller: sorted({name(code) for code in codes.values()}) for caller, codes in self._calls.items()}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        self._caller = item.nodeid.split("::")[0]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> None:
+        self._caller = item.nodeid
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+        self._caller = item.nodeid.split("::")[0]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.durations[report.nodeid] += report.duration  # type: ignore[assignment]
 
 
+class Choice:
+    """A plugin that runs the tests that may notice a mutant in a good order, and ends the process if one takes long."""
+
+    def __init__(self, suite: Suite, mutant: Mutant) -> None:
+        self._suite, self._mutant = suite, mutant
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        stem = Path(self._mutant.file).stem
+
+        def cost(item: pytest.Item) -> tuple[bool, bool, float]:
+            usual_s = self._suite.durations.get(item.nodeid, 0.0)
+            return usual_s > QUICK_S, usual_s <= QUICK_S and stem not in item.path.stem, usual_s
+
+        items[:] = sorted((item for item in items if self._suite.may_notice(item.nodeid, self._mutant)), key=cost)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        limit(self._suite.durations.get(item.nodeid, 0.0))
+
+
+def limit(usual_s: float) -> None:
+    """Let signals end this process: a mutant may loop, or wait for what never comes."""
+    signal.setitimer(signal.ITIMER_PROF, 20 + 4 * usual_s)  # processor time
+    signal.alarm(int(60 + 10 * usual_s))
+
+
 def start(suite: Suite, mutant: Mutant | None, copy: Path) -> int:
-    """Fork a process that runs `suite` in `copy` with the mutant in it; a signal ends it when that takes too long."""
+    """Fork a process that runs `suite` in `copy`, with the mutant in it or measured."""
     if mutant:
         (copy / mutant.file).replace(copy / "original.py")
         (copy / mutant.file).write_text(mutant.source)
@@ -86,8 +148,6 @@ def start(suite: Suite, mutant: Mutant | None, copy: Path) -> int:
     code = 1
     try:
         os.setsid()
-        signal.alarm(suite.most_s)
-        resource.setrlimit(resource.RLIMIT_CPU, (suite.most_processor_s, suite.most_processor_s))
         resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
         os.chdir(copy)
         os.environ["PYTHONPATH"] = str(copy)
@@ -98,10 +158,15 @@ def start(suite: Suite, mutant: Mutant | None, copy: Path) -> int:
         output = os.open(copy / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        order = Order(suite, Path(mutant.file).stem if mutant else "")
-        options = ("-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=mutants")
-        code = int(pytest.main([*options, *suite.tests], plugins=[order]))
-        (copy / "durations.json").write_text(json.dumps(order.durations))
+        options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=mutants", *suite.tests]
+        if mutant:
+            limit(60)
+            code = int(pytest.main(options, plugins=[Choice(suite, mutant)]))
+        else:
+            measure = Measure(copy)
+            code = int(pytest.main(options, plugins=[measure]))
+            sys.settrace(None)
+            (copy / MEASURED).write_text(json.dumps([measure.durations, measure.calls]))
         sys.stdout.flush()
     finally:
         os._exit(code)
@@ -114,7 +179,12 @@ class Outcome:
     mutant: Mutant | None
     copy: Path
     code: int
-    processor_s: float
+
+    @property
+    def result(self) -> str:
+        if self.code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            return "survived"
+        return "too long" if self.code < 0 else "killed"
 
 
 def run(work: Iterable[tuple[Suite, Mutant | None]], copies: Sequence[Path]) -> Iterator[Outcome]:
@@ -128,27 +198,22 @@ def run(work: Iterable[tuple[Suite, Mutant | None]], copies: Sequence[Path]) -> 
             running[start(*following, copy)] = following[1], copy
             following = next(waiting, None)
             continue
-        pid, status, usage = os.wait4(-1, 0)
+        pid, status = os.wait()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # what the tests have left
         mutant, copy = running.pop(pid)
-        yield Outcome(mutant, copy, os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime)
+        yield Outcome(mutant, copy, os.waitstatus_to_exitcode(status))
         if mutant:
             (copy / "original.py").replace(copy / mutant.file)  # as old as its bytecode, which is valid again
         free.append(copy)
 
 
-def measure(suite: Suite, copies: Sequence[Path]) -> None:
-    """Time the tests where nothing is changed, and see them pass in the order that mutants get. Bytecode is kept."""
-    for folders in (copies[:1], copies):
-        began, processor_s = time.monotonic(), 0.0
-        for outcome in run([(suite, None)] * len(folders), folders):
-            if outcome.code:
-                sys.exit(f"{(outcome.copy / 'output.txt').read_text()}\n{suite.tests} fail without a mutant")
-            suite.durations = json.loads((outcome.copy / "durations.json").read_text())
-            processor_s = max(processor_s, outcome.processor_s)
-    suite.most_processor_s = int(2 * processor_s + 20)
-    suite.most_s = int(4 * (time.monotonic() - began) + 60)
+def measure(suite: Suite, copy: Path) -> None:
+    """Fill in the suite, and see it pass where nothing is changed. Bytecode is kept."""
+    for outcome in run([(suite, None)], [copy]):
+        if outcome.code:
+            sys.exit(f"{(copy / 'output.txt').read_text()}\n{suite.tests} fail without a mutant")
+    suite.durations, suite.calls = json.loads((copy / MEASURED).read_text())
 
 
 def copy_tree(to: Path) -> Path:
@@ -192,15 +257,15 @@ def main() -> None:
         importlib.import_module(library)
     survivors: list[Mutant] = []
     with tempfile.TemporaryDirectory() as scratch:
-        copies = [copy_tree(Path(scratch) / str(i)) for i in range(arguments.jobs)]
+        copies = [copy_tree(Path(scratch) / "0")]
         for suite in {id(suites[mutant.file]): suites[mutant.file] for mutant in mutants}.values():
-            measure(suite, copies)
+            measure(suite, copies[0])
             print(f"{len(suite.durations)} tests of {' '.join(suite.tests)} pass", flush=True)
+        copies += [Path(shutil.copytree(copies[0], Path(scratch) / str(i))) for i in range(1, arguments.jobs)]
         for outcome in run(((suites[m.file], m) for m in mutants if m not in known), copies):
             assert outcome.mutant
-            survivors += [] if outcome.code else [outcome.mutant]
-            result = "survived" if not outcome.code else "too long" if outcome.code < 0 else "killed"
-            print(f"{result:8}  {outcome.mutant}", flush=True)
+            survivors += [outcome.mutant] if outcome.result == "survived" else []
+            print(f"{outcome.result:8}  {outcome.mutant}", flush=True)
 
     print(
         "\n".join(["", *(f"accepted  {mutant}" for mutant in known), *(f"SURVIVED  {mutant}" for mutant in survivors)])

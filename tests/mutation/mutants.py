@@ -25,6 +25,7 @@ class Mutant:
     original: str  # its first line, stripped; with `file` and `operator` the key in mutants.toml
     operator: str
     source: str
+    function: str  # the qualified name of the function or method around it; empty at the level of module and class
 
     @property
     def mutated(self) -> str:
@@ -43,7 +44,7 @@ def mutants_of(root: Path, file: str, skipped_functions: Collection[str], seed: 
     def offset(line: int, column: int) -> int:
         return sum(map(len, lines[: line - 1])) + column
 
-    for node, returns_bool in places(ast.parse(source), skipped_functions):
+    for node, function, returns_bool in places(ast.parse(source), skipped_functions):
         if not (variants := list(variants_of(node, returns_bool))):
             continue
         text = lines[variants[0][1].lineno - 1].decode().strip()
@@ -54,13 +55,20 @@ def mutants_of(root: Path, file: str, skipped_functions: Collection[str], seed: 
         start = offset(old.lineno, old.col_offset)
         end = offset(old.end_lineno, old.end_col_offset)
         mutated = (source[:start] + new.encode() + source[end:]).decode()
-        yield key, Mutant(file, old.lineno, lines[old.lineno - 1].decode().strip(), operator, mutated)
+        yield key, Mutant(file, old.lineno, lines[old.lineno - 1].decode().strip(), operator, mutated, function)
 
 
-def places(node: ast.AST, skipped_functions: Collection[str], returns_bool: bool = False) -> Iterator[tuple[Any, bool]]:
+def places(
+    node: ast.AST,
+    skipped_functions: Collection[str],
+    scope: str = "",
+    function: str = "",
+    returns_bool: bool = False,
+) -> Iterator[tuple[Any, str, bool]]:
     """The nodes below that a test can be expected to notice: no type hints, no text for people, no assertions.
 
-    With each comes whether the function around it returns a truth value.
+    With each come the qualified name of the outermost function around it, and whether the innermost returns a truth
+    value. `scope`: of the classes around the node.
     """
     match node:
         case ast.JoinedStr() | ast.Raise() | ast.Assert() | ast.Expr(ast.Constant()):
@@ -69,16 +77,19 @@ def places(node: ast.AST, skipped_functions: Collection[str], returns_bool: bool
             return
         case ast.If(ast.Name("TYPE_CHECKING")):
             return
+        case ast.ClassDef():
+            scope = f"{scope}{node.name}."
         case ast.FunctionDef() | ast.AsyncFunctionDef():
             if node.name in skipped_functions:
                 return
+            function = function or f"{scope}{node.name}"
             returns_bool = isinstance(node.returns, ast.Name) and node.returns.id == "bool"
-    yield node, returns_bool
+    yield node, function, returns_bool
     for name, value in ast.iter_fields(node):
         if name not in TYPE_HINTS:
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
-                    yield from places(child, skipped_functions, returns_bool)
+                    yield from places(child, skipped_functions, scope, function, returns_bool)
 
 
 def variants_of(node: Any, returns_bool: bool) -> Iterator[tuple[str, Any, str]]:

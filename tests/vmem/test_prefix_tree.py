@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import pytest
@@ -25,6 +27,7 @@ from vmem import (
     IntegrityError,
     KVMemory,
     LayoutKind,
+    LocalContents,
     OutOfPages,
     OutOfSwap,
     PinError,
@@ -419,6 +422,32 @@ def test_without_swap_space_nothing_is_swapped() -> None:
     with pytest.raises(OutOfSwap, match=r"8192 of 8192 \(swap_bytes\) are free"):
         memory.swap_out([sequence])
     memory.free(sequence)
+    memory.check_idle()
+    memory.close()
+
+
+@pytest.mark.parametrize("failing", [0, 1, None])
+def test_copies_are_dropped_on_every_rank(monkeypatch: pytest.MonkeyPatch, failing: int | None) -> None:
+    """After a swap-out for which the peer (0) or rank 0 (1) has no host memory, and with the swapped sequences."""
+    kept: set[tuple[LocalContents, int]] = set()
+    calls = itertools.count()
+
+    def save(contents: LocalContents, key: int, g: int, block_ids: Sequence[int]) -> None:
+        if next(calls) == failing:
+            raise OutOfSwap("injected")
+        kept.add((contents, key))
+
+    monkeypatch.setattr(LocalContents, "save", save)
+    monkeypatch.setattr(LocalContents, "discard", lambda contents, key: kept.discard((contents, key)))
+    memory, _ = make_memory(FlakyMirror, swap_pages=8)
+    sequence = run(memory, prompt(40))
+    with nullcontext() if failing is None else pytest.raises(OutOfSwap, match="injected"):
+        swapped = memory.swap_out([sequence])
+        assert len(kept) == 2
+        memory.swapping.discard_swapped(swapped)
+    assert not kept
+    if failing is not None:
+        memory.free(sequence)
     memory.check_idle()
     memory.close()
 

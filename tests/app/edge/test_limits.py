@@ -10,7 +10,7 @@ import pytest
 
 from app.config.http import RateLimits
 from app.edge.limit_ledger import DEAD_S, LimitLedger
-from app.edge.limits import IngressLimits, LimitUsage
+from app.edge.limits import IngressLimits, LimitGrant, LimitUsage
 from app.edge.quota import AddressQuotas, Quota
 from app.errors import RateLimitError
 from tests.app.edge.limit_cluster import Clock, Cluster
@@ -301,6 +301,13 @@ def test_a_new_ledger_trusts_reported_levels_for_five_seconds() -> None:
     clock.now += 1.0
     ledger.settle_usage("b", {"key": usage(level=5.0)})
     assert ledger.level("key") == 21.0
+
+
+@pytest.mark.parametrize(("level", "announced"), [(30.0, False), (29.0, True)])
+def test_a_limit_of_which_less_than_half_is_left_is_announced(level: float, announced: bool) -> None:
+    ledger = LimitLedger(clock=Clock())
+    ledger.settle_usage("a", {"key": usage(level=level)})
+    assert ledger.settle_usage("b", {}).grants == ({"key": LimitGrant(level, 0.0, level)} if announced else {})
 
 
 def test_an_ingress_learns_its_share_of_all_requests() -> None:

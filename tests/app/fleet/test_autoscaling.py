@@ -221,6 +221,13 @@ def test_one_request_needs_one_replica() -> None:
     assert single.num_events == 0
 
 
+def test_requests_shorter_than_a_report_period_keep_their_replicas() -> None:
+    """No report shows a request, and both replicas work all the time."""
+    busy = fleet(2, down_after_s=20.0)
+    busy.run(200.0, spread(replace(IDLE, busy_share=0.9)))
+    assert busy.num_events == 0
+
+
 def test_a_shrinking_queue_orders_nothing() -> None:
     """20 s of queue, and hardly anything comes any more."""
     queue = fleet(2)

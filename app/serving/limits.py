@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -29,16 +29,6 @@ IDLE_BEAT_S = 1.0
 ANSWER_TIMEOUT_S = 1.0
 # Time in which missing answers are not logged: an actor takes some seconds to start.
 _STARTS_S = 15.0
-
-
-class LimitsActor:
-    """The `LimitLedger` of one application."""
-
-    def __init__(self) -> None:
-        self._ledger = LimitLedger()
-
-    def settle_usage(self, ingress: str, uses: Mapping[str, LimitUsage], num_arrived: int) -> LimitAnswer:
-        return self._ledger.settle_usage(ingress, uses, num_arrived)
 
 
 def num_ingresses() -> int:
@@ -150,4 +140,4 @@ class LimitReporter:
                 return ray.get_actor(self._name, NAMESPACE)
             except ValueError:
                 return None
-        return find_actor(LimitsActor, self._name)
+        return find_actor(LimitLedger, self._name)

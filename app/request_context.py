@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from app.config.http import HttpSettings, KeyEntry
@@ -31,6 +32,7 @@ class RequestGrant(NamedTuple):
     timeout_s: float | None
 
 
+@dataclass(slots=True, eq=False)
 class RequestContext:
     """The caller, usage and progress of a request, from `current_context()`.
 
@@ -43,40 +45,21 @@ class RequestContext:
         error_code: of a failure, even after the status was sent.
     """
 
-    __slots__ = (
-        "_is_running",
-        "_quota",
-        "_settings",
-        "attempt_of",
-        "begun_at",
-        "cached_tokens",
-        "error_code",
-        "first_byte_at",
-        "generation_id",
-        "key",
-        "num_body_bytes",
-        "output_tokens",
-        "prompt_tokens",
-        "request_id",
-        "status",
-    )
-
-    def __init__(self, settings: HttpSettings, request_id: str, attempt_of: str | None = None) -> None:
-        self._settings = settings
-        self._quota: Quota | None = None
-        self._is_running = False  # counted by the quota
-        self.request_id = request_id
-        self.attempt_of = attempt_of
-        self.begun_at = time.monotonic()
-        self.first_byte_at: float | None = None
-        self.status: int | None = None
-        self.key: KeyEntry | None = None
-        self.num_body_bytes = 0
-        self.generation_id: str | None = None
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.output_tokens = 0
-        self.error_code: str | None = None
+    settings: HttpSettings
+    request_id: str
+    attempt_of: str | None = None
+    begun_at: float = field(default_factory=time.monotonic)
+    first_byte_at: float | None = None
+    status: int | None = None
+    key: KeyEntry | None = None
+    num_body_bytes: int = 0
+    generation_id: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    error_code: str | None = None
+    _quota: Quota | None = None
+    _is_running: bool = False  # counted by the quota
 
     def begin(self, quota: Quota) -> None:
         """Charge the request to its caller. Raises `RateLimitError`."""
@@ -125,7 +108,7 @@ class RequestContext:
             if pins and not key.operator:
                 raise ForbiddenError("pin is for operators; leave it out, or use an operator's API key", "pin")
             tenant = self.tenant_of(tenant)
-        default, most = self._settings.default_timeout_s, self._settings.max_timeout_s
+        default, most = self.settings.default_timeout_s, self.settings.max_timeout_s
         if timeout_s is None:
             return RequestGrant(tenant, default if default is not None else most)
         if most is not None and timeout_s > most:
@@ -164,33 +147,24 @@ class RequestContext:
         return [] if self._quota is None else self._quota.headers()
 
 
-_CURRENT: ContextVar[RequestContext | None] = ContextVar("request_context", default=None)
+CURRENT: ContextVar[RequestContext | None] = ContextVar("request_context", default=None)
 
 
 def current_context() -> RequestContext | None:
     """The context of the HTTP request being answered, also in its tasks and threads; `None` outside of one."""
-    return _CURRENT.get()
+    return CURRENT.get()
 
 
 def request_id() -> str:
     """The id of the HTTP request being answered, for logs; "of a handle" outside of one."""
-    context = _CURRENT.get()
+    context = CURRENT.get()
     return "of a handle" if context is None else context.request_id
 
 
 def note_error(code: str | None) -> None:
     """Note for the log that the request being answered has failed."""
-    if (context := _CURRENT.get()) is not None:
+    if (context := CURRENT.get()) is not None:
         context.error_code = code
-
-
-def set_context(context: RequestContext) -> Token[RequestContext | None]:
-    """Make the context this task's, until `reset_context`."""
-    return _CURRENT.set(context)
-
-
-def reset_context(token: Token[RequestContext | None]) -> None:
-    _CURRENT.reset(token)
 
 
 class EdgeObserver:

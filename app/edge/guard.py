@@ -18,7 +18,7 @@ from app.edge.request_body import ClientGone, Head, check_size, read_body, read_
 from app.edge.request_log import log_request
 from app.errors import RateLimitError
 from app.http_errors import Headers, HttpRefusal, error_response
-from app.request_context import EdgeObserver, RequestContext, reset_context, set_context
+from app.request_context import CURRENT, EdgeObserver, RequestContext
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Guard:
         context = RequestContext(self._settings, head.request_id, head.attempt_of)
         reply = _Reply(send, context, self._echoes_id)
         is_running = False
-        token = set_context(context)
+        token = CURRENT.set(context)
         try:
             check_size(scope, head, self._settings)
             if _path_of(scope) not in self._settings.open_paths:
@@ -96,7 +96,7 @@ class Guard:
                 raise
             await reply.refuse(HttpRefusal(*error_response(error)))
         finally:
-            reset_context(token)
+            CURRENT.reset(token)
             context.end()
             if is_running:
                 self._num_running -= 1

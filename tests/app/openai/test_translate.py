@@ -9,7 +9,7 @@ import pytest
 from app.config.http import HttpSettings
 from app.engine.model.loader import load_tokenizer
 from app.openai.translate import Translator
-from app.request_context import RequestContext, reset_context, set_context
+from app.request_context import CURRENT, RequestContext
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,8 @@ async def test_small_bodies_do_not_change_threads(num_bytes: int, at_once: bool)
     translator = Translator(load_tokenizer("builtin"), "builtin", ())
     exchange = RequestContext(HttpSettings(), "id")
     exchange.num_body_bytes = num_bytes
-    token = set_context(exchange)
+    token = CURRENT.set(exchange)
     try:
         assert (await translator.in_thread(threading.get_ident) == threading.get_ident()) == at_once
     finally:
-        reset_context(token)
+        CURRENT.reset(token)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from app.config.http import HttpSettings, KeyEntry
 from app.errors import ForbiddenError, RequestError
@@ -23,13 +23,6 @@ class Quota(Protocol):
     def owe_tokens(self, num_tokens: int) -> None: ...
 
     def headers(self) -> list[tuple[bytes, bytes]]: ...
-
-
-class RequestGrant(NamedTuple):
-    """Tenant and deadline that a request goes on with."""
-
-    tenant: str | None
-    timeout_s: float | None
 
 
 @dataclass(slots=True, eq=False)
@@ -86,8 +79,8 @@ class RequestContext:
         priority: int,
         pins: bool,
         timeout_s: float | None,
-    ) -> RequestGrant:
-        """Check the body's fields against the caller's key and the settings.
+    ) -> tuple[str | None, float | None]:
+        """Check the body's fields against the caller's key and the settings; returns tenant and `timeout_s`.
 
         Args:
             pins: the prompt is to be pinned in every replica's cache.
@@ -110,10 +103,10 @@ class RequestContext:
             tenant = self.tenant_of(tenant)
         default, most = self.settings.default_timeout_s, self.settings.max_timeout_s
         if timeout_s is None:
-            return RequestGrant(tenant, default if default is not None else most)
+            return tenant, default if default is not None else most
         if most is not None and timeout_s > most:
             raise RequestError(f"timeout_s is {timeout_s}; it must be at most {most} (max_timeout_s)", "timeout_s")
-        return RequestGrant(tenant, timeout_s)
+        return tenant, timeout_s
 
     def check_model(self, model: str) -> None:
         """Raise `ForbiddenError` unless the caller's key allows the model."""

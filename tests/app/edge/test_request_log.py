@@ -36,8 +36,8 @@ def test_an_answer(line: Any, tmp_path: Path) -> None:
     async def generate(scope: Any, receive: Any, send: Any) -> None:
         context = current_context()
         assert context is not None
-        grant = context.authorize("cmpl-1", model="m", tenant=None, priority=0, pins=False, timeout_s=None)
-        assert grant.tenant == "acme co"
+        tenant, _ = context.authorize("cmpl-1", model="m", tenant=None, priority=0, pins=False, timeout_s=None)
+        assert tenant == "acme co"
         context.count_prompt(5)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         context.begun_at -= 2.0

@@ -87,15 +87,22 @@ class EngineReplica:
         self._pace = pace or StreamPace(math.inf, min_interval_s=0.0, max_interval_s=0.0)
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
-        peers = PeerReplicas(context.deployment, context.app_name)
+        peers = partial(peer_prefixes, context.deployment, context.app_name)
         self._exit_timer: threading.Timer | None = None
         self._closing = False
         self._member: BudgetMember | None = None
+        launch = actors_of_this_replica()
         if shared_kv_memory_bytes is None:
-            self._engine = AsyncEngine(config, actors_of_this_replica(), prefixes_of_others=peers.prefixes)
+            self._engine = AsyncEngine(config, launch, prefixes_of_others=peers)
         else:
-            self._member = BudgetMember(shared_kv_memory_bytes, device_of_this_replica(config.device))
-            self._engine = self._start_as(self._member, config, peers)
+            self._member = member = BudgetMember(shared_kv_memory_bytes, device_of_this_replica(config.device))
+            try:
+                member.wait_for_budget()
+                self._engine = AsyncEngine(config, launch, member.attach, peers)
+            except BaseException:
+                member.close()
+                raise
+            member.follow(partial(self._engine.load, most_keys=0))
         gc.collect()  # as in the ingress: keep libraries' objects out of full collections
         gc.freeze()
 
@@ -255,18 +262,6 @@ class EngineReplica:
             self._exit_if_stopped()
             raise
 
-    @staticmethod
-    def _start_as(member: BudgetMember, config: EngineConfig, peers: PeerReplicas) -> AsyncEngine:
-        """Start the engine as soon as the ledger grants memory; leave the ledger if that fails."""
-        try:
-            member.wait_for_budget()
-            engine = AsyncEngine(config, actors_of_this_replica(), member.attach, peers.prefixes)
-            member.follow(partial(engine.load, most_keys=0))
-        except BaseException:
-            member.close()
-            raise
-        return engine
-
     def __del__(self) -> None:
         if hasattr(self, "_engine"):  # else the start failed
             self._closing = True
@@ -275,63 +270,56 @@ class EngineReplica:
                 self._member.close()
 
 
-class PeerReplicas:
-    """The running replicas of a deployment, for one that starts. Errors of peers are logged and never prevent the
-    start.
-
-    For threads without an event loop.
-    """
-
-    def __init__(self, deployment: str, app_name: str) -> None:
-        self._deployment = deployment
-        self._app_name = app_name
-
-    def prefixes(self, fingerprint: str) -> list[Sequence[CachedPrefix]]:
-        """The hot prefixes of each peer that has this fingerprint (`EngineReplica.hot_prefixes`)."""
-        try:
-            if not self._num_running():  # the first replica would wait for peers until the timeout
-                return []
-            answers = self._broadcast("hot_prefixes")
-        except Exception as error:  # any: the deployment may just have gone, and the start goes on
-            name = type(error).__name__
-            logger.warning("peer replicas cannot be asked for hot prefixes: %s: %s", name, error, exc_info=True)
+def peer_prefixes(deployment: str, app_name: str, fingerprint: str) -> list[Sequence[CachedPrefix]]:
+    """The hot prefixes (`EngineReplica.hot_prefixes`) of each running replica of a deployment that has this
+    fingerprint, for one that starts. Errors of peers are logged and never prevent the start. For threads without an
+    event loop."""
+    try:
+        if not _num_running(deployment, app_name):  # the first replica would wait for peers until the timeout
             return []
-        found: list[Sequence[CachedPrefix]] = []
-        num_others = 0
-        for answer in answers:
-            if isinstance(answer, Exception):
-                logger.warning("no hot prefixes from a peer replica: %s", answer)
-            elif isinstance(answer, HotPrefixes) and answer.fingerprint == fingerprint:
-                found.append(answer.prefixes)
-            else:  # token ids may have other meanings there
-                num_others += 1
-        if num_others:
-            logger.info("%d peer replicas have another model or version; their prefixes are not restored", num_others)
-        return found
+        answers = _broadcast(deployment, app_name, "hot_prefixes")
+    except Exception as error:  # any: the deployment may just have gone, and the start goes on
+        name = type(error).__name__
+        logger.warning("peer replicas cannot be asked for hot prefixes: %s: %s", name, error, exc_info=True)
+        return []
+    found: list[Sequence[CachedPrefix]] = []
+    num_others = 0
+    for answer in answers:
+        if isinstance(answer, Exception):
+            logger.warning("no hot prefixes from a peer replica: %s", answer)
+        elif isinstance(answer, HotPrefixes) and answer.fingerprint == fingerprint:
+            found.append(answer.prefixes)
+        else:  # token ids may have other meanings there
+            num_others += 1
+    if num_others:
+        logger.info("%d peer replicas have another model or version; their prefixes are not restored", num_others)
+    return found
 
-    def _num_running(self) -> int:
-        application = serve.status().applications.get(self._app_name)
-        if application is None or self._deployment not in application.deployments:
-            return 0
-        states: Any = application.deployments[self._deployment].replica_states
-        return int(states.get("RUNNING", 0))
 
-    def _broadcast(self, method: str) -> list[Any]:
-        """Every peer's answer or exception."""
-        # `serve.get_deployment_handle` would keep the handle, and its router would read all load reports for ever.
-        handle: DeploymentHandle[Any] = DeploymentHandle(self._deployment, self._app_name)
-        deadline = time.monotonic() + PEER_TIMEOUT_S
-        try:
-            while True:
-                try:
-                    left_s = max(deadline - time.monotonic(), 0.0)
-                    return list(handle.broadcast(method).results(timeout_s=left_s, return_exceptions=True))
-                except DeploymentUnavailableError:  # a new handle does not know any replica yet
-                    if time.monotonic() > deadline:
-                        raise
-                    time.sleep(_PEER_RETRY_S)
-        finally:
-            handle.shutdown()
+def _num_running(deployment: str, app_name: str) -> int:
+    application = serve.status().applications.get(app_name)
+    if application is None or deployment not in application.deployments:
+        return 0
+    states: Any = application.deployments[deployment].replica_states
+    return int(states.get("RUNNING", 0))
+
+
+def _broadcast(deployment: str, app_name: str, method: str) -> list[Any]:
+    """Every running replica's answer or exception."""
+    # `serve.get_deployment_handle` would keep the handle, and its router would read all load reports for ever.
+    handle: DeploymentHandle[Any] = DeploymentHandle(deployment, app_name)
+    deadline = time.monotonic() + PEER_TIMEOUT_S
+    try:
+        while True:
+            try:
+                left_s = max(deadline - time.monotonic(), 0.0)
+                return list(handle.broadcast(method).results(timeout_s=left_s, return_exceptions=True))
+            except DeploymentUnavailableError:  # a new handle does not know any replica yet
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_PEER_RETRY_S)
+    finally:
+        handle.shutdown()
 
 
 async def _run_in_thread(call: Callable[[], T]) -> T:

@@ -11,7 +11,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from app.fleet.messages import HotPrefixes
 from app.serving import replica as replica_module
-from app.serving.replica import PeerReplicas
+from app.serving.replica import peer_prefixes
 from tests.app.compat.ray_types import DeploymentID
 from vmem import CachedPrefix
 
@@ -66,7 +66,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> list[Any]:
     monkeypatch.setattr(replica_module, "serve", serve)
     monkeypatch.setattr(replica_module, "DeploymentHandle", serve.handle)
     monkeypatch.setattr(replica_module, "_PEER_RETRY_S", 0.0)
-    found = PeerReplicas("EngineReplica", "app").prefixes("same")
+    found = peer_prefixes("EngineReplica", "app", "same")
     assert not serve.open_handles  # its router would read all replicas' reports for ever
     return found
 

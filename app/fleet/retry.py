@@ -18,7 +18,7 @@ from app.fleet.overload import LoadShedder
 logger = logging.getLogger(__name__)
 
 # Retries after a replica has gone: a request that makes engines fail must not take down one after the other.
-_MOST_REPEATS = 2
+_MOST_RETRIES = 2
 # Replicas that may refuse a request before the client is refused. Later requests rank these replicas last for a while,
 # so that only the first ones meet so many refusals.
 _MOST_OFFERS = 8
@@ -41,28 +41,28 @@ class CallRetries:
     the engine makes the request's id unique.
 
     Args:
-        refusals: refusals of all calls of this ingress.
+        shedder: learns of refusals.
         arrived: arrival of the request (`time.monotonic`); `None`: when the call is first sent.
-        batch: the window of the request's calls; `None`: it has only one.
+        window: of the request's calls; `None`: it has only one.
     """
 
     def __init__(
         self,
         call: GenerateRequest,
-        refusals: LoadShedder,
+        shedder: LoadShedder,
         arrived: float | None = None,
-        batch: CallWindow | None = None,
+        window: CallWindow | None = None,
     ) -> None:
         self._call = call
-        self._refusals = refusals
-        self._batch = batch
-        self._num_ended = 0 if batch is None else batch.num_ended  # at the time of the first offer
+        self._shedder = shedder
+        self._window = window
+        self._num_ended = 0 if window is None else window.num_ended  # at the time of the first offer
         self._retry_after_s = math.inf  # least of the refusing replicas
         self._pause_s: float | None = None
         self._arrived = arrived
         self._refused_by: tuple[str, ...] = ()
         self._stopped: tuple[str, ...] = ()
-        self._num_repeats = 0
+        self._num_retries = 0
 
     def next_call(self) -> GenerateRequest:
         """The call to send now, with the time left. Raises `DeadlineError` when there is none."""
@@ -76,16 +76,16 @@ class CallRetries:
         return replace(
             self._call,
             timeout_s=timeout_s,
-            crowded=self._refusals.recent_refusers(now),
+            crowded=self._shedder.recent_refusers(now),
             refused_by=self._refused_by,
             stopped=self._stopped,
         )
 
     async def pause(self) -> None:
         """Wait before the next attempt, where necessary."""
-        if self._batch is not None and self._pause_s is not None:
-            num_ended = self._batch.num_ended
-            await self._batch.pause(self._pause_s)
+        if self._window is not None and self._pause_s is not None:
+            num_ended = self._window.num_ended
+            await self._window.pause(self._pause_s)
             self._pause_s, self._num_ended = None, num_ended
 
     def note_failure(self, error: UnavailableError | OverloadedError) -> Reason:
@@ -94,12 +94,12 @@ class CallRetries:
             return self._refused(error)
         if isinstance(error, NoReplicaError):  # the router has waited already
             raise error
-        if self._num_repeats >= _MOST_REPEATS:
+        if self._num_retries >= _MOST_RETRIES:
             raise UnavailableError(error.message, error.retry_after_s or _REPLACED_AFTER_S) from error
-        self._num_repeats += 1
+        self._num_retries += 1
         if error.replica:
             self._stopped = (*self._stopped, error.replica)
-        logger.warning("retrying %s (retry %d): %s", self._call.request_id, self._num_repeats, error)
+        logger.warning("retrying %s (retry %d): %s", self._call.request_id, self._num_retries, error)
         return "unavailable"
 
     def _refused(self, error: OverloadedError) -> Reason:
@@ -107,19 +107,19 @@ class CallRetries:
         if not error.replica:  # the router has no replica left
             if self._may_wait():
                 return "overloaded"
-            raise OverloadedError(error.message, self._refusals.note_all_refused(now)) from error
+            raise OverloadedError(error.message, self._shedder.note_all_refused(now)) from error
         if error.retry_after_s is not None:
-            self._refusals.note_refusal(error.replica, error.retry_after_s, error.num_queued, now)
+            self._shedder.note_refusal(error.replica, error.retry_after_s, error.num_queued, now)
             self._retry_after_s = min(self._retry_after_s, error.retry_after_s)
         self._refused_by = (*self._refused_by, error.replica)
         if len(self._refused_by) >= _MOST_OFFERS and not self._may_wait():
-            self._refusals.note_all_refused(now)  # a sample large enough
+            self._shedder.note_all_refused(now)  # a sample large enough
             raise error
         return "overloaded"
 
     def _may_wait(self) -> bool:
         """Whether the call may be offered to all replicas again, after a pause."""
-        if self._batch is None or not self._batch.may_offer_again(self._num_ended):
+        if self._window is None or not self._window.may_offer_again(self._num_ended):
             return False
         self._pause_s, self._retry_after_s, self._refused_by = self._retry_after_s, math.inf, ()
         return True
@@ -134,8 +134,8 @@ class CallWindow:
     """
 
     def __init__(self, window: int) -> None:
-        self._places = asyncio.Semaphore(window)
-        self._num_inside = self._num_paused = 0
+        self._slots = asyncio.Semaphore(window)
+        self._num_in_flight = self._num_paused = 0
         self._num_ended = 0
 
     @property
@@ -145,18 +145,18 @@ class CallWindow:
     @asynccontextmanager
     async def call_slot(self) -> AsyncIterator[None]:
         """Waits for a slot in the window, and holds it."""
-        async with self._places:
-            self._num_inside += 1
+        async with self._slots:
+            self._num_in_flight += 1
             try:
                 yield
             finally:
-                self._num_inside -= 1
+                self._num_in_flight -= 1
                 self._num_ended += 1
 
     def may_offer_again(self, num_ended: int) -> bool:
         """Whether a refused call may wait for room: another call of the request is in flight, or more than `num_ended`
         have ended, so replicas do accept calls of this request."""
-        return self._num_inside - self._num_paused > 1 or self._num_ended > num_ended
+        return self._num_in_flight - self._num_paused > 1 or self._num_ended > num_ended
 
     async def pause(self, retry_after_s: float) -> None:
         """Wait until a replica may have room for a refused call."""

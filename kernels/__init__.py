@@ -4,7 +4,7 @@ from kernels.attention import flash_attn_with_kvcache, varlen_attention
 from kernels.blocks import CopyBlocks, select_block_copy
 from kernels.cpu.build import has_matrix_tiles
 from kernels.cpu.ops import CpuElementwise, CpuLinear
-from kernels.provider import AttentionProblem, AttentionProvider, CacheScales, KernelError, Masking, Rotary, VarlenBatch
+from kernels.provider import AttentionProblem, AttentionProvider, CacheScales, KernelError, Masking, VarlenBatch
 from kernels.select import PROVIDERS, select_provider
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "CpuLinear",
     "KernelError",
     "Masking",
-    "Rotary",
     "VarlenBatch",
     "flash_attn_with_kvcache",
     "has_matrix_tiles",

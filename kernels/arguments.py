@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.provider import FP8_DTYPES, CacheScales, Masking, Rotary
+from kernels.provider import FP8_DTYPES, CacheScales, Masking
 
 
 def check_tensor(
@@ -146,20 +146,28 @@ def slots_of(
     return (table[sequence, positions // block_size].long() * block_size + positions % block_size).flatten()
 
 
-def rotary_of(
-    cos: torch.Tensor | None, sin: torch.Tensor | None, positions: torch.Tensor, interleaved: bool, x: torch.Tensor
-) -> Rotary | None:
+def rotated(
+    x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, positions: torch.Tensor, *, interleaved: bool
+) -> torch.Tensor:
+    """Rotate `x [..., num_heads, dim]` by `positions [...]` in float32 or float64, rounded once (RoFormer §3.2.2)."""
     if cos is None and sin is None:
-        return None
+        return x
     if cos is None or sin is None:
         raise ValueError("only one of rotary_cos and rotary_sin is given; give both or neither")
     check_tensor(cos, "rotary_cos", (None, None), device=x.device)
     check_tensor(sin, "rotary_sin", tuple(cos.shape), cos.dtype, x.device)
-    if 2 * cos.shape[1] > x.shape[-1]:
+    half = cos.shape[1]
+    if 2 * half > x.shape[-1]:
         raise ValueError(f"rotary_cos {list(cos.shape)} rotates more dimensions than a head has, {x.shape[-1]}")
     if not positions.is_cuda and positions.numel() and int(positions.max()) >= len(cos):
         raise ValueError(f"rotary_cos {list(cos.shape)} has no row for position {int(positions.max())}")
-    return Rotary(cos, sin, positions.flatten(), interleaved)
+    compute = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = (table[positions][..., None, :].to(compute) for table in (cos, sin))
+    pairs = x[..., : 2 * half].to(compute)
+    first, second = (pairs[..., 0::2], pairs[..., 1::2]) if interleaved else (pairs[..., :half], pairs[..., half:])
+    parts = (first * cos - second * sin, first * sin + second * cos)
+    turned = torch.stack(parts, dim=-1).flatten(-2) if interleaved else torch.cat(parts, dim=-1)
+    return torch.cat([turned.to(x.dtype), x[..., 2 * half :]], dim=-1)
 
 
 def masking_of(

@@ -12,8 +12,7 @@ numbers are checked, too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -25,7 +24,7 @@ from kernels.arguments import (
     check_tensor,
     leftpad_of,
     masking_of,
-    rotary_of,
+    rotated,
     scales_of,
     sequence_table,
     slots_of,
@@ -35,12 +34,10 @@ from kernels.provider import (
     AttentionProvider,
     CacheScales,
     Masking,
-    Rotary,
     VarlenBatch,
     check_attend,
     describe_problem,
     refuse_unsupported,
-    rotate,
 )
 from kernels.select import select_provider
 
@@ -132,21 +129,23 @@ def flash_attn_with_kvcache(
     counts = torch.full_like(lengths, seqlen_q)
     check_numbers(names, counts, all_lengths, num_new, leftpad, window[0], table, k_cache)
 
-    query, new = q.flatten(0, 1), None
+    new = None
     if k is not None and v is not None:
         positions = lengths[:, None].long() + torch.arange(max(num_new, seqlen_q), device=q.device)
-        rotary = rotary_of(rotary_cos, rotary_sin, positions[:, :num_new], rotary_interleaved, k)
-        in_query = positions[:, :1].expand(-1, seqlen_q) if window == (-1, -1) else positions[:, :seqlen_q]
-        query = _rotated(query, rotary_of(rotary_cos, rotary_sin, in_query, rotary_interleaved, q))
+        turned = partial(rotated, cos=rotary_cos, sin=rotary_sin, interleaved=rotary_interleaved)
+        k = turned(k, positions=positions[:, :num_new])
+        q = turned(
+            q, positions=positions[:, :1].expand(-1, seqlen_q) if window == (-1, -1) else positions[:, :seqlen_q]
+        )
         slots = slots_of(table, torch.arange(batch_size, device=q.device)[:, None], positions[:, :num_new], k_cache)
-        new = _New(k.flatten(0, 1), v.flatten(0, 1), slots, rotary)
+        new = k.flatten(0, 1), v.flatten(0, 1), slots
     masking = masking_of(q, batch_size, softmax_scale, window, softcap, alibi_slopes, sinks)
     cu_seqlens_q = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device) * seqlen_q
     most = capacity if q.is_cuda else min(capacity, int(all_lengths.max()) if batch_size else 0)
     batch = VarlenBatch(cu_seqlens_q, all_lengths, table, seqlen_q, most, leftpad)
     scales = scales_of(k_cache, k_descale, v_descale)
     out, lse = _store_and_attend(
-        provider, query, k_cache, v_cache, new, batch, masking, scales, num_splits, return_softmax_lse
+        provider, q.flatten(0, 1), k_cache, v_cache, new, batch, masking, scales, num_splits, return_softmax_lse
     )
     out = out.unflatten(0, (batch_size, seqlen_q))
     return out if lse is None else (out, lse.view(batch_size, seqlen_q, num_heads).transpose(1, 2))
@@ -221,9 +220,8 @@ def varlen_attention(
         sequence = torch.repeat_interleave(torch.arange(num_seqs, device=q.device), counts, output_size=num_tokens)
         before = (cache_seqlens - cu_seqlens_q[1:]).long()
         positions = torch.arange(num_tokens, device=q.device) + before[sequence]
-        rotary = rotary_of(rotary_cos, rotary_sin, positions, rotary_interleaved, k)
-        q = _rotated(q, rotary)
-        new = _New(k, v, slots_of(table, sequence, positions, k_cache), rotary)
+        turned = partial(rotated, cos=rotary_cos, sin=rotary_sin, positions=positions, interleaved=rotary_interleaved)
+        q, new = turned(q), (turned(k), v, slots_of(table, sequence, positions, k_cache))
     masking = masking_of(q, num_seqs, softmax_scale, window, softcap, alibi_slopes, sinks)
     starts, lengths = cu_seqlens_q.contiguous(), cache_seqlens.contiguous()
     batch = VarlenBatch(starts, lengths, table, max_seqlen_q, max_seqlen_k, leftpad)
@@ -234,33 +232,19 @@ def varlen_attention(
     return out if lse is None else (out, lse)
 
 
-@dataclass(frozen=True, slots=True)
-class _New:
-    """Keys and values `[num_tokens, num_kv_heads, dim]` to store, their slots, and the keys' rotation."""
-
-    key: torch.Tensor
-    value: torch.Tensor
-    slots: torch.Tensor
-    rotary: Rotary | None
-
-
-def _rotated(query: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-    return query if rotary is None else rotate(query, rotary)
-
-
 def _store_and_attend(
     provider: AttentionProvider | None,
     query: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    new: _New | None,
+    new: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     batch: VarlenBatch,
     masking: Masking,
     scales: CacheScales | None,
     num_splits: int,
     with_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Store the new tokens and attend. Nothing is stored if the provider cannot attend."""
+    """Store `new`, keys, values and slots, and attend. Nothing is stored if the provider cannot attend."""
     if num_splits < 0:
         raise ValueError(f"num_splits {num_splits} is below 0")
     provider = provider or _default(query.device)
@@ -268,7 +252,8 @@ def _store_and_attend(
     check_attend(query, k_cache, v_cache, batch, masking, lse)
     refuse_unsupported(provider, describe_problem(query, k_cache, v_cache, batch, masking, lse))
     if new is not None:
-        provider.write(new.key, new.value, k_cache, v_cache, new.slots, rotary=new.rotary, scales=scales)
+        key, value, slots = new
+        provider.write(key, value, k_cache, v_cache, slots, scales=scales)
     out = provider.attend(query, k_cache, v_cache, batch, masking, scales=scales, lse=lse, num_splits=num_splits)
     return out, lse
 

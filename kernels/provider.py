@@ -1,4 +1,4 @@
-"""Attention providers: their interface, its values, the argument checks that all share, and rotary embedding."""
+"""Attention providers: their interface, its values, and the argument checks that all share."""
 
 from __future__ import annotations
 
@@ -149,11 +149,10 @@ class AttentionProvider(Protocol):
         value_cache: torch.Tensor,
         slots: torch.Tensor,
         *,
-        rotary: Rotary | None = None,
         scales: CacheScales | None = None,
     ) -> None:
         """Store `key`, `value` `[num_tokens, num_kv_heads, dim]` at `slots [num_tokens]` int64, each
-        `block · block_tokens + position within the block`; keys are rotated first by `rotary`.
+        `block · block_tokens + position within the block`.
 
         Raises:
             ValueError: the tensors do not fit (`check_write`); nothing is stored.
@@ -259,7 +258,6 @@ def check_write(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slots: torch.Tensor,
-    rotary: Rotary | None,
 ) -> None:
     """Raise `ValueError` unless the new tokens fit the cache."""
     _check_caches(key_cache, value_cache)
@@ -273,13 +271,6 @@ def check_write(
             f"{len(key)} keys and {len(value)} values need as many contiguous int64 slots, got {_describe(slots)} with "
             f"strides {slots.stride()}"
         )
-    if rotary is None:
-        return
-    if rotary.positions.shape != slots.shape or rotary.cos.shape != rotary.sin.shape or rotary.cos.ndim != 2:
-        shapes = ", ".join(str(list(x.shape)) for x in (rotary.positions, rotary.cos, rotary.sin))
-        raise ValueError(f"{len(key)} keys cannot be rotated by positions, cos and sin of shapes {shapes}")
-    if 2 * rotary.cos.shape[1] > key.shape[2]:
-        raise ValueError(f"cannot rotate {2 * rotary.cos.shape[1]} dimensions of keys that have {key.shape[2]}")
 
 
 def _check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
@@ -319,33 +310,3 @@ def as_cached(
         key, value = key.float() / scales.key[:, None], value.float() / scales.value[:, None]
     limit = torch.finfo(dtype).max
     return key.float().clamp(-limit, limit).to(dtype), value.float().clamp(-limit, limit).to(dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """Rotary embedding of some tokens (RoFormer §3.2.2).
-
-    Attributes:
-        cos, sin: `[num_positions, rotary_dim / 2]`; dimensions from `rotary_dim` on are unchanged.
-        positions: `[num_tokens]` int64, each token's row of `cos` and `sin`.
-        interleaved: pairs are the dimensions 0 and 1, 2 and 3, …; else 0 and rotary_dim / 2, … (GPT-NeoX).
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    positions: torch.Tensor
-    interleaved: bool
-
-
-def rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """Rotate `x [num_tokens, num_heads, dim]` in float32 (or float64); round once."""
-    compute = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = (table[rotary.positions][:, None].to(compute) for table in (rotary.cos, rotary.sin))
-    half = cos.shape[-1]
-    pairs = x[..., : 2 * half].to(compute)
-    first, second = (
-        (pairs[..., 0::2], pairs[..., 1::2]) if rotary.interleaved else (pairs[..., :half], pairs[..., half:])
-    )
-    parts = (first * cos - second * sin, first * sin + second * cos)
-    rotated = torch.stack(parts, dim=-1).flatten(-2) if rotary.interleaved else torch.cat(parts, dim=-1)
-    return torch.cat([rotated.to(x.dtype), x[..., 2 * half :]], dim=-1)

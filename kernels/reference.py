@@ -14,12 +14,10 @@ from kernels.provider import (
     AttentionProblem,
     CacheScales,
     Masking,
-    Rotary,
     VarlenBatch,
     as_cached,
     check_attend,
     check_write,
-    rotate,
 )
 
 
@@ -61,11 +59,10 @@ class GatherProvider:
         value_cache: torch.Tensor,
         slots: torch.Tensor,
         *,
-        rotary: Rotary | None = None,
         scales: CacheScales | None = None,
     ) -> None:
-        check_write(key, value, key_cache, value_cache, slots, rotary)
-        write_by_index(key, value, key_cache, value_cache, slots, rotary, scales)
+        check_write(key, value, key_cache, value_cache, slots)
+        write_by_index(key, value, key_cache, value_cache, slots, scales)
 
     def attend(
         self,
@@ -171,12 +168,9 @@ def write_by_index(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slots: torch.Tensor,
-    rotary: Rotary | None,
     scales: CacheScales | None,
 ) -> None:
     """`AttentionProvider.write` in plain torch."""
-    if rotary is not None:
-        key = rotate(key, rotary)
     blocks, positions = slots // key_cache.shape[1], slots % key_cache.shape[1]
     key_cache[blocks, positions], value_cache[blocks, positions] = as_cached(key, value, key_cache.dtype, scales)
 

@@ -14,14 +14,12 @@ from kernels.provider import (
     CacheScales,
     KernelError,
     Masking,
-    Rotary,
     VarlenBatch,
     as_cached,
     check_attend,
     check_write,
     describe_problem,
     refuse_unsupported,
-    rotate,
 )
 
 _MAX_GROUP_SIZE = 64
@@ -101,12 +99,9 @@ class CpuProvider:
         value_cache: torch.Tensor,
         slots: torch.Tensor,
         *,
-        rotary: Rotary | None = None,
         scales: CacheScales | None = None,
     ) -> None:
-        check_write(key, value, key_cache, value_cache, slots, rotary)
-        if rotary is not None:
-            key = rotate(key, rotary)
+        check_write(key, value, key_cache, value_cache, slots)
         key, value = as_cached(key, value, key_cache.dtype, scales)
         key, value = _unit_stride(key), _unit_stride(value)
         call = _WriteCall(

@@ -1,4 +1,4 @@
-"""Cache writes (rotate new keys, quantise, scatter) and block copies, each in one launch."""
+"""Cache writes (quantise, scatter) and block copies, each in one launch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from kernels.blocks import check_copy
-from kernels.provider import FP8_DTYPES, CacheScales, Rotary
+from kernels.provider import FP8_DTYPES, CacheScales
 
 # ruff: noqa: N803, N806 (compile-time constants are capitals in Triton's kernels)
 
@@ -55,16 +55,13 @@ def _store_rows(
     tl.store(pointers, rows, mask=there)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _write_kernel(
     key_ptr: tl.tensor,  # [num_tokens, num_kv_heads, key_dim]
     value_ptr: tl.tensor,  # [num_tokens, num_kv_heads, value_dim]
     key_cache_ptr: tl.tensor,  # [num_blocks, block_tokens, num_kv_heads, key_dim]
     value_cache_ptr: tl.tensor,  # [num_blocks, block_tokens, num_kv_heads, value_dim]
     slots_ptr: tl.tensor,  # [num_tokens]
-    cos_ptr: tl.tensor,  # [num_positions, HALF] or None, and so are sin and positions
-    sin_ptr: tl.tensor,
-    positions_ptr: tl.tensor,  # [num_tokens]
     key_scales_ptr: tl.tensor,  # [num_kv_heads] or None
     value_scales_ptr: tl.tensor,
     block_tokens: tl.tensor,
@@ -78,13 +75,9 @@ def _write_kernel(
     value_cache_block_stride: tl.tensor,
     value_cache_token_stride: tl.tensor,
     value_cache_head_stride: tl.tensor,
-    cos_stride: tl.tensor,
-    sin_stride: tl.tensor,
     NUM_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    HALF: tl.constexpr,  # pairs of dimensions that are rotated
-    INTERLEAVED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_KEY_DIM: tl.constexpr,
     BLOCK_VALUE_DIM: tl.constexpr,
@@ -101,24 +94,6 @@ def _write_kernel(
     there = (heads < NUM_HEADS)[:, None] & (dims < KEY_DIM)[None, :]
     source = key_ptr + token * key_token_stride + heads.to(tl.int64)[:, None] * key_head_stride
     key = tl.load(source + dims[None, :], mask=there)
-    if cos_ptr is not None:
-        # Each dimension becomes itself · cos ± its partner in the pair · sin.
-        if INTERLEAVED:
-            first = dims % 2 == 0
-            partner = tl.where(first, dims + 1, dims - 1)
-            pair = dims // 2
-        else:
-            first = dims < HALF
-            partner = tl.where(first, dims + HALF, dims - HALF)
-            pair = tl.where(first, dims, dims - HALF)
-        turned = dims < 2 * HALF
-        other = tl.load(source + partner[None, :], mask=there & turned[None, :], other=0.0).to(tl.float32)
-        position = tl.load(positions_ptr + token).to(tl.int64)
-        cos = tl.load(cos_ptr + position * cos_stride + pair, mask=turned, other=1.0).to(tl.float32)
-        sin = tl.load(sin_ptr + position * sin_stride + pair, mask=turned, other=0.0).to(tl.float32)
-        sin = tl.where(first, -sin, sin)
-        rotated = key.to(tl.float32) * cos[None, :] + other * sin[None, :]
-        key = tl.where(turned[None, :], rotated.to(key.dtype), key)
     target = key_cache_ptr + block * key_cache_block_stride + within * key_cache_token_stride
     _store_rows(key, target, key_cache_head_stride, key_scales_ptr, heads, dims, there, NUM_HEADS, EMULATED)
 
@@ -136,16 +111,13 @@ def write_cache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slots: torch.Tensor,
-    rotary: Rotary | None,
     scales: CacheScales | None,
 ) -> None:
     """`AttentionProvider.write` on tensors that `check_write` has accepted."""
-    half = 0 if rotary is None else rotary.cos.shape[1]
     num_tokens, num_heads, key_dim = key.shape
     if not num_tokens:
         return
     key, value = along_last(key), along_last(value)
-    cos, sin = (None, None) if rotary is None else (along_last(rotary.cos), along_last(rotary.sin))
     if key_cache.dtype not in FP8_DTYPES:
         scales = None
     block_key_dim = triton.next_power_of_2(key_dim)
@@ -158,9 +130,6 @@ def write_cache(
             key_cache,
             value_cache,
             slots,
-            cos,
-            sin,
-            None if rotary is None else rotary.positions.contiguous(),
             None if scales is None else scales.key.contiguous(),
             None if scales is None else scales.value.contiguous(),
             key_cache.shape[1],
@@ -170,13 +139,9 @@ def write_cache(
             value.stride(1),
             *key_cache.stride()[:3],
             *value_cache.stride()[:3],
-            0 if cos is None else cos.stride(0),
-            0 if sin is None else sin.stride(0),
             NUM_HEADS=num_heads,
             KEY_DIM=key_dim,
             VALUE_DIM=value.shape[2],
-            HALF=half,
-            INTERLEAVED=rotary is not None and rotary.interleaved,
             BLOCK_HEADS=block_heads,
             BLOCK_KEY_DIM=block_key_dim,
             BLOCK_VALUE_DIM=triton.next_power_of_2(value.shape[2]),

@@ -10,7 +10,6 @@ from kernels.provider import (
     CacheScales,
     KernelError,
     Masking,
-    Rotary,
     VarlenBatch,
     check_attend,
     check_write,
@@ -91,14 +90,13 @@ class TritonProvider:
         value_cache: torch.Tensor,
         slots: torch.Tensor,
         *,
-        rotary: Rotary | None = None,
         scales: CacheScales | None = None,
     ) -> None:
-        check_write(key, value, key_cache, value_cache, slots, rotary)
+        check_write(key, value, key_cache, value_cache, slots)
         if key_cache.dtype in FP8_DTYPES and not self._has_fp8(key.device.type):
-            write_by_index(key, value, key_cache, value_cache, slots, rotary, scales)
+            write_by_index(key, value, key_cache, value_cache, slots, scales)
             return
-        self._write(key, value, key_cache, value_cache, slots, rotary, scales)
+        self._write(key, value, key_cache, value_cache, slots, scales)
 
     def attend(
         self,

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import CacheScales, Masking, Rotary, VarlenBatch
+from kernels import CacheScales, Masking, VarlenBatch
 from vmem.backends.host import HostBackend
 from vmem.layout import LayerSpec, LayoutKind, plan_layout
 
@@ -289,8 +289,7 @@ def _call(shape: Shape) -> None:
     if shape.call == "write":
         new = torch.empty(2, num_tokens, heads, dim, dtype=shape.dtype)
         places = torch.zeros(num_tokens, dtype=torch.int64)
-        angles = torch.empty(2, model.max_tokens, dim // 2)
-        write_cache(new[0], new[1], key, value, places, Rotary(angles[0], angles[1], places, interleaved=False), scales)
+        write_cache(new[0], new[1], key, value, places, scales)
         return
     query = torch.empty(num_tokens, model.num_q_heads, dim, dtype=shape.dtype)
     width = 1 if shape.block_tokens is None else NUM_BLOCKS

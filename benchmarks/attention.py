@@ -27,7 +27,7 @@ import torch
 from benchmarks import harness
 from benchmarks.facts import record
 from kernels import AttentionProvider, KernelError, Masking, VarlenBatch, select_provider
-from kernels.provider import describe_problem
+from kernels.provider import AttentionCall
 from vmem import (
     KVMemory,
     LayerGroup,
@@ -435,7 +435,7 @@ def _run(
             print(f"no {name} here: {error}")
             _PROVIDERS[name, query.device.type] = None
     provider = _PROVIDERS[name, query.device.type]
-    if provider is None or provider.unsupported(describe_problem(query, key, value, batches[0], masking)):
+    if provider is None or provider.unsupported(AttentionCall(query, key, value, batches[0], masking).problem):
         return None
 
     def run() -> float:

@@ -30,15 +30,7 @@ from kernels.arguments import (
     slots_of,
     window_of,
 )
-from kernels.provider import (
-    AttentionProvider,
-    CacheScales,
-    Masking,
-    VarlenBatch,
-    check_attend,
-    describe_problem,
-    refuse_unsupported,
-)
+from kernels.provider import AttentionCall, AttentionProvider, CacheScales, CacheWrite, Masking, VarlenBatch
 from kernels.select import select_provider
 
 
@@ -249,13 +241,12 @@ def _store_and_attend(
         raise ValueError(f"num_splits {num_splits} is below 0")
     provider = provider or _default(query.device)
     lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
-    check_attend(query, k_cache, v_cache, batch, masking, lse)
-    refuse_unsupported(provider, describe_problem(query, k_cache, v_cache, batch, masking, lse))
+    call = AttentionCall(query, k_cache, v_cache, batch, masking, scales, lse, num_splits)
+    provider.refuse_unsupported(call.problem)
     if new is not None:
         key, value, slots = new
-        provider.write(key, value, k_cache, v_cache, slots, scales=scales)
-    out = provider.attend(query, k_cache, v_cache, batch, masking, scales=scales, lse=lse, num_splits=num_splits)
-    return out, lse
+        provider.run_write(CacheWrite(key, value, k_cache, v_cache, slots, scales))
+    return provider.run_attend(call), lse
 
 
 def _default(device: torch.device) -> AttentionProvider:

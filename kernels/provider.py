@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -128,7 +128,109 @@ class AttentionProblem:
     extras: frozenset[str]
 
 
-class AttentionProvider(Protocol):
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """Arguments of `AttentionProvider.attend`. Raises `ValueError` unless shapes, dtypes and strides fit together."""
+
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    batch: VarlenBatch
+    masking: Masking
+    scales: CacheScales | None = None
+    lse: torch.Tensor | None = None
+    num_splits: int = 0
+
+    def __post_init__(self) -> None:
+        query, key_cache, value_cache, masking = self.query, self.key_cache, self.value_cache, self.masking
+        _check_caches(key_cache, value_cache)
+        if query.ndim != 3 or query.shape[2] != key_cache.shape[3]:
+            raise ValueError(
+                f"query {list(query.shape)} does not match [tokens, heads, dim] of keys {_describe(key_cache)}"
+            )
+        if 0 in key_cache.shape[1:] or 0 in value_cache.shape[1:]:
+            raise ValueError(f"caches {list(key_cache.shape)} and {list(value_cache.shape)} are empty")
+        num_heads, num_seqs = query.shape[1], self.batch.cache_seqlens.numel()
+        if num_heads % key_cache.shape[2]:
+            raise ValueError(f"{num_heads} query heads cannot share {key_cache.shape[2]} KV heads evenly")
+        if key_cache.dtype not in (query.dtype, *FP8_DTYPES):
+            raise ValueError(f"queries of {query.dtype} cannot read a cache of {key_cache.dtype}")
+        if masking.sinks is not None:
+            _check_floats(masking.sinks, "sinks", (num_heads,))
+        if masking.alibi_slopes is not None:
+            shape = (num_heads,) if masking.alibi_slopes.ndim == 1 else (num_seqs, num_heads)
+            _check_floats(masking.alibi_slopes, "alibi_slopes", shape)
+        if self.lse is not None:
+            _check_floats(self.lse, "lse", tuple(query.shape[:2]))
+
+    @property
+    def problem(self) -> AttentionProblem:
+        """The properties that decide which provider can take the call."""
+        query, key_cache, masking, batch = self.query, self.key_cache, self.masking, self.batch
+        extras = {
+            "window": masking.window_left >= 0,
+            "right": masking.window_right != 0,
+            "softcap": masking.softcap > 0,
+            "alibi": masking.alibi_slopes is not None,
+            "sinks": masking.sinks is not None,
+            "leftpad": batch.cache_leftpad is not None,
+            "lse": self.lse is not None,
+        }
+        return AttentionProblem(
+            device_type=query.device.type,
+            dtype=query.dtype,
+            cache_dtype=key_cache.dtype,
+            num_q_heads=query.shape[1],
+            num_kv_heads=key_cache.shape[2],
+            key_dim=query.shape[2],
+            value_dim=self.value_cache.shape[3],
+            num_blocks=key_cache.shape[0],
+            block_tokens=key_cache.shape[1],
+            key_strides=key_cache.stride()[:3],
+            value_strides=self.value_cache.stride()[:3],
+            paged=batch.block_table.shape[1] > 1,
+            decode=batch.max_seqlen_q <= 1,
+            extras=frozenset(name for name, used in extras.items() if used),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CacheWrite:
+    """Arguments of `AttentionProvider.write`. Raises `ValueError` unless the new tokens fit the cache."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    slots: torch.Tensor
+    scales: CacheScales | None = None
+
+    def __post_init__(self) -> None:
+        key, value, slots = self.key, self.value, self.slots
+        _check_caches(self.key_cache, self.value_cache)
+        for name, new, cache in (("key", key, self.key_cache), ("value", value, self.value_cache)):
+            if new.ndim != 3 or new.shape[1:] != cache.shape[2:] or cache.dtype not in (new.dtype, *FP8_DTYPES):
+                raise ValueError(f"{name} {_describe(new)} does not fit a cache {_describe(cache)}")
+        if key.dtype != value.dtype:
+            raise ValueError(f"keys of {key.dtype} and values of {value.dtype} differ in dtype")
+        if len(key) != len(value) or slots.shape != key.shape[:1] or slots.dtype != torch.int64 or slots.stride(0) > 1:
+            raise ValueError(
+                f"{len(key)} keys and {len(value)} values need as many contiguous int64 slots, got {_describe(slots)} "
+                f"with strides {slots.stride()}"
+            )
+
+    def as_cached(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in the cache's dtype: 8-bit floats are divided by the scales and clipped."""
+        key, value, dtype = self.key, self.value, self.key_cache.dtype
+        if dtype not in FP8_DTYPES:
+            return key, value
+        if self.scales is not None:
+            key, value = key.float() / self.scales.key[:, None], value.float() / self.scales.value[:, None]
+        limit = torch.finfo(dtype).max
+        return key.float().clamp(-limit, limit).to(dtype), value.float().clamp(-limit, limit).to(dtype)
+
+
+class AttentionProvider(ABC):
     """Attention over a cache, and writes into it.
 
     Caches are `[num_blocks, block_tokens, num_kv_heads, dim]` with any strides but 1 for the last; in the region view a
@@ -137,9 +239,17 @@ class AttentionProvider(Protocol):
 
     name: str
 
+    @abstractmethod
     def unsupported(self, problem: AttentionProblem) -> str | None:
         """The reason why `attend` cannot take this, as a sentence; `None` if it can."""
-        ...
+
+    @abstractmethod
+    def run_write(self, new: CacheWrite) -> None:
+        """`write` with checked arguments."""
+
+    @abstractmethod
+    def run_attend(self, call: AttentionCall) -> torch.Tensor:
+        """`attend` with checked arguments."""
 
     def write(
         self,
@@ -155,9 +265,9 @@ class AttentionProvider(Protocol):
         `block · block_tokens + position within the block`.
 
         Raises:
-            ValueError: the tensors do not fit (`check_write`); nothing is stored.
+            ValueError: the tensors do not fit; nothing is stored.
         """
-        ...
+        self.run_write(CacheWrite(key, value, key_cache, value_cache, slots, scales))
 
     def attend(
         self,
@@ -181,96 +291,16 @@ class AttentionProvider(Protocol):
                 choice.
 
         Raises:
+            ValueError: the tensors do not fit.
             KernelError: `unsupported` gives a reason.
         """
-        ...
+        return self.run_attend(AttentionCall(query, key_cache, value_cache, batch, masking, scales, lse, num_splits))
 
-
-def describe_problem(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    batch: VarlenBatch,
-    masking: Masking,
-    lse: torch.Tensor | None = None,
-) -> AttentionProblem:
-    """The `AttentionProblem` of a call."""
-    extras = {
-        "window": masking.window_left >= 0,
-        "right": masking.window_right != 0,
-        "softcap": masking.softcap > 0,
-        "alibi": masking.alibi_slopes is not None,
-        "sinks": masking.sinks is not None,
-        "leftpad": batch.cache_leftpad is not None,
-        "lse": lse is not None,
-    }
-    return AttentionProblem(
-        device_type=query.device.type,
-        dtype=query.dtype,
-        cache_dtype=key_cache.dtype,
-        num_q_heads=query.shape[1],
-        num_kv_heads=key_cache.shape[2],
-        key_dim=query.shape[2],
-        value_dim=value_cache.shape[3],
-        num_blocks=key_cache.shape[0],
-        block_tokens=key_cache.shape[1],
-        key_strides=key_cache.stride()[:3],
-        value_strides=value_cache.stride()[:3],
-        paged=batch.block_table.shape[1] > 1,
-        decode=batch.max_seqlen_q <= 1,
-        extras=frozenset(name for name, used in extras.items() if used),
-    )
-
-
-def check_attend(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    batch: VarlenBatch,
-    masking: Masking,
-    lse: torch.Tensor | None,
-) -> None:
-    """Raise `ValueError` unless shapes, dtypes and strides fit together."""
-    _check_caches(key_cache, value_cache)
-    if query.ndim != 3 or query.shape[2] != key_cache.shape[3]:
-        raise ValueError(
-            f"query {list(query.shape)} does not match [tokens, heads, dim] of keys {_describe(key_cache)}"
-        )
-    if 0 in key_cache.shape[1:] or 0 in value_cache.shape[1:]:
-        raise ValueError(f"caches {list(key_cache.shape)} and {list(value_cache.shape)} are empty")
-    num_heads, num_seqs = query.shape[1], batch.cache_seqlens.numel()
-    if num_heads % key_cache.shape[2]:
-        raise ValueError(f"{num_heads} query heads cannot share {key_cache.shape[2]} KV heads evenly")
-    if key_cache.dtype not in (query.dtype, *FP8_DTYPES):
-        raise ValueError(f"queries of {query.dtype} cannot read a cache of {key_cache.dtype}")
-    if masking.sinks is not None:
-        _check_floats(masking.sinks, "sinks", (num_heads,))
-    if masking.alibi_slopes is not None:
-        shape = (num_heads,) if masking.alibi_slopes.ndim == 1 else (num_seqs, num_heads)
-        _check_floats(masking.alibi_slopes, "alibi_slopes", shape)
-    if lse is not None:
-        _check_floats(lse, "lse", tuple(query.shape[:2]))
-
-
-def check_write(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
-    """Raise `ValueError` unless the new tokens fit the cache."""
-    _check_caches(key_cache, value_cache)
-    for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
-        if new.ndim != 3 or new.shape[1:] != cache.shape[2:] or cache.dtype not in (new.dtype, *FP8_DTYPES):
-            raise ValueError(f"{name} {_describe(new)} does not fit a cache {_describe(cache)}")
-    if key.dtype != value.dtype:
-        raise ValueError(f"keys of {key.dtype} and values of {value.dtype} differ in dtype")
-    if len(key) != len(value) or slots.shape != key.shape[:1] or slots.dtype != torch.int64 or slots.stride(0) > 1:
-        raise ValueError(
-            f"{len(key)} keys and {len(value)} values need as many contiguous int64 slots, got {_describe(slots)} with "
-            f"strides {slots.stride()}"
-        )
+    def refuse_unsupported(self, problem: AttentionProblem) -> None:
+        """Raise `KernelError` with the reason if the problem is not supported."""
+        reason = self.unsupported(problem)
+        if reason is not None:
+            raise KernelError(f"attention provider {self.name} does not support this call: {reason}")
 
 
 def _check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
@@ -290,23 +320,3 @@ def _check_floats(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> No
 
 def _describe(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)} {tensor.dtype}"
-
-
-def refuse_unsupported(provider: AttentionProvider, problem: AttentionProblem) -> None:
-    """Raise `KernelError` with the provider's reason if it does not support the problem."""
-    reason = provider.unsupported(problem)
-    if reason is not None:
-        raise KernelError(f"attention provider {provider.name} does not support this call: {reason}")
-
-
-def as_cached(
-    key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, scales: CacheScales | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert keys and values `[num_tokens, num_kv_heads, dim]` for a cache of that dtype: 8-bit floats are divided by
-    the scales and clipped."""
-    if dtype not in FP8_DTYPES:
-        return key, value
-    if scales is not None:
-        key, value = key.float() / scales.key[:, None], value.float() / scales.value[:, None]
-    limit = torch.finfo(dtype).max
-    return key.float().clamp(-limit, limit).to(dtype), value.float().clamp(-limit, limit).to(dtype)

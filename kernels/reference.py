@@ -10,15 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from kernels.provider import (
-    AttentionProblem,
-    CacheScales,
-    Masking,
-    VarlenBatch,
-    as_cached,
-    check_attend,
-    check_write,
-)
+from kernels.provider import AttentionCall, AttentionProblem, AttentionProvider, CacheWrite, Masking
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,43 +33,21 @@ class Gathered:
     lse: torch.Tensor | None
 
 
-class GatherProvider:
+class GatherProvider(AttentionProvider):
     """Write by index, and attend sequence by sequence; a subclass attends for one."""
-
-    name: str
 
     def unsupported(self, problem: AttentionProblem) -> str | None:
         if not problem.dtype.is_floating_point or problem.dtype.itemsize < 2:
             return f"queries cannot be {problem.dtype}"
         return None
 
-    def write(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slots: torch.Tensor,
-        *,
-        scales: CacheScales | None = None,
-    ) -> None:
-        check_write(key, value, key_cache, value_cache, slots)
-        write_by_index(key, value, key_cache, value_cache, slots, scales)
+    def run_write(self, new: CacheWrite) -> None:
+        write_by_index(new)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        batch: VarlenBatch,
-        masking: Masking,
-        *,
-        scales: CacheScales | None = None,
-        lse: torch.Tensor | None = None,
-        num_splits: int = 0,
-    ) -> torch.Tensor:
-        check_attend(query, key_cache, value_cache, batch, masking, lse)
-        out = query.new_zeros(*query.shape[:2], value_cache.shape[3])
+    def run_attend(self, call: AttentionCall) -> torch.Tensor:
+        query, batch, masking, scales, lse = call.query, call.batch, call.masking, call.scales, call.lse
+        caches = call.key_cache, call.value_cache
+        out = query.new_zeros(*query.shape[:2], call.value_cache.shape[3])
         if lse is not None:
             lse.fill_(-torch.inf)
         starts, lengths = batch.cu_seqlens_q.tolist(), batch.cache_seqlens.tolist()
@@ -88,7 +58,7 @@ class GatherProvider:
             begin = first_visible(num_queries, end, leftpad[i], masking)
             if not num_queries or begin >= end:
                 continue
-            key, value = (_gather(cache, batch.block_table[i], begin, end) for cache in (key_cache, value_cache))
+            key, value = (_gather(cache, batch.block_table[i], begin, end) for cache in caches)
             if key.dtype != query.dtype:
                 key = _dequantize(key, None if scales is None else scales.key, query.dtype)
                 value = _dequantize(value, None if scales is None else scales.value, query.dtype)
@@ -162,17 +132,10 @@ class SdpaProvider(ReferenceProvider):
         return out if mask is None else out.masked_fill(~sequence.mask.any(dim=1)[:, None, None], 0.0)
 
 
-def write_by_index(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slots: torch.Tensor,
-    scales: CacheScales | None,
-) -> None:
+def write_by_index(new: CacheWrite) -> None:
     """`AttentionProvider.write` in plain torch."""
-    blocks, positions = slots // key_cache.shape[1], slots % key_cache.shape[1]
-    key_cache[blocks, positions], value_cache[blocks, positions] = as_cached(key, value, key_cache.dtype, scales)
+    at = new.slots // new.key_cache.shape[1], new.slots % new.key_cache.shape[1]
+    new.key_cache[at], new.value_cache[at] = new.as_cached()
 
 
 def first_visible(num_queries: int, num_cached: int, leftpad: int, masking: Masking) -> int:

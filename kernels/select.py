@@ -8,15 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kernels.provider import (
-    AttentionProblem,
-    AttentionProvider,
-    CacheScales,
-    KernelError,
-    Masking,
-    VarlenBatch,
-    describe_problem,
-)
+from kernels.provider import AttentionCall, AttentionProblem, AttentionProvider, CacheWrite, KernelError
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +54,7 @@ def select_provider(name: str, device: torch.device) -> AttentionProvider:
     return _make(name)
 
 
-class AutoProvider:
+class AutoProvider(AttentionProvider):
     """For each shape, the first available provider of the table that supports it. Logs the choice once per shape.
 
     Raises:
@@ -88,7 +80,7 @@ class AutoProvider:
                     name,
                     error,
                 )
-        self.write = next(iter(self._available.values())).write
+        self._writer = next(iter(self._available.values()))
         self._chosen: dict[AttentionProblem, AttentionProvider] = {}
 
     def unsupported(self, problem: AttentionProblem) -> str | None:
@@ -101,23 +93,12 @@ class AutoProvider:
                 reasons.append(f"{name}: {reason}")
         return "; ".join(reasons)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        batch: VarlenBatch,
-        masking: Masking,
-        *,
-        scales: CacheScales | None = None,
-        lse: torch.Tensor | None = None,
-        num_splits: int = 0,
-    ) -> torch.Tensor:
-        problem = describe_problem(query, key_cache, value_cache, batch, masking, lse)
-        provider = self._chosen.get(problem) or self._choose(problem)
-        return provider.attend(
-            query, key_cache, value_cache, batch, masking, scales=scales, lse=lse, num_splits=num_splits
-        )
+    def run_write(self, new: CacheWrite) -> None:
+        self._writer.run_write(new)
+
+    def run_attend(self, call: AttentionCall) -> torch.Tensor:
+        problem = call.problem
+        return (self._chosen.get(problem) or self._choose(problem)).run_attend(call)
 
     def _choose(self, problem: AttentionProblem) -> AttentionProvider:
         """Choose the first provider that supports the problem, with a warning if it is slow."""

@@ -29,16 +29,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import varlen as torch_varlen
 
-from kernels.provider import (
-    AttentionProblem,
-    CacheScales,
-    KernelError,
-    Masking,
-    VarlenBatch,
-    check_attend,
-    describe_problem,
-    refuse_unsupported,
-)
+from kernels.provider import AttentionCall, AttentionProblem, KernelError, Masking, VarlenBatch
 from kernels.reference import GatherProvider, ReferenceProvider
 
 MAX_SPLITS = 128
@@ -146,20 +137,9 @@ class TorchFlashProvider(GatherProvider):
             return "varlen_attn has no leftpad with a block table; use the region view"
         return _unsuitable_strides(problem, flat=False)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        batch: VarlenBatch,
-        masking: Masking,
-        *,
-        scales: CacheScales | None = None,
-        lse: torch.Tensor | None = None,
-        num_splits: int = 0,
-    ) -> torch.Tensor:
-        check_attend(query, key_cache, value_cache, batch, masking, lse)
-        refuse_unsupported(self, describe_problem(query, key_cache, value_cache, batch, masking, lse))
+    def run_attend(self, call: AttentionCall) -> torch.Tensor:
+        self.refuse_unsupported(call.problem)
+        query, batch, lse = call.query, call.batch, call.lse
         num_tokens, num_seqs = len(query), batch.cache_seqlens.numel()
         if not num_tokens or batch.max_seqlen_k <= 0:
             if lse is not None:
@@ -169,16 +149,7 @@ class TorchFlashProvider(GatherProvider):
         hidden = None
         if batch.block_table.shape[1] > 1 and (not single or lse is not None):
             batch, hidden = _without_empty(batch, num_tokens)
-        out, found = self._run(
-            query if query.stride(2) == 1 else query.contiguous(),
-            key_cache,
-            value_cache,
-            batch,
-            masking,
-            single=single,
-            num_splits=min(num_splits, MAX_SPLITS),
-            with_lse=lse is not None,
-        )
+        out, found = self._run(call, batch, single=single)
         if hidden is not None:
             out.masked_fill_(hidden[:, None, None], 0.0)
         if lse is not None and found is not None:
@@ -189,19 +160,11 @@ class TorchFlashProvider(GatherProvider):
         return out
 
     def _run(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        batch: VarlenBatch,
-        masking: Masking,
-        *,
-        single: bool,
-        num_splits: int,
-        with_lse: bool,
+        self, call: AttentionCall, batch: VarlenBatch, *, single: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The output, and logarithms `[num_q_heads, num_tokens]`; `single`: every sequence has one query."""
-        arguments = _flash_arguments(key_cache, value_cache, batch, masking, single)
+        query = call.query if call.query.stride(2) == 1 else call.query.contiguous()
+        arguments = _flash_arguments(call.key_cache, call.value_cache, batch, call.masking, single)
         tensors = (query, arguments.key, arguments.value, batch.cu_seqlens_q, arguments.starts)
         lengths = (arguments.max_seqlen_q, batch.max_seqlen_k)
         if self._varlen is None:
@@ -211,28 +174,28 @@ class TorchFlashProvider(GatherProvider):
                 0.0,  # dropout
                 arguments.window == (-1, 0),  # is_causal
                 False,  # return_debug_mask
-                scale=masking.scale,
+                scale=call.masking.scale,
                 window_size_left=arguments.window[0],
                 window_size_right=arguments.window[1],
                 seqused_k=arguments.lengths,
             )
             return out, found_lse
-        grouped = query.shape[1] != key_cache.shape[2]
+        grouped = query.shape[1] != call.key_cache.shape[2]
         splits = None if arguments.block_table is None else 1
         if grouped and single:
-            splits = num_splits or None
+            splits = min(call.num_splits, MAX_SPLITS) or None
         found: Any = self._varlen(
             *tensors,
             *lengths,
-            return_aux=torch_varlen.AuxRequest(lse=True) if with_lse else None,
-            scale=masking.scale,
+            return_aux=torch_varlen.AuxRequest(lse=True) if call.lse is not None else None,
+            scale=call.masking.scale,
             window_size=arguments.window,
             enable_gqa=grouped,
             seqused_k=arguments.lengths,
             block_table=arguments.block_table,
             num_splits=splits,
         )
-        return (found[0], found[1]) if with_lse else (found, None)
+        return (found, None) if call.lse is None else (found[0], found[1])
 
     def _confirm(self) -> None:
         """Raise `KernelError` unless the operator agrees with the reference: grouped heads, regions out of order and

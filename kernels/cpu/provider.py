@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NoReturn
 
 import torch
 
 from kernels.arguments import check_numbers
 from kernels.cpu.build import CPP_DTYPES, address, load_library
-from kernels.provider import (
-    AttentionProblem,
-    CacheScales,
-    KernelError,
-    Masking,
-    VarlenBatch,
-    as_cached,
-    check_attend,
-    check_write,
-    describe_problem,
-    refuse_unsupported,
-)
+from kernels.provider import AttentionCall, AttentionProblem, AttentionProvider, CacheWrite, KernelError
 
 _MAX_GROUP_SIZE = 64
 _UNSUPPORTED, _OUTSIDE = 1, 2  # `Result` of call.h
@@ -58,7 +46,7 @@ class _WriteCall(ctypes.Structure):
     ]
 
 
-class CpuProvider:
+class CpuProvider(AttentionProvider):
     """Decode and chunked prefill over both views in place; float32, bfloat16, float16.
 
     A call that would read or write outside of its cache, or whose cache is no longer mapped, raises `KernelError` and
@@ -91,19 +79,9 @@ class CpuProvider:
             return f"head size {problem.key_dim} is odd"
         return None
 
-    def write(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slots: torch.Tensor,
-        *,
-        scales: CacheScales | None = None,
-    ) -> None:
-        check_write(key, value, key_cache, value_cache, slots)
-        key, value = as_cached(key, value, key_cache.dtype, scales)
-        key, value = _unit_stride(key), _unit_stride(value)
+    def run_write(self, new: CacheWrite) -> None:
+        key, value = map(_unit_stride, new.as_cached())
+        key_cache, value_cache, slots = new.key_cache, new.value_cache, new.slots
         call = _WriteCall(
             *(tensor.data_ptr() for tensor in (key, value, key_cache, value_cache, slots)),
             *key.stride()[:2],
@@ -119,27 +97,16 @@ class CpuProvider:
             wrong = f"slots from {int(slots.min())} to {int(slots.max())}, of {len(key_cache) * key_cache.shape[1]}"
             raise _cache_error(result, key_cache, wrong)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        batch: VarlenBatch,
-        masking: Masking,
-        *,
-        scales: CacheScales | None = None,
-        lse: torch.Tensor | None = None,
-        num_splits: int = 0,
-    ) -> torch.Tensor:
-        check_attend(query, key_cache, value_cache, batch, masking, lse)
-        if query.dtype not in CPP_DTYPES or key_cache.dtype != query.dtype or query.device.type != "cpu":
-            self._refuse(query, key_cache, value_cache, batch, masking)
-        query = _unit_stride(query)
+    def run_attend(self, call: AttentionCall) -> torch.Tensor:
+        key_cache, value_cache, batch, masking = call.key_cache, call.value_cache, call.batch, call.masking
+        if call.query.dtype not in CPP_DTYPES or key_cache.dtype != call.query.dtype or call.query.device.type != "cpu":
+            self.refuse_unsupported(call.problem)
+        query = _unit_stride(call.query)
         num_tokens, num_heads, key_dim = query.shape
         out = query.new_empty(num_tokens, num_heads, value_cache.shape[3])
         slopes = masking.alibi_slopes
-        call = _AttentionCall(
-            *map(address, (query, key_cache, value_cache, out, lse)),
+        arguments = _AttentionCall(
+            *map(address, (query, key_cache, value_cache, out, call.lse)),
             *map(address, (batch.cu_seqlens_q, batch.cache_seqlens, batch.cache_leftpad, batch.block_table)),
             *map(address, (masking.sinks, slopes)),
             *query.stride()[:2],
@@ -157,20 +124,17 @@ class CpuProvider:
             masking.window_left,
             masking.window_right,
             CPP_DTYPES[query.dtype],
-            num_splits,
+            call.num_splits,
             masking.scale,
             masking.softcap,
         )
-        result = self._library.folio_attention(call)
+        result = self._library.folio_attention(arguments)
         if result == _UNSUPPORTED:
-            self._refuse(query, key_cache, value_cache, batch, masking)
+            self.refuse_unsupported(call.problem)
+            raise AssertionError("the kernel refused a supported call")
         if result:
-            raise _cache_error(result, key_cache, _outside(batch, masking, key_cache, num_tokens))
+            raise _cache_error(result, key_cache, _outside(call))
         return out
-
-    def _refuse(self, *call: Any) -> NoReturn:
-        refuse_unsupported(self, describe_problem(*call))
-        raise AssertionError("the kernel refused a supported call")
 
 
 def _cache_error(result: int, key_cache: torch.Tensor, wrong: str) -> KernelError:
@@ -182,14 +146,15 @@ def _cache_error(result: int, key_cache: torch.Tensor, wrong: str) -> KernelErro
     )
 
 
-def _outside(batch: VarlenBatch, masking: Masking, key_cache: torch.Tensor, num_tokens: int) -> str:
+def _outside(call: AttentionCall) -> str:
     """The numbers of the batch that are outside of the cache."""
-    names, counts, pad = ("block_table", "block"), batch.cu_seqlens_q.diff(), batch.cache_leftpad
+    batch, names = call.batch, ("block_table", "block")
+    counts, pad, window_left = batch.cu_seqlens_q.diff(), batch.cache_leftpad, call.masking.window_left
     try:
-        check_numbers(names, counts, batch.cache_seqlens, 0, pad, masking.window_left, batch.block_table, key_cache)
+        check_numbers(names, counts, batch.cache_seqlens, 0, pad, window_left, batch.block_table, call.key_cache)
     except ValueError as error:
         return str(error)
-    return f"cu_seqlens_q {batch.cu_seqlens_q.tolist()} for {num_tokens} queries, cache_leftpad {pad}"
+    return f"cu_seqlens_q {batch.cu_seqlens_q.tolist()} for {len(call.query)} queries, cache_leftpad {pad}"
 
 
 def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from kernels.blocks import check_copy
-from kernels.provider import FP8_DTYPES, CacheScales
+from kernels.provider import FP8_DTYPES, CacheWrite
 
 # ruff: noqa: N803, N806 (compile-time constants are capitals in Triton's kernels)
 
@@ -105,15 +105,9 @@ def _write_kernel(
     _store_rows(value, target, value_cache_head_stride, value_scales_ptr, heads, dims, there, NUM_HEADS, EMULATED)
 
 
-def write_cache(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slots: torch.Tensor,
-    scales: CacheScales | None,
-) -> None:
-    """`AttentionProvider.write` on tensors that `check_write` has accepted."""
+def write_cache(new: CacheWrite) -> None:
+    """`AttentionProvider.write` on tensors that can be written by Triton."""
+    key, value, key_cache, value_cache, scales = new.key, new.value, new.key_cache, new.value_cache, new.scales
     num_tokens, num_heads, key_dim = key.shape
     if not num_tokens:
         return
@@ -129,7 +123,7 @@ def write_cache(
             value,
             key_cache,
             value_cache,
-            slots,
+            new.slots,
             None if scales is None else scales.key.contiguous(),
             None if scales is None else scales.value.contiguous(),
             key_cache.shape[1],

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.provider import CacheScales, Masking, VarlenBatch
+from kernels.provider import AttentionCall
 from kernels.triton.tiles import attend_arguments, attend_tiles, load_slopes, padded, store_rows
 
 MAX_SPLITS = 128
@@ -256,19 +256,10 @@ class SplitDecode:
         self._counters: dict[torch.device, torch.Tensor] = {}
         self._num_processors: dict[torch.device, int] = {}
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        out: torch.Tensor,
-        batch: VarlenBatch,
-        masking: Masking,
-        scales: CacheScales | None,
-        lse: torch.Tensor | None,
-        num_splits: int,
-    ) -> None:
-        """Fill those sequences' rows of `out` and `lse`; arguments as of `AttentionProvider.attend`, checked."""
+    def attend(self, call: AttentionCall, out: torch.Tensor) -> None:
+        """Fill those sequences' rows of `out` and `call.lse`."""
+        query, key_cache, value_cache = call.query, call.key_cache, call.value_cache
+        batch, masking, num_splits = call.batch, call.masking, call.num_splits
         num_seqs, num_kv_heads = batch.cache_seqlens.numel(), key_cache.shape[2]
         group, value_dim, device = query.shape[1] // num_kv_heads, value_cache.shape[3], query.device
         widest = max(padded(query.shape[2]), padded(value_dim))
@@ -291,7 +282,7 @@ class SplitDecode:
             partial = _grown(self._partial, num_rows * value_dim, torch.float32, device)
             partial_sums = _grown(self._partial_sums, num_rows * 2, torch.float32, device)
             counters = _grown(self._counters, num_seqs * num_kv_heads, torch.int32, device)
-        arguments = attend_arguments(query, key_cache, value_cache, out, batch, masking, scales, lse, block_tile)
+        arguments = attend_arguments(call, out, block_tile)
         with torch.cuda.device_of(query):
             _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
                 partial_ptr=partial,

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.provider import CacheScales, Masking, VarlenBatch
+from kernels.provider import AttentionCall
 from kernels.triton.tiles import attend_arguments, attend_tiles, load_slopes, padded, store_rows
 
 # Widest head, rows (queries times heads of a group), tokens per tile, warps, stages. Chosen to spill little of 255
@@ -214,26 +214,15 @@ def _prefill_kernel(
     )
 
 
-def attend_prefill(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    out: torch.Tensor,
-    batch: VarlenBatch,
-    masking: Masking,
-    scales: CacheScales | None,
-    lse: torch.Tensor | None,
-    *,
-    skip_single: bool,
-) -> None:
-    """Fill `out` and `lse`; `skip_single` leaves out sequences with exactly one query. Arguments as of
-    `AttentionProvider.attend`, checked."""
-    num_seqs, num_kv_heads = batch.cache_seqlens.numel(), key_cache.shape[2]
+def attend_prefill(call: AttentionCall, out: torch.Tensor, *, skip_single: bool) -> None:
+    """Fill `out` and `call.lse`; `skip_single` leaves out sequences with exactly one query."""
+    query, batch = call.query, call.batch
+    num_seqs, num_kv_heads = batch.cache_seqlens.numel(), call.key_cache.shape[2]
     group = query.shape[1] // num_kv_heads
-    widest = max(padded(query.shape[2]), padded(value_cache.shape[3]))
+    widest = max(padded(query.shape[2]), padded(call.value_cache.shape[3]))
     configs = _FLOAT32_CONFIGS if query.dtype == torch.float32 else _CONFIGS
     _, block_rows, block_tile, num_warps, num_stages = _choose_config(configs, widest, group, batch.max_seqlen_q)
-    arguments = attend_arguments(query, key_cache, value_cache, out, batch, masking, scales, lse, block_tile)
+    arguments = attend_arguments(call, out, block_tile)
     num_tiles = query.shape[0] // (block_rows // group) + num_seqs
     with torch.cuda.device_of(query):
         _prefill_kernel[(num_tiles, num_kv_heads)](

@@ -6,15 +6,11 @@ import torch
 
 from kernels.provider import (
     FP8_DTYPES,
+    AttentionCall,
     AttentionProblem,
-    CacheScales,
+    AttentionProvider,
+    CacheWrite,
     KernelError,
-    Masking,
-    VarlenBatch,
-    check_attend,
-    check_write,
-    describe_problem,
-    refuse_unsupported,
 )
 from kernels.reference import write_by_index
 
@@ -26,7 +22,7 @@ _FP8_CAPABILITY = (8, 9)
 _SMALL_DIM, _SMALL_SHARED_MEMORY = 128, {(7, 0), (7, 5), (8, 6), (8, 9), (12, 0), (12, 1)}
 
 
-class TritonProvider:
+class TritonProvider(AttentionProvider):
     """Attention in Triton, for one stream: calls share the buffers of split reductions.
 
     A kernel is compiled on first use, which takes seconds; Triton caches the result on disk.
@@ -82,46 +78,24 @@ class TritonProvider:
             device_type == "cuda" and torch.cuda.get_device_capability() not in _SMALL_SHARED_MEMORY
         )
 
-    def write(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slots: torch.Tensor,
-        *,
-        scales: CacheScales | None = None,
-    ) -> None:
-        check_write(key, value, key_cache, value_cache, slots)
-        if key_cache.dtype in FP8_DTYPES and not self._has_fp8(key.device.type):
-            write_by_index(key, value, key_cache, value_cache, slots, scales)
-            return
-        self._write(key, value, key_cache, value_cache, slots, scales)
+    def run_write(self, new: CacheWrite) -> None:
+        if new.key_cache.dtype in FP8_DTYPES and not self._has_fp8(new.key.device.type):
+            write_by_index(new)
+        else:
+            self._write(new)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        batch: VarlenBatch,
-        masking: Masking,
-        *,
-        scales: CacheScales | None = None,
-        lse: torch.Tensor | None = None,
-        num_splits: int = 0,
-    ) -> torch.Tensor:
-        check_attend(query, key_cache, value_cache, batch, masking, lse)
-        refuse_unsupported(self, describe_problem(query, key_cache, value_cache, batch, masking, lse))
-        out = query.new_empty(*query.shape[:2], value_cache.shape[3])
-        num_seqs = batch.cache_seqlens.numel()
+    def run_attend(self, call: AttentionCall) -> torch.Tensor:
+        self.refuse_unsupported(call.problem)
+        out = call.query.new_empty(*call.query.shape[:2], call.value_cache.shape[3])
+        num_seqs = call.batch.cache_seqlens.numel()
         if not out.numel() or not num_seqs:
             return out
         # max_seqlen_q is an upper bound; of a single sequence the number of queries is known.
-        max_seqlen_q = query.shape[0] if num_seqs == 1 else batch.max_seqlen_q
+        max_seqlen_q = len(call.query) if num_seqs == 1 else call.batch.max_seqlen_q
         several = max_seqlen_q > 1
         single = not several or num_seqs > 1
         if several:
-            self._prefill(query, key_cache, value_cache, out, batch, masking, scales, lse, skip_single=single)
+            self._prefill(call, out, skip_single=single)
         if single:
-            self._decode.attend(query, key_cache, value_cache, out, batch, masking, scales, lse, num_splits)
+            self._decode.attend(call, out)
         return out

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from kernels.provider import CacheScales, Masking, VarlenBatch
+from kernels.provider import AttentionCall
 from kernels.triton.cache import along_last
 
 # A table of width 1 with longer blocks is a region view. Shorter blocks are looked up even in a table of width 1, so
@@ -202,18 +202,10 @@ def load_slopes(
 INTERPRETED = not isinstance(attend_tiles, JITFunction)
 
 
-def attend_arguments(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    out: torch.Tensor,
-    batch: VarlenBatch,
-    masking: Masking,
-    scales: CacheScales | None,
-    lse: torch.Tensor | None,
-    block_tile: int,
-) -> dict[str, Any]:
+def attend_arguments(call: AttentionCall, out: torch.Tensor, block_tile: int) -> dict[str, Any]:
     """Arguments that the decode and the prefill kernel share."""
+    key_cache, value_cache, batch, masking = call.key_cache, call.value_cache, call.batch, call.masking
+    query, scales = along_last(call.query), call.scales
     num_heads, num_kv_heads = query.shape[1], key_cache.shape[2]
     block_tokens, width = key_cache.shape[1], batch.block_table.shape[1]
     slopes = masking.alibi_slopes
@@ -223,7 +215,6 @@ def attend_arguments(
         addressing = "token" if block_tokens % block_tile else "tile"
     if key_cache.dtype == query.dtype:
         scales = None
-    query = along_last(query)
     capped = masking.softcap > 0
     log2_e = math.log2(math.e)
     return {
@@ -231,7 +222,7 @@ def attend_arguments(
         "key_ptr": key_cache,
         "value_ptr": value_cache,
         "out_ptr": out,
-        "lse_ptr": lse,
+        "lse_ptr": call.lse,
         "cu_seqlens_q_ptr": batch.cu_seqlens_q,
         "cache_seqlens_ptr": batch.cache_seqlens,
         "block_table_ptr": batch.block_table,

@@ -26,6 +26,7 @@ import pytest
 import torch
 
 from kernels import CacheScales, Masking, VarlenBatch
+from kernels.provider import AttentionCall, CacheWrite
 from vmem.backends.host import HostBackend
 from vmem.layout import LayerSpec, LayoutKind, plan_layout
 
@@ -289,7 +290,7 @@ def _call(shape: Shape) -> None:
     if shape.call == "write":
         new = torch.empty(2, num_tokens, heads, dim, dtype=shape.dtype)
         places = torch.zeros(num_tokens, dtype=torch.int64)
-        write_cache(new[0], new[1], key, value, places, scales)
+        write_cache(CacheWrite(new[0], new[1], key, value, places, scales))
         return
     query = torch.empty(num_tokens, model.num_q_heads, dim, dtype=shape.dtype)
     width = 1 if shape.block_tokens is None else NUM_BLOCKS
@@ -300,11 +301,12 @@ def _call(shape: Shape) -> None:
         num_queries,
         width * run_tokens,
     )
-    arguments = (query, key, value, torch.empty_like(query), batch, model.masking, scales, None)
+    call = AttentionCall(query, key, value, batch, model.masking, scales, num_splits=shape.num_splits)
+    out = torch.empty_like(query)
     if shape.call == "decode":
-        SplitDecode().attend(*arguments, shape.num_splits)
+        SplitDecode().attend(call, out)
     else:
-        attend_prefill(*arguments, skip_single=True)
+        attend_prefill(call, out, skip_single=True)
 
 
 if __name__ == "__main__":

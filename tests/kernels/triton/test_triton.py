@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels import flash_attn_with_kvcache
-from kernels.provider import FP8_DTYPES, CacheScales, KernelError, Masking, VarlenBatch, describe_problem
+from kernels.provider import FP8_DTYPES, AttentionCall, CacheScales, KernelError, Masking, VarlenBatch
 from kernels.reference import ReferenceProvider
 from kernels.triton.provider import TritonProvider
 from tests.kernels import cases
@@ -257,7 +257,7 @@ def test_copy_blocks(words: int) -> None:
 
 def test_unsupported_problems_have_a_reason(provider: TritonProvider) -> None:
     case = make_case([(1, 5)])
-    problem = describe_problem(*case.arguments)
+    problem = AttentionCall(*case.arguments).problem
     assert provider.unsupported(problem) is None
     for change, reason in (
         ({"dtype": torch.float64, "cache_dtype": torch.float64}, "float64"),

@@ -1,12 +1,50 @@
-"""Page budget: how many physical pages there may be, and the spare ones."""
+"""Page budget: how many physical pages there may be, and the spare ones; what a memory counts from its start."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from vmem.errors import BudgetError, IntegrityError
 
 BudgetAnswer = Literal["applied", "deferred", "stale"]
+
+
+@dataclass(slots=True)
+class MemoryCounts:
+    """Counts and times since the start.
+
+    Attributes:
+        map_calls, unmap_calls: pages mapped and unmapped.
+        alias_calls: of the pages mapped, those that were mapped in a region already.
+        create_calls, destroy_calls: pages taken from the device and given back.
+        exposed_us, hidden_us: mapping time that steps waited for, and that passed beside them.
+        num_exposed, num_hidden: units of mapping work in each.
+        mapper_failures: units of work that the device refused; the mapper retries.
+        adoptions, adopted_blocks: sequences that adopted a parked region, and blocks they found mapped there.
+        demotions: sequences demoted to the home view, or that found every region taken.
+        queried_tokens, hit_tokens: tokens of new sequences, and how many of them were prefix hits.
+        evicted_blocks: cached blocks that were evicted.
+        copied_blocks: copies on write.
+    """
+
+    map_calls: int = 0
+    unmap_calls: int = 0
+    alias_calls: int = 0
+    create_calls: int = 0
+    destroy_calls: int = 0
+    exposed_us: float = 0.0
+    hidden_us: float = 0.0
+    num_exposed: int = 0
+    num_hidden: int = 0
+    mapper_failures: int = 0
+    adoptions: int = 0
+    adopted_blocks: int = 0
+    demotions: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_blocks: int = 0
+    copied_blocks: int = 0
 
 
 class PagePool:

@@ -11,13 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from vmem.backends.base import Backend
+from vmem.budget import MemoryCounts
 from vmem.errors import IntegrityError, OutOfPages, VmemError
 from vmem.lock import MemoryLock
 from vmem.mapper_policy import MappingPolicy
-from vmem.mapping_work import MappingCounts, MappingWork
+from vmem.mapping_work import MappingWork
 from vmem.region import Region
 
 logger = logging.getLogger(__name__)
@@ -27,16 +27,6 @@ _REST_AFTER_FAILURE_S = 0.05
 # … and after so many failures in a row the next step raises the error. Failures to give memory back are only reported
 # and logged: requests go on.
 _FAILURES_TO_SURFACE = 3
-
-
-@dataclass(slots=True)
-class MappingTimes:
-    """Seconds and calls that steps waited for (exposed), and that passed beside them (hidden)."""
-
-    exposed_s: float = 0.0
-    hidden_s: float = 0.0
-    num_exposed: int = 0
-    num_hidden: int = 0
 
 
 class Mapper:
@@ -54,13 +44,11 @@ class Mapper:
         death: the error that ended the thread.
     """
 
-    def __init__(self, backend: Backend, lock: MemoryLock, policy: MappingPolicy) -> None:
+    def __init__(self, backend: Backend, lock: MemoryLock, policy: MappingPolicy, counts: MemoryCounts) -> None:
         self._backend = backend
         self._lock = lock
         self._policy = policy
-        self.counts = MappingCounts()
-        self.times = MappingTimes()
-        self.num_failures = 0
+        self._counts = counts
         self.is_working = False
         self.fence = backend.fence()
         self._stopping = False
@@ -87,7 +75,7 @@ class Mapper:
         """Take a turn for a call that needs a live mapper. Waiting for the turn counts as exposed time."""
         start = time.perf_counter()
         with self._lock.turn():
-            self.times.exposed_s += time.perf_counter() - start
+            self._note_exposed(start)
             self._raise_death()
             yield
 
@@ -104,7 +92,7 @@ class Mapper:
         start = time.perf_counter()
         with self._lock.unlocked():
             self._backend.wait(fence)
-        self.times.exposed_s += time.perf_counter() - start
+        self._note_exposed(start)
 
     def wait_for_region(self, region: Region) -> None:
         """Wait until the thread no longer changes the region."""
@@ -125,7 +113,7 @@ class Mapper:
 
     def run_now(self, work: MappingWork) -> None:
         """Do the work in the calling thread. A failure is raised, its effects undone."""
-        self.times.num_exposed += 1
+        self._counts.num_exposed += 1
         start = time.perf_counter()
         failed = True
         try:
@@ -133,8 +121,8 @@ class Mapper:
                 work.call()
             failed = False
         finally:
-            work.finish(self.counts, time.monotonic(), failed=failed)
-            self.times.exposed_s += time.perf_counter() - start
+            work.finish(self._counts, time.monotonic(), failed=failed)
+            self._note_exposed(start)
 
     def raise_failure(self) -> None:
         """Raise the error that ended the thread, or that keeps coming back."""
@@ -147,6 +135,9 @@ class Mapper:
         if self.death is not None:
             raise IntegrityError(f"the mapper thread has died: {self.death!r}") from self.death
 
+    def _note_exposed(self, start: float) -> None:
+        self._counts.exposed_us += (time.perf_counter() - start) * 1e6
+
     def _wait_while(self, condition: Callable[[], bool]) -> None:
         """Wait for the work in hand. The thread begins no other meanwhile: a step must not wait for a long list."""
         if not condition():
@@ -157,7 +148,7 @@ class Mapper:
                 self._raise_death()
                 self._lock.wait()
         finally:
-            self.times.exposed_s += time.perf_counter() - start
+            self._note_exposed(start)
 
     # ---- the thread ----
 
@@ -209,9 +200,9 @@ class Mapper:
             elapsed = time.perf_counter() - start
             self._lock.acquire()
             self.is_working = False
-        work.finish(self.counts, time.monotonic(), failed=failure is not None)
-        self.times.hidden_s += elapsed
-        self.times.num_hidden += 1
+        work.finish(self._counts, time.monotonic(), failed=failure is not None)
+        self._counts.hidden_us += elapsed * 1e6
+        self._counts.num_hidden += 1
         self._lock.notify_all()
         if failure is None:
             self._failures_in_a_row = 0
@@ -226,7 +217,7 @@ class Mapper:
     def _note_failure(self, failure: VmemError, *, gives_back: bool) -> None:
         if isinstance(failure, OutOfPages):  # the device has other users; the step that needs the pages raises it
             return
-        self.num_failures += 1
+        self._counts.mapper_failures += 1
         self._failures_in_a_row += 1
         if self._failures_in_a_row & (self._failures_in_a_row - 1) == 0:  # failures 1, 2, 4, 8 …
             logger.warning("failure %d in a row, the mapper will try again: %s", self._failures_in_a_row, failure)

@@ -7,25 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol
 
 from vmem.backends.base import Backend
-from vmem.budget import PagePool
+from vmem.budget import MemoryCounts, PagePool
 from vmem.errors import OutOfPages, VmemError
 from vmem.group import GroupMemory
 from vmem.region import Region
-
-
-@dataclass(slots=True)
-class MappingCounts:
-    """Pages since the start, the mapper's and the engine's together."""
-
-    maps: int = 0
-    unmaps: int = 0
-    aliases: int = 0
-    creates: int = 0
-    destroys: int = 0
 
 
 class MappingWork(Protocol):
@@ -40,7 +28,7 @@ class MappingWork(Protocol):
     def call(self) -> None:
         """Call the backend. A call that raises leaves the device unchanged."""
 
-    def finish(self, counts: MappingCounts, now: float, *, failed: bool) -> None:
+    def finish(self, counts: MemoryCounts, now: float, *, failed: bool) -> None:
         """Record the outcome and end the claim."""
 
 
@@ -76,14 +64,14 @@ class AttachPages:
             self._destroy_created()
             raise
 
-    def finish(self, counts: MappingCounts, now: float, *, failed: bool) -> None:
+    def finish(self, counts: MemoryCounts, now: float, *, failed: bool) -> None:
         self._pages.settle(self._to_create, len(self._created))
-        counts.creates += len(self._created)
+        counts.create_calls += len(self._created)
         if failed:
             self._pages.spare += self._spare + self._created  # with those that could not be destroyed
             self._group.pool.end_move(self.block_ids, has_pages=False)
             return
-        counts.maps += len(self.block_ids) * self._group.num_slices
+        counts.map_calls += len(self.block_ids) * self._group.num_slices
         self._group.handles.update(zip(self.block_ids, self._handles, strict=True))
         self._group.pool.end_move(self.block_ids, has_pages=True, freed_at=now)
 
@@ -107,11 +95,11 @@ class DetachPages:
     def call(self) -> None:
         self._group.unmap_home(self._block_ids)
 
-    def finish(self, counts: MappingCounts, now: float, *, failed: bool) -> None:
+    def finish(self, counts: MemoryCounts, now: float, *, failed: bool) -> None:
         self._group.pool.end_move(self._block_ids, has_pages=failed)
         if failed:
             return
-        counts.unmaps += len(self._block_ids) * self._group.num_slices
+        counts.unmap_calls += len(self._block_ids) * self._group.num_slices
         for block_id in self._block_ids:
             self._pages.spare += self._group.handles.pop(block_id)
 
@@ -132,9 +120,9 @@ class DestroyPages:
             self._backend.destroy(self._left[-1])
             self._left.pop()
 
-    def finish(self, counts: MappingCounts, now: float, *, failed: bool) -> None:
+    def finish(self, counts: MemoryCounts, now: float, *, failed: bool) -> None:
         done = self._count - len(self._left)
-        counts.destroys += done
+        counts.destroy_calls += done
         self._pages.spare += self._left
         self._pages.num_created -= done
 
@@ -157,12 +145,12 @@ class MapRegion:
     def call(self) -> None:
         self._group.map_places(self._region, self._start, self._block_ids)
 
-    def finish(self, counts: MappingCounts, now: float, *, failed: bool) -> None:
+    def finish(self, counts: MemoryCounts, now: float, *, failed: bool) -> None:
         region, pool = self._region, self._group.pool
         region.busy = False
         if not failed:
-            counts.maps += len(self._block_ids) * self._group.num_slices
-            counts.aliases += sum(pool.region_mappings[b] > 0 for b in self._block_ids) * self._group.num_slices
+            counts.map_calls += len(self._block_ids) * self._group.num_slices
+            counts.alias_calls += sum(pool.region_mappings[b] > 0 for b in self._block_ids) * self._group.num_slices
             region.put(self._start, self._block_ids)
             region.touched = now
         if self._ahead:
@@ -185,11 +173,11 @@ class UnmapRegion:
     def call(self) -> None:
         self._group.unmap_places(self._region, self._start, self._region.mapped_blocks[self._start : self._end])
 
-    def finish(self, counts: MappingCounts, now: float, *, failed: bool) -> None:
+    def finish(self, counts: MemoryCounts, now: float, *, failed: bool) -> None:
         self._region.busy = False
         if failed:
             return
         block_ids = self._region.clear(self._start, self._end)
-        counts.unmaps += len(block_ids) * self._group.num_slices
+        counts.unmap_calls += len(block_ids) * self._group.num_slices
         self._group.pool.note_region_unmapped(block_ids)
         self._group.discard_if_empty(self._region)

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from vmem.backends.base import Backend
-from vmem.budget import BudgetAnswer, PagePool
+from vmem.budget import BudgetAnswer, MemoryCounts, PagePool
 from vmem.errors import IntegrityError, LayoutError, MapError, OutOfPages, PinError, VmemError
 from vmem.group import LayerGroup, most_pages, reserve_groups
 from vmem.lock import MemoryLock
@@ -101,6 +101,7 @@ class KVMemory:
         self.max_tokens, self.step_tokens = max_tokens, step_tokens or max_tokens
         self._options = options = options or MappingOptions()
         floor = floor_bytes // page_bytes
+        counts = MemoryCounts()
         self.pages = pages = PagePool(page_bytes, budget_bytes // page_bytes, max(self.pages_for(max_tokens), floor))
         self._anchor = backend.create(page_bytes)
         try:
@@ -113,22 +114,22 @@ class KVMemory:
         ranges = [memory.homes for memory in memories], [memory.ranges for memory in memories]
         self.tensors = CacheTensors(backend, groups, *ranges, [memory.region_tokens for memory in memories])
         unit_tokens = math.lcm(*(group.layout.block_tokens for group in groups if not group.is_state))
-        self.tree = tree = PrefixTree(memories, unit_tokens, hash)
+        self.tree = tree = PrefixTree(memories, unit_tokens, hash, counts)
         self.policy = MappingPolicy(backend, pages, memories, tree, options, floor)
         self.lock = lock = MemoryLock()
-        self.mapper = mapper = Mapper(backend, lock, self.policy)
-        self.regions = regions = RegionManager(backend, memories, mapper, self.policy, options.max_mappings)
+        self.mapper = mapper = Mapper(backend, lock, self.policy, counts)
+        self.regions = regions = RegionManager(backend, memories, mapper, self.policy, options.max_mappings, counts)
         self.allocator = allocator = BlockAllocator(backend, pages, memories, tree, mapper, regions)
         self.contents = contents(self.tensors)
-        self.copies = CopyOnWrite(memories, allocator, mapper, self.contents, lock)
-        self.tables = BlockTables(memories, allocator, self.copies, mapper, max_tokens)
+        self.copies = CopyOnWrite(memories, allocator, mapper, self.contents, lock, counts)
+        self.tables = BlockTables(memories, allocator, self.copies, mapper, max_tokens, counts)
         self.prefixes = PrefixCache(
-            memories, lock, tree, allocator, self.tables, enabled=prefix_cache, step_tokens=self.step_tokens
+            memories, lock, tree, allocator, self.tables, counts, enabled=prefix_cache, step_tokens=self.step_tokens
         )
         self.swapping = Swapping(memories, lock, mapper, self.contents, tree, allocator, self.prefixes, swap_bytes)
         self.pins = Pins(lock, pages, memories, pin_quota)
         self.audit = MemoryAudit(
-            backend, pages, memories, lock, mapper, tree, regions, self.copies, self.tables, self.pins, self.swapping
+            backend, pages, memories, lock, mapper, tree, self.copies, self.tables, self.pins, self.swapping, counts
         )
         if options.background:
             mapper.start()

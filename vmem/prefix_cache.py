@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from vmem.budget import MemoryCounts
 from vmem.errors import IntegrityError
 from vmem.group import GroupMemory, most_pages
 from vmem.lock import MemoryLock
 from vmem.prefix_summary import NO_KEYS, CachedKeys, CachedPrefix
-from vmem.prefix_tree import PrefixCounts, PrefixCursor, PrefixMatch, PrefixNode, PrefixTree, TokenChain
+from vmem.prefix_tree import PrefixCursor, PrefixMatch, PrefixNode, PrefixTree, TokenChain
 from vmem.sequence import SequenceMemory
 from vmem.tables import BlockAllocator, BlockTables
 
@@ -53,6 +54,7 @@ class PrefixCache:
         tree: PrefixTree,
         allocator: BlockAllocator,
         tables: BlockTables,
+        counts: MemoryCounts,
         *,
         enabled: bool,
         step_tokens: int,
@@ -64,6 +66,7 @@ class PrefixCache:
         self._tree = tree
         self._allocator = allocator
         self._tables = tables
+        self._counts = counts
         self._step_tokens = step_tokens
         self._pending: list[_Pending] = []
         self._is_cut_short = False  # a sequence was freed whose pending units others share
@@ -152,7 +155,7 @@ class PrefixCache:
     def reset_counts(self) -> None:
         """Count look-ups and evictions for reports from now on."""
         with self._lock:
-            self._tree.counts = PrefixCounts()
+            self._counts.queried_tokens = self._counts.hit_tokens = self._counts.evicted_blocks = 0
 
     # ---- the units of a step ----
 
@@ -258,8 +261,8 @@ class PrefixCache:
         self._tree.start_cursor(sequence.prefix, match.nodes)
 
     def count_hit(self, match: PrefixMatch, num_queried: int) -> None:
-        self._tree.counts.queried_tokens += num_queried
-        self._tree.counts.hit_tokens += match.num_tokens
+        self._counts.queried_tokens += num_queried
+        self._counts.hit_tokens += match.num_tokens
         self._tree.note_hit(match)
 
     def fork_prefix(self, parent: SequenceMemory, child: SequenceMemory, chain: TokenChain | None) -> None:

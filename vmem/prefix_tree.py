@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from vmem.budget import MemoryCounts
 from vmem.errors import IntegrityError
 from vmem.group import GroupMemory
 from vmem.prefix_summary import CachedPrefix, HotNodes, PrefixSummary, key_of
@@ -136,15 +137,6 @@ class PrefixMatch:
 
 
 @dataclass(slots=True)
-class PrefixCounts:
-    """Tokens looked up and found by new sequences, and evicted blocks."""
-
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    evicted_blocks: int = 0
-
-
-@dataclass(slots=True)
 class PrefixCursor:
     """A sequence's place in the tree.
 
@@ -174,10 +166,10 @@ class PrefixTree:
         changes: increases whenever the result of `match` may change.
     """
 
-    def __init__(self, groups: Sequence[GroupMemory], unit_tokens: int, hash: Hash = stable_hash) -> None:
+    def __init__(self, groups: Sequence[GroupMemory], unit_tokens: int, hash: Hash, counts: MemoryCounts) -> None:
         self.unit_tokens = unit_tokens
         self.hash = hash
-        self.counts = PrefixCounts()
+        self._counts = counts
         self.changes = 0
         self.summary = PrefixSummary()
         self._hot: HotNodes[PrefixNode] = HotNodes()
@@ -372,7 +364,7 @@ class PrefixTree:
     def evict_block(self, g: int, block_id: int) -> int:
         """Evict this block, and the others of the same unit and group."""
         evicted = self.unindex_blocks(self._node_of[g][block_id], g)
-        self.counts.evicted_blocks += evicted
+        self._counts.evicted_blocks += evicted
         return evicted
 
     def clear(self, keys: tuple[str, ...] | None = None) -> None:

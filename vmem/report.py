@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from vmem.backends.base import Backend
-from vmem.budget import PagePool
+from vmem.budget import MemoryCounts, PagePool
 from vmem.errors import IntegrityError
 from vmem.group import GroupMemory
 from vmem.lock import MemoryLock
@@ -17,7 +17,6 @@ from vmem.pins import PinReport, Pins
 from vmem.prefix_tree import PrefixTree
 from vmem.swapping import Swapping
 from vmem.tables import BlockTables, CopyOnWrite
-from vmem.views import RegionManager
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +33,9 @@ class GroupReport:
     eager_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryReport:
-    """Figures of one moment. Counts and times run from the start.
+@dataclass(slots=True, kw_only=True)
+class MemoryReport(MemoryCounts):
+    """Figures of one moment, and counts from the start.
 
     Attributes:
         budget_bytes, budget_revision: what `set_budget` last accepted.
@@ -51,18 +50,7 @@ class MemoryReport:
         parked_bytes: of the physical, in free-mapped blocks.
         eager_bytes: of the parked, mapped ahead.
         num_mappings: pages mapped now, counted once per address.
-        map_calls, unmap_calls: pages mapped and unmapped.
-        alias_calls: of the pages mapped, those that were mapped in a region already.
-        create_calls, destroy_calls: pages taken from the device and given back.
-        exposed_us, hidden_us: mapping time that steps waited for, and that passed beside them.
-        num_exposed, num_hidden: units of mapping work in each.
-        mapper_failures: units of work that the device refused; the mapper retries.
-        adoptions, adopted_blocks: sequences that adopted a parked region, and blocks they found mapped there.
-        demotions: sequences demoted to the home view.
-        queried_tokens, hit_tokens: tokens of new sequences, and how many of them were prefix hits.
-        evicted_blocks: cached blocks that were evicted.
         cached_prefixes: prefixes known now, one for each unit of tokens.
-        copied_blocks: copies on write.
         pins: pinned prefixes.
     """
 
@@ -80,24 +68,7 @@ class MemoryReport:
     parked_bytes: int
     eager_bytes: int
     num_mappings: int
-    map_calls: int
-    unmap_calls: int
-    alias_calls: int
-    create_calls: int
-    destroy_calls: int
-    exposed_us: float
-    hidden_us: float
-    num_exposed: int
-    num_hidden: int
-    mapper_failures: int
-    adoptions: int
-    adopted_blocks: int
-    demotions: int
-    queried_tokens: int
-    hit_tokens: int
-    evicted_blocks: int
     cached_prefixes: int
-    copied_blocks: int
     pins: tuple[PinReport, ...]
     groups: tuple[GroupReport, ...]
 
@@ -117,11 +88,11 @@ class MemoryAudit:
     _lock: MemoryLock
     _mapper: Mapper
     _tree: PrefixTree
-    _regions: RegionManager
     _copies: CopyOnWrite
     _tables: BlockTables
     _pins: Pins
     _swapping: Swapping
+    _counts: MemoryCounts
 
     def __post_init__(self) -> None:
         self._lock.after_turn = self._publish_if_old
@@ -173,8 +144,7 @@ class MemoryAudit:
             )
 
     def _make_report(self) -> MemoryReport:
-        page_bytes, counts, times = self._pages.page_bytes, self._mapper.counts, self._mapper.times
-        counted = self._tree.counts
+        page_bytes = self._pages.page_bytes
         groups = tuple(
             GroupReport(
                 block_tokens=group.layout.block_tokens,
@@ -188,6 +158,7 @@ class MemoryAudit:
             for group in self._groups
         )
         return MemoryReport(
+            **asdict(self._counts),
             budget_bytes=self._pages.budget * page_bytes,
             budget_revision=self._pages.revision,
             reserved_bytes=sum(group.reserved_bytes for group in self._groups),
@@ -202,24 +173,7 @@ class MemoryAudit:
             parked_bytes=sum(group.parked_blocks * group.block_bytes for group in groups),
             eager_bytes=sum(group.eager_blocks * group.block_bytes for group in groups),
             num_mappings=self._backend.num_mappings,
-            map_calls=counts.maps,
-            unmap_calls=counts.unmaps,
-            alias_calls=counts.aliases,
-            create_calls=counts.creates,
-            destroy_calls=counts.destroys,
-            exposed_us=times.exposed_s * 1e6,
-            hidden_us=times.hidden_s * 1e6,
-            num_exposed=times.num_exposed,
-            num_hidden=times.num_hidden,
-            mapper_failures=self._mapper.num_failures,
-            adoptions=self._regions.num_adoptions,
-            adopted_blocks=self._tables.num_adopted,
-            demotions=self._regions.num_demotions,
-            queried_tokens=counted.queried_tokens,
-            hit_tokens=counted.hit_tokens,
-            evicted_blocks=counted.evicted_blocks,
             cached_prefixes=len(self._tree),
-            copied_blocks=self._copies.num_copied,
             pins=self._pins.report(),
             groups=groups,
         )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vmem.backends.base import Backend
-from vmem.budget import PagePool
+from vmem.budget import MemoryCounts, PagePool
 from vmem.errors import IntegrityError, OutOfPages, VmemError
 from vmem.group import GroupMemory
 from vmem.lock import MemoryLock
@@ -109,18 +109,14 @@ class BlockAllocator:
 @dataclass(eq=False)
 class CopyOnWrite:
     """Copies of blocks due before the next step; each holds a reference on source and target. Only called within a
-    turn.
-
-    Attributes:
-        num_copied: blocks copied since the start.
-    """
+    turn."""
 
     _groups: Sequence[GroupMemory]
     _allocator: BlockAllocator
     _mapper: Mapper
     _contents: BlockContents
     _lock: MemoryLock
-    num_copied: int = 0
+    _counts: MemoryCounts
     _due: list[tuple[int, int, int]] = field(default_factory=list)  # (group, source, target)
 
     @property
@@ -173,7 +169,7 @@ class CopyOnWrite:
                 self._contents.copy(g, sources, targets)
         self._mapper.set_fence()  # if this fails the copies stay due: copying again does no harm
         done, self._due = self._due, []
-        self.num_copied += len(done)
+        self._counts.copied_blocks += len(done)
         for g, source, target in done:
             self._allocator.free(self._groups[g], [source, target])
 
@@ -192,7 +188,6 @@ class BlockTables:
 
     Attributes:
         sequences: the open ones.
-        num_adopted: blocks that sequences took because their region mapped them already.
     """
 
     _groups: Sequence[GroupMemory]
@@ -200,8 +195,8 @@ class BlockTables:
     _copies: CopyOnWrite
     _mapper: Mapper
     _max_tokens: int
+    _counts: MemoryCounts
     sequences: set[SequenceMemory] = field(default_factory=set)
-    num_adopted: int = 0
 
     def __post_init__(self) -> None:
         # Without windows, whose blocks expire, and states, which are copied, an allocated block stays as it is.
@@ -266,7 +261,7 @@ class BlockTables:
                     break
                 self._allocator.allocate_block(group, mapped)
                 new.append(mapped)
-        self.num_adopted += len(new)
+        self._counts.adopted_blocks += len(new)
         try:
             new += self._allocator.allocate(group, count - len(new))
         except VmemError:

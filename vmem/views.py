@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vmem.backends.base import Backend, adjacent_runs
+from vmem.budget import MemoryCounts
 from vmem.errors import MapError, VmemError
 from vmem.group import GroupMemory
 from vmem.mapper import Mapper
@@ -28,10 +29,6 @@ class RegionManager:
     With the policy "region" or "block_table" a sequence keeps that view. With "auto" it has a region until its mappings
     would exceed `max_mappings` although parked regions have given up theirs, or the device refuses one; then it is
     demoted to the home view.
-
-    Attributes:
-        num_adoptions: sequences that adopted a parked region.
-        num_demotions: sequences that were demoted, or found every region taken.
     """
 
     _backend: Backend
@@ -39,8 +36,7 @@ class RegionManager:
     _mapper: Mapper
     _policy: MappingPolicy
     max_mappings: int
-    num_adoptions: int = 0
-    num_demotions: int = 0
+    _counts: MemoryCounts
 
     def assign_regions(self, sequence: SequenceMemory, num_tokens: int, *, evicts: bool = False) -> None:
         """Give a sequence of `num_tokens` tokens its regions, if its policy and `max_mappings` allow it.
@@ -66,7 +62,7 @@ class RegionManager:
                     raise VmemError(f"all {group.num_regions} regions (num_regions) are held by other sequences")
                 self._demote(sequence)
                 return
-            self.num_adoptions += region.num_mapped > 0
+            self._counts.adoptions += region.num_mapped > 0
             region.blocks = table.block_ids
             region.first = region.checked = table.first
             if table.first and region.num_mapped:
@@ -179,7 +175,7 @@ class RegionManager:
 
     def _demote(self, sequence: SequenceMemory) -> None:
         self.park_regions(sequence)
-        self.num_demotions += 1
+        self._counts.demotions += 1
 
     def _may_map(self, sequence: SequenceMemory, num_pages: int) -> bool:
         """Make room for more mappings within `max_mappings` by unmapping tails. The policy "region" may exceed it."""

@@ -99,7 +99,7 @@ class KVMemory:
         self.backend = backend
         self.groups = tuple(groups)
         self.max_tokens, self.step_tokens = max_tokens, step_tokens or max_tokens
-        self._options = options = options or MappingOptions()
+        options = options or MappingOptions()
         floor = floor_bytes // page_bytes
         counts = MemoryCounts()
         self.pages = pages = PagePool(page_bytes, budget_bytes // page_bytes, max(self.pages_for(max_tokens), floor))
@@ -118,7 +118,7 @@ class KVMemory:
         self.policy = MappingPolicy(backend, pages, memories, tree, options, floor)
         self.lock = lock = MemoryLock()
         self.mapper = mapper = Mapper(backend, lock, self.policy, counts)
-        self.regions = regions = RegionManager(backend, memories, mapper, self.policy, options.max_mappings, counts)
+        self.regions = regions = RegionManager(backend, memories, mapper, self.policy, counts)
         self.allocator = allocator = BlockAllocator(backend, pages, memories, tree, mapper, regions)
         self.contents = contents(self.tensors)
         self.copies = CopyOnWrite(memories, allocator, mapper, self.contents, lock, counts)
@@ -377,7 +377,7 @@ class KVMemory:
             for prompts in self.policy.demand:
                 prompts.note_step()
             self.policy.clear_step_demand()
-            if self._options.overlap:
+            if self.policy.options.overlap:
                 for demand in demands:
                     if demand.end > demand.sequence.readable_tokens or demand.end > demand.sequence.writable_tokens:
                         self.regions.request_mapping(demand)
@@ -488,7 +488,7 @@ class KVMemory:
         self._release(sequence)
         self.lock.notify_all()
         for group, region in tails:
-            if region is not None and not self._options.deferred_reclamation:
+            if region is not None and not self.policy.options.deferred_reclamation:
                 self.regions.unmap_tail(group, region)
 
     def _release(self, sequence: SequenceMemory) -> None:

@@ -35,7 +35,6 @@ class RegionManager:
     _groups: Sequence[GroupMemory]
     _mapper: Mapper
     _policy: MappingPolicy
-    max_mappings: int
     _counts: MemoryCounts
 
     def assign_regions(self, sequence: SequenceMemory, num_tokens: int, *, evicts: bool = False) -> None:
@@ -179,7 +178,7 @@ class RegionManager:
 
     def _may_map(self, sequence: SequenceMemory, num_pages: int) -> bool:
         """Make room for more mappings within `max_mappings` by unmapping tails. The policy "region" may exceed it."""
-        while self._backend.num_mappings + num_pages > self.max_mappings:
+        while self._backend.num_mappings + num_pages > self._policy.options.max_mappings:
             if not any(self.unmap_oldest_tail(group) for group in self._groups):
                 return sequence.policy == "region"
         return True

@@ -165,7 +165,6 @@ def test_sequences_of_both_views_in_one_batch(make_checkpoint: MakeCheckpoint) -
     outputs = []
     for max_mappings in (50_000, 60):
         engine = make_engine(make_checkpoint, kv_memory_bytes=100 * BLOCK_BYTES, max_model_len=200)
-        engine.memory.regions.max_mappings = max_mappings
         policy = engine.memory.policy
         policy.options = dataclasses.replace(policy.options, max_mappings=max_mappings)
         for i, prompt in enumerate(prompts(60, 31, 47, 16, 90, 5)):

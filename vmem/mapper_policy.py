@@ -93,6 +93,7 @@ class PromptDemand:
         return min(max(self._bursts), _MOST_EAGER_REGIONS)
 
 
+@dataclass(eq=False)
 class MappingPolicy:
     """The duties of one memory's mapper. Only called with the memory's lock held.
 
@@ -104,26 +105,19 @@ class MappingPolicy:
         unit_pages: the most pages of one unit of work.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        pages: PagePool,
-        groups: Sequence[GroupMemory],
-        tree: PrefixTree,
-        options: MappingOptions,
-        floor: int,
-    ) -> None:
-        self._backend = backend
-        self._pages = pages
-        self._groups = groups
-        self._tree = tree
-        self.options = options
-        self.unit_pages = max(1, backend.max_call_bytes // pages.page_bytes)
-        self.floor = floor
-        self.demand = [PromptDemand() for _ in groups]
-        self.free_blocks_wanted = [0] * len(groups)
-        self.now = 0.0
-        self._waits_for_fence = False
+    _backend: Backend
+    _pages: PagePool
+    _groups: Sequence[GroupMemory]
+    _tree: PrefixTree
+    options: MappingOptions
+    floor: int
+    now: float = 0.0
+    _waits_for_fence: bool = False
+
+    def __post_init__(self) -> None:
+        self.unit_pages = max(1, self._backend.max_call_bytes // self._pages.page_bytes)
+        self.demand = [PromptDemand() for _ in self._groups]
+        self.free_blocks_wanted = [0] * len(self._groups)
 
     def next_work(self, now: float) -> MappingWork | None:
         self.now = now

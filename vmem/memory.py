@@ -124,7 +124,7 @@ class KVMemory:
         self.copies = CopyOnWrite(memories, allocator, mapper, self.contents, lock, counts)
         self.tables = BlockTables(memories, allocator, self.copies, mapper, max_tokens, counts)
         self.prefixes = PrefixCache(
-            memories, lock, tree, allocator, self.tables, counts, enabled=prefix_cache, step_tokens=self.step_tokens
+            memories, lock, tree, allocator, self.tables, counts, self.step_tokens, prefix_cache
         )
         self.swapping = Swapping(memories, lock, mapper, self.contents, tree, allocator, self.prefixes, swap_bytes)
         self.pins = Pins(lock, pages, memories, pin_quota)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from vmem.budget import MemoryCounts
 from vmem.errors import IntegrityError
-from vmem.group import GroupMemory, most_pages
+from vmem.group import GroupMemory
 from vmem.lock import MemoryLock
 from vmem.prefix_summary import NO_KEYS, CachedKeys, CachedPrefix
 from vmem.prefix_tree import PrefixCursor, PrefixMatch, PrefixNode, PrefixTree, TokenChain
@@ -31,6 +31,7 @@ class _Pending:
     indexed: list[tuple[PrefixNode, int]] = field(default_factory=list)  # (unit, group)
 
 
+@dataclass(eq=False)
 class PrefixCache:
     """The prefix cache of one memory.
 
@@ -47,32 +48,21 @@ class PrefixCache:
         has_states: whether a layer keeps a recurrent state; prefixes are then shared up to where a step has ended.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[GroupMemory],
-        lock: MemoryLock,
-        tree: PrefixTree,
-        allocator: BlockAllocator,
-        tables: BlockTables,
-        counts: MemoryCounts,
-        *,
-        enabled: bool,
-        step_tokens: int,
-    ) -> None:
-        self._groups = groups
-        self._specs = [group.spec for group in groups]
-        self._states = [group for group in groups if group.spec.is_state]
-        self._lock = lock
-        self._tree = tree
-        self._allocator = allocator
-        self._tables = tables
-        self._counts = counts
-        self._step_tokens = step_tokens
-        self._pending: list[_Pending] = []
-        self._is_cut_short = False  # a sequence was freed whose pending units others share
-        self._keys: dict[int, tuple[int, CachedKeys]] = {}  # `most` → version of the summary, keys
-        self.enabled = enabled
-        self.unit_tokens = tree.unit_tokens
+    _groups: Sequence[GroupMemory]
+    _lock: MemoryLock
+    _tree: PrefixTree
+    _allocator: BlockAllocator
+    _tables: BlockTables
+    _counts: MemoryCounts
+    _step_tokens: int
+    enabled: bool
+    _pending: list[_Pending] = field(default_factory=list)
+    _is_cut_short: bool = False  # a sequence was freed whose pending units others share
+    _keys: dict[int, tuple[int, CachedKeys]] = field(default_factory=dict)  # `most` → version of the summary, keys
+
+    def __post_init__(self) -> None:
+        self._states = [group for group in self._groups if group.spec.is_state]
+        self.unit_tokens = self._tree.unit_tokens
         self.has_states = bool(self._states)
 
     def chain(self, keys: tuple[str, ...] = ()) -> TokenChain:
@@ -237,7 +227,11 @@ class PrefixCache:
         match = self._tree.match(chain, token_ids, limit, _LEAST_PARTIAL_TOKENS)
         if match.partial is not None:
             # Until its copy is made, a partial unit takes its blocks twice.
-            needed = sum(most_pages(self._specs, n, self._step_tokens) for n in (len(token_ids), self.unit_tokens))
+            needed = sum(
+                group.spec.most_pages(n, self._step_tokens)
+                for group in self._groups
+                for n in (len(token_ids), self.unit_tokens)
+            )
             if needed > self._allocator.num_free_pages:
                 match = self._tree.match(chain, token_ids, limit, 0)
         return match

@@ -94,6 +94,7 @@ class PrefixNode:
     """The prefix that ends with the unit `tokens`.
 
     Attributes:
+        keys: see `TokenChain`.
         depth: units from the beginning to its end.
         blocks: of each layer group, the blocks that hold this unit; of a group with states, the block with the state
             after it. `None`: not cached.
@@ -103,10 +104,15 @@ class PrefixNode:
         references: children, groups with blocks, and sequences whose last whole unit this is.
     """
 
-    __slots__ = ("blocks", "by_first", "depth", "digest", "parent", "pending", "references", "tokens", "writer")
+    __slots__ = (
+        "blocks", "by_first", "depth", "digest", "keys", "parent", "pending", "references", "tokens", "writer",
+    )  # fmt: skip
 
-    def __init__(self, parent: PrefixNode | None, digest: Digest, tokens: bytes, num_groups: int) -> None:
+    def __init__(
+        self, parent: PrefixNode | None, keys: tuple[str, ...], digest: Digest, tokens: bytes, num_groups: int
+    ) -> None:
         self.parent = parent
+        self.keys = keys
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.digest = digest
         self.tokens = tokens
@@ -181,7 +187,6 @@ class PrefixTree:
         self._groups = groups
         self._nodes: dict[Digest, PrefixNode] = {}
         self._roots: dict[tuple[str, ...], PrefixNode] = {}
-        self._root_keys: dict[PrefixNode, tuple[str, ...]] = {}
         self._node_of: list[dict[int, PrefixNode]] = [{} for _ in groups]  # of each group, block → node
 
     def __len__(self) -> int:
@@ -260,18 +265,15 @@ class PrefixTree:
         prefixes = []
         for node, hits in best:
             nodes = list(_units(node))[::-1]
-            root = nodes[0].parent
-            assert root is not None
             token_ids = decode_tokens(b"".join(unit.tokens for unit in nodes))
-            prefixes.append(CachedPrefix(token_ids, self._root_keys[root], hits))
+            prefixes.append(CachedPrefix(token_ids, node.keys, hits))
         return prefixes
 
     # ---- growing ----
 
     def root(self, keys: tuple[str, ...]) -> PrefixNode:
         if keys not in self._roots:
-            root = PrefixNode(None, b"", b"", len(self._groups))
-            self._roots[keys], self._root_keys[root] = root, keys
+            self._roots[keys] = PrefixNode(None, keys, b"", b"", len(self._groups))
         return self._roots[keys]
 
     def extend_cursor(self, path: PrefixCursor, num_units: int) -> None:
@@ -284,7 +286,7 @@ class PrefixTree:
             digest, tokens = chain.digests[i], chain.units[i]
             node = self._nodes.get(digest)
             if node is None:
-                node = PrefixNode(parent, digest, tokens, len(self._groups))
+                node = PrefixNode(parent, chain.keys, digest, tokens, len(self._groups))
                 self._nodes[digest] = node
                 parent.references += 1
                 alike = parent.by_first.setdefault(tokens[:4], [])
@@ -371,20 +373,18 @@ class PrefixTree:
         """Drop all prefixes, or those with these keys."""
         for g, node_of in enumerate(self._node_of):
             for node in set(node_of.values()):
-                if keys is None or self._root_keys[_root(node)] == keys:
+                if keys is None or node.keys == keys:
                     self.unindex_blocks(node, g)
 
     def check_integrity(self, cursors: Sequence[PrefixCursor]) -> None:
         """Raise `IntegrityError` unless references, indexed blocks, writers, keys and hits agree."""
         nodes = list(self._nodes.values())
-        expected = Counter(dict.fromkeys(self._root_keys, 0))
+        expected = Counter(dict.fromkeys(self._roots.values(), 0))
         expected.update(cursor.nodes[-1] for cursor in cursors if cursor.nodes)
         for node in nodes:
             expected[node] += sum(blocks is not None for blocks in node.blocks)
             assert node.parent is not None
             expected[node.parent] += 1
-        if len(self._roots) != len(self._root_keys):
-            raise IntegrityError(f"{len(self._roots)} roots of prefixes, {len(self._root_keys)} have keys")
         for node, references in expected.items():
             if node.references != references or not references:
                 raise IntegrityError(f"a prefix has {node.references} references, {references} are known")
@@ -421,7 +421,7 @@ class PrefixTree:
     def _drop_root(self, node: PrefixNode) -> None:
         """Remove a root without references."""
         if node.parent is None and not node.references:
-            del self._roots[self._root_keys.pop(node)]
+            del self._roots[node.keys]
 
 
 def _units(node: PrefixNode) -> Iterator[PrefixNode]:
@@ -429,12 +429,6 @@ def _units(node: PrefixNode) -> Iterator[PrefixNode]:
     while node.parent is not None:
         yield node
         node = node.parent
-
-
-def _root(node: PrefixNode) -> PrefixNode:
-    while node.parent is not None:
-        node = node.parent
-    return node
 
 
 class _Availability:

@@ -292,13 +292,12 @@ class PrefixCache:
                     self._tree.unindex_blocks(node, group.index)
                     self._tree.index_blocks(node, group.index, block_ids)
 
-    def restore_prefix(self, sequence: SequenceMemory, chain: TokenChain | None, num_units: int) -> None:
-        """Index the blocks of a sequence that was swapped in."""
+    def restore_prefix(self, sequence: SequenceMemory) -> None:
+        """Index the blocks of a sequence that was swapped in, as many units as its cursor counts."""
         path = sequence.prefix
-        path.chain = chain
-        if chain is None:
+        if path.chain is None:
             return
-        self._tree.extend_cursor(path, num_units)
+        self._tree.extend_cursor(path, path.computed)
         path.computed = len(path.nodes)
         for i, node in enumerate(path.nodes):
             for group, block_ids in self._blocks_of_unit(sequence, i):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vmem.errors import IntegrityError, OutOfPages, OutOfSwap, VmemError
@@ -12,22 +12,10 @@ from vmem.group import GroupMemory
 from vmem.lock import MemoryLock
 from vmem.mapper import Mapper
 from vmem.prefix_cache import PrefixCache
-from vmem.prefix_tree import PrefixTree, TokenChain
-from vmem.sequence import GroupTable, SequenceMemory, ViewPolicy
+from vmem.prefix_tree import PrefixCursor, PrefixTree
+from vmem.sequence import GroupTable, SequenceMemory
 from vmem.tables import BlockAllocator
 from vmem.tensors import BlockContents
-
-
-@dataclass(frozen=True, slots=True)
-class SwappedSequence:
-    """One sequence's tables, with rows of the copies in place of block ids; `None` before the window."""
-
-    policy: ViewPolicy
-    num_tokens: int
-    expected_tokens: int
-    chain: TokenChain | None
-    num_units: int
-    rows: tuple[tuple[int | None, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,11 +23,12 @@ class SwappedGroup:
     """The sequences of one request in host memory, until `KVMemory.swap_in` or `Swapping.discard_swapped`.
 
     Attributes:
+        sequences: as they were, with rows of the copies in place of block ids.
         copies: of each layer group, the key of its copy (`BlockContents.save`).
         num_rows: of each layer group, the blocks in its copy.
     """
 
-    sequences: tuple[SwappedSequence, ...]
+    sequences: tuple[SequenceMemory, ...]
     copies: tuple[int, ...]
     num_rows: tuple[int, ...]
     num_bytes: int
@@ -112,20 +101,7 @@ class Swapping:
             raise
         self._mapper.set_fence()
         swapped = SwappedGroup(
-            sequences=tuple(
-                SwappedSequence(
-                    policy=sequence.policy,
-                    num_tokens=sequence.num_tokens,
-                    expected_tokens=sequence.expected_tokens,
-                    chain=sequence.prefix.chain,
-                    num_units=sequence.prefix.computed,
-                    rows=tuple(
-                        tuple(None if place < table.first else rows[g][b] for place, b in enumerate(table.block_ids))
-                        for g, table in enumerate(sequence.groups)
-                    ),
-                )
-                for sequence in sequences
-            ),
+            sequences=tuple(_renumbered(sequence, rows) for sequence in sequences),
             copies=tuple(copies),
             num_rows=tuple(map(len, rows)),
             num_bytes=num_bytes,
@@ -186,37 +162,31 @@ class Swapping:
         self.used_bytes -= num_bytes
 
     def _sequences(self, swapped: SwappedGroup, blocks: Sequence[dict[int, int]]) -> list[SequenceMemory]:
-        sequences = []
-        for old in swapped.sequences:
-            tables = tuple(
-                GroupTable([0 if row is None else blocks[g][row] for row in rows], _first_row(rows))
-                for g, rows in enumerate(old.rows)
-            )
-            sequences.append(SequenceMemory(old.policy, tables, old.num_tokens, old.expected_tokens))
+        sequences = [_renumbered(old, blocks) for old in swapped.sequences]
         for group in self._groups:  # each block has one reference so far
             owners = Counter(b for s in sequences for b in s.groups[group.index].owned)
             for block_id, count in owners.items():
                 group.pool.add_references([block_id] * (count - 1))
-        for sequence, old in zip(sequences, swapped.sequences, strict=True):
-            self._prefixes.restore_prefix(sequence, old.chain, old.num_units)
+        for sequence in sequences:
+            self._prefixes.restore_prefix(sequence)
         return sequences
 
     def _cached_blocks(self, swapped: SwappedGroup) -> list[dict[int, int]]:
         """Of each group, the rows whose content is still cached, with the block that has it."""
         found: list[dict[int, int]] = [{} for _ in self._groups]
         for sequence in swapped.sequences:
-            if sequence.chain is None:
+            chain = sequence.prefix.chain
+            if chain is None:
                 continue
-            for i, node in enumerate(self._tree.find(sequence.chain, sequence.num_units)):
+            for i, node in enumerate(self._tree.find(chain, sequence.prefix.computed)):
                 for group in self._groups:
                     block_ids = node.blocks[group.index]
                     if group.spec.is_state or block_ids is None or node.pending:
                         continue
-                    rows = sequence.rows[group.index][i * len(block_ids) : (i + 1) * len(block_ids)]
-                    if None not in rows and not any(row in found[group.index] for row in rows):
-                        found[group.index].update(
-                            (row, b) for row, b in zip(rows, block_ids, strict=True) if row is not None
-                        )
+                    table, start = sequence.groups[group.index], i * len(block_ids)
+                    rows = table.block_ids[start : start + len(block_ids)]
+                    if start >= table.first and not any(row in found[group.index] for row in rows):
+                        found[group.index].update(zip(rows, block_ids, strict=True))
         return found
 
     def _blocks(self, group: GroupMemory, sequences: Sequence[SequenceMemory]) -> list[int]:
@@ -227,5 +197,11 @@ class Swapping:
         return sum(len(self._blocks(group, sequences)) * group.layout.block_bytes for group in self._groups)
 
 
-def _first_row(rows: Sequence[int | None]) -> int:
-    return next((place for place, row in enumerate(rows) if row is not None), len(rows))
+def _renumbered(sequence: SequenceMemory, numbers: Sequence[Mapping[int, int]]) -> SequenceMemory:
+    """The sequence with other numbers of its blocks, of each group by the present ones; without regions."""
+    tables = tuple(
+        GroupTable([0] * table.first + [numbers[g][b] for b in table.owned], table.first)
+        for g, table in enumerate(sequence.groups)
+    )
+    prefix = PrefixCursor(sequence.prefix.chain, computed=sequence.prefix.computed)
+    return SequenceMemory(sequence.policy, tables, sequence.num_tokens, sequence.expected_tokens, prefix)

@@ -29,35 +29,10 @@ from vmem.tensor_parallel.orders import (
     PeerRanks,
     failure_of,
     is_failure,
-    pack,
+    message,
     unpack,
 )
 from vmem.tensors import BlockContents, CacheTensors, CopyBlocks, LocalContents
-
-
-class _PeersOfOneMemory:
-    """`PeerRanks` whose messages concern one new memory."""
-
-    def __init__(self, peers: PeerRanks) -> None:
-        self._peers = peers
-        self.number = peers.open_memory()
-        self._number = bytes([self.number])
-
-    @property
-    def num_ordered(self) -> int:
-        return self._peers.num_ordered
-
-    def post_order(self, order: bytes) -> None:
-        self._peers.post_order(self._number + order)
-
-    def call_order(self, order: bytes) -> Answers:
-        return self._peers.call_order(self._number + order)
-
-    def post_request(self, request: bytes) -> None:
-        self._peers.post_request(self._number + request)
-
-    def call_request(self, request: bytes) -> Answers:
-        return self._peers.call_request(self._number + request)
 
 
 class MirroredBackend:
@@ -73,13 +48,17 @@ class MirroredBackend:
         local: this rank's backend, owned from now on and closed by `close`.
         capacity_bytes, headroom_bytes: arguments of `select_backend` on the peers.
 
+    Attributes:
+        number: of this memory on every rank.
+
     Raises:
         MapError: a peer has no such backend.
     """
 
     def __init__(self, local: Backend, peers: PeerRanks, *, capacity_bytes: int, headroom_bytes: int = 0) -> None:
         self._local = local
-        self.peers = _PeersOfOneMemory(peers)
+        self.peers = peers
+        self.number = peers.open_memory()
         self._lock = threading.RLock()
         self._ranges: dict[int, AddressRange] = {}  # index, equal on all ranks → this rank's addresses
         self._num_reserved = 0
@@ -89,16 +68,13 @@ class MirroredBackend:
         self._fences: dict[int, tuple[int, int]] = {}  # not known to be passed → local fence, orders before it
         self._orders_passed = 0
         try:
-            self._check(self.peers.call_request(pack(MemoryRequest.OPEN, capacity_bytes, headroom_bytes)))
+            self._check(
+                self.peers.call_request(message(self.number, MemoryRequest.OPEN, capacity_bytes, headroom_bytes))
+            )
         except VmemError:
-            self.peers.post_request(pack(MemoryRequest.CLOSE, peers.num_ordered))
+            self.peers.post_request(message(self.number, MemoryRequest.CLOSE, peers.num_ordered))
             local.close()
             raise
-
-    @property
-    def number(self) -> int:
-        """The memory's number on every rank."""
-        return self.peers.number
 
     @property
     def max_call_bytes(self) -> int:
@@ -121,9 +97,9 @@ class MirroredBackend:
         reserved = self._local.reserve(num_bytes)
         index, self._num_reserved = self._num_reserved, self._num_reserved + 1
         try:
-            self._check(self.peers.call_request(pack(MemoryRequest.RESERVE, index, num_bytes)))
+            self._check(self.peers.call_request(message(self.number, MemoryRequest.RESERVE, index, num_bytes)))
         except VmemError:
-            self.peers.post_request(pack(MemoryRequest.RELEASE, index))
+            self.peers.post_request(message(self.number, MemoryRequest.RELEASE, index))
             retry_undo(lambda: self._local.release(reserved))
             raise
         self._ranges[index] = reserved
@@ -134,7 +110,7 @@ class MirroredBackend:
         self._local.release(reserved)
         index = self.index_of(reserved)
         del self._ranges[index]
-        self.peers.post_request(pack(MemoryRequest.RELEASE, index))
+        self.peers.post_request(message(self.number, MemoryRequest.RELEASE, index))
 
     @one_at_a_time
     def create(self, page_bytes: int) -> int:
@@ -145,7 +121,7 @@ class MirroredBackend:
     @one_at_a_time
     def destroy(self, handle: int) -> None:
         self._local.destroy(handle)
-        self.peers.post_request(pack(MemoryRequest.DESTROY, handle))
+        self.peers.post_request(message(self.number, MemoryRequest.DESTROY, handle))
 
     @one_at_a_time
     def map(self, address: int, handles: Sequence[int]) -> None:
@@ -210,7 +186,7 @@ class MirroredBackend:
     @one_at_a_time
     def memory_info(self) -> MemoryInfo:
         """This rank's bytes, and the least that any rank could still give."""
-        answers = self.peers.call_request(pack(MemoryRequest.INFO))
+        answers = self.peers.call_request(message(self.number, MemoryRequest.INFO))
         info = self._local.memory_info()
         available = [unpack(answer)[0] for answer in self._check(answers)]
         return MemoryInfo(info.physical_bytes, min([info.available_bytes, *available]))
@@ -218,7 +194,7 @@ class MirroredBackend:
     @one_at_a_time
     def close(self) -> None:
         self._local.close()
-        self._check(self.peers.call_request(pack(MemoryRequest.CLOSE, self.peers.num_ordered)))
+        self._check(self.peers.call_request(message(self.number, MemoryRequest.CLOSE, self.peers.num_ordered)))
 
     def _pass(self, fence: int) -> None:
         """Note that the device has passed this fence and all before it."""
@@ -234,12 +210,14 @@ class MirroredBackend:
 
     def _ask_to_map(self, ranks: int, address: int, handles: Sequence[int]) -> Answers:
         return self.peers.call_request(
-            pack(MemoryRequest.MAP, ranks, *self._place(address), self._page_bytes, *handles)
+            message(self.number, MemoryRequest.MAP, ranks, *self._place(address), self._page_bytes, *handles)
         )
 
     def _ask_to_unmap(self, ranks: int, mapped: AddressRange) -> Answers:
         place = self._place(mapped.address)
-        return self.peers.call_request(pack(MemoryRequest.UNMAP, ranks, *place, mapped.num_bytes, self._orders_passed))
+        return self.peers.call_request(
+            message(self.number, MemoryRequest.UNMAP, ranks, *place, mapped.num_bytes, self._orders_passed)
+        )
 
     def _check(self, answers: Answers) -> list[bytes]:
         replies = answers()
@@ -272,24 +250,24 @@ class MirroredContents:
 
     def __init__(self, local: BlockContents, tensors: CacheTensors, backend: MirroredBackend) -> None:
         self._local = local
-        self._peers = backend.peers
+        self._peers, self._number = backend.peers, backend.number
         homes, regions = (
             [[backend.index_of(reserved) for reserved in ranges] for ranges in kind]
             for kind in (tensors.homes, tensors.regions)
         )
         shape = (tensors.groups, homes, regions, tensors.region_tokens)
-        self._peers.post_order(bytes([MemoryOrder.TENSORS]) + pickle.dumps(shape))
+        self._peers.post_order(message(self._number, MemoryOrder.TENSORS) + pickle.dumps(shape))
 
     def copy(self, g: int, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self._peers.post_order(pack(MemoryOrder.COPY, g, *sources, *targets))
+        self._peers.post_order(message(self._number, MemoryOrder.COPY, g, *sources, *targets))
         self._local.copy(g, sources, targets)
 
     def save(self, key: int, g: int, block_ids: Sequence[int]) -> None:
-        answers = self._peers.call_order(pack(MemoryOrder.SAVE, key, g, *block_ids))
+        answers = self._peers.call_order(message(self._number, MemoryOrder.SAVE, key, g, *block_ids))
         try:
             self._local.save(key, g, block_ids)
         except BaseException:
-            self._peers.post_order(pack(MemoryOrder.DISCARD, key))
+            self._peers.post_order(message(self._number, MemoryOrder.DISCARD, key))
             raise
         finally:
             replies = answers()
@@ -299,12 +277,12 @@ class MirroredContents:
 
     def restore(self, key: int, rows: Sequence[int], block_ids: Sequence[int]) -> None:
         if rows:
-            self._peers.post_order(pack(MemoryOrder.RESTORE, key, *rows, *block_ids))
+            self._peers.post_order(message(self._number, MemoryOrder.RESTORE, key, *rows, *block_ids))
             self._local.restore(key, rows, block_ids)
 
     def discard(self, key: int) -> None:
         self._local.discard(key)
-        self._peers.post_order(pack(MemoryOrder.DISCARD, key))
+        self._peers.post_order(message(self._number, MemoryOrder.DISCARD, key))
 
 
 def mirror(

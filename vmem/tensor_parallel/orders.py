@@ -83,6 +83,11 @@ def pack(kind: int, *numbers: int) -> bytes:
     return struct.pack(f"<B{len(numbers)}q", kind, *numbers)
 
 
+def message(memory: int, kind: MemoryRequest | MemoryOrder, *numbers: int) -> bytes:
+    """Encode a request or an order to the memory of that number."""
+    return bytes([memory]) + pack(kind, *numbers)
+
+
 def unpack(message: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{(len(message) - 1) // 8}q", message[1:])
 

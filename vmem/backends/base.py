@@ -12,7 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
@@ -101,26 +101,18 @@ class Backend(Protocol):
 # Attempts to undo a call before the memory counts as broken.
 _UNDO_ATTEMPTS = 3
 
-S = TypeVar("S", bound="Locked")
-P = ParamSpec("P")
-R = TypeVar("R")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class Locked(Protocol):
-    """Owner of the lock that `one_at_a_time` takes."""
-
-    _lock: threading.RLock
-
-
-def one_at_a_time(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+def one_at_a_time(method: Method) -> Method:
     """Run a backend's method under its lock, so that check, call and accounting are one step for other threads."""
 
     @functools.wraps(method)
-    def locked(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+    def locked(self: Any, *args: Any) -> Any:
         with self._lock:
-            return method(self, *args, **kwargs)
+            return method(self, *args)
 
-    return cast(Callable[Concatenate[S, P], R], locked)
+    return cast(Method, locked)
 
 
 def adjacent_runs(numbers: Sequence[int], step: int = 1) -> Iterator[tuple[int, int]]:

@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
+from functools import partial
 
 from vmem.backends.base import AddressRange, Backend, adjacent_runs, retry_undo
 from vmem.block_pool import BlockPool
@@ -17,6 +17,9 @@ from vmem.region import HOLE, Region
 
 # Adoption compares this many parked regions only: the choice must not cost what it saves.
 _ADOPTION_CANDIDATES = 4
+
+Span = tuple[int, list[int]]  # address, handles of the pages from there on
+_Change = Callable[[int, list[int]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +68,8 @@ class GroupMemory:
     The *anchor page* is mapped for good in every page of block 0 and in the first page of slot 0. So no tensor over
     home or regions begins with a hole, which Triton would refuse, and padding rows have a place to write to.
 
-    `map_*` and `unmap_*` call the backend for every slice, undo all when one fails, and change no bookkeeping; they run
-    without the memory's lock. Everything else is called with it.
+    `map_pages` and `unmap_pages` change all spans or none, and no bookkeeping; they run without the memory's lock.
+    Everything else is called with it.
 
     Args:
         index: of the group among all.
@@ -229,52 +232,45 @@ class GroupMemory:
 
     # ---- transactions of backend calls ----
 
-    def map_home(self, block_ids: Sequence[int], handles: Sequence[tuple[int, ...]]) -> None:
-        """Map blocks (ascending ids) at home, neighbours in one call."""
-        with _Undo() as undo:
-            for start, end in adjacent_runs(block_ids):
-                for i, home in enumerate(self.homes):
-                    address = home.address + block_ids[start] * self.layout.home_bytes
-                    self._map(undo, address, self._pages_at(i, handles[start:end]))
+    def map_pages(self, spans: Sequence[Span]) -> None:
+        self._change(spans, self._backend.map, self._unmap)
 
-    def unmap_home(self, block_ids: Sequence[int]) -> None:
-        """Unmap blocks (ascending ids) at home, neighbours in one call."""
-        with _Undo() as undo:
-            for start, end in adjacent_runs(block_ids):
-                run = block_ids[start:end]
-                for i, home in enumerate(self.homes):
-                    address = home.address + run[0] * self.layout.home_bytes
-                    self._unmap(undo, address, self._pages_at(i, [self.handles[b] for b in run]))
+    def unmap_pages(self, spans: Sequence[Span]) -> None:
+        self._change(spans, self._unmap, self._backend.map)
 
-    def _pages_at(self, home: int, handles: Sequence[tuple[int, ...]]) -> list[int]:
-        """The pages of these blocks in one of the homes, in order."""
+    def home_spans(self, block_ids: Sequence[int], handles: Sequence[tuple[int, ...]]) -> list[Span]:
+        """Pages of these blocks (ascending ids) at home, neighbours together."""
         count = self.num_slices // self.layout.num_homes
-        return [page for pages in handles for page in pages[home * count : (home + 1) * count]]
+        return [
+            (
+                home.address + block_ids[start] * self.layout.home_bytes,
+                [page for pages in handles[start:end] for page in pages[i * count : (i + 1) * count]],
+            )
+            for start, end in adjacent_runs(block_ids)
+            for i, home in enumerate(self.homes)
+        ]
 
-    def map_places(self, region: Region, start: int, block_ids: Sequence[int]) -> None:
-        """Map blocks in the region's places from `start` on."""
-        with _Undo() as undo:
-            for i, address in enumerate(self.place_addresses(region, start)):
-                self._map(undo, address, [self.handles[b][i] for b in block_ids])
-
-    def unmap_places(self, region: Region, start: int, block_ids: Sequence[int]) -> None:
-        """Unmap these blocks in the region's places from `start` on."""
-        with _Undo() as undo:
-            for i, address in enumerate(self.place_addresses(region, start)):
-                self._unmap(undo, address, [self.handles[b][i] for b in block_ids])
+    def place_spans(self, region: Region, start: int, block_ids: Sequence[int]) -> list[Span]:
+        """Pages of these blocks in the region's places from `start` on."""
+        return [
+            (address, [self.handles[b][i] for b in block_ids])
+            for i, address in enumerate(self.place_addresses(region, start))
+        ]
 
     def place_addresses(self, region: Region, place: int) -> list[int]:
         offset = (region.slot * self.region_blocks + place) * self._page_bytes
         return [reserved.address + offset for reserved in self.ranges]
 
-    def _map(self, undo: _Undo, address: int, handles: list[int]) -> None:
-        span = AddressRange(address, len(handles) * self._page_bytes)
-        self._backend.map(address, handles)
-        undo.by(lambda: self._backend.unmap(span))
-
-    def _unmap(self, undo: _Undo, address: int, handles: list[int]) -> None:
+    def _unmap(self, address: int, handles: list[int]) -> None:
         self._backend.unmap(AddressRange(address, len(handles) * self._page_bytes))
-        undo.by(lambda: self._backend.map(address, handles))
+
+    def _change(self, spans: Sequence[Span], change: _Change, undo: _Change) -> None:
+        """Change every span; when one fails, undo the others, the last first."""
+        with ExitStack() as undone:
+            for address, handles in spans:
+                change(address, handles)
+                undone.callback(retry_undo, partial(undo, address, handles))
+            undone.pop_all()
 
     # ---- accounting ----
 
@@ -298,20 +294,6 @@ class GroupMemory:
             raise IntegrityError(f"{attached} blocks should have pages, {len(self.handles)} do")
         anchored = sum(span.num_bytes for span in self._anchored) // self._page_bytes
         return anchored + self.num_slices * (len(self.handles) + sum(mapped.values()))
-
-
-class _Undo(ExitStack):
-    """Undo calls, made last first when the block ends with an error."""
-
-    def by(self, undo: Callable[[], None]) -> None:
-        self.callback(retry_undo, undo)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> bool | None:
-        if error is None:
-            self.pop_all()
-        return super().__exit__(kind, error, trace)
 
 
 def reserve_groups(

@@ -59,7 +59,7 @@ class AttachPages:
         try:
             handles, slices = self._spare + self._created, self._group.num_slices
             self._handles = [tuple(handles[i : i + slices]) for i in range(0, len(handles), slices)]
-            self._group.map_home(self.block_ids, self._handles)
+            self._group.map_pages(self._group.home_spans(self.block_ids, self._handles))
         except VmemError:
             self._destroy_created()
             raise
@@ -93,7 +93,8 @@ class DetachPages:
         group.pool.begin_detach(block_ids)
 
     def call(self) -> None:
-        self._group.unmap_home(self._block_ids)
+        handles = [self._group.handles[b] for b in self._block_ids]
+        self._group.unmap_pages(self._group.home_spans(self._block_ids, handles))
 
     def finish(self, counts: MemoryCounts, now: float, *, failed: bool) -> None:
         self._group.pool.end_move(self._block_ids, has_pages=failed)
@@ -143,7 +144,7 @@ class MapRegion:
         region.busy = True
 
     def call(self) -> None:
-        self._group.map_places(self._region, self._start, self._block_ids)
+        self._group.map_pages(self._group.place_spans(self._region, self._start, self._block_ids))
 
     def finish(self, counts: MemoryCounts, now: float, *, failed: bool) -> None:
         region, pool = self._region, self._group.pool
@@ -171,7 +172,8 @@ class UnmapRegion:
         region.busy = True
 
     def call(self) -> None:
-        self._group.unmap_places(self._region, self._start, self._region.mapped_blocks[self._start : self._end])
+        block_ids = self._region.mapped_blocks[self._start : self._end]
+        self._group.unmap_pages(self._group.place_spans(self._region, self._start, block_ids))
 
     def finish(self, counts: MemoryCounts, now: float, *, failed: bool) -> None:
         self._region.busy = False

@@ -90,6 +90,7 @@ def decode_tokens(content: bytes) -> tuple[int, ...]:
     return tuple(np.frombuffer(content, dtype="<i4").tolist())
 
 
+@dataclass(slots=True, eq=False)
 class PrefixNode:
     """The prefix that ends with the unit `tokens`.
 
@@ -104,23 +105,16 @@ class PrefixNode:
         references: children, groups with blocks, and sequences whose last whole unit this is.
     """
 
-    __slots__ = (
-        "blocks", "by_first", "depth", "digest", "keys", "parent", "pending", "references", "tokens", "writer",
-    )  # fmt: skip
-
-    def __init__(
-        self, parent: PrefixNode | None, keys: tuple[str, ...], digest: Digest, tokens: bytes, num_groups: int
-    ) -> None:
-        self.parent = parent
-        self.keys = keys
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        self.digest = digest
-        self.tokens = tokens
-        self.blocks: list[tuple[int, ...] | None] = [None] * num_groups
-        self.by_first: dict[bytes, list[PrefixNode]] = {}
-        self.references = 0
-        self.writer: object | None = None
-        self.pending = False
+    parent: PrefixNode | None
+    keys: tuple[str, ...]
+    digest: Digest
+    tokens: bytes
+    depth: int
+    blocks: list[tuple[int, ...] | None]
+    by_first: dict[bytes, list[PrefixNode]] = field(default_factory=dict)
+    writer: PrefixCursor | None = None
+    pending: bool = False
+    references: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +267,7 @@ class PrefixTree:
 
     def root(self, keys: tuple[str, ...]) -> PrefixNode:
         if keys not in self._roots:
-            self._roots[keys] = PrefixNode(None, keys, b"", b"", len(self._groups))
+            self._roots[keys] = PrefixNode(None, keys, b"", b"", 0, [None] * len(self._groups))
         return self._roots[keys]
 
     def extend_cursor(self, path: PrefixCursor, num_units: int) -> None:
@@ -286,7 +280,7 @@ class PrefixTree:
             digest, tokens = chain.digests[i], chain.units[i]
             node = self._nodes.get(digest)
             if node is None:
-                node = PrefixNode(parent, chain.keys, digest, tokens, len(self._groups))
+                node = PrefixNode(parent, chain.keys, digest, tokens, parent.depth + 1, [None] * len(self._groups))
                 self._nodes[digest] = node
                 parent.references += 1
                 alike = parent.by_first.setdefault(tokens[:4], [])

@@ -30,7 +30,7 @@ from kernels.arguments import (
     slots_of,
     window_of,
 )
-from kernels.provider import AttentionCall, AttentionProvider, CacheScales, CacheWrite, Masking, VarlenBatch
+from kernels.provider import AttentionCall, AttentionProvider, CacheWrite, VarlenBatch
 from kernels.select import select_provider
 
 
@@ -121,7 +121,7 @@ def flash_attn_with_kvcache(
     counts = torch.full_like(lengths, seqlen_q)
     check_numbers(names, counts, all_lengths, num_new, leftpad, window[0], table, k_cache)
 
-    new = None
+    new, scales = None, scales_of(k_cache, k_descale, v_descale)
     if k is not None and v is not None:
         positions = lengths[:, None].long() + torch.arange(max(num_new, seqlen_q), device=q.device)
         turned = partial(rotated, cos=rotary_cos, sin=rotary_sin, interleaved=rotary_interleaved)
@@ -130,16 +130,14 @@ def flash_attn_with_kvcache(
             q, positions=positions[:, :1].expand(-1, seqlen_q) if window == (-1, -1) else positions[:, :seqlen_q]
         )
         slots = slots_of(table, torch.arange(batch_size, device=q.device)[:, None], positions[:, :num_new], k_cache)
-        new = k.flatten(0, 1), v.flatten(0, 1), slots
+        new = CacheWrite(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots, scales)
     masking = masking_of(q, batch_size, softmax_scale, window, softcap, alibi_slopes, sinks)
     cu_seqlens_q = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device) * seqlen_q
     most = capacity if q.is_cuda else min(capacity, int(all_lengths.max()) if batch_size else 0)
     batch = VarlenBatch(cu_seqlens_q, all_lengths, table, seqlen_q, most, leftpad)
-    scales = scales_of(k_cache, k_descale, v_descale)
-    out, lse = _store_and_attend(
-        provider, q.flatten(0, 1), k_cache, v_cache, new, batch, masking, scales, num_splits, return_softmax_lse
-    )
-    out = out.unflatten(0, (batch_size, seqlen_q))
+    lse = q.new_empty(batch_size * seqlen_q, num_heads, dtype=torch.float32) if return_softmax_lse else None
+    call = AttentionCall(q.flatten(0, 1), k_cache, v_cache, batch, masking, scales, lse, num_splits)
+    out = _store_and_attend(provider, call, new).unflatten(0, (batch_size, seqlen_q))
     return out if lse is None else (out, lse.view(batch_size, seqlen_q, num_heads).transpose(1, 2))
 
 
@@ -205,7 +203,7 @@ def varlen_attention(
     check_numbers(("block_table", "block"), counts, cache_seqlens, num_new, leftpad, window[0], table, k_cache)
     max_seqlen_q = bound_of(max_seqlen_q, "max_seqlen_q", counts)
     max_seqlen_k = bound_of(max_seqlen_k, "max_seqlen_k", cache_seqlens)
-    new = None
+    new, scales = None, scales_of(k_cache, k_descale, v_descale)
     if k is not None and v is not None:
         check_tensor(k, "k", (num_tokens, *k_cache.shape[2:]), q.dtype, q.device)
         check_tensor(v, "v", (num_tokens, *v_cache.shape[2:]), q.dtype, q.device)
@@ -213,40 +211,25 @@ def varlen_attention(
         before = (cache_seqlens - cu_seqlens_q[1:]).long()
         positions = torch.arange(num_tokens, device=q.device) + before[sequence]
         turned = partial(rotated, cos=rotary_cos, sin=rotary_sin, positions=positions, interleaved=rotary_interleaved)
-        q, new = turned(q), (turned(k), v, slots_of(table, sequence, positions, k_cache))
+        new = CacheWrite(turned(k), v, k_cache, v_cache, slots_of(table, sequence, positions, k_cache), scales)
+        q = turned(q)
     masking = masking_of(q, num_seqs, softmax_scale, window, softcap, alibi_slopes, sinks)
     starts, lengths = cu_seqlens_q.contiguous(), cache_seqlens.contiguous()
     batch = VarlenBatch(starts, lengths, table, max_seqlen_q, max_seqlen_k, leftpad)
-    scales = scales_of(k_cache, k_descale, v_descale)
-    out, lse = _store_and_attend(
-        provider, q, k_cache, v_cache, new, batch, masking, scales, num_splits, return_softmax_lse
-    )
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_softmax_lse else None
+    out = _store_and_attend(provider, AttentionCall(q, k_cache, v_cache, batch, masking, scales, lse, num_splits), new)
     return out if lse is None else (out, lse)
 
 
-def _store_and_attend(
-    provider: AttentionProvider | None,
-    query: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    new: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-    batch: VarlenBatch,
-    masking: Masking,
-    scales: CacheScales | None,
-    num_splits: int,
-    with_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Store `new`, keys, values and slots, and attend. Nothing is stored if the provider cannot attend."""
-    if num_splits < 0:
-        raise ValueError(f"num_splits {num_splits} is below 0")
-    provider = provider or _default(query.device)
-    lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
-    call = AttentionCall(query, k_cache, v_cache, batch, masking, scales, lse, num_splits)
+def _store_and_attend(provider: AttentionProvider | None, call: AttentionCall, new: CacheWrite | None) -> torch.Tensor:
+    """Store the new tokens and attend. Nothing is stored if the provider cannot attend."""
+    if call.num_splits < 0:
+        raise ValueError(f"num_splits {call.num_splits} is below 0")
+    provider = provider or _default(call.query.device)
     provider.refuse_unsupported(call.problem)
     if new is not None:
-        key, value, slots = new
-        provider.run_write(CacheWrite(key, value, k_cache, v_cache, slots, scales))
-    return provider.run_attend(call), lse
+        provider.run_write(new)
+    return provider.run_attend(call)
 
 
 def _default(device: torch.device) -> AttentionProvider:

@@ -241,9 +241,9 @@ class ChatAnswer(Answer):
         """The chunk behind all others, with the usage."""
         return self._chunk([], usage=self.usage)
 
-    def full_answer(self, pieces: Sequence[Piece]) -> ChatCompletion:
-        """Args: outputs, each in one piece."""
-        choices = []
+    def full_answer(self, outputs: Sequence[Sequence[Piece]]) -> ChatCompletion:
+        """Args: the outputs of the one prompt, each in one piece."""
+        [pieces], choices = outputs, []
         for piece in sorted(pieces, key=lambda piece: piece.index):
             content, calls = self._parse(piece)
             message = AssistantMessage(content=content if content or not calls else None, tool_calls=calls or None)

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from fastapi import FastAPI
 from ray import serve
@@ -29,7 +29,7 @@ from app.errors import (
     UnavailableError,
     UnknownPinError,
 )
-from app.fleet.messages import GenerateRequest, Piece
+from app.fleet.messages import GenerateRequest
 from app.fleet.overload import LoadShedder
 from app.haproxy import trusted_addresses
 from app.logs import configure_logs
@@ -74,6 +74,7 @@ UNPIN_TIMEOUT_S = 10.0
 
 Body = TypeVar("Body", bound=GenerationBody)
 Answer = TypeVar("Answer")
+Translate: TypeAlias = Callable[[Body, str | None, int], tuple[list[GenerateRequest], Answer]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +128,13 @@ class Ingress(GrpcIngress):
         self._http = http
         self._model_names = (model_name, *adapters)
         self._translator = Translator(load_tokenizer(model), model_name, adapters)
-        refusals = LoadShedder()
-        self._replicas = ReplicaClient(engine, refusals, batch_window, SharedReader(engine), wait_for_replica_s)
-        self._admission = AdmissionControl(refusals)
+        shedder = LoadShedder()
+        self._replicas = ReplicaClient(engine, shedder, batch_window, SharedReader(engine), wait_for_replica_s)
+        self._admission = AdmissionControl(shedder)
         context = serve.get_replica_context()
-        self._shares = IngressLimits()
+        self._ingress_limits = IngressLimits()
         self._limits = LimitReporter(
-            self._shares, refusals, context.app_name, context.replica_id.unique_id, num_ingresses
+            self._ingress_limits, shedder, context.app_name, context.replica_id.unique_id, num_ingresses
         )
         self._created = int(time.time())
         self._max_model_len: int | None = None
@@ -152,7 +153,7 @@ class Ingress(GrpcIngress):
             self._http or HttpSettings(),
             echoes_id=False,
             observer=self._edge,
-            ingress_limits=self._shares,
+            ingress_limits=self._ingress_limits,
         )
         api.add_middleware(LoadSheddingMiddleware, gate=self._admission, observer=self._edge)
         api.add_middleware(ReadsRefusedBodies)
@@ -199,8 +200,7 @@ class Ingress(GrpcIngress):
 
     async def generate(self, request: CompletionRequest, session: str | None = None) -> Completion:
         """A completion, whole."""
-        async with self._admit("completions", self._translator.translate_completion, request, session) as admitted:
-            return await self._translator.build_answer(admitted.answer.full_answer, await self._outputs_of(admitted))
+        return await self._complete("completions", self._translator.translate_completion, request, session)
 
     async def generate_stream(
         self, request: CompletionRequest, session: str | None = None
@@ -216,9 +216,7 @@ class Ingress(GrpcIngress):
 
     async def chat(self, request: ChatCompletionRequest, session: str | None = None) -> ChatCompletion:
         """A chat completion, whole."""
-        async with self._admit("chat", self._translator.translate_chat, request, session) as admitted:
-            answer, outputs = admitted.answer, await self._outputs_of(admitted)
-            return await self._translator.build_answer(lambda outputs: answer.full_answer(outputs[0]), outputs)
+        return await self._complete("chat", self._translator.translate_chat, request, session)
 
     async def chat_stream(
         self, request: ChatCompletionRequest, session: str | None = None
@@ -236,9 +234,7 @@ class Ingress(GrpcIngress):
 
     async def responses(self, request: ResponsesRequest, session: str | None = None) -> ResponseObject:
         """A response, whole."""
-        async with self._admit("responses", self._translator.translate_response, request, session) as admitted:
-            answer, outputs = admitted.answer, await self._outputs_of(admitted)
-            return await self._translator.build_answer(lambda outputs: answer.full_answer(outputs[0]), outputs)
+        return await self._complete("responses", self._translator.translate_response, request, session)
 
     async def responses_stream(
         self, request: ResponsesRequest, session: str | None = None
@@ -356,13 +352,15 @@ class Ingress(GrpcIngress):
             if len(errors) == len(answers) or not isinstance(error, UnknownPinError):
                 raise error
 
+    async def _complete(self, route: str, translate: Translate[Body, Any], request: Body, session: str | None) -> Any:
+        async with self._admit(route, translate, request, session) as admitted:
+            outputs = await self._replicas.complete_calls(admitted.calls, admitted.arrived)
+            admitted.measured.receives(outputs)
+            return await self._translator.build_answer(admitted.answer.full_answer, outputs)
+
     @asynccontextmanager
     async def _admit(
-        self,
-        route: str,
-        translate: Callable[[Body, str | None, int], tuple[list[GenerateRequest], Answer]],
-        request: Body,
-        session: str | None,
+        self, route: str, translate: Translate[Body, Answer], request: Body, session: str | None
     ) -> AsyncIterator[_Admitted[Answer]]:
         """Admit, measure and translate a request, and pin its prompt if it asks for that."""
         arrived = time.monotonic()
@@ -371,11 +369,6 @@ class Ingress(GrpcIngress):
             await self._pin_prompt(request, calls, arrived)
             measured.sends(calls)
             yield _Admitted(calls, answer, arrived, measured)
-
-    async def _outputs_of(self, admitted: _Admitted[Any]) -> list[list[Piece]]:
-        outputs = await self._replicas.complete_calls(admitted.calls, admitted.arrived)
-        admitted.measured.receives(outputs)
-        return outputs
 
     async def _pin_prompt(self, request: GenerationBody, calls: Sequence[GenerateRequest], arrived: float) -> None:
         if request.pin is None:

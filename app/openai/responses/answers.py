@@ -88,8 +88,9 @@ class ResponseAnswer:
             response.error.code = "invalid_prompt"
         return self._event(ResponseEvent, type="response.failed", response=response)
 
-    def full_answer(self, pieces: Sequence[Piece]) -> ResponseObject:
-        """Args: the output, in one piece or several."""
+    def full_answer(self, outputs: Sequence[Sequence[Piece]]) -> ResponseObject:
+        """Args: the output of the one prompt, in one piece or several."""
+        [pieces] = outputs
         events = [event for piece in pieces for event in self.events(piece)]
         assert isinstance(events[-1], ResponseEvent)
         return events[-1].response

@@ -182,7 +182,7 @@ def test_the_first_chunk_of_each_output_has_the_role() -> None:
 
 def test_log_probabilities_of_a_chat() -> None:
     entry = TokenLogprobs(A, -0.5, 2, ((B, -0.1), (A, -0.5)))
-    whole = chat(num_top=1).full_answer([piece(" a", A, logprobs=(entry,), finish_reason="stop")])
+    whole = chat(num_top=1).full_answer([[piece(" a", A, logprobs=(entry,), finish_reason="stop")]])
     assert whole.choices[0].model_dump(mode="json")["logprobs"]["content"] == [
         {
             "token": " a",
@@ -191,7 +191,7 @@ def test_log_probabilities_of_a_chat() -> None:
             "top_logprobs": [{"token": " b", "logprob": -0.1, "bytes": [32, 98]}],
         }
     ]
-    assert chat().full_answer([piece(" a", A)]).choices[0].logprobs is None
+    assert chat().full_answer([[piece(" a", A)]]).choices[0].logprobs is None
 
 
 def test_log_probabilities_of_the_prompt_come_once() -> None:
@@ -206,8 +206,8 @@ def test_log_probabilities_of_the_prompt_come_once() -> None:
     ranks = [token and {token_id: entry.rank for token_id, entry in token.items()} for token in begun.prompt_logprobs]
     assert ranks == [None, {2: 1}, {3: 4}]
     assert "prompt_logprobs" not in later.model_dump()
-    assert chat(num_prompt_top=0).full_answer([first]).prompt_logprobs == begun.prompt_logprobs
-    assert "prompt_logprobs" not in chat().full_answer([first]).model_dump()
+    assert chat(num_prompt_top=0).full_answer([[first]]).prompt_logprobs == begun.prompt_logprobs
+    assert "prompt_logprobs" not in chat().full_answer([[first]]).model_dump()
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_log_probabilities_of_the_prompt_come_once() -> None:
     ],
 )
 def test_tool_calls_of_a_full_answer(text: str, end: Any, content: str | None, names: list[str], reason: str) -> None:
-    [choice] = chat(new_parser=TOOLS).full_answer([piece(text, A, finish_reason=end)]).choices
+    [choice] = chat(new_parser=TOOLS).full_answer([[piece(text, A, finish_reason=end)]]).choices
     message = choice.model_dump(mode="json")["message"]
     calls = message.pop("tool_calls", [])
     assert len({call.pop("id") for call in calls}) == len(names)

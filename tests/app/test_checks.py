@@ -73,6 +73,7 @@ def application(**settings: Any) -> dict[str, Any]:
 def test_folios_own_files_are_valid(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
     config = load_config(ROOT / file)
+    assert config.http_options.host == "127.0.0.1"
     assert config.applications
 
 

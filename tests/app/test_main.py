@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from app.config.args import AppArgs, RoutingArgs, StreamingArgs
 from app.config.engine import EngineConfig
@@ -24,6 +25,11 @@ from app.main import bounded, build, max_ongoing_requests, replica_resources, sh
 def test_settings_that_exclude_sharing_a_device(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         AppArgs(engine=EngineConfig(model="builtin", **settings), shared_kv_memory_bytes=1 << 20)
+
+
+def test_shared_memory_is_positive() -> None:
+    with pytest.raises(ValidationError, match="shared_kv_memory_bytes\n  Input should be greater than 0"):
+        AppArgs(engine=EngineConfig(model="builtin"), shared_kv_memory_bytes=0)
 
 
 def test_an_adapter_needs_a_name_of_its_own() -> None:

@@ -57,6 +57,9 @@ PARAMETERS: dict[str, Any] = {
 }
 TOOL = {"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}
 
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"b": 1, "a": 2}'}}
+CALLED, RESULT = {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "1", "content": "93"}
+
 
 @contextmanager
 def url_of(scheme: str, api: Any) -> Iterator[str]:
@@ -98,7 +101,7 @@ async def everything(url: str) -> list[Any]:
     """Answers of every kind, each with a field that the others lack."""
     completions: list[dict[str, Any]] = [
         {"prompt": PROMPT, "max_tokens": 8},
-        {"prompt": [PROMPT, "a"], "n": 2, "seed": 2**40, "max_tokens": 4, "stop": " "},
+        {"prompt": [PROMPT, "a"], "n": 2, "seed": 2**40, "temperature": 1.5, "max_tokens": 4, "stop": " "},
         {"prompt": [[5, 6, 7], [8]], "max_tokens": 2, "stop_token_ids": list(range(100)), "min_tokens": 1},
         {"prompt": [5, 6, 7], "max_tokens": 2, "echo": True, "logprobs": 2, "prompt_logprobs": 2},
         {"prompt": "a", "max_tokens": 3, "n": 2, "best_of": 2, "use_beam_search": True, "early_stopping": "never"},
@@ -112,6 +115,7 @@ async def everything(url: str) -> list[Any]:
         {"max_tokens": 40, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {
             "const": 5}}}},
         {"max_tokens": 40, "response_format": {"type": "json_object"}},
+        {"messages": [*QUESTION["messages"], CALLED, RESULT], "max_tokens": 4, "tools": [TOOL]},
     ]  # fmt: skip
     answers: list[Any] = []
     async with Folio(url) as folio:
@@ -154,7 +158,7 @@ async def texts_of(chunks: Any) -> dict[int, list[Any]]:
 async def test_answers_are_the_same_over_http_and_grpc(urls: dict[str, str]) -> None:
     """Every field of bodies and answers has the same value and type over gRPC as over HTTP."""
     over_http, over_grpc = await everything(urls["http"]), await everything(urls["grpc"])
-    assert len(over_http) == 25
+    assert len(over_http) == 27
     for expected, answer in zip(over_http, over_grpc, strict=True):
         assert answer == expected
     [call] = over_http[18]["choices"][0]["message"]["tool_calls"]
@@ -182,6 +186,7 @@ async def test_pins_and_load(url: str) -> None:
         ({"model": "other"}, UnknownModelError, "model"),
         ({"prompt": "a" * 50_000, "max_tokens": 4}, ContextLengthError, "prompt"),
         ({"n": -1}, RequestError, "n"),
+        ({"max_tokens": 99_999}, ContextLengthError, "max_tokens"),
         ({"timeout_s": 0.001, "max_tokens": 500, "ignore_eos": True}, DeadlineError, None),
     ],
 )

@@ -425,6 +425,11 @@ TEXT = {"type": "text", "text": "x"}
             "tool_choice: must be 'none', 'auto' or 'required' or an object",
         ),
         ({"messages": [{"role": "user"}]}, "messages[0]: content is missing"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: must be a string"),
+        (
+            {"messages": [{"role": "king", "content": "x"}]},
+            "messages[0].role: must be 'system', 'developer', 'user', 'assistant' or 'tool'",
+        ),
         ({}, "messages: is missing"),
     ],
 )

@@ -153,6 +153,16 @@ def test_likelihoods_of_batches_of_tokens(client: openai.OpenAI) -> None:
         assert choice.logprobs.token_logprobs[1:] == pytest.approx(alone.logprobs.token_logprobs[1:], abs=1e-3)
 
 
+def test_an_echo_is_as_likely_as_it_was_generated(client: openai.OpenAI) -> None:
+    more: dict[str, Any] = {"model": "builtin", "logprobs": 1, "temperature": 0}
+    prompt = "The key of room 417 is 93. The key of room 417 is"
+    [first] = client.completions.create(prompt=prompt, max_tokens=2, **more).choices
+    [echoed] = client.completions.create(prompt=prompt + first.text, max_tokens=0, echo=True, **more).choices
+    at = echoed.logprobs.text_offset.index(len(prompt))
+    assert echoed.logprobs.tokens[at:] == first.logprobs.tokens
+    assert echoed.logprobs.token_logprobs[at:] == pytest.approx(first.logprobs.token_logprobs, abs=1e-3)
+
+
 def test_a_stream_that_is_dropped_gives_its_pages_back(client: openai.OpenAI, server: LocalServer) -> None:
     more: dict[str, Any] = {"model": "builtin", "prompt": ["a", "b"], "n": 2, "max_tokens": 3000, "temperature": 2.0}
     with client.completions.create(stream=True, extra_body={"ignore_eos": True}, **more) as stream:

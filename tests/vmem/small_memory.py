@@ -32,6 +32,7 @@ from vmem import (
     StateLayout,
     StepDemand,
     TokenChain,
+    key_of,
     plan_layout,
 )
 from vmem.backends.cuda import CPU
@@ -236,6 +237,18 @@ def make_memory(
 def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mapper has no thread; its work is done where the test says `do_background`."""
     monkeypatch.setattr(Mapper, "start", lambda self: None)
+
+
+def cache(memory: KVMemory, token_ids: list[int]) -> list[bytes]:
+    """Let a sequence compute these tokens and end; returns the keys of their prefixes."""
+    chain, sequence = memory.prefixes.chain(), memory.create_sequence("block_table")
+    found = memory.share_prefix(sequence, chain, token_ids)
+    memory.append(sequence, len(token_ids))
+    memory.prefixes.stage_prefix(sequence, token_ids, found, len(token_ids))
+    memory.ensure([StepDemand(sequence, found, len(token_ids))])
+    memory.prefixes.commit_prefixes()
+    memory.free(sequence)
+    return [key_of(digest) for digest in chain.digests]
 
 
 def do_background(memory: KVMemory, most: int = 1000) -> int:

@@ -10,9 +10,18 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import pytest
 
 from tests.processes import until
-from tests.vmem.small_memory import MAX_TOKENS, PAGE_BYTES, FlakyCuda, FlakyHost, FlakyMirror, make_memory, no_thread
+from tests.vmem.small_memory import (
+    MAX_TOKENS,
+    PAGE_BYTES,
+    FlakyCuda,
+    FlakyHost,
+    FlakyMirror,
+    cache,
+    make_memory,
+    no_thread,
+)
 from tests.vmem.test_memory import DEADLINE_S, begin, finish
-from vmem import CHANGE_BYTES, NO_KEYS, KVMemory, LocalContents, MapError, StepDemand, lock, report
+from vmem import CHANGE_BYTES, NO_KEYS, LocalContents, MapError, StepDemand, lock, report
 
 __all__ = ["no_thread"]  # a fixture
 
@@ -208,14 +217,3 @@ def test_more_regions_than_addresses_are_refused(num_regions: int) -> None:
     """Regression: the size's lowest 64 bits made a range too small, and mappings behind it replaced other memory."""
     with pytest.raises(MapError, match=r"reservation of|that can be addressed"):
         make_memory(num_regions=num_regions)
-
-
-def cache(memory: KVMemory, token_ids: list[int]) -> None:
-    """Let a sequence compute these tokens and end."""
-    sequence = memory.create_sequence("block_table")
-    memory.share_prefix(sequence, memory.prefixes.chain(), token_ids)
-    memory.append(sequence, len(token_ids))
-    memory.prefixes.stage_prefix(sequence, token_ids, 0, len(token_ids))
-    memory.ensure([StepDemand(sequence, 0, len(token_ids))])
-    memory.prefixes.commit_prefixes()
-    memory.free(sequence)

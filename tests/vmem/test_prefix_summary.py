@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from tests.vmem.small_memory import groups
-from vmem import CHANGE_BYTES, KEY_BYTES, NO_KEYS, CachedKeys, HostBackend, IntegrityError, KVMemory, key_of
+from tests.vmem.small_memory import cache, make_memory
+from vmem import CHANGE_BYTES, KEY_BYTES, NO_KEYS, CachedKeys, IntegrityError, key_of
 from vmem.prefix_summary import MOST_CHANGES, PrefixSummary
 
 UNIT = 16
@@ -125,26 +125,12 @@ def test_the_stride_does_not_flutter() -> None:
     assert [stride for stride, _ in itertools.groupby(strides)] == [1, 2, 1]
 
 
-def compute(memory: KVMemory, token_ids: list[int]) -> list[bytes]:
-    """Let a sequence compute these tokens and end; returns the keys of its prefixes."""
-    chain = memory.prefixes.chain(())
-    sequence = memory.create_sequence("block_table")
-    start = memory.share_prefix(sequence, chain, token_ids)
-    memory.append(sequence, len(token_ids))
-    memory.prefixes.stage_prefix(sequence, token_ids, start, len(token_ids))
-    memory.prefixes.commit_prefixes()
-    memory.free(sequence)
-    return [key_of(d) for d in chain.digests]
-
-
 @pytest.mark.parametrize("windowed", [False, True])
 def test_a_memory_names_what_a_prompt_would_find(windowed: bool) -> None:
-    memory = KVMemory(
-        HostBackend(1 << 20), groups(windowed=windowed), budget_bytes=40 * 4096, num_regions=2, max_tokens=160
-    )
-    keys = compute(memory, list(range(5 * UNIT)))
+    memory, _ = make_memory(windowed=windowed)
+    keys = cache(memory, list(range(5 * UNIT)))
     assert split(memory.prefixes.cached_keys(100).keys) == set(keys)
-    compute(memory, list(range(1000, 1000 + 9 * UNIT)))
-    compute(memory, list(range(2000, 2000 + 9 * UNIT)))
+    cache(memory, list(range(1000, 1000 + 9 * UNIT)))
+    cache(memory, list(range(2000, 2000 + 9 * UNIT)))
     memory.check_integrity()
     memory.close()

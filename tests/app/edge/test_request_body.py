@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.config.http import HttpSettings
 from app.edge import request_body as unread
 from app.edge.guard import Guard
 from app.edge.request_body import ReadsRefusedBodies
+from tests.app.haproxy_front import as_serve
+from tests.local_server import listening
 
 LONG = 9 << 20
 
@@ -26,37 +25,12 @@ async def never(scope: Scope, receive: Receive, send: Send) -> None:
     raise AssertionError("the body was not refused")
 
 
-def as_serve(app: ASGIApp) -> ASGIApp:
-    """Serve receives in a task of its own while the application answers."""
-
-    async def pumping(scope: Scope, receive: Receive, send: Send) -> None:
-        queue: asyncio.Queue[Any] = asyncio.Queue()
-
-        async def pump() -> None:
-            while True:
-                await queue.put(await receive())
-
-        task = asyncio.create_task(pump())
-        try:
-            await app(scope, queue.get, send)
-        finally:
-            task.cancel()
-
-    return pumping
-
-
 @pytest.fixture(params=[False, True], ids=["alone", "like Serve"])
 def address(request: pytest.FixtureRequest) -> Iterator[tuple[str, int]]:
     guarded: ASGIApp = Guard(never, HttpSettings(max_body_bytes=1000))
-    app = ReadsRefusedBodies(as_serve(guarded) if request.param else guarded)
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    yield listening.getsockname()
-    server.should_exit = True
-    thread.join()
-    listening.close()
+    app: Any = ReadsRefusedBodies(as_serve(guarded) if request.param else guarded)
+    with listening(app) as url:
+        yield "127.0.0.1", int(url.rpartition(":")[2])
 
 
 def answer_to(address: tuple[str, int], head: bytes, parts: list[bytes]) -> tuple[bytes, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _WORDS = (
     "red blue green sun moon star tree leaf rain snow wind fire stone sand river lake hill road door lamp "
@@ -27,11 +27,9 @@ ROOMS = range(100, 1000)
 HELD_OUT_PERCENT = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One question and its only right answer; `task` groups the accuracy report."""
+class Turn(NamedTuple):
+    """One question and its only right answer."""
 
-    task: str
     question: str
     answer: str
 
@@ -43,7 +41,7 @@ def is_held_out(*operands: int) -> bool:
 
 def facts_turn(rng: random.Random) -> Turn:
     questions, answer = rng.choice(FACTS)
-    return Turn("facts", rng.choice(questions), answer)
+    return Turn(rng.choice(questions), answer)
 
 
 def arithmetic_turn(rng: random.Random, *, held_out: bool = False) -> Turn:
@@ -54,26 +52,26 @@ def arithmetic_turn(rng: random.Random, *, held_out: bool = False) -> Turn:
             break
     if plus:
         question = rng.choice(("What is {} plus {}?", "What is {} + {}?", "Add {} and {}.")).format(left, right)
-        return Turn("arithmetic", question, f"The answer is {left + right}.")
+        return Turn(question, f"The answer is {left + right}.")
     question = rng.choice(("What is {} minus {}?", "What is {} - {}?")).format(left, right)
-    return Turn("arithmetic", question, f"The answer is {left - right}.")
+    return Turn(question, f"The answer is {left - right}.")
 
 
 def sort_turn(rng: random.Random) -> Turn:
     numbers = rng.sample(range(100), rng.randint(2, 10))
     unsorted, ordered = (" ".join(map(str, row)) for row in (numbers, sorted(numbers)))
-    return Turn("sort", f"Sort these numbers: {unsorted}", f"Sorted: {ordered}")
+    return Turn(f"Sort these numbers: {unsorted}", f"Sorted: {ordered}")
 
 
 def reverse_turn(rng: random.Random) -> Turn:
     words = rng.sample(WORDS, rng.randint(2, 10))
-    return Turn("reverse", f"Reverse: {' '.join(words)}", f"Reversed: {' '.join(reversed(words))}")
+    return Turn(f"Reverse: {' '.join(words)}", f"Reversed: {' '.join(reversed(words))}")
 
 
 def copy_turn(rng: random.Random, num_items: int) -> Turn:
     """Repeat a list of distinct items; up to 900 numbers and 40 words."""
     items = rng.sample([str(n) for n in ROOMS] + WORDS, num_items)
-    return Turn("copy", f"Repeat: {' '.join(items)}", f"Repeated: {' '.join(items)}")
+    return Turn(f"Repeat: {' '.join(items)}", f"Repeated: {' '.join(items)}")
 
 
 class Rooms:
@@ -94,13 +92,13 @@ class Rooms:
     def turn(self) -> Turn:
         room, key = self._rng.choice(list(self._keys.items()))
         question = self._rng.choice(("What is the key of room {}?", "what is the key of room {}?")).format(room)
-        return Turn("look-up", question, f"The key of room {room} is {key}.")
+        return Turn(question, f"The key of room {room} is {key}.")
 
     def list_turn(self) -> Turn:
         """Several look-ups in one answer."""
         rooms = self._rng.sample(list(self._keys), self._rng.randint(1, min(12, len(self._keys))))
         answer = ", ".join(f"room {room} is {self._keys[room]}" for room in rooms)
-        return Turn("list", f"List the keys of rooms {' '.join(map(str, rooms))}", f"The key of {answer}.")
+        return Turn(f"List the keys of rooms {' '.join(map(str, rooms))}", f"The key of {answer}.")
 
 
 SHORT_TURNS = (facts_turn, arithmetic_turn, arithmetic_turn, sort_turn, reverse_turn)
@@ -110,7 +108,7 @@ def look_up_conversation(rng: random.Random, num_rooms: int, num_questions: int)
     """The text and a first question in one message, then further questions."""
     rooms = Rooms(rng, num_rooms)
     first, *others = (rooms.turn() if i == 0 or rng.random() < 0.3 else rooms.list_turn() for i in range(num_questions))
-    return [Turn(first.task, f"{rooms.text()} {first.question}", first.answer), *others]
+    return [Turn(f"{rooms.text()} {first.question}", first.answer), *others]
 
 
 def short_conversation(rng: random.Random, num_questions: int) -> list[Turn]:

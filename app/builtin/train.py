@@ -14,8 +14,8 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -53,16 +53,14 @@ EVALUATION_SEED = 1_000_003
 EVALUATED_LENGTHS = (128, 512, 1024, 2048, 3072)
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(NamedTuple):
     """A share of the training steps, on rows of at most `row_tokens` tokens."""
 
     row_tokens: int
     share: float
 
 
-@dataclass(frozen=True, slots=True)
-class Mix:
+class Mix(NamedTuple):
     """Shares of rows with look-ups and with copies; other rows have short tasks."""
 
     look_up: float
@@ -256,29 +254,6 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     tokenizer.save_pretrained(out)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
-    parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--batch-tokens", type=int, default=4608)
-    parser.add_argument("--muon-lr", type=float, default=6e-3)
-    parser.add_argument("--adam-lr", type=float, default=4e-3)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--samples", type=int, default=200, help="cases per task in the final evaluation")
-    parser.add_argument("--report", type=int, default=50, help="steps between progress lines")
-    parser.add_argument(
-        "--polish", action="store_true", help="train the checkpoint in --out further, mostly on copying"
-    )
-    parser.add_argument("--evaluate", action="store_true", help="only evaluate the checkpoint in --out")
-    train(parser.parse_args())
-
-
-if __name__ == "__main__":
-    main()
-
-
 HIDDEN_SIZE, HEAD_DIM = 256, 64
 MAX_POSITIONS = 4096
 # Finding a token far back needs dimensions that hardly rotate within the context: half of them, with this base.
@@ -345,3 +320,26 @@ def look_back(model: LlamaForCausalLM) -> None:
     second.k_proj.weight[:head_dim][slow] = MATCH_GAIN * subspaces[1][slow]
     second.v_proj.weight[:head_dim] = reading[head_dim : 2 * head_dim]
     second.o_proj.weight[:, :head_dim] = WRITE_GAIN * reading[head_dim : 2 * head_dim].T
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--batch-tokens", type=int, default=4608)
+    parser.add_argument("--muon-lr", type=float, default=6e-3)
+    parser.add_argument("--adam-lr", type=float, default=4e-3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--samples", type=int, default=200, help="cases per task in the final evaluation")
+    parser.add_argument("--report", type=int, default=50, help="steps between progress lines")
+    parser.add_argument(
+        "--polish", action="store_true", help="train the checkpoint in --out further, mostly on copying"
+    )
+    parser.add_argument("--evaluate", action="store_true", help="only evaluate the checkpoint in --out")
+    train(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -8,14 +8,8 @@ from typing import Any
 
 from app.engine.request import TokenLogprobs
 from app.fleet.messages import Piece, public_id
-from app.openai.logprobs import (
-    Offsets,
-    TokenTexts,
-    chat_logprobs,
-    completion_logprobs,
-    joined_logprobs,
-    prompt_logprobs,
-)
+from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest
+from app.openai.logprobs import Offsets, TokenTexts, chat_logprobs, completion_logprobs, prompt_logprobs
 from app.openai.replies import (
     AssistantMessage,
     ChatChoice,
@@ -27,11 +21,11 @@ from app.openai.replies import (
     ChoiceEnd,
     Completion,
     CompletionChoice,
-    CompletionLogprobs,
     PromptLogprobs,
     PromptTokensDetails,
     Usage,
 )
+from app.openai.sampling_body import SamplingBody
 from app.openai.tools.bodies import FunctionCallDelta, ToolCall, ToolCallDelta
 from app.openai.tools.parser import ToolCallParser
 from app.request_context import current_context
@@ -43,7 +37,6 @@ class Answer:
     Args:
         prompts: token ids of each prompt; a fork has one empty prompt, which has been counted already.
         num_top: alternatives to list with each token; `None`: no log probabilities.
-        num_prompt_top: the same for `prompt_logprobs`.
 
     Attributes:
         id: the public id, once there has been a piece. Only the answer to a single prompt can be forked by it.
@@ -56,20 +49,17 @@ class Answer:
     def __init__(
         self,
         request_id: str,
-        model: str,
+        request: SamplingBody,
         tokens: TokenTexts,
         prompts: Sequence[Sequence[int]],
-        *,
-        num_top: int | None = None,
-        num_prompt_top: int | None = None,
+        num_top: int | None,
     ) -> None:
         self.id = request_id
         self.created = int(time.time())
-        self._model = model
+        self._request = request
         self._tokens = tokens
         self._prompts = prompts
         self._num_top = num_top
-        self._num_prompt_top = num_prompt_top
         self._prompt_entries: dict[int, tuple[TokenLogprobs, ...]] = {}  # by prompt: only one output carries them
         self._has_public_id = len(prompts) > 1
         self._num_prompt_tokens = sum(map(len, prompts))
@@ -90,7 +80,7 @@ class Answer:
         )
 
     def _head(self) -> dict[str, Any]:
-        return {"id": self.id, "created": self.created, "model": self._model}
+        return {"id": self.id, "created": self.created, "model": self._request.model}
 
     def _receive(self, piece: Piece, prompt: int = 0) -> None:
         if not self._has_public_id:
@@ -105,37 +95,29 @@ class Answer:
             self._context.count_output(len(piece.token_ids), sum(self._num_cached))
 
     def _prompt_logprobs(self, prompt: int = 0) -> PromptLogprobs | None:
-        if self._num_prompt_top is None:
+        if self._request.prompt_logprobs is None:
             return None
-        return prompt_logprobs(self._tokens, self._prompt_entries.get(prompt, ()), self._num_prompt_top)
+        return prompt_logprobs(self._tokens, self._prompt_entries.get(prompt, ()), self._request.prompt_logprobs)
 
 
 class CompletionAnswer(Answer):
     """The answer to one or several prompts.
 
     Args:
-        num_outputs: of each prompt.
-        echo: the prompts' texts, with which outputs begin.
-        only_echoes: the generated tokens are not shown.
+        echoed: the prompts' texts, with which outputs begin. With `max_tokens` 0 the generated tokens are not shown.
     """
 
     def __init__(
         self,
         request_id: str,
-        model: str,
+        request: CompletionRequest | ForkRequest,
         tokens: TokenTexts,
         prompts: Sequence[Sequence[int]],
-        *,
-        num_outputs: int = 1,
-        num_top: int | None = None,
-        num_prompt_top: int | None = None,
-        echo: Sequence[str] | None = None,
-        only_echoes: bool = False,
+        echoed: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(request_id, model, tokens, prompts, num_top=num_top, num_prompt_top=num_prompt_top)
-        self._num_outputs = num_outputs
-        self._echo = echo
-        self._only_echoes = only_echoes
+        super().__init__(request_id, request, tokens, prompts, request.logprobs)
+        self._echoed = echoed
+        self._only_echoes = echoed is not None and request.max_tokens == 0
         self._offsets: dict[tuple[int, int], Offsets] = {}  # by prompt and output, once the output has begun
 
     def chunk(self, piece: Piece, prompt: int = 0) -> Completion:
@@ -160,16 +142,18 @@ class CompletionAnswer(Answer):
         begins = offsets is None
         if offsets is None:
             offsets = self._offsets[prompt, piece.index] = self._first_offsets(prompt)
-        text = self._echo[prompt] if self._echo is not None and begins else ""
-        logprobs = self._echoed_logprobs(prompt, offsets) if begins else None
+        text, first = "", None
+        entries: tuple[TokenLogprobs, ...] = ()
+        if self._echoed is not None and begins:
+            text, entries, first = self._echoed[prompt], self._prompt_entries.get(prompt, ()), self._prompts[prompt][0]
         if not self._only_echoes:
             self._count(piece, prompt)
-            text += piece.text
-            if self._num_top is not None:
-                more = completion_logprobs(self._tokens, offsets, piece.logprobs, self._num_top)
-                logprobs = more if logprobs is None else joined_logprobs(logprobs, more)
+            text, entries = text + piece.text, entries + piece.logprobs
+        logprobs = None
+        if self._num_top is not None and (begins or not self._only_echoes):
+            logprobs = completion_logprobs(self._tokens, offsets, entries, self._num_top, first)
         return CompletionChoice(
-            index=prompt * self._num_outputs + piece.index,
+            index=prompt * self._request.num_outputs + piece.index,
             text=text,
             logprobs=logprobs,
             finish_reason="length" if self._only_echoes and piece.finish_reason is not None else piece.finish_reason,
@@ -179,18 +163,12 @@ class CompletionAnswer(Answer):
         )
 
     def _first_offsets(self, prompt: int) -> Offsets:
-        if self._echo is None or self._num_top is None:
+        if self._echoed is None or self._num_top is None:
             return Offsets(self._tokens)
         tokens_text = Offsets(self._tokens)
         for token_id in self._prompts[prompt]:
             tokens_text.push(token_id)
-        return Offsets(self._tokens, tokens_text.at - len(self._echo[prompt]))
-
-    def _echoed_logprobs(self, prompt: int, offsets: Offsets) -> CompletionLogprobs | None:
-        if self._echo is None or self._num_top is None:
-            return None
-        entries = self._prompt_entries.get(prompt, ())
-        return completion_logprobs(self._tokens, offsets, entries, self._num_top, self._prompts[prompt][0])
+        return Offsets(self._tokens, tokens_text.at - len(self._echoed[prompt]))
 
 
 class ChatAnswer(Answer):
@@ -203,15 +181,12 @@ class ChatAnswer(Answer):
     def __init__(
         self,
         request_id: str,
-        model: str,
+        request: ChatCompletionRequest,
         tokens: TokenTexts,
         prompt: Sequence[int],
-        *,
-        num_top: int | None = None,
-        num_prompt_top: int | None = None,
         new_parser: Callable[[], ToolCallParser] | None = None,
     ) -> None:
-        super().__init__(request_id, model, tokens, [prompt], num_top=num_top, num_prompt_top=num_prompt_top)
+        super().__init__(request_id, request, tokens, [prompt], request.num_logprobs)
         self._new_parser = new_parser
         self._parsers: dict[int, ToolCallParser] = {}  # by output, as all of these
         self._num_calls: dict[int, int] = {}

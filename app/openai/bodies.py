@@ -249,14 +249,16 @@ class ChatCompletionRequest(GenerationBody):
         """`forced` and `kept_token_ids` are those of `ToolUse`. Raises `RequestError`, see `params`."""
         return self.params(
             self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
-            logprobs=self._num_logprobs(),
+            logprobs=self.num_logprobs,
             prompt_logprobs=self.prompt_logprobs,
             kept_token_ids=kept_token_ids,
             tool_choice=forced,
             response_format=structure_of(self.response_format),
         )
 
-    def _num_logprobs(self) -> int | None:
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives of each token; `None`: no log probabilities. Raises `RequestError`."""
         if self.top_logprobs is None:
             return 0 if self.logprobs else None
         if not self.logprobs:

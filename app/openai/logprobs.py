@@ -132,12 +132,6 @@ def completion_logprobs(
     return answer
 
 
-def joined_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """Those of one text, then those of its continuation."""
-    fields = CompletionLogprobs.model_fields
-    return CompletionLogprobs(**{name: getattr(first, name) + getattr(second, name) for name in fields})
-
-
 def chat_logprobs(tokens: TokenTexts, entries: Sequence[TokenLogprobs], num_top: int) -> ChatLogprobs:
     """Each token with exactly `num_top` alternatives, of which the token may be one."""
 

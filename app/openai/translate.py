@@ -99,18 +99,8 @@ class Translator:
             _call_of(f"{request_id}-{i}" if i else request_id, prompt, params, request, adapter, session, i)
             for i, prompt in enumerate(prompts)
         ]
-        answer = CompletionAnswer(
-            request_id,
-            request.model,
-            self._tokens,
-            prompts,
-            num_outputs=request.num_outputs,
-            num_top=request.logprobs,
-            num_prompt_top=request.prompt_logprobs,
-            echo=self._prompts.echoed_texts(request) if request.echo else None,
-            only_echoes=request.only_echoes,
-        )
-        return calls, answer
+        echoed = self._prompts.echoed_texts(request) if request.echo else None
+        return calls, CompletionAnswer(request_id, request, self._tokens, prompts, echoed)
 
     def translate_response(
         self, request: ResponsesRequest, session: str | None, max_model_len: int
@@ -133,16 +123,8 @@ class Translator:
             params = request.sampling_params(tools.structure, tools.kept_token_ids)
         _check_entries(len(prompt) * params.n, params.prompt_logprobs)
         call = _call_of(_new_id(kind), prompt, params, request, adapter, session)
-        answer = ChatAnswer(
-            call.request_id,
-            request.model,
-            self._tokens,
-            prompt,
-            num_top=params.logprobs,
-            num_prompt_top=params.prompt_logprobs,
-            new_parser=None if tools is None else tools.parser,
-        )
-        return [call], answer
+        new_parser = None if tools is None else tools.parser
+        return [call], ChatAnswer(call.request_id, request, self._tokens, prompt, new_parser)
 
     def translate_fork(self, request: ForkRequest) -> tuple[ForkCall, CompletionAnswer]:
         """The call and the answer. Raises `UnknownRequestError` if no request with such an id could be forked."""
@@ -154,15 +136,7 @@ class Translator:
                 "request_id",
             )
         call = ForkCall(_new_id("cmpl"), fork_of, request.index, replica, request.sampling_params())
-        answer = CompletionAnswer(
-            call.request_id,
-            request.model,
-            self._tokens,
-            [[]],
-            num_outputs=request.num_outputs,
-            num_top=request.logprobs,
-        )
-        return call, answer
+        return call, CompletionAnswer(call.request_id, request, self._tokens, [[]])
 
     def translate_tokenize(self, request: TokenizeRequest, max_model_len: int) -> Tokens:
         """The tokens of a text or a conversation."""

@@ -11,6 +11,7 @@ from app.engine.model.loader import load_tokenizer
 from app.engine.request import Delta, TokenLogprobs
 from app.fleet.messages import Piece, PieceCollector, split_public_id
 from app.openai.answers import ChatAnswer, CompletionAnswer
+from app.openai.bodies import ChatCompletionRequest, CompletionRequest
 from app.openai.logprobs import LEAST_LOGPROB, TokenTexts
 from app.openai.tools.formats import ToolFormat
 from app.openai.tools.parser import ToolCallParser
@@ -33,12 +34,16 @@ def piece(text: str, *token_ids: int, **more: Any) -> Piece:
     return Piece(text, token_ids, **({"replica": "r1"} | more))
 
 
-def completion(prompts: list[list[int]] | None = None, **more: Any) -> CompletionAnswer:
-    return CompletionAnswer("cmpl-1", "m", TOKENS, [PROMPT] if prompts is None else prompts, **more)
+def completion(
+    prompts: list[list[int]] | None = None, echoed: list[str] | None = None, **fields: Any
+) -> CompletionAnswer:
+    request = CompletionRequest(model="m", prompt="", **fields)
+    return CompletionAnswer("cmpl-1", request, TOKENS, [PROMPT] if prompts is None else prompts, echoed)
 
 
-def chat(**more: Any) -> ChatAnswer:
-    return ChatAnswer("chatcmpl-1", "m", TOKENS, [1, 2, 3], **more)
+def chat(new_parser: Any = None, **fields: Any) -> ChatAnswer:
+    request = ChatCompletionRequest(model="m", messages=[], **fields)
+    return ChatAnswer("chatcmpl-1", request, TOKENS, [1, 2, 3], new_parser)
 
 
 def call(name: str) -> str:
@@ -50,7 +55,7 @@ def test_several_prompts_and_outputs() -> None:
     outputs = [
         [piece(f"{p}{i}", A, B, index=i, finish_reason="stop", num_cached_tokens=p + 1) for i in (1, 0)] for p in (0, 1)
     ]
-    whole = completion([PROMPT, PROMPT[:2]], num_outputs=2).full_answer(outputs)
+    whole = completion([PROMPT, PROMPT[:2]], n=2).full_answer(outputs)
     assert [(choice.index, choice.text) for choice in whole.choices] == [(0, "00"), (1, "01"), (2, "10"), (3, "11")]
     assert whole.usage is not None
     assert whole.usage.model_dump() == {
@@ -73,7 +78,7 @@ def test_the_public_id_names_the_replica() -> None:
 def test_chunks_add_up_to_the_full_answer() -> None:
     entries = (logprob(A, -0.1, (A, -0.1), (B, -2.0)), logprob(B, -0.2, (A, -0.1), (B, -0.2)))
     end: dict[str, Any] = {"finish_reason": "stop", "stop_reason": "x"}
-    settings: dict[str, Any] = {"num_top": 1, "echo": ["The key of €5"]}
+    settings: dict[str, Any] = {"logprobs": 1, "echoed": ["The key of €5"]}
     streamed = completion(**settings)
     [first] = streamed.chunk(piece(" a", A, logprobs=entries[:1], prompt_logprobs=PROMPT_ENTRIES)).choices
     [second] = streamed.chunk(piece(" b", B, logprobs=entries[1:], **end)).choices
@@ -97,7 +102,7 @@ def test_offsets_are_places_in_the_text() -> None:
     [end] = TOKENIZER.encode("<|end|>")
     token_ids = [*TOKENIZER.encode("x €"), end, *TOKENIZER.encode("yz")]
     one = piece("x €yz", *token_ids, logprobs=tuple(map(logprob, token_ids)))
-    logprobs = completion(num_top=0).full_answer([[one]]).choices[0].logprobs
+    logprobs = completion(logprobs=0).full_answer([[one]]).choices[0].logprobs
     assert logprobs is not None
     euro, at = logprobs.tokens.index("bytes:\\xe2"), logprobs.tokens.index("<|end|>")
     assert logprobs.text_offset[euro : euro + 3] == [2, 2, 2]
@@ -109,7 +114,7 @@ def test_offsets_where_the_first_token_has_a_space_that_the_text_lacks() -> None
     """SentencePiece begins every text with a space; the offsets of later tokens are still those in the text."""
     [y] = TOKENIZER.encode("y")
     one = piece("y", y, logprobs=(logprob(y),), prompt_logprobs=(logprob(y),))
-    logprobs = completion([[A, y]], num_top=0, echo=["ay"]).full_answer([[one]]).choices[0].logprobs
+    logprobs = completion([[A, y]], logprobs=0, echoed=["ay"]).full_answer([[one]]).choices[0].logprobs
     assert logprobs is not None
     assert "".join(logprobs.tokens) == " ayy"
     assert logprobs.text_offset == [0, 1, 2]
@@ -117,7 +122,7 @@ def test_offsets_where_the_first_token_has_a_space_that_the_text_lacks() -> None
 
 def test_every_output_echoes_the_prompt_of_the_first() -> None:
     """The engine sends the prompt's log probabilities once."""
-    streamed = completion(num_outputs=2, num_top=0, echo=["p "])
+    streamed = completion(n=2, logprobs=0, echoed=["p "])
     choices = [
         streamed.chunk(piece("b", B, index=1, prompt_logprobs=PROMPT_ENTRIES, logprobs=(logprob(B),))).choices[0],
         streamed.chunk(piece("a", A, index=0, logprobs=(logprob(A),))).choices[0],
@@ -130,7 +135,7 @@ def test_every_output_echoes_the_prompt_of_the_first() -> None:
 
 def test_only_an_echo() -> None:
     one = piece("a", A, logprobs=(logprob(A),), prompt_logprobs=PROMPT_ENTRIES, finish_reason="stop", stop_reason=A)
-    whole = completion(num_top=0, echo=["p"], only_echoes=True).full_answer([[one]])
+    whole = completion(logprobs=0, echoed=["p"], max_tokens=0).full_answer([[one]])
     [choice] = whole.choices
     assert (choice.text, choice.finish_reason, choice.stop_reason) == ("p", "length", None)
     assert choice.logprobs is not None
@@ -142,7 +147,7 @@ def test_only_an_echo() -> None:
 def test_log_probabilities_are_finite() -> None:
     """JSON has no infinity, and FastAPI would answer 500."""
     one = piece("a", A, logprobs=(logprob(A, float("-inf"), (B, float("-inf"))),))
-    logprobs = completion(num_top=1).full_answer([[one]]).choices[0].logprobs
+    logprobs = completion(logprobs=1).full_answer([[one]]).choices[0].logprobs
     assert logprobs is not None
     assert logprobs.token_logprobs == [LEAST_LOGPROB]
     assert logprobs.top_logprobs == [{" a": LEAST_LOGPROB, " b": LEAST_LOGPROB}]
@@ -153,7 +158,7 @@ def test_extensions_are_left_out_while_they_are_null() -> None:
     assert plain == {"index": 0, "text": "a", "logprobs": None, "finish_reason": None}
     entries = (TokenLogprobs(PROMPT[1], -3.0, 7, ((A, -0.5),)),)
     one = piece("a", A, score=-1.5, stop_reason=A, prompt_logprobs=entries)
-    choice = completion([PROMPT[:2]], num_prompt_top=1).full_answer([[one]]).choices[0].model_dump(mode="json")
+    choice = completion([PROMPT[:2]], prompt_logprobs=1).full_answer([[one]]).choices[0].model_dump(mode="json")
     assert (choice["score"], choice["stop_reason"]) == (-1.5, A)
     assert choice["prompt_logprobs"][0] is None
     assert choice["prompt_logprobs"][1][str(PROMPT[1])]["rank"] == 7
@@ -182,7 +187,7 @@ def test_the_first_chunk_of_each_output_has_the_role() -> None:
 
 def test_log_probabilities_of_a_chat() -> None:
     entry = TokenLogprobs(A, -0.5, 2, ((B, -0.1), (A, -0.5)))
-    whole = chat(num_top=1).full_answer([[piece(" a", A, logprobs=(entry,), finish_reason="stop")]])
+    whole = chat(logprobs=True, top_logprobs=1).full_answer([[piece(" a", A, logprobs=(entry,), finish_reason="stop")]])
     assert whole.choices[0].model_dump(mode="json")["logprobs"]["content"] == [
         {
             "token": " a",
@@ -197,7 +202,7 @@ def test_log_probabilities_of_a_chat() -> None:
 def test_log_probabilities_of_the_prompt_come_once() -> None:
     """With the first chunk, even where it is not that of the first piece."""
     first = piece("<tool", A, prompt_logprobs=(TokenLogprobs(2, -1.0, 1), TokenLogprobs(3, -2.0, 4)))
-    streamed = chat(num_prompt_top=0, new_parser=TOOLS)
+    streamed = chat(prompt_logprobs=0, new_parser=TOOLS)
     held, begun, later = [streamed.chunk(p) for p in (first, piece(" bar", B), piece("x", B))]
     assert held is None
     assert begun is not None
@@ -206,7 +211,7 @@ def test_log_probabilities_of_the_prompt_come_once() -> None:
     ranks = [token and {token_id: entry.rank for token_id, entry in token.items()} for token in begun.prompt_logprobs]
     assert ranks == [None, {2: 1}, {3: 4}]
     assert "prompt_logprobs" not in later.model_dump()
-    assert chat(num_prompt_top=0).full_answer([[first]]).prompt_logprobs == begun.prompt_logprobs
+    assert chat(prompt_logprobs=0).full_answer([[first]]).prompt_logprobs == begun.prompt_logprobs
     assert "prompt_logprobs" not in chat().full_answer([[first]]).model_dump()
 
 
@@ -231,7 +236,7 @@ def test_tool_calls_of_a_full_answer(text: str, end: Any, content: str | None, n
 
 def test_tool_calls_of_streamed_outputs() -> None:
     """Text that may be a call is held back with its log probabilities. At the end all text has been sent."""
-    answer = chat(num_top=0, new_parser=TOOLS)
+    answer = chat(logprobs=True, new_parser=TOOLS)
     begin, end = call("f")[:5], call("f")[5:]
     pieces = [
         piece("x", A, logprobs=(logprob(A, -1.0),)),

@@ -51,9 +51,13 @@ _BY_TYPE: dict[str, type[FolioError]] = {
     "server_error": EngineError,
 }
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
-_TOO_LARGE = {413: "body_too_large", 414: "url_too_long", 431: "headers_too_large"}
-# The rest of a refused body follows on this connection.
-_CLOSE: Headers = [(b"connection", b"close")]
+_UNREAD_CODES = {
+    400: "invalid_value",
+    408: "timeout",
+    413: "body_too_large",
+    414: "url_too_long",
+    431: "headers_too_large",
+}
 
 # A body may have as many faults as fields; unknown fields may have any name.
 _MAX_FAULTS, _MAX_NAME_CHARS = 5, 100
@@ -204,23 +208,10 @@ class HttpRefusal(FolioError):
         return HttpRefusal(401, answer, [(b"www-authenticate", challenge)])
 
     @staticmethod
-    def not_operator() -> HttpRefusal:
-        return HttpRefusal.from_error(ForbiddenError("this path is for operators; send an operator's API key"))
-
-    @staticmethod
-    def too_large(status: int, message: str) -> HttpRefusal:
-        """413, 414 or 431."""
-        return HttpRefusal(status, error_body(message, "invalid_request_error", None, _TOO_LARGE[status]), _CLOSE)
-
-    @staticmethod
-    def bad_length() -> HttpRefusal:
-        message = "Content-Length is not a number of bytes; send the body's length in decimal digits"
-        return HttpRefusal(400, error_body(message, "invalid_request_error", None, "invalid_value"), _CLOSE)
-
-    @staticmethod
-    def too_slow(timeout_s: float) -> HttpRefusal:
-        message = f"the body has not arrived in time (body_timeout_s={timeout_s:g}); send the request again"
-        return HttpRefusal(408, error_body(message, "timeout_error", None, "timeout"), _CLOSE)
+    def of_unread(status: int, message: str) -> HttpRefusal:
+        """A refusal before the body is read; the rest of the body follows on this connection."""
+        kind = "timeout_error" if status == 408 else "invalid_request_error"
+        return HttpRefusal(status, error_body(message, kind, None, _UNREAD_CODES[status]), [(b"connection", b"close")])
 
     @staticmethod
     def too_busy(limit: int, retry_after_s: float) -> HttpRefusal:

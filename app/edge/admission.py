@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -38,16 +37,13 @@ class AdmissionControl:
 
     def __init__(self, shedder: LoadShedder) -> None:
         self._shedder = shedder
-        self._num_in_flight = 0
+        self.num_in_flight = 0
         self._is_draining = False
-
-    @property
-    def num_in_flight(self) -> int:
-        return self._num_in_flight
 
     @contextmanager
     def try_admit(self) -> Iterator[float | None]:
-        """Admit a request from its head, see `AdmissionGate`. `admitted` within this context asks no second time."""
+        """Admit a request from its head: a context with `None`, in which `admitted` asks no second time, or with the
+        seconds until the request may enter."""
         retry_after_s = self._shedder.admission_delay_s(time.monotonic())
         if retry_after_s is not None:
             yield retry_after_s
@@ -75,11 +71,11 @@ class AdmissionControl:
             ticket.is_used = True
         elif (retry_after_s := self._shedder.admission_delay_s(time.monotonic())) is not None:
             raise overloaded_error(retry_after_s)
-        self._num_in_flight += 1
+        self.num_in_flight += 1
         try:
             yield
         finally:
-            self._num_in_flight -= 1
+            self.num_in_flight -= 1
 
     def start_draining(self) -> None:
         """Refuse all further requests."""
@@ -94,14 +90,6 @@ class AdmissionControl:
             )
 
 
-class AdmissionGate(Protocol):
-    """The decision behind load shedding."""
-
-    def try_admit(self) -> AbstractContextManager[float | None]:
-        """A context with `None` if the request may enter while it is open; else with the seconds until it may."""
-        ...
-
-
 class LoadSheddingMiddleware:
     """ASGI middleware around everything that costs more than a refusal.
 
@@ -110,7 +98,7 @@ class LoadSheddingMiddleware:
     only with CORS headers.
     """
 
-    def __init__(self, app: ASGIApp, gate: AdmissionGate, observer: EdgeObserver) -> None:
+    def __init__(self, app: ASGIApp, gate: AdmissionControl, observer: EdgeObserver) -> None:
         self._app = app
         self._gate = gate
         self._observer = observer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -14,10 +15,10 @@ from app.config.http import HttpSettings, RateLimits
 from app.edge.keys import KeyRing
 from app.edge.limits import IngressLimits
 from app.edge.quota import AddressQuotas, Quota
-from app.edge.request_body import ClientGone, Head, check_size, read_body, read_head, replay
+from app.edge.request_body import Head, check_size, read_body, read_head, replay
 from app.edge.request_log import log_request
-from app.errors import RateLimitError
-from app.http_errors import Headers, HttpRefusal, error_response
+from app.errors import ForbiddenError, RateLimitError
+from app.http_errors import HttpRefusal, error_response
 from app.request_context import CURRENT, EdgeObserver, RequestContext
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,6 @@ class Guard:
     Args:
         app: the guarded application.
         keys: valid API keys; `None`: no key is needed.
-        echoes_id: answers carry `x-request-id`; not where something in front, such as Serve's server, adds it.
         ingress_limits: of this ingress; `None`: address limits hold for this guard alone.
     """
 
@@ -48,18 +48,18 @@ class Guard:
         settings: HttpSettings,
         keys: KeyRing | None = None,
         *,
-        echoes_id: bool = True,
         observer: EdgeObserver | None = None,
         ingress_limits: IngressLimits | None = None,
     ) -> None:
         self._app = app
         self._settings = settings
         self._keys = keys
-        self._echoes_id = echoes_id
         self._observer = observer or EdgeObserver()
         self._addresses = None
         if settings.address_limits != RateLimits():
-            self._addresses = AddressQuotas(settings.address_limits, settings.max_addresses, ingress_limits)
+            self._addresses = AddressQuotas(
+                settings.address_limits, settings.max_addresses, ingress_limits or IngressLimits()
+            )
         self._num_running = 0
         self._mean_answer_s = 1.0
 
@@ -69,7 +69,7 @@ class Guard:
             return
         head = read_head(scope)
         context = RequestContext(self._settings, head.request_id, head.attempt_of)
-        reply = _Reply(send, context, self._echoes_id)
+        reply = _Reply(send, context)
         is_running = False
         token = CURRENT.set(context)
         try:
@@ -79,11 +79,11 @@ class Guard:
                 self._num_running += 1
                 is_running = True
             if head.has_body:
-                body = await read_body(receive, self._settings.max_body_bytes, self._settings.body_timeout_s)
+                body = await read_body(scope, receive, self._settings.max_body_bytes, self._settings.body_timeout_s)
                 context.num_body_bytes = len(body)
                 receive = replay(body, receive)
             await self._app(scope, receive, reply)
-        except (ClientGone, ClientDisconnect):
+        except ClientDisconnect:
             pass
         except HttpRefusal as refusal:
             self._observer.on_refused(refusal.answer.error.code or "")
@@ -125,7 +125,8 @@ class Guard:
         if not key.entry.operator and any(
             path == own or path.startswith(own + "/") for own in self._settings.operator_paths
         ):
-            raise HttpRefusal.not_operator()
+            error = ForbiddenError("this path is for operators; send an operator's API key")
+            raise HttpRefusal.from_error(error)
         return key.quota
 
     def _address_quota(self, scope: Scope) -> Quota | None:
@@ -143,6 +144,7 @@ def _begin(context: RequestContext, quota: Quota | None) -> None:
         raise HttpRefusal.from_error(error) from None
 
 
+@dataclass(slots=True)
 class _Reply:
     """`send` for the application: add headers to the answer and note its progress.
 
@@ -151,21 +153,20 @@ class _Reply:
         is_disconnected: sending failed.
     """
 
-    __slots__ = ("_context", "_echoes_id", "_send", "is_complete", "is_disconnected")
-
-    def __init__(self, send: Send, context: RequestContext, echoes_id: bool) -> None:
-        self._send = send
-        self._context = context
-        self._echoes_id = echoes_id
-        self.is_complete = False
-        self.is_disconnected = False
+    _send: Send
+    _context: RequestContext
+    is_complete: bool = False
+    is_disconnected: bool = False
 
     async def __call__(self, message: Message) -> None:
         context = self._context
         more = message.get("more_body", False)
         if message["type"] == "http.response.start":
             context.status = message["status"]
-            message = {**message, "headers": [*message.get("headers", ()), *self._headers()]}
+            message = {
+                **message,
+                "headers": [*message.get("headers", ()), (b"x-content-type-options", b"nosniff"), *context.headers()],
+            }
         elif more and context.first_byte_at is None:
             context.first_byte_at = time.monotonic()
         try:
@@ -180,12 +181,6 @@ class _Reply:
         for message in refusal.messages():
             await self(message)
 
-    def _headers(self) -> Headers:
-        headers = [(b"x-content-type-options", b"nosniff"), *self._context.headers()]
-        if self._echoes_id:
-            headers.append((b"x-request-id", self._context.request_id.encode()))
-        return headers
-
 
 def _path_of(scope: Scope) -> str:
     """The path within the application, which may be mounted below another path."""
@@ -197,7 +192,6 @@ def protect(
     api: FastAPI,
     settings: HttpSettings,
     *,
-    echoes_id: bool = True,
     observer: EdgeObserver | None = None,
     ingress_limits: IngressLimits | None = None,
 ) -> FastAPI:
@@ -205,9 +199,7 @@ def protect(
     keys = (
         None if settings.api_keys is None else KeyRing(settings.api_keys, settings.key_limits, observer, ingress_limits)
     )
-    api.add_middleware(
-        Guard, settings=settings, keys=keys, echoes_id=echoes_id, observer=observer, ingress_limits=ingress_limits
-    )
+    api.add_middleware(Guard, settings=settings, keys=keys, observer=observer, ingress_limits=ingress_limits)
     if settings.cors_origins:  # around the guard: preflights have no key, and pages must be able to read refusals
         api.add_middleware(
             CORSMiddleware,

@@ -21,12 +21,11 @@ class Quota:
     end, where that applies.
 
     Args:
-        ingress_limits: of this ingress; `None`: this quota alone.
         name: of the caller, the same in every ingress.
     """
 
-    def __init__(self, limits: RateLimits, ingress_limits: IngressLimits | None = None, name: str = "") -> None:
-        self._ingress_limits = ingress_limits or IngressLimits()
+    def __init__(self, limits: RateLimits, ingress_limits: IngressLimits, name: str = "") -> None:
+        self._ingress_limits = ingress_limits
         self._name = name
         self._num_running = 0
         self._changed_at = self._ingress_limits.clock()
@@ -157,10 +156,10 @@ class AddressQuotas:
     further addresses share one quota.
     """
 
-    def __init__(self, limits: RateLimits, max_addresses: int, ingress_limits: IngressLimits | None = None) -> None:
+    def __init__(self, limits: RateLimits, max_addresses: int, ingress_limits: IngressLimits) -> None:
         self._limits = limits
         self._max_addresses = max_addresses
-        self._ingress_limits = ingress_limits or IngressLimits()
+        self._ingress_limits = ingress_limits
         self._ingress_limits.on_unknown = self._add_announced
         self._quotas: OrderedDict[str, Quota] = OrderedDict()  # by last call, the latest last
         self._shared = Quota(limits, self._ingress_limits, _PREFIX + "*")

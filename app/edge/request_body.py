@@ -8,6 +8,7 @@ import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.config.http import HttpSettings
@@ -21,10 +22,6 @@ _READ_HEADERS = {b"x-request-id", b"authorization", b"x-api-key", b"content-leng
 _WITHOUT_BODY = {"GET", "HEAD", "OPTIONS"}
 # Bounds on reading a refused body, ample for honest clients. Others may find their connection reset.
 _MAX_DISCARDED_BYTES, _MAX_DISCARD_S = 64 << 20, 5.0
-
-
-class ClientGone(Exception):
-    """The client left before its body was complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,49 +66,47 @@ def check_size(scope: Scope, head: Head, settings: HttpSettings) -> None:
     """Raise `HttpRefusal` if URL, headers or announced body are too large."""
     num_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
     if num_bytes > (most := settings.max_url_bytes):
-        raise HttpRefusal.too_large(414, f"path and query have {num_bytes} bytes (max_url_bytes={most}); shorten them")
+        raise HttpRefusal.of_unread(414, f"path and query have {num_bytes} bytes (max_url_bytes={most}); shorten them")
     headers = scope["headers"]
     if len(headers) > (most := settings.max_headers):
-        raise HttpRefusal.too_large(431, f"the request has {len(headers)} headers (max_headers={most}); send fewer")
+        raise HttpRefusal.of_unread(431, f"the request has {len(headers)} headers (max_headers={most}); send fewer")
     num_bytes = sum(len(name) + len(value) for name, value in headers)
     if num_bytes > (most := settings.max_header_bytes):
-        raise HttpRefusal.too_large(431, f"the headers have {num_bytes} bytes (max_header_bytes={most}); shorten them")
+        raise HttpRefusal.of_unread(431, f"the headers have {num_bytes} bytes (max_header_bytes={most}); shorten them")
     if head.content_length is not None:
         if not _LENGTH.fullmatch(head.content_length):
-            raise HttpRefusal.bad_length()
+            raise HttpRefusal.of_unread(
+                400, "Content-Length is not a number of bytes; send the body's length in decimal digits"
+            )
         if int(head.content_length) > settings.max_body_bytes:
             raise _body_too_large(settings.max_body_bytes)
 
 
-async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
+async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
     """The whole body, so that a refusal comes before any route sees a part of it.
 
     Raises:
         HttpRefusal: the body is too long, or takes too long.
-        ClientGone: the client has left.
+        ClientDisconnect: the client has left.
     """
     chunks: list[bytes] = []
     num_bytes = 0
     try:
         async with asyncio.timeout(timeout_s):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                chunk = message.get("body", b"")
+            async for chunk in Request(scope, receive).stream():
                 num_bytes += len(chunk)
                 if num_bytes > max_bytes:
                     raise _body_too_large(max_bytes)
-                if chunk:
-                    chunks.append(chunk)
-                if not message.get("more_body", False):
-                    return b"".join(chunks)
+                chunks.append(chunk)
     except TimeoutError:
-        raise HttpRefusal.too_slow(timeout_s) from None
+        raise HttpRefusal.of_unread(
+            408, f"the body has not arrived in time (body_timeout_s={timeout_s:g}); send the request again"
+        ) from None
+    return b"".join(chunks)
 
 
 def _body_too_large(max_bytes: int) -> HttpRefusal:
-    return HttpRefusal.too_large(413, f"the body is too long (max_body_bytes={max_bytes}); shorten it")
+    return HttpRefusal.of_unread(413, f"the body is too long (max_body_bytes={max_bytes}); shorten it")
 
 
 def replay(body: bytes, receive: Receive) -> Receive:

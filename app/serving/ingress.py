@@ -147,13 +147,8 @@ class Ingress(GrpcIngress):
         gc.freeze()
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        # Serve's server echoes ids.
         api = protect(
-            build_api(self),
-            self._http or HttpSettings(),
-            echoes_id=False,
-            observer=self._edge,
-            ingress_limits=self._ingress_limits,
+            build_api(self), self._http or HttpSettings(), observer=self._edge, ingress_limits=self._ingress_limits
         )
         api.add_middleware(LoadSheddingMiddleware, gate=self._admission, observer=self._edge)
         api.add_middleware(ReadsRefusedBodies)

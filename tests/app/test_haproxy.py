@@ -56,7 +56,7 @@ def application() -> Application:
 def behind(application: Application) -> Iterator[int]:
     """The port of the ingress."""
     settings = HttpSettings(body_timeout_s=HURRIED_S, log_requests=False)
-    with ingress(Guard(application, settings, echoes_id=False)) as port:
+    with ingress(Guard(application, settings)) as port:
         yield port
 
 

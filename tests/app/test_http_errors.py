@@ -7,7 +7,15 @@ import re
 from pathlib import Path
 
 from app import errors, haproxy
-from app.http_errors import _HTTP_CODES, ErrorBody, HttpRefusal, error_response, http_error, validation_error
+from app.http_errors import (
+    _HTTP_CODES,
+    _UNREAD_CODES,
+    ErrorBody,
+    HttpRefusal,
+    error_response,
+    http_error,
+    validation_error,
+)
 
 Row = tuple[int, str, str | None]
 
@@ -31,11 +39,8 @@ def sent() -> set[Row]:
     raised -= {errors.FolioError, errors.ConfigError}  # the one is none, the other is not raised by requests
     refusals = [
         HttpRefusal.no_key(presented=True),
-        HttpRefusal.not_operator(),
-        HttpRefusal.bad_length(),
-        HttpRefusal.too_slow(1.0),
         HttpRefusal.too_busy(1, 1.0),
-        *(HttpRefusal.too_large(status, "x") for status in (413, 414, 431)),
+        *(HttpRefusal.of_unread(status, "x") for status in _UNREAD_CODES),
     ]
     bad_json = [{"type": "json_invalid", "loc": ("body", 0), "ctx": {"error": "x"}}]
     return {

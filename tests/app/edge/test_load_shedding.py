@@ -14,7 +14,8 @@ from urllib.parse import urlparse
 import pytest
 from fastapi import FastAPI, Request
 
-from app.edge.admission import LoadSheddingMiddleware
+from app.edge.admission import AdmissionControl, LoadSheddingMiddleware
+from app.fleet.overload import LoadShedder
 from app.request_context import EdgeObserver
 from tests.app.edge.asgi import call
 from tests.local_server import listening
@@ -30,10 +31,11 @@ class Counts(EdgeObserver):
         self.codes.append(code)
 
 
-class Gate:
+class Gate(AdmissionControl):
     """A gate with one answer for all requests."""
 
     def __init__(self, retry_after_s: float | None) -> None:
+        super().__init__(LoadShedder())
         self.retry_after_s = retry_after_s
 
     @contextmanager

@@ -153,7 +153,7 @@ def test_prompts_and_outputs_are_charged_as_tokens(clock: Clock) -> None:
 
 def test_an_end_without_a_beginning_is_a_defect() -> None:
     with pytest.raises(AssertionError):
-        Quota(RateLimits()).end()
+        Quota(RateLimits(), IngressLimits()).end()
 
 
 def test_the_number_of_addresses_is_bounded(clock: Clock) -> None:

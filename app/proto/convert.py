@@ -16,6 +16,8 @@ from app.proto import folio_pb2 as pb
 M = TypeVar("M")
 Fields = dict[str, Any]
 
+# Fields of JSON that say what the type of a message says.
+_IMPLIED = ("object", "deleted")
 _EARLY_STOPPING = {"true": True, "false": False}
 _SAMPLING = frozenset(field.name for field in pb.Sampling.DESCRIPTOR.fields)
 _SCHEDULING = frozenset(field.name for field in pb.Scheduling.DESCRIPTOR.fields)
@@ -95,7 +97,7 @@ def pin_body(message: pb.PinRequest) -> Fields:
 def answer_message(message: M, answer: Fields) -> M:
     """Fill the message of a completion, a chat completion or a chunk from JSON."""
     choices = [_choice_fields(choice) for choice in answer["choices"]]
-    return filled(message, _with_prompt_tokens(answer) | {"object": None, "choices": choices})
+    return filled(message, _with_prompt_tokens(answer) | {"choices": choices})
 
 
 def answer_fields(message: Any) -> Fields:
@@ -134,11 +136,11 @@ def plain(message: Any) -> Fields:
 
 
 def filled(message: M, fields: Mapping[str, Any]) -> M:
-    """Fill a message with fields of JSON other than null. Raises `RequestError` for unknown fields, and for values out
-    of range or of another type."""
+    """Fill a message with fields of JSON, without nulls and `_IMPLIED`. Raises `RequestError` for unknown fields, and
+    for values out of range or of another type."""
     known: Any = message
     for name, value in fields.items():
-        if value is None:
+        if value is None or name in _IMPLIED:
             continue
         if name not in known.DESCRIPTOR.fields_by_name:
             raise RequestError(f"{name} cannot be sent over gRPC; leave it out, or use http://", name)

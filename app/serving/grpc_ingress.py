@@ -55,19 +55,19 @@ class _Call(Generic[M]):
 
     Attributes:
         kind: type of the answer's messages.
-        filled: fills such a message with the fields of the answer's JSON.
         fields: makes the fields of the body; `None`: no body.
         num_bytes: size of the message that the body is made of.
         session: a hint for routing.
+        filled: fills a message with the fields of the answer's JSON.
     """
 
     method: str
     path: str
     kind: type[M]
-    filled: Callable[[M, Fields], M]
     fields: Callable[[], Fields] | None = None
     num_bytes: int = 0
     session: str | None = None
+    filled: Callable[[M, Fields], M] = convert.filled
 
 
 class GrpcIngress:
@@ -103,23 +103,25 @@ class GrpcIngress:
 
     async def Pin(self, request: pb.PinRequest, grpc_context: Context) -> pb.PinCard:  # noqa: N802
         fields = partial(convert.pin_body, request)
-        call = _Call("POST", "/v1/pins", pb.PinCard, _filled, fields, request.ByteSize())
+        call = _Call("POST", "/v1/pins", pb.PinCard, fields, request.ByteSize())
         return await self._whole(call, grpc_context)
 
     async def Unpin(self, request: pb.UnpinRequest, grpc_context: Context) -> pb.PinDeleted:  # noqa: N802
-        return await self._whole(_Call("DELETE", f"/v1/pins/{request.name}", pb.PinDeleted, _filled), grpc_context)
+        return await self._whole(_Call("DELETE", f"/v1/pins/{request.name}", pb.PinDeleted), grpc_context)
 
     async def Pins(self, request: pb.PinsRequest, grpc_context: Context) -> pb.PinList:  # noqa: N802
-        return await self._whole(_Call("GET", "/v1/pins", pb.PinList, _filled_list), grpc_context)
+        return await self._whole(_Call("GET", "/v1/pins", pb.PinList), grpc_context)
 
     async def Load(self, request: pb.LoadRequest, grpc_context: Context) -> pb.LoadReport:  # noqa: N802
-        return await self._whole(_Call("GET", "/v1/load", pb.LoadReport, _filled), grpc_context)
+        return await self._whole(_Call("GET", "/v1/load", pb.LoadReport), grpc_context)
 
     async def Report(self, request: pb.ReportRequest, grpc_context: Context) -> pb.MemoryReports:  # noqa: N802
-        return await self._whole(_Call("GET", "/v1/load/memory", pb.MemoryReports, _filled_reports), grpc_context)
+        return await self._whole(
+            _Call("GET", "/v1/load/memory", pb.MemoryReports, filled=_filled_reports), grpc_context
+        )
 
     async def Ready(self, request: pb.ReadyRequest, grpc_context: Context) -> pb.ReadyReply:  # noqa: N802
-        return await self._whole(_Call("GET", "/ready", pb.ReadyReply, _filled), grpc_context)
+        return await self._whole(_Call("GET", "/ready", pb.ReadyReply), grpc_context)
 
     async def _whole(self, call: _Call[M], context: Context) -> M:
         async with aclosing(self._sent(call, context)) as parts:
@@ -189,7 +191,7 @@ def _generation(path: str, kind: type[M], request: Any, body: Callable[[Any], Fi
         return body(request) | {"stream": streams}
 
     session = request.scheduling.session or None
-    return _Call("POST", path, kind, convert.answer_message, fields, request.ByteSize(), session)
+    return _Call("POST", path, kind, fields, request.ByteSize(), session, convert.answer_message)
 
 
 def _json(fields: Callable[[], Fields]) -> bytes:
@@ -199,15 +201,6 @@ def _json(fields: Callable[[], Fields]) -> bytes:
         raise RequestError(f"half of a surrogate pair is no text: {error}") from None
     except ValueError as error:
         raise RequestError(f"a number is not finite: {error}") from None
-
-
-def _filled(message: M, answer: Fields) -> M:
-    return convert.filled(message, {name: value for name, value in answer.items() if name not in ("object", "deleted")})
-
-
-def _filled_list(message: M, answer: Fields) -> M:
-    cards = [{name: value for name, value in card.items() if name != "object"} for card in answer["data"]]
-    return convert.filled(message, {"data": cards})
 
 
 def _filled_reports(message: M, answer: Fields) -> M:

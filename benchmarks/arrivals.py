@@ -20,7 +20,7 @@ Row = tuple[float, int, int]
 
 
 def asks(lengths: Lengths, vocabulary: int, seed: int, at_s: Sequence[float] | None = None) -> list[Ask]:
-    """Requests of these lengths, with prompts of random tokens that nobody has seen before."""
+    """Requests of these lengths, with random prompts that share no prefix."""
     rng = np.random.default_rng(seed)
     times = [0.0] * len(lengths) if at_s is None else at_s
     return [
@@ -40,16 +40,16 @@ def poisson(rate: float, duration_s: float, seed: int) -> list[float]:
 
 
 def replay(path: Path | None, rate: float, duration_s: float, longest: int, seed: int) -> tuple[list[Row], str]:
-    """The first requests of a trace, its time scaled so that `rate` of them come in a second on average.
+    """The first requests of a trace, in time scaled to a mean rate of `rate` requests a second.
 
     Args:
-        path: an Azure LLM inference trace (CSV) or a Mooncake trace (JSONL), see `benchmarks.workloads` and
-            `benchmarks.simulator.traffic` for where they are from. The arrivals are Poisson and the lengths synthetic,
-            with the Azure code trace's means, if that is no file.
-        longest: prompts are clipped so that they and their outputs fit into as many tokens, outputs to half of it.
+        path: an Azure LLM inference trace (CSV) or a Mooncake trace (JSONL); `benchmarks.workloads` and
+            `benchmarks.simulator.traffic` name their origins. Without such a file, arrivals are Poisson and lengths are
+            synthetic, with the Azure code trace's means.
+        longest: bound of prompt and output together, in tokens; outputs are clipped to half of it.
 
     Returns:
-        the requests, and where they are from.
+        the requests, and the name of their source.
     """
     count = max(2, round(rate * duration_s))
     if path is None or not path.is_file():
@@ -70,7 +70,7 @@ def replay(path: Path | None, rate: float, duration_s: float, longest: int, seed
 def _azure(path: Path) -> Iterator[Row]:
     with path.open() as file:
         for row in csv.DictReader(file):
-            # Seven decimal places, and Python takes six.
+            # The trace has seven decimal places; Python parses six.
             at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
             yield at, int(row["ContextTokens"]), int(row["GeneratedTokens"])
 

@@ -19,7 +19,7 @@ from app.engine.model.loader import load_tokenizer
 if TYPE_CHECKING:
     import httpx
 
-# Of the engines that are asked.
+# Of the engines under test.
 DTYPE = "float32"
 REQUEST_TIMEOUT_S = 120.0
 WAIT_BEFORE_RETRY_S = 0.2
@@ -29,16 +29,16 @@ OUTCOMES = ("answered", "to be sent again", "broken off", "cut off", "no connect
 
 @dataclass
 class Outcomes:
-    """What became of the requests.
+    """Outcomes of requests.
 
-    answered; refused with an error that says that it may be sent again; a stream that has ended with such an error; one
-    that has lost its connection in the middle, which no client takes for its end; a connection that was refused, or
-    lost before an answer began; other errors; wrong answers; and lost: without any end.
+    "answered"; "to be sent again": refused with a retryable error; "broken off": a stream that ended with a retryable
+    error; "cut off": a stream that lost its connection before the end mark; "no connection": refused, or lost before an
+    answer began; "other error"; "wrong"; "lost": no end at all.
 
     Attributes:
-        said: messages of errors that say so, without numbers.
-        wrong: (question, answer) of the wrong answers to questions.
-        last_answered: when the last right answer was asked for, and when it came.
+        said: messages of retryable errors, without numbers.
+        wrong: (question, answer) of wrong answers.
+        last_answered: times at which the last rightly answered request was sent and answered.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -48,8 +48,8 @@ class Outcomes:
     last_answered: tuple[float, float] = (0.0, 0.0)  # (sent, answered)
 
     def forgive_model(self) -> int:
-        """The built-in model is wrong once in a thousand questions. What it says of one in peace, too, counts as
-        answered from now on; returns how many answers do so."""
+        """Count wrong answers that the model also gives without faults as answered: about one in a thousand. Returns
+        their number."""
         if not self.wrong:
             return 0
         tokenizer: Any = load_tokenizer("builtin")
@@ -68,7 +68,7 @@ class Outcomes:
 
 
 class Client(threading.Thread):
-    """Asks again and again; every third request is a stream."""
+    """Sends requests until stopped; every third one is a stream."""
 
     def __init__(self, url: str, seed: int, outcomes: Outcomes, stop: threading.Event) -> None:
         super().__init__(daemon=True)
@@ -99,7 +99,7 @@ class Client(threading.Thread):
                     self._outcomes.last_answered = max(self._outcomes.last_answered, (sent, time.monotonic()))
 
     def _look_up(self, client: httpx.Client) -> str:
-        """Which key some room has."""
+        """Ask for the key of a room."""
         keys = {room: self._random.randrange(10, 99) for room in self._random.sample(range(100, 999), 8)}
         room = self._random.choice(list(keys))
         question = " ".join(f"The key of room {r} is {key}." for r, key in keys.items())
@@ -116,7 +116,7 @@ class Client(threading.Thread):
         return "wrong"
 
     def _stream(self, client: httpx.Client) -> str:
-        """So many tokens, whatever they are."""
+        """Stream `NUM_TOKENS` tokens."""
         import httpx
 
         options = {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
@@ -142,7 +142,7 @@ class Client(threading.Thread):
         return "lost" if last != "[DONE]" else "wrong"
 
     def _judge(self, status: int, text: str) -> str:
-        """Of an answer that is none: whether it says so properly."""
+        """The outcome of an error answer: whether it is a proper, retryable error."""
         code, message = None, ""
         with suppress(ValueError, KeyError, TypeError):
             code, message = (json.loads(text)["error"][key] for key in ("code", "message"))

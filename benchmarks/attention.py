@@ -49,13 +49,13 @@ class Heads:
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one token in one layer."""
+        """Size of one token's keys and values in one layer."""
         return 2 * self.num_kv_heads * self.dim * DTYPE.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`batch` sequences of `length` cached tokens, of which the last `queries` attend."""
+    """`batch` sequences of `length` cached tokens; the last `queries` of each attend."""
 
     batch: int
     length: int
@@ -64,16 +64,16 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """How much of what is measured where.
+    """Sizes of the measurements on a device.
 
     Attributes:
-        num_layers: whose tokens lie together in the interleaved layout.
-        cold_bytes: a case reads so much before it reads anything again.
-        filled_length: cached tokens of the sequences that keep the device busy.
-        page_bytes: the smallest page, if larger ones are measured beside it.
+        num_layers: layers whose tokens lie side by side in the interleaved layout.
+        cold_bytes: bytes that a case reads before it reads any of them again, so that none is in a cache.
+        filled_length: cached tokens of the sequences that fill the device.
+        page_bytes: the smallest page size, if larger ones are measured as well.
         footprints: cases of `--footprints`.
-        limit_bytes, limit_size: what is copied, and the side of the matrix, to know the limits.
-        least_s: that one measurement takes.
+        limit_bytes, limit_size: bytes copied, and side of the matrix, for the device's limits.
+        least_s: least time of one measurement.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Row:
 
     @property
     def work(self) -> float:
-        """Bytes that a decode reads, or operations that a chunk takes (two products, masked parts left out)."""
+        """Bytes that a decode reads, or operations of a prefill chunk (two products, without masked parts)."""
         heads, case = SHAPES[self.shape], self.case
         if case.queries == 1:
             return case.batch * case.length * heads.token_bytes
@@ -114,7 +114,7 @@ class Row:
 
     @property
     def share(self) -> float:
-        """Of the limit."""
+        """Share of the limit."""
         shares = (self.work / s / limit for s, limit in zip(self.seconds, self.limits, strict=True))
         return statistics.median(shares)
 
@@ -155,8 +155,8 @@ PREFILLS = (Case(1, 512, 512), Case(1, 2048, 2048), Case(4, 512, 512), Case(1, 8
 
 def main() -> None:
     parser = harness.arguments(__doc__, devices=tuple(DEVICES))
-    parser.add_argument("--footprints", action="store_true", help="also measure decodes over growing amounts of memory")
-    parser.add_argument("--tiny", action="store_true", help="as little as possible of everything, on the CPU")
+    parser.add_argument("--footprints", action="store_true", help="also measure decodes over growing footprints")
+    parser.add_argument("--tiny", action="store_true", help="smallest sizes, on the CPU")
     args = parser.parse_args()
     args.quick |= args.tiny
     device = TINY if args.tiny else DEVICES[args.device]
@@ -170,7 +170,7 @@ def main() -> None:
                 cases, before = _cases(args, device, first=i == 0), len(rows)
                 with _setting(device, heads, layout, block_tokens, cases) as setting:
                     for case in cases:
-                        # The figures rest on it, and others use the memory, too.
+                        # The figures depend on it, and other processes use the memory, too.
                         often = case == _filled(device) and not args.quick
                         rows += _noted(_measure(device, setting, name, case, 3 if often else 1), setting)
                     _summary(f"{name}, {layout}, blocks of {setting.block_tokens}", rows[before:], device)
@@ -185,8 +185,8 @@ def main() -> None:
 
 
 def _block_sizes(args: argparse.Namespace, device: Device, heads: Heads, layout: LayoutKind) -> tuple[int, ...]:
-    """The first one is measured at all lengths. Where pages are large they are measured once, four and, interleaved,
-    sixteen times as large as they must be: shorter blocks would be padding."""
+    """Block sizes; the first one is measured at all lengths. With large pages: one, four and (interleaved) sixteen
+    times the smallest block that fills a page."""
     if device.page_bytes is None:
         return BLOCKS[:1] if args.quick else BLOCKS
     token_bytes = heads.token_bytes * device.num_layers if layout == "interleaved" else heads.token_bytes // 2
@@ -211,12 +211,12 @@ def _cases(args: argparse.Namespace, device: Device, *, first: bool) -> list[Cas
 
 
 def _filled(device: Device) -> Case:
-    """As many sequences of some thousand tokens as keep the whole device busy."""
+    """Enough sequences of some thousand tokens to fill the device."""
     return Case(device.most_tokens // 4 // device.filled_length, device.filled_length)
 
 
 def _noted(rows: list[Row], setting: Setting) -> list[Row]:
-    """The same rows, each recorded at once."""
+    """The same rows, each recorded as it comes."""
     for row in rows:
         record(
             "attention",
@@ -290,7 +290,7 @@ def _setting(
     *,
     all_layers: bool = False,
 ) -> Iterator[Setting]:
-    """With `all_layers` each is read; else it is one, which has more sequences, so that no cache holds them."""
+    """With `all_layers`, all layers are read; otherwise one layer with more sequences, so that no cache holds them."""
     num_layers = device.num_layers if layout == "interleaved" or all_layers else 1
 
     def num_sets(case: Case) -> int:
@@ -333,7 +333,7 @@ def _setting(
 
 
 def _fill(memory: KVMemory, num_blocks: int, block_tokens: int, layers: Sequence[int]) -> None:
-    """Write random numbers everywhere in these layers, and leave the free blocks in random order."""
+    """Write random numbers everywhere in these layers, and shuffle the free blocks."""
     sequences = []
     for _ in range(num_blocks):
         sequences.append(memory.create_sequence("block_table"))
@@ -352,14 +352,14 @@ def _fill(memory: KVMemory, num_blocks: int, block_tokens: int, layers: Sequence
 
 
 def _num_sets(device: Device, heads: Heads, case: Case) -> int:
-    """Sets of sequences of a case, so many that reading all of them leaves nothing of the first in a cache."""
+    """Number of sets of sequences of a case: reading all of them evicts the first from every cache."""
     return max(1, -(-device.cold_bytes // (case.batch * case.length * heads.token_bytes)))
 
 
 def _measure(
     device: Device, setting: Setting, shape: str, case: Case, times: int, providers: Sequence[str] = ()
 ) -> list[Row]:
-    """Every kernel in every view that it can read, in turn, `times` as often as usual."""
+    """Measure every kernel in every view that it can read, in turn, `times` as often as usual."""
     memory = setting.memory
     sets: list[list[SequenceMemory]] = []
     for _ in range(_num_sets(device, setting.heads, case) if len(setting.caches["region"]) == 1 else 1):
@@ -375,7 +375,7 @@ def _measure(
             batches = [_batch(setting, sequences, view, case).to(query.device) for sequences in sets]
             for name in providers or device.providers:
                 if name == "sdpa" and view == "block_table":
-                    continue  # it would measure the gathering
+                    continue  # otherwise the gathering would be measured
                 run = _run(name, setting, view, batches, query, device.least_s)
                 if run is not None:
                     runs.append((Row(shape, setting.layout, setting.block_tokens, view, name, case), run))
@@ -385,7 +385,7 @@ def _measure(
             except RuntimeError as error:
                 if row.provider == device.providers[0]:
                     raise
-                runs.remove((row, run))  # another kernel's failure costs its own figures
+                runs.remove((row, run))  # a failed kernel has no figures; the others go on
                 record("attention kernel failed", f"{row.provider} failed: {error}"[:300], case=asdict(case))
         limit = _read_limit if case.queries == 1 else _matrix_limit
         for _ in range(device.repeats * times):
@@ -423,8 +423,8 @@ _PROVIDERS: dict[tuple[str, str], AttentionProvider | None] = {}
 def _run(
     name: str, setting: Setting, view: View, batches: Sequence[VarlenBatch], query: torch.Tensor, least_s: float
 ) -> Callable[[], float] | None:
-    """A function that attends over every batch in every layer and says how long one took; `None` if the kernel
-    cannot."""
+    """A function that attends over every batch in every layer and returns the seconds of one pass; `None` if the kernel
+    cannot run the case."""
     layers = setting.caches[view]
     key, value = layers[0]
     masking = Masking(setting.heads.dim**-0.5)
@@ -460,8 +460,8 @@ def _wait(query: torch.Tensor) -> None:
 
 
 def _read_limit(device: Device) -> float:
-    """Bytes a second: read by all threads; on CUDA read and written by a copy."""
-    if device.name == "cpu" and device.page_bytes is None:  # not the tiny one, which goes the way of CUDA
+    """Bytes a second that all threads read; on CUDA bytes that a copy reads and writes."""
+    if device.name == "cpu" and device.page_bytes is None:  # not for tiny sizes, which follow the CUDA path
         return harness.read_bandwidth(1 << 28, repeats=3)
     source = torch.ones(device.limit_bytes // 4, dtype=torch.int32, device=device.name)
     target = torch.empty_like(source)
@@ -497,7 +497,7 @@ def _figures(rows: Sequence[Row], device: Device) -> dict[str, float]:
             for view in ("region", "block_table"):
                 [row, *_] = [r for r in filled if (r.shape, r.layout, r.view) == (shape, layout, view)]
                 figures[f"decode_share_{shape}_{layout}_{view}"] = row.share
-    # Keys and values of a layer side by side, contiguous: what the kernel makes of memory as such.
+    # Keys and values of a layer side by side, contiguous: the kernel's speed without block tables or mappings.
     figures["decode_share_of_bandwidth"] = figures["decode_share_Llama-3-8B_per_layer_region"]
     pairs = [
         (region, table)

@@ -19,10 +19,11 @@ START_S, STOP_S = 300.0, 30.0
 
 
 class BareEngine:
-    """Made by `bare_engine`. Each call is a run of its own, as `load.open_loop` and `load.closed_loop`.
+    """An engine in a process of its own, made by `bare_engine`. Each call is one run, as of `load.open_loop` and
+    `load.closed_loop`.
 
     Raises:
-        RuntimeError: the process has failed; its traceback is in the message.
+        RuntimeError: the process has failed; the message has its traceback.
     """
 
     def __init__(self, connection: Connection, pid: int) -> None:
@@ -58,7 +59,7 @@ class BareEngine:
 @contextmanager
 def bare_engine(settings: dict[str, Any]) -> Iterator[BareEngine]:
     """Args: settings: of `EngineConfig`."""
-    context = multiprocessing.get_context("spawn")  # a fork would have this process's threads' locks, held for ever
+    context = multiprocessing.get_context("spawn")  # a fork would inherit locks held by this process's threads
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, settings), daemon=True)
     process.start()
@@ -95,7 +96,7 @@ def _serve(connection: Connection, settings: dict[str, Any]) -> None:
 
 
 async def _send(engine: AsyncEngine, ask: Ask, record: Record, clock: Clock) -> None:
-    """A `load.Send`, once the engine is given."""
+    """A `load.Send` for an engine."""
     record.sent_s = clock.now()
     params = SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, ignore_eos=True)
     async for deltas in engine.generate(ask.prompt, params):

@@ -34,7 +34,7 @@ NUM_CLIENTS = 8
 INGRESSES, HAPROXY = "two ingresses, killed one after the other", "HAProxy, killed"
 BETWEEN_KILLS_S = (2.0, 6.0)
 BACK_TIMEOUT_S = 300.0
-SETTLED_S = 3.0  # clients ask before and after each change
+SETTLED_S = 3.0  # of load before and after each change
 METRICS_PERIOD_S = 10.0  # Ray's
 
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
 
 @contextmanager
 def _asked(app: Served, phases: dict[str, Outcomes], name: str) -> Iterator[None]:
-    """Clients ask meanwhile, and a while before and after."""
+    """Run clients within this context, and a while before and after it."""
     outcomes, stop = phases.setdefault(name, Outcomes()), threading.Event()
     clients = [Client(app.url, seed, outcomes, stop) for seed in range(NUM_CLIENTS)]
     for client in clients:
@@ -104,11 +104,11 @@ def _asked(app: Served, phases: dict[str, Outcomes], name: str) -> Iterator[None
 
 
 def _kill(app: Served, count: int, deployment: str) -> None:
-    """Kill a process of the deployment whenever two run."""
+    """Kill a process of the deployment whenever two are running."""
     rng = random.Random(0)
     title = f"ray::ServeReplica:{NAME}:{deployment}"
 
-    def two_run() -> bool:  # the controller may not have heard yet
+    def two_run() -> bool:  # the controller may not know yet
         return app.running(deployment) == 2 and len(processes_called(title)) == 2
 
     for number in range(count):
@@ -123,7 +123,7 @@ def _kill(app: Served, count: int, deployment: str) -> None:
 
 
 def _kill_haproxy(app: Served, count: int) -> None:
-    """Kill every HAProxy, also those that end with their last streams, when the server has been well for a while."""
+    """Kill every HAProxy, including old ones with last streams, once the server has been well for a while."""
     import httpx
     import psutil
 
@@ -150,7 +150,7 @@ def _has_ended(pid: int, title: str) -> bool:
 
 
 def _repeated_calls() -> int:
-    """As Prometheus would read it from Ray: calls of replicas that ingresses have sent again, of those that live."""
+    """Retried calls of all living ingresses, as Prometheus would read them from Ray."""
     import httpx
     import ray
 
@@ -164,5 +164,5 @@ def _print(phases: dict[str, Outcomes], sent_again: int, models_own: int) -> Non
     print(f"\n{'':44}" + "".join(f"{what:>18}" for what in OUTCOMES))
     for name, outcomes in phases.items():
         print(f"{name:44}" + "".join(f"{outcomes.counts[what]:18}" for what in OUTCOMES))
-    print(f"calls of replicas that were sent again: {sent_again}")
-    print(f"answers that the model has wrong in peace, too: {models_own}")
+    print(f"retried calls of replicas: {sent_again}")
+    print(f"wrong answers that the model gives without faults, too: {models_own}")

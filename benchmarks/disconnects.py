@@ -32,7 +32,7 @@ from benchmarks.served import cluster
 NAME = "folio-disconnects"
 AT_ONCE = 24
 DEADLINE_S = 120.0
-# How long after it was sent a request is given up: from at once to when all kinds are under way.
+# Times between sending and disconnecting: from at once until requests of all kinds are in flight.
 PATIENCE_S = (0.0, 0.02, 0.1, 0.5, 1.5)
 PHASES = ("headers", "body", "sent", "events")
 MANNERS = ("reset", "close", "half-close", "stall")
@@ -42,13 +42,14 @@ _TOOL = {"type": "function", "function": {"name": "find_key", "parameters": _SCH
 
 @dataclass(frozen=True)
 class Disconnect:
-    """One request that is broken off.
+    """A request whose client disconnects.
 
     Attributes:
-        phase: in the request's headers, in its body, some time after it was sent, or after some bytes of the answer.
-        manner: how.
-        patience_s: how long to wait after sending, and while stalling or half closed.
-        num_bytes: of the answer, a stream, to be read in the phase "events".
+        phase: of the disconnection: within the headers, within the body, a time after sending, or after some bytes of
+            the answer.
+        manner: of the disconnection.
+        patience_s: wait after sending, and while stalling or half closed.
+        num_bytes: bytes of the streamed answer to read in the phase "events".
     """
 
     path: str
@@ -60,7 +61,7 @@ class Disconnect:
 
 
 def disconnects(count: int, seed: int) -> Iterator[Disconnect]:
-    """Every phase and manner about equally often."""
+    """Disconnections of every phase and manner, about equally often."""
     rng = random.Random(seed)
     pairs = list(itertools.product(PHASES, MANNERS)) * -(-count // (len(PHASES) * len(MANNERS)))
     rng.shuffle(pairs)
@@ -96,7 +97,7 @@ def _request(rng: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 async def break_off(port: int, what: Disconnect) -> str:
-    """Carry it out. Returns what had come of the answer: "nothing", "begun", "complete"."""
+    """Send the request and disconnect. Returns the state of the answer: "nothing", "begun", "complete"."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     content = json.dumps(what.body).encode()
     head = (
@@ -137,7 +138,7 @@ async def break_off(port: int, what: Disconnect) -> str:
 
 
 async def break_off_many(port: int, count: int, seed: int = 0, at_once: int = AT_ONCE) -> Counter[str]:
-    """Carry out so many. Returns how often what had come of the answers, by phase and manner."""
+    """`break_off` for `count` requests. Returns the number of each state, by phase and manner."""
     outcomes: Counter[str] = Counter()
     slots = asyncio.Semaphore(at_once)
 
@@ -152,7 +153,7 @@ async def break_off_many(port: int, count: int, seed: int = 0, at_once: int = AT
 
 
 async def ask_meanwhile(port: int, done: asyncio.Event, seed: int = 0) -> Counter[str]:
-    """Look-ups, one after the other, until `done`. Returns how many were answered "right", and what else came."""
+    """Send look-ups one after the other until `done`. Returns the number of "right" answers, and of other outcomes."""
     import httpx
 
     rng, outcomes = random.Random(seed), Counter[str]()
@@ -167,13 +168,13 @@ async def ask_meanwhile(port: int, done: asyncio.Event, seed: int = 0) -> Counte
 
 
 def leftovers(handle: Any, port: int, application: str, known_connections: int = 0) -> dict[str, int]:
-    """What there still is: bytes that requests own, requests in replicas, connections to the server beyond those that
-    are known; zeros are left out."""
+    """Nonzero leftovers: bytes owned by requests, requests in replicas, and connections to the server beyond the known
+    ones."""
     import ray
 
     connections = num_connections(port)
     found = {"bytes": sum(report.active_bytes for report in handle.reports.remote().result().values())}
-    if connections > known_connections:  # of the known ones some may have been closed
+    if connections > known_connections:  # some known ones may have been closed
         found["connections"] = connections
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["name"].startswith(f"SERVE_REPLICA::{application}#"):
@@ -183,11 +184,11 @@ def leftovers(handle: Any, port: int, application: str, known_connections: int =
 
 
 def wait_until_nothing_is_left(handle: Any, port: int, application: str, known_connections: int = 0) -> float:
-    """Seconds that it took; then the books of every engine are audited.
+    """Wait until there are no leftovers, and check the memory of every engine. Returns the seconds waited.
 
     Raises:
-        TimeoutError: something still is there after `DEADLINE_S`.
-        EngineError: an engine's books do not add up.
+        TimeoutError: there are leftovers after `DEADLINE_S`.
+        EngineError: an engine's memory is inconsistent.
     """
     start = time.monotonic()
     while left := leftovers(handle, port, application, known_connections):
@@ -198,18 +199,18 @@ def wait_until_nothing_is_left(handle: Any, port: int, application: str, known_c
 
 
 def num_connections(port: int) -> int:
-    """Connections that the server at `port` has not closed, as the kernel sees them."""
+    """Open connections of the server at `port`, by the kernel's table."""
     count = 0
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
             _, local, _, state, *_ = line.split()
-            # 0A listens; 06, TIME_WAIT, has no owner any more.
+            # 0A is LISTEN; 06, TIME_WAIT, has no owner.
             count += int(local.split(":")[1], 16) == port and state not in ("0A", "06")
     return count
 
 
 async def crowd(port: int, count: int, seed: int = 0) -> tuple[Counter[str], Counter[str]]:
-    """Break off so many requests while four clients ask properly. Returns what came of both."""
+    """Run disconnections while four other clients ask. Returns the outcomes of both."""
     done = asyncio.Event()
     asking = [asyncio.create_task(ask_meanwhile(port, done, seed + i)) for i in range(4)]
     try:
@@ -227,7 +228,7 @@ def main() -> None:
     from app.main import AppArgs, build
 
     count = 60 if args.quick else 500
-    # Room for few: requests wait, and are preempted.
+    # Little memory: requests wait, and are preempted.
     engine = EngineConfig(model="builtin", dtype="float32", kv_memory_bytes=24 << 20, max_num_seqs=12)
     with cluster() as url:
         port = int(url.rpartition(":")[2])
@@ -240,7 +241,7 @@ def main() -> None:
         print(f"{phase:8} {manner:11} {of['nothing']:4} nothing {of['begun']:4} begun {of['complete']:4} complete")
     wrong = {text: number for text, number in answers.items() if text != "right"}
     print(f"meanwhile {answers['right']} right answers, and {sum(wrong.values())} others {list(wrong)[:5]}")
-    print(f"nothing was left {empty_after_s:.2f} s after the last one; the books add up")
+    print(f"nothing was left {empty_after_s:.2f} s after the last one; the memory is consistent")
     figures = {
         "disconnects": sum(outcomes.values()),
         "right_answers": answers["right"],

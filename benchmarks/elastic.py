@@ -41,26 +41,26 @@ from benchmarks.throughput import make_checkpoint
 NUM_LAYERS = 4
 SHAPES = {"cpu": None, "cuda": "llama-3-8b"}
 TINY_SHAPE = "tiny"
-# "Given back" is when at most this share of the peak is left.
+# Memory counts as given back at this share of the peak.
 IDLE_SHARE = 0.02
 SAMPLE_S = 0.005
-# Seconds between bursts: the longest delay of release outlasts all, the shortest none.
+# Seconds between bursts: the longest delay of idle release exceeds all of them, the shortest none.
 GAPS_S, TIMES_AS_SHORT = (2, 20, 60, 20), 20
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The model and the load.
+    """Model and load.
 
     Attributes:
-        shape: of `benchmarks.sweep`, its weights made on the device; None: Qwen2.5-0.5B's, read from a checkpoint.
-        token_bytes: of a token's keys and values.
-        page_bytes: the smallest.
-        num_requests, repeats: at saturation, of which `at_once` run at once if there is room.
-        waves: requests at once while the curve is noted.
-        idle_s: before and after them. Before: what starting took has gone back in the second half.
-        factors: pages of a block are so many times as large as the smallest.
-        delays_s: of idle release; these and the gaps between bursts are `times_as_short` here.
+        shape: of `benchmarks.sweep`, with weights made on the device; `None`: Qwen2.5-0.5B's, from a checkpoint.
+        token_bytes: keys and values of a token.
+        page_bytes: the smallest page size.
+        num_requests, repeats: at saturation; `at_once` run at once if there is room.
+        waves: requests at once while the curve is recorded.
+        idle_s: time before and after the waves; in its second half, memory of the start has been released.
+        factors: block sizes, as multiples of the smallest page.
+        delays_s: of idle release; these and the gaps between bursts are divided by `times_as_short`.
     """
 
     device: str
@@ -95,7 +95,7 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
 
 
 class Sampler(threading.Thread):
-    """Notes physical KV bytes over time: as the kernel sees them, or as the engine reports them on CUDA."""
+    """Samples physical KV bytes: by the kernel's figures, or by the engine's report on CUDA."""
 
     def __init__(self, llm: LLM, sizes: Sizes) -> None:
         super().__init__(daemon=True)
@@ -122,7 +122,7 @@ def kv_bytes() -> int:
         try:
             if "memfd:folio-kv" in str(entry.readlink()):
                 total += entry.stat().st_blocks * 512
-        except OSError:  # the descriptor that lists the folder is gone by now
+        except OSError:  # the descriptor of the listing itself is closed by now
             continue
     return total
 
@@ -133,7 +133,7 @@ def make_prompts(sizes: Sizes, count: int, seed: int = 0) -> list[list[int]]:
 
 
 def run(llm: LLM, sizes: Sizes, count: int, seed: int) -> float:
-    """Output tokens a second of so many prompts at once."""
+    """Output tokens a second of `count` prompts at once."""
     params = SamplingParams(max_tokens=sizes.new_tokens, temperature=0, ignore_eos=True)
     prompts = make_prompts(sizes, count, seed)
     start = time.perf_counter()
@@ -153,7 +153,7 @@ def write_model(folder: Path, sizes: Sizes) -> None:
 
 
 def make_engine(folder: str, sizes: Sizes, *, static: bool = False, **settings: Any) -> LLM:
-    """A budget that a little more than half of the requests of a full load fill."""
+    """An engine whose budget holds a little more than half of the requests of a full load."""
     num_tokens = sizes.prompt_tokens + sizes.new_tokens
     budget = round(0.6 * sizes.at_once * num_tokens * sizes.token_bytes)
     choices: dict[str, Any] = {"prefix_cache_release_s": 0.5, "kv_memory_bytes": budget} | settings
@@ -176,7 +176,7 @@ def finish(llm: LLM) -> None:
 
 
 def follow_load(llm: LLM, sizes: Sizes) -> tuple[list[tuple[float, int]], float, float]:
-    """The curve of physical bytes over the waves, and when the load began and ended."""
+    """The curve of physical bytes over the waves, and the begin and end of the load."""
     sampler = Sampler(llm, sizes)
     sampler.start()
     time.sleep(sizes.idle_s[0])
@@ -191,7 +191,7 @@ def follow_load(llm: LLM, sizes: Sizes) -> tuple[list[tuple[float, int]], float,
 def main() -> None:
     parser = harness.arguments(__doc__, devices=("cpu", "cuda"))
     parser.add_argument("--measure", choices=MEASURES, default="static")
-    parser.add_argument("--tiny", action="store_true", help="as little as possible of everything, on the CPU")
+    parser.add_argument("--tiny", action="store_true", help="smallest sizes, on the CPU")
     args = parser.parse_args()
     args.quick |= args.tiny
     with tempfile.TemporaryDirectory() as folder:
@@ -204,7 +204,7 @@ def against_static(args: argparse.Namespace, sizes: Sizes, folder: str) -> None:
     curves: dict[str, list[tuple[float, int]]] = {}
     spans: dict[str, tuple[float, float]] = {}
     engines = {name: make_engine(folder, sizes, static=name == "static") for name in ("elastic", "static")}
-    seeds = {name: itertools.count() for name in engines}  # new prompts each time, or the prefix cache had them
+    seeds = {name: itertools.count() for name in engines}  # new prompts each time, because of the prefix cache
 
     def saturate(name: str) -> float:
         return run(engines[name], sizes, sizes.num_requests, next(seeds[name]))
@@ -248,7 +248,7 @@ def against_static(args: argparse.Namespace, sizes: Sizes, folder: str) -> None:
 
 
 def by_blocks(args: argparse.Namespace, sizes: Sizes, folder: str) -> None:
-    """Tokens a second at saturation, and what mapping takes of them, by block size and view."""
+    """Tokens a second at saturation, and the share of mapping, by block size and view."""
     figures: dict[str, float] = {}
     for factor in sizes.factors:
         block_tokens = 1 << (factor * sizes.page_bytes // sizes.token_bytes).bit_length() - 1
@@ -277,7 +277,7 @@ def by_blocks(args: argparse.Namespace, sizes: Sizes, folder: str) -> None:
 
 
 def by_delay(args: argparse.Namespace, sizes: Sizes, folder: str) -> None:
-    """Pages mapped and created for bursts with pauses, waiting for them, and memory held, by the delay of release."""
+    """Pages mapped and created, exposed time, and memory held, for bursts with pauses, by the delay of idle release."""
     figures: dict[str, float] = {}
     for delay_s in sizes.delays_s:
         shortened = delay_s / sizes.times_as_short
@@ -310,7 +310,7 @@ MEASURES = {"static": against_static, "blocks": by_blocks, "delays": by_delay}
 
 
 def thin(curve: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Only the points where something changes."""
+    """Only the points at which the value changes."""
     kept = [p for i, p in enumerate(curve) if i == 0 or p[1] != curve[i - 1][1] or i == len(curve) - 1]
     return [(round(t, 3), size) for t, size in kept]
 

@@ -6,16 +6,16 @@ import json
 import os
 from pathlib import Path
 
-# Set by gpu_day for its jobs: the file, and the job that speaks.
+# Set by gpu_day for its jobs: the file, and the job's name.
 FILE_VARIABLE, JOB_VARIABLE = "FOLIO_FACTS", "FOLIO_JOB"
 
 
 def record(fact: str, shown: str = "", **values: object) -> None:
-    """Print one measured fact, and append it to the file that `FOLIO_FACTS` names, if it names one.
+    """Print a measured fact, and append it to the file that `FOLIO_FACTS` names, if any.
 
     Args:
         fact: what was measured.
-        shown: the line of gpu_day's table for it, if it deserves one.
+        shown: its line in gpu_day's table, if it has one.
         values: the measured values, for JSON.
     """
     print(f"{fact}: {shown or json.dumps(values, default=str)}", flush=True)
@@ -25,8 +25,8 @@ def record(fact: str, shown: str = "", **values: object) -> None:
 
 
 def append(path: Path, line: dict[str, object]) -> None:
-    """Append a line and wait until it is on the disk: the next moment may be the process's last."""
+    """Append a line and flush it to the disk, since the process may be killed at any moment."""
     with path.open("a") as file:
-        file.write(json.dumps(line, default=str) + "\n")  # one write: jobs side by side append to one file
+        file.write(json.dumps(line, default=str) + "\n")  # one write, because concurrent jobs append to one file
         file.flush()
         os.fsync(file.fileno())

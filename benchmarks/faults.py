@@ -42,7 +42,7 @@ def processes() -> dict[str, list[int]]:
 
 
 def shared_files() -> int:
-    """Shared files of ranks that some process still holds or that have a name."""
+    """Ranks' shared files that have a name, or that a process still holds."""
     held: set[str] = set()
     for link in Path("/proc").glob("[0-9]*/maps"):
         try:
@@ -53,7 +53,7 @@ def shared_files() -> int:
 
 
 def faults(count: int, seed: int = 0) -> Iterator[tuple[str, signal.Signals, float]]:
-    """(rank, signal, seconds before it), every kind about equally often, in random order."""
+    """(rank, signal, seconds before it): all kinds about equally often, in random order."""
     rng = random.Random(seed)
     kinds = list(itertools.product(RANKS, SIGNALS)) * -(-count // 4)
     rng.shuffle(kinds)
@@ -64,7 +64,8 @@ def faults(count: int, seed: int = 0) -> Iterator[tuple[str, signal.Signals, flo
 
 
 def strike(rank: str, number: signal.Signals, outcomes: Outcomes) -> tuple[float, int]:
-    """Seconds until a request that was sent afterwards is answered and no old process is left, else how many are."""
+    """Inject a fault. Returns the seconds until a request sent afterwards is answered and no old process is left, or
+    the number of old processes."""
     before = processes()
     at = time.monotonic()
     os.kill(before[rank][0], number)

@@ -53,7 +53,7 @@ COLORS = ("#d0d0d0", "#b0b0b0", "#909090", "#2a6f97", "#61a5c2")
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """`num_tokens` have state once the step that runs it is over."""
+    """A request; its first `num_tokens` tokens have state once the current step is over."""
 
     prompt: int
     output: int
@@ -65,25 +65,25 @@ class Request:
 
 
 class Holder(Protocol):
-    """Who holds memory for running requests; all sizes are in tokens."""
+    """A memory policy: holds memory for running requests; all sizes are in tokens."""
 
     def hold(self, request: Request) -> bool:
-        """Let the request hold memory for its tokens; False if there is none, and nothing has changed then."""
+        """Hold memory for the request's tokens. Returns False, without any change, if there is none."""
         ...
 
     def drop(self, request: Request) -> None: ...
 
     def step(self, running: list[Request]) -> None:
-        """All of them hold what this step needs."""
+        """Hold what this step needs for all requests."""
         ...
 
     def held(self) -> tuple[float, float]:
-        """What requests hold, and that with the free memory that is kept from others."""
+        """Tokens of memory held by requests, and that plus the free memory that no other request can use."""
         ...
 
 
 class Reservations:
-    """One contiguous piece of memory a request, from the first gap it fits into."""
+    """One contiguous range for each request, first fit."""
 
     def __init__(self, capacity: int, size: Callable[[Request], int]) -> None:
         self._capacity = capacity
@@ -122,7 +122,7 @@ class Reservations:
 
 
 class CountedBlocks:
-    """Blocks that are counted only."""
+    """Blocks that are only counted."""
 
     def __init__(self, capacity: int, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -203,7 +203,7 @@ class RealBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Shares of token state in what requests hold, and in that with the free memory kept from others."""
+    """Shares of token state in the memory held by requests, and in that plus the unusable free memory."""
 
     share: float
     share_of_all: float
@@ -212,11 +212,11 @@ class Outcome:
 
 
 def simulate(holder: Holder, lengths: workloads.Lengths) -> Outcome:
-    """Continuous batching of all requests, which all wait from the start."""
+    """Continuous batching of requests that all wait from the start."""
     waiting = deque(Request(prompt, output, prompt) for prompt, output in lengths)
     running: list[Request] = []  # in order of arrival
     num_finished = num_preempted = 0
-    steps: list[tuple[int, int, float, float]] = []  # running requests, tokens with state, held, held back
+    steps: list[tuple[int, int, float, float]] = []  # running requests, tokens with state, held, unusable
     while waiting or running:
         i = 0
         while i < len(running):
@@ -268,7 +268,7 @@ def read_workloads(trace: Path, counts: dict[str, int]) -> list[Workload]:
 
 
 def block_tokens_for(lengths: workloads.Lengths) -> int:
-    """The blocks that the server makes when `expected_tokens` is the workload's mean length."""
+    """The server's block size when `expected_tokens` is the workload's mean length."""
     mean = statistics.mean(prompt + output for prompt, output in lengths)
     layout = plan_layout(
         [LayerSpec(2, 64, 64)] * 24,  # Qwen2.5-0.5B
@@ -335,7 +335,7 @@ def main() -> None:
     }
     print(
         f"\nworst workload and view: {worst['token_state_share']:.1%}, of all physical memory "
-        f"{worst['token_state_share_of_physical']:.1%}; in blocks of 16 for everybody "
+        f"{worst['token_state_share_of_physical']:.1%}; with blocks of 16 tokens in all workloads "
         f"{worst['token_state_share_of_16']:.1%}"
     )
     draw(shares, harness.results_folder(args) / f"fragmentation{'-quick' if args.quick else ''}.png")

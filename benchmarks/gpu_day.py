@@ -41,11 +41,11 @@ from benchmarks.facts import FILE_VARIABLE, JOB_VARIABLE, append
 
 ROOT = Path(__file__).parents[1]
 BUDGET_S = 480.0
-# What is seen of a run where only the end of its output is: the whole table must fit.
+# Where only the end of the output is visible, the whole table must fit.
 MOST_LINES, MOST_CHARACTERS, LINE_CHARACTERS = 80, 11_000, 150
 FAILURE_LINES, TAIL_LINES = 48, 5
 MOST_FILES = 8
-GRACE_S = 3.0  # from the signal at which Python prints its stacks to the one that nothing survives
+GRACE_S = 3.0  # from the signal for Python's stacks to SIGKILL
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class Job:
     """One process.
 
     Attributes:
-        argv: what follows the interpreter.
-        limit_s: when it is killed.
-        alone: it measures time, so nothing runs beside it.
+        argv: arguments of the interpreter.
+        limit_s: time after which it is killed.
+        alone: it measures time, so no other job runs beside it.
     """
 
     name: str
@@ -66,7 +66,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a job ended. `reason` is why it failed or was not run, empty if it succeeded; `tail` its last lines."""
+    """End of a job. `reason` says why it failed or was not run, and is empty if it succeeded; `tail` has its last
+    lines."""
 
     job: Job
     seconds: float
@@ -78,7 +79,7 @@ class Outcome:
 
 
 def facts(fake: bool) -> list[Job]:
-    """Cheap and decisive ones first: should time run out, what is missing is the detail."""
+    """Cheap and decisive jobs first: if time runs out, only details are missing."""
     tests = "tests/kernels/triton/test_triton.py"
     return [
         _probe("machine", fake, 60),
@@ -116,7 +117,7 @@ def facts(fake: bool) -> list[Job]:
 
 
 def whole(fake: bool) -> list[Job]:
-    """The tests in as many processes as there are processors, because most of their time goes into compiling."""
+    """The tests in one process per processor, because most of their time is compilation."""
     if fake:
         tests = [_pytest("tests 1/1", "tests/vmem/test_layout.py", "", True, tiny="", limit_s=60)]
     else:
@@ -152,7 +153,7 @@ def _probe(name: str, fake: bool, limit_s: float, *, alone: bool = True) -> Job:
 
 
 def _pytest(name: str, path: str, chosen: str, fake: bool, *, tiny: str, limit_s: float) -> Job:
-    """Tests marked `gpu` whose names fit `chosen`; without a device those that fit `tiny`."""
+    """Tests marked `gpu` that match `chosen`; without a device, those that match `tiny`."""
     select = ("-m", "not gpu", "-k", tiny) if fake else ("-m", "gpu", "-k", chosen)
     return Job(name, (*PYTEST, path, *select), limit_s, alone=False)
 
@@ -172,12 +173,12 @@ def _throughput(name: str, fake: bool, limit_s: float, shape: str, *more: str) -
 
 
 class Stage:
-    """Runs the jobs of a stage within its budget, once, and keeps what they say.
+    """Runs the jobs of a stage once, within its budget, and keeps their output.
 
     Args:
-        folder: where `NAME.jsonl` and `NAME.log` go.
+        folder: of `NAME.jsonl` and `NAME.log`.
         environment: of the jobs.
-        budget_s: for all of them together.
+        budget_s: for all jobs together.
     """
 
     def __init__(self, name: str, folder: Path, environment: Mapping[str, str], budget_s: float = BUDGET_S) -> None:
@@ -240,10 +241,10 @@ class Stage:
             seen: Sequence[str] = ()
         except subprocess.TimeoutExpired:
             reason, seen = f"killed at its limit of {limit_s:.0f} s", tuple(tail)
-        _kill(process)  # in any case: it may have left children behind
-        reader.join(GRACE_S)  # a grandchild in a session of its own might keep the pipe open
+        _kill(process)  # always, because it may have left children
+        reader.join(GRACE_S)  # a grandchild in another session may keep the pipe open
         self._running.discard(process)
-        # Of a job that hung, what it said before its stacks: those are in the log.
+        # Of a hung job, the lines before its stacks, which are in the log.
         return Outcome(job, time.monotonic() - start, reason, tuple(seen or tail))
 
     def _read(self, job: Job, process: subprocess.Popen[str], tail: deque[str]) -> None:
@@ -257,7 +258,7 @@ class Stage:
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """End a job and all that it started: its process group, which is its own."""
+    """Kill a job's process group, which has all its children."""
     if process.poll() is None:
         _signal(process, signal.SIGABRT)  # Python's fault handler prints where each thread is
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -282,12 +283,12 @@ def num_processors() -> int:
 
 
 def table(outcomes: Sequence[Outcome], facts: Sequence[Mapping[str, object]], *, fake: bool = False) -> str:
-    """At most 80 lines: failures with their last lines, then what succeeded, then the main figures."""
+    """At most 80 lines: failures with their last lines, then successes, then the main figures."""
     failed = [outcome for outcome in outcomes if outcome.reason]
     lines = [f"{len(outcomes) - len(failed)} of {len(outcomes)} jobs succeeded"]
     if fake:
         lines[0] += "; without a device, so that no number below is a measurement"
-    # One line for each failure, and as many of their last lines as there is room for.
+    # One line for each failure, and as many of their last lines as fit.
     tail_lines = min(TAIL_LINES, max(0, FAILURE_LINES // max(1, len(failed)) - 1))
     for outcome in failed[:FAILURE_LINES]:
         lines.append(f"FAILED  {outcome.job.name}, {outcome.seconds:.1f} s: {outcome.reason}")
@@ -308,7 +309,7 @@ def _wrap(text: str, most: int) -> list[str]:
 
 
 def _cut(lines: Sequence[str]) -> str:
-    """As many lines as may be shown, long ones shortened."""
+    """As many lines as may be shown, with long ones shortened."""
     kept: list[str] = []
     room = MOST_CHARACTERS
     for line in lines:
@@ -331,7 +332,7 @@ def _figures(tail: Sequence[str]) -> str:
 
 
 def read_facts(path: Path) -> list[dict[str, object]]:
-    """All whole lines: a job may have been killed in the middle of one."""
+    """All complete lines; a killed job may have left a partial one."""
     found = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -371,7 +372,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for each stage")
     args = parser.parse_args(argv)
     stages = {name: STAGES[name](args.fake) for name in args.stages}
-    if args.fake:  # nothing is measured, so nothing needs to be alone
+    if args.fake:  # without measurements jobs may run side by side
         stages = {name: [replace(job, alone=False) for job in jobs] for name, jobs in stages.items()}
     if unknown := set(args.only or ()) - {job.name for jobs in stages.values() for job in jobs}:
         parser.error(f"no such job: {', '.join(sorted(unknown))}")
@@ -383,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{name:8}{job.name:28}{job.limit_s:5.0f} s{'  alone' if job.alone else ''}")
         return 0
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a job that is ended by a signal leaves no file
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so through every `finally`
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which runs every `finally`
     with tempfile.TemporaryDirectory() as temporary:
         default = Path(temporary) / "results" if args.fake else ROOT / "benchmarks" / "results" / "cuda"
         folder = Path(os.environ.get("FOLIO_RESULTS", default)).absolute()
@@ -397,7 +398,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             outcomes += stage.run(jobs)
             found += read_facts(stage.facts)[known:]
             for path in sorted(folder.glob("*.png"))[: max(0, len(list(folder.iterdir())) - MOST_FILES)]:
-                path.unlink()  # pictures first, where few files come back
+                path.unlink()  # plots first, in case few files come back
     print(table(outcomes, found, fake=args.fake))
     return int(any(outcome.reason for outcome in outcomes))
 

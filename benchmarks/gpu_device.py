@@ -19,7 +19,8 @@ class DriverError(RuntimeError):
 
 
 class Driver:
-    """The driver's calls by name, and those on pages in short. The thread that makes it gets the primary context."""
+    """The driver's calls by name, and short forms of those on pages. The thread that creates it gets the primary
+    context."""
 
     def __init__(self) -> None:
         self.api: Any = importlib.import_module("cuda.bindings.driver")
@@ -44,7 +45,7 @@ class Driver:
         return int(self.call("cuMemGetAllocationGranularity", self.properties, flag))
 
     def status(self, name: str, *args: Any) -> tuple[str, Any]:
-        """The status' name, and what the call returned beside it."""
+        """The status's name, and the other results of the call."""
         status, *values = getattr(self.api, name)(*args)
         return status.name, values[0] if len(values) == 1 else values
 
@@ -67,7 +68,7 @@ class Driver:
         self.call("cuMemSetAccess", address, num_bytes, [self.access], 1)
 
     def unmap(self, address: int, num_bytes: int, run: int) -> None:
-        """Unmap `run` pages side by side, in one call if the driver does that."""
+        """Unmap `run` adjacent pages, in one call if the driver allows that."""
         status, _ = self.status("cuMemUnmap", address, run * num_bytes)
         if status != "CUDA_SUCCESS":
             for i in range(run):
@@ -79,13 +80,13 @@ class Driver:
         self.allow(address, self.page_bytes)
 
     def pointer_status(self, address: int) -> str:
-        """What Triton's launcher is told about an address."""
+        """The driver's answer to Triton's launcher about an address."""
         attribute = self.api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_POINTER
         return self.status("cuPointerGetAttribute", attribute, address)[0]
 
 
 class Device:
-    """What probes want of the device beside the driver's calls."""
+    """The device's operations that probes use beside the driver's calls."""
 
     fake = False
     where = "cuda"
@@ -103,9 +104,9 @@ class Device:
         torch.cuda.synchronize()
 
     def busy(self, seconds: float, piece_s: float = 0.005) -> None:
-        """Launch kernels that take so long together, `piece_s` each, and do not wait for them."""
+        """Launch kernels of `piece_s` each that take this long together, without waiting for them."""
         if not self._cycles_per_s:
-            for _ in range(2):  # the second time at the clock of a device that works
+            for _ in range(2):  # the second time at the clock of a busy device
                 torch.cuda.synchronize()
                 start = time.perf_counter()
                 torch.cuda._sleep(50_000_000)
@@ -118,7 +119,7 @@ class Device:
         return not torch.cuda.current_stream().query()
 
     def capture(self, work: Callable[[], object]) -> Callable[[], object]:
-        """Capture what `work` launches in a graph and return what replays it."""
+        """Capture the launches of `work` in a graph. Returns a function that replays it."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             work()
@@ -129,7 +130,7 @@ class Device:
 
 
 class NoDevice(Device):
-    """A CPU in its place: work is done when it is launched, a graph is the function that was captured."""
+    """Stand-in on a CPU: work is done at its launch, and a graph is the captured function."""
 
     fake = True
     where = "cpu"
@@ -158,7 +159,7 @@ class NoDevice(Device):
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, 99th percentile, maximum and number."""
+    """Median, 99th percentile, maximum and count."""
     ordered = sorted(values)
     p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
     return {"median": statistics.median(ordered), "p99": p99, "max": ordered[-1], "n": len(ordered)}

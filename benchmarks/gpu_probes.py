@@ -40,7 +40,7 @@ class Probes:
     # ---- the machine ----
 
     def machine(self) -> None:
-        """Versions, clocks, and the rates that everything else is compared with."""
+        """Versions, clocks, and the rates that other figures are compared with."""
         versions = {name: _version(name) for name in ("torch", "triton", "cuda-bindings", "transformers", "numpy")}
         query = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu,memory.total"
         try:
@@ -87,10 +87,10 @@ class Probes:
         }
         self.record("rates", ", ".join(f"{key} {value:.4g}" for key, value in rates.items()), **rates)
 
-    # ---- what is allowed ----
+    # ---- rules of the driver ----
 
     def granularity(self) -> None:
-        """Page sizes, and how much can be reserved at once."""
+        """Page sizes, and the largest reservation."""
         sizes = {kind.lower(): self.driver.granularity(kind) for kind in ("MINIMUM", "RECOMMENDED")}
         self.record("granularity", ", ".join(f"{k} {v >> 10} KiB" for k, v in sizes.items()), **sizes)
         answers = {}
@@ -180,7 +180,8 @@ class Probes:
         driver, page, answers = self.driver, self.page, dict[str, str]()
 
         def elsewhere(name: str, *args: Any) -> Any:
-            """In a thread of its own; if that is refused here, because the next call needs its result."""
+            """Make the call in a thread of its own; if it is refused there, here, because the next call needs its
+            result."""
             found: list[tuple[str, Any]] = []
             thread = threading.Thread(target=lambda: found.append(driver.status(name, *args)))
             thread.start()
@@ -208,7 +209,7 @@ class Probes:
         self.record("calls that need a context", shown, **answers)
 
     def alias(self) -> None:
-        """Write through one address, read through another in the next kernel, back and forth."""
+        """Write through one address and read through another in the next kernel, in both directions."""
         address, rounds = self.driver.reserve(2 * self.page), 50 if self.device.fake else 1000
         handle = self.driver.create(self.page)
         for i in range(2):
@@ -223,7 +224,8 @@ class Probes:
         )
 
     def graph(self) -> None:
-        """A captured graph reads a fixed address; another page is mapped there; does a replay see it?"""
+        """Replay a captured graph that reads a fixed address after another page has been mapped there: does it read the
+        new page?"""
         address, answers = self.driver.reserve(self.page), {}
         handles = [self.driver.create(self.page) for _ in range(2)]
         memory = self.device.tensor(address, self.page).view(torch.int32)
@@ -242,7 +244,7 @@ class Probes:
                 memory.fill_(10 + i)
                 if i:
                     hide()
-            work()  # not captured first: what torch sets up once is not in the graph
+            work()  # once without capture, so that torch's first-use work is not in the graph
             replay = self.device.capture(work)
             replay()
             self.device.synchronize()
@@ -257,13 +259,11 @@ class Probes:
             answers[name] = "sees the new page" if expected else f"WRONG: {before}, then {int(out[0])}"
         self.record("graph after remapping", ", ".join(f"{k} {v}" for k, v in answers.items()), **answers)
 
-    # ---- what it costs ----
+    # ---- costs ----
 
     def costs(self) -> None:
-        """Microseconds of each call by page size, pages a run, and whether kernels are running.
-
-        Access is set and pages are unmapped by the run, everything else page by page.
-        """
+        """Microseconds of each call by page size and pages a run, with and without running kernels. Access is set, and
+        pages are unmapped, by run; all other calls are by page."""
         sizes = [m * MIB for m in (2, 4, 8, 16, 32, 64)]
         runs: tuple[int, ...] = (1, 4, 16, 64)
         most, longest_s = 100, 0.5
@@ -306,7 +306,7 @@ class Probes:
         return times
 
     def stall(self) -> None:
-        """Whether mapping in one thread holds up launches in another, or kernels, or waits for them."""
+        """Whether mapping in one thread delays launches in another thread, delays kernels, or waits for them."""
         seconds, sizes = (0.03, (self.page,)) if self.device.fake else (0.7, (2 * MIB, 16 * MIB))
         work: dict[str, Callable[[], None]] = {"nothing": lambda: time.sleep(0.05), "Python": lambda: time.sleep(5e-5)}
         for size in sizes:
@@ -330,7 +330,7 @@ class Probes:
         self._waits()
 
     def _remapping(self, size: int, run: int) -> Callable[[], None]:
-        """One round of the mapper's work. Beside "Python" it shows what is the driver's doing, and not the GIL's."""
+        """One round of the mapper's work. The comparison with "Python" separates the driver's effect from the GIL's."""
         driver, address = self.driver, self.driver.reserve(run * size)
         handles = [driver.create(size) for _ in range(run)]
 
@@ -345,7 +345,7 @@ class Probes:
     def _launches_beside(
         self, beside: Callable[[], None], spin_ns: int, seconds: float
     ) -> tuple[dict[str, float], dict[str, float], int]:
-        """Microseconds of launches, and between kernels on the device, while a thread does `beside` again and again."""
+        """Microseconds of launches, and between kernels on the device, while a thread repeats `beside`."""
         most, stop, rounds = 200 if self.device.fake else 60_000, threading.Event(), 0
         failures: list[BaseException] = []
         times = torch.zeros(most, 2, dtype=torch.int64, device=self.device.where)
@@ -381,7 +381,7 @@ class Probes:
         return spread(launches), spread(gaps.tolist()), rounds
 
     def _waits(self) -> None:
-        """Each call while one long kernel runs that reads none of it: is the kernel still running after the call?"""
+        """Make each call during one long, independent kernel: is the kernel still running after the call?"""
         driver, answers = self.driver, {}
         address, state = driver.reserve(self.page), {"handle": 0}
 
@@ -409,11 +409,11 @@ class Probes:
         self.record("waiting for kernels", f"beside a kernel of 50 ms: {shown}", **answers)
 
     def ceiling_one(self) -> None:
-        """How many mappings of one handle there can be."""
+        """The most mappings of one handle."""
         self._ceiling("one")
 
     def ceiling_many(self) -> None:
-        """How many mappings there can be of 4,096 handles, in turn."""
+        """The most mappings of 4,096 handles in turn."""
         self._ceiling("many")
 
     def _ceiling(self, kind: str) -> None:

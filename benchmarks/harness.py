@@ -33,13 +33,13 @@ def arguments(description: str | None, devices: Sequence[str] = ("cpu",)) -> arg
 
 
 def needs(*packages: str) -> None:
-    """Exit with one line if packages are not installed: a GPU machine lacks those of the server."""
+    """Exit with one line if packages are not installed; a GPU machine may lack those of the server."""
     if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
         sys.exit(f"this benchmark needs {', '.join(missing)}, not installed here; `make bench` installs it")
 
 
 def alternate(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Run every candidate once to warm up, then all of them in turn, `repeats` times; returns what they returned."""
+    """Run every candidate once to warm up, then all of them in turn, `repeats` times. Returns their results."""
     for name, run in runs.items():
         print(f"warming up {name}", flush=True)
         run()
@@ -52,7 +52,7 @@ def alternate(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str
 
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Median of the ratios of runs made side by side: it holds when the machine's speed drifts."""
+    """Median of the ratios of paired runs, which does not depend on drifts of the machine's speed."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
@@ -80,7 +80,7 @@ def matrix_rate(dtype: torch.dtype, repeats: int = 5) -> float:
 
 
 def pyplot() -> Any:
-    """matplotlib's pyplot, drawing to files; `None`, and a word about it, where it is not installed."""
+    """matplotlib's pyplot, drawing to files. `None`, with a message, if it is not installed."""
     try:
         matplotlib = importlib.import_module("matplotlib")
     except ImportError:
@@ -91,7 +91,7 @@ def pyplot() -> Any:
 
 
 def finish(name: str, args: argparse.Namespace, figures: Mapping[str, float], raw: object) -> None:
-    """Write the raw JSON and print the result as the last line."""
+    """Write the raw figures as JSON and print the result as the last line."""
     result = {
         "benchmark": name,
         "device": _device_name() if args.device == "cpu" else torch.cuda.get_device_name(),
@@ -106,13 +106,13 @@ def finish(name: str, args: argparse.Namespace, figures: Mapping[str, float], ra
 
 
 def fail_if_any(counts: Mapping[str, float], *keys: str) -> None:
-    """Exit with an error if one of what must not have happened has."""
+    """Exit with an error if a count of unacceptable outcomes is above zero."""
     if bad := [f"{key}: {counts[key]:g}" for key in keys if counts[key]]:
         sys.exit("not as promised: " + ", ".join(bad))
 
 
 def results_folder(args: argparse.Namespace) -> Path:
-    """Where results go: the folder that `FOLIO_RESULTS` names, else `benchmarks/results/<device>`."""
+    """The folder of results: `FOLIO_RESULTS` if set, else `benchmarks/results/<device>`."""
     folder = Path(os.environ.get(RESULTS_VARIABLE) or RESULTS / str(args.device))
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -125,7 +125,7 @@ def _device_name() -> str:
 
 
 def versions(device: str) -> dict[str, str]:
-    """Of the packages that measurements depend on, of Python and, for a CUDA device, of CUDA and the driver."""
+    """Versions of packages that measurements depend on, of Python and, for a CUDA device, of CUDA and the driver."""
     found = {package: _version(package) for package in PACKAGES} | {"python": platform.python_version()}
     if device != "cpu":
         found |= {"cuda": str(torch.version.cuda), "driver": _driver_version()}
@@ -133,7 +133,7 @@ def versions(device: str) -> dict[str, str]:
 
 
 def _driver_version() -> str:
-    """NVML's, such as 580.65.06: torch knows only the version of CUDA that the driver supports."""
+    """NVML's version, such as 580.65.06; torch knows only the CUDA version that the driver supports."""
     text = ctypes.create_string_buffer(96)
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -152,13 +152,13 @@ def _version(package: str) -> str:
 
 
 def commit() -> str:
-    """The checkout's, with "+changes" if sources differ from it; "unknown" without git or a repository."""
+    """The checkout's commit, with "+changes" if sources differ from it; "unknown" without git or a repository."""
     git = ["git", "-C", str(ROOT)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
         dirty = subprocess.run([*git, "status", "--porcelain", "--", "*.py", "*.cpp"], capture_output=True, text=True)
     except FileNotFoundError:
         return "unknown"
-    if head.returncode:  # no repository, or one of another user
+    if head.returncode:  # no repository, or another user's
         return "unknown"
     return head.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")

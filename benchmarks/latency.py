@@ -14,7 +14,7 @@ from benchmarks.load import Record
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """A request is good if it meets both (goodput: DistServe, OSDI 2024)."""
+    """Latency targets. A request is good if it meets both (goodput: DistServe, OSDI 2024)."""
 
     ttft_s: float
     tpot_s: float
@@ -25,14 +25,14 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A run in numbers; NaN where no request completed.
+    """Figures of a run; NaN where no request completed.
 
     Attributes:
-        rate: requests due a second.
-        normalised_ms: mean seconds a token (PagedAttention's figure 12), times 1,000.
+        rate: requests due per second.
+        normalised_ms: mean seconds per token (PagedAttention's figure 12), times 1,000.
         gap_ms_p99: between two events of one request.
         good_share, good_per_s: requests that met the targets, of those that were due.
-        late_ms_p99: how late the generator sent; when it is not small the generator was the bottleneck.
+        late_ms_p99: delay of sending; when it is not small, the load generator was the bottleneck.
     """
 
     rate: float
@@ -54,7 +54,11 @@ class Summary:
 
     @staticmethod
     def of(records: Sequence[Record], duration_s: float, targets: Targets) -> Summary:
-        """Args: duration_s: in which the requests were due."""
+        """The summary of a run.
+
+        Args:
+            duration_s: time in which the requests were due.
+        """
         completed = [record for record in records if record.completed]
         good = sum(map(targets.met_by, records))
         ttft_s, tpot_s = [r.ttft_s for r in completed], [r.tpot_s for r in completed]
@@ -79,23 +83,23 @@ class Summary:
         )
 
     def as_dict(self) -> dict[str, float | None]:
-        """For JSON, which has no NaN."""
+        """Fields for JSON, which has no NaN."""
         return {name: None if math.isnan(value) else round(value, 4) for name, value in asdict(self).items()}
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that so many percent do not exceed; NaN of none."""
+    """The smallest value that this many percent do not exceed; NaN for no values."""
     ordered = sorted(values)
     return ordered[max(math.ceil(percent / 100 * len(ordered)), 1) - 1] if ordered else math.nan
 
 
 def tokens_per_s(records: Sequence[Record], begin_s: float, end_s: float) -> float:
-    """Of completed requests, in that time."""
+    """Output tokens of completed requests per second."""
     return sum(r.tokens_between(begin_s, end_s) for r in records if r.completed) / (end_s - begin_s)
 
 
 def slope_per_minute(points: list[tuple[float, float]]) -> float:
-    """Of the straight line through (seconds, value) with the least squares."""
+    """Slope of the least-squares line through (seconds, value), per minute."""
     mean_x = sum(x for x, _ in points) / len(points)
     mean_y = sum(y for _, y in points) / len(points)
     spread = sum((x - mean_x) ** 2 for x, _ in points)
@@ -122,7 +126,7 @@ def print_table(summaries: Mapping[str, Sequence[Summary]]) -> None:
 
 
 def draw(summaries: Mapping[str, Sequence[Summary]], targets: Targets, path: Path) -> None:
-    """Normalised latency, TTFT and goodput over the rate, a line for each server."""
+    """Plot normalised latency, TTFT and goodput over the rate, a line for each server."""
     pyplot = harness.pyplot()
     if pyplot is None:
         return

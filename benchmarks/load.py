@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import aiohttp
 
-# Nothing has come for so long: the answer is lost.
+# Silence after which an answer counts as lost.
 SILENCE_S = 120.0
 REFUSALS = (429, 503)
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request: `at_s` seconds after the start of a run, which counts in open loops only."""
+    """A request, due `at_s` seconds after the start of the run; closed loops ignore `at_s`."""
 
     prompt: list[int]
     max_tokens: int
@@ -38,15 +38,15 @@ class Ask:
 
 @dataclass(slots=True)
 class Record:
-    """What became of a request. Times are seconds since the start of the run; `None`: that has not happened.
+    """Record of one request. Times are seconds since the start of the run; `None`: the event has not happened.
 
     Attributes:
-        max_tokens: as many were asked for.
-        status: of HTTP, 0 if none came.
+        max_tokens: requested output tokens.
+        status: HTTP status, 0 if none came.
         events: (time, characters) of each event with text.
-        num_tokens: by the server's usage, or as many as there were events where it reports none.
-        error: an error's message: an event's, a refusal's, or what broke the connection.
-        done: the stream came to its proper end.
+        num_tokens: by the server's usage, or the number of events without one.
+        error: message of an error event, of a refusal, or of a broken connection.
+        done: the stream had its end mark.
     """
 
     due_s: float
@@ -63,53 +63,53 @@ class Record:
 
     @property
     def completed(self) -> bool:
-        """All tokens are there."""
+        """Whether all tokens have come."""
         return self.status == 200 and self.done and self.error is None and self.num_tokens == self.max_tokens
 
     @property
     def refused(self) -> bool:
-        """The server said that it has no room."""
+        """Whether the server refused for lack of room."""
         return self.status in REFUSALS
 
     @property
     def failed(self) -> bool:
-        """The server said that something else is wrong, before the stream or in it."""
+        """Whether the server reported another error, before the stream or in it."""
         return self.error is not None and self.status != 0 and not self.refused
 
     @property
     def lost(self) -> bool:
-        """Neither a whole answer nor an error came."""
+        """Whether neither a complete answer nor an error has come."""
         return not (self.completed or self.refused or self.failed)
 
     @property
     def ttft_s(self) -> float:
-        """Of a completed request."""
+        """TTFT of a completed request."""
         return self.events[0][0] - self.due_s
 
     @property
     def tpot_s(self) -> float:
-        """Seconds for each token after the first event's, of a completed request."""
+        """Seconds per token after the first event, of a completed request."""
         first, last = self.events[0][0], self.events[-1][0]
         return (last - first) / max(self.num_tokens - 1, 1)
 
     @property
     def answered_s(self) -> float:
-        """From due to the end."""
+        """Time from due to the end."""
         assert self.ended_s is not None
         return self.ended_s - self.due_s
 
     @property
     def normalised_s(self) -> float:
-        """Seconds for each output token, waiting included (PagedAttention §6.1), of a completed request."""
+        """Seconds per output token, waiting included (PagedAttention §6.1), of a completed request."""
         return self.answered_s / self.num_tokens
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between events: what a reader waits for more text."""
+        """Times between events."""
         return [after - before for (before, _), (after, _) in itertools.pairwise(self.events)]
 
     def tokens_between(self, begin_s: float, end_s: float) -> float:
-        """Tokens that came in that time. Events do not say how many are in them: tokens are spread by their text."""
+        """Tokens in a time range. Events do not state their tokens: tokens are spread in proportion to text."""
         characters = sum(count for _, count in self.events)
         if not characters:
             return 0.0
@@ -117,12 +117,12 @@ class Record:
         return self.num_tokens * inside / characters
 
 
-# Sends a request and enters what comes into its record; the clock is the run's.
+# Sends a request and fills its record; the clock is the run's.
 Send = Callable[[Ask, Record, "Clock"], Coroutine[Any, Any, None]]
 
 
 class Clock:
-    """Seconds since it was made."""
+    """Seconds since its creation."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -132,7 +132,7 @@ class Clock:
 
 
 async def open_loop(send: Send, asks: Sequence[Ask]) -> list[Record]:
-    """Every request at its time, however many are under way; returns when all have ended."""
+    """Send every request at its time, whatever the number in flight. Returns when all have ended."""
     clock = Clock()
     records: list[Record] = []
     tasks: list[asyncio.Task[None]] = []
@@ -146,7 +146,7 @@ async def open_loop(send: Send, asks: Sequence[Ask]) -> list[Record]:
 
 
 async def closed_loop(send: Send, asks: Iterable[Ask], at_once: int) -> list[Record]:
-    """So many requests at once, the next one when one has ended; records are in the order of sending."""
+    """Keep this many requests in flight. Records are in the order of sending."""
     clock = Clock()
     records: list[Record] = []
     waiting = iter(asks)
@@ -162,7 +162,7 @@ async def closed_loop(send: Send, asks: Iterable[Ask], at_once: int) -> list[Rec
 
 
 class HttpTarget:
-    """A server, by name; a `Send`. Made by `connect`."""
+    """A named server as a `Send`, made by `connect`."""
 
     def __init__(self, name: str, url: str, model: str, session: aiohttp.ClientSession) -> None:
         self.name = name
@@ -191,7 +191,7 @@ class HttpTarget:
                     retry_after = response.headers.get("Retry-After")
                     record.retry_after_s = None if retry_after is None else float(retry_after)
                     record.error = await response.text()
-        except (aiohttp.ClientError, TimeoutError) as error:  # no end came: that is `lost`
+        except (aiohttp.ClientError, TimeoutError) as error:  # no end mark: `lost`
             record.status = 0
             record.error = f"{type(error).__name__}: {error}"
         record.ended_s = clock.now()
@@ -225,7 +225,7 @@ def _enter(data: bytes, record: Record, now: float) -> None:
 
 @asynccontextmanager
 async def connect(servers: Sequence[tuple[str, str]]) -> AsyncIterator[list[HttpTarget]]:
-    """Targets for servers (name, URL without `/v1`), each with the first model that it lists.
+    """Targets for servers (name, URL without `/v1`), each with the first model that the server lists.
 
     Raises:
         aiohttp.ClientError: a server cannot be reached, or does not list its models.

@@ -59,11 +59,11 @@ VARIANTS = {
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as far as mapping goes: its cache, and how long a step takes on a device.
+    """A model as far as mapping needs it: its cache, and the time of its steps on a device.
 
     Attributes:
         num_parameters: without embeddings.
-        bytes_per_s, flop_per_s: what the device reads and computes.
+        bytes_per_s, flop_per_s: rates of the device.
     """
 
     name: str
@@ -73,14 +73,14 @@ class Model:
     flop_per_s: float
 
     def step_s(self, num_tokens: int, num_cached: int, token_bytes: int) -> float:
-        """The longer of reading the weights and multiplying by them, and then reading the cache."""
+        """Time of a step: the longer of reading the weights and multiplying by them, plus reading the cache."""
         products = 2 * self.num_parameters * num_tokens / self.flop_per_s
         return max(2 * self.num_parameters / self.bytes_per_s, products) + num_cached * token_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Seconds of all steps together, and of waiting for mappings in them."""
+    """Seconds of all steps together, and their exposed mapping time."""
 
     steps_s: float
     exposed_s: float
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument(
         "--trace", type=Path, default=workloads.AZURE_TRACE, help="CSV with ContextTokens and GeneratedTokens"
     )
-    parser.add_argument("--tiny", action="store_true", help="as little as possible of everything, on the CPU")
+    parser.add_argument("--tiny", action="store_true", help="smallest sizes, on the CPU")
     args = parser.parse_args()
     args.quick |= args.tiny
     num_requests, repeats = (24, 1) if args.quick else (120, 3)
@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def alternate(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """All variants in turn, `repeats` times, after one to warm up: a machine's first touch of memory can be slow."""
+    """Run all variants in turn, `repeats` times, after one warm-up run, because first use of memory may be slow."""
     next(iter(runs.values()))()
     results: dict[str, list[float]] = {name: [] for name in runs}
     for i in range(repeats):
@@ -156,7 +156,7 @@ def alternate(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str
 
 
 def models(args: argparse.Namespace) -> tuple[Model, Model]:
-    """The model that the figure is for, and a smaller one whose steps are shorter."""
+    """The model of the main figure, and a smaller one with shorter steps."""
     if args.device == "cuda":
         bandwidth, flops = cuda_rates()
         large = Model("Llama-3-8B", (LayerSpec(8, 128, 128),) * 32, 7.0e9, bandwidth, flops)
@@ -182,7 +182,7 @@ def make_backend(args: argparse.Namespace, budget_bytes: int) -> Backend:
 def replay(
     args: argparse.Namespace, model: Model, lengths: Sequence[tuple[int, int]], options: MappingOptions
 ) -> Replay:
-    """All requests, as many at once as the scheduler lets run, from empty memory on."""
+    """Replay all requests, as many at once as the scheduler admits, beginning with empty memory."""
     backend = make_backend(args, 1 << 40)
     layout = plan_layout(model.layers, torch.bfloat16, granularity_bytes=backend.granularity_bytes)
     budget = NUM_SEQS * 3 * layout.num_blocks(MEAN_PROMPT) * layout.block_bytes
@@ -205,7 +205,7 @@ def replay(
     )
     params = SamplingParams(temperature=0, ignore_eos=True)
     for i, (prompt, output) in enumerate(lengths):
-        tokens = list(range(i * MAX_TOKENS, i * MAX_TOKENS + prompt))  # no two prompts begin alike
+        tokens = list(range(i * MAX_TOKENS, i * MAX_TOKENS + prompt))  # no two prompts share a prefix
         group = SequenceGroup(0, i)
         Request(str(i), tokens, params, output, None, memory.prefixes.chain(), group, tokens.copy())
         scheduler.waiting.add(group)
@@ -235,7 +235,7 @@ def replay(
 
 
 def busy_cpu(seconds: float, launched: Callable[[], None]) -> None:
-    """Keep every core multiplying for so long, as a step would."""
+    """Keep every core multiplying for this long, as a step would."""
     launched()
     end = time.perf_counter() + seconds
     a = _matrix()
@@ -244,7 +244,7 @@ def busy_cpu(seconds: float, launched: Callable[[], None]) -> None:
 
 
 def busy_cuda(seconds: float, launched: Callable[[], None]) -> None:
-    """Keep the device busy for so long, mark the end of it, and wait for it as sampling does."""
+    """Keep the device busy for this long, mark the end, and wait for it as sampling does."""
     torch.cuda._sleep(int(seconds * _clock_hz()))
     launched()
     torch.cuda.current_stream().synchronize()
@@ -272,7 +272,7 @@ def _clock_hz() -> float:
 
 
 def cuda_rates() -> tuple[float, float]:
-    """Bytes a second copied (read and written), and floating-point operations a second, of the device."""
+    """Rates of the device: bytes a second copied (read and written), and floating-point operations a second."""
     data = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(data)
     a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
@@ -293,7 +293,7 @@ def cuda_rates() -> tuple[float, float]:
 
 
 def call_costs(args: argparse.Namespace) -> list[dict[str, float]]:
-    """Microseconds a page of each call, for pages of several sizes, alone and in runs."""
+    """Microseconds a page of each call, by page size, for single pages and runs."""
     sizes: tuple[int, ...] = (64 << 10, 192 << 10, 2 << 20)
     if args.device == "cuda" or args.tiny:
         sizes = (64 << 10,) if args.tiny else (2 << 20, 16 << 20)

@@ -44,7 +44,7 @@ MOST_PARAMETERS = 20_000_000  # a config with a size that the table below does n
 NUM_LAYERS, VOCAB_SIZE, CONTEXT = 4, 500, 512
 PROMPT_LENGTHS, NEW_TOKENS = (1, 17, 90, 230), 12
 
-# Sizes by the name of a setting, wherever in a config it stands; a setting that is off (`None`, 0) stays off.
+# Sizes by the name of a setting, at any place in a config; a setting that is off (`None`, 0) stays off.
 SIZES: dict[int, tuple[str, ...]] = {
     VOCAB_SIZE: ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size", "decoder_vocab_size"),
     CONTEXT: ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length", "context_length"),
@@ -117,7 +117,7 @@ SIZES: dict[int, tuple[str, ...]] = {
     ),
 }
 SIZE_OF = {name: size for size, names in SIZES.items() for name in names}
-# What a table of names cannot know: settings that have no default, and those that have to agree.
+# Beyond the table of names: settings without a default, and settings that must agree.
 MOE = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
 TYPES = ["full_attention", "sliding_attention"] * 2
@@ -157,7 +157,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a model type, in words of the module's docstring, and why."""
+    """Outcome for a model type, in the words of the module's docstring, and its reason."""
 
     kind: str
     detail: str = ""
@@ -180,7 +180,7 @@ def _shrink(settings: dict[str, Any]) -> dict[str, Any]:
     shrunk: dict[str, Any] = {}
     for name, value in settings.items():
         if name in ("per_layer_config", "transformers_version", "id2label", "label2id", "torch_dtype", "architectures"):
-            continue  # of layers that are not there any more, or of no consequence
+            continue  # of removed layers, or without effect
         if name.endswith(("token_id", "token_index")):
             shrunk[name] = value if isinstance(value, int) and value < VOCAB_SIZE else None if value is None else 3
         elif isinstance(value, dict):
@@ -203,7 +203,7 @@ def _small(name: str, value: Any) -> Any:
 
 
 def make_model(model_type: str) -> PreTrainedModel:
-    """Random weights from a fixed seed, livelier than the usual initialisation. Raises `NotTriedError`."""
+    """Random weights from a fixed seed, with a larger spread than the usual initialisation. Raises `NotTriedError`."""
     try:
         config = small_config(model_type)
         with torch.device("meta"):
@@ -214,7 +214,7 @@ def make_model(model_type: str) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except NotTriedError:
         raise
-    except Exception as error:  # a config may object to anything
+    except Exception as error:  # a config may raise anything
         raise NotTriedError(f"no small model: {type(error).__name__}: {error}") from error
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -227,7 +227,7 @@ def make_model(model_type: str) -> PreTrainedModel:
 
 
 def engine_tokens(folder: str, prompts: Sequence[list[int]]) -> tuple[list[list[int]], int]:
-    """Greedy tokens of the prompts that fit, and how many do."""
+    """Greedy tokens of the prompts that fit, and the number of these prompts."""
     engine = Engine(
         EngineConfig(
             model=folder,

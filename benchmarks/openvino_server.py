@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Batcher:
-    """One thread steps a continuous batching pipeline; requests join it at any time."""
+    """One thread steps a continuous batching pipeline; requests join at any time."""
 
     def __init__(self, folder: str, cache_gib: int, precision: str) -> None:
         self._genai: Any = importlib.import_module("openvino_genai")
@@ -38,10 +38,10 @@ class Batcher:
         threading.Thread(target=self._run, daemon=True).start()
 
     async def generate(self, prompt: list[int], max_tokens: int) -> int:
-        """Tokens that were generated."""
+        """The generated tokens."""
         config = self._genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = max_tokens, True, False
-        config.set_eos_token_id(0)  # it wants one even when it is to be ignored
+        config.set_eos_token_id(0)  # required even where it is ignored
         loop = asyncio.get_running_loop()
         done: asyncio.Future[int] = loop.create_future()
         with self._changed:

@@ -24,7 +24,7 @@ STUB_SEQS, STUB_VOCAB, STUB_LATENCY_S, STUB_STEPS = 256, 32000, 0.02, 60
 
 
 class _Timed:
-    """The time of forwards."""
+    """Measures the time of forward passes."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
@@ -38,7 +38,8 @@ class _Timed:
 
 
 def host_share(folder: Path, prompts: list[list[int]]) -> float:
-    """Share of the time of decode steps that is not the model's forward, layout of its batch included in neither."""
+    """Share of the time of decode steps outside of the model's forward pass. Neither includes the layout of the
+    batch."""
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
     shares = []
     with LLM(folder, prefix_cache=False) as llm:
@@ -58,7 +59,8 @@ def host_share(folder: Path, prompts: list[list[int]]) -> float:
 
 
 def step_us_stub() -> float:
-    """Microseconds of a step of 256 sequences that is not its model's, which only waits; greedy, 32,000 tokens."""
+    """Microseconds of the host's work in a step of 256 greedy sequences with 32,000 tokens of vocabulary; a stub that
+    only waits takes the place of the model."""
     with tempfile.TemporaryDirectory() as folder:
         config = Qwen2Config(
             vocab_size=STUB_VOCAB,
@@ -132,7 +134,7 @@ def step_parts(llm: LLM, num_steps: int = 10) -> dict[str, float]:
         launched = time.perf_counter()
         seconds["launch"] += launched - start
         if begin is not None and end is not None:
-            end.synchronize()  # the copy that follows would wait as long
+            end.synchronize()  # otherwise the copy that follows would wait
             seconds["wait"] += time.perf_counter() - launched
             seconds["device"] += begin.elapsed_time(end) / 1e3
         else:

@@ -25,10 +25,10 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.served import free_port
 
-WELL_S = 20.0  # without a failure: it is over
+WELL_S = 20.0  # without a failure: the fault is over
 SILENCE_S = 3.0  # without an answer is a failure
-# By the servers on which they are killed, in this order: what their processes are called, and how long to watch at
-# least. Nothing survives the last one of each; without its GCS a cluster seems well for a minute.
+# For each server, the parts killed in this order: title of the process, and least time to watch. The last part of a
+# server is fatal to it; without its GCS a cluster seems well for a minute.
 SERVERS: list[dict[str, tuple[str, float]]] = [
     {
         "engine replica": ("ray::ServeReplica:folio:EngineReplica", WELL_S),
@@ -47,13 +47,13 @@ START_TIMEOUT_S, PATIENCE_S, LONGEST_S = 300.0, 30.0, 150.0
 
 @dataclass
 class Seen:
-    """What clients have seen since a part was killed.
+    """Clients' observations since a part was killed.
 
     Attributes:
-        requests, streams: how often what came of them.
-        last_answered_s: seconds after the kill when the last answer came.
-        out_s: and when one had failed, or none had come for a while, the last time.
-        ended_after_s: seconds until the server's process had ended; `None`: it has not.
+        requests, streams: number of each outcome.
+        last_answered_s: seconds after the kill at which the last answer came.
+        out_s: seconds after the kill of the last failure, or of the last moment of silence.
+        ended_after_s: seconds until the server's process had ended; `None`: it runs.
     """
 
     requests: Counter[str] = field(default_factory=Counter)
@@ -64,7 +64,7 @@ class Seen:
 
 
 class Clients:
-    """Ask until they are closed. Set `seen` and `since` when a part is killed."""
+    """Clients that send requests until they are closed. `restart` at a kill."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -140,7 +140,7 @@ class Clients:
 
 
 def _kind(error: Exception) -> str:
-    """As a person would say it."""
+    """A name for the failure of a connection."""
     import httpx
 
     if isinstance(error, httpx.ConnectError):
@@ -209,7 +209,7 @@ async def _kill_all(parts: dict[str, tuple[str, float]], rows: dict[str, Seen]) 
 
 
 def _is_called(process: Any, title: str) -> bool:
-    """Not one that has ended, of which there may still be an entry."""
+    """Whether a living process has this title."""
     import psutil
 
     try:
@@ -233,7 +233,7 @@ async def _wait_until_ready(url: str, server: subprocess.Popen[bytes], log: Path
 
 
 async def _watch(clients: Clients, server: subprocess.Popen[bytes], at_least_s: float) -> Seen:
-    """Until nothing has failed for a while, or nothing can be answered any more."""
+    """Wait until no request has failed for a while, or the server has ended."""
     while True:
         await asyncio.sleep(0.1)
         seen, now_s = clients.seen, time.monotonic() - clients.since

@@ -50,9 +50,9 @@ LONGEST = {"wide": 256}
 BLOCKS, QUICK_BLOCKS, TINY_BLOCKS = (1, 4, 16, 64, 256), (1, 16, 256), (16,)
 LENGTHS, QUICK_LENGTHS, TINY_LENGTHS = (8, 64, 256, 1000, 2000), (8, 256), (8,)
 LEARNT_FROM = (16, 100, 400, 700, 1500)
-KV_BYTES = 8 << 30  # on CUDA a block has 2 MiB, however few tokens that is
+KV_BYTES = 8 << 30  # on CUDA a block has 2 MiB, whatever its number of tokens
 VOCABULARY = 1024
-# The second part: requests, tokens of each prompt and output, runs; and the share of it all that there is room for.
+# The second part: requests, tokens of each prompt and output, runs; and the share of all tokens that fit.
 PRESSURE, QUICK_PRESSURE, TINY_PRESSURE, FITTING = (24, 128, 96, 3), (12, 64, 48, 1), (4, 24, 8, 1), 0.5
 BLOCK_TOKENS, GRANULE_BYTES = {"cpu": 16, "cuda": 64}, {"cpu": 4096, "cuda": 2 << 20}
 POLICIES: tuple[PreemptionPolicy, ...] = ("swap", "recompute", "auto")
@@ -63,10 +63,10 @@ class Cell:
     """One sequence length at one block size; medians in seconds.
 
     Attributes:
-        picked, expected: by the cost model, before.
+        picked, expected: of the cost model, before the measurement.
         swap_s: copying out, copying in, and mapping.
-        decode_s: the step after that.
-        recompute_s: the steps up to the next token.
+        decode_s: the step after the swap.
+        recompute_s: the steps until the next token.
         tokens_equal: to those of an undisturbed run.
     """
 
@@ -85,14 +85,14 @@ class Cell:
         return PreemptionCost(self.swap_s, self.recompute_s).better
 
     def regret(self, *, to_next_token: bool = False) -> float:
-        """The picked way's time over the better one's."""
+        """Time of the picked way over that of the better way."""
         swap_s = self.swap_s + to_next_token * self.decode_s
         return (swap_s if self.picked == "swap" else self.recompute_s) / min(swap_s, self.recompute_s)
 
 
 def main() -> None:
     parser = harness.arguments(__doc__, devices=("cpu", "cuda"))
-    parser.add_argument("--tiny", action="store_true", help="as little as possible of everything, on the CPU")
+    parser.add_argument("--tiny", action="store_true", help="smallest sizes, on the CPU")
     args = parser.parse_args()
     args.quick |= args.tiny
     blocks = TINY_BLOCKS if args.tiny else QUICK_BLOCKS if args.quick else BLOCKS
@@ -153,7 +153,7 @@ def make_one_layer(folder: Path, num_heads: int, dim: int) -> None:
 
 
 def start_engine(args: argparse.Namespace, checkpoint: Path, **settings: Any) -> LLM:
-    """Without the prefix cache: what it still had would not be computed again."""
+    """An engine without a prefix cache, which would save recomputation."""
     return LLM(checkpoint, device=args.device, skip_tokenizer_init=True, prefix_cache=False, **settings)
 
 
@@ -166,7 +166,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 def median_error(pairs: Iterable[tuple[float, float]]) -> float:
-    """Of (expected, measured), in relation to what was measured."""
+    """Median relative error of (expected, measured)."""
     return statistics.median(abs(expected / measured - 1) for expected, measured in pairs)
 
 
@@ -174,7 +174,7 @@ def median_error(pairs: Iterable[tuple[float, float]]) -> float:
 
 
 def measure_block(args: argparse.Namespace, model: str, checkpoint: Path, block_tokens: int) -> list[Cell]:
-    """All lengths, on an engine that has served ordinary requests, and preempted none."""
+    """Measure all lengths on an engine that has served ordinary requests without preemption."""
     all_lengths = TINY_LENGTHS if args.tiny else QUICK_LENGTHS if args.quick else LENGTHS
     repeats = 1 if args.tiny else 3 if args.quick else 5
     lengths = [n for n in all_lengths if n <= LONGEST.get(model, n)]
@@ -186,7 +186,7 @@ def measure_block(args: argparse.Namespace, model: str, checkpoint: Path, block_
         block_tokens=block_tokens,
         kv_memory_bytes=KV_BYTES,
         swap_bytes=KV_BYTES,
-        kv_idle_release_s=60,  # where requests are preempted no page is idle
+        kv_idle_release_s=60,  # under preemption no page is idle
     )
     learnt_from = [make_prompt(n) for n in LEARNT_FROM if n <= lengths[-1]]
     for prompt in learnt_from:
@@ -199,12 +199,12 @@ def measure_block(args: argparse.Namespace, model: str, checkpoint: Path, block_
 
 
 def measure(llm: LLM, model: str, block_tokens: int, num_tokens: int, repeats: int) -> Cell:
-    """Ask the cost model about a request of so many computed tokens, then preempt it again and again, in both ways."""
+    """Ask the cost model about a request with this many computed tokens, then preempt it repeatedly in both ways."""
     engine, prompt = llm.engine, make_prompt(num_tokens - 1)
     engine.submit("preempted", prompt, greedy(5))
     request = engine.generations["preempted"].sequences[0]
     until_next_token(engine, request)
-    until_next_token(engine, request)  # in the step in which they begin requests are never swapped
+    until_next_token(engine, request)  # requests are never swapped in their first step
     assert request.memory is not None
     picked = engine.recovery.choose_mode(engine.memory, [request])
     expected = engine.recovery.cost([(request.num_computed, 0)], engine.memory.swapping.num_bytes([request.memory]))
@@ -223,8 +223,8 @@ def measure(llm: LLM, model: str, block_tokens: int, num_tokens: int, repeats: i
 
 
 def rewind(engine: Engine, request: Request, num_tokens: int) -> list[int]:
-    """Let a running request have another token; then take all of them back that it got since it had `num_tokens`
-    computed, and return them."""
+    """Let a running request generate another token, then truncate it to `num_tokens` computed tokens. Returns the
+    truncated tokens."""
     until_next_token(engine, request)
     assert request.memory is not None
     tokens = request.token_ids[num_tokens + 1 :]
@@ -235,7 +235,7 @@ def rewind(engine: Engine, request: Request, num_tokens: int) -> list[int]:
 
 
 def swap(engine: Engine, request: Request) -> float:
-    """Seconds to copy a running request's blocks out, and in again, and to map them for its next step."""
+    """Seconds to swap a running request's blocks out and in, and to map them for its next step."""
     start = now(engine)
     engine.scheduler.preempt(request.group, "swap")
     out_s = now(engine) - start
@@ -249,7 +249,7 @@ def swap(engine: Engine, request: Request) -> float:
 
 
 def recompute(engine: Engine, request: Request) -> float:
-    """Seconds to give a running request's blocks up, and to compute its tokens again, and the next one."""
+    """Seconds to free a running request's blocks, and to compute its tokens again and the next one."""
     num_tokens = request.num_computed
     start = now(engine)
     engine.scheduler.preempt(request.group, "recompute")
@@ -266,7 +266,7 @@ def until_next_token(engine: Engine, request: Request) -> float:
 
 
 def hand_over(engine: Engine, num_tokens: int) -> None:
-    """What preemption is for: another sequence takes the blocks, writes into all of them, and is done."""
+    """Let another sequence allocate all freed blocks, write into them, and end."""
     memory = engine.memory
     other = memory.create_sequence()
     memory.append(other, num_tokens)
@@ -274,25 +274,25 @@ def hand_over(engine: Engine, num_tokens: int) -> None:
     [group] = memory.groups
     for layer in group.layers:
         for side in memory.tensors.home_view(layer):
-            side[other.groups[0].block_ids] = 100.0  # whoever reads this computes other tokens
+            side[other.groups[0].block_ids] = 100.0  # a read of this value would change the tokens
     memory.launched()
     memory.free(other)
 
 
 def now(engine: Engine) -> float:
-    """The time, with nothing under way on the device."""
+    """The time once the device is idle."""
     if engine.model.module.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-# ---- the whole effect ----
+# ---- effect on throughput ----
 
 
 def measure_pressure(
     args: argparse.Namespace, model: str, checkpoint: Path
 ) -> tuple[dict[str, list[float]], dict[str, dict[PreemptionMode, float]], bool]:
-    """Of each engine the output tokens a second and the preemptions in a run; whether all give the same tokens."""
+    """For each engine, output tokens per second and preemptions of a run; and whether all give the same tokens."""
     count, prompt_tokens, new_tokens, repeats = QUICK_PRESSURE if args.quick else PRESSURE
     if args.tiny:
         count, prompt_tokens, new_tokens, repeats = TINY_PRESSURE
@@ -325,7 +325,7 @@ def measure_pressure(
     return rates, preempted, all(tokens == outputs["unpressured"] for tokens in outputs.values())
 
 
-# ---- what is shown ----
+# ---- output ----
 
 
 def print_cells(cells: Sequence[Cell]) -> None:

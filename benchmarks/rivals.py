@@ -22,7 +22,7 @@ _TIMEOUT_S = 1200.0
 
 
 def folio_rate(llm: LLM, prompts: Prompts, new_tokens: int, **settings: Any) -> float:
-    """Tokens a second of all outputs."""
+    """Tokens per second of all outputs."""
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, **({"temperature": 0.0} | settings))
     start = time.perf_counter()
     completions = llm.generate(list(prompts), params)
@@ -85,10 +85,8 @@ class TransformersContinuousBatching:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server that has the same checkpoint, at `url` (without `/v1`): vLLM, OpenVINO GenAI, llama.cpp.
-
-    It must take prompts of token ids and `ignore_eos`; answers that are shorter than asked for are an error.
-    """
+    """A server with the same checkpoint at `url` (without `/v1`): vLLM, OpenVINO GenAI, llama.cpp. It must take prompts
+    of token ids and `ignore_eos`; shorter answers than requested are an error."""
 
     name: str
     url: str

@@ -76,11 +76,11 @@ DEVICE = roofline(
 )
 OURS = "prefix_aware"
 POLICIES = (OURS, "least_loaded", "round_robin", "consistent_hash", *RAY_POLICIES, KV_AWARE)
-# The fleet that carries the trace as it is; others get it as much faster as they are larger.
+# The fleet that serves the trace at its own rate; for other fleets the rate is scaled with their size.
 USUAL = 16
 SIZES = (4, USUAL, 64, 256)
-# Of agents' sessions, and of the trace where the fleet is small: replaying all of it would take as long as on a large
-# one, and shows nothing more.
+# Of agents' sessions, and of the trace for small fleets: replaying all of it would take as long as for a large fleet,
+# without further information.
 AGENTS_REQUESTS, SMALL_REQUESTS = 6000, 4000
 AGENTS_POLICIES = (OURS, "least_loaded", "consistent_hash", "ray_affinity", KV_AWARE)
 QUICK_REQUESTS, VARIANT_REQUESTS, SWEEP_REQUESTS = 1000, 3000, 6000
@@ -91,7 +91,7 @@ Figures = dict[str, float]
 
 
 def available(policies: Sequence[str]) -> list[str]:
-    """Without Ray's where this Ray does not have it."""
+    """The policies, without Ray's where this Ray lacks them."""
     try:
         prefix_tree()
     except ImportError as error:
@@ -122,7 +122,7 @@ SHORT_HEAD = "hits  ttft mean   p50     p99    busy prefill  missed   speed x re
 
 
 def compare(sources: Mapping[int, Source], policies: Sequence[str], prefix: str = "") -> tuple[Figures, Any]:
-    """All policies at all fleet sizes, with figures of this prefix."""
+    """Compare all policies at all fleet sizes; names of figures get this prefix."""
     figures: Figures = {}
     raw: list[dict[str, Any]] = []
     tasks: list[Callable[[], Summary | float]] = []
@@ -138,7 +138,7 @@ def compare(sources: Mapping[int, Source], policies: Sequence[str], prefix: str 
         print(
             f"\n{n} replicas, {source.kind}: {len(arrivals)} requests, "
             f"{sum(a.num_tokens for a in arrivals) / len(arrivals):.0f} tokens of prompt on average; hits of one "
-            f"cache: {single:.1%}, of an infinite one {infinite:.1%}; load as they come: {bounds[0]:.3f}, known "
+            f"cache: {single:.1%}, of an infinite one {infinite:.1%}; load in order of arrival: {bounds[0]:.3f}, known "
             f"beforehand: {bounds[1]:.3f}\n{'':17s}{HEAD}"
         )
         summaries: list[Summary] = []
@@ -177,7 +177,7 @@ def figures_of(ours: Summary, others: Sequence[Summary], single: float) -> Figur
 
 
 def vary(path: Path) -> tuple[Figures, Any]:
-    """Routers and report periods."""
+    """Vary routers and report periods."""
     source = source_for(path, USUAL, VARIANT_REQUESTS)
     base = partial(Job, device=DEVICE, num_replicas=USUAL, source=source)
     jobs = {f"{n} router{'s' * (n > 1)}": base(policy=OURS, num_routers=n) for n in (1, 2, 8)}
@@ -205,7 +205,7 @@ def vary(path: Path) -> tuple[Figures, Any]:
 
 
 def sweep(path: Path) -> Any:
-    """Each weight on its own, the others as they are."""
+    """Vary each weight by itself, with the defaults of the others."""
     source, default = source_for(path, USUAL, SWEEP_REQUESTS), asdict(CostWeights())
     weights = [default] + [default | {name: value} for name, values in SWEEP.items() for value in values]
     base = partial(Job, policy=OURS, num_replicas=USUAL, device=DEVICE, source=source)

@@ -58,7 +58,7 @@ SERVE_DEFAULT = "ray.serve._private.request_router.PowerOfTwoChoicesRequestRoute
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request of a conversation, `at` seconds from the beginning."""
+    """A request of a conversation, due `at` seconds after the beginning."""
 
     at: float
     prompt: list[int]
@@ -67,7 +67,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Answer:
-    """What became of one. `status` 0: nothing came."""
+    """Record of one request. `status` 0: no answer came."""
 
     turn: Turn
     status: int = 0
@@ -101,7 +101,8 @@ def _tokens(rng: random.Random, bounds: tuple[int, int]) -> list[int]:
 
 
 def make_checkpoint(folder: Path) -> None:
-    """Random weights, large enough that HTTP and Serve add little to a step, with the built-in model's tokenizer."""
+    """A checkpoint with the built-in model's tokenizer and random weights, large enough that HTTP and Serve add little
+    to a step."""
     torch.manual_seed(5)
     config = Qwen2Config(
         vocab_size=2048,
@@ -138,7 +139,7 @@ def serve_args(folder: Path) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Clients:
-    """Sends turns at their times and notes what comes back."""
+    """Send turns at their times and record the answers."""
 
     url: str
     resend: bool = False
@@ -212,7 +213,7 @@ def hit_share(answers: Sequence[Answer]) -> float:
 
 
 def forget_prefixes(server: Served) -> None:
-    """Fill the caches one and a half times with prompts that nobody will repeat."""
+    """Fill the caches one and a half times with prompts that are not repeated."""
     rng = random.Random(time.time_ns())
     fillers = [
         Turn(0.02 * i, [rng.randrange(4, VOCABULARY) for _ in range(LONGEST - 100)], 1)
@@ -225,7 +226,7 @@ def forget_prefixes(server: Served) -> None:
 
 
 def compare_routers(server: Served, turns: Sequence[Turn], repeats: int) -> dict[str, list[list[Answer]]]:
-    """Runs of both routers in turn."""
+    """Run both routers in turn."""
     runs: dict[str, list[list[Answer]]] = {"prefix_aware": [], "Serve's default": []}
     for repeat in range(repeats):
         for name, answers in runs.items():
@@ -244,7 +245,7 @@ def compare_routers(server: Served, turns: Sequence[Turn], repeats: int) -> dict
 
 
 def sim_vs_real(server: Served, duration_s: float, conversations_per_s: float) -> dict[str, Any]:
-    """Predict a run from what another one has measured."""
+    """Predict a run from the step times of another run."""
     server.deploy(num_replicas=2)
     added_s = _added_s(server)
     first = Clients(server.url).run(draw_turns(11, duration_s, conversations_per_s))
@@ -282,7 +283,8 @@ def sim_vs_real(server: Served, duration_s: float, conversations_per_s: float) -
 
 
 def scale_and_kill(server: Served, phase_s: float, conversations_per_s: float) -> dict[str, Any]:
-    """Little load, three times what one replica can do, little again; one of three is killed at the peak."""
+    """Low load, three times the capacity of one replica, low load again; one of three replicas is killed at the
+    peak."""
     server.deploy(
         autoscaling_config={
             "min_replicas": 1,
@@ -323,7 +325,7 @@ def scale_and_kill(server: Served, phase_s: float, conversations_per_s: float) -
 
 
 class _Watcher:
-    """Notes how many replicas run, and kills one of three."""
+    """Records the number of running replicas, and kills one of three."""
 
     def __init__(self, server: Served, kills_at: float) -> None:
         self._server = server
@@ -341,7 +343,7 @@ class _Watcher:
 
 
 async def _beside(clients: Clients, turns: Sequence[Turn], watcher: _Watcher) -> None:
-    """Clients, and a look at the replicas every half second."""
+    """Run clients, and look at the replicas every half second."""
     asking = asyncio.create_task(clients._run(turns))
     while not asking.done():
         await asyncio.to_thread(watcher.look)
@@ -350,7 +352,7 @@ async def _beside(clients: Clients, turns: Sequence[Turn], watcher: _Watcher) ->
 
 
 def _added_s(server: Served) -> float:
-    """What HTTP and Serve add to a time to first token: of an idle server's, what is not the step's."""
+    """The part of an idle server's time to first token that HTTP and Serve add."""
     turns = [Turn(0.5 * i, [5] * 32, 2) for i in range(24)]
     answers = Clients(server.url).run(turns)[4:]
     steps = [r.step for r in server.reports()]
@@ -371,7 +373,7 @@ def _mean_ttft_s(answers: Sequence[Answer]) -> float:
 
 
 def measure(quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
-    """All three parts; returns figures, and what they are made of."""
+    """Run all three parts. Returns figures and raw data."""
     duration_s, repeats = (15.0, 1) if quick else (40.0, 3)
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder))

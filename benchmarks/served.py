@@ -17,7 +17,7 @@ from app.engine.report import ReplicaReport
 from app.fleet.messages import report_from_stats
 
 _POLL_S = 0.1
-# Between those that Ray takes for its workers and those that systems give away.
+# Between Ray's range for workers and the systems' ranges for any free port.
 _PORTS = range(20_000, 30_000)
 
 
@@ -26,7 +26,7 @@ class Served:
     """A running application.
 
     Attributes:
-        args: of `app.main.build`, as YAML has them.
+        args: of `app.main.build`, as in the YAML.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Served:
 
     @property
     def ingress(self) -> Any:
-        """A handle of the application."""
+        """A handle of the application's ingress."""
         from ray import serve
 
         return serve.get_app_handle(self.name)
@@ -74,16 +74,16 @@ class Served:
 
     @property
     def num_running(self) -> int:
-        """Engine replicas that run."""
+        """Number of running engine replicas."""
         return self.running("EngineReplica")
 
     def running(self, deployment: str) -> int:
-        """Replicas of a deployment that run."""
+        """Running replicas of a deployment."""
         states: Any = _applications()[self.name].deployments[deployment].replica_states
         return int(states.get("RUNNING", 0))
 
     def reports(self) -> list[ReplicaReport]:
-        """Of all engine replicas."""
+        """Memory reports of all engine replicas."""
         stats = self.engines.broadcast("record_routing_stats").results()
         reports = [report_from_stats(s) for s in stats]
         assert None not in reports, "this process and the replicas run different versions"
@@ -100,7 +100,7 @@ class Served:
         return pid
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
-        """Raises `TimeoutError` if that does not become true."""
+        """Wait for a condition. Raises `TimeoutError`."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
@@ -123,7 +123,7 @@ def cluster(num_cpus: int = 4) -> Iterator[str]:
     """A Ray cluster of this process, with Serve on a free port of this machine; yields its URL.
 
     Args:
-        num_cpus: that Ray believes to have: replicas share the cores that there are.
+        num_cpus: CPUs that Ray assumes; replicas share the cores that exist.
     """
     import ray
     from ray import serve
@@ -147,7 +147,7 @@ def cluster(num_cpus: int = 4) -> Iterator[str]:
 
 @contextmanager
 def served(name: str, args: Mapping[str, Any], *, num_cpus: int = 8) -> Iterator[Served]:
-    """Such a cluster for an application; nothing is deployed yet.
+    """A cluster for an application, which is not deployed yet.
 
     Args:
         args: see `Served`.
@@ -157,7 +157,8 @@ def served(name: str, args: Mapping[str, Any], *, num_cpus: int = 8) -> Iterator
 
 
 def free_port() -> int:
-    """A port of this machine that is free now, and that nobody gets who asks for any: Ray's processes do."""
+    """A free port of this machine, outside of the range from which the system gives any free port, as to Ray's
+    processes."""
     for port in random.sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe:
             try:
@@ -169,7 +170,7 @@ def free_port() -> int:
 
 
 def processes_called(title: str) -> list[int]:
-    """Process ids of this cluster's workers whose title begins so, stopped ones included."""
+    """Process ids of this cluster's workers whose title begins with this text, stopped ones included."""
     import ray
 
     found = []
@@ -179,7 +180,7 @@ def processes_called(title: str) -> list[int]:
         try:
             actual = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             state, parent, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # ended meanwhile
             continue
         if state != "Z" and int(parent) == raylet and actual.startswith(title):
             found.append(int(folder.name))

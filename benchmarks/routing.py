@@ -2,45 +2,44 @@
 
 Only the engines' steps are simulated: their time follows from a device's data sheet (`simulator/device.py`). Scheduler,
 KV memory, prefix cache, reports, routers and the autoscaling policy are the real ones. A report is sent every second
-and arrives a tenth of a second later. There are two routers, each with its own accounts.
+and arrives a tenth of a second later. There are two routers, each with its own state.
 
 **Routing.** 4, 16, 64 and 256 replicas, and two kinds of requests.
 
-The Mooncake conversation trace on Llama-2-70B on eight A800, the machine of Mooncake's paper: a model of
-it, nothing that we measured. The trace's times are multiples of 3 s. Requests come at random times of such a tick: if
-all came at once, no router could know what another does (a variant lets them). It is replayed faster or slower, so
-that each replica has the same load at every fleet size, that of the trace on 16. 4 replicas get its first part only.
+The Mooncake conversation trace on Llama-2-70B on eight A800, the machine of Mooncake's paper: modelled, not measured.
+The trace's times are multiples of 3 s. Requests arrive at random times within such a tick: if all arrived at once, no
+router could know the others' decisions (a variant does that). The trace is replayed faster or slower, so that each
+replica has the same load at every fleet size, that of the trace on 16. 4 replicas get its first part only.
 
-The second kind are sessions of agents (`traffic.agents`): one of eight instructions, a task, and then again and again
-a call of a tool, a pause, and the same prompt with what the tool returned. They are drawn with a fixed seed, not
-traced. A turn comes when the one before has ended and the tool has returned; larger fleets get more sessions, not
-faster ones.
+The second kind are sessions of agents (`traffic.agents`): one of eight instructions, a task, and then repeatedly a
+tool call, a pause, and the same prompt with the tool's result. They are drawn with a fixed seed, not traced. A turn
+begins when the turn before has ended and the tool has returned; larger fleets get more sessions, not faster ones.
 
-Ray's `PrefixCacheAffinityRouter` takes part with its own tree and its decisions (`simulator/ray_affinity.py`), as it
-comes, and with a threshold of imbalance of 10 requests; and its `KVAwareRouter` with the decisions of Dynamo's service
-(`simulator/kv_aware.py`). They know true queues and caches, and all routers share what they know; the others know what
-reports say and what the router itself has sent.
+Ray's `PrefixCacheAffinityRouter` takes part with its own tree and its decisions (`simulator/ray_affinity.py`), with its
+default and with an imbalance threshold of 10 requests; its `KVAwareRouter` with the decisions of Dynamo's service
+(`simulator/kv_aware.py`). They know true queues and caches, and all routers share this state; Folio's policies know the
+load reports and the requests that their router has sent.
 
-    hit share   of prompt tokens, found in a replica's cache; also over the shares of one infinite cache, and of one
-                as large as all replicas' together. That one sees a request at a time, and keeps no outputs.
-    load        of the replica with the most over the mean: seconds in steps, and prompt tokens computed. The figure is
-                the worse of both. Below the fleet's size stand the same of two placements that look at nothing else
-                and find every prefix anywhere: as requests come, and with all known beforehand
+    hit share   prompt tokens found in a replica's cache; also relative to one infinite cache, and to one as large as
+                all replicas' together, which sees one request at a time and keeps no outputs.
+    load        of the most loaded replica over the mean: the worse of seconds in steps and prompt tokens computed. The
+                line of the fleet's size has the same for two placements that look at nothing else and find every
+                prefix anywhere: in order of arrival, and with all requests known in advance
                 (`single_cache.load_bounds`). With 256 replicas one of the longest prompts is a third of the tokens
                 that a replica computes at all, and half of the seconds.
-    missed      tokens a request by which the expected and the actual hits differed.
-    speed       simulated seconds a second of one process; x replicas: replica-seconds a second.
+    missed      difference of expected and actual hits, in tokens per request.
+    speed       simulated seconds per second of one process; x replicas: replica-seconds per second.
 
-**Variants.** One, two and eight routers; reports every 0.5, 1 and 5 s, and none at all: then prefix_aware must do what
-least_loaded does.
+**Variants.** One, two and eight routers; reports every 0.5, 1 and 5 s, and none at all: then prefix_aware must decide
+like least_loaded.
 
-**Decision.** `PrefixAware.rank`, and the look-up of what is expected of the chosen replica, where 64 replicas have
-100,000 blocks cached each; prompts of 12,000 tokens that go on from one of the cached ones.
+**Decision.** `PrefixAware.rank`, and the look-up of the chosen replica's expected hits, with 64 replicas of 100,000
+cached blocks each; prompts of 12,000 tokens that continue a cached one.
 
-**Autoscaling.** The Azure code trace as it is, and in bursts, on Llama-2-13B on one A100 (a data sheet's
-model, too); replicas take 20 s to start. Compared with the smallest fixed fleet with no more late requests.
+**Autoscaling.** The Azure code trace at its own times, and in bursts, on Llama-2-13B on one A100 (modelled from a data
+sheet, too); replicas take 20 s to start. Compared with the smallest fixed fleet with no more late requests.
 
---real adds what `benchmarks.routing_real` measures on a real Ray Serve, `sim_vs_real_ttft_error` among it.
+--real adds the measurements of `benchmarks.routing_real` on a real Ray Serve, `sim_vs_real_ttft_error` among them.
 --sweep varies the weights of `CostWeights` one at a time, on the first requests of the trace. --quick replays 1,000
 requests of either kind on 16 replicas, with three policies.
 """
@@ -139,7 +138,7 @@ def compare(sources: Mapping[int, Source], policies: Sequence[str], prefix: str 
             f"\n{n} replicas, {source.kind}: {len(arrivals)} requests, "
             f"{sum(a.num_tokens for a in arrivals) / len(arrivals):.0f} tokens of prompt on average; hits of one "
             f"cache: {single:.1%}, of an infinite one {infinite:.1%}; load in order of arrival: {bounds[0]:.3f}, known "
-            f"beforehand: {bounds[1]:.3f}\n{'':17s}{HEAD}"
+            f"in advance: {bounds[1]:.3f}\n{'':17s}{HEAD}"
         )
         summaries: list[Summary] = []
         for result in itertools.islice(results, len(policies)):

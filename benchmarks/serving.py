@@ -45,11 +45,11 @@ FOLIO, ENGINE = "folio", "EngineReplica"
 # Requests of the closed loop: as in `benchmarks.throughput`.
 AT_ONCE, SHORTEST, LONGEST = 16, 32, 512
 SINGLE_PROMPT, SINGLE_NEW = 32, 4
-# More at once than the engine runs, so that it never waits for a client.
+# More requests at once than the engine runs, so that it never waits for a client.
 MAX_NUM_SEQS, MAX_QUEUED, SATURATING = 16, 24, 20
 MAX_MODEL_LEN, LONGEST_OF_TRACE = 2048, 768
 KV_MEMORY_BYTES = 1 << 30
-# The index of the prefix cache grows until the cache is full, which shall be before the line is fitted.
+# The index of the prefix cache grows until the cache is full; the line is fitted afterwards.
 SOAK_KV_MEMORY_BYTES = 1 << 28
 # Outputs are a fifth as long as ShareGPT's, so that enough requests end in a run.
 OUTPUTS_SHORTENED = 5
@@ -62,11 +62,12 @@ TRACE = workloads.AZURE_TRACE
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much there is to do.
+    """Size of the measurements.
 
-    `pairs`: single requests; `repeats`: runs at full load of either, after one to warm up; `capacity_rounds`: times the
-    requests at once that measure the capacity; `loads`: Poisson rates as shares of it; `trace_probe`: requests of the
-    trace that its rate is chosen by.
+    `pairs`: single requests; `repeats`: runs at full load of each, after one to warm up; `capacity_rounds`: requests
+    that measure the capacity, in multiples of those at once; `loads`: Poisson rates as shares of the capacity;
+    `trace_probe`:
+    requests of the trace that determine its rate.
     """
 
     num_layers: int = 24
@@ -110,8 +111,8 @@ CHAT_OUTPUT = round(statistics.mean(output for _, output in CHAT))
 
 
 def ordinary(count: int, seed: int) -> workloads.Lengths:
-    """Conversations near the mean. Real lengths scatter so much that tokens a second of some hundred requests, and who
-    is refused is chance, differ by more than what is looked for."""
+    """Conversations of about the mean length. With real lengths, tokens per second of some hundred requests, and the
+    choice of refused ones, vary by more than the effects to be measured."""
     rng = random.Random(seed)
     return [(CHAT_PROMPT, rng.randint(CHAT_OUTPUT // 2, 3 * CHAT_OUTPUT // 2)) for _ in range(count)]
 
@@ -123,14 +124,14 @@ def mixed(count: int, new_tokens: int, seed: int) -> list[Ask]:
 
 
 def rate_of(records: Sequence[Record]) -> float:
-    """Output tokens a second over the whole run. Raises `RuntimeError` if a request was not answered whole."""
+    """Output tokens per second over the whole run. Raises `RuntimeError` if an answer is incomplete."""
     if bad := [record for record in records if not record.completed]:
         raise RuntimeError(f"{len(bad)} of {len(records)} requests were not answered whole: {bad[0]}")
     return sum(r.num_tokens for r in records) / max(r.ended_s or 0.0 for r in records)
 
 
 async def added_ttft(target: HttpTarget, bare: BareEngine, pairs: int) -> dict[str, list[float]]:
-    """Times to first token of single requests, the same to both, in turn."""
+    """Times to first token of single requests, the same for both, in turn."""
     ttft_s: dict[str, list[float]] = {"http": [], "bare": []}
     for ask in arrivals.asks([(SINGLE_PROMPT, SINGLE_NEW)] * (pairs + 2), VOCAB_SIZE, seed=11):
         [http] = await closed_loop(target, [ask], 1)
@@ -144,7 +145,7 @@ async def added_ttft(target: HttpTarget, bare: BareEngine, pairs: int) -> dict[s
 
 
 async def kept_throughput(target: HttpTarget, bare: BareEngine, sizes: Sizes) -> dict[str, Any]:
-    """Tokens a second of both in turn, the same requests; and where the processor time of HTTP went."""
+    """Tokens per second of both in turn, for the same requests; and the processor time of HTTP, by kind of process."""
     rates: dict[str, list[float]] = {"http": [], "bare": []}
     meter = Meter(skip=bare.pid)
     cpu_s: dict[str, float] = {}
@@ -152,7 +153,7 @@ async def kept_throughput(target: HttpTarget, bare: BareEngine, sizes: Sizes) ->
     for repeat in range(sizes.repeats + 1):
         asks = mixed(sizes.requests, sizes.new_tokens, seed=100 + repeat)
         alone = 0.0
-        if repeat % 2:  # neither is always the first
+        if repeat % 2:  # alternate the order
             alone = rate_of(await asyncio.to_thread(bare.closed_loop, asks, AT_ONCE))
         before, generator_s, start = meter.read(), time.thread_time(), time.perf_counter()
         records = await closed_loop(target, asks, AT_ONCE)
@@ -178,8 +179,8 @@ async def kept_throughput(target: HttpTarget, bare: BareEngine, sizes: Sizes) ->
 async def capacity(
     target: HttpTarget, sizes: Sizes, seed: int, lengths: Callable[[int, int], workloads.Lengths] = ordinary
 ) -> float:
-    """Output tokens a second while there are more requests than the engine runs at once: from when the first ones have
-    all begun to answer, to when the last one is sent."""
+    """Output tokens per second with more requests than the engine runs at once, from the time when all of the first
+    ones have begun to answer until the last one is sent."""
     asks = arrivals.asks(lengths(sizes.capacity_rounds * SATURATING, seed), VOCAB_SIZE, seed)
     records = await closed_loop(target, asks, SATURATING)
     rate_of(records)
@@ -205,7 +206,7 @@ async def sweep(
 async def replayed(
     targets: Sequence[HttpTarget], path: Path | None, sizes: Sizes, goal: Targets
 ) -> tuple[dict[str, list[Summary]], str]:
-    """A trace at a share of the first server's capacity for requests like its."""
+    """A trace, replayed at a share of the first server's capacity for such requests."""
     like, _ = arrivals.replay(path, sizes.trace_probe, 1.0, LONGEST_OF_TRACE, seed=500)
     lengths = [(prompt, output) for _, prompt, output in like]
     probe = await closed_loop(targets[0], arrivals.asks(lengths, VOCAB_SIZE, 501), SATURATING)
@@ -218,7 +219,7 @@ async def replayed(
 
 
 async def overload(target: HttpTarget, before: float, sizes: Sizes, skip: int) -> dict[str, Any]:
-    """Many more requests than there is capacity for; that is measured again after each time, since machines drift.
+    """A load far above the capacity. The capacity is measured again after each run, because machines drift.
 
     Args:
         before: the capacity, just measured.
@@ -258,7 +259,7 @@ async def overload(target: HttpTarget, before: float, sizes: Sizes, skip: int) -
 
 
 async def soak(target: HttpTarget, minutes: float, tokens_per_s: float, skip: int | None) -> dict[str, Any]:
-    """The same load for a long time; the memory of the processes meanwhile, and how it grows."""
+    """A constant load for a long time; memory of the processes over time, and its growth."""
     duration_s = 60 * minutes
     at_s = arrivals.poisson(SOAK_LOAD * tokens_per_s / CHAT_OUTPUT, duration_s, seed=700)
     asks = arrivals.asks(chat(len(at_s), seed=701), VOCAB_SIZE, 702, at_s)
@@ -284,8 +285,7 @@ async def soak(target: HttpTarget, minutes: float, tokens_per_s: float, skip: in
 async def run_all(
     args: argparse.Namespace, sizes: Sizes, servers: Sequence[tuple[str, str]], bare: BareEngine | None
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Every part for the servers given, Folio first if `bare` is its engine; returns figures, and what they are made
-    of."""
+    """Run every part for these servers, Folio first if `bare` is its engine. Returns figures and raw data."""
     goal = Targets(args.ttft_s, args.tpot_s)
     figures: dict[str, float] = {}
     raw: dict[str, Any] = {"targets": asdict(goal), "dtype": args.dtype, "layers": sizes.num_layers}
@@ -319,7 +319,7 @@ async def run_all(
 
 
 async def beside_bare(target: HttpTarget, bare: BareEngine, sizes: Sizes, raw: dict[str, Any]) -> dict[str, float]:
-    """What HTTP adds and takes."""
+    """Cost of HTTP against the bare engine."""
     kept = await kept_throughput(target, bare, sizes)
     ttft_s = await added_ttft(target, bare, sizes.pairs)
     added = [http - alone for http, alone in zip(ttft_s["http"], ttft_s["bare"], strict=True)]
@@ -345,14 +345,14 @@ async def beside_bare(target: HttpTarget, bare: BareEngine, sizes: Sizes, raw: d
 
 
 async def only_beside_bare(url: str, bare: BareEngine, sizes: Sizes, raw: dict[str, Any]) -> dict[str, float]:
-    """The same of a server with another way in."""
+    """`beside_bare` for a server with another proxy."""
     async with connect([(FOLIO, url)]) as [target]:
         return await beside_bare(target, bare, sizes, raw)
 
 
 @contextmanager
 def without_haproxy() -> Iterator[None]:
-    """Clusters that start within have Serve's proxy."""
+    """Within this context, clusters start with Serve's proxy."""
     os.environ[haproxy.SWITCH] = "0"
     try:
         yield
@@ -376,7 +376,7 @@ def overload_figures(run: dict[str, Any]) -> dict[str, float]:
         "overload_private_growth_mib": sum(growth.values()),
         "lost": run["lost"] + run["failed"],
     }
-    if rejected:  # otherwise nothing is known of it
+    if rejected:  # otherwise unknown
         figures["reject_ms_p50"] = latency.percentile(rejected, 50)
         figures["reject_ms_p99"] = latency.percentile(rejected, 99)
         figures["rejects_with_retry_after"] = len(run["retry_after_s"]) / len(rejected)
@@ -408,16 +408,16 @@ def parse() -> argparse.Namespace:
         "--only-targets", action="store_true", help="do not start Folio; the first target sets the rates"
     )
     parser.add_argument(
-        "--layers", type=int, help="of the model; fewer where steps are so slow that their noise hides what HTTP adds"
+        "--layers", type=int, help="layers of the model; fewer where the noise of slow steps hides the cost of HTTP"
     )
-    parser.add_argument("--num-threads", type=int, help="of Folio's engine, by default one for each core")
+    parser.add_argument("--num-threads", type=int, help="threads of Folio's engine, by default one for each core")
     parser.add_argument(
-        "--dtype", default="auto", help="of Folio's engine; float32 for processors without fast bfloat16"
+        "--dtype", default="auto", help="dtype of Folio's engine; float32 for processors without fast bfloat16"
     )
     parser.add_argument("--trace", type=Path, default=TRACE, help="an Azure LLM inference or Mooncake trace")
     parser.add_argument("--soak", type=float, metavar="MINUTES")
-    parser.add_argument("--ttft-s", type=float, default=1.0, help="a good request's first token comes within it")
-    parser.add_argument("--tpot-s", type=float, default=0.25, help="and each further one, on average")
+    parser.add_argument("--ttft-s", type=float, default=1.0, help="TTFT target of a good request")
+    parser.add_argument("--tpot-s", type=float, default=0.25, help="TPOT target of a good request")
     args = parser.parse_args()
     if bad := [target for target in args.target if "=" not in target]:
         parser.error(f"--target is {bad[0]!r}; it must be NAME=URL")
@@ -433,7 +433,7 @@ def main() -> None:
     if args.layers is not None:
         sizes = replace(sizes, num_layers=args.layers)
     others = [(name, url.rstrip("/")) for name, _, url in (target.partition("=") for target in args.target)]
-    # As in `make serve`: else everybody goes before the server.
+    # As in `make serve`: by default all other processes have priority over Ray's workers.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray reads it so
     if args.only_targets:
         figures, raw = asyncio.run(run_all(args, sizes, others, None))

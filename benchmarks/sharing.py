@@ -54,8 +54,8 @@ from benchmarks import harness, workloads
 from benchmarks.throughput import make_checkpoint
 from vmem import HostBackend, KVMemory, LayerGroup, LayerSpec, SequenceMemory, StepDemand, plan_layout
 
-Steps = Sequence[Sequence[int]]  # of each step, which of the sequences before it each of its sequences goes on from
-Requests = list[tuple[int, Steps]]  # prompt tokens, and as many steps as output tokens
+Steps = Sequence[Sequence[int]]  # for each step, the parent of each of its sequences in the step before
+Requests = list[tuple[int, Steps]]  # prompt tokens, and one step for each output token
 
 SEED = 0
 BLOCK_TOKENS = 16
@@ -67,7 +67,7 @@ SENSITIVITY = {  # of the widest beams: (entropy in nats, alike)
     "alike_90_percent": (ENTROPY_NATS, 0.9),
     "alike_100_percent": (ENTROPY_NATS, 1.0),
 }
-CANDIDATES = 256  # tokens that a distribution has; the rest would have 1 % of its mass
+CANDIDATES = 256  # tokens of a distribution; the rest would have 1 % of its mass
 WIDER_CV = 1.0
 PAPER = {  # of 2 and of 6 sequences
     ("parallel", "alpaca"): (0.061, 0.098),
@@ -85,7 +85,7 @@ VOCABULARY, KV_BYTES = 151936, 1 << 30
 
 
 class Replay:
-    """The sequences of one request after another, in a real `KVMemory`.
+    """Replays the sequences of one request after another in a real `KVMemory`.
 
     Attributes:
         owned_blocks, all_blocks: sums over steps, with sharing and without.
@@ -114,7 +114,7 @@ class Replay:
             sequences = self._descend(sequences, parents)
             if i == 0:
                 self._count(sequences)
-            if i + 1 < len(steps):  # nobody attends to the last token
+            if i + 1 < len(steps):  # no query attends to the last token
                 self._compute(sequences, prompt + i + 1)
                 self._count(sequences)
         for sequence in sequences:
@@ -128,7 +128,7 @@ class Replay:
         self.memory.launched()
 
     def _descend(self, sequences: Sequence[SequenceMemory], parents: Sequence[int]) -> list[SequenceMemory]:
-        """A parent's first child goes on in its place, the others are forks; who has no child is freed."""
+        """A parent's first child takes its place, the others are forks; parents without a child are freed."""
         children: list[SequenceMemory] = []
         for i, parent in enumerate(parents):
             sequence = sequences[parent]
@@ -145,7 +145,7 @@ class Replay:
 
 
 def count_blocks(prompt: int, steps: Steps) -> Iterator[tuple[int, int]]:
-    """Of each step, blocks with sharing and without: sequences share a block if they had one ancestor when its last
+    """Blocks of each step, with sharing and without: sequences share a block if they had one ancestor when its last
     token was appended."""
     names = count()
     tables = [[next(names) for _ in range(-(-prompt // BLOCK_TOKENS))]] * len(steps[0])
@@ -156,7 +156,7 @@ def count_blocks(prompt: int, steps: Steps) -> Iterator[tuple[int, int]]:
 
 
 def replay(requests: Requests) -> tuple[float, float]:
-    """Share of blocks saved, and blocks copied a request."""
+    """Share of blocks saved, and blocks copied per request."""
     replayed = Replay()
     for prompt, steps in requests:
         replayed.run(prompt, steps)
@@ -171,7 +171,7 @@ def replay(requests: Requests) -> tuple[float, float]:
 
 
 def expected_parallel(lengths: workloads.Lengths, width: int, cv: float | None = None) -> float:
-    """The formula at the top, for outputs of another `cv` than theirs if one is given."""
+    """The formula in the module's docstring, for outputs with another `cv` if one is given."""
     prompts, outputs = zip(*lengths, strict=True)
     mean = statistics.mean(outputs)
     cv = statistics.pstdev(outputs) / mean if cv is None else cv
@@ -180,7 +180,7 @@ def expected_parallel(lengths: workloads.Lengths, width: int, cv: float | None =
 
 
 def discount_for(entropy_nats: float) -> float:
-    """The d whose distributions have this entropy on average."""
+    """The d whose distributions have this mean entropy."""
     discounts = torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1]
     entropies = torch.digamma(torch.ones_like(discounts)) - torch.digamma(1 - discounts)
     return float(discounts[torch.searchsorted(entropies, entropy_nats)])
@@ -202,7 +202,7 @@ def beam_steps(rng: np.random.Generator, width: int, output: int, discount: floa
 
 
 def kinship(steps: Steps) -> Iterator[tuple[int, int]]:
-    """Of every step but the first: how many parents have children, and steps since all beams had one ancestor."""
+    """For every step but the first: number of parents with children, and steps since all beams had one ancestor."""
     since = np.zeros((len(steps[0]),) * 2, dtype=int)  # of each pair
     for parents in steps[1:]:
         since = np.where(np.equal.outer(parents, parents), 0, since[np.ix_(parents, parents)] + 1)
@@ -219,7 +219,8 @@ def read_beams(path: Path) -> list[Steps]:
 
 
 def measure_blocks(name: str, num_requests: int, recorded: Sequence[Steps]) -> dict[str, float]:
-    """Beams are replayed for fewer requests: their share depends less on how long the few longest are."""
+    """Measure the share of blocks saved. Beams are replayed for fewer requests: their share depends less on the lengths
+    of the longest."""
     lengths: workloads.Lengths = getattr(workloads, name)(num_requests, SEED)
     figures: dict[str, float] = {}
     print(f"\n{name}: KV blocks saved by sharing, {num_requests} requests of synthetic lengths, a quarter with beams")
@@ -271,7 +272,7 @@ def tokens(seed: str, num_tokens: int) -> list[int]:
 
 
 def run_requests(llm: LLM, prefix_tokens: int, num_requests: int, runs: Iterator[int]) -> float:
-    """Requests a second. Every run has other tokens, and the same lengths."""
+    """Requests per second. Every run has other tokens, and the same lengths."""
     rng, seed = random.Random(SEED), f"{prefix_tokens} {next(runs)}"
     prefix = tokens(seed, prefix_tokens)
     prompts = [prefix + tokens(f"{seed} {i}", rng.randint(*OWN_TOKENS)) for i in range(num_requests)]
@@ -313,7 +314,7 @@ def first_token_s(llm: LLM, prompt: list[int], cached_tokens: int = 0) -> float:
 
 
 def first_tokens_s(llm: LLM, name: str, num_requests: int = REQUESTS_OF_PREFIX) -> list[float]:
-    """Of requests with a common prefix, one after the other."""
+    """Times to first token of requests with a common prefix, one after the other."""
     prefix = tokens(f"prefix {name}", COMMON)
     prompts = [prefix + tokens(f"own {name} {i}", OWN) for i in range(num_requests)]
     return [first_token_s(llm, prompts[0])] + [first_token_s(llm, prompt, COMMON) for prompt in prompts[1:]]
@@ -324,8 +325,8 @@ def first_fresh_s(llm: LLM, runs: Iterator[int]) -> float:
 
 
 def miss_costs_s(memory: KVMemory, prompt: list[int]) -> tuple[float, float]:
-    """A look-up that finds nothing, and all that the prefix cache adds to the one step of a prompt: the calls that the
-    scheduler makes. The keys and values are never written; nobody will ask for them."""
+    """Seconds of a look-up without a hit, and of all calls of the prefix cache in the one step of a prompt. The keys
+    and values are never written, because no request reads them."""
     start = time.perf_counter()
     chain = memory.prefixes.chain()
     match = memory.prefixes.match(chain, prompt)  # hashes the prompt
@@ -373,7 +374,7 @@ def measure_first_tokens(
         f"\ntime to first token, {COMMON} common tokens and {OWN} own, {num_prefixes} prefixes\n"
         f"  first {miss_s * 1e3:.1f} ms, second {second_s * 1e3:.1f} ms, hundredth {hundredth_s * 1e3:.1f} ms; "
         f"median hit {hit_s * 1e3:.1f} ms, {miss_s / hit_s:.1f} times as fast\n"
-        f"  a look-up that finds nothing {lookup_s * 1e6:.0f} us, with all bookkeeping {all_s * 1e6:.0f} us, "
+        f"  a look-up without a hit {lookup_s * 1e6:.0f} us, with all bookkeeping {all_s * 1e6:.0f} us, "
         f"{all_s / miss_s:.2%} of the first\n"
         f"  nothing found, cache on over off {figures['ttft_zero_hits_ratio']:.3f}, {pairs} pairs"
     )
@@ -389,7 +390,7 @@ def main() -> None:
     recorded = read_beams(args.beams) if args.beams else []
     figures: dict[str, float] = {}
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # copies of a few KiB: two threads that wait for each other take longer
+    torch.set_num_threads(1)  # for copies of a few KiB, two threads that wait for each other are slower
     for name, number in counts.items():
         figures |= measure_blocks(name, number, recorded)
     torch.set_num_threads(num_threads)

@@ -41,7 +41,7 @@ NEW_TOKENS = 200
 EACH_STEP = {"items_per_s": 1e9, "min_interval_s": 0.0, "max_interval_s": 0.0}
 PACED: dict[str, float] = {}
 TIMEOUT_S, IDLE_S = 300.0, 5.0
-FIRST_TOKENS = 30  # requests, one after the other, of each way in
+FIRST_TOKENS = 30  # requests one after the other, for each way in
 EDGES = {"haproxy": "1", "proxy": "0"}
 HOPS = ("edge", "ingress loop", "ingress rest", "replica loop", "replica rest", "controller", "ray")
 _TITLES = {
@@ -55,7 +55,7 @@ _TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One crowd of clients: processor time by hop, how many items arrived, and when the first did (median)."""
+    """One crowd of clients: processor time by hop, number of items, and median time of the first."""
 
     hops: dict[str, float]
     seconds: float
@@ -64,7 +64,7 @@ class Run:
 
 
 class Meter:
-    """Processor time of this cluster's processes since the last look, by hop; what they need when idle is left out."""
+    """Processor time of this cluster's processes since the last reading, by hop, without their idle load."""
 
     def __init__(self) -> None:
         self._idle: dict[str, float] = {}
@@ -73,8 +73,8 @@ class Meter:
         self._idle = {hop: spent / IDLE_S for hop, spent in self.spent().items()}
 
     def spent(self) -> dict[str, float]:
-        """Seconds of each hop; a new look begins. The busiest thread of the ingress is its event loop; in the replica
-        the engine's thread is busier, which is left out."""
+        """Seconds of each hop since the last reading. The ingress's busiest thread is its event loop; the replica's is
+        the engine's thread, which is left out."""
         before, start = self._threads, self._start
         self._begin()
         used: defaultdict[str, list[float]] = defaultdict(list)
@@ -91,12 +91,12 @@ class Meter:
 
 
 def thread_s() -> dict[tuple[str, str], float]:
-    """Processor time so far of each thread of the processes that this one has begun: (kind, thread id) → seconds."""
+    """Processor time of each thread of this process's children: (kind, thread id) → seconds."""
     children: defaultdict[int, list[int]] = defaultdict(list)
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             children[int((folder / "stat").read_text().rpartition(")")[2].split()[1])].append(int(folder.name))
-        except OSError:  # it has ended meanwhile
+        except OSError:  # ended meanwhile
             continue
     seconds: dict[tuple[str, str], float] = {}
     waiting = children[os.getpid()]
@@ -116,7 +116,7 @@ def thread_s() -> dict[tuple[str, str], float]:
 
 
 def crowd(url: str, meter: Meter, num_clients: int, *, stream: bool) -> Run:
-    """All of them ask at once."""
+    """Send all requests at once."""
 
     async def one(client: httpx.AsyncClient, number: int) -> tuple[int, float]:
         body = {"model": "builtin", "prompt": f"Room {number}", "max_tokens": NEW_TOKENS, "ignore_eos": True}
@@ -151,7 +151,7 @@ def measure(server: Served, num_clients: int, repeats: int, *, stream: bool) -> 
 
 
 def first_tokens(server: Served) -> dict[str, list[float]]:
-    """Seconds until the first token by each way in, which take turns."""
+    """Seconds to the first token by each way in, in turn."""
     import httpx
 
     body: dict[str, Any] = {"model": "builtin", "prompt": "A room", "max_tokens": 2, "ignore_eos": True}
@@ -196,7 +196,7 @@ def first_tokens(server: Served) -> dict[str, list[float]]:
 
 
 def direct_url() -> str | None:
-    """Of the ingress replica's own HTTP port, where there is HAProxy in front of that."""
+    """URL of the ingress replica's own HTTP port, where HAProxy is in front of it."""
     import ray
     from ray.serve.context import _get_global_client
 
@@ -209,7 +209,7 @@ def direct_url() -> str | None:
 
 
 def answers(url: str) -> bool:
-    """Whether the server lets requests in."""
+    """Whether the server accepts requests."""
     import httpx
 
     try:
@@ -219,7 +219,7 @@ def answers(url: str) -> bool:
 
 
 def one_edge(num_clients: int, repeats: int) -> dict[str, Any]:
-    """All runs in one cluster: ways of answering → runs, and seconds until the first token."""
+    """All runs in one cluster: ways of answering → runs, and seconds to the first token."""
     engine = {"model": "builtin", "num_threads": 1, "prefix_cache": False, "max_num_seqs": num_clients}
     runs: dict[str, list[Run]] = {}
     with served("folio-streaming", {"engine": engine}) as server:
@@ -227,7 +227,7 @@ def one_edge(num_clients: int, repeats: int) -> dict[str, Any]:
             application: dict[str, Any] = {"engine": engine, "streaming": streaming}
             changed = Served(server.name, server.url, application)
             changed.deploy()
-            changed.wait_until(lambda: answers(server.url))  # HAProxy hears a little later
+            changed.wait_until(lambda: answers(server.url))  # HAProxy knows a little later
             if name == "each step":
                 firsts = first_tokens(changed)
                 runs["whole"] = measure(changed, num_clients, repeats, stream=False)
@@ -236,7 +236,7 @@ def one_edge(num_clients: int, repeats: int) -> dict[str, Any]:
 
 
 def in_a_process(edge: str, *arguments: str) -> dict[str, Any]:
-    """`one_edge` behind that edge: Ray reads which it is when it is imported."""
+    """`one_edge` with this edge, in a process of its own because Ray reads the setting at import."""
     environment = os.environ | {"RAY_SERVE_ENABLE_HA_PROXY": EDGES[edge]}
     command = [sys.executable, "-m", "benchmarks.streaming", "--inside", *arguments]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=harness.ROOT) as process:
@@ -249,7 +249,7 @@ def in_a_process(edge: str, *arguments: str) -> dict[str, Any]:
 
 
 def medians_of(runs: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Way of answering → seconds of each hop, and of all; medians."""
+    """Way of answering → medians of the seconds of each hop, and of all."""
     medians = {}
     for name, mode in runs.items():
         medians[name] = {hop: statistics.median(run["hops"][hop] for run in mode) for hop in HOPS}

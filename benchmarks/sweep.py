@@ -38,7 +38,7 @@ from benchmarks import facts, harness, overhead
 from benchmarks.rivals import TransformersGenerate, folio_rate
 
 DEFAULT_SHAPE = "llama-3-8b"
-# Contexts are longer than the models' own, so that an output fits behind the longest prompt.
+# Contexts are longer than the models' own, so that an output fits after the longest prompt.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": {
         "model_type": "llama",
@@ -64,7 +64,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
         "tie_word_embeddings": True,
     },
-    "tiny": {  # shows that this program works, and measures nothing
+    "tiny": {  # a test of this program, not a measurement
         "model_type": "llama",
         "vocab_size": 2048,
         "hidden_size": 64,
@@ -78,7 +78,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 DTYPE = torch.bfloat16
 WEIGHT_STD = 0.02
 # Of logits. Those of untrained models are so flat that top-p leaves most of the vocabulary, which costs a sampler more
-# than what models give: with this, 0.9 of the mass is on some tens of tokens, up to hundreds.
+# than those of trained models: with this deviation, 0.9 of the mass is on some tens to hundreds of tokens.
 LOGIT_STD = 4.8
 MODES: dict[str, dict[str, float]] = {"greedy": {"temperature": 0.0}, "top_p": {"temperature": 1.0, "top_p": 0.9}}
 MAX_NUM_SEQS, STEP_TOKENS = 256, 8192
@@ -87,11 +87,11 @@ WARM_UP_STEPS, LEAST_STEPS, PROFILED_STEPS = 3, 5, 10
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much there is to do.
+    """Size of the measurements.
 
     Attributes:
-        rival_batches: those at which transformers is measured, too; after the last of them it goes.
-        steps, most_s: decode steps that are timed, and the seconds after which no further one is.
+        rival_batches: batches at which transformers is measured, too; after the last of them it is freed.
+        steps, most_s: decode steps that are timed, and the seconds after which no further step is timed.
         repeats: of prefills, and of runs beside transformers.
     """
 
@@ -122,7 +122,7 @@ class Sweep:
         self._prompts = torch.Generator().manual_seed(time.time_ns() % 2**40)
         self._ids = itertools.count()
         self._bandwidth, self._flops = bandwidth, flops
-        # Everything but an input embedding of its own is read whole in each step, by products.
+        # Products read all weights in each step, except a separate input embedding.
         embedding = config.vocab_size * config.hidden_size
         total = sum(math.prod(shape) for shape in parameter_shapes(config))
         self._read_parameters = total if config.tie_word_embeddings else total - embedding
@@ -137,7 +137,7 @@ class Sweep:
         )
 
     def note(self, fact: str, shown: str, **figures: float) -> None:
-        """Say what was measured, at once."""
+        """Record and print a figure at once."""
         self.figures |= figures
         facts.record(fact, shown, **{name: float(f"{value:.4g}") for name, value in figures.items()})
 
@@ -148,7 +148,7 @@ class Sweep:
 
     @contextmanager
     def decoding(self, batch: int, **params: float) -> Iterator[None]:
-        """So many prompts are computed; from here on each step is a decode of all of them, warm-up steps left out."""
+        """Compute this many prompts, and run warm-up steps; every later step is a decode of all of them."""
         engine = self._llm.engine
         names = [f"sweep {next(self._ids)}" for _ in range(batch)]
         settings = SamplingParams(max_tokens=most_new_tokens(self._sizes), ignore_eos=True, **params)  # type: ignore[arg-type]
@@ -197,7 +197,7 @@ class Sweep:
         )
 
     def prefill(self, length: int) -> None:
-        """One prompt of so many tokens, first token included."""
+        """One prompt of this many tokens, first token included."""
         config = self._config
         times = []
         for _ in range(1 + self._sizes.repeats):
@@ -216,7 +216,7 @@ class Sweep:
         )
 
     def beside(self, rival: TransformersGenerate, batch: int) -> None:
-        """Folio and transformers in turn, over the whole time of the same kind of requests."""
+        """Folio and transformers in turn, over the whole time of requests of the same kind."""
         sizes, new = self._sizes, self._sizes.new_tokens
         runs: dict[str, Callable[[], float]] = {
             "folio": lambda: folio_rate(self._llm, self.prompts(batch, sizes.context), new),
@@ -278,7 +278,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def make_llm(config: PreTrainedConfig, device: str, sizes: Sizes, num_threads: int | None = None) -> LLM:
-    """An engine for this shape, whose logits are about as far apart as a trained model's."""
+    """An engine for this shape, whose logits are about as far apart as those of a trained model."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
@@ -310,7 +310,8 @@ def make_llm(config: PreTrainedConfig, device: str, sizes: Sizes, num_threads: i
 
 
 def most_new_tokens(sizes: Sizes) -> int:
-    """Of a sequence. The first ones decode while other prompts are computed, of which each step has at least one."""
+    """Most new tokens of a sequence. The first sequences decode while other prompts are computed, at least one in each
+    step."""
     return max(sizes.batches) + WARM_UP_STEPS + max(sizes.steps, PROFILED_STEPS) + 1
 
 
@@ -320,7 +321,8 @@ def parameter_shapes(config: PreTrainedConfig) -> list[torch.Size]:
 
 
 def ceilings(device: torch.device) -> tuple[float, float]:
-    """Bytes a second that a copy reads and writes, and floating-point operations a second of a product."""
+    """Rates of the device: bytes a second that a copy reads and writes, and floating-point operations a second of a
+    product."""
     num_bytes, size = (1 << 30, 8192) if device.type == "cuda" else (1 << 27, 1024)
     source = torch.ones(num_bytes // 4, dtype=torch.int32, device=device)
     target = torch.empty_like(source)
@@ -329,7 +331,7 @@ def ceilings(device: torch.device) -> tuple[float, float]:
 
 
 def let_go(device: torch.device) -> None:
-    """Give memory back that nothing uses any more: what torch keeps of it the KV cache cannot have."""
+    """Free unused memory: the KV cache cannot use memory that torch keeps."""
     gc.collect()  # modules refer to each other
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -346,5 +348,5 @@ def best_s(work: Callable[[], torch.Tensor], repeats: int = 5) -> float:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """The smallest value that so large a share of all are not above."""
+    """The smallest value that this share of all values does not exceed."""
     return sorted(values)[math.ceil(share * len(values)) - 1]

@@ -49,7 +49,7 @@ MESSAGES, QUICK_MESSAGES = 3000, 500
 
 
 def make_checkpoint(folder: Path, num_layers: int) -> int:
-    """Returns the bytes of its weights."""
+    """Make a checkpoint; returns the bytes of its weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -69,7 +69,7 @@ def make_checkpoint(folder: Path, num_layers: int) -> int:
 
 
 def make_plan(num_seqs: int, num_tokens: int) -> StepPlan:
-    """Sequences of some length that are read through their regions, and so many tokens of each."""
+    """A step plan of sequences of some length, read through their regions, with this many tokens of each."""
     return StepPlan(
         num_tokens=np.full(num_seqs, num_tokens, dtype=np.int32),
         num_computed=np.full(num_seqs, 1000, dtype=np.int32),
@@ -83,7 +83,7 @@ def make_plan(num_seqs: int, num_tokens: int) -> StepPlan:
 
 
 def echo(pid: int, fd: int) -> None:
-    """The peer: unpacks every step and answers."""
+    """The peer: unpack every step and answer."""
     address = MemoryAddress(pid, fd, 1, 1)
     reader = RingReader(address.open(), address, 0, 0)
     while message := reader.receive(10.0):
@@ -92,7 +92,7 @@ def echo(pid: int, fd: int) -> None:
 
 
 def measure_messages(plans: dict[str, StepPlan], repeats: int) -> dict[str, tuple[int, float]]:
-    """Bytes, and median microseconds there and back."""
+    """Bytes, and median microseconds of a round trip."""
     address = shared_memory.create_rings(1, 1)
     command = [sys.executable, "-m", __spec__.name, "--echo", str(os.getpid()), str(address.fd)]
     with subprocess.Popen(command) as peer:
@@ -116,7 +116,7 @@ def measure_messages(plans: dict[str, StepPlan], repeats: int) -> dict[str, tupl
 
 
 class Collectives:
-    """Time that this process spends in them."""
+    """Time and number of this process's collectives."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -124,7 +124,7 @@ class Collectives:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """While this lasts."""
+        """Count collectives within this context."""
         names = ("all_reduce", "all_gather", "gather")
         real = {name: getattr(Communicator, name) for name in names}
         for name in names:
@@ -148,7 +148,7 @@ class Collectives:
 
 
 def decode(llm: LLM, num_steps: int, seed: int) -> tuple[float, float, int]:
-    """Median seconds of a decode step, the share of it in collectives, and how many there are in a step."""
+    """Median seconds of a decode step, the share of collectives in it, and their number."""
     generator = torch.Generator().manual_seed(seed)
     params = SamplingParams(max_tokens=num_steps + 8, temperature=0, ignore_eos=True)
     for i in range(AT_ONCE):
@@ -168,7 +168,7 @@ def decode(llm: LLM, num_steps: int, seed: int) -> tuple[float, float, int]:
 
 
 def tokens(llm: LLM) -> list[list[int]]:
-    """Greedy outputs of prompts that begin alike, while the budget is lowered below what they need."""
+    """Greedy outputs of prompts with a common prefix, while the budget is lowered below their demand."""
     generator = torch.Generator().manual_seed(5)
     common = torch.randint(VOCAB_SIZE, (100,), generator=generator).tolist()
     prompts = [common[: 100 - 9 * i] + torch.randint(VOCAB_SIZE, (20,), generator=generator).tolist() for i in range(8)]
@@ -199,7 +199,7 @@ def make_llm(model: str | Path, size: int, dtype: str) -> LLM:
 
 
 def peak_of_a_peer(llm: LLM) -> int:
-    """Its most resident bytes so far."""
+    """Peak resident bytes of the peer."""
     ranks: RankGroup | None = llm.engine.executor.ranks
     assert ranks is not None
     processes = ranks._processes
@@ -233,14 +233,14 @@ def main() -> None:
         steps: dict[int, list[tuple[float, float, int]]] = {size: [] for size in llms}
         for repeat in range(repeats):
             for size, llm in llms.items():
-                torch.set_num_threads(num_threads(llm.engine.config))  # it is the process's, and two engines are in it
+                torch.set_num_threads(num_threads(llm.engine.config))  # one number for both engines' process
                 steps[size].append(decode(llm, 20 if args.quick else 60, repeat))
         for llm in llms.values():
             llm.engine.check_integrity()
             llm.close()
 
     for name, (size_bytes, us) in messages.items():
-        print(f"{name:26} {size_bytes:6} bytes, {us:7.1f} µs there and back")
+        print(f"{name:26} {size_bytes:6} bytes, {us:7.1f} µs for a round trip")
     for size, rows in steps.items():
         step_s, share, count = (statistics.median(column) for column in zip(*rows, strict=True))
         print(

@@ -52,10 +52,7 @@ SEED = 5
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much there is to do.
-
-    `repeats`: runs of everybody in turn, after one to warm up.
-    """
+    """Size of the measurements. `repeats`: runs of all candidates in turn, after one to warm up."""
 
     num_layers: int = 24
     repeats: int = 3
@@ -114,7 +111,7 @@ def shared_prompts(count: int, seed: int) -> list[list[int]]:
 
 
 def single_stream(llm: LLM, prompt: list[int], new_tokens: int) -> float:
-    """Decode steps a second of one request, prefill left out."""
+    """Decode steps per second of one request, without prefill."""
     params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
     llm.engine.submit("single", prompt, params)
     llm.engine.step()
@@ -126,7 +123,7 @@ def single_stream(llm: LLM, prompt: list[int], new_tokens: int) -> float:
 
 
 def lookups(count: int) -> list[str]:
-    """Prompts the built-in model can answer, and whose answers repeat what is in them."""
+    """Prompts that the built-in model can answer, with answers that repeat parts of them."""
     generator = torch.Generator().manual_seed(SEED)
 
     def number() -> int:
@@ -140,7 +137,7 @@ def lookups(count: int) -> list[str]:
 
 
 def speculated(llms: dict[str, LLM], prompts: list[str], sizes: Sizes) -> dict[str, list[float]]:
-    """Tokens a second of one request after the other, with each engine, which must give the same tokens."""
+    """Tokens per second of one request after the other, with each engine; the engines must give the same tokens."""
     params = SamplingParams(max_tokens=sizes.new_tokens, temperature=0, ignore_eos=True)
     outputs: dict[str, list[list[int]]] = {}
 
@@ -151,7 +148,7 @@ def speculated(llms: dict[str, LLM], prompts: list[str], sizes: Sizes) -> dict[s
 
     rates = harness.alternate({name: partial(rate, name) for name in llms}, sizes.repeats)
     if len({str(tokens) for tokens in outputs.values()}) > 1:
-        raise RuntimeError("guesses have changed the outputs")
+        raise RuntimeError("speculation has changed the outputs")
     return rates
 
 
@@ -168,8 +165,8 @@ def checkpoint(folder: str | None, num_layers: int) -> Iterator[Path]:
 
 
 def run_all(args: argparse.Namespace, folder: Path, sizes: Sizes) -> tuple[dict[str, dict[str, list[float]]], int]:
-    """Rates of every scenario by who ran it, and the model's size in bytes."""
-    llm = LLM(folder, prefix_cache=False)  # each run would find the prompts of the last
+    """Rates of every scenario by candidate, and the model's size in bytes."""
+    llm = LLM(folder, prefix_cache=False)  # runs would share prompts with earlier ones
     sharing = LLM(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     generate, batching = TransformersGenerate(model), TransformersContinuousBatching(model)
@@ -178,7 +175,7 @@ def run_all(args: argparse.Namespace, folder: Path, sizes: Sizes) -> tuple[dict[
     for name, url in urls.items():
         if url is None:
             print(f"{name} is not measured: no URL is given")
-    seeds = itertools.count(time.time_ns() % 2**40)  # servers remember the prompts of earlier runs of this, too
+    seeds = itertools.count(time.time_ns() % 2**40)  # servers cache prompts of earlier runs, too
     samples = {"do_sample": True, "top_k": 0, "num_return_sequences": BRANCHES}
     beams = {"num_beams": BRANCHES, "num_return_sequences": BRANCHES}
 
@@ -234,7 +231,7 @@ def run_all(args: argparse.Namespace, folder: Path, sizes: Sizes) -> tuple[dict[
         each.engine.check_integrity()
         each.close()
     print("\nspeculation")
-    # In float32: the last bits of attention depend on how many queries there are.
+    # In float32: the last bits of attention depend on the number of queries.
     builtin = {
         "folio": LLM("builtin", dtype="float32", speculation="ngram"),
         "without": LLM("builtin", dtype="float32"),

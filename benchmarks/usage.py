@@ -25,12 +25,12 @@ PROXY, OTHERS = "haproxy", "ray"
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """By kind of process: "EngineReplica", "Ingress", "haproxy", "haproxy_manager", "serve_proxy", "controller";
+    """Usage by kind of process: "EngineReplica", "Ingress", "haproxy", "haproxy_manager", "serve_proxy", "controller";
     "ray" for others.
 
     Attributes:
         cpu_s: processor time so far.
-        private_mib: memory that is theirs alone: neither files nor pages that others may map, as those of a KV cache.
+        private_mib: private memory, without files and pages that other processes may map, such as those of a KV cache.
     """
 
     at_s: float
@@ -38,20 +38,20 @@ class Usage:
     private_mib: dict[str, float]
 
     def cpu_since(self, earlier: Usage) -> dict[str, float]:
-        """Seconds of processor time since then."""
+        """Seconds of processor time since an earlier reading."""
         return {kind: cpu_s - earlier.cpu_s.get(kind, 0.0) for kind, cpu_s in self.cpu_s.items()}
 
 
 class Meter:
-    """Looks at all processes below this one.
+    """Reads all descendants of this process.
 
     Args:
-        skip: one that is no part of the server.
+        skip: a process that is not part of the server.
     """
 
     def __init__(self, skip: int | None) -> None:
         self._skip = skip
-        self._kinds: dict[int, str] = {}  # Ray changes titles while a method runs: once known, a kind stays
+        self._kinds: dict[int, str] = {}  # Ray changes titles while a method runs: a known kind is kept
 
     def read(self) -> Usage:
         import psutil
@@ -64,14 +64,14 @@ class Meter:
             try:
                 kind = self._kind_of(process)
                 times, memory = process.cpu_times(), process.memory_info()
-            except psutil.NoSuchProcess:  # it has ended meanwhile
+            except psutil.NoSuchProcess:  # ended meanwhile
                 continue
             cpu_s[kind] += times.user + times.system
             private_mib[kind] += (memory.rss - memory.shared) / _MIB
         return Usage(time.perf_counter(), dict(cpu_s), dict(private_mib))
 
     async def watch(self, period_s: float, seen: list[Usage]) -> None:
-        """Note the usage again and again, until this is cancelled."""
+        """Record the usage periodically, until cancelled."""
         while True:
             seen.append(await asyncio.to_thread(self.read))
             await asyncio.sleep(period_s)
@@ -79,14 +79,14 @@ class Meter:
     def _kind_of(self, process: psutil.Process) -> str:
         if process.pid not in self._kinds:
             kind = kind_of(" ".join(process.cmdline()))
-            if kind == OTHERS:  # or it will be something else soon
+            if kind == OTHERS:  # or its title is about to change
                 return kind
             self._kinds[process.pid] = kind
         return self._kinds[process.pid]
 
 
 def kind_of(title: str) -> str:
-    """Of a process with this title."""
+    """The kind of a process with this title."""
     if match := _REPLICA.match(title):
         return match[1]
     if "/haproxy -db " in title:

@@ -41,7 +41,7 @@ VIEWS: tuple[View, View] = ("region", "block_table")
 
 @dataclass(slots=True)
 class Tracked:
-    """A sequence, and its keys and values `[num_kv_heads, dim]` in plain lists, which its cache has to agree with."""
+    """A sequence, and its keys and values `[num_kv_heads, dim]` in plain lists, which its cache must equal."""
 
     memory: SequenceMemory
     keys: list[torch.Tensor] = field(default_factory=list)
@@ -49,21 +49,21 @@ class Tracked:
 
     @property
     def table(self) -> list[int]:
-        """The block table: logical block → physical block. There is one, because there is one layer group."""
+        """The block table of the one layer group: logical block → block id."""
         return self.memory.groups[0].block_ids
 
     def where(self, view: View) -> list[int]:
-        """What a kernel is told: the region's slot, or the block table."""
+        """The kernel's argument: the region's slot, or the block table."""
         region = self.memory.groups[0].region
         return [region.slot] if view == "region" and region is not None else self.table
 
     def fill(self) -> str:
-        """How many tokens each of its blocks has."""
+        """Number of tokens in each block."""
         return " ".join(str(min(len(self.keys) - i * BLOCK_TOKENS, BLOCK_TOKENS)) for i in range(len(self.table)))
 
 
 class Walkthrough:
-    """One layer's KV memory on the host, and the attention kernel that the engine would take."""
+    """One layer's KV memory on the host, and the attention kernel that the engine would choose."""
 
     def __init__(self) -> None:
         backend = HostBackend(1 << 20)
@@ -77,16 +77,16 @@ class Walkthrough:
             budget_bytes=NUM_PAGES * layout.page_bytes,
             num_regions=3,
             max_tokens=MAX_TOKENS,
-            options=MappingOptions(eager_allocation=False, idle_release_s=1e9),  # so that nothing happens by itself
+            options=MappingOptions(eager_allocation=False, idle_release_s=1e9),  # no mapping work in the background
         )
-        self.num_anchors = self.memory.report().num_mappings  # of the anchor page, which is nobody's
+        self.num_anchors = self.memory.report().num_mappings  # of the anchor page
         self.caches = {"block_table": self.memory.tensors.home_view(0), "region": self.memory.tensors.region_view(0)}
         self.kernel = select_provider("auto", torch.device("cpu"))
         self.random = torch.Generator().manual_seed(0)
         self.differences: list[float] = []
 
     def append(self, sequence: Tracked, view: View) -> str:
-        """A step of one sequence: a block if it needs one, its page mapped, the token written, and attention."""
+        """A step of one sequence: allocate a block if necessary, map it, write the token, compute attention."""
         position = len(sequence.keys)
         self.memory.append(sequence.memory, position + 1)
         self.memory.ensure([StepDemand(sequence.memory, position, position + 1)])
@@ -100,11 +100,11 @@ class Walkthrough:
         return self.check(sequence)
 
     def check(self, sequence: Tracked) -> str:
-        """Attention of a query at the last token: how far it is from plain attention through each view."""
+        """Attention of a query at the last token: its difference from plain attention, through each view."""
         query = torch.randn(1, NUM_HEADS, DIM, generator=self.random)
         expected = plain_attention(query[0], torch.stack(sequence.keys), torch.stack(sequence.values))
         texts = []
-        for view in VIEWS if sequence.memory.view == "region" else VIEWS[1:]:  # every block has a home
+        for view in VIEWS if sequence.memory.view == "region" else VIEWS[1:]:  # every block is at home
             batch = VarlenBatch(
                 cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
                 cache_seqlens=torch.tensor([len(sequence.keys)], dtype=torch.int32),
@@ -113,14 +113,14 @@ class Walkthrough:
                 max_seqlen_k=len(sequence.keys),
             )
             out = self.kernel.attend(query, *self.caches[view], batch, Masking(scale=DIM**-0.5))
-            self.memory.launched()  # a step is on its way: what it reads stays mapped until it is done
+            self.memory.launched()  # a step is in flight: its mappings stay until it ends
             self.differences.append(float((out[0] - expected).abs().max()))
             texts.append(f"{view.replace('_', ' ')} {self.differences[-1]:.1e}")
         return ", ".join(texts)
 
     def owners(self, *sequences: Tracked) -> str:
-        """How many sequences own each of these sequences' blocks: the block pool's reference counts."""
-        pool = self.memory.group_memories[0].pool  # no report names single blocks
+        """Reference counts of these sequences' blocks."""
+        pool = self.memory.group_memories[0].pool  # reports have no single blocks
         block_ids = sorted({block_id for sequence in sequences for block_id in sequence.table})
         return "Owners: " + "  ".join(f"#{block_id}: {pool.references[block_id]}" for block_id in block_ids)
 
@@ -135,9 +135,9 @@ def plain_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tenso
 
 def one_by_one(walk: Walkthrough) -> tuple[Tracked, Tracked]:
     print(f"\n1. {NUM_TOKENS} tokens, one by one\n========================\n")
-    print("A block holds 4 tokens and is a page of 4 KiB. A neighbour takes a block whenever we do, so ours do not lie")
-    print("side by side. Every page is mapped at home, and ours once more, in our region. Attention of each new token,")
-    print("read through either view, should differ from plain attention by rounding only.\n")
+    print("A block holds 4 tokens and is a page of 4 KiB. A neighbour sequence allocates in turn with ours, so that")
+    print("our blocks are scattered. Every page is mapped at home, and ours once more in our region. Attention of each new")
+    print("token, through either view, should differ from plain attention by rounding only.\n")
     sequence, neighbour = (Tracked(walk.memory.create_sequence(view)) for view in VIEWS)
     print("token  written through  block table: logical→physical  filled     pages: home + region  difference")
     for position in range(NUM_TOKENS):
@@ -150,7 +150,7 @@ def one_by_one(walk: Walkthrough) -> tuple[Tracked, Tracked]:
         table = " ".join(f"{logical}→{physical}" for logical, physical in enumerate(sequence.table))
         written = f"{position:5d}  {view.replace('_', ' '):15s}"
         print(f"{written}  {table:29s}  {sequence.fill():9s}  {pages:20s}  {difference}")
-    print("\nThe same pages twice, by the logical numbers of our blocks (dots: the neighbour's; block 0: nobody's):\n")
+    print("\nThe same pages twice, by the logical numbers of our blocks (dots: the neighbour's blocks):\n")
     ours = {physical: str(logical) for logical, physical in enumerate(sequence.table)}
     print(f"  home    | {' | '.join(ours.get(physical, '.') for physical in range(1, max(ours) + 1))} |")
     print(f"  region  | {' | '.join(ours.values())} |")
@@ -158,7 +158,7 @@ def one_by_one(walk: Walkthrough) -> tuple[Tracked, Tracked]:
 
 
 def fork_twice(walk: Walkthrough, parent: Tracked) -> tuple[Tracked, Tracked, int]:
-    """The children, and how many blocks were copied for them."""
+    """The children, and the number of blocks copied for them."""
     print("\n2. A fork, and copy-on-write\n============================\n")
     walk.append(parent, "region")
     walk.append(parent, "region")
@@ -169,7 +169,7 @@ def fork_twice(walk: Walkthrough, parent: Tracked) -> tuple[Tracked, Tracked, in
     print(walk.owners(parent))
     num_copied = 0
     for name, child in (("A", a), ("B", b)):
-        print(f"\n{name} appends three tokens of its own. The first goes into a block that others own too: a copy.")
+        print(f"\n{name} appends three tokens of its own. The first goes into a shared block, which is copied.")
         for _ in range(3):
             before = list(child.table)
             difference = walk.append(child, child.memory.view)
@@ -177,7 +177,7 @@ def fork_twice(walk: Walkthrough, parent: Tracked) -> tuple[Tracked, Tracked, in
             num_copied += len(copied)
             print(f"  {child.table!s:24s}  filled {child.fill():13s}  {', '.join([difference, *copied])}")
         print(walk.owners(parent, child))
-    print("\nThe parent's last block is its own again, with what it had, and each of the three reads what it wrote:\n")
+    print("\nThe parent owns its last block alone again, unchanged, and each of the three reads its own tokens:\n")
     for name, sequence in (("parent", parent), ("A", a), ("B", b)):
         print(f"  {name:6s}  {sequence.table!s:24s}  filled {sequence.fill():13s}  {walk.check(sequence)}")
     shared = {*parent.table, *a.table, *b.table}
@@ -191,7 +191,7 @@ def main() -> None:
     parent, neighbour = one_by_one(walk)
     a, b, num_copied = fork_twice(walk, parent)
     print("\n3. Free\n=======\n")
-    print("A block is free when the last of its owners is.\n")
+    print("A block is free when its reference count is 0.\n")
     for name, sequence in (("the parent", parent), ("A", a), ("B", b), ("the neighbour", neighbour)):
         before = walk.memory.report().active_bytes // walk.page_bytes
         walk.memory.free(sequence.memory)

@@ -1,9 +1,9 @@
 """Request lengths: lists of (prompt, output) tokens, determined by count and seed.
 
-`sharegpt` and `alpaca` are synthetic: log-normal, which gives the long tails, with the means that PagedAttention §6.1
-states for these two datasets; how long the tails are is our guess, but for ShareGPT's outputs. `azure` is a real trace,
+`sharegpt` and `alpaca` are synthetic: log-normal, for long tails, with the means that PagedAttention §6.1 states for
+these two datasets; the length of the tails is a guess, except for ShareGPT's outputs. `azure` is a real trace,
 `AzureLLMInferenceTrace_code.csv` of github.com/Azure/AzurePublicDataset (CC-BY-4.0; Patel et al., "Splitwise", ISCA
-2024), and synthetic with the same means where there is no such file.
+2024); without this file, lengths are synthetic with the same means.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from benchmarks import harness
 Lengths = list[tuple[int, int]]
 
 AZURE_TRACE = harness.ROOT.parent / "shared" / "traces" / "azure_code_2023.csv"
-# The longest request of the models of PagedAttention's evaluation, prompt and output together, and of the Azure trace.
+# Longest request, prompt and output together, of PagedAttention's evaluation and of the Azure trace.
 LONGEST, AZURE_LONGEST = 2048, 8192
 
 
 def sharegpt(count: int, seed: int) -> Lengths:
-    """Conversations, as ShareGPT's: means 161.31 and 337.99 within 1 % from a hundred requests on.
+    """Conversations like ShareGPT's: means 161.31 and 337.99 within 1 % from a hundred requests on.
 
-    How widely the outputs spread is not stated there. Here the standard deviation is 0.6 of the mean, as in the
-    ShareGPT lengths that come with Sarathi-Serve, which end at 1,024 tokens and have other means.
+    The paper does not state the spread of outputs. Here the standard deviation is 0.6 of the mean, as in the ShareGPT
+    lengths of Sarathi-Serve, which end at 1,024 tokens and have other means.
     """
     return _synthetic(count, seed, (161.31, 1.2), (337.99, 0.555), LONGEST)
 
 
 def alpaca(count: int, seed: int) -> Lengths:
-    """Instructions, as Alpaca's: means 19.31 and 58.45 within 1 % from a hundred requests on."""
+    """Instructions like Alpaca's: means 19.31 and 58.45 within 1 % from a hundred requests on."""
     return _synthetic(count, seed, (19.31, 0.6), (58.45, 0.9), LONGEST)
 
 
 def azure(path: Path | None, count: int, seed: int) -> tuple[Lengths, str]:
-    """Code completions: the first `count` requests of the trace, and where they are from.
+    """Code completions: the first `count` requests of the trace, and the name of their source.
 
     Args:
-        path: a CSV with the columns ContextTokens and GeneratedTokens; the lengths are synthetic if it is no file.
+        path: a CSV with the columns ContextTokens and GeneratedTokens; without such a file the lengths are synthetic.
     """
     if path is None or not path.is_file():
         means = "synthetic, means 2048 and 28 tokens, because there is no trace"
@@ -54,7 +54,7 @@ def azure(path: Path | None, count: int, seed: int) -> tuple[Lengths, str]:
 def _synthetic(
     count: int, seed: int, prompt: tuple[float, float], output: tuple[float, float], longest: int
 ) -> Lengths:
-    """Log-normal lengths, (mean, sigma) each, of together `longest` tokens at most."""
+    """Log-normal lengths, (mean, sigma) each, with at most `longest` tokens together."""
     rng = random.Random(seed)
     prompts = _scaled([rng.lognormvariate(0, prompt[1]) for _ in range(count)], prompt[0], [longest - 1] * count)
     left = [longest - tokens for tokens in prompts]
@@ -63,8 +63,8 @@ def _synthetic(
 
 
 def _scaled(draws: Sequence[float], mean: float, most: Sequence[int]) -> list[int]:
-    """The draws times one factor, as whole numbers between 1 and `most`. Rounding and clipping move the mean, so the
-    factor is searched for that makes it right."""
+    """The draws times one factor, as integers between 1 and `most`. The factor is searched, because rounding and
+    clipping move the mean."""
 
     def times(factor: float) -> list[int]:
         return [min(max(round(draw * factor), 1), limit) for draw, limit in zip(draws, most, strict=True)]

@@ -5,13 +5,13 @@ budget, so that all pages are created at the start and kept. Random weights in t
 of Llama-3-8B, with few layers: steps are short, so that the cost of mapping shows.
 
 Saturation: more requests than fit at once, both in turn; the ratio of their output tokens per second. Load: waves of
-1, 4, 16, 32, 16, 4, 1 requests at once, then none, while a thread notes the physical bytes of the KV cache (blocks of
-the memfd behind it, as the kernel counts them; on CUDA the engine's report). Idle bytes and the time to give back are
-read off that curve. Cached prefixes go back as soon as other idle pages here (`prefix_cache_release_s` 0.5, not 60),
-and no prompt comes twice.
+1, 4, 16, 32, 16, 4, 1 requests at once, then none, while a thread samples the physical bytes of the KV cache (blocks of
+its memfd, by the kernel's figures; on CUDA the engine's report). Idle bytes and the time until memory is given back
+follow from that curve. Cached prefixes are released as early as other idle pages (`prefix_cache_release_s` 0.5, not
+60), and prompts do not repeat.
 
-`--measure blocks` instead: saturation of the elastic engine by block size and view. `--measure delays`: what bursts
-cost by `kv_idle_release_s`, 0.5 to 120 s, the time between bursts and the delays all 20 times as short as that.
+`--measure blocks` instead: saturation of the elastic engine by block size and view. `--measure delays`: cost of bursts
+by `kv_idle_release_s`, 0.5 to 120 s, with the time between bursts and the delays all divided by 20.
 
 --quick runs each once, with fewer requests; --tiny only shows that this program works.
 """

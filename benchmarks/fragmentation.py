@@ -2,27 +2,27 @@
 
 Continuous batching over a fixed capacity, eight requests of the longest length: requests are admitted first come first
 served while they fit, every running one gets a token a step, finished ones leave. A request of o output tokens runs for
-o steps and has state for its prompt and all outputs but the last, which nobody attends to. The share is token state
-over what running requests hold, both summed over the steps from when a quarter of the requests have finished to when
-nobody waits any more.
+o steps and has state for its prompt and all outputs but the last, to which no query attends. The share is token state
+over the memory held by running requests, both summed over the steps from the end of the first quarter of the requests
+until the waiting queue is empty.
 
-Contiguous reservation, first fit, as systems before PagedAttention do it:
-    reserved max      the longest request there is, for everybody
+Contiguous reservation, first fit, as in systems before PagedAttention:
+    reserved max      the longest possible request, for each request
     reserved pow2     the prompt, and the next power of two of the output
-    reserved oracle   the prompt and the output, as if it were known
-The second number counts as held what external fragmentation makes useless: all free memory, for as long as the next
-request would fit into it but into no single gap.
+    reserved oracle   the prompt and the output, as if its length were known
+The second number adds memory that external fragmentation makes unusable: all free memory, while the next request fits
+into it but into no single gap.
 
-Blocks: a sequence holds whole ones. When a running request finds none, the latest gives its blocks back and waits at
-the head of the queue, as in Folio's scheduler. First the table of block sizes, counted; then the real `KVMemory` on the
+Blocks: a sequence holds whole ones. When a running request gets none, the latest request is preempted and waits at the
+head of the queue, as in Folio's scheduler. First the table of block sizes, counted; then the real `KVMemory` on the
 host, with the block size of `block_tokens_for`, in each view, stepped as the engine steps it:
     block table       read through the block table, as PagedAttention does
     region            read through contiguous regions
-What its sequences own must be exactly what was counted. The second number counts all physical memory: free pages too,
-parked, mapped ahead, or not given back yet. Steps compute nothing here and pass in 2 ms or less, so that
-`idle_release_s` is hundreds of steps: with real ones more is given back. One small layer without padding stands for a
-model: a block is one page. Blocks are as long as the planner makes them when `expected_tokens` is the workload's mean;
-what its default of 1,024 would come to, blocks of 16 for everybody, is `token_state_share_of_16`.
+The blocks owned by its sequences must equal the count. The second number has all physical memory: free pages too, which
+are parked, mapped ahead, or not given back yet. Steps compute nothing here and take 2 ms or less, so that
+`idle_release_s` is hundreds of steps: with real steps more memory is given back. One small layer without padding stands
+for a model: a block is one page. The planner chooses the block size with the workload's mean as `expected_tokens`;
+`token_state_share_of_16` is the figure for its default of 1,024, blocks of 16.
 
 ShareGPT and Alpaca lengths are synthetic, see `workloads.py`. --quick replays fewer requests. The trace is
 `AzureLLMInferenceTrace_code.csv` of github.com/Azure/AzurePublicDataset (CC-BY-4.0; Patel et al., "Splitwise", ISCA

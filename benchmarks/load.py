@@ -1,8 +1,8 @@
 """Load generator for OpenAI-compatible servers: open loop (arrival times) or closed loop (a number at once).
 
-Every time of a request counts from when it was *due*, so that a late client does not make a server look better
-(coordinated omission). All requests are streams of
-`/v1/completions` with prompts of token ids, greedy, and of a fixed length (`ignore_eos`, which servers must know).
+All times of a request count from its *due* time, so that a late client does not favour a server (coordinated omission).
+All requests are greedy streams of `/v1/completions` with prompts of token ids and a fixed length (`ignore_eos`, which
+servers must support).
 
 The generator shares the machine with the server, so it must be cheap: one event loop, aiohttp with its parser in C, and
 only the needed fields of each event are read.

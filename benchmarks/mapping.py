@@ -1,15 +1,15 @@
-"""Mapping cost, and the share of it that steps wait for.
+"""Mapping cost, and its exposed share.
 
 First the cost of each backend call, by page size and by pages a call. Then the lengths of a trace, replayed through the
-real scheduler and KV memory with the model replaced by what it takes: every step lasts as long as the model's would,
-with the device as busy, and the share of that time spent waiting for mappings is the *exposed share*. Once with
-everything on; without overlap, deferred reclamation and eager allocation in turn; and with all three off.
+real scheduler and KV memory with a stand-in for the model: every step lasts as long as the model's would and keeps the
+device as busy; the share of that time spent waiting for mappings is the *exposed share*. Measured with overlap,
+deferred reclamation and eager allocation, without each of them in turn, and without all three.
 
-How long a step takes follows from the memory bandwidth and the matrix rate of the device, measured in this run: on a
+The time of a step follows from the memory bandwidth and the matrix rate of the device, measured in this run: on a
 CPU for Qwen2.5-0.5B, on CUDA for Llama-3-8B, and on either for a model with shorter steps. A step lasts at most 50 ms
-here: that leaves the mapper less time than it would have, and shares are of the whole step all the same.
+here, which leaves the mapper less time than it would have; shares are still of the whole step.
 
---quick replays fewer requests, and --tiny next to none: it only shows that this program works. The trace is
+--quick replays fewer requests; --tiny only shows that this program works. The trace is
 `AzureLLMInferenceTrace_code.csv` of github.com/Azure/AzurePublicDataset (CC-BY-4.0; Patel et al., "Splitwise", ISCA
 2024); without it lengths are synthetic, with the same means.
 """

@@ -3,7 +3,7 @@
 Each type's default config is shrunk by the names of its settings, so that windows, experts and patterns of layers stay
 but are small; the weights are random, in float32. The engine generates from prompts that arrive one after the other,
 so that chunks of prompts and decodes share steps, and its greedy tokens must be those of transformers' own `generate`.
-Each type runs in a process of its own with a time limit. What may come out:
+Each type runs in a process of its own with a time limit. Outcomes:
 
     equal       the same tokens
     refused     the engine refuses this type at load, with a reason

@@ -1,8 +1,8 @@
 """Faults of single parts under load: HAProxy, ingress, engine replica.
 
 `python -m benchmarks.faults --parts`. A server as `python -m app.serve` starts it: one HAProxy, one ingress, one engine
-replica. Clients send a short request five times a second, each over a connection of its own, and have two streams under
-way all the time. A part gets SIGKILL; what clients see is noted until all is well for a while, or the server has ended.
+replica. Clients send a short request five times a second, each over a connection of its own, and keep two streams in
+flight. A part gets SIGKILL; outcomes are recorded until no request has failed for a while, or the server has ended.
 
 --quick: engine replica and ingress only.
 """

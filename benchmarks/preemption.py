@@ -4,16 +4,16 @@ The first part is figure 19 of PagedAttention (Kwon et al., SOSP 2023): for bloc
 8 to 2,000, the time until the state of a preempted sequence is back. *Swapping* copies its blocks to host memory and
 back, and maps them. *Recomputing* runs the steps that compute its tokens; the last of them yields the next token too,
 for which a swapped sequence needs a decode step more: regret is given without that step (`model_regret`) and with it
-(`model_regret_to_next_token`). In between another sequence takes the blocks and writes into all of them. Both ways in
-turn, medians; the tokens must be those of an undisturbed run. What the cost model expects is noted before, on an engine
-that has served ordinary requests of other lengths.
+(`model_regret_to_next_token`). In between another sequence allocates the blocks and writes into all of them. Both ways
+in turn, medians; the tokens must be those of an undisturbed run. The cost model's estimates are recorded before, on an
+engine that has served ordinary requests of other lengths.
 
 Three models with random weights: Qwen2.5-0.5B's shape with few layers, where copying should win; and two of one layer
 whose steps cost little. The *narrow* one has 128 bytes of cache a token, so that short blocks are mostly padding, the
-*wide* one 128 KiB, so that a long block is a lot to copy for a few tokens; it is measured up to 256 of them only.
+*wide* one 128 KiB, so that a long block copies much for a few tokens; it is measured with at most 256 of them.
 
-The second part is the whole effect: the same requests on engines whose KV cache holds half of them and that swap,
-recompute, or choose, and on one that holds them all.
+The second part is the effect on throughput: the same requests on engines whose KV cache holds half of them and that
+swap, recompute, or choose, and on one that holds all of them.
 
 --quick measures fewer cells, and less often; --tiny only shows that this program works.
 """

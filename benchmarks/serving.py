@@ -1,18 +1,18 @@
 """Serving over HTTP: Folio against its bare engine and other OpenAI-compatible servers under the same load.
 
-Random weights in the shape of Qwen2.5-0.5B, bfloat16 or `--dtype`, greedy, no EOS, so that a step costs what it does
-in reality. Folio is a Ray Serve application on this machine; the bare engine is an `AsyncEngine` in a process of its
-own, with the same settings; each idles while the other is measured.
+Random weights in the shape of Qwen2.5-0.5B, bfloat16 or `--dtype`, greedy, no EOS, so that a step has its real cost.
+Folio is a Ray Serve application on this machine; the bare engine is an `AsyncEngine` in a process of its own, with the
+same settings; each idles while the other is measured.
 
 - one request at a time: time to first token through HTTP less the bare engine's
 - 16 at once, streams: output tokens a second through HTTP over the bare engine's, in pairs, since machines drift
 - Poisson arrivals at several rates, and a trace of real traffic replayed: latencies and goodput of every server
-- four times as many requests as Folio has the capacity for: what it completes, how quickly it refuses the rest
+- four times the load that Folio has the capacity for: completed requests, and the time of refusals
 - the first two once more with Serve's proxy instead of HAProxy, except with --quick
 
 `--target NAME=URL` (repeatable) adds a server that has the same checkpoint, which `--checkpoint FOLDER` leaves there;
-with `--only-targets` Folio is not started. The load is made in this process, on the same cores: what that costs is
-reported. `--soak MINUTES` runs 0.7 of the capacity for so long instead, and fits a line through the memory of the
+with `--only-targets` Folio is not started. The load generator is this process, on the same cores: its processor time is
+reported. `--soak MINUTES` runs 0.7 of the capacity for this time instead, and fits a line to the memory of the
 processes.
 --quick keeps 4 of 24 layers and does each once.
 """

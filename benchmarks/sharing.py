@@ -3,8 +3,8 @@
 **Blocks saved.** Requests are replayed one by one on the real `KVMemory`, 16 tokens a block, read through block tables,
 the prefix cache off. A request of p prompt and o output tokens takes o steps: one computes the prompt, which all n
 sequences then share, and each of the others appends a token to every sequence, so that shared last blocks are copied.
-The share is blocks saved over blocks without sharing, both summed over all steps of all requests. What sequences own
-must be exactly what a count by lineage says.
+The share is blocks saved over blocks without sharing, both summed over all steps of all requests. The blocks owned by
+sequences must equal a count by lineage.
 
     parallel    n samples, all of the request's output length. Only full blocks of the prompt stay shared, so lengths
                 alone decide: (1 - 1/n) · P / (mean prompt + mean output · (1 + cv²) / 2 + 7.5) if prompts and outputs
@@ -15,10 +15,10 @@ must be exactly what a count by lineage says.
                 has a next-token distribution, its log-probabilities are added to the beam's own, and the best of all
                 candidates stay. A distribution is a softmax over independent logits with exponential tails, which is
                 Poisson-Dirichlet(d, 0): the k-th probability falls like k^(-1/d), in the manner of Zipf, and the mean
-                entropy is ψ(1) - ψ(1 - d) nats. 1.5 nats make the figure; 1 and 2 are beside it. Beams draw
-                independently. Those of a real model read nearly the same text and are alike, and what once separated
-                them stays longer: *alike* is the share of steps in which all have one distribution. So independent
-                beams are the upper end, always alike the lower, and a model is somewhere between.
+                entropy is ψ(1) - ψ(1 - d) nats. The figure is for 1.5 nats; 1 and 2 are printed beside it. Beams draw
+                independently. Beams of a real model read nearly the same text, have similar distributions, and stay
+                separate for longer: *alike* is the share of steps in which all have one distribution. Independent
+                beams are the upper bound, always alike the lower, and a model is between them.
                 --beams replays recorded choices too: JSON lines, a request each, a list of steps (as many as output
                 tokens), each the list of its beams' parents among the beams before, the first step's all 0.
 
@@ -27,7 +27,7 @@ tokens of their own and 10 to 30 output tokens, much like the paper's translatio
 every run, so each run computes it once. Random weights in the shape of Qwen2.5-0.5B.
 
 **TTFT.** Requests of a common prefix of 512 tokens and 16 of their own, one at a time: the first misses, the others
-hit; medians over several prefixes. Then what a look-up costs that finds nothing: the calls that the scheduler makes for
+hit; medians over several prefixes. Then the cost of a look-up without a hit: the calls that the scheduler makes for
 such a prompt, timed on the engine's memory, over the TTFT of a miss; and that TTFT with the cache on over off, in turn.
 
 --quick replays fewer requests and keeps 4 of 24 layers: a hit is then mostly the vocabulary's matrix.

@@ -2,12 +2,12 @@
 
 The built-in model on one thread behind a real Ray Serve, through HAProxy and through Serve's proxy, each in a cluster
 of its own, and clients that stream at once, each the same number of tokens. Three ways: *whole* answers, *each step*,
-which sends every token by itself, and *paced*, the default, which sends the first token at once and then as many
-together as the budget of items a second asks for. What streaming costs is the processor time of all of the cluster's
-processes above that of whole answers, and above what they need when idle, per token. The engine's thread and the
-clients are not counted. Nothing else may run meanwhile: what is taken off for idling is in proportion to the duration.
+which sends every token by itself, and *paced*, the default, which sends the first token at once and later ones within
+the budget of items per second. The cost of streaming is the processor time per token of all of the cluster's processes,
+less that of whole answers and of idling. The engine's thread and the clients are not counted. Nothing else may run
+meanwhile: the idle part is subtracted in proportion to the duration.
 
-The first token is timed with one client at a time, by each way in that has one hop fewer: HTTP, HTTP straight to the
+The first token is timed with one client at a time, by ways in with one hop fewer each: HTTP, HTTP straight to the
 ingress (where HAProxy does the same), a handle of the ingress, one of the engine replica.
 
 --quick: 16 clients instead of 32, once instead of three times, HAProxy only.

@@ -1,6 +1,6 @@
 """Decode steps and prefills of one shape on one device, by batch size (`benchmarks.throughput --shape`).
 
-Random weights in bfloat16, made on the device (`load_format: dummy`), and random prompts that nobody has seen before:
+Random weights in bfloat16, made on the device (`load_format: dummy`), and random prompts without a common prefix:
 
 - decode steps of 1, 16, 64 and 256 sequences of 1,024 tokens, greedy, and at temperature 1 with top-p 0.9, against the
   time in which weights and cache can be read at the copy bandwidth measured in this run
@@ -8,7 +8,7 @@ Random weights in bfloat16, made on the device (`load_format: dummy`), and rando
 - 1 and 16 requests of 1,024 tokens with 64 new ones over their whole time, beside `transformers.generate` with the same
   weights on the same device, in turn
 
-or, with `--parts`, what ten greedy decode steps of each batch consist of (`overhead.step_parts`).
+or, with `--parts`, the parts of ten greedy decode steps of each batch (`overhead.step_parts`).
 
 Each result is printed and recorded when it is known (`benchmarks.facts`); outside of gpu_day it is appended to
 `throughput.jsonl` in the folder that `FOLIO_RESULTS` names. --quick has batches of 1 and 16 with 128 tokens.

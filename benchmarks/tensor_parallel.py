@@ -1,13 +1,13 @@
 """Tensor parallelism on one machine: cost of step messages and collectives, equality of tokens.
 
 Random weights in the shape of a small Llama (16 query and 4 KV heads of 64), bf16; ranks are child processes that
-share the machine's cores. On a CPU nothing is gained by that, since all ranks share one memory bus: it shows the
-overhead, not the speed that more devices would give.
+share the machine's cores. On a CPU this shows the overhead, not the speed of more devices, because all ranks share one
+memory bus.
 
 Message: a step of 16 decodes and one of 1,024 prompt tokens is packed, sent to a peer through shared memory, unpacked
-there, and answered; the time is that of the way there and back. Step: the time of decode steps of 16 sequences, and
-what rank 0 spends in collectives within them, waiting for the others included. Tokens: greedy, in fp32, with shared
-prefixes and a budget that makes requests give way; 1 if all numbers of ranks give the same. Memory: peak resident bytes
+there, and answered; the time is that of a round trip. Step: the time of decode steps of 16 sequences, and
+the time of rank 0 in collectives within them, waiting included. Tokens: greedy, in fp32, with shared prefixes and a
+budget that causes preemption; 1 if all numbers of ranks give the same. Memory: peak resident bytes
 of a peer beyond those of one with a tiny model, over the bytes of its share.
 
 --quick has 2 layers instead of 8 and fewer repeats.

@@ -6,18 +6,18 @@ Random weights in the shape of Qwen2.5-0.5B, bfloat16, greedy, no EOS:
 - one request; its decode steps against the memory bandwidth
 - 16 requests that share their first 512 of 544 tokens
 - 4 prompts with 4 samples each, and 2 prompts with 4 beams each
-- look-ups by the built-in model, one at a time, with and without guessing what follows (n-gram speculation)
+- look-ups by the built-in model, one at a time, with and without speculative decoding (n-gram)
 
-and what the engine itself takes beside the model: its share of a step of 16 sequences with text, and its time in a step
-of 256 when the model is replaced by a runner that only waits. Tokens are counted over the whole wall time, prefill
-included, and each run has prompts that nobody has seen before, or those with a prefix cache would only decode.
+and the engine's overhead beside the model: its share of a step of 16 sequences with text, and its time in a step of 256
+with a stub that only waits in place of the model. Tokens are counted over the whole wall time, prefill included, and
+prompts of a run are new, because of prefix caches.
 
 --quick keeps 4 of 24 layers and runs once. Rivals are started by hand on the same machine, on a checkpoint that
 `--checkpoint FOLDER` leaves there, and named by `--vllm URL`, `--openvino URL` (`benchmarks/openvino_server.py`) and
 `--llamacpp URL`.
 
 `--device cuda`, or `--shape NAME` on any device, measures something else, `benchmarks.sweep`: decode steps and prefills
-of one shape by batch, beside transformers on the same device, or with `--parts` what a decode step consists of.
+of one shape by batch, beside transformers on the same device, or with `--parts` the parts of a decode step.
 """
 
 from __future__ import annotations

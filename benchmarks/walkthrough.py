@@ -1,7 +1,7 @@
 """Block tables, two views of one memory, and copy-on-write, on the classes the server runs on. Read it top to bottom.
 
-PagedAttention (Kwon et al., SOSP 2023) cuts each sequence's KV cache into *blocks* that lie anywhere; a *block table*
-says where, and a paged kernel reads through it. Folio also maps the same pages, in order, into one contiguous range of
+PagedAttention (Kwon et al., SOSP 2023) cuts each sequence's KV cache into *blocks* at any place; a *block table* has
+their ids, and a paged kernel reads through it. Folio also maps the same pages, in order, into one contiguous range of
 addresses, the sequence's *region*, which any kernel reads as a plain array (vAttention, ASPLOS 2025).
 
 1. 20 tokens are appended to a sequence. They are written through the two views in turn; attention is computed through
@@ -136,8 +136,8 @@ def plain_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tenso
 def one_by_one(walk: Walkthrough) -> tuple[Tracked, Tracked]:
     print(f"\n1. {NUM_TOKENS} tokens, one by one\n========================\n")
     print("A block holds 4 tokens and is a page of 4 KiB. A neighbour sequence allocates in turn with ours, so that")
-    print("our blocks are scattered. Every page is mapped at home, and ours once more in our region. Attention of each new")
-    print("token, through either view, should differ from plain attention by rounding only.\n")
+    print("our blocks are scattered. Every page is mapped at home, and ours once more in our region. Attention of each")
+    print("new token, through either view, should differ from plain attention by rounding only.\n")
     sequence, neighbour = (Tracked(walk.memory.create_sequence(view)) for view in VIEWS)
     print("token  written through  block table: logical→physical  filled     pages: home + region  difference")
     for position in range(NUM_TOKENS):

@@ -25,10 +25,10 @@ DEVICE = roofline(
     memory_bytes=80e9,
     unit_tokens=128,
 )
-# A prompt as long as the trace's longest takes 1.3 s on its own.
+# The trace's longest prompt alone takes 1.3 s.
 TARGETS = ScalingTargets(ttft_s=2.0, tpot_s=0.1, start_s=30.0)
 START_S = 20.0
-# What arrives in a minute arrives in its first half.
+# All requests of a minute arrive in its first half.
 BURSTS = (60.0, 1 / 2)
 MOST_REPLICAS = 16
 FIXED = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
@@ -58,7 +58,7 @@ def _jobs(source: Source, fixed: Sequence[int]) -> list[Job]:
 
 
 def _compare(source: Source, scaled: Summary, fleets: list[Summary]) -> dict[str, float]:
-    """The autoscaled fleet with those that stay, the smallest first."""
+    """Compare the autoscaled fleet with fixed fleets, the smallest first."""
     enough = next((fleet for fleet in fleets if fleet.late_share <= scaled.late_share), fleets[-1])
     events = scale_events(scaled)
     ordered = [size for _, size, _ in scaled.fleet_sizes]
@@ -70,7 +70,7 @@ def _compare(source: Source, scaled: Summary, fleets: list[Summary]) -> dict[str
     }
     print(
         f"\nautoscaling: {'Azure code trace' if source.is_trace else 'synthetic, there is no trace'}, "
-        f"{'in bursts' if source.bursts else 'as it is'}; {DEVICE.name}, by its data sheet; TTFT target "
+        f"{'in bursts' if source.bursts else 'at its own times'}; {DEVICE.name}, by its data sheet; TTFT target "
         f"{TARGETS.ttft_s:g} s, replicas start in {START_S:g} s\n"
         f"  autoscaled: {sum(up for _, up in events)} up, {sum(not up for _, up in events)} down, "
         f"{figures['scale_flaps']:.0f} changes of direction within {FLAP_S:g} s; 1 to {max(ordered)} replicas, "
@@ -86,7 +86,7 @@ def _compare(source: Source, scaled: Summary, fleets: list[Summary]) -> dict[str
 
 
 def scale_events(summary: Summary) -> list[tuple[float, bool]]:
-    """(when, up or down) whenever another number of replicas was ordered."""
+    """(time, up or down) of each change of the ordered number of replicas."""
     sizes: dict[float, int] = {at: ordered for at, ordered, _ in summary.fleet_sizes}
     changes = list(sizes.items())
     return [(at, size > before) for (_, before), (at, size) in itertools.pairwise(changes) if size != before]

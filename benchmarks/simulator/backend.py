@@ -11,7 +11,7 @@ from vmem import AddressRange, MemoryInfo
 
 
 class CountingBackend:
-    """A `Backend` without memory. It trusts its caller: the real ones are tested for what they refuse."""
+    """A `Backend` without memory. It does not check its caller; the tests of real backends cover refusals."""
 
     max_call_bytes = 1 << 40
     granularity_bytes = 4096

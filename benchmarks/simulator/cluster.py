@@ -19,17 +19,17 @@ from benchmarks.simulator.replica import Served, SimulatedReplica
 from benchmarks.simulator.traffic import Arrival
 from vmem import key_of
 
-# Of a router's books, and of the replicas by name as they are at this moment: rivals know more than reports say.
+# Of a router's state, and of the replicas by name in their present state, which rivals know beyond reports.
 MakePolicy = Callable[[Fleet, Callable[[str], SimulatedReplica]], Policy]
 
-# How Serve passes reports on: every replica is asked this often, and routers hear it so much later (measured).
+# Serve's period of reports, and their delay until routers have them (measured).
 REPORT_PERIOD_S, REPORT_LAG_S = 1.0, 0.1
 _SCALING_PERIOD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """Replicas come and go.
+    """Autoscaling of the fleet.
 
     Attributes:
         start_s: from the order until a replica takes requests.
@@ -45,9 +45,9 @@ class _Member:
     """A replica, from its order on.
 
     Attributes:
-        replica: `None` as long as it starts.
+        replica: `None` while it starts.
         drains: it gets no more requests.
-        heard: what it has last said to the autoscaling policy.
+        heard: its last report to the autoscaling policy.
     """
 
     name: str
@@ -60,21 +60,21 @@ class _Member:
 
 @dataclass(slots=True, eq=False)
 class _Router:
-    """One ingress: its own books, its own policy."""
+    """One ingress: its own state, its own policy."""
 
     fleet: Fleet
     policy: Policy
 
 
 class Cluster:
-    """Simulates replicas behind routers. Deterministic. For one run.
+    """Simulates replicas behind routers. Deterministic; for one run.
 
     Args:
         num_replicas: at the beginning.
         policy: of each router.
-        num_routers: ingresses; requests come to any of them.
+        num_routers: ingresses; each request arrives at any of them.
         report_period_s: `None`: replicas never report.
-        scaling: `None`: the replicas stay.
+        scaling: `None`: the number of replicas is fixed.
         leaps: see `SimulatedReplica`.
     """
 
@@ -102,7 +102,7 @@ class Cluster:
         self._routers: list[_Router] = []
         self._sent: dict[str, tuple[_Router, SentRequest | None]] = {}
         self._names: list[str] = []  # of the replicas that take requests
-        self._followers: dict[int, Arrival] = {}  # by the number of the request that they follow
+        self._followers: dict[int, Arrival] = {}  # by the number of the request before
         self._left = 0
         self._outcome = Outcome([], [], 0.0, 0, 0, 0, [])
         for _ in range(num_replicas):
@@ -161,7 +161,7 @@ class Cluster:
 
     def _wake(self, member: _Member, now: float) -> None:
         if member.replica is None or member.replica.wakes_at != now:
-            return  # it has been interrupted meanwhile, and wakes another time
+            return  # interrupted meanwhile: the replica wakes at another time
         for ended in member.replica.advance(now):
             self._end(ended, now)
         if member.drains and not member.replica.num_unfinished:
@@ -212,7 +212,7 @@ class Cluster:
         for _ in range(wanted - len(staying)):
             member = self._order(now)
             self._at(now + self._scaling.start_s, partial(self._join, member))
-        # The last ordered first; those that do not run yet are the last.
+        # The last ordered first; replicas that do not run yet are the last.
         for member in staying[wanted:][::-1]:
             self._stop(member, now)
 
@@ -239,14 +239,14 @@ class Cluster:
             self._close(member, now)
 
     def _change(self, now: float) -> None:
-        """The replicas that take requests have changed."""
+        """Note a change of the replicas that take requests."""
         self._names = [m.name for m in self._members.values() if m.replica is not None and not m.drains]
         for router in self._routers:
             router.fleet.update(self._names)
         self._note_size(now)
 
     def _close(self, member: _Member, now: float) -> None:
-        """It is gone."""
+        """Remove an ended replica."""
         del self._members[member.name]
         busy_s, prefill_tokens = 0.0, 0
         if (replica := member.replica) is not None:

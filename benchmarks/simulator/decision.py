@@ -22,9 +22,9 @@ from vmem import NO_KEYS, CachedKeys, key_of
 from vmem.prefix_summary import PrefixSummary
 
 _UNIT_TOKENS = 16
-# Units of a prompt that all share, of one, and of a prompt that goes on from one that is cached: the cached ones.
+# Units of the prefix that all prompts share, of a prompt, and of the cached part of a prompt that continues one.
 _SYSTEM, _PROMPT, _CACHED = 32, 750, (400, 740)
-# Every so many conversations one has been at two replicas.
+# One in this number of conversations was at two replicas.
 _TWICE = 4
 _IN_FLIGHT = 8  # requests of this router at each replica
 _CHANGED = 200  # blocks between two reports
@@ -35,16 +35,16 @@ Digests = list[bytes]
 
 @dataclass(frozen=True, slots=True)
 class DecisionCost:
-    """Microseconds, medians, and what 1 % took longer than.
+    """Microseconds; medians, and 99th percentiles.
 
     Attributes:
-        decision_us: `rank` and what else a router looks up for a request.
+        decision_us: `rank`, and a router's other look-ups for a request.
         hash_us: hashing its prompt.
-        sent_us: noting that it was sent, and that it is over.
-        first_report_us: taking in a replica's first report.
-        report_us: one with `_CHANGED` blocks that have changed since the last.
-        whole_report_us: one of which too many before it were missed, so that all keys are compared.
-        known_bytes: of all that is known of replicas.
+        sent_us: noting that it was sent, and that it has ended.
+        first_report_us: applying a replica's first report.
+        report_us: applying a report with `_CHANGED` changed blocks.
+        whole_report_us: applying a report after too many missed ones, so that all keys are compared.
+        known_bytes: of the state about all replicas.
         report_keys, report_bytes: of one report.
     """
 
@@ -64,7 +64,7 @@ class DecisionCost:
 
 @dataclass(slots=True)
 class _Cache:
-    """A replica's prefix cache, with the conversations that it has, the oldest first."""
+    """A replica's prefix cache with its conversations, the oldest first."""
 
     conversations: list[Digests]
     summary: PrefixSummary = field(default_factory=PrefixSummary)
@@ -77,7 +77,7 @@ class _Cache:
             self.summary.add(digest, depth)
 
     def change(self, rng: random.Random) -> None:
-        """Half of the changed blocks are a prompt's that goes on, the others the ends of the oldest ones."""
+        """Change blocks: half of them continue a prompt, the others are the ends of the oldest prompts."""
         oldest = self.conversations[0]
         begun = oldest[: _PROMPT - _CHANGED // 2]
         for depth in range(_PROMPT, len(begun), -1):
@@ -119,7 +119,7 @@ def measure(num_replicas: int, cached_blocks: int, num_prompts: int, seed: int =
             cache.change(rng)
         later_us += _take_in(fleet, names, [cache.report(made_at) for cache in caches])
     for cache in caches[:8]:
-        while cache.told.changes:  # until nobody can follow any more
+        while cache.told.changes:  # until no router can follow the changes
             for _ in range(100):
                 cache.change(rng)
             cache.report(0.0)
@@ -148,7 +148,7 @@ def measure(num_replicas: int, cached_blocks: int, num_prompts: int, seed: int =
 
 
 def _typical(times_us: Iterable[float]) -> tuple[float, float]:
-    """The median, and what 1 % took longer than."""
+    """Median and 99th percentile."""
     ordered = sorted(times_us)
     return statistics.median(ordered), ordered[len(ordered) * 99 // 100]
 
@@ -158,7 +158,7 @@ def _conversation(rng: random.Random, system: Digests) -> Digests:
 
 
 def _request(rng: random.Random, number: int, cached: Digests) -> RoutedRequest:
-    """One that goes on from a cached prompt."""
+    """A request that continues a cached prompt."""
     known = rng.randint(*_CACHED)
     digests = cached[:known] + [rng.randbytes(16) for _ in range(_PROMPT - known)]
     return RoutedRequest(f"r{number}", _PROMPT * _UNIT_TOKENS, [key_of(d) for d in digests])

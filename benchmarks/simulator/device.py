@@ -10,12 +10,12 @@ class Device:
     """One replica's device and model.
 
     Attributes:
-        name: what it stands for.
+        name: of the device that it stands for.
         fixed_s, token_s: of a step, and of each of its tokens.
-        attended_s, decode_attended_s: of each cached token that a query sees, in prefills and in decodes: these have to
+        attended_s, decode_attended_s: of each cached token that a query attends to, in prefills and in decodes, which
             read it for one query alone.
-        step_tokens: tokens of a step at most.
-        max_num_seqs: sequences that run at once.
+        step_tokens: most tokens of a step.
+        max_num_seqs: most sequences that run at once.
         cache_tokens: tokens that the KV cache holds.
         unit_tokens: tokens of a block.
     """
@@ -31,7 +31,7 @@ class Device:
     unit_tokens: int
 
     def step_s(self, num_tokens: int, attended: int, decode_attended: int) -> float:
-        """Of a step with so many tokens, whose queries see so many cached ones, by prefills and by decodes."""
+        """Time of a step with this many tokens, whose prefills and decodes attend to these numbers of cached tokens."""
         return (
             self.fixed_s
             + num_tokens * self.token_s
@@ -55,13 +55,13 @@ def roofline(
     compute_share: float = 0.5,
     bandwidth_share: float = 0.8,
 ) -> Device:
-    """A device by its data sheet: bf16 weights and cache, and the shares of its peaks that good engines reach.
+    """A device by its data sheet: bf16 weights and cache, and the shares of the peaks that good engines reach.
 
     Args:
         parameters: of the model.
         layers, heads, kv_heads, head_dim: of its attention.
         flops, bandwidth: peaks, floating-point operations and bytes a second.
-        memory_bytes: of which nine tenths are for weights and cache.
+        memory_bytes: nine tenths of it hold weights and cache.
     """
     kv_bytes = 2 * 2 * layers * kv_heads * head_dim
     weights_bytes = 2 * parameters

@@ -28,21 +28,21 @@ from benchmarks.simulator.replica import SimulatedReplica
 
 T = TypeVar("T")
 
-RAY_POLICIES = {"ray_affinity": float("inf"), "ray_affinity_10": 10.0}  # their thresholds of imbalance
+RAY_POLICIES = {"ray_affinity": float("inf"), "ray_affinity_10": 10.0}  # their imbalance thresholds
 KV_AWARE = "kv_aware"
-# These know all of the replicas as they are, and need no reports.
+# Policies that know the replicas' true state and need no reports.
 OMNISCIENT = (*RAY_POLICIES, KV_AWARE, "round_robin")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where requests come from: "chat" and "code" traces, or what stands in for them when there is no file; "agents"
-    are always drawn.
+    """Source of requests: the "chat" and "code" traces, or synthetic requests without their files; "agents" are always
+    synthetic.
 
     Attributes:
-        count: so many requests; `None`: all of the trace.
-        factor: they come so many times faster.
-        bursts: a period in seconds, and the share of it in which its requests come.
+        count: number of requests; `None`: all of the trace.
+        factor: of the rate.
+        bursts: a period in seconds, and the share of it in which its requests arrive.
         as_stamped: see `traffic.mooncake`.
     """
 
@@ -82,9 +82,9 @@ class Job:
 
     Attributes:
         policy: of `make_policy`, or of `RAY_POLICIES`.
-        weights: other ones than the defaults of "prefix_aware".
-        ttft_target_s: what the share of late requests refers to.
-        targets: of the autoscaling policy; `None`: the replicas stay.
+        weights: in place of the defaults of "prefix_aware".
+        ttft_target_s: for the share of late requests.
+        targets: of the autoscaling policy; `None`: the number of replicas is fixed.
     """
 
     policy: str
@@ -102,9 +102,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a `Job` came to: see `Outcome`. `speed`: simulated seconds a second; times replicas: `replica_speed`.
+    """Figures of a `Job`: see `Outcome`.
 
-    `late_share`: of requests, those whose TTFT was over the target.
+    `speed`: simulated seconds per second; `replica_speed`: that times replicas. `late_share`: share of requests with a
+    TTFT above the target.
     """
 
     policy: str
@@ -136,8 +137,8 @@ class Summary:
 
     @property
     def load_max_over_mean(self) -> float:
-        """The worse of both counts: seconds in steps hide what a replica has too much once it is busy all the time,
-        tokens of prompts do not count how long decodes keep it busy."""
+        """The worse of both ratios. Seconds in steps hide the excess of a replica that is always busy; tokens of
+        prompts ignore the time of decodes."""
         return max(self.busy_max_over_mean, self.prefill_max_over_mean)
 
 
@@ -182,7 +183,7 @@ def simulate(job: Job) -> Summary:
 
 
 def single_hit_share(source: Source, device: Device, num_replicas: int) -> float:
-    """Of one cache as large as those of so many replicas."""
+    """Hit share of one cache as large as those of this many replicas."""
     return single_cache.hit_share(source.arrivals(), device, num_replicas * device.cache_tokens)
 
 
@@ -208,7 +209,7 @@ def policy_maker(name: str, device: Device, weights: CostWeights | None = None) 
 
 
 def run_all(tasks: Sequence[Callable[[], T]]) -> Iterator[T]:
-    """The tasks' results in their order, from as many processes as there are CPUs. Tasks must be picklable."""
+    """The tasks' results in order, from one process per CPU. Tasks must be picklable."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(os.cpu_count(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
         yield from pool.imap(_call, tasks)

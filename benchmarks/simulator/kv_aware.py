@@ -26,13 +26,13 @@ from benchmarks.simulator.replica import SimulatedReplica
 
 
 class KvIndex:
-    """Which replica has which prefix cached, exactly: what KV events say."""
+    """Exact index of cached prefixes by replica, as from KV events."""
 
     def __init__(self) -> None:
         self._directory = PrefixDirectory()
 
     def cached_units(self, keys: Sequence[bytes], replicas: Sequence[SimulatedReplica]) -> list[int]:
-        """How many units of a prompt each replica has."""
+        """Number of units of a prompt that each replica has cached."""
         for replica in replicas:
             cached = replica.cached_keys()
             self._directory.apply_keys(replica.index, cached.keys, cached.changes, cached.stride, cached.version)
@@ -43,11 +43,11 @@ class KvIndex:
 
 
 class KvAware:
-    """See the module.
+    """The policy of the module's docstring.
 
     Args:
-        index: which all routers share.
-        replica: of a name, as it is now.
+        index: shared by all routers.
+        replica: the present state of a replica, by name.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class KvAware:
         return prefill + replica.active_units_with(request.keys)
 
     def _chances(self, costs: Sequence[float]) -> list[float]:
-        """How likely each is chosen, not normalized; the least cost, or one of them, without a temperature."""
+        """Weight of each replica, not normalised; without a temperature, only those of least cost have one."""
         least, most = min(costs), max(costs)
         if not self._temperature or least == most:
             return [float(cost == least) for cost in costs]

@@ -14,8 +14,8 @@ _PAGE_BYTES = 4096
 
 
 def make_memory(device: Device, cache_tokens: int) -> KVMemory:
-    """KV memory that holds so many tokens, but no less than one replica's."""
-    # A row of keys and values has whatever width makes a block one page.
+    """KV memory for this many tokens, and at least for one replica's."""
+    # The width of a row of keys and values makes a block one page.
     tokens = device.unit_tokens
     dim = -(-_PAGE_BYTES // (2 * tokens))
     layout = plan_layout([LayerSpec(1, dim, dim)], torch.int8, granularity_bytes=_PAGE_BYTES, block_tokens=tokens)
@@ -30,7 +30,7 @@ def make_memory(device: Device, cache_tokens: int) -> KVMemory:
 
 
 def prompt_of(arrival: Arrival, memory: KVMemory) -> tuple[TokenChain, list[int]]:
-    """The prompt's hashes, and tokens. Those of whole units are all alike, because only their hashes count."""
+    """The prompt's hashes, and tokens. Tokens of whole units are all alike, because only their hashes matter."""
     chain = memory.prefixes.chain(())
     chain.units, chain.digests = list(arrival.units), list(arrival.digests)
     whole = len(arrival.units) * memory.prefixes.unit_tokens

@@ -12,11 +12,11 @@ from benchmarks.simulator.replica import Served
 
 @dataclass(slots=True)
 class Lifetime:
-    """A replica and what it did.
+    """A replica and its work.
 
     Attributes:
-        ordered_at, ended_at: between these it has to be paid for.
-        busy_s, prefill_tokens: in steps, and of prompts, computed.
+        ordered_at, ended_at: the time that it costs.
+        busy_s, prefill_tokens: seconds in steps, and computed prompt tokens.
     """
 
     name: str
@@ -28,15 +28,16 @@ class Lifetime:
 
 @dataclass(slots=True)
 class Outcome:
-    """
+    """Outcome of a run.
+
     Attributes:
-        served: all requests, in the order in which they were sent.
-        lifetimes: all replicas that there have been.
-        ended_at: when the last request ended.
+        served: all requests, in the order of sending.
+        lifetimes: of all replicas.
+        ended_at: end of the last request.
         num_steps: of all replicas.
-        missed_tokens: by how much expected and actual cached tokens differed, summed over requests.
-        num_resyncs: how often a router has forgotten what it expected.
-        fleet_sizes: (when, replicas ordered, replicas that take requests), whenever one has changed.
+        missed_tokens: sum over requests of the difference between expected and actual cached tokens.
+        num_resyncs: of all routers.
+        fleet_sizes: (time, replicas ordered, replicas that take requests), at each change.
     """
 
     served: list[Served]
@@ -49,7 +50,7 @@ class Outcome:
 
     @property
     def hit_share(self) -> float:
-        """Of all prompt tokens, those found in a cache."""
+        """Share of all prompt tokens that was found in a cache."""
         return sum(s.cached_tokens for s in self.served) / sum(s.arrival.num_tokens for s in self.served)
 
     @property
@@ -61,12 +62,12 @@ class Outcome:
 
     @property
     def busy_max_over_mean(self) -> float:
-        """Seconds in steps, of the busiest replica over the mean."""
+        """Seconds in steps of the busiest replica over the mean."""
         return _max_over_mean([life.busy_s for life in self.lifetimes])
 
     @property
     def prefill_max_over_mean(self) -> float:
-        """Prompt tokens computed, of the replica with the most over the mean."""
+        """Computed prompt tokens of the replica with the most, over the mean."""
         return _max_over_mean([life.prefill_tokens for life in self.lifetimes])
 
     @property

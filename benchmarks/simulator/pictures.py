@@ -25,8 +25,8 @@ def draw(
     scaling: Mapping[str, Any],
     path: Path,
 ) -> None:
-    """Of every policy hits and waiting, at all fleet sizes, with conversations and with agents; and the autoscaled
-    fleet over time."""
+    """Plot hits and TTFT of every policy at all fleet sizes, for conversations and agents; and the autoscaled fleet
+    over time."""
     pyplot = harness.pyplot()
     if pyplot is None:
         return

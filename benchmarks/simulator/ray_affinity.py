@@ -15,20 +15,20 @@ _MATCH_RATE = 0.1
 
 
 def prefix_tree() -> Any:
-    """Ray's own tree, empty. Raises `ImportError` where this Ray has none."""
+    """An empty tree of Ray's. Raises `ImportError` where this Ray has none."""
     return importlib.import_module(_MODULE).PrefixTree()
 
 
 class RayAffinity:
-    """Decides as `ray.llm`'s `prefix_aware_router.py` does: of the replicas with the longest match the one with the
-    shortest queue; below a tenth of the prompt, of those with the fewest characters in the tree; when queues differ by
-    more than a threshold, the better of two random ones.
+    """Decides as `ray.llm`'s `prefix_aware_router.py`: among the replicas with the longest match the one with the
+    shortest queue; for a match below a tenth of the prompt, among those with the fewest characters in the tree; when
+    queues differ by more than a threshold, the better of two random ones.
 
-    The tree matches text. Here it is one character for each unit, which stands for hundreds.
+    The tree matches text. Here a unit of hundreds of tokens is one character.
 
     Args:
-        tree: `prefix_tree`, which all routers share.
-        queue_len: unfinished requests of a replica, as of now: Serve asks the replicas.
+        tree: `prefix_tree`, shared by all routers.
+        queue_len: present number of unfinished requests of a replica, which Serve asks of the replicas.
     """
 
     def __init__(

@@ -18,18 +18,19 @@ from benchmarks.simulator.memory import make_memory, prompt_of
 from benchmarks.simulator.traffic import Arrival
 from vmem import CachedKeys, key_of
 
-# More keys than any of these caches has.
+# Above the number of keys of any of these caches.
 _ALL_KEYS = 1 << 20
-# Generated tokens are beyond all of those that prompts have.
+# Generated tokens differ from all tokens of prompts.
 _GENERATED = 1 << 24
 _SAMPLING = SamplingParams(max_tokens=1)
 
 
 @dataclass(slots=True, eq=False)
 class Served:
-    """A request at a replica, and when what happened. Seconds of simulated time.
+    """A request at a replica, with times of its events in seconds of simulated time.
 
-    `cached_tokens`: of the prompt, found in the prefix cache. `due_tokens`: to be computed, as it looked on arrival.
+    `cached_tokens`: of the prompt, found in the prefix cache. `due_tokens`: tokens to compute, as estimated at the
+    arrival.
     """
 
     arrival: Arrival
@@ -47,11 +48,11 @@ class Served:
 
 @dataclass(slots=True, eq=False)
 class _Leap:
-    """A step under way, or a number of them that differ only in that every sequence is one token longer each time.
+    """A step in flight, or several that differ only in that every sequence is one token longer each time.
 
     Attributes:
-        first_s: what the first one takes.
-        longer_s: by how much each one takes longer than the one before.
+        first_s: time of the first step.
+        longer_s: increase of the time from step to step.
         computes_prompts: not only decodes.
     """
 
@@ -68,7 +69,7 @@ class _Leap:
         return self.begun_at + n * self.first_s + n * (n - 1) / 2 * self.longer_s
 
     def cut(self, now: float) -> None:
-        """Let it end with the step that is under way now."""
+        """End the leap with the present step."""
         lasts_s = now - self.begun_at
         if self.num_steps == 1 or lasts_s <= self.first_s:
             num_steps = 1
@@ -81,17 +82,16 @@ class _Leap:
 
 
 class SimulatedReplica:
-    """One engine replica in simulated time.
-
-    As long as nothing but decoding goes on, and nobody comes, many steps are made as one.
+    """One engine replica in simulated time. While it only decodes, and no request arrives, many steps are computed as
+    one leap.
 
     Args:
-        leaps: make them as one. Without, the outcome is the same.
+        leaps: allow leaps. The outcome is the same without them.
 
     Attributes:
         busy_s: seconds in steps.
-        prefill_tokens: of prompts, computed.
-        prefill_due_tokens: of prompts without a first token yet, what was not cached when they arrived.
+        prefill_tokens: computed tokens of prompts.
+        prefill_due_tokens: of prompts without a first token yet, the tokens not cached at their arrival.
     """
 
     def __init__(self, index: int, device: Device, now: float = 0.0, *, leaps: bool = True) -> None:
@@ -127,20 +127,20 @@ class SimulatedReplica:
 
     @property
     def wakes_at(self) -> float | None:
-        """When it has to be called again if nobody comes; `None` while it is idle."""
+        """Time of the next call if no request arrives; `None` while idle."""
         return self._leap.ends_at if self._leap is not None else None
 
     def active_units_with(self, keys: Sequence[bytes]) -> int:
-        """Units of the prompts of unfinished requests, with another one's; those that several have count once."""
+        """Units of unfinished requests' prompts and of another prompt; shared units count once."""
         shared = next((i for i, key in enumerate(keys) if key not in self._active_units), len(keys))
         return len(self._active_units) + len(keys) - shared
 
     def cached_keys(self) -> CachedKeys:
-        """Of all prefixes that are cached now."""
+        """Keys of all prefixes cached now."""
         return self._memory.prefixes.cached_keys(_ALL_KEYS)
 
     def submit(self, arrival: Arrival, expected_cached_tokens: int, now: float) -> Served:
-        """A request arrives."""
+        """Add a request at its arrival."""
         chain, prompt = prompt_of(arrival, self._memory)
         due_tokens = len(prompt) - self._memory.prefixes.match(chain, prompt).num_tokens
         served = Served(arrival, self.index, due_tokens)
@@ -161,13 +161,13 @@ class SimulatedReplica:
         return served
 
     def advance(self, now: float) -> Iterator[Served]:
-        """Let time pass; yields the requests that end meanwhile."""
+        """Advance the time; yields the requests that end meanwhile."""
         while self._leap is not None and self._leap.ends_at <= now:
             yield from self._end(self._leap)
             self._begin()
 
     def report(self, now: float) -> ReplicaReport:
-        """The contexts of sequences that generate may be as short as when the leap began."""
+        """A load report. Contexts of decoding sequences may be as short as at the beginning of the leap."""
         self.now = now
         return self._load.report(now=now)
 
@@ -179,7 +179,7 @@ class SimulatedReplica:
     # ---- steps ----
 
     def _begin(self) -> None:
-        """Schedule a step, or many, if there is anything to do."""
+        """Schedule a step or a leap, if there is work."""
         scheduled = self._scheduler.schedule()
         if not scheduled:
             assert not self._served, f"replica {self.index} cannot go on with {len(self._served)} requests"
@@ -201,7 +201,7 @@ class SimulatedReplica:
         self._leap = _Leap(scheduled, num_steps, self.now, seconds, longer_s, bool(prompts))
 
     def _steps_alone(self, scheduled: Scheduled) -> int:
-        """Until the sequence ends, or needs a block."""
+        """Number of steps until the sequence ends, or needs a block."""
         request, unit = scheduled.request, self._device.unit_tokens
         return min(request.max_tokens - request.num_output_tokens, unit - request.num_computed % unit)
 
@@ -221,7 +221,7 @@ class SimulatedReplica:
                 served.first_token_at = self.now
                 served.cached_tokens = request.num_cached_tokens or 0
                 self.prefill_due_tokens -= served.due_tokens
-            # Like no other request's: what a client does with its answer is in the trace's prompts.
+            # Unique: the use of an answer in later prompts is part of the trace.
             request.token_ids += [_GENERATED + served.arrival.number] * leap.num_steps
             request.num_computed += leap.num_steps - 1
             request.max_computed = request.num_computed
@@ -235,6 +235,6 @@ class SimulatedReplica:
 
 
 def _attended(scheduled: Scheduled) -> int:
-    """Cached tokens that the queries see, all together."""
+    """Sum of cached tokens that the queries attend to."""
     n = scheduled.num_tokens
     return n * scheduled.request.num_computed + n * (n + 1) // 2

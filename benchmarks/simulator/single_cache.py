@@ -11,11 +11,8 @@ from benchmarks.simulator.traffic import Arrival
 
 
 def hit_share(arrivals: Sequence[Arrival], device: Device, cache_tokens: int) -> float:
-    """Of all prompt tokens, those that one cache of so many tokens has, as large as the replicas' together, say. It
-    sees one request at a time, and gives up the least recently used first.
-
-    What is generated is not kept: the whole cache is for prompts.
-    """
+    """Hit share of one cache of this many tokens that sees one request at a time, with LRU eviction. It keeps no
+    generated tokens."""
     memory = make_memory(device, cache_tokens)
     hits = 0
     for arrival in arrivals:
@@ -32,13 +29,13 @@ def hit_share(arrivals: Sequence[Arrival], device: Device, cache_tokens: int) ->
 
 
 def infinite_hit_share(arrivals: Sequence[Arrival], unit_tokens: int) -> float:
-    """Of all prompt tokens, those in whole units that some prompt before had, too; never a prompt's last token, because
-    that is computed in any case."""
+    """Share of prompt tokens in whole units that an earlier prompt had, too; without a prompt's last token, which is
+    always computed."""
     return sum(_hits(arrivals, unit_tokens)) / sum(arrival.num_tokens for arrival in arrivals)
 
 
 def _hits(arrivals: Sequence[Arrival], unit_tokens: int) -> list[int]:
-    """Tokens of each prompt in whole units that some prompt before had, too, the last token excepted."""
+    """Tokens of each prompt in whole units that an earlier prompt had, too, without the last token."""
     seen: set[bytes] = set()
     hits = []
     for arrival in arrivals:
@@ -49,14 +46,14 @@ def _hits(arrivals: Sequence[Arrival], unit_tokens: int) -> list[int]:
 
 
 def load_bounds(arrivals: Sequence[Arrival], device: Device, num_replicas: int) -> tuple[float, float]:
-    """Load of the replica with the most over the mean, when each request may go anywhere and finds there what any
-    prompt before had: no queue and no cache is looked at, only what each replica has computed so far. Balanced are
-    once prompt tokens and once the seconds that they take alone; of both results the worse.
+    """Load of the most loaded replica over the mean, for ideal placements: a request finds anywhere the prefix of any
+    earlier prompt, and only the work computed so far counts, no queues and caches. The worse of balancing prompt tokens
+    and of balancing the seconds that they take alone.
 
     Returns:
-        when requests are placed as they come, each where least has been computed; and when all are known beforehand,
-        and the longest are placed first. The first is what a router can hope for: it cannot know that the trace ends,
-        and the last long prompts make the difference.
+        for placement in order of arrival, each at the replica with the least work; and with all requests known in
+            advance, the longest placed first. The first is the bound for a router, which cannot know that the trace
+            ends.
     """
     hits = _hits(arrivals, device.unit_tokens)
     tokens = [float(arrival.num_tokens - hit) for arrival, hit in zip(arrivals, hits, strict=True)]
@@ -71,7 +68,7 @@ def load_bounds(arrivals: Sequence[Arrival], device: Device, num_replicas: int) 
 
 
 def _max_over_mean(jobs: Sequence[float], num_replicas: int) -> float:
-    """Of jobs placed in this order, each where there is least."""
+    """Of jobs placed in this order, each where there is least work."""
     totals = [0.0] * num_replicas
     for job in jobs:
         heapq.heapreplace(totals, totals[0] + job)

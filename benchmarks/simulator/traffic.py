@@ -15,24 +15,23 @@ from benchmarks import harness, workloads
 
 MOONCAKE_TRACE = harness.ROOT.parent / "shared" / "traces" / "mooncake_conversation.jsonl"
 MOONCAKE_ORIGIN = "github.com/kvcache-ai/Mooncake, FAST25-release/traces/conversation_trace.jsonl (Apache-2.0)"
-# Of the trace: one hash for so many tokens of a prompt, and how exact its times are.
+# Of the trace: tokens of a prompt per hash, and resolution of its times.
 MOONCAKE_UNIT, MOONCAKE_TICK_S = 512, 2.999
 
-# Of synthetic conversations, so that they come near the Mooncake trace: requests a second, tokens that all prompts
-# begin with, means of what a first prompt has beside it and what later ones add, of outputs, seconds until a user goes
-# on, and how often one does.
+# Of synthetic conversations similar to the Mooncake trace: requests a second, tokens of the common prefix, mean tokens
+# of first prompts beyond it, of later additions and of outputs, mean seconds until the next turn, and its probability.
 _RATE, _SYSTEM = 3.4, 512
 _FIRST, _ADDED, _OUTPUT, _THINKS_S, _GOES_ON = 9400.0, 3600.0, 343.0, 60.0, 0.36
 _LONGEST = 120_000
 
-# Of agents' sessions, at 16 replicas: sessions a second; kinds of agents, the most popular first, and the most and the
-# least tokens of their instructions; means of the task's tokens and of those that a tool returns; turns.
+# Of agents' sessions, at 16 replicas: sessions a second; kinds of agents, the most popular first, and the most and
+# least tokens of their instructions; mean tokens of a task and of a tool's result; mean turns.
 _SESSIONS_PER_S, _KINDS, _INSTRUCTIONS = 1.3, 8, (6144, 2048)
 _TASK, _RETURNED, _TURNS = 8000.0, 5000.0, 8.0
 # Tokens of an answer: the mean of Mooncake's tool and agent requests (arXiv 2407.00079, section 4.2).
 _CALL = 182.0
-# Seconds that tools take, means and shares: a search, or one that makes an image or speech. Assumed, of the size that
-# InferCept (ICML 2024) reports; not checked against its table.
+# Mean seconds of tools: a search, and generation of images or speech, with the share of the latter. Assumed, of the
+# order that InferCept (ICML 2024) reports; not checked against its table.
 _FAST_S, _SLOW_S, _SLOW_SHARE = 0.69, 18.6, 0.3
 
 
@@ -42,11 +41,11 @@ class Arrival:
 
     Attributes:
         at: seconds from the beginning.
-        units, digests: of the prompt's whole units, as `TokenChain` has them.
-        tail: the token that the rest of the prompt consists of: the same rest, the same token.
-        session: which conversation it belongs to, where that is known.
-        follows, pause_s: it comes so long after the end of the request of that number, whenever that is; `at` is when
-            it would come if requests took no time.
+        units, digests: of the prompt's whole units, as in `TokenChain`.
+        tail: the token that fills the rest of the prompt: equal rests have equal tokens.
+        session: its conversation, if known.
+        follows, pause_s: it arrives this long after the end of the request with this number; `at` is then its time if
+            requests took none.
     """
 
     number: int
@@ -65,10 +64,11 @@ class Arrival:
 def mooncake(path: Path, count: int | None = None, *, as_stamped: bool = False) -> list[Arrival]:
     """The conversations of the Mooncake trace (Qin et al., FAST 2025).
 
-    Its clock ticks every three seconds, with up to 28 requests in a tick. They come at random times until the next one.
+    The trace's clock ticks every three seconds, with up to 28 requests in a tick. They arrive at random times within
+    the tick.
 
     Args:
-        as_stamped: all requests of a tick come at once.
+        as_stamped: all requests of a tick arrive at once.
     """
     with path.open() as file:
         rows = [json.loads(line) for line in itertools.islice(file, count)]
@@ -89,7 +89,7 @@ def mooncake(path: Path, count: int | None = None, *, as_stamped: bool = False) 
 
 
 def conversations(count: int, seed: int) -> list[Arrival]:
-    """Conversations that nobody has had, with means like the Mooncake trace's."""
+    """Synthetic conversations, with means like the Mooncake trace's."""
     rng = random.Random(seed)
     ids = itertools.count(_SYSTEM // MOONCAKE_UNIT)
     drawn: list[tuple[float, int, int, list[int]]] = []
@@ -111,12 +111,11 @@ def conversations(count: int, seed: int) -> list[Arrival]:
 
 
 def agents(count: int, factor: float, seed: int) -> list[Arrival]:
-    """Sessions of agents that call tools, pause until these return, and come back with all that was said so far; about
-    so many requests. No trace: drawn from the distributions above, of which the mean answer is a published one, and the
-    pauses are assumed.
+    """Synthetic sessions of agents that call tools, pause until these return, and repeat the whole conversation; about
+    `count` requests. They are drawn from the distributions above: the mean answer is published, the pauses are assumed.
 
     Args:
-        factor: so many times as many sessions a second; a session itself is no faster.
+        factor: of the rate of sessions; a session itself is no faster.
     """
     rng, ids = random.Random(seed), itertools.count(1)
     kinds = [[next(ids) for _ in range(n // MOONCAKE_UNIT)] for n in _evenly(*_INSTRUCTIONS, _KINDS)]
@@ -147,7 +146,7 @@ def agents(count: int, factor: float, seed: int) -> list[Arrival]:
 
 
 def azure(path: Path) -> list[Arrival]:
-    """Code completions of the Azure trace (Patel et al., "Splitwise", ISCA 2024), none like another."""
+    """Code completions of the Azure trace (Patel et al., "Splitwise", ISCA 2024), without common prefixes."""
     with path.open() as file:
         rows = list(csv.DictReader(file))
     times = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in rows]
@@ -156,8 +155,8 @@ def azure(path: Path) -> list[Arrival]:
 
 
 def completions(count: int, seed: int) -> list[Arrival]:
-    """Requests with lengths like the Azure trace's, 2.6 a second on average, whose rate swings between a third and
-    three times that every few minutes."""
+    """Requests with lengths like the Azure trace's, 2.6 per second on average, at a rate between a third and three
+    times that, which changes every few minutes."""
     rng = random.Random(seed)
     lengths, _ = workloads.azure(None, count, seed)
     arrivals, at, rate, changes_at = [], 0.0, 2.6, 0.0
@@ -176,7 +175,7 @@ def faster(arrivals: Iterable[Arrival], factor: float) -> Iterator[Arrival]:
 
 
 def in_bursts(arrivals: Iterable[Arrival], period_s: float, share: float) -> Iterator[Arrival]:
-    """What arrives in a period arrives in this share of it, at its beginning."""
+    """Move the arrivals of each period into this share of it, at its beginning."""
     for arrival in arrivals:
         begins_at = arrival.at // period_s * period_s
         yield replace(arrival, at=begins_at + (arrival.at - begins_at) * share)
@@ -185,18 +184,18 @@ def in_bursts(arrivals: Iterable[Arrival], period_s: float, share: float) -> Ite
 def arrival_of(
     number: int, at: float, num_tokens: int, num_output_tokens: int, blocks: Sequence[int], tail: int
 ) -> Arrival:
-    """Args as `Arrival`'s; `blocks`: numbers that stand for its whole units, and all that precedes them."""
+    """Args as `Arrival`'s; `blocks`: numbers that stand for its whole units and all before them."""
     units = [_unit(i) for i in blocks]
     return Arrival(number, f"r{number}", at, num_tokens, max(num_output_tokens, 1), units, units, tail)
 
 
 def _unit(block: int) -> bytes:
-    """A unit's digest, which stands for its tokens as well. No prompt's tokens begin like it."""
+    """A unit's digest, which also stands for its tokens. No prompt's tokens begin like it."""
     return b"\xff" + block.to_bytes(5, "big") + bytes(10)
 
 
 def block_of(key: bytes) -> int:
-    """Back from the unit's key (`vmem.key_of`)."""
+    """The block of a unit's key (inverse of `vmem.key_of`)."""
     return int.from_bytes(key[1:6], "big")
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from ray.serve.config import AutoscalingContext
 
-from app.engine.report import ReplicaReport, StepTimes
 from app.errors import ConfigError
 from app.fleet.autoscaling import (
     LOAD_FIELDS,
@@ -22,6 +21,7 @@ from app.fleet.autoscaling import (
 )
 from app.serving.autoscaling import KVAwareScaling
 from tests.app.compat.ray_types import DeploymentID, TimeSeries, TimeStampedValue
+from tests.app.fleet.reports import report
 
 TICK_S = 0.1  # as Serve's controller
 IDLE = AutoscalingLoad(
@@ -383,32 +383,9 @@ def test_settings_that_may_be_none() -> None:
 
 
 def test_loads_as_metrics_and_back() -> None:
-    report = ReplicaReport(
-        made_at=5.0,
-        unit_tokens=16,
-        keys=b"",
-        changes=b"",
-        stride=1,
-        keys_version=0,
-        step=StepTimes(0.01, 0.002, 1e-6),
-        step_tokens=512,
-        max_num_seqs=64,
-        num_running=3,
-        num_waiting=2,
-        queued_tokens=100,
-        queued_s=0.4,
-        num_decodes=2,
-        decode_s=0.006,
-        free_tokens=900,
-        total_tokens=1000,
-        freed_tokens_per_s=0.0,
-        busy_share=0.75,
-        budget_bytes=1 << 20,
-        expected_cached_tokens=0,
-        cached_tokens=0,
-        missed_tokens=0,
-    )
-    load = AutoscalingLoad.from_report(report)
+    used = {"free_tokens": 900, "total_tokens": 1000, "queued_tokens": 100, "queued_s": 0.4}
+    busy = {"num_running": 3, "num_waiting": 2, "num_decodes": 2, "decode_s": 0.006, "busy_share": 0.75}
+    load = AutoscalingLoad.from_report(report(5.0, **used, **busy))
     assert (load.used_tokens, load.num_requests, load.fixed_s) == (100, 5, 0.01)
     metrics = load.as_metrics()
     assert set(metrics) == set(LOAD_METRICS)

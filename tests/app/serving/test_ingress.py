@@ -33,80 +33,32 @@ from app.openai import translate as translator
 from app.openai.bodies import ChatCompletionRequest, CompletionRequest, ForkRequest, TokenizeRequest
 from app.openai.prompts import TextEncoder
 from app.openai.responses.body import ResponsesRequest
+from tests.app.serving.test_calls import Handle
 from tests.local_server import ingress_of
 
 TOKENIZER = load_tokenizer("builtin")
 
 
-class Response:
-    """What a handle returns: to be awaited, iterated over, or cancelled."""
-
-    def __init__(self, pieces: Callable[[], list[Piece]], hangs: bool = False, at_once: bool = False) -> None:
-        self.cancelled = False
-        self._pieces = pieces
-        self._hangs = hangs
-        self._at_once = at_once
-
-    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
-        if self._at_once:
-            yield await self._whole()
-            return
-        for piece in self._pieces():
-            yield [piece]
-            if self._hangs:
-                await asyncio.Event().wait()
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-    async def _whole(self) -> list[Piece]:
-        pieces = self._pieces()
-        if self._hangs:
-            await asyncio.Event().wait()
-        return pieces
-
-
-class Engines:
-    """A handle of replicas: the last one of every output says which call it was of."""
+class Engines(Handle):
+    """A handle of replicas: each output of call number i is `text`, or i and the output's index."""
 
     def __init__(
         self, error: Exception | None = None, fails_at: int = 0, hangs: bool = False, text: str | None = None
     ) -> None:
-        self._text = text
-        self.calls: list[Any] = []
-        self.responses: list[Response] = []
-        self._error, self._fails_at, self._hangs = error, fails_at, hangs
-        self.generate_stream = SimpleNamespace(remote=self._remote)
-        self.complete_as_stream = SimpleNamespace(remote=partial(self._remote, at_once=True))
+        super().__init__(self._items)
+        self._error, self._fails_at, self._hangs, self._text = error, fails_at, hangs, text
         self.max_model_len = SimpleNamespace(remote=self._max_model_len)
 
-    def options(self, **_: Any) -> Engines:
-        return self
-
-    def _remote(self, call: GenerateRequest | ForkCall, at_once: bool = False) -> Response:
-        number = len(self.calls)
-        self.calls.append(call)
-
-        def pieces() -> list[Piece]:
-            if self._error is not None and number == self._fails_at:
-                raise RayTaskError("generate", "traceback", self._error)
-            n, end = call.params.n, None if self._hangs else "stop"
-            return [
-                Piece(
-                    self._text or f"{number}{i}",
-                    (300,),
-                    i,
-                    end,
-                    num_unfinished=n - 1 - i,
-                    num_cached_tokens=1,
-                    replica="r7",
-                )
-                for i in range(n)
-            ]
-
-        fails = self._error is not None and number == self._fails_at
-        self.responses.append(Response(pieces, self._hangs and not fails, at_once))
-        return self.responses[-1]
+    def _items(self, call: GenerateRequest | ForkCall) -> list[Any]:
+        number, n = len(self.calls) - 1, call.params.n
+        if self._error is not None and number == self._fails_at:
+            return [RayTaskError("generate", "traceback", self._error)]
+        end: Any = None if self._hangs else "stop"
+        pieces = [
+            Piece(self._text or f"{number}{i}", (300,), i, end, None, n - 1 - i, num_cached_tokens=1, replica="r7")
+            for i in range(n)
+        ]
+        return [pieces[0], None] if self._hangs else pieces
 
     async def _max_model_len(self) -> int:
         return 64

@@ -22,7 +22,7 @@ report.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -140,34 +140,27 @@ class ScalingTargets:
     stale_after_s: float = 10.0
 
     def __post_init__(self) -> None:
-        if problems := list(self._wrong_types()) or list(self._problems()):
-            raise ConfigError("\n".join(problems))
+        faults = [fault for field in fields(self) if (fault := _fault(field.name, getattr(self, field.name)))]
+        if faults:
+            raise ConfigError("\n".join(faults))
 
-    def _wrong_types(self) -> Iterator[str]:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None and field.name in ("kv_share", "to_zero_after_s"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                yield f"{field.name} of the scaling policy is {value!r}; it must be a number"
 
-    def _problems(self) -> Iterator[str]:
-        for field in fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if value is None:
-                continue
-            if name in ("kv_share", "busy_share"):
-                is_right, bound = 0 < value <= 1, "be above 0 and at most 1"
-            elif name == "hysteresis":
-                is_right, bound = 0 <= value < 1, "be at least 0 and below 1, at which no replica would ever be stopped"
-            elif name == "up_factor":
-                is_right, bound = 1 < value < math.inf, "be above 1"
-            elif name in ("up_after_s", "down_after_s", "to_zero_after_s", "start_s"):
-                is_right, bound = 0 <= value < math.inf, "not be negative"
-            else:
-                is_right, bound = 0 < value < math.inf, "be above 0"
-            if not is_right:
-                yield f"{name} of the scaling policy is {value}; it must {bound}"
+def _fault(name: str, value: object) -> str | None:
+    if value is None and name in ("kv_share", "to_zero_after_s"):
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        is_right, bound = False, "be a number"
+    elif name in ("kv_share", "busy_share"):
+        is_right, bound = 0 < value <= 1, "be above 0 and at most 1"
+    elif name == "hysteresis":
+        is_right, bound = 0 <= value < 1, "be at least 0 and below 1, at which no replica would ever be stopped"
+    elif name == "up_factor":
+        is_right, bound = 1 < value < math.inf, "be above 1"
+    elif name in ("up_after_s", "down_after_s", "to_zero_after_s", "start_s"):
+        is_right, bound = 0 <= value < math.inf, "not be negative"
+    else:
+        is_right, bound = 0 < value < math.inf, "be above 0"
+    return None if is_right else f"{name} of the scaling policy is {value!r}; it must {bound}"
 
 
 @dataclass(frozen=True, slots=True)

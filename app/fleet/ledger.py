@@ -23,8 +23,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from app.errors import ConfigError
-
 # Shares of the same members change at most this often, ...
 REBALANCE_S = 5.0
 # ... when a member's demand exceeds this share of its budget, ...
@@ -62,7 +60,7 @@ class LedgerHeartbeat:
     member: str
     number: int
     capacity_bytes: int
-    holding: MemberUsage
+    usage: MemberUsage
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +82,11 @@ class Membership:
         self._number = 0
         self._awaits_order = False
 
-    def next_heartbeat(self, holding: MemberUsage) -> LedgerHeartbeat:
+    def next_heartbeat(self, usage: MemberUsage) -> LedgerHeartbeat:
         """The next heartbeat. Orders that answer earlier ones become void."""
         self._number += 1
         self._awaits_order = True
-        return LedgerHeartbeat(self.member, self._number, self.capacity_bytes, holding)
+        return LedgerHeartbeat(self.member, self._number, self.capacity_bytes, usage)
 
     def obeys(self, order: BudgetOrder) -> bool:
         """Whether to carry out an order. True at most once for each heartbeat."""
@@ -104,7 +102,7 @@ class _Member:
     had a budget that it can work with, and is never refused."""
 
     number: int
-    holding: MemberUsage
+    usage: MemberUsage
     counted_bytes: int
     target_bytes: int = 0
     settled: bool = False
@@ -121,15 +119,9 @@ class Claim:
 
 
 def fair_shares(capacity_bytes: int, claims: Sequence[Claim]) -> list[int]:
-    """Budgets within the capacity: the least of each claim, then in proportion to the demand beyond it, then equal
-    parts of the rest.
-
-    Raises:
-        ConfigError: the least bytes of all claims exceed the capacity.
-    """
+    """Budgets within the capacity, which holds the least of all claims: the least of each, then in proportion to the
+    demand beyond it, then equal parts of the rest."""
     least = sum(claim.least_bytes for claim in claims)
-    if least > capacity_bytes:
-        raise ConfigError(f"{len(claims)} members need at least {least} bytes; the capacity is {capacity_bytes}")
     wanted = [min(max(claim.wanted_bytes, claim.least_bytes), claim.most_bytes) for claim in claims]
     more, spare = sum(wanted) - least, capacity_bytes - least
     if more > spare:
@@ -170,21 +162,21 @@ class BudgetLedger:
 
     def handle_heartbeat(self, beat: LedgerHeartbeat, now: float) -> BudgetOrder:
         """Record a heartbeat and answer it."""
-        holding, known = beat.holding, self._members.get(beat.member)
-        unchanged = BudgetOrder(beat.number, holding.budget_bytes, holding.revision)
+        usage, known = beat.usage, self._members.get(beat.member)
+        unchanged = BudgetOrder(beat.number, usage.budget_bytes, usage.revision)
         if beat.member in self._gone or (known is not None and beat.number <= known.number):
             return unchanged  # late: the member has left, or awaits the answer to another heartbeat
         member = self._entered(beat, known)
         if refusal := self._refusal(beat.member):
             member.refused = True  # counted until it has left
-            return BudgetOrder(beat.number, holding.budget_bytes, holding.revision, refusal)
-        if (known is None and not holding.budget_bytes) or self._must_share(now):
+            return BudgetOrder(beat.number, usage.budget_bytes, usage.revision, refusal)
+        if (known is None and not usage.budget_bytes) or self._must_share(now):
             self._share(now)
         budget_bytes = self._next_budget(member, now)
-        if budget_bytes == holding.budget_bytes:
+        if budget_bytes == usage.budget_bytes:
             return unchanged
         member.counted_bytes = max(member.counted_bytes, budget_bytes)
-        return BudgetOrder(beat.number, budget_bytes, holding.revision + 1)
+        return BudgetOrder(beat.number, budget_bytes, usage.revision + 1)
 
     def remove_member(self, member: str) -> None:
         """Remove a member that holds no memory. It cannot join again."""
@@ -193,17 +185,17 @@ class BudgetLedger:
         self._members.pop(member, None)
 
     def _entered(self, beat: LedgerHeartbeat, member: _Member | None) -> _Member:
-        holding = beat.holding
+        usage = beat.usage
         self._awaited.discard(beat.member)
-        counted_bytes = max(holding.budget_bytes, holding.held_bytes)
+        counted_bytes = max(usage.budget_bytes, usage.held_bytes)
         if member is None:
             self.capacity_bytes = beat.capacity_bytes
             # A member of an earlier ledger keeps its share.
-            member = _Member(beat.number, holding, counted_bytes, target_bytes=holding.budget_bytes)
+            member = _Member(beat.number, usage, counted_bytes, target_bytes=usage.budget_bytes)
             self._members[beat.member] = member
         else:
-            member.number, member.holding, member.counted_bytes = beat.number, holding, counted_bytes
-        member.settled |= 0 < holding.least_bytes <= holding.budget_bytes
+            member.number, member.usage, member.counted_bytes = beat.number, usage, counted_bytes
+        member.settled |= 0 < usage.least_bytes <= usage.budget_bytes
         return member
 
     @property
@@ -212,7 +204,7 @@ class BudgetLedger:
 
     def _least_bytes(self, member: _Member) -> int:
         """The member's least budget; while unknown, another member's: they are replicas of one deployment."""
-        return member.holding.least_bytes or max(other.holding.least_bytes for other in self._members.values())
+        return member.usage.least_bytes or max(other.usage.least_bytes for other in self._members.values())
 
     def _refusal(self, name: str) -> str | None:
         """Why an unsettled member does not fit beside the settled ones and those that joined before it, if so."""
@@ -245,7 +237,7 @@ class BudgetLedger:
         if sum(shares) - sum(member.target_bytes for member in members) >= move_bytes:
             return True
         return any(
-            member.holding.demand_bytes > PRESSURE * member.target_bytes and share - member.target_bytes >= move_bytes
+            member.usage.demand_bytes > PRESSURE * member.target_bytes and share - member.target_bytes >= move_bytes
             for member, share in zip(members, shares, strict=True)
         )
 
@@ -255,13 +247,13 @@ class BudgetLedger:
             member.target_bytes = share
 
     def _fair_shares(self, members: Sequence[_Member]) -> list[int]:
-        settled = [member.holding.demand_bytes for member in members if member.settled]
+        settled = [member.usage.demand_bytes for member in members if member.settled]
         usual_bytes = sum(settled) // len(settled) if settled else 0  # a newcomer will have as much work
         claims = [
             Claim(
                 least_bytes=self._least_bytes(member),
-                most_bytes=member.holding.most_bytes or self.capacity_bytes,
-                wanted_bytes=int(_HEADROOM * (member.holding.demand_bytes if member.settled else usual_bytes)),
+                most_bytes=member.usage.most_bytes or self.capacity_bytes,
+                wanted_bytes=int(_HEADROOM * (member.usage.demand_bytes if member.settled else usual_bytes)),
             )
             for member in members
         ]
@@ -270,7 +262,7 @@ class BudgetLedger:
 
     def _next_budget(self, member: _Member, now: float) -> int:
         """The member's next budget on the way to its target."""
-        budget_bytes, target_bytes = member.holding.budget_bytes, member.target_bytes
+        budget_bytes, target_bytes = member.usage.budget_bytes, member.target_bytes
         if target_bytes <= budget_bytes:
             return target_bytes
         if self._awaited:

@@ -1,7 +1,7 @@
 """The budget ledger of a device as a Ray actor, and a replica's side of it.
 
 The first replica that finds no actor of this name creates and owns it. The actor ends with that replica, at the latest
-with the application; the other replicas create a new one, which learns their holdings from their heartbeats. The actor
+with the application; the other replicas create a new one, which learns their usage from their heartbeats. The actor
 runs on the replicas' node, where it sees reliably whether their processes have ended. A replica that cannot reach it
 keeps its budget.
 """
@@ -234,7 +234,7 @@ class BudgetMember:
             self._carry_out(self._memory, self._budget_bytes, self._revision)
         if self._ledger is None:
             self._ledger = self._find()
-        beat = self._membership.next_heartbeat(self._holding())
+        beat = self._membership.next_heartbeat(self._usage())
         reference = self._ledger.handle_heartbeat.remote(beat, os.getpid())
         order: BudgetOrder = ray.get(reference, timeout=ANSWER_TIMEOUT_S)
         if not self._membership.obeys(order):
@@ -258,7 +258,7 @@ class BudgetMember:
             self._attached = memory is not None
             self._changed.notify_all()
 
-    def _holding(self) -> MemberUsage:
+    def _usage(self) -> MemberUsage:
         memory = self._memory
         if memory is None:
             return MemberUsage(self._budget_bytes, revision=self._revision)

@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from app.errors import ConfigError
 from app.fleet.ledger import (
     REBALANCE_S,
     BudgetLedger,
@@ -479,8 +478,3 @@ def test_the_later_of_two_that_start_together_is_refused() -> None:
 )
 def test_fair_shares(claims: list[tuple[int, int, int]], shares: list[int]) -> None:
     assert fair_shares(1000, [Claim(*claim) for claim in claims]) == shares
-
-
-def test_fair_shares_of_too_little() -> None:
-    with pytest.raises(ConfigError, match="2 members need at least 1001 bytes; the capacity is 1000"):
-        fair_shares(1000, [Claim(500, 1000, 0), Claim(501, 1000, 0)])

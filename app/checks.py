@@ -15,7 +15,7 @@ import json
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -102,14 +102,6 @@ def _parsed(path: Path) -> dict[str, Any]:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    """One key of a model. `kind`: the model of its value, or of the entries of a list."""
-
-    kind: Any = None
-    is_list: bool = False
-
-
 class _Faults:
     """Collects a line for each fault."""
 
@@ -129,26 +121,26 @@ class _Faults:
         first model's. Returns whether the value is valid, apart from unknown keys."""
         if not isinstance(value, dict):
             return self._validate(kind, value, path, skipped=frozenset())
-        settings, known, invalid = _settings(kind), {}, set()
+        settings, invalid = _settings(kind), set()
         for key, part in value.items():
+            where = _join(path, key)
             if key not in settings:
-                self.add([f"{_join(path, key)} is not a setting; {_nearest(str(key), settings)}"])
+                self.add([f"{where} is not a setting; {_nearest(str(key), settings)}"])
                 continue
-            known[key], setting = part, settings[key]
-            if setting.kind is None or part is None:
-                continue
-            parts = list(enumerate(part)) if setting.is_list and isinstance(part, list) else [(None, part)]
-            for i, entry in parts:
-                where = _join(path, key) if i is None else f"{_join(path, key)}[{i}]"
-                if isinstance(entry, dict) and not self.check_value(setting.kind, entry, where):
+            parts = (
+                {f"{where}[{i}]": entry for i, entry in enumerate(part)} if isinstance(part, list) else {where: part}
+            )
+            for place, entry in parts.items():
+                nested = settings[key] is not None and isinstance(entry, dict)
+                if nested and not self.check_value(settings[key], entry, place):
                     invalid.add(key)
-        kept = {key: _without_unknown(settings[key], part) for key, part in known.items() if key not in invalid}
+        kept = {key: part for key, part in value.items() if key not in invalid}
         return self._validate(kind, kept, path, frozenset(invalid)) and not invalid
 
     def _validate(self, kind: Any, value: object, path: str, skipped: frozenset[str]) -> bool:
         """`skipped`: keys left out of the value, whose faults are known."""
         try:
-            TypeAdapter(kind).validate_python(value)
+            TypeAdapter(kind).validate_python(value, extra="ignore")  # unknown keys are known faults
         except ConfigError as error:  # its lines begin with the key
             self.add(_join(path, line) for line in str(error).splitlines())
             return False
@@ -189,11 +181,10 @@ class _Faults:
 
     def _check_here(self, engine: Mapping[str, Any], path: str) -> None:
         """Check an engine's settings against this machine and its files."""
-        known = {key: value for key, value in engine.items() if key in _settings(EngineConfig)}
         # With an invalid setting, check at least what concerns models.
-        for kept in (known, {key: known[key] for key in _OF_MODELS if key in known}):
+        for kept in (engine, {key: engine[key] for key in _OF_MODELS if key in engine}):
             try:
-                config = TypeAdapter(EngineConfig).validate_python(kept)
+                config = TypeAdapter(EngineConfig).validate_python(kept, extra="ignore")
             except (ConfigError, ValidationError):
                 assert self._lines  # the fault is known
             else:
@@ -243,35 +234,19 @@ def _why_not_hub_id(model: str) -> str | None:
     return None
 
 
-def _settings(kind: Any) -> dict[str, _Setting]:
+def _settings(kind: Any) -> dict[str, Any]:
+    """Each key of a model → the model of its value or of the entries of a list; `None` for other values."""
     if is_dataclass(kind) and isinstance(kind, type):
         hints = get_type_hints(kind)
-        return {field.name: _setting(hints[field.name]) for field in fields(kind)}
-    return {name: _setting(field.annotation) for name, field in kind.model_fields.items()}
+        return {field.name: _model_in(hints[field.name]) for field in fields(kind)}
+    return {name: _model_in(field.annotation) for name, field in kind.model_fields.items()}
 
 
-def _setting(annotation: Any) -> _Setting:
-    for part in _parts(annotation):
-        if isinstance(part, type) and (issubclass(part, BaseModel) or is_dataclass(part)):
-            return _Setting(part)
-        if get_origin(part) is list:
-            return _Setting(_setting(get_args(part)[0]).kind, is_list=True)
-    return _Setting()
-
-
-def _parts(annotation: Any) -> tuple[Any, ...]:
-    """The types of a union, or the single type."""
-    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
-
-
-def _without_unknown(setting: _Setting, value: Any) -> Any:
-    """The value without unknown keys, whose faults are known."""
-    if isinstance(value, list) and setting.is_list:
-        return [_without_unknown(_Setting(setting.kind), part) for part in value]
-    if setting.kind is None or not isinstance(value, dict):
-        return value
-    settings = _settings(setting.kind)
-    return {key: _without_unknown(settings[key], part) for key, part in value.items() if key in settings}
+def _model_in(annotation: Any) -> Any:
+    if get_origin(annotation) in (Union, types.UnionType, list):
+        return next(filter(None, map(_model_in, get_args(annotation))), None)
+    is_model = isinstance(annotation, type) and (issubclass(annotation, BaseModel) or is_dataclass(annotation))
+    return annotation if is_model else None
 
 
 def _lines(error: ValidationError, value: object, path: str, skipped: frozenset[str]) -> Iterator[str]:

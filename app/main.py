@@ -8,7 +8,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from app.checks import check_args
-from app.config.args import AppArgs, RoutingArgs, StreamingArgs
+from app.config.args import AppArgs
 from app.config.engine import EngineConfig
 from app.fleet.streams import StreamPace
 from app.serving.ingress import Ingress
@@ -51,7 +51,7 @@ def build(args: AppArgs) -> Application:
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
-        request_router_config=router_config(args.routing, isolate_tenants=args.engine.isolate_tenants),
+        request_router_config=router_config(args),
         logging_config=LOGGING,
         **replica_resources(args.engine),
     )(EngineReplica)
@@ -61,7 +61,8 @@ def build(args: AppArgs) -> Application:
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
         logging_config=LOGGING,
     )(Ingress)
-    replica = engine.bind(config, args.shared_kv_memory_bytes, stream_pace(args.streaming))
+    pace = StreamPace(**args.streaming.model_dump())
+    replica = engine.bind(config, args.shared_kv_memory_bytes, pace)
     application: Application = ingress.bind(
         args.engine.model,
         args.served_name,
@@ -96,27 +97,13 @@ def shared_engine(args: AppArgs) -> EngineConfig:
     return replace(args.engine, kv_memory_bytes=args.shared_kv_memory_bytes)
 
 
-def stream_pace(streaming: StreamingArgs) -> StreamPace:
-    return StreamPace(
-        streaming.items_per_s, min_interval_s=streaming.min_interval_s, max_interval_s=streaming.max_interval_s
-    )
-
-
-def router_config(routing: RoutingArgs, *, isolate_tenants: bool = True) -> RequestRouterConfig:
-    """Serve's settings for the handles of the engine replicas.
-
-    Args:
-        isolate_tenants: the engines' setting.
-    """
+def router_config(args: AppArgs) -> RequestRouterConfig:
+    """Serve's settings for the handles of the engine replicas."""
+    routing = args.routing.model_dump(exclude={"report_period_s"})
     settings: dict[str, Any] = {
         "request_router_class": "app.serving.router:FolioRouter",
-        "request_router_kwargs": {
-            "policy": routing.policy,
-            "stale_after_s": routing.stale_after_s,
-            "wait_for_replica_s": routing.wait_for_replica_s,
-            "isolate_tenants": isolate_tenants,
-        },
-        "request_routing_stats_period_s": routing.report_period_s,
+        "request_router_kwargs": routing | {"isolate_tenants": args.engine.isolate_tenants},
+        "request_routing_stats_period_s": args.routing.report_period_s,
     }
     return RequestRouterConfig(**settings)
 

@@ -89,35 +89,32 @@ _FLUSH_GRACE_S = 1.0
 # Timeouts of an ingress's answer, of Serve's shutdown, and of the whole end, Ray's processes included.
 _ANSWER_S, _SHUTDOWN_S, _END_S = 3.0, 3.0, 5.0
 _ROUTED_S = 10.0
+_ASK_S = 1.0  # of another server at the address
 # Last line of our exceptions in a traceback, as Serve's messages contain them.
 _OUR_ERROR = re.compile(r"app\.errors\.(?:ConfigError|ModelError)(?:\(\w+\))?: (.*)")
 
 
 class Signals:
-    """Note the first SIGTERM or SIGINT; end the process at the second. Construct in the main thread, after Ray has set
-    its handlers."""
+    """Note the first SIGTERM or SIGINT in `came`; end the process at the second. Construct in the main thread, after
+    Ray has set its handlers."""
 
     def __init__(self) -> None:
-        self._came = False  # no Event: a handler interrupts the main thread, which may hold its lock
+        self.came = False  # no Event: a handler interrupts the main thread, which may hold its lock
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-
-    @property
-    def came(self) -> bool:
-        return self._came
 
     def wait(self, timeout_s: float) -> bool:
         """Whether a signal has come within the timeout."""
         ends_at = time.monotonic() + timeout_s
-        while not self._came and (left_s := ends_at - time.monotonic()) > 0:
+        while not self.came and (left_s := ends_at - time.monotonic()) > 0:
             time.sleep(min(_LOOK_S, left_s))
-        return self._came
+        return self.came
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._came:
+        if self.came:
             # Ray's processes end with this one if it has started them.
             os._exit(128 + number)
-        self._came = True
+        self.came = True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -269,8 +266,12 @@ def wait_until_routed(url: str, signals: Signals) -> None:
 def base_url(config: ServeDeploySchema) -> str:
     """The server's URL from this machine."""
     http = config.http_options
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(http.host, f"[{http.host}]" if ":" in http.host else http.host)
-    return f"{'https' if http.ssl_certfile else 'http'}://{host}:{http.port}"
+    return f"{'https' if http.ssl_certfile else 'http'}://{_from_here(http.host)}:{http.port}"
+
+
+def _from_here(host: str) -> str:
+    """The host in a URL from this machine."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
 
 
 def greeting(config: ServeDeploySchema, dashboard: str | None) -> str:
@@ -333,9 +334,6 @@ def _drain_ingress(name: str) -> int:
         return 1  # it is asked again, until the grace period ends
 
 
-_ASK_S = 1.0
-
-
 def reserve_address(host: str, port: int) -> socket.socket | None:
     """Reserve an address. Returns a socket to keep open until the end; on Linux only, elsewhere `None`.
 
@@ -373,10 +371,8 @@ def reserve_address(host: str, port: int) -> socket.socket | None:
 
 def _describe_server(host: str, port: int) -> str:
     """The kind of server at an address, if it answers soon."""
-    where = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    url = f"http://{f'[{where}]' if ':' in where else where}:{port}/v1/models"
     try:
-        with urllib.request.urlopen(url, timeout=_ASK_S) as answer:
+        with urllib.request.urlopen(f"http://{_from_here(host)}:{port}/v1/models", timeout=_ASK_S) as answer:
             model = json.load(answer)["data"][0]
         return f" by a Folio that serves {model['id']}" if model["owned_by"] == "folio" else " by another LLM server"
     except urllib.error.HTTPError:

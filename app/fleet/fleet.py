@@ -113,7 +113,7 @@ class Fleet:
         for replica_id in sorted(wanted - self._replicas.keys()):
             if not self._free_slots:
                 more = max(8, len(self._assigned))
-                self._free_slots = list(range(len(self._assigned), len(self._assigned) + more))[::-1]
+                self._free_slots = list(range(len(self._assigned), len(self._assigned) + more))
                 self._loads = np.concatenate([self._loads, np.zeros((len(LOAD_FIELDS), more))], axis=1)
                 self._assigned = np.concatenate([self._assigned, np.zeros(more)])
             slot = self._free_slots.pop()

@@ -248,7 +248,7 @@ class BudgetLedger:
 
     def _fair_shares(self, members: Sequence[_Member]) -> list[int]:
         settled = [member.usage.demand_bytes for member in members if member.settled]
-        usual_bytes = sum(settled) // len(settled) if settled else 0  # a newcomer will have as much work
+        usual_bytes = sum(settled) // max(len(settled), 1)  # a newcomer will have as much work
         claims = [
             Claim(
                 least_bytes=self._least_bytes(member),

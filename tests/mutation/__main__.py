@@ -67,8 +67,10 @@ class Suite:
 
     def may_notice(self, test: str, mutant: Mutant) -> bool:
         function = f"{mutant.file} {mutant.function}"
-        return not mutant.function or any(
-            function in self.calls.get(caller, ()) for caller in (test, test.split("::")[0], "")
+        return (
+            not mutant.function
+            or test not in self.calls  # not known
+            or any(function in self.calls.get(caller, ()) for caller in (test, test.split("::")[0], ""))
         )
 
 
@@ -80,6 +82,7 @@ class Measure:
         self._folder = f"{folder}/"
         self._caller = ""
         self._calls: defaultdict[str, dict[int, CodeType]] = defaultdict(dict)
+        self._untraced: set[str] = set()
         threading.settrace(self._note_call)
         sys.settrace(self._note_call)
 
@@ -92,11 +95,16 @@ class Measure:
         def name(code: CodeType) -> str:
             return f"{code.co_filename.removeprefix(self._folder)} {code.co_qualname.split('.<locals>')[0]}"
 
-        return {caller: sorted({name(code) for code in codes.values()}) for caller, codes in self._calls.items()}
+        return {
+            caller: sorted({name(code) for code in codes.values()})
+            for caller, codes in self._calls.items()
+            if caller not in self._untraced
+        }
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         self._caller = item.nodeid.split("::")[0]
+        sys.settrace(self._note_call)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> None:
@@ -105,6 +113,8 @@ class Measure:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
         self._caller = item.nodeid.split("::")[0]
+        if sys.gettrace() != self._note_call:  # Python has dropped it, as after a RecursionError
+            self._untraced.add(item.nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.durations[report.nodeid] += report.duration  # type: ignore[assignment]

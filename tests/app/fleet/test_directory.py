@@ -105,6 +105,14 @@ def test_twice_in_a_report() -> None:
     assert not len(directory)
 
 
+def test_another_replica_in_a_slot_has_versions_of_its_own() -> None:
+    directory = PrefixDirectory()
+    for prompt in PROMPTS:
+        directory.apply_keys(0, b"".join(prompt[: SHARED + 1]), b"", 1, 7)
+        assert match(directory, prompt, 1) == {0: SHARED + 1}
+        directory.remove_replica(0)
+
+
 MOST_KEYS = 10
 # Digests that are cached at some depth; the last two have the key of the first.
 CACHED = [

@@ -138,6 +138,16 @@ def test_clocks_that_differ(ahead_s: float) -> None:
     assert not fleet.fresh(["a"], 19.1)
 
 
+@pytest.mark.parametrize(("late_s", "num_unreported"), [(1.9, 1), (2.1, 0)])
+def test_a_report_more_than_two_seconds_late_means_a_clock_that_stood_still(late_s: float, num_unreported: int) -> None:
+    fleet = Fleet()
+    fleet.update(["a"])
+    fleet.apply_report("a", report(10.0), 10.1)
+    send(fleet, "a", 11.5)
+    fleet.apply_report("a", report(11.0), 11.1 + late_s)
+    assert fleet.loads(["a"], 14.0).num_requests.tolist() == [num_unreported]
+
+
 def test_clocks_that_drift_or_stand_still() -> None:
     """For hours one clock loses half a millisecond each second; and a machine was suspended for an hour."""
     fleet, apart_s = Fleet(), 0.0

@@ -399,16 +399,17 @@ def test_an_order_of_an_earlier_ledger_is_void() -> None:
     assert member.budget_bytes == 0
 
 
-def test_a_new_replica_is_expected_to_need_the_mean_of_the_others() -> None:
+@pytest.mark.parametrize(("demands", "least", "most"), [([200, 400], 300, 400), ([300], 500, 500)])
+def test_a_new_replica_is_expected_to_need_the_mean_of_the_others(demands: list[int], least: int, most: int) -> None:
     """The mean, not the sum."""
     talk = Talk()
-    for demand_bytes in (200, 400):
+    for demand_bytes in demands:
         talk.join().demand_bytes = demand_bytes
         talk.round(2)
     talk.round(math.ceil(REBALANCE_S))
     newcomer = talk.join()
     talk.round(3)
-    assert 300 <= newcomer.budget_bytes <= 400
+    assert least <= newcomer.budget_bytes <= most
 
 
 def test_only_the_order_of_the_last_heartbeat_is_obeyed_and_once() -> None:
@@ -428,7 +429,7 @@ def test_a_late_heartbeat_is_ignored() -> None:
     newcomer = talk.join()
     talk.round(3)
     assert talk.budgets == [500, 0]
-    talk.ledger.handle_heartbeat(empty, talk.now)
+    assert talk.ledger.handle_heartbeat(empty, talk.now) == BudgetOrder(empty.number, budget_bytes=0, revision=0)
     assert talk.ledger.counted_bytes == 950
     last = newcomer.beat()
     talk.ledger.remove_member(newcomer.name)
@@ -462,6 +463,16 @@ def test_the_later_of_two_that_start_together_is_refused() -> None:
     talk.ledger.remove_member(other.name)
     talk.round(math.ceil(REBALANCE_S) + 1)
     assert one.budget_bytes == CAPACITY
+
+
+def test_a_member_with_just_its_least_budget_is_never_refused() -> None:
+    talk = Talk()
+    one, other = talk.join(500), talk.join(500)
+    talk.round(6)
+    one.least_bytes = 600  # a pinned prefix
+    talk.round(6)
+    assert not other.refused
+    assert talk.budgets == [500, 500]
 
 
 @pytest.mark.parametrize(

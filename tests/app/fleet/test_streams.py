@@ -78,6 +78,13 @@ async def test_a_silent_replica_is_lost() -> None:
     assert items.closed
 
 
+@pytest.mark.parametrize("limits", [{"silence_s": 1.0, "first_s": 0.05}, {"silence_s": 0.05}])
+async def test_a_replica_that_is_silent_from_the_start_is_lost(limits: dict[str, float]) -> None:
+    async with asyncio.timeout(5.0):
+        with pytest.raises(UnavailableError, match=r"silent for 0\.05 s"):
+            await anext(without_heartbeats(Items()(), **limits))
+
+
 async def test_heartbeats_keep_a_stream_and_are_not_passed_on() -> None:
     source = Items()
     asyncio.get_running_loop().call_later(0.6, source.queue.put_nowait, ["b"])
@@ -155,8 +162,8 @@ def test_streams_share_a_budget_of_items() -> None:
         for _ in range(15):
             streams.enter_context(pace.stream())
         assert first() == 0.16
-        for _ in range(80):
-            streams.enter_context(pace.stream())
-        assert first() == 0.25, "largest interval"
-    with pace.stream() as alone:
-        assert alone() == 0.02
+        with ExitStack() as more:
+            for _ in range(80):
+                more.enter_context(pace.stream())
+            assert first() == 0.25, "largest interval"
+        assert first() == 0.16

@@ -24,7 +24,7 @@ ALLOWED = {"g++", "c++", "gcc", "cc", "uname"}
 
 @contextmanager
 def no_processes() -> Iterator[None]:
-    """Whoever starts one within fails, as Ray, `subprocess`, asyncio and the engine's ranks would do by `Popen`."""
+    """Fail a test that starts a process within: Ray, `subprocess`, asyncio and the engine's ranks all use `Popen`."""
     start = subprocess.Popen.__init__
 
     def refuse(self: subprocess.Popen[Any], args: Any, *more: Any, **options: Any) -> None:

@@ -58,7 +58,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert circles(MODULES) == []
 
 
-def test_serving_is_what_imports_ray() -> None:
+def test_only_serving_imports_ray() -> None:
     without = [
         module.path
         for module in MODULES.values()

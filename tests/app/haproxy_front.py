@@ -340,8 +340,8 @@ class GrpcPeer:
         self._lines = self.process.stdout
         self.port = int(self._lines.readline())
 
-    def heard(self) -> list[dict[str, str]]:
-        """The metadata of all calls. It ends."""
+    def received(self) -> list[dict[str, str]]:
+        """Metadata of all calls so far. Ends the process."""
         self.process.kill()
         return [json.loads(line) for line in self.process.communicate()[0].splitlines()]
 

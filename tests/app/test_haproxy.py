@@ -142,7 +142,7 @@ def test_connections_are_kept_and_requests_pipelined(usual: Front) -> None:
     usual.talk(ask)
 
 
-def test_a_client_that_reads_nothing_is_cut(hurried: Front, application: Application) -> None:
+def test_a_client_that_reads_nothing_is_disconnected(hurried: Front, application: Application) -> None:
     """The server is held back meanwhile, and HAProxy keeps no more than a few buffers."""
     application.num_flooded, num_left, rss = 0, application.num_left, hurried.rss_bytes
 
@@ -381,7 +381,7 @@ def test_the_clients_address_by_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
         with grpc_front("answers") as (channel, [peer]):
             assert call(channel, GENERATE, x_forwarded_for="8.8.8.8") is grpc.StatusCode.OK
             assert call(channel, GENERATE) is grpc.StatusCode.OK
-            assert [seen["x-forwarded-for"] for seen in peer.heard()] == [counts, "127.0.0.1"]
+            assert [seen["x-forwarded-for"] for seen in peer.received()] == [counts, "127.0.0.1"]
 
 
 def test_a_call_to_an_ingress_that_dies() -> None:
@@ -389,14 +389,14 @@ def test_a_call_to_an_ingress_that_dies() -> None:
     with grpc_front("dies", "answers") as (channel, [bad, good]):
         while bad.process.poll() is None:
             assert call(channel, GENERATE, **{haproxy.ATTEMPT_HEADER: "forged"}) is grpc.StatusCode.OK
-        [lost], others = bad.heard(), good.heard()
+        [lost], others = bad.received(), good.received()
     ids = [seen[haproxy.ATTEMPT_HEADER] for seen in others]
     assert lost[haproxy.ATTEMPT_HEADER] in ids
     assert "forged" not in ids
     assert len(set(ids)) == len(ids)
     with grpc_front("dies", "answers") as (channel, [bad, good]):
         until(lambda: call(channel, "/another.Service/Change") is not grpc.StatusCode.OK)
-        assert len(bad.heard()) == 1
+        assert len(bad.received()) == 1
 
 
 def test_no_private_pages(usual: Front, application: Application) -> None:
@@ -414,8 +414,8 @@ def test_no_private_pages(usual: Front, application: Application) -> None:
 
 
 def test_statistics_at_ports(usual: Front) -> None:
-    """Where somebody has named them: on this machine only. Regression: a port that was free when the cluster began was
-    not when HAProxy did, which then did not start."""
+    """At the ports of the environment, on this machine only. Regression: HAProxy did not start where a port had been
+    taken since the cluster began."""
     text = written(usual.variables, usual.port, backend_of([1])).read_text()
     at_ports, at_sockets = haproxy.amend(text), haproxy.amend(text, sockets=Path("/tmp/x"))
     assert sorted(re.findall(r"^ +bind (.*)$", at_ports, re.MULTILINE)) == sorted(

@@ -96,7 +96,7 @@ def test_handlers_of_the_process_withhold(written: StringIO) -> None:
     assert SECRET not in written.getvalue()
 
 
-def test_messages_can_be_had(written: StringIO) -> None:
+def test_withheld_messages_are_shown_at_debug(written: StringIO) -> None:
     """Regression: "(message withheld)" did not say how; `log_level: DEBUG` of the deployment sets this logger's."""
     logging.getLogger("ray.serve").setLevel(logging.DEBUG)
     serve_logs(ValueError(SECRET))

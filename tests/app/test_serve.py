@@ -188,8 +188,8 @@ def test_the_greeting(monkeypatch: pytest.MonkeyPatch, config: Callable[..., str
 
 @pytest.mark.parametrize("has_ended", [True, False])
 def test_the_end_is_bounded(monkeypatch: pytest.MonkeyPatch, config: Callable[..., str], has_ended: bool) -> None:
-    """Regression: the command took 33 s more than the grace period. Before anything is stopped it is settled when the
-    process ends, and what has used up the grace period is not waited for again."""
+    """Regression: the command took 33 s more than the grace period. The process's end is scheduled before anything is
+    stopped, and a drain that has used up the grace period is not waited for again."""
     done: list[Any] = []
     instance = SimpleNamespace(deploy=lambda config: None, shut_down=done.append)
     monkeypatch.setattr(serve, "ServeInstance", lambda config: instance)

@@ -57,7 +57,7 @@ def test_a_trace_is_stretched_in_time_and_clipped(name: str, request: pytest.Fix
     assert [row[1:] for row in rows] == [(90, 10), (3, 50), (50, 1)]
 
 
-def test_without_a_trace_the_lengths_are_synthetic_and_it_says_so() -> None:
+def test_without_a_trace_the_lengths_are_synthetic_and_named_so() -> None:
     rows, source = arrivals.replay(None, rate=20.0, duration_s=20.0, longest=4096, seed=1)
     assert "synthetic" in source
     assert len(rows) == pytest.approx(400, rel=0.2)

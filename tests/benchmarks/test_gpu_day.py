@@ -18,7 +18,7 @@ from tests.nightly import examples
 from tests.processes import until
 from tests.vmem.backends.stand_in_driver import skip_without_stand_in
 
-# Starts a child that only SIGKILL ends, says who that is, and then hangs.
+# Starts a child that only SIGKILL ends, records its process id, and then hangs.
 HANGS = """
 import subprocess, sys, time
 from benchmarks.facts import record
@@ -127,7 +127,7 @@ def test_unknown_jobs_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-def test_shards_keep_together_what_compiles_the_same_kernels() -> None:
+def test_tests_of_the_same_kernels_share_a_shard() -> None:
     """Five seeds of one shape in five processes compiled its kernels five times."""
 
     def item(test: str, **params: Any) -> Any:

@@ -87,7 +87,7 @@ def test_many_steps_as_one_take_as_long() -> None:
         assert a_life.busy_s == pytest.approx(b_life.busy_s, abs=1e-9)
 
 
-def test_a_request_alone_takes_what_the_device_says() -> None:
+def test_a_request_alone_takes_the_device_models_time() -> None:
     request = prompt(0, [1, 2, 3])
     [served] = Cluster(DEVICE, 1, named("round_robin")).run([request]).served
     n = request.num_tokens
@@ -105,7 +105,7 @@ def test_without_reports_as_the_least_loaded() -> None:
     assert times(blind) == times(least)
 
 
-def test_the_prefix_is_found_where_it_is() -> None:
+def test_requests_go_to_the_replica_with_their_prefix() -> None:
     """The second request goes where the first was, although the others have nothing to do."""
     same = [replace(prompt(i, [1, 2, 3, 4]), at=5.0 * i) for i in range(4)]
     outcome = Cluster(DEVICE, 3, named("prefix_aware"), num_routers=1).run(same)
@@ -128,7 +128,7 @@ def test_a_prompt_of_less_than_a_unit_hits_nothing() -> None:
     assert single_cache.infinite_hit_share([prompt(0, [1], rest=0), prompt(1, [1], rest=0)], UNIT) == 0
 
 
-def test_replicas_come_and_go() -> None:
+def test_replicas_are_added_and_removed() -> None:
     """A burst, and a few requests long after it."""
     burst = [prompt(i, [10 * i + j for j in range(8)]) for i in range(60)]
     sent = [replace(request, at=0.05 * i) for i, request in enumerate(burst)]
@@ -180,7 +180,7 @@ def test_traffic() -> None:
 
 
 class Tree:
-    """Stands in for Ray's, which need not be there: whoever had the first character matches the whole text."""
+    """Stands in for Ray's, which need not be there: the replica with the first character matches the whole text."""
 
     def __init__(self) -> None:
         self.tenant_to_char_count: dict[str, int] = {}
@@ -204,7 +204,7 @@ class Tree:
 
 @pytest.mark.parametrize(("threshold", "to_the_same"), [(float("inf"), True), (0.0, False)])
 def test_ray_affinity(threshold: float, to_the_same: bool) -> None:
-    """With a threshold of 0, queues are never balanced while somebody runs."""
+    """With a threshold of 0, queues are never balanced while a request runs."""
     tree, rng = Tree(), random.Random(0)
 
     def make(fleet: Fleet, replica: Callable[[str], SimulatedReplica]) -> Policy:
@@ -220,7 +220,7 @@ def kv_aware(temperature: float = 0.0) -> MakePolicy:
     return lambda fleet, replica: KvAware(index, replica, rng, unit_tokens=UNIT, temperature=temperature)
 
 
-def test_kv_aware_weighs_prefixes_against_what_is_in_use() -> None:
+def test_kv_aware_weighs_prefixes_against_blocks_in_use() -> None:
     """The cost is in blocks: 4 cached ones of a prompt are worth as much as 4 more that are computed or in use."""
     first = replace(prompt(0, [1, 2, 3, 4]), at=0.0)
     again = replace(prompt(1, [1, 2, 3, 4], rest=20), at=5.0)  # idle fleet: goes where the prefix is
@@ -237,7 +237,7 @@ def test_kv_aware_weighs_prefixes_against_what_is_in_use() -> None:
     assert outcome.served[0].replica == outcome.served[1].replica != outcome.served[2].replica
 
 
-def test_kv_aware_forgets_what_has_ended() -> None:
+def test_kv_aware_forgets_finished_requests() -> None:
     replica = SimulatedReplica(0, DEVICE)
     request = prompt(0, [1, 2, 3], rest=0)
     replica.submit(request, 0, 0.0)
@@ -276,7 +276,7 @@ def test_agents_come_back_when_the_turn_before_has_ended() -> None:
 
 
 def test_load_bounds() -> None:
-    """Six replicas' worth of short prompts, and a long one at the end: only who knows of it can even that out."""
+    """Six replicas' worth of short prompts, and a long one at the end: balanced only if it is known."""
     sent = [prompt(i, [10 * i]) for i in range(12)] + [prompt(12, list(range(200, 206)))]
     as_they_come, known = single_cache.load_bounds(sent, DEVICE, 3)
     assert as_they_come > 1.4

@@ -90,7 +90,7 @@ def server(cluster_url: str) -> Iterator[Server]:
         yield Server(serve.run(deployment.bind(engine, SHARED_BYTES), name=NAME, route_prefix="/shared"))
 
 
-def test_budgets_add_up_whoever_comes_and_goes(server: Server) -> None:
+def test_budgets_add_up_while_replicas_and_the_ledger_are_replaced(server: Server) -> None:
     until(lambda: server.budgets() == [SHARED_BYTES])
 
     params = SamplingParams(max_tokens=900, ignore_eos=True)

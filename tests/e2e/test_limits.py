@@ -24,7 +24,7 @@ LIMITS = RateLimits(requests_per_minute=600, concurrent_requests=8)
 
 
 class Edge:
-    """What an ingress has of it."""
+    """The limits of one ingress."""
 
     def __init__(self, app_name: str, number: int) -> None:
         self.shares, self.refusals = IngressLimits(), LoadShedder()
@@ -51,8 +51,8 @@ async def edges(app_name: str) -> AsyncIterator[tuple[Edge, Edge]]:
 
 
 @pytest.mark.usefixtures("cluster_url")
-async def test_two_ingresses_grant_what_one_would() -> None:
-    """They granted twice as much."""
+async def test_two_ingresses_grant_as_much_as_one() -> None:
+    """Regression: together they granted twice the limit."""
     async with edges("limits-rate") as both:
         began_at, used, due = time.monotonic(), 0, 600.0
         while used < 0.95 * due or due < 660.0:
@@ -81,8 +81,8 @@ async def test_requests_at_once_are_counted_over_both() -> None:
 
 
 @pytest.mark.usefixtures("cluster_url")
-async def test_an_actor_that_dies_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    """Each ingress goes on with its share and says so once; then there is another actor, which knows what was used."""
+async def test_requests_do_not_wait_while_the_ledger_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    """Each ingress grants its share and logs it once; then a new actor knows what was used."""
     caplog.set_level(logging.INFO, "app.serving.limits")
     async with edges("limits-lost") as both:
         name = "folio-limits:limits-lost"

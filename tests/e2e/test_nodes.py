@@ -229,15 +229,15 @@ def test_a_prompt_goes_to_the_node_that_has_it(cluster: Cluster) -> None:
     looked for."""
     first, *others = cluster.nodes
     # Each replica has something of its own in its cache, and each ingress knows of all of them.
-    # Of a short prompt a replica has little, and which one gets it is all the same.
+    # Short prompts go to any replica: little of them could be cached.
     questions = [f"{number}. {'A page is a unit of mapping. ' * 60}{QUESTION}" for number in range(4)]
     kept = {question: ask(first.url, question).json()["id"].partition(".")[2] for question in questions}
 
-    def have_heard() -> bool:
+    def have_reports() -> bool:
         silent = re.findall(r"^ray_folio_router_silent_replicas\{.*\} (\S+)$", metrics(first), re.MULTILINE)
         return len(silent) >= NUM_NODES and set(map(float, silent)) == {0.0}
 
-    until(have_heard, DEADLINE_S)
+    until(have_reports, DEADLINE_S)
     for question, replica in kept.items():
         for node in [first, *others]:
             answer = ask(node.url, question).json()

@@ -1,5 +1,5 @@
-"""A real Ray Serve application with three engine replicas: prefixes are found where they are, and a lost replica costs
-no more than what it was at."""
+"""A real Ray Serve application with three engine replicas: requests go where their prefix is cached,
+and a lost replica costs only its requests in flight."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_conversations_stay_where_they_are_cached(server: Served, client: openai
     assert sum(report.cached_tokens for report in reports) >= cached_tokens
 
 
-def test_a_router_knows_what_others_have_sent(server: Served) -> None:
+def test_a_router_learns_prefixes_from_reports(server: Served) -> None:
     """The prompt came over HTTP, through the ingress's router. The one in this process goes by reports alone."""
     token_ids = list(range(100, 260))
     body = {"model": "builtin", "prompt": token_ids, "max_tokens": 2, "temperature": 0}
@@ -98,7 +98,7 @@ def test_a_router_knows_what_others_have_sent(server: Served) -> None:
 
 
 def test_forks_find_their_replica(server: Served) -> None:
-    """Whichever replicas the requests went to, their forks go on from there; a replica that is not there has none."""
+    """A fork goes to the replica of its request; of a missing replica it is refused."""
     greedy: dict[str, Any] = {"model": "builtin", "temperature": 0}
     prompts = [[number] * 40 for number in range(300, 306)]
     begun = [
@@ -115,8 +115,8 @@ def test_forks_find_their_replica(server: Served) -> None:
 
 
 def test_a_replica_is_killed_under_load(server: Served) -> None:
-    """Every request ends, with an answer or with the word that it may be sent again; then three replicas serve, and the
-    new one has what was pinned on the others."""
+    """Every request ends with an answer or a 503; then three replicas serve, and the new one has the prefixes that were
+    pinned on the others."""
     pin = PinRequest(name="story", prompt=STORY * 4, tenant="a")
     for _ in range(2):  # the second time it is there already
         server.ingress.pin.remote(pin).result()
@@ -143,8 +143,8 @@ def test_a_replica_is_killed_under_load(server: Served) -> None:
 
 
 def test_an_ingress_is_killed_under_load(server: Served) -> None:
-    """HAProxy sends to the next one what nothing has come of yet; a stream that has begun loses its connection, which
-    no client takes for its end."""
+    """HAProxy retries unanswered requests at the next ingress; a stream that has begun loses its connection, which no
+    client takes for its end."""
     url = f"{server.url}/v1/completions"
     body = {"model": "builtin", "prompt": "What is Folio?", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
     assert httpx.post(url, json=body | {"max_tokens": 1}, timeout=DEADLINE_S).status_code == 200

@@ -20,7 +20,7 @@ from tests.processes import until
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240  # of the start, too, on a machine that does much else
-NUM_TOKENS = 3000  # of a stream that shall not have ended when the signal has been heard
+NUM_TOKENS = 3000  # of a stream that must still run when the signal arrives
 
 
 @pytest.fixture
@@ -54,11 +54,11 @@ def is_ready(process: subprocess.Popen[bytes], url: str) -> bool:
         return False
 
 
-def test_ctrl_c_finishes_streams_and_refuses_what_is_new(
+def test_ctrl_c_finishes_streams_and_refuses_new_requests(
     command: tuple[subprocess.Popen[bytes], str], tmp_path: Path
 ) -> None:
-    """Regression: `serve run` broke streams off, since Serve takes its proxies away first. What a person reads of all
-    this has a line for each request, no traceback for the client's mistake, and no complaint about a clean stop."""
+    """Regression: `serve run` broke streams off, since Serve takes its proxies away first. The output
+    has a line for each request, no traceback for the client's mistake, and no error about a clean stop."""
     process, url = command
     written = tmp_path / "output"
     until(lambda: is_ready(process, url), DEADLINE_S)

@@ -236,7 +236,7 @@ def test_disconnect_frees_pages(server: Server, stream: bool) -> None:
     server.wait_until_all_pages_are_free()
 
 
-def test_clients_that_go_away_leave_nothing(server: Server) -> None:
+def test_disconnected_clients_leave_nothing(server: Server) -> None:
     """In every phase of a request and in every manner, twice each, while others ask and get right answers."""
     port = httpx.URL(server.url).port
     assert port is not None
@@ -344,7 +344,7 @@ def test_beams_and_best_of(server: Server) -> None:
 
 
 def test_forks_by_handle(server: Server) -> None:
-    """Of a request that has ended, and of one that runs; each goes on from what there was."""
+    """Forks of a finished request and of a running one continue its tokens."""
     prompt = "The key of room 417 is 93. The key of room 417"
     greedy: dict[str, Any] = {"model": "builtin", "temperature": 0}
     whole = server.handle.generate.remote(CompletionRequest(prompt=prompt, max_tokens=6, **greedy)).result()
@@ -361,8 +361,8 @@ def test_forks_by_handle(server: Server) -> None:
     first = next(running)
     server.handle.fork.remote(fork.model_copy(update={"request_id": first.id})).result()
     running.cancel()
-    nobody = first.id.replace("cmpl-", "cmpl-0")
-    for request_id in (nobody, nobody.partition(".")[0], nobody + "0"):
+    unknown = first.id.replace("cmpl-", "cmpl-0")
+    for request_id in (unknown, unknown.partition(".")[0], unknown + "0"):
         with pytest.raises(UnknownRequestError):
             server.handle.fork.remote(fork.model_copy(update={"request_id": request_id})).result()
 
@@ -424,7 +424,7 @@ def test_tools_that_must_be_called(server: Server) -> None:
 
 
 def test_the_budget_is_set_by_handle(server: Server) -> None:
-    """Lowered, refused, stale, and raised again, while the server goes on answering."""
+    """Lowered, refused, stale, and raised again; requests are answered meanwhile."""
     before = server.report()
     low = before.budget_bytes // 4
     assert server.handle.set_budget.remote(low, 1).result() in (["applied"], ["deferred"])
@@ -437,7 +437,7 @@ def test_the_budget_is_set_by_handle(server: Server) -> None:
     assert server.report().budget_bytes == before.budget_bytes
 
 
-def test_the_usage_tells_cached_tokens_and_a_salt_keeps_apart(server: Server) -> None:
+def test_usage_counts_cached_tokens_and_salts_separate_callers(server: Server) -> None:
     question = "The key of room 417 is 93. " * 12 + "What is the key of room 417?"
 
     def cached_tokens(salt: str) -> int:
@@ -522,7 +522,7 @@ def test_metrics_of_all_processes_are_on_one_page(server: Server) -> None:
 
     def read() -> dict[tuple[str, ...], float]:
         answer = httpx.get(f"{server.url}/metrics", timeout=DEADLINE_S)
-        if answer.status_code == 503:  # nothing has been told yet
+        if answer.status_code == 503:  # no process has reported metrics yet
             return {}
         assert answer.headers["content-type"].startswith("text/plain; version=")
         samples = [s for family in text_string_to_metric_families(answer.text) for s in family.samples]
@@ -539,7 +539,7 @@ def test_metrics_of_all_processes_are_on_one_page(server: Server) -> None:
     list(ask(server, "What is a page?", stream=True))
     late = {"model": "builtin", "input": "x", "timeout_s": 1e-4}
     assert httpx.post(f"{server.url}/v1/responses", json=late, timeout=DEADLINE_S).status_code == 408
-    # A process tells all that it counts at once: what came before is there, too.
+    # A process reports all its counters at once.
     metrics = until(lambda: read_with(("ray_folio_requests_total", "responses", "timeout")), state=read)
     assert metrics["ray_folio_requests_total", "chat", "ok"] >= 2
     assert metrics["ray_folio_requests_in_flight", "chat"] == 0
@@ -554,7 +554,7 @@ def test_metrics_of_all_processes_are_on_one_page(server: Server) -> None:
 
 
 def test_a_full_ingress_refuses(server: Server) -> None:
-    """Everybody gets the same answer, and all refusals are counted, also those that the door made by itself."""
+    """All refusals are the same answer and are counted, also those by load shedding before the body is read."""
     engine = EngineConfig(model="builtin", kv_memory_bytes=64 << 20, max_num_seqs=1, max_queued_requests=1)
     serve.run(build(AppArgs(engine=engine)), name="small", route_prefix="/small")
     url = f"{server.url}/small/v1/completions"
@@ -568,7 +568,7 @@ def test_a_full_ingress_refuses(server: Server) -> None:
 
     def num_counted() -> float:
         page = httpx.get(f"{server.url}/small/metrics", timeout=DEADLINE_S)
-        if page.status_code == 503:  # nothing has been told yet
+        if page.status_code == 503:  # no process has reported metrics yet
             return 0
         samples = [s for family in text_string_to_metric_families(page.text) for s in family.samples]
         for sample in samples:
@@ -597,13 +597,13 @@ def test_a_full_ingress_refuses(server: Server) -> None:
         num_refused = len(refusals)
         until(lambda: num_counted() >= num_refused, state=lambda: (by_code, num_refused))
         assert num_counted() == num_refused
-        assert by_code["overloaded"] > 0  # by the door itself
+        assert by_code["overloaded"] > 0  # by load shedding
     finally:
         serve.delete("small")
 
 
 def test_the_hotel_desk_composes_folio(server: Server) -> None:
-    """The example: its answers are right, its rules are pinned, and a guest who leaves frees what she had."""
+    """The example application: its answers are right, its rules are pinned, and its errors are HTTP statuses."""
     desk = f"{server.url}/desk/ask"
     serve.run(build_desk(DeskArgs()), name="desk", route_prefix="/desk")
     try:
@@ -638,7 +638,7 @@ def test_the_yaml_is_valid() -> None:
 
 
 def test_responses(server: Server) -> None:
-    """Whole, streamed, and one that goes on from an answer before; then one that is forked by its id."""
+    """Whole, streamed, and continued from an earlier answer; then forked by its id."""
     create: Any = server.client.responses.create
     keys = "The key of room 417 is 93. The key of room 256 is 12."
     question = {"role": "user", "content": f"{keys} What is the key of room 417?"}

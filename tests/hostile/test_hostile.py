@@ -1,4 +1,4 @@
-"""Attacks on a real server, whose innocent clients must get the same answers as without attacks.
+"""Attacks on a real server, whose other clients must get the same answers as without attacks.
 
 Small by default; `pytest tests/hostile --hypothesis-profile=nightly` runs full attacks and writes the counts to
 `benchmarks/results/cpu/hostile.json`.
@@ -121,14 +121,14 @@ def battle(request: pytest.FixtureRequest) -> Iterator[Battle]:
         harness.finish("hostile", argparse.Namespace(device="cpu", quick=False), found.figures(), raw)
 
 
-def test_in_peace_all_innocent_requests_are_answered(battle: Battle) -> None:
+def test_without_attacks_all_requests_are_answered(battle: Battle) -> None:
     """Bystanders alone get the expected tokens, so that later differences are due to attacks."""
     _, tally, _ = battle.rows["(peace)"]
     assert tally.counts["right"] == tally.counts.total(), tally.strange
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_harms_nobody(battle: Battle, name: str) -> None:
+def test_an_attack_changes_no_other_answer(battle: Battle, name: str) -> None:
     """Every answer to the attack is clean; innocent requests get the expected tokens in time."""
     attacker = Attacker(battle.port, seed=sum(name.encode()))
     start = time.monotonic()

@@ -112,7 +112,9 @@ def test_calls_of_the_engine_publish_a_report(other: ThreadPoolExecutor, monkeyp
     finish(memory, sequence)
 
 
-def test_the_engine_reads_what_it_has_written(other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_reads_figures_after_its_last_call(
+    other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Regression: the engine's thread got figures from before its last call, because the mapper held the lock."""
     monkeypatch.setattr(lock, "_PATIENCE_S", 0.0)
     memory, _ = make_memory()

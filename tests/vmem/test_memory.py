@@ -128,7 +128,7 @@ def test_the_mapping_budget_turns_regions_into_block_tables(no_thread: None) -> 
 # ---- parked, adopted, aliased ----
 
 
-def test_the_next_sequence_adopts_what_is_mapped(no_thread: None) -> None:
+def test_the_next_sequence_adopts_a_parked_region(no_thread: None) -> None:
     memory, _ = make_memory()
     memory.free(begin(memory, 60))
     before = memory.report()
@@ -883,8 +883,8 @@ def test_bounds_of_the_budget() -> None:
 
 
 @pytest.mark.parametrize(("kind", "num_pages"), [("interleaved", 40), ("per_layer", 80)])
-def test_what_fits_together(kind: LayoutKind, num_pages: int) -> None:
-    """Sequences of four blocks; whole blocks that they share count once, and what is pinned is nobody's."""
+def test_lengths_that_fit_together(kind: LayoutKind, num_pages: int) -> None:
+    """Sequences of four blocks; shared whole blocks count once, and pinned blocks are not available."""
     memory, _ = make_memory(kind=kind, num_pages=num_pages)
     assert memory.fit_together([64] * 10)
     assert not memory.fit_together([64] * 11)

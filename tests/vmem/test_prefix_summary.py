@@ -22,7 +22,7 @@ def keys_of(summary: PrefixSummary, most: int) -> CachedKeys:
     return summary.keys(most, NO_KEYS, -1)
 
 
-def told(cached: CachedKeys) -> dict[bytes, bool]:
+def changes_of(cached: CachedKeys) -> dict[bytes, bool]:
     changes = [cached.changes[at : at + CHANGE_BYTES] for at in range(0, len(cached.changes), CHANGE_BYTES)]
     return {change[1:]: bool(change[0]) for change in changes}
 
@@ -67,7 +67,7 @@ def test_versions_and_removal() -> None:
     after = summary.keys(8, before, 1)
     assert after.version == before.version + 2
     assert after.keys == before.keys
-    assert told(after) == {key_of(digest(2)): True, key_of(digest(1)): False}
+    assert changes_of(after) == {key_of(digest(2)): True, key_of(digest(1)): False}
     assert split(keys_of(summary, 8).keys) == {key_of(digest(2))}
     summary.check_integrity({(key_of(digest(2)), 2)})
     with pytest.raises(IntegrityError):
@@ -95,7 +95,7 @@ def test_keys_are_put_together_now_and_then() -> None:
         before, cached, since = cached, summary.keys(most, cached, since), summary.num_changes
         assert len(cached.changes) <= MOST_CHANGES * CHANGE_BYTES
         anew += cached.keys is not before.keys
-        known = split(cached.keys) | told(cached).keys()
+        known = split(cached.keys) | changes_of(cached).keys()
         assert known == {key_of(digest(j)) for j in range(i + 100)}
     assert 1 < anew <= 1 + 10_000 // (MOST_CHANGES // 2)
     assert len(cached.changes) >= MOST_CHANGES // 2 * CHANGE_BYTES
@@ -126,7 +126,7 @@ def test_the_stride_does_not_flutter() -> None:
 
 
 @pytest.mark.parametrize("windowed", [False, True])
-def test_a_memory_names_what_a_prompt_would_find(windowed: bool) -> None:
+def test_cached_keys_name_the_prefixes_that_a_prompt_would_hit(windowed: bool) -> None:
     memory, _ = make_memory(windowed=windowed)
     keys = cache(memory, list(range(5 * UNIT)))
     assert split(memory.prefixes.cached_keys(100).keys) == set(keys)

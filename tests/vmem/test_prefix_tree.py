@@ -338,7 +338,7 @@ def test_pins_may_take_exactly_their_quota(kind: LayoutKind, num_pages: int) -> 
 
 
 @pytest.mark.parametrize(("num_pages", "num_pinned"), [(10, 0), (12, 2)])
-def test_what_the_longest_sequence_needs_is_never_pinned(num_pages: int, num_pinned: int) -> None:
+def test_pages_for_the_longest_sequence_are_never_pinned(num_pages: int, num_pinned: int) -> None:
     """Its 10 pages are left even where a quarter of the budget, the quota, would be more."""
     memory, _ = make_memory(num_pages=num_pages)
     sequence = run(memory, prompt(64))

@@ -86,7 +86,7 @@ def url(request: pytest.FixtureRequest, urls: dict[str, str], server: LocalServe
     server.wait_until_idle()
 
 
-def told(answer: Any) -> dict[str, Any]:
+def stable_fields(answer: Any) -> dict[str, Any]:
     """The fields that do not change from call to call."""
     fields: dict[str, Any] = answer.model_dump(exclude={"id", "created"})
     if fields["usage"] is not None:
@@ -124,11 +124,11 @@ async def everything(url: str) -> list[Any]:
             if fields.get("use_beam_search"):
                 del fields["temperature"]
             completion = CompletionRequest(**fields)
-            answers.append(told(await folio.generate(completion)))
+            answers.append(stable_fields(await folio.generate(completion)))
             answers.append(await texts_of(folio.generate_stream(completion)))
         for fields in chats:
             chat = ChatCompletionRequest.model_validate(QUESTION | {"temperature": 0} | fields)
-            answers.append(told(await folio.chat(chat, "session")))
+            answers.append(stable_fields(await folio.chat(chat, "session")))
             answers.append(await texts_of(folio.chat_stream(chat, "session")))
         usage = CompletionRequest(model="builtin", prompt="a", max_tokens=2, stream_options={"include_usage": True})
         chunks = [chunk async for chunk in folio.generate_stream(usage)]

@@ -70,7 +70,7 @@ NONE_V1 = 9223372036854771712
         ("4:memory:/\n0::/\n", group_v1(NONE_V1, GIB), 24, 16),
     ],
 )
-def test_memory_is_what_control_groups_leave(
+def test_memory_limits_of_control_groups(
     tmp_path: Path, cgroup: str, files: dict[str, str], memory_gib: float, available_gib: float
 ) -> None:
     """Regression: in a container with 2 GiB on a machine with 24, the KV cache could be 6 GiB."""
@@ -91,7 +91,7 @@ def test_memory_is_what_control_groups_leave(
         ("2:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
     ],
 )
-def test_cores_are_what_quotas_leave(
+def test_core_quotas_of_control_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cgroup: str, files: dict[str, str], num_cores: int
 ) -> None:
     """Regression: a container of two cores on a machine of 64 ran 64 threads."""
@@ -144,7 +144,7 @@ def test_the_memory_of_a_gpu_is_not_the_machines(settings: dict[str, Any]) -> No
     assert check_resources(EngineConfig(model="builtin", device="cuda", **settings), ROOMY) == []
 
 
-def test_a_ceiling_may_be_above_what_is_available_now() -> None:
+def test_a_ceiling_may_exceed_available_memory() -> None:
     """In an update the replica that has the memory is about to stop."""
     assert check_resources(EngineConfig(model="builtin", kv_memory_bytes=22 * GIB), ROOMY) == []
 

@@ -81,7 +81,7 @@ def used_in_two_minutes(num_ingresses: int, per_s: float, spread: str, limits: d
 @pytest.mark.parametrize(
     ("limits", "per_s"), [({"requests_per_minute": 300}, 5), ({"tokens_per_minute": 100 * TOKENS}, 100 / 60)]
 )
-def test_several_ingresses_grant_what_one_would(
+def test_several_ingresses_grant_as_much_as_one(
     num_ingresses: int, spread: str, load: float, limits: dict[str, int], per_s: float
 ) -> None:
     """Regression: each ingress granted the whole limit, 16 ingresses 16 times as much."""
@@ -127,7 +127,7 @@ def test_without_a_ledger_each_ingress_grants_its_share(spread: str) -> None:
     assert (140 if spread == "hot" else 450) <= caller.used - first <= 1.05 * 600
 
 
-def test_a_new_ledger_learns_what_has_been_used() -> None:
+def test_a_new_ledger_learns_earlier_usage() -> None:
     """A caller would get the full limit again whenever the actor dies."""
     cluster = Cluster(4)
     caller = Caller(cluster, 40.0, "equal", requests_per_minute=600)
@@ -229,7 +229,7 @@ def test_announced_addresses_are_bounded_in_each_ingress() -> None:
     assert sum(int(dict(quota.headers())[b"x-ratelimit-remaining-requests"]) for quota in known) < 20 * 2
 
 
-def test_a_single_ingress_reports_to_nobody() -> None:
+def test_a_single_ingress_sends_no_early_report() -> None:
     ingress = IngressLimits(Clock())
     ingress.on_early_report = lambda: pytest.fail("an early report")
     quota = Quota(RateLimits(requests_per_minute=100), ingress, "key:a")
@@ -250,7 +250,7 @@ def usage(**changes: float) -> LimitUsage:
     return LimitUsage(60, True, 0.0, 0.0, 0.0, 1.0, 60.0, 0.0)._replace(**changes)
 
 
-def test_a_report_has_what_was_asked_for_since_the_last() -> None:
+def test_a_report_has_the_demand_since_the_last_report() -> None:
     limit = IngressLimits(Clock()).add_limit("key:a/tokens", 60)
     for amount in (20.0, 10.0, 90.0):
         assert (limit.try_take(amount) > 0) == (amount == 90.0)

@@ -31,7 +31,7 @@ BODY: dict[str, Any] = {"model": "builtin", "messages": [{"role": "user", "conte
         ({"a": {"b": float("nan")}}, "not JSON compliant"),
     ],
 )
-def test_values_that_json_cannot_carry_are_errors(value: dict[str, Any], complaint: str) -> None:
+def test_values_beyond_json_are_errors(value: dict[str, Any], complaint: str) -> None:
     """Tools with an unpaired surrogate were answered with 500."""
     tool = {"type": "function", "function": {"name": "f", "parameters": value}}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": value}}

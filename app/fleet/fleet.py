@@ -70,7 +70,6 @@ class _Replica:
     least_lag_s: float = math.inf
     sent: dict[SentRequest, None] = field(default_factory=dict)  # ordered, so that sums of floats are reproducible
     num_in_flight: int = 0
-    num_resyncs: int = 0
     is_gone: bool = False
 
 
@@ -98,6 +97,7 @@ class Fleet:
         self._assigned_at = 0.0
         self._step: StepTimes | None = _FIRST_GUESS  # None: to be computed from the reports
         self.unit_tokens: int | None = None
+        self.num_resyncs = 0
 
     # ---- events ----
 
@@ -136,7 +136,7 @@ class Fleet:
         self._step = None
         self._directory.apply_keys(replica.slot, report.keys, report.changes, report.stride, report.keys_version)
         resync = last is not None and self._has_drifted(last, report)
-        replica.num_resyncs += resync
+        self.num_resyncs += resync
         for sent in list(replica.sent):
             if sent.ended_at is not None and (resync or sent.ended_at <= report.made_at):
                 self._forget(sent)
@@ -194,11 +194,6 @@ class Fleet:
     @property
     def num_known_prefixes(self) -> int:
         return len(self._directory)
-
-    @property
-    def num_resyncs(self) -> int:
-        """Resyncs of all present replicas."""
-        return sum(replica.num_resyncs for replica in self._replicas.values())
 
     def num_requests(self, replica_ids: Sequence[str], now: float) -> list[float]:
         """Unfinished requests at each replica: the reported ones and those sent since. If one replica has no fresh

@@ -117,9 +117,9 @@ class FolioRouter(BoundedWaitRouter):
             self._apply_stats(name, replica, now)
         self._known_prefixes.set(self.fleet.num_known_prefixes)
         self._silent.set(len(self._by_name) - len(self.fleet.fresh(self._by_name, now)))
-        if self.fleet.num_resyncs > self._num_resyncs:
-            self._resyncs.inc(self.fleet.num_resyncs - self._num_resyncs)
-        self._num_resyncs = self.fleet.num_resyncs
+        if resyncs := self.fleet.num_resyncs - self._num_resyncs:  # Ray refuses an increase by 0
+            self._resyncs.inc(resyncs)
+            self._num_resyncs += resyncs
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)

@@ -27,8 +27,8 @@ class Edge:
     """The limits of one ingress."""
 
     def __init__(self, app_name: str, number: int) -> None:
-        self.shares, self.refusals = IngressLimits(), LoadShedder()
-        self.limits = LimitReporter(self.shares, self.refusals, app_name, f"ingress-{number}", lambda: 2)
+        self.shares, self.shedder = IngressLimits(), LoadShedder()
+        self.limits = LimitReporter(self.shares, self.shedder, app_name, f"ingress-{number}", lambda: 2)
         self.quota = Quota(LIMITS, self.shares, "key:a")
 
     def serves(self) -> bool:

@@ -1,4 +1,4 @@
-"""A router's books: reports, and what was sent since."""
+"""A router's state: load reports, and requests sent since."""
 
 from __future__ import annotations
 
@@ -214,6 +214,8 @@ def test_a_resync_drops_expectations() -> None:
     )
     assert fleet.num_resyncs == 1
     assert fleet.cached_tokens(request(1), ["a"]).tolist() == [2 * UNIT]
+    fleet.update([])
+    assert fleet.num_resyncs == 1, "a counter never falls"
 
 
 def test_step_times_are_the_median() -> None:

@@ -11,22 +11,22 @@ from app.fleet.overload import LoadShedder
 
 
 def test_a_replica_that_refused_is_ranked_last_for_a_while() -> None:
-    refusals = LoadShedder()
-    refusals.note_refusal("a", 60.0, 8, 10.0)
-    refusals.note_refusal("b", 0.2, 8, 10.2)
-    assert refusals.recent_refusers(10.24) == ("a", "b")
-    assert refusals.recent_refusers(10.26) == ("b",)
-    assert refusals.admission_delay_s(10.26) is None  # not all have refused
+    shedder = LoadShedder()
+    shedder.note_refusal("a", 60.0, 8, 10.0)
+    shedder.note_refusal("b", 0.2, 8, 10.2)
+    assert shedder.recent_refusers(10.24) == ("a", "b")
+    assert shedder.recent_refusers(10.26) == ("b",)
+    assert shedder.admission_delay_s(10.26) is None  # not all have refused
 
 
 def test_the_delay_is_that_of_the_first_replica_with_room() -> None:
-    refusals = LoadShedder()
-    refusals.note_refusal("a", 8.0, 8, 10.0)
-    refusals.note_refusal("b", 3.0, 8, 10.1)
-    assert refusals.note_all_refused(10.1) == pytest.approx(3.0)
-    assert refusals.admission_delay_s(10.1) == pytest.approx(3.0)
-    assert refusals.admission_delay_s(10.11) == pytest.approx(2.99)
-    assert refusals.admission_delay_s(12.2) is None  # no refusal since
+    shedder = LoadShedder()
+    shedder.note_refusal("a", 8.0, 8, 10.0)
+    shedder.note_refusal("b", 3.0, 8, 10.1)
+    assert shedder.note_all_refused(10.1) == pytest.approx(3.0)
+    assert shedder.admission_delay_s(10.1) == pytest.approx(3.0)
+    assert shedder.admission_delay_s(10.11) == pytest.approx(2.99)
+    assert shedder.admission_delay_s(12.2) is None  # no refusal since
 
 
 class Crowd:
@@ -104,22 +104,22 @@ def test_many_ingresses_make_no_more_refused_calls_than_one(num_replicas: int, w
 
 
 def test_no_burst_after_a_pause() -> None:
-    refusals = LoadShedder()
-    refusals.note_refusal("a", 1.0, 80, 10.0)  # 40 a second
-    refusals.note_all_refused(10.0)
-    assert 10 <= sum(refusals.admission_delay_s(11.9) is None for _ in range(1000)) <= 25  # a quarter of a second
+    shedder = LoadShedder()
+    shedder.note_refusal("a", 1.0, 80, 10.0)  # 40 a second
+    shedder.note_all_refused(10.0)
+    assert 10 <= sum(shedder.admission_delay_s(11.9) is None for _ in range(1000)) <= 25  # a quarter of a second
 
 
 def test_a_replica_without_a_known_rate_is_offered_some_requests() -> None:
-    refusals = LoadShedder()
-    refusals.note_refusal("a", 60.0, 1, 10.0)
-    refusals.note_all_refused(10.0)
-    assert refusals.admission_delay_s(10.0) is not None
-    assert refusals.admission_delay_s(11.0) is None
+    shedder = LoadShedder()
+    shedder.note_refusal("a", 60.0, 1, 10.0)
+    shedder.note_all_refused(10.0)
+    assert shedder.admission_delay_s(10.0) is not None
+    assert shedder.admission_delay_s(11.0) is None
 
 
 def test_old_refusals_are_forgotten() -> None:
-    refusals = LoadShedder()
-    refusals.note_refusal("a", 2.0, 8, 10.0)
-    assert refusals.note_all_refused(20.0) == 0.0
-    assert refusals.recent_refusers(20.0) == ()
+    shedder = LoadShedder()
+    shedder.note_refusal("a", 2.0, 8, 10.0)
+    assert shedder.note_all_refused(20.0) == 0.0
+    assert shedder.recent_refusers(20.0) == ()

@@ -90,12 +90,12 @@ class Handle:
 
 
 def replicas_with(
-    *answers: list[Any], script: Script | None = None, refusals: LoadShedder | None = None
+    *answers: list[Any], script: Script | None = None, shedder: LoadShedder | None = None
 ) -> tuple[ReplicaClient, Handle]:
     """A client whose handle gives these answers in order, or those of the script."""
     left = list(answers)
     handle: Any = Handle(script or (lambda call: left.pop(0)))
-    return ReplicaClient(handle, refusals or LoadShedder()), handle
+    return ReplicaClient(handle, shedder or LoadShedder()), handle
 
 
 def full(replica: str, retry_after_s: float = 20.0) -> RayTaskError:
@@ -199,22 +199,22 @@ async def test_a_full_replicas_call_is_offered_to_another_one(stream: bool) -> N
 async def test_the_shortest_wait_of_full_replicas_is_named(stream: bool) -> None:
     """The shortest Retry-After counts, and the ingress sheds load from now on."""
     none_left = OverloadedError("the queues of all engine replicas are full")
-    refusals = LoadShedder()
-    replicas, handle = replicas_with([full("a", 40.0)], [full("b", 10.0)], [none_left], refusals=refusals)
+    shedder = LoadShedder()
+    replicas, handle = replicas_with([full("a", 40.0)], [full("b", 10.0)], [none_left], shedder=shedder)
     with pytest.raises(OverloadedError, match="queues of all engine replicas") as error:
         await ask(replicas, stream)
     assert error.value.retry_after_s == pytest.approx(10.0, abs=1.0)
     assert handle.calls[2].refused_by == ("a", "b")
-    assert refusals.admission_delay_s(time.monotonic()) is not None
+    assert shedder.admission_delay_s(time.monotonic()) is not None
 
 
 async def test_one_request_is_offered_to_few_full_replicas() -> None:
-    refusals = LoadShedder()
-    replicas, handle = replicas_with(script=lambda call: [full(f"r{len(call.refused_by)}")], refusals=refusals)
+    shedder = LoadShedder()
+    replicas, handle = replicas_with(script=lambda call: [full(f"r{len(call.refused_by)}")], shedder=shedder)
     with pytest.raises(OverloadedError):
         await ask(replicas, False)
     assert len(handle.calls) == 8
-    assert refusals.admission_delay_s(time.monotonic()) is not None  # a sample large enough
+    assert shedder.admission_delay_s(time.monotonic()) is not None  # a sample large enough
 
 
 async def test_a_retried_call_has_the_time_left() -> None:
@@ -249,12 +249,12 @@ class Queue:
 
     def __init__(self, room: int) -> None:
         self.room, self.most_offered, self.num_refused = room, 0, 0
-        self.refusals = LoadShedder()
+        self.shedder = LoadShedder()
         self._handle: Any = None
 
     def replicas(self, window: int) -> Any:
         self._handle = Handle(self._items)
-        return ReplicaClient(self._handle, self.refusals, window)
+        return ReplicaClient(self._handle, self.shedder, window)
 
     def _items(self, call: Any) -> list[Any]:
         running = sum(not response.ended for response in self._handle.responses)
@@ -277,7 +277,7 @@ def test_a_request_with_more_prompts_than_the_queue_has_room(stream: bool) -> No
             assert sorted(number for number, _ in entries) == sorted([*range(20)] * 3)
         else:
             assert [len(pieces) for pieces in await replicas.complete_calls(calls)] == [3] * 20
-        assert queue.refusals.admission_delay_s(time.monotonic()) is None
+        assert queue.shedder.admission_delay_s(time.monotonic()) is None
         return queue
 
     windowed = asyncio.run(run(8, 4))
@@ -288,13 +288,13 @@ def test_a_request_with_more_prompts_than_the_queue_has_room(stream: bool) -> No
 @STREAM
 async def test_a_request_without_an_accepted_call_is_refused(stream: bool) -> None:
     none_left = OverloadedError("the queues of all engine replicas are full")
-    refusals = LoadShedder()
-    replicas, _ = replicas_with(script=lambda call: [none_left] if call.refused_by else [full("a")], refusals=refusals)
+    shedder = LoadShedder()
+    replicas, _ = replicas_with(script=lambda call: [none_left] if call.refused_by else [full("a")], shedder=shedder)
     calls = [GenerateRequest(str(i), [1], SamplingParams()) for i in range(5)]
     answers = anext(replicas.stream_calls(calls)) if stream else replicas.complete_calls(calls)
     with pytest.raises(OverloadedError, match="queues of all engine replicas"):
         await answers
-    assert refusals.admission_delay_s(time.monotonic()) is not None
+    assert shedder.admission_delay_s(time.monotonic()) is not None
 
 
 @pytest.mark.parametrize("failure", [RayTaskError("generate", "traceback", EngineError("x")), "cannot be sent"])

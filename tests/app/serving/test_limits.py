@@ -1,4 +1,4 @@
-"""An ingress's side of the limits, with books that answer late."""
+"""An ingress's side of the limits, with a ledger that answers late."""
 
 from __future__ import annotations
 
@@ -50,38 +50,38 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 async def test_usage_answered_late_counts_once(actor: StandIn) -> None:
     """Regression: after a second without an answer the same usage was reported again, and counted twice."""
-    shares = IngressLimits()
-    shared = LimitReporter(shares, LoadShedder(), "a", "first", lambda: 2)
-    limit = shares.add_limit("key/tokens", 1000)
-    await shared.settle()
+    ingress = IngressLimits()
+    reporter = LimitReporter(ingress, LoadShedder(), "a", "first", lambda: 2)
+    limit = ingress.add_limit("key/tokens", 1000)
+    await reporter.settle()
     limit.charge_usage(300)
     actor.settle_usage.held = []
     for _ in range(3):
-        await shared.settle()
-        assert not shares.connected
+        await reporter.settle()
+        assert not ingress.connected
     [answer], actor.settle_usage.held = actor.settle_usage.held, None
     limit.charge_usage(100)
     answer()
-    await shared.settle()
-    assert shares.connected
-    await shared.settle()
+    await reporter.settle()
+    assert ingress.connected
+    await reporter.settle()
     assert limit.level == pytest.approx(600, abs=20)
     assert actor.ledger.level("key/tokens") == pytest.approx(600, abs=20)
 
 
 async def test_a_ledger_that_has_dropped_an_ingress_gets_all_of_its_usage(actor: StandIn) -> None:
     """Regression: the ledger said so in an answer that came too late, and was not read."""
-    shares = IngressLimits()
-    shared = LimitReporter(shares, LoadShedder(), "a", "first", lambda: 2)
-    limit = shares.add_limit("key/running", 4, refills=False)
+    ingress = IngressLimits()
+    reporter = LimitReporter(ingress, LoadShedder(), "a", "first", lambda: 2)
+    limit = ingress.add_limit("key/running", 4, refills=False)
     limit.charge_usage(3)
     for _ in range(2):
-        await shared.settle()
+        await reporter.settle()
     actor.settle_usage.held = []
-    await shared.settle()
+    await reporter.settle()
     actor.ledger.remove_ingress("first")
     [answer], actor.settle_usage.held = actor.settle_usage.held, None
     answer()
     for _ in range(2):
-        await shared.settle()
+        await reporter.settle()
     assert actor.ledger.level("key/running") == 1

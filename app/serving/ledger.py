@@ -51,11 +51,8 @@ class LedgerActor:
     def __init__(self, name: str) -> None:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._roster = Roster(name)
-        self._pids = self._roster.read()
         self._pidfds: dict[str, int] = {}  # readable once the process has ended
-        for member, pid in list(self._pids.items()):
-            if not self._watch(member, pid):
-                del self._pids[member]
+        self._pids = {member: pid for member, pid in self._roster.read().items() if self._watch(member, pid)}
         self._ledger = BudgetLedger(time.monotonic(), awaits=self._pids)
 
     def handle_heartbeat(self, beat: LedgerHeartbeat, pid: int) -> BudgetOrder:

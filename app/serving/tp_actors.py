@@ -8,6 +8,7 @@ import select
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -17,7 +18,7 @@ from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from app.config.machine import num_threads
-from app.engine.tensor_parallel.processes import Launch, RankProcesses, RankSpec
+from app.engine.tensor_parallel.processes import Launch, RankSpec
 from app.engine.tensor_parallel.worker import RankWorker, run_to_the_end
 from app.errors import ConfigError
 
@@ -110,9 +111,4 @@ class ActorProcesses:
 
 def actors_of_this_replica() -> Launch:
     """`Launch` for the calling replica."""
-    group = get_current_placement_group()
-
-    def launch(num_peers: int) -> RankProcesses:
-        return ActorProcesses(num_peers, group)
-
-    return launch
+    return partial(ActorProcesses, group=get_current_placement_group())

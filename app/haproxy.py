@@ -315,7 +315,6 @@ def _max_connections() -> int:
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports of this machine that are free now."""
     found: list[int] = []
     for port in random.sample(_PORTS, len(_PORTS)):
         if len(found) == number:
@@ -338,7 +337,6 @@ def trusted_addresses() -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Amend the configuration and become HAProxy."""
     binary, *options = arguments
     path = Path(options[options.index("-f") + 1])
     wants_ports = any(name in os.environ for name in STATISTICS_PORTS)

@@ -186,7 +186,6 @@ class HttpRefusal(FolioError):
         self.headers = list(headers or ())
 
     def messages(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The answer's two ASGI messages."""
         content = json.dumps(self.answer.model_dump(mode="json")).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content)), *self.headers]
         start = {"type": "http.response.start", "status": self.status, "headers": headers}

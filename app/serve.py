@@ -118,7 +118,6 @@ class Signals:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
     parser = argparse.ArgumentParser("python -m app.serve", description="Serve until SIGTERM or SIGINT.")
     parser.add_argument(
         "config", nargs="?", default="serve_config.yaml", type=Path, help="a configuration file of `serve run`"

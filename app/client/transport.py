@@ -40,7 +40,6 @@ class PerLoop(Generic[T]):
             return self._open[loop]
 
     async def close(self) -> None:
-        """Close the running loop's connection."""
         with self._lock:
             value = self._open.pop(asyncio.get_running_loop(), None)
         if value is not None:

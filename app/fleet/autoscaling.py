@@ -66,7 +66,6 @@ class AutoscalingLoad:
         return cls(**{name: getattr(report.step if name in steps else report, name) for name in LOAD_FIELDS})
 
     def as_metrics(self) -> dict[str, float]:
-        """The return value of `record_autoscaling_stats`."""
         return {_PREFIX + name: float(value) for name, value in asdict(self).items()}
 
     @classmethod

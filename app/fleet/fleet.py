@@ -236,7 +236,6 @@ class Fleet:
         return LoadArrays(*columns)
 
     def _slots(self, replica_ids: Sequence[str]) -> tuple[SlotArray, int]:
-        """The replicas' slots, as an array and as bits."""
         key = tuple(replica_ids)
         if (known := self._sets.get(key)) is None:
             if len(self._sets) >= _MOST_SETS:

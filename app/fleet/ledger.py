@@ -161,7 +161,6 @@ class BudgetLedger:
         return tuple(self._members)
 
     def handle_heartbeat(self, beat: LedgerHeartbeat, now: float) -> BudgetOrder:
-        """Record a heartbeat and answer it."""
         usage, known = beat.usage, self._members.get(beat.member)
         unchanged = BudgetOrder(beat.number, usage.budget_bytes, usage.revision)
         if beat.member in self._gone or (known is not None and beat.number <= known.number):
@@ -261,7 +260,6 @@ class BudgetLedger:
         return fair_shares(max(self.capacity_bytes, sum(claim.least_bytes for claim in claims)), claims)
 
     def _next_budget(self, member: _Member, now: float) -> int:
-        """The member's next budget on the way to its target."""
         budget_bytes, target_bytes = member.usage.budget_bytes, member.target_bytes
         if target_bytes <= budget_bytes:
             return target_bytes

@@ -79,7 +79,6 @@ def chat_body(message: pb.ChatRequest) -> Fields:
 
 
 def pin_message(body: Fields) -> pb.PinRequest:
-    """The message of a `PinRequest` as JSON."""
     fields = _with_prompt(body)
     if fields.get("messages") is not None:
         fields["messages"] = [_message(message) for message in fields["messages"]]
@@ -87,7 +86,6 @@ def pin_message(body: Fields) -> pb.PinRequest:
 
 
 def pin_body(message: pb.PinRequest) -> Fields:
-    """The `PinRequest` of a message, as JSON."""
     return _without_kind_of_prompt(plain(message))
 
 

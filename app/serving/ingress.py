@@ -252,12 +252,10 @@ class Ingress(GrpcIngress):
                 yield admitted.answer.failed(error)
 
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
-        """The tokens of a text or a conversation."""
         max_model_len = await self._model_len()
         return await self._translator.in_thread(self._translator.translate_tokenize, request, max_model_len)
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizedText:
-        """The text of tokens."""
         return await self._translator.in_thread(self._translator.translate_detokenize, request)
 
     async def fork(self, request: ForkRequest) -> Completion:
@@ -273,7 +271,6 @@ class Ingress(GrpcIngress):
             return answer.full_answer([outputs])
 
     async def fork_stream(self, request: ForkRequest) -> AsyncIterator[Completion]:
-        """`fork` in chunks."""
         with self._meter.measure("fork") as measured, self._admission.admitted():
             call, answer = self._translator.translate_fork(request)
             async with aclosing(self._replicas.stream_fork(call)) as pieces:

@@ -140,7 +140,6 @@ def find_actor(kind: type, name: str, *args: Any, **options: Any) -> Any:
 
 
 def ledger_name(app_name: str, node_id: str, device: str) -> str:
-    """The actor's name in `NAMESPACE`."""
     return f"folio-ledger:{app_name}:{node_id}:{device}"
 
 

@@ -152,7 +152,6 @@ class Measured:
         self.prompt_tokens += sum(len(call.prompt_token_ids) for call in calls)
 
     def streams(self, piece: Piece, prompt: int = 0) -> None:
-        """Note a piece of a stream."""
         now, num_tokens = time.perf_counter(), len(piece.token_ids)
         if self.first_s is None:
             self.first_s = now - self.begun_at
@@ -297,7 +296,6 @@ class RoutingAudit:
         )
 
     def note(self, expected_tokens: int, cached_tokens: int) -> None:
-        """Note a request that has begun."""
         if expected_tokens:  # a counter may not be increased by 0
             self._expected.inc(expected_tokens)
         if cached_tokens:

@@ -170,7 +170,6 @@ class EngineReplica:
     async def pin(
         self, name: str, prompt_token_ids: list[int], cache_salt: str | None, tenant: str | None = None
     ) -> None:
-        """Compute a prefix and keep it (`Engine.pin`)."""
         await self._engine.pin(name, prompt_token_ids, cache_salt=cache_salt, tenant=tenant)
 
     async def unpin(self, name: str) -> None:

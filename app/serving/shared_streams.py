@@ -97,7 +97,6 @@ class SharedStreams:
         self._outlets: dict[str, _Outlet] = {}  # by ingress
 
     async def messages(self, call: SharedStreamCall) -> AsyncGenerator[list[Entry], None]:
-        """The messages of a new shared stream."""
         outlet = self._outlets[call.ingress] = _Outlet(call.connection)
         try:
             while (entries := await outlet.take()) or outlet.num_users:

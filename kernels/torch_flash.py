@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,28 +37,6 @@ BLOCK_MULTIPLE = 256
 _VARLEN_NEEDS = frozenset({"scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits"})
 _OPERATOR_NEEDS = frozenset({"scale", "window_size_left", "window_size_right", "seqused_k"})
 _CONFIRMED = 2e-2  # largest difference of float16 results and logarithms, of order 1, from the reference's
-
-
-@dataclass(frozen=True, slots=True)
-class _FlashArguments:
-    """Arguments of FA2's kernels for ragged batches.
-
-    Attributes:
-        key, value: views of the cache, `[num_blocks, block_tokens, num_kv_heads, dim]` with a block table, else all
-            tokens, `[num_tokens, num_kv_heads, dim]`.
-        starts: `[num_seqs + 1]` int32, each sequence's first token; not read with a block table.
-        lengths: `[num_seqs]` int32, tokens from there.
-        max_seqlen_q: 1 only if every sequence has exactly one query.
-        window: left and right, -1 for no bound.
-    """
-
-    key: torch.Tensor
-    value: torch.Tensor
-    starts: torch.Tensor
-    lengths: torch.Tensor
-    block_table: torch.Tensor | None
-    max_seqlen_q: int
-    window: tuple[int, int]
 
 
 class TorchFlashProvider(GatherProvider):
@@ -164,35 +142,45 @@ class TorchFlashProvider(GatherProvider):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The output, and logarithms `[num_q_heads, num_tokens]`; `single`: every sequence has one query."""
         query = call.query if call.query.stride(2) == 1 else call.query.contiguous()
-        arguments = _flash_arguments(call.key_cache, call.value_cache, batch, call.masking, single)
-        tensors = (query, arguments.key, arguments.value, batch.cu_seqlens_q, arguments.starts)
-        lengths = (arguments.max_seqlen_q, batch.max_seqlen_k)
+        key, value, masking = call.key_cache, call.value_cache, call.masking
+        starts, seqused_k = batch.cu_seqlens_q, batch.cache_seqlens  # with a block table, starts are not read
+        paged = batch.block_table.shape[1] > 1
+        if not paged:
+            (key, region_stride), (value, _) = _flat_tokens(key), _flat_tokens(value)
+            starts = batch.block_table[:, 0] * region_stride
+            begin = _span_begin(batch, masking)
+            if begin is not None:
+                starts, seqused_k = starts + begin, seqused_k - begin
+            starts = functional.pad(starts, (0, 1))
+        # Tokens before a window are left out of the span, and a last token's window has no right side.
+        one_query = batch.max_seqlen_q <= 1
+        window = (-1, -1) if one_query else (max(masking.window_left, -1), max(masking.window_right, -1))
+        max_seqlen_q = 1 if single else max(batch.max_seqlen_q, 2)
+        arguments = (query, key, value, batch.cu_seqlens_q, starts, max_seqlen_q, batch.max_seqlen_k)
         if self._varlen is None:
             out, found_lse, *_ = self._operator(
-                *tensors,
-                *lengths,
+                *arguments,
                 0.0,  # dropout
-                arguments.window == (-1, 0),  # is_causal
+                window == (-1, 0),  # is_causal
                 False,  # return_debug_mask
-                scale=call.masking.scale,
-                window_size_left=arguments.window[0],
-                window_size_right=arguments.window[1],
-                seqused_k=arguments.lengths,
+                scale=masking.scale,
+                window_size_left=window[0],
+                window_size_right=window[1],
+                seqused_k=seqused_k,
             )
             return out, found_lse
         grouped = query.shape[1] != call.key_cache.shape[2]
-        splits = None if arguments.block_table is None else 1
+        splits = 1 if paged else None
         if grouped and single:
             splits = min(call.num_splits, MAX_SPLITS) or None
         found: Any = self._varlen(
-            *tensors,
-            *lengths,
+            *arguments,
             return_aux=torch_varlen.AuxRequest(lse=True) if call.lse is not None else None,
-            scale=call.masking.scale,
-            window_size=arguments.window,
+            scale=masking.scale,
+            window_size=window,
             enable_gqa=grouped,
-            seqused_k=arguments.lengths,
-            block_table=arguments.block_table,
+            seqused_k=seqused_k,
+            block_table=batch.block_table if paged else None,
             num_splits=splits,
         )
         return (found, None) if call.lse is None else (found[0], found[1])
@@ -243,24 +231,6 @@ def _tokens_apart(num_blocks: int, block_tokens: int, strides: tuple[int, ...]) 
     if block_tokens == 1:
         return 1
     return None if block_stride % token_stride else block_stride // token_stride
-
-
-def _flash_arguments(
-    key_cache: torch.Tensor, value_cache: torch.Tensor, batch: VarlenBatch, masking: Masking, single: bool
-) -> _FlashArguments:
-    # Tokens before a window are left out of the span, and a last token's window has no right side.
-    one_query = batch.max_seqlen_q <= 1
-    window = (-1, -1) if one_query else (max(masking.window_left, -1), max(masking.window_right, -1))
-    max_seqlen_q = 1 if single else max(batch.max_seqlen_q, 2)
-    if batch.block_table.shape[1] > 1:
-        starts, lengths, table = batch.cu_seqlens_q, batch.cache_seqlens, batch.block_table
-        return _FlashArguments(key_cache, value_cache, starts, lengths, table, max_seqlen_q, window)
-    (key, region_stride), (value, _) = _flat_tokens(key_cache), _flat_tokens(value_cache)
-    starts, lengths = batch.block_table[:, 0] * region_stride, batch.cache_seqlens
-    begin = _span_begin(batch, masking)
-    if begin is not None:
-        starts, lengths = starts + begin, lengths - begin
-    return _FlashArguments(key, value, functional.pad(starts, (0, 1)), lengths, None, max_seqlen_q, window)
 
 
 def _span_begin(batch: VarlenBatch, masking: Masking) -> torch.Tensor | None:

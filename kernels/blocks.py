@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.cpu.build import load_library
+from kernels.cpu.build import load_function
 from kernels.provider import KernelError
 
 logger = logging.getLogger(__name__)
@@ -39,9 +39,7 @@ class CpuBlockCopy:
     """`CopyBlocks` on all processors (`csrc/copy.cpp`). Raises `KernelError` if it cannot be compiled."""
 
     def __init__(self) -> None:
-        self._library = load_library("copy")
-        self._library.folio_copy_blocks.argtypes = [ctypes.POINTER(_CopyCall)]
-        self._library.folio_copy_blocks.restype = None
+        self._copy = load_function("copy", "folio_copy_blocks", ctypes.POINTER(_CopyCall))
 
     def __call__(
         self, source: torch.Tensor, target: torch.Tensor, source_rows: torch.Tensor, target_rows: torch.Tensor
@@ -54,7 +52,7 @@ class CpuBlockCopy:
             8 * source.shape[1],
             len(source_rows),
         )
-        self._library.folio_copy_blocks(call)
+        self._copy(call)
 
 
 class _CopyCall(ctypes.Structure):

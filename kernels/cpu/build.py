@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,6 +47,13 @@ def load_library(name: str, march: str = "native") -> ctypes.CDLL:
         raise KernelError(
             f"{source.name} cannot be compiled in {_cache()}: {error}; set XDG_CACHE_HOME to another folder"
         ) from error
+
+
+def load_function(name: str, function: str, *arguments: Any, result: Any = None, march: str = "native") -> Any:
+    """A function of `load_library(name, march)`, with these types of arguments and result."""
+    loaded = load_library(name, march)[function]
+    loaded.argtypes, loaded.restype = arguments, result
+    return loaded
 
 
 def _build(source: Path, march: str) -> Path:

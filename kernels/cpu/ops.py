@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu.build import CPP_DTYPES, address, load_library
+from kernels.cpu.build import CPP_DTYPES, address, load_function, load_library
 from kernels.provider import KernelError
 
-_POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+
+DIGEST_BYTES = 16
 
 _TILE = 32  # outputs that the kernel computes together
 _WORD_BYTES = 4
@@ -52,16 +54,9 @@ class CpuLinear:
     """
 
     def __init__(self, march: str = "native") -> None:
-        library = load_library("linear", march)
-        self._supports = library.folio_linear_supports
-        self._supports.argtypes = [_INT]
-        self._supports.restype = _INT
-        self._pack = library.folio_linear_pack
-        self._pack.argtypes = [_INT, *[_POINTER] * 3, _INT64, _INT64]
-        self._pack.restype = None
-        self._linear = library.folio_linear
-        self._linear.argtypes = [_INT, *[_POINTER] * 6, _INT64, _INT64, _INT64]
-        self._linear.restype = None
+        self._supports = load_function("linear", "folio_linear_supports", _INT, result=_INT, march=march)
+        self._pack = load_function("linear", "folio_linear_pack", _INT, *[_POINTER] * 3, *[_INT64] * 2, march=march)
+        self._linear = load_function("linear", "folio_linear", _INT, *[_POINTER] * 6, *[_INT64] * 3, march=march)
 
     def unsupported(self, dtype: torch.dtype) -> str | None:
         """The reason why weights of this dtype cannot be packed, as a sentence; `None` if they can."""
@@ -122,9 +117,6 @@ def _on_huge_pages(num_bytes: int) -> torch.Tensor:
     return data[start : start + num_bytes]
 
 
-_POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-
-
 class CpuElementwise:
     """RMS norm, gated SiLU and rotary embedding in float32, bfloat16 and float16, rounded once from float32.
 
@@ -133,16 +125,11 @@ class CpuElementwise:
     """
 
     def __init__(self) -> None:
-        library = load_library("elementwise")
-        self._rms_norm = library.folio_rms_norm
-        self._rms_norm.argtypes = [_INT, _POINTER, _POINTER, _POINTER, _INT64, _INT64, _FLOAT, _FLOAT]
-        self._rms_norm.restype = None
-        self._silu_mul = library.folio_silu_mul
-        self._silu_mul.argtypes = [_INT, _POINTER, _POINTER, _INT64, _INT64]
-        self._silu_mul.restype = None
-        self._rotate = library.folio_rotate
-        self._rotate.argtypes = [_INT, _POINTER, _POINTER, _POINTER, *[_INT64] * 5]
-        self._rotate.restype = None
+        self._rms_norm = load_function(
+            "elementwise", "folio_rms_norm", _INT, *[_POINTER] * 3, *[_INT64] * 2, *[_FLOAT] * 2
+        )
+        self._silu_mul = load_function("elementwise", "folio_silu_mul", _INT, *[_POINTER] * 2, *[_INT64] * 2)
+        self._rotate = load_function("elementwise", "folio_rotate", _INT, *[_POINTER] * 3, *[_INT64] * 5)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
         """`x / rms(x) * (weight + offset)` over the last dimension; `x [..., size]`, `weight [size]`, one dtype."""
@@ -182,9 +169,6 @@ class CpuElementwise:
         self._rotate(CPP_DTYPES[x.dtype], *pointers, rows, heads, dim, x.stride(0), x.stride(1))
 
 
-DIGEST_BYTES = 16
-
-
 class CpuChain:
     """Chain of BLAKE2b digests: each of the digest before and a unit's tokens, as 4-byte little-endian integers.
 
@@ -196,8 +180,8 @@ class CpuChain:
 
     def __init__(self) -> None:
         self._hash = ctypes.PyDLL(load_library("chain")._name).folio_hash_chain
-        self._hash.argtypes = [ctypes.py_object, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2, ctypes.c_int64]
-        self._hash.restype = ctypes.c_int64
+        self._hash.argtypes = [ctypes.py_object, *[_INT64] * 2, *[_POINTER] * 2, _INT64]
+        self._hash.restype = _INT64
 
     def __call__(self, token_ids: list[int], unit_tokens: int, root: bytes, name_bytes: int) -> bytes:
         """The first `name_bytes` bytes of each whole unit's digest, joined.

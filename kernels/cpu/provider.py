@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from kernels.arguments import check_numbers
-from kernels.cpu.build import CPP_DTYPES, address, load_library
+from kernels.cpu.build import CPP_DTYPES, address, load_function
 from kernels.provider import AttentionCall, AttentionProblem, AttentionProvider, CacheWrite, KernelError
 
 _MAX_GROUP_SIZE = 64
@@ -62,11 +62,10 @@ class CpuProvider(AttentionProvider):
     name = "cpu"
 
     def __init__(self, march: str = "native") -> None:
-        self._library = load_library("attention", march)
-        self._library.folio_attention.argtypes = [ctypes.POINTER(_AttentionCall)]
-        self._library.folio_attention.restype = ctypes.c_int
-        self._library.folio_write.argtypes = [ctypes.POINTER(_WriteCall)]
-        self._library.folio_write.restype = ctypes.c_int
+        self._attend, self._write = (
+            load_function("attention", name, ctypes.POINTER(call), result=ctypes.c_int, march=march)
+            for name, call in (("folio_attention", _AttentionCall), ("folio_write", _WriteCall))
+        )
 
     def unsupported(self, problem: AttentionProblem) -> str | None:
         if problem.device_type != "cpu":
@@ -93,7 +92,7 @@ class CpuProvider(AttentionProvider):
             value.shape[2],
             key.element_size(),
         )
-        if result := self._library.folio_write(call):
+        if result := self._write(call):
             wrong = f"slots from {int(slots.min())} to {int(slots.max())}, of {len(key_cache) * key_cache.shape[1]}"
             raise _cache_error(result, key_cache, wrong)
 
@@ -128,7 +127,7 @@ class CpuProvider(AttentionProvider):
             masking.scale,
             masking.softcap,
         )
-        result = self._library.folio_attention(arguments)
+        result = self._attend(arguments)
         if result == _UNSUPPORTED:
             self.refuse_unsupported(call.problem)
             raise AssertionError("the kernel refused a supported call")

@@ -12,6 +12,7 @@
 #include <cmath>
 #include <memory>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "call.h"
@@ -45,6 +46,18 @@ inline int column(int c) {
   return c / 32 * 32 + (c % 8 < 4 ? 0 : 16) + c % 32 / 8 * 4 + c % 4;
 }
 
+// Points each pointer at so many floats of the buffer, which begin at a cache line.
+inline void carve(std::vector<float>& buffer, std::initializer_list<std::pair<float**, size_t>> pieces) {
+  size_t total = kLanes;
+  for (const auto& [_, size] : pieces) total += (size + kLanes - 1) / kLanes * kLanes;
+  buffer.resize(total);
+  float* place = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(buffer.data()) + 63) & ~uintptr_t(63));
+  for (const auto& [pointer, size] : pieces) {
+    *pointer = place;
+    place += (size + kLanes - 1) / kLanes * kLanes;
+  }
+}
+
 // One thread's working memory, for all heads of a sequence.
 struct DecodeScratch {
   std::vector<float> buffer;
@@ -53,17 +66,9 @@ struct DecodeScratch {
 
   DecodeScratch(int num_rows, int num_blocks, int key_dim, int value_dim)
       : query_stride(round_up(key_dim, 2 * kLanes)), value_stride(round_up(value_dim, 2 * kLanes)) {
-    const size_t sizes[] = {size_t(num_rows) * query_stride, size_t(num_rows) * value_stride,
-                            size_t(num_blocks) * kLanes, size_t(num_blocks) * kLanes, size_t(2) * kDecodeTile * 4};
-    size_t total = kLanes;
-    for (size_t size : sizes) total += size;
-    buffer.resize(total);
-    float* place = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(buffer.data()) + 63) & ~uintptr_t(63));
-    float** places[] = {&queries, &out, &highest, &sum, &scores};
-    for (int i = 0; i < 5; i++) {
-      *places[i] = place;
-      place += sizes[i];
-    }
+    const size_t lanes = size_t(num_blocks) * kLanes;
+    carve(buffer, {{&queries, size_t(num_rows) * query_stride}, {&out, size_t(num_rows) * value_stride},
+                   {&highest, lanes}, {&sum, lanes}, {&scores, size_t(2) * kDecodeTile * 4}});
   }
 };
 
@@ -372,14 +377,6 @@ inline void finish_row(const AttentionCall& call, int64_t token, int head, const
   T* out = static_cast<T*>(call.out) + (token * call.num_q_heads + head) * call.value_dim;
   for (int c = 0; c < call.value_dim; c++) from_float(sums[column<T>(c)] * norm, out + c);
   if (call.lse) call.lse[token * call.num_q_heads + head] = lse;
-}
-
-// Calls the function with a compile-time number of kLeast … kMost, the one given, or kLeast if that is less.
-template <int kLeast, int kMost, typename Function>
-inline void with_count(int count, Function function) {
-  if constexpr (kMost > kLeast)
-    if (count < kMost) return with_count<kLeast, kMost - 1>(count, function);
-  function(std::integral_constant<int, kMost>{});
 }
 
 // Rows of scratch for the heads that share a KV head.

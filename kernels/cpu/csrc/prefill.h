@@ -27,26 +27,13 @@ struct PrefillItem {
 // One thread's working memory, sized for one tile.
 struct PrefillScratch {
   std::vector<float> buffer;
-  uint32_t *queries, *keys;
-  float *scores, *values, *out, *row_max, *row_sum, *wide;
+  float *queries, *keys, *scores, *values, *out, *row_max, *row_sum, *wide;
 
   PrefillScratch(int key_stride, int value_stride) {
-    size_t sizes[] = {size_t(kMaxRows) * key_stride,   size_t(kTileTokens) * key_stride,
-                      size_t(kMaxRows) * kTileTokens,  size_t(kTileTokens) * value_stride,
-                      size_t(kMaxRows) * value_stride, kMaxRows, kMaxRows, size_t(kLanes) * key_stride};
-    size_t total = kLanes;
-    for (size_t size : sizes) total += (size + kLanes - 1) / kLanes * kLanes;
-    buffer.resize(total);
-    auto place = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(buffer.data()) + 63) & ~uintptr_t(63));
-    float* places[8];
-    for (int i = 0; i < 8; i++) {
-      places[i] = place;
-      place += (sizes[i] + kLanes - 1) / kLanes * kLanes;
-    }
-    queries = reinterpret_cast<uint32_t*>(places[0]);
-    keys = reinterpret_cast<uint32_t*>(places[1]);
-    scores = places[2], values = places[3], out = places[4], row_max = places[5], row_sum = places[6];
-    wide = places[7];
+    carve(buffer, {{&queries, size_t(kMaxRows) * key_stride}, {&keys, size_t(kTileTokens) * key_stride},
+                   {&scores, size_t(kMaxRows) * kTileTokens}, {&values, size_t(kTileTokens) * value_stride},
+                   {&out, size_t(kMaxRows) * value_stride}, {&row_max, kMaxRows}, {&row_sum, kMaxRows},
+                   {&wide, size_t(kLanes) * key_stride}});
   }
 };
 
@@ -117,15 +104,11 @@ inline void score_block(const uint32_t* queries, const uint32_t* keys, int num_d
 
 template <bool kDots, int kGroups>
 void score_rows(const uint32_t* queries, const uint32_t* keys, int num_dwords, int num_rows, float* scores) {
-  int r = 0;
-  for (; r + 4 <= num_rows; r += 4)
-    score_block<kDots, 4, kGroups>(queries + r * num_dwords, keys, num_dwords, scores + r * kTileTokens);
-  queries += r * num_dwords, scores += r * kTileTokens;
-  switch (num_rows - r) {
-    case 3: score_block<kDots, 3, kGroups>(queries, keys, num_dwords, scores); break;
-    case 2: score_block<kDots, 2, kGroups>(queries, keys, num_dwords, scores); break;
-    case 1: score_block<kDots, 1, kGroups>(queries, keys, num_dwords, scores); break;
-  }
+  for (int r = 0; r < num_rows; r += 4)
+    with_count<1, 4>(num_rows - r, [&](auto rows) {
+      score_block<kDots, decltype(rows)::value, kGroups>(queries + r * num_dwords, keys, num_dwords,
+                                                         scores + r * kTileTokens);
+    });
 }
 
 // out[kRows][stride] += weights[kRows][kTileTokens] · values, kVecs vectors of columns. Values are floats
@@ -150,15 +133,11 @@ inline void value_block(const float* weights, const float* values, int num_steps
 
 template <bool kDots, int kVecs>
 void value_rows(const float* weights, const float* values, int num_steps, int stride, int num_rows, float* out) {
-  int r = 0;
-  for (; r + 4 <= num_rows; r += 4)
-    value_block<kDots, 4, kVecs>(weights + r * kTileTokens, values, num_steps, stride, out + r * stride);
-  weights += r * kTileTokens, out += r * stride;
-  switch (num_rows - r) {
-    case 3: value_block<kDots, 3, kVecs>(weights, values, num_steps, stride, out); break;
-    case 2: value_block<kDots, 2, kVecs>(weights, values, num_steps, stride, out); break;
-    case 1: value_block<kDots, 1, kVecs>(weights, values, num_steps, stride, out); break;
-  }
+  for (int r = 0; r < num_rows; r += 4)
+    with_count<1, 4>(num_rows - r, [&](auto rows) {
+      value_block<kDots, decltype(rows)::value, kVecs>(weights + r * kTileTokens, values, num_steps, stride,
+                                                       out + r * stride);
+    });
 }
 
 // The row of a value for `value_block`: two tokens interleaved (as in `column`), or one as floats.
@@ -230,11 +209,13 @@ void prefill(const AttentionCall& call, const PrefillItem& item, PrefillScratch&
   const Span span = visible(call, item.sequence, first_position, first_position + item.count - 1);
   const float* slopes = call.alibi_slopes ? call.alibi_slopes + item.sequence * call.alibi_stride : nullptr;
 
+  uint32_t* queries = reinterpret_cast<uint32_t*>(scratch.queries);
+  uint32_t* packed_keys = reinterpret_cast<uint32_t*>(scratch.keys);
   for (int r = 0; r < rows; r++) {
     const T* query = static_cast<const T*>(call.query) +
                      (chunk_start + item.first + r / group_size) * call.query_token_stride +
                      (item.kv_head * group_size + r % group_size) * call.query_head_stride;
-    uint32_t* to = scratch.queries + r * num_dwords;
+    uint32_t* to = queries + r * num_dwords;
     if constexpr (kDots) {
       std::memset(to, 0, num_dwords * 4);
       std::memcpy(to, query, call.key_dim * sizeof(T));
@@ -278,19 +259,16 @@ void prefill(const AttentionCall& call, const PrefillItem& item, PrefillScratch&
           lanes[i] = reinterpret_cast<const uint32_t*>(scratch.wide + i * num_dwords);
         }
       }
-      transpose_dwords(lanes, valid_dwords, num_dwords, scratch.keys + v * kLanes * num_dwords);
+      transpose_dwords(lanes, valid_dwords, num_dwords, packed_keys + v * kLanes * num_dwords);
     }
     const int tokens_per_step = kDots ? 2 : 1, num_steps = (count + tokens_per_step - 1) / tokens_per_step;
     for (int t = 0; t < count; t += tokens_per_step)
       pack_values(values[t], values[std::min(t + 1, count - 1)], call.value_dim,
                   scratch.values + t / tokens_per_step * value_stride);
 
-    switch (num_vecs) {
-      case 1: score_rows<kDots, 1>(scratch.queries, scratch.keys, num_dwords, rows, scratch.scores); break;
-      case 2: score_rows<kDots, 2>(scratch.queries, scratch.keys, num_dwords, rows, scratch.scores); break;
-      case 3: score_rows<kDots, 3>(scratch.queries, scratch.keys, num_dwords, rows, scratch.scores); break;
-      default: score_rows<kDots, 4>(scratch.queries, scratch.keys, num_dwords, rows, scratch.scores);
-    }
+    with_count<1, 4>(num_vecs, [&](auto groups) {
+      score_rows<kDots, decltype(groups)::value>(queries, packed_keys, num_dwords, rows, scratch.scores);
+    });
     for (int r = 0; r < rows; r++) {
       const int position = first_position + r / group_size;
       const Span seen = visible(call, item.sequence, position, position);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -178,6 +179,14 @@ inline void store_some<BFloat16>(Vec v, BFloat16* to, int64_t count) {
 }
 #endif
 #endif
+
+// Calls the function with a compile-time number of kLeast … kMost, the one given, or kLeast if that is less.
+template <int kLeast, int kMost, typename Function>
+inline void with_count(int count, Function function) {
+  if constexpr (kMost > kLeast)
+    if (count < kMost) return with_count<kLeast, kMost - 1>(count, function);
+  function(std::integral_constant<int, kMost>{});
+}
 
 template <typename Function>
 inline bool with_type(int dtype, Function function) {

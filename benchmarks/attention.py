@@ -435,7 +435,7 @@ def _run(
             print(f"no {name} here: {error}")
             _PROVIDERS[name, query.device.type] = None
     provider = _PROVIDERS[name, query.device.type]
-    if provider is None or provider.unsupported(AttentionCall(query, key, value, batches[0], masking).problem):
+    if provider is None or provider.unsupported(AttentionCall(query, key, value, batches[0], masking)):
         return None
 
     def run() -> float:

@@ -4,12 +4,11 @@ from kernels.attention import flash_attn_with_kvcache, varlen_attention
 from kernels.blocks import CopyBlocks, select_block_copy
 from kernels.cpu.build import has_matrix_tiles
 from kernels.cpu.ops import CpuElementwise, CpuLinear
-from kernels.provider import AttentionProblem, AttentionProvider, CacheScales, KernelError, Masking, VarlenBatch
+from kernels.provider import AttentionProvider, CacheScales, KernelError, Masking, VarlenBatch
 from kernels.select import PROVIDERS, select_provider
 
 __all__ = [
     "PROVIDERS",
-    "AttentionProblem",
     "AttentionProvider",
     "CacheScales",
     "CopyBlocks",

@@ -226,7 +226,7 @@ def _store_and_attend(provider: AttentionProvider | None, call: AttentionCall, n
     if call.num_splits < 0:
         raise ValueError(f"num_splits {call.num_splits} is below 0")
     provider = provider or _default(call.query.device)
-    provider.refuse_unsupported(call.problem)
+    provider.refuse_unsupported(call)
     if new is not None:
         provider.run_write(new)
     return provider.run_attend(call)

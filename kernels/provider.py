@@ -99,36 +99,6 @@ class CacheScales:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionProblem:
-    """The properties of a call that decide which provider can take it.
-
-    Attributes:
-        dtype, cache_dtype: of the queries; of the cache.
-        num_blocks, block_tokens: of the cache: blocks, or regions.
-        key_strides, value_strides: of the caches, in elements, without the last one.
-        paged: a sequence may have more than one block.
-        decode: no sequence has more than one query.
-        extras: the features in use, of "window", "right" (a window that is not causal), "softcap", "alibi", "sinks",
-            "leftpad" and "lse".
-    """
-
-    device_type: str
-    dtype: torch.dtype
-    cache_dtype: torch.dtype
-    num_q_heads: int
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    num_blocks: int
-    block_tokens: int
-    key_strides: tuple[int, ...]
-    value_strides: tuple[int, ...]
-    paged: bool
-    decode: bool
-    extras: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionCall:
     """Arguments of `AttentionProvider.attend`. Raises `ValueError` unless shapes, dtypes and strides fit together."""
 
@@ -164,34 +134,16 @@ class AttentionCall:
             _check_floats(self.lse, "lse", tuple(query.shape[:2]))
 
     @property
-    def problem(self) -> AttentionProblem:
-        """The properties that decide which provider can take the call."""
-        query, key_cache, masking, batch = self.query, self.key_cache, self.masking, self.batch
-        extras = {
-            "window": masking.window_left >= 0,
-            "right": masking.window_right != 0,
-            "softcap": masking.softcap > 0,
-            "alibi": masking.alibi_slopes is not None,
-            "sinks": masking.sinks is not None,
-            "leftpad": batch.cache_leftpad is not None,
-            "lse": self.lse is not None,
-        }
-        return AttentionProblem(
-            device_type=query.device.type,
-            dtype=query.dtype,
-            cache_dtype=key_cache.dtype,
-            num_q_heads=query.shape[1],
-            num_kv_heads=key_cache.shape[2],
-            key_dim=query.shape[2],
-            value_dim=self.value_cache.shape[3],
-            num_blocks=key_cache.shape[0],
-            block_tokens=key_cache.shape[1],
-            key_strides=key_cache.stride()[:3],
-            value_strides=self.value_cache.stride()[:3],
-            paged=batch.block_table.shape[1] > 1,
-            decode=batch.max_seqlen_q <= 1,
-            extras=frozenset(name for name, used in extras.items() if used),
-        )
+    def kind(self) -> tuple[object, ...]:
+        """All that `AttentionProvider.unsupported` may decide by."""
+        query, key_cache, value_cache = self.query, self.key_cache, self.value_cache
+        masking, batch = self.masking, self.batch
+        tensors = query.device.type, query.dtype, query.shape[1:], key_cache.dtype
+        caches = key_cache.shape, key_cache.stride(), value_cache.shape, value_cache.stride()
+        sizes = batch.block_table.shape[1] > 1, batch.max_seqlen_q <= 1
+        window = masking.window_left >= 0, masking.window_right != 0
+        scores = masking.softcap > 0, masking.alibi_slopes is None, masking.sinks is None
+        return *tensors, *caches, *sizes, *window, *scores, batch.cache_leftpad is None, self.lse is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +192,9 @@ class AttentionProvider(ABC):
     name: str
 
     @abstractmethod
-    def unsupported(self, problem: AttentionProblem) -> str | None:
-        """The reason why `attend` cannot take this, as a sentence; `None` if it can."""
+    def unsupported(self, call: AttentionCall) -> str | None:
+        """The reason why `run_attend` cannot take this, as a sentence; `None` if it can. Equal for calls of one
+        `kind`."""
 
     @abstractmethod
     def run_write(self, new: CacheWrite) -> None:
@@ -296,9 +249,9 @@ class AttentionProvider(ABC):
         """
         return self.run_attend(AttentionCall(query, key_cache, value_cache, batch, masking, scales, lse, num_splits))
 
-    def refuse_unsupported(self, problem: AttentionProblem) -> None:
-        """Raise `KernelError` with the reason if the problem is not supported."""
-        reason = self.unsupported(problem)
+    def refuse_unsupported(self, call: AttentionCall) -> None:
+        """Raise `KernelError` with the reason if the call is not supported."""
+        reason = self.unsupported(call)
         if reason is not None:
             raise KernelError(f"attention provider {self.name} does not support this call: {reason}")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from kernels.provider import AttentionCall, AttentionProblem, AttentionProvider, CacheWrite, Masking
+from kernels.provider import AttentionCall, AttentionProvider, CacheWrite, Masking
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Gathered:
 class GatherProvider(AttentionProvider):
     """Write by index, and attend sequence by sequence; a subclass attends for one."""
 
-    def unsupported(self, problem: AttentionProblem) -> str | None:
-        if not problem.dtype.is_floating_point or problem.dtype.itemsize < 2:
-            return f"queries cannot be {problem.dtype}"
+    def unsupported(self, call: AttentionCall) -> str | None:
+        if not call.query.dtype.is_floating_point or call.query.dtype.itemsize < 2:
+            return f"queries cannot be {call.query.dtype}"
         return None
 
     def run_write(self, new: CacheWrite) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kernels.provider import AttentionCall, AttentionProblem, AttentionProvider, CacheWrite, KernelError
+from kernels.provider import AttentionCall, AttentionProvider, CacheWrite, KernelError
 
 logger = logging.getLogger(__name__)
 
@@ -81,41 +81,42 @@ class AutoProvider(AttentionProvider):
                     error,
                 )
         self._writer = next(iter(self._available.values()))
-        self._chosen: dict[AttentionProblem, AttentionProvider] = {}
+        self._chosen: dict[tuple[object, ...], AttentionProvider] = {}  # by `AttentionCall.kind`
 
-    def unsupported(self, problem: AttentionProblem) -> str | None:
+    def unsupported(self, call: AttentionCall) -> str | None:
         reasons = []
-        for name in _PREFERENCE[self._device_type, problem.decode]:
-            if name in self._available:
-                reason = self._available[name].unsupported(problem)
-                if reason is None:
-                    return None
-                reasons.append(f"{name}: {reason}")
+        for name in self._order(call):
+            reason = self._available[name].unsupported(call)
+            if reason is None:
+                return None
+            reasons.append(f"{name}: {reason}")
         return "; ".join(reasons)
 
     def run_write(self, new: CacheWrite) -> None:
         self._writer.run_write(new)
 
     def run_attend(self, call: AttentionCall) -> torch.Tensor:
-        problem = call.problem
-        return (self._chosen.get(problem) or self._choose(problem)).run_attend(call)
+        kind = call.kind
+        if kind not in self._chosen:
+            self._chosen[kind] = self._choose(call)
+        return self._chosen[kind].run_attend(call)
 
-    def _choose(self, problem: AttentionProblem) -> AttentionProvider:
-        """Choose the first provider that supports the problem, with a warning if it is slow."""
-        for name in _PREFERENCE[self._device_type, problem.decode]:
-            provider = self._available.get(name)
-            if provider is not None and provider.unsupported(problem) is None:
-                break
-        else:
-            raise KernelError(f"no attention provider supports this call: {self.unsupported(problem)}")
+    def _order(self, call: AttentionCall) -> list[str]:
+        order = _PREFERENCE[self._device_type, call.batch.max_seqlen_q <= 1]
+        return [name for name in order if name in self._available]
+
+    def _choose(self, call: AttentionCall) -> AttentionProvider:
+        """Choose the first provider that supports the call, with a warning if it is slow."""
+        name = next((name for name in self._order(call) if self._available[name].unsupported(call) is None), None)
+        if name is None:
+            raise KernelError(f"no attention provider supports this call: {self.unsupported(call)}")
         first = next(iter(self._available))
-        reason = self._available[first].unsupported(problem)
+        reason = self._available[first].unsupported(call)
         if reason is not None and name in ("sdpa", "reference"):
             logger.warning("attention falls back to %s, many times slower than %s: %s", name, first, reason)
         else:
-            logger.debug("attention provider %s for %s", name, problem)
-        self._chosen[problem] = provider
-        return provider
+            logger.debug("attention provider %s for %s", name, call.kind)
+        return self._available[name]
 
 
 def _make(name: str) -> AttentionProvider:

@@ -29,7 +29,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import varlen as torch_varlen
 
-from kernels.provider import AttentionCall, AttentionProblem, KernelError, Masking, VarlenBatch
+from kernels.provider import AttentionCall, KernelError, Masking, VarlenBatch
 from kernels.reference import GatherProvider, ReferenceProvider
 
 MAX_SPLITS = 128
@@ -83,40 +83,44 @@ class TorchFlashProvider(GatherProvider):
             )
         self._confirm()
 
-    def unsupported(self, problem: AttentionProblem) -> str | None:
-        missing = [extra for extra in ("softcap", "alibi", "sinks") if extra in problem.extras]
+    def unsupported(self, call: AttentionCall) -> str | None:
+        masking = call.masking
+        scores = masking.softcap > 0, masking.alibi_slopes is not None, masking.sinks is not None
+        missing = [name for name, used in zip(("softcap", "alibi", "sinks"), scores, strict=True) if used]
         if missing:
             return f"varlen_attn has no {', '.join(missing)}"
-        return self._unsupported_tensors(problem) or self._unsupported_view(problem)
+        return self._unsupported_tensors(call) or self._unsupported_view(call)
 
-    def _unsupported_tensors(self, problem: AttentionProblem) -> str | None:
-        if problem.device_type != self._device_type:
-            return f"runs on {self._device_type}, not on {problem.device_type}"
-        if problem.dtype not in (torch.float16, torch.bfloat16):
-            return f"computes in float16 and bfloat16, not in {problem.dtype}"
-        if problem.cache_dtype != problem.dtype:
-            return f"does not read a cache of {problem.cache_dtype}"
-        if problem.key_dim != problem.value_dim:
-            return f"keys have {problem.key_dim} dimensions and values {problem.value_dim}; they must be equal"
-        if problem.key_dim > 256 or problem.key_dim % 8:
-            return f"heads have {problem.key_dim} dimensions; multiples of 8 up to 256 are possible"
+    def _unsupported_tensors(self, call: AttentionCall) -> str | None:
+        query, key_dim, value_dim = call.query, call.query.shape[2], call.value_cache.shape[3]
+        if query.device.type != self._device_type:
+            return f"runs on {self._device_type}, not on {query.device.type}"
+        if query.dtype not in (torch.float16, torch.bfloat16):
+            return f"computes in float16 and bfloat16, not in {query.dtype}"
+        if call.key_cache.dtype != query.dtype:
+            return f"does not read a cache of {call.key_cache.dtype}"
+        if key_dim != value_dim:
+            return f"keys have {key_dim} dimensions and values {value_dim}; they must be equal"
+        if key_dim > 256 or key_dim % 8:
+            return f"heads have {key_dim} dimensions; multiples of 8 up to 256 are possible"
         return None
 
-    def _unsupported_view(self, problem: AttentionProblem) -> str | None:
-        if not problem.paged:
-            return _unsuitable_strides(problem, flat=True)
+    def _unsupported_view(self, call: AttentionCall) -> str | None:
+        block_tokens = call.key_cache.shape[1]
+        if call.batch.block_table.shape[1] <= 1:
+            return _unsuitable_strides(call, flat=True)
         if self._varlen is None:
             return f"torch {torch.__version__}'s flash attention has no block_table; use the region view"
-        if problem.block_tokens % BLOCK_MULTIPLE:
-            return f"blocks have {problem.block_tokens} tokens; FA2 takes multiples of {BLOCK_MULTIPLE}"
-        if "window" in problem.extras:
+        if block_tokens % BLOCK_MULTIPLE:
+            return f"blocks have {block_tokens} tokens; FA2 takes multiples of {BLOCK_MULTIPLE}"
+        if call.masking.window_left >= 0:
             return "with a block table FA2 reads tokens before a window; use the region view"
-        if "leftpad" in problem.extras:
+        if call.batch.cache_leftpad is not None:
             return "varlen_attn has no leftpad with a block table; use the region view"
-        return _unsuitable_strides(problem, flat=False)
+        return _unsuitable_strides(call, flat=False)
 
     def run_attend(self, call: AttentionCall) -> torch.Tensor:
-        self.refuse_unsupported(call.problem)
+        self.refuse_unsupported(call)
         query, batch, lse = call.query, call.batch, call.lse
         num_tokens, num_seqs = len(query), batch.cache_seqlens.numel()
         if not num_tokens or batch.max_seqlen_k <= 0:
@@ -207,19 +211,20 @@ class TorchFlashProvider(GatherProvider):
                 raise KernelError(f"{self.name}: torch {torch.__version__}'s operator is off by {off:.2e}")
 
 
-def _unsuitable_strides(problem: AttentionProblem, *, flat: bool) -> str | None:
+def _unsuitable_strides(call: AttentionCall, *, flat: bool) -> str | None:
     """The reason why the caches' strides break 16-byte loads or, if `flat`, why they cannot be read as one run of
     tokens; `None` if neither."""
-    sizes = (problem.num_blocks, problem.block_tokens, problem.num_kv_heads)
-    for strides in (problem.key_strides, problem.value_strides):
+    sizes = num_blocks, block_tokens, _ = call.key_cache.shape[:3]
+    both = call.key_cache.stride()[:3], call.value_cache.stride()[:3]
+    for strides in both:
         if any(stride % 8 for stride, size in zip(strides, sizes, strict=True) if size > 1):
             return f"all strides of a cache but the last must be multiples of 8 elements, not {strides}"
     if flat:
-        apart = [_tokens_apart(*sizes[:2], strides) for strides in (problem.key_strides, problem.value_strides)]
+        apart = [_tokens_apart(num_blocks, block_tokens, strides) for strides in both]
         if None in apart or apart[0] != apart[1]:
-            return f"strides {problem.key_strides} and {problem.value_strides} do not make one run of tokens"
-        if problem.num_blocks * (apart[0] or 0) >= 2**31:
-            return f"{problem.num_blocks} blocks, {apart[0]} tokens apart, exceed the range of an int32"
+            return f"strides {both[0]} and {both[1]} do not make one run of tokens"
+        if num_blocks * (apart[0] or 0) >= 2**31:
+            return f"{num_blocks} blocks, {apart[0]} tokens apart, exceed the range of an int32"
     return None
 
 

@@ -8,7 +8,7 @@ import torch
 
 from kernels.arguments import check_numbers
 from kernels.cpu.build import CPP_DTYPES, address, load_function
-from kernels.provider import AttentionCall, AttentionProblem, AttentionProvider, CacheWrite, KernelError
+from kernels.provider import AttentionCall, AttentionProvider, CacheWrite, KernelError
 
 _MAX_GROUP_SIZE = 64
 _UNSUPPORTED, _OUTSIDE = 1, 2  # `Result` of call.h
@@ -67,15 +67,16 @@ class CpuProvider(AttentionProvider):
             for name, call in (("folio_attention", _AttentionCall), ("folio_write", _WriteCall))
         )
 
-    def unsupported(self, problem: AttentionProblem) -> str | None:
-        if problem.device_type != "cpu":
-            return f"runs on cpu, not on {problem.device_type}"
-        if problem.dtype not in CPP_DTYPES or problem.cache_dtype != problem.dtype:
-            return f"takes float32, bfloat16 and float16, not {problem.dtype} over {problem.cache_dtype}"
-        if problem.num_q_heads // problem.num_kv_heads > _MAX_GROUP_SIZE:
+    def unsupported(self, call: AttentionCall) -> str | None:
+        query, key_cache = call.query, call.key_cache
+        if query.device.type != "cpu":
+            return f"runs on cpu, not on {query.device.type}"
+        if query.dtype not in CPP_DTYPES or key_cache.dtype != query.dtype:
+            return f"takes float32, bfloat16 and float16, not {query.dtype} over {key_cache.dtype}"
+        if query.shape[1] // key_cache.shape[2] > _MAX_GROUP_SIZE:
             return f"takes at most {_MAX_GROUP_SIZE} query heads per KV head"
-        if problem.dtype == torch.bfloat16 and problem.key_dim % 2:
-            return f"head size {problem.key_dim} is odd"
+        if query.dtype == torch.bfloat16 and query.shape[2] % 2:
+            return f"head size {query.shape[2]} is odd"
         return None
 
     def run_write(self, new: CacheWrite) -> None:
@@ -99,7 +100,7 @@ class CpuProvider(AttentionProvider):
     def run_attend(self, call: AttentionCall) -> torch.Tensor:
         key_cache, value_cache, batch, masking = call.key_cache, call.value_cache, call.batch, call.masking
         if call.query.dtype not in CPP_DTYPES or key_cache.dtype != call.query.dtype or call.query.device.type != "cpu":
-            self.refuse_unsupported(call.problem)
+            self.refuse_unsupported(call)
         query = _unit_stride(call.query)
         num_tokens, num_heads, key_dim = query.shape
         out = query.new_empty(num_tokens, num_heads, value_cache.shape[3])
@@ -129,7 +130,7 @@ class CpuProvider(AttentionProvider):
         )
         result = self._attend(arguments)
         if result == _UNSUPPORTED:
-            self.refuse_unsupported(call.problem)
+            self.refuse_unsupported(call)
             raise AssertionError("the kernel refused a supported call")
         if result:
             raise _cache_error(result, key_cache, _outside(call))

@@ -7,7 +7,6 @@ import torch
 from kernels.provider import (
     FP8_DTYPES,
     AttentionCall,
-    AttentionProblem,
     AttentionProvider,
     CacheWrite,
     KernelError,
@@ -51,21 +50,20 @@ class TritonProvider(AttentionProvider):
         self._decode = SplitDecode()
         self._interpreted = INTERPRETED
 
-    def unsupported(self, problem: AttentionProblem) -> str | None:
-        if problem.device_type != "cuda" and not self._interpreted:
-            return f"runs on cuda, not on {problem.device_type}"
-        if problem.dtype not in _DTYPES:
-            return f"queries cannot be {problem.dtype}"
-        if problem.cache_dtype in FP8_DTYPES:
-            if not self._has_fp8(problem.device_type):
-                return "8-bit floats need a GPU of compute capability 8.9"
-        elif problem.cache_dtype != problem.dtype:
-            return f"a cache cannot be {problem.cache_dtype} for queries of {problem.dtype}"
-        if max(problem.key_dim, problem.value_dim) > _MAX_DIM:
-            return f"heads have {problem.key_dim} and {problem.value_dim} dimensions, more than {_MAX_DIM}"
-        if max(problem.key_dim, problem.value_dim) > _SMALL_DIM and not self._has_large_tiles(problem.device_type):
+    def unsupported(self, call: AttentionCall) -> str | None:
+        query, key_cache, device_type = call.query, call.key_cache, call.query.device.type
+        if device_type != "cuda" and not self._interpreted:
+            return f"runs on cuda, not on {device_type}"
+        if query.dtype not in _DTYPES:
+            return f"queries cannot be {query.dtype}"
+        if key_cache.dtype in FP8_DTYPES and not self._has_fp8(device_type):
+            return "8-bit floats need a GPU of compute capability 8.9"
+        dims = query.shape[2], call.value_cache.shape[3]
+        if max(dims) > _MAX_DIM:
+            return f"heads have {dims[0]} and {dims[1]} dimensions, more than {_MAX_DIM}"
+        if max(dims) > _SMALL_DIM and not self._has_large_tiles(device_type):
             return f"heads of more than {_SMALL_DIM} dimensions need more shared memory than this GPU has"
-        group_size = problem.num_q_heads // problem.num_kv_heads
+        group_size = query.shape[1] // key_cache.shape[2]
         if group_size > _MAX_GROUP:
             return f"{group_size} query heads share a KV head, more than {_MAX_GROUP}"
         return None
@@ -85,7 +83,7 @@ class TritonProvider(AttentionProvider):
             self._write(new)
 
     def run_attend(self, call: AttentionCall) -> torch.Tensor:
-        self.refuse_unsupported(call.problem)
+        self.refuse_unsupported(call)
         out = call.query.new_empty(*call.query.shape[:2], call.value_cache.shape[3])
         num_seqs = call.batch.cache_seqlens.numel()
         if not out.numel() or not num_seqs:

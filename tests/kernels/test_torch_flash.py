@@ -352,11 +352,11 @@ def test_unsupported_calls_have_a_reason(make: Callable[[], TorchFlashProvider])
         make_case(MIXED, "block_table", leftpad=[0] * 7),
         make_case(MIXED, "block_table", block_tokens=16),
     ):
-        assert provider.unsupported(AttentionCall(*unsupported.arguments).problem)
+        assert provider.unsupported(AttentionCall(*unsupported.arguments))
         with pytest.raises(KernelError, match=provider.name):
             provider.attend(*unsupported.arguments)
     bounded = replace(case, masking=Masking(1.0, window_right=3))
-    assert (provider.unsupported(AttentionCall(*bounded.arguments).problem) is None) == (make is torch_flash)
+    assert (provider.unsupported(AttentionCall(*bounded.arguments)) is None) == (make is torch_flash)
 
 
 @everywhere
@@ -381,10 +381,10 @@ def test_an_older_torch_is_refused_with_the_missing_arguments() -> None:
     with pytest.raises(KernelError, match=lacking):
         TorchFlashProvider(torch_2_10, without_lengths, device_type="cpu")
     provider = torch_flash_2_11()
-    paged = AttentionCall(*make_case(MIXED, "block_table").arguments).problem
+    paged = AttentionCall(*make_case(MIXED, "block_table").arguments)
     assert "no block_table; use the region view" in (provider.unsupported(paged) or "")
     for heads in ((8, 2), (2, 2)):
-        assert provider.unsupported(AttentionCall(*make_case(MIXED, "region", heads=heads).arguments).problem) is None
+        assert provider.unsupported(AttentionCall(*make_case(MIXED, "region", heads=heads).arguments)) is None
 
 
 def test_an_operator_with_another_meaning_is_not_used() -> None:
@@ -430,8 +430,9 @@ def test_without_a_cuda_device_it_is_not_available() -> None:
 
 @everywhere
 def test_tensors_elsewhere_are_refused(make: Callable[[], TorchFlashProvider]) -> None:
-    problem = AttentionCall(*make_case(DECODE, "region").arguments).problem
-    assert make().unsupported(replace(problem, device_type="cuda")) == "runs on cpu, not on cuda"
+    call = AttentionCall(*make_case(DECODE, "region").arguments)
+    elsewhere = {name: getattr(call, name).to("meta") for name in ("query", "key_cache", "value_cache")}
+    assert make().unsupported(replace(call, **elsewhere)) == "runs on cpu, not on meta"
 
 
 def cuda_provider() -> TorchFlashProvider:
@@ -444,7 +445,7 @@ def cuda_provider() -> TorchFlashProvider:
 
 
 def check_cuda(provider: TorchFlashProvider, case: Case, *, with_lse: bool = True, num_splits: int = 0) -> None:
-    reason = provider.unsupported(AttentionCall(*case.arguments).problem)
+    reason = provider.unsupported(AttentionCall(*case.arguments))
     if reason is not None:
         pytest.skip(f"{provider.name}: {reason}")
     check(provider, case, lse_tolerance=LSE_TOLERANCE_CUDA, with_lse=with_lse, num_splits=num_splits)

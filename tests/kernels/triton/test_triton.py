@@ -257,15 +257,15 @@ def test_copy_blocks(words: int) -> None:
 
 def test_unsupported_problems_have_a_reason(provider: TritonProvider) -> None:
     case = make_case([(1, 5)])
-    problem = AttentionCall(*case.arguments).problem
-    assert provider.unsupported(problem) is None
+    call = AttentionCall(*case.arguments)
+    assert provider.unsupported(call) is None
+    wide = {name: getattr(case, name).double() for name in ("query", "key_cache", "value_cache")}
     for change, reason in (
-        ({"dtype": torch.float64, "cache_dtype": torch.float64}, "float64"),
-        ({"cache_dtype": torch.float16}, "float16 for queries of torch.float32"),
-        ({"value_dim": 264}, "more than 256"),
-        ({"num_q_heads": 130}, "65 query heads"),
+        (wide, "float64"),
+        ({"value_cache": case.value_cache.new_zeros(*case.value_cache.shape[:3], 264)}, "more than 256"),
+        ({"query": case.query.new_zeros(1, 130, 64)}, "65 query heads"),
     ):
-        assert reason in str(provider.unsupported(replace(problem, **change)))  # type: ignore[arg-type]
+        assert reason in str(provider.unsupported(replace(call, **change)))
     with pytest.raises(KernelError, match="float64"):
         provider.attend(*(tensor.double() for tensor in case.arguments[:3]), case.batch, case.masking)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kernels import AttentionProvider, CopyBlocks
-from kernels.provider import AttentionProblem
+from kernels.provider import AttentionCall
 
 
 def check_pointers(driver: Any, what: str, **tensors: torch.Tensor | None) -> None:
@@ -35,8 +35,8 @@ class StrictProvider:
         self._provider = provider
         self._driver = driver
 
-    def unsupported(self, problem: AttentionProblem) -> str | None:
-        return self._provider.unsupported(problem)
+    def unsupported(self, call: AttentionCall) -> str | None:
+        return self._provider.unsupported(call)
 
     def write(self, *tensors: torch.Tensor, **options: Any) -> None:
         names = ("key", "value", "key_cache", "value_cache", "slots")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from vmem.backends.base import Backend
+from vmem.backends.base import AccountedBackend
 from vmem.backends.cuda import CudaBackend
 from vmem.backends.host import HostBackend
 from vmem.errors import MapError
 
 
-def select_backend(device: torch.device, *, capacity_bytes: int, headroom_bytes: int = 0) -> Backend:
+def select_backend(device: torch.device, *, capacity_bytes: int, headroom_bytes: int = 0) -> AccountedBackend:
     """Create the backend of a CPU or a CUDA device.
 
     Args:

@@ -47,15 +47,14 @@ class Backend(Protocol):
 
     Calls raise `MapError` when the device refuses them, and then change nothing. Calls may come from several threads;
     those that change mappings or pages run one after the other.
+
+    Attributes:
+        max_call_bytes: the most that one call should map, so that another thread's call does not wait long.
+        granularity_bytes: page sizes and mapped addresses are multiples of this.
     """
 
-    @property
-    def max_call_bytes(self) -> int:
-        """The most that one call should map, so that another thread's call does not wait long."""
-
-    @property
-    def granularity_bytes(self) -> int:
-        """Page sizes and mapped addresses are multiples of this."""
+    max_call_bytes: int
+    granularity_bytes: int
 
     def reserve(self, num_bytes: int) -> AddressRange:
         """Reserve virtual addresses without memory; touching them is a fault."""
@@ -135,13 +134,12 @@ def retry_undo(undo: Callable[[], None]) -> None:
     return None
 
 
-class AccountedBackend(ABC):
+class AccountedBackend(Backend, ABC):
     """Accounting of one backend: checks each call, has the subclass make it, and notes its effect.
 
     The abstract methods call the device; when they raise, the accounting stays as it was.
 
     Attributes:
-        granularity_bytes: page sizes and mapped addresses are multiples of this.
         page_bytes: the size of all pages, set by the first one.
         mappings: address → handle.
     """
@@ -232,16 +230,21 @@ class AccountedBackend(ABC):
 
     @one_at_a_time
     def unmap(self, mapped: AddressRange) -> None:
-        addresses = range(mapped.address, mapped.end, self.page_bytes)
-        for address in addresses:
+        handles = self.handles_at(mapped)
+        self._unmap(mapped)
+        for address, handle in zip(self._places(mapped), handles, strict=True):
+            del self.mappings[address]
+            self._num_aliases[handle] -= 1
+
+    def handles_at(self, mapped: AddressRange) -> list[int]:
+        """The pages mapped side by side in the range; raises `IntegrityError` at a hole."""
+        for address in self._places(mapped):
             if address not in self.mappings:
                 raise IntegrityError(f"unmap of {mapped}: no page is mapped at {address:#x}")
-        self._unmap(mapped)
-        for address in addresses:
-            self._num_aliases[self.mappings.pop(address)] -= 1
+        return [self.mappings[address] for address in self._places(mapped)]
 
-    def _handles_at(self, mapped: AddressRange) -> list[int]:
-        return [self.mappings[address] for address in range(mapped.address, mapped.end, self.page_bytes)]
+    def _places(self, mapped: AddressRange) -> range:
+        return range(mapped.address, mapped.end, self.page_bytes)
 
     def _check_size(self, what: str, num_bytes: int) -> None:
         if num_bytes <= 0 or num_bytes % self.granularity_bytes:

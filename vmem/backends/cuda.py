@@ -29,8 +29,6 @@ from vmem.errors import MapError, OutOfPages, VmemError
 
 CPU, CUDA = 1, 2  # DLDeviceType
 
-# Sixteen pages of 2 MiB a call: fewer calls are cheaper per page, longer ones keep other threads waiting.
-_UNIT_BYTES = 32 << 20
 # Asking for the free memory costs about as much as creating a page: ask once for so many bytes.
 _HEADROOM_CHECK_BYTES = 64 << 20
 
@@ -51,6 +49,9 @@ class CudaBackend(AccountedBackend):
     Raises:
         MapError: there is no such device.
     """
+
+    # Sixteen pages of 2 MiB a call: fewer calls are cheaper per page, longer ones keep other threads waiting.
+    max_call_bytes = 32 << 20
 
     def __init__(
         self,
@@ -130,10 +131,6 @@ class CudaBackend(AccountedBackend):
                 retry_undo(partial(self._call, "cuMemRelease", handle))
             retry_undo(partial(self._call, "cuMemAddressFree", address, 2 * size, at=address))
 
-    @property
-    def max_call_bytes(self) -> int:
-        return _UNIT_BYTES
-
     def _reserve(self, num_bytes: int) -> int:
         return int(self._call("cuMemAddressReserve", num_bytes, self.granularity_bytes, 0, 0))
 
@@ -173,7 +170,7 @@ class CudaBackend(AccountedBackend):
                 done.append(span)
         except MapError:
             for span in done:
-                retry_undo(partial(self._map, span.address, self._handles_at(span)))
+                retry_undo(partial(self._map, span.address, self.handles_at(span)))
             raise
 
     def _unmap_spans(self, mapped: AddressRange) -> list[AddressRange]:

@@ -29,8 +29,6 @@ _MADV_POPULATE_READ = 22
 _MAP_FAILED = ctypes.c_void_p(-1).value
 # A longer populate holds the process's memory map lock for milliseconds and stalls other threads' mmap.
 _POPULATE_PIECE_BYTES = 2 << 20
-# Fresh pages take about a millisecond for each of these, zeroing included.
-_UNIT_BYTES = 2 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +47,9 @@ class HostBackend(AccountedBackend):
         capacity_bytes: the most that may be created.
     """
 
+    # Fresh pages take about a millisecond for each of these, zeroing included.
+    max_call_bytes = 2 << 20
+
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__(mmap.PAGESIZE)
         self._capacity_bytes = capacity_bytes
@@ -57,10 +58,6 @@ class HostBackend(AccountedBackend):
         self._next_offset = 0
         self._freed_offsets: list[int] = []  # heap: low offsets first, so that neighbours merge into one mapping
         self._can_populate = True
-
-    @property
-    def max_call_bytes(self) -> int:
-        return _UNIT_BYTES
 
     def _reserve(self, num_bytes: int) -> int:
         address: int = _libc.mmap(None, num_bytes, _PROT_NONE, _HOLE_FLAGS, -1, 0)

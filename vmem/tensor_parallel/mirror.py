@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from vmem.backends.base import AddressRange, Backend, MemoryInfo, one_at_a_time, retry_undo
+from vmem.backends.base import AccountedBackend, AddressRange, Backend, MemoryInfo, one_at_a_time, retry_undo
 from vmem.errors import IntegrityError, VmemError
 from vmem.tensor_parallel.orders import (
     ALL_RANKS,
@@ -55,15 +55,16 @@ class MirroredBackend:
         MapError: a peer has no such backend.
     """
 
-    def __init__(self, local: Backend, peers: PeerRanks, *, capacity_bytes: int, headroom_bytes: int = 0) -> None:
+    def __init__(
+        self, local: AccountedBackend, peers: PeerRanks, *, capacity_bytes: int, headroom_bytes: int = 0
+    ) -> None:
         self._local = local
+        self.max_call_bytes, self.granularity_bytes = local.max_call_bytes, local.granularity_bytes
         self.peers = peers
         self.number = peers.open_memory()
         self._lock = threading.RLock()
         self._ranges: dict[int, AddressRange] = {}  # index, equal on all ranks → this rank's addresses
         self._num_reserved = 0
-        self._page_bytes = 0
-        self._handle_at: dict[int, int] = {}  # address → handle
         self._num_fences = 0
         self._fences: dict[int, tuple[int, int]] = {}  # not known to be passed → local fence, orders before it
         self._orders_passed = 0
@@ -75,14 +76,6 @@ class MirroredBackend:
             self.peers.post_request(message(self.number, MemoryRequest.CLOSE, peers.num_ordered))
             local.close()
             raise
-
-    @property
-    def max_call_bytes(self) -> int:
-        return self._local.max_call_bytes
-
-    @property
-    def granularity_bytes(self) -> int:
-        return self._local.granularity_bytes
 
     @property
     def num_mappings(self) -> int:
@@ -114,9 +107,7 @@ class MirroredBackend:
 
     @one_at_a_time
     def create(self, page_bytes: int) -> int:
-        handle = self._local.create(page_bytes)
-        self._page_bytes = page_bytes
-        return handle
+        return self._local.create(page_bytes)
 
     @one_at_a_time
     def destroy(self, handle: int) -> None:
@@ -125,7 +116,7 @@ class MirroredBackend:
 
     @one_at_a_time
     def map(self, address: int, handles: Sequence[int]) -> None:
-        span = AddressRange(address, len(handles) * self._page_bytes)
+        span = AddressRange(address, len(handles) * self._local.page_bytes)
         answers = self._ask_to_map(ALL_RANKS, address, handles)
         refusal: VmemError | None = None
         try:
@@ -140,21 +131,16 @@ class MirroredBackend:
             if refusal is None:
                 retry_undo(lambda: self._local.unmap(span))
             raise failure
-        for i, handle in enumerate(handles):
-            self._handle_at[address + i * self._page_bytes] = handle
 
     @one_at_a_time
     def unmap(self, mapped: AddressRange) -> None:
+        handles = self._local.handles_at(mapped)
         self._local.unmap(mapped)
-        places = range(mapped.address, mapped.end, self._page_bytes)
-        handles = [self._handle_at[place] for place in places]
         replies = self._ask_to_unmap(ALL_RANKS, mapped)()
         if (failure := failure_of(replies)) is not None:
             self._undo_on_peers(replies, lambda ranks: self._ask_to_map(ranks, mapped.address, handles))
             retry_undo(lambda: self._local.map(mapped.address, handles))
             raise failure
-        for place in places:
-            del self._handle_at[place]
 
     def tensor(self, reserved: AddressRange) -> torch.Tensor:
         return self._local.tensor(reserved)
@@ -210,7 +196,7 @@ class MirroredBackend:
 
     def _ask_to_map(self, ranks: int, address: int, handles: Sequence[int]) -> Answers:
         return self.peers.call_request(
-            message(self.number, MemoryRequest.MAP, ranks, *self._place(address), self._page_bytes, *handles)
+            message(self.number, MemoryRequest.MAP, ranks, *self._place(address), self._local.page_bytes, *handles)
         )
 
     def _ask_to_unmap(self, ranks: int, mapped: AddressRange) -> Answers:
@@ -286,7 +272,7 @@ class MirroredContents:
 
 
 def mirror(
-    local: Backend,
+    local: AccountedBackend,
     peers: PeerRanks | None,
     *,
     capacity_bytes: int,

@@ -349,7 +349,7 @@ class MappingPolicy:
     def _tails(self, group: GroupMemory) -> list[tuple[Region, float]]:
         """Regions with a tail, those parked longest first, and since when the tail is idle. Of the parked ones, as many
         as prompts come at once count as used while prompts come."""
-        demand = self.demand[self._groups.index(group)]
+        demand = self.demand[group.index]
         num_idle = len(group.parked) - demand.num_regions
         tails = [
             (region, region.touched if i < num_idle else max(region.touched, demand.last_at))

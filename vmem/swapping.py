@@ -118,33 +118,30 @@ class Swapping:
         if swapped not in self._live:
             raise IntegrityError("the sequences were swapped in or discarded before")
         blocks = self._cached_blocks(swapped)
-        # Sequences that computed the same tokens may find the same block.
-        revived = [
-            (group, list(dict.fromkeys(found.values()))) for group, found in zip(self._groups, blocks, strict=True)
-        ]
+        plans = []  # of each group: rows and their cached blocks, these blocks, rows to copy
+        for group, found, num_rows in zip(self._groups, blocks, swapped.num_rows, strict=True):
+            shared = list(dict.fromkeys(found.values()))  # sequences with the same tokens may find the same block
+            plans.append((group, found, shared, [row for row in range(num_rows) if row not in found]))
         needed = sum(
-            (num_rows - len(found)) * group.num_slices
-            for group, num_rows, found in zip(self._groups, swapped.num_rows, blocks, strict=True)
-        ) + sum(group.pool.is_cached(b) * group.num_slices for group, found in revived for b in found)
+            (len(missing) + sum(map(group.pool.is_cached, shared))) * group.num_slices
+            for group, _, shared, missing in plans
+        )
         if needed > self._allocator.num_free_pages:
             raise OutOfPages(needed, max(self._allocator.num_free_pages, 0))
-        for group, block_ids in revived:
-            group.pool.acquire_cached(block_ids)
-        allocated: list[tuple[GroupMemory, list[int], list[int]]] = []
+        for group, _, shared, _ in plans:
+            group.pool.acquire_cached(shared)
+        taken: dict[int, list[int]] = {}
         try:
-            for group, found, num_rows in zip(self._groups, blocks, swapped.num_rows, strict=True):
-                missing = [row for row in range(num_rows) if row not in found]
-                allocated.append((group, missing, self._allocator.allocate(group, len(missing))))
+            for group, _, _, missing in plans:
+                taken[group.index] = self._allocator.allocate(group, len(missing))
         except VmemError:
-            for group, _, new in allocated:
-                self._allocator.free(group, new)
-            for group, block_ids in revived:
-                self._allocator.free(group, block_ids)
+            for group, _, shared, _ in plans:
+                self._allocator.free(group, [*taken.get(group.index, ()), *shared])
             raise
-        for group, missing, new in allocated:
+        for group, found, _, missing in plans:
             with self._lock.unlocked():
-                self._contents.restore(swapped.copies[group.index], missing, new)
-            blocks[group.index].update(zip(missing, new, strict=True))
+                self._contents.restore(swapped.copies[group.index], missing, taken[group.index])
+            found.update(zip(missing, taken[group.index], strict=True))
         self._mapper.set_fence()
         return self._sequences(swapped, blocks)
 

@@ -194,21 +194,14 @@ class PrefixTree:
         Args:
             least_partial: tokens that make a partly matching unit worth its copy; 0: never.
         """
-        most = limit // self.unit_tokens
-        walked: list[PrefixNode] = []
-        node = self._roots.get(chain.keys)
-        usable = 0
+        walked = list(self.find(chain, max(limit, 0) // self.unit_tokens))
+        node = walked[-1] if walked else self._roots.get(chain.keys)
+        usable, intact = 0, True
         available = _Availability(self._groups, self.unit_tokens)
-        intact = True
-        while node is not None and len(walked) < most:
-            child = self._child(node, chain.digests[len(walked)], chain.units[len(walked)])
-            if child is None:
-                break
-            node = child
-            walked.append(node)
-            intact = intact and available.add(node)
+        for num_units, unit in enumerate(walked, start=1):
+            intact = intact and available.add(unit)
             if intact and available.complete:
-                usable = len(walked)
+                usable = num_units
         awaited = any(node.writer is not None for node in walked[usable:])
         partial, common = None, 0
         at = usable * self.unit_tokens
@@ -223,14 +216,10 @@ class PrefixTree:
         """The known nodes of the chain's first `most` units."""
         node = self._roots.get(chain.keys)
         for digest, tokens in zip(chain.digests[:most], chain.units[:most], strict=True):
-            node = self._child(node, digest, tokens) if node is not None else None
-            if node is None:
+            parent, node = node, self._nodes.get(digest)
+            if node is None or node.parent is not parent or node.tokens != tokens:
                 return
             yield node
-
-    def _child(self, parent: PrefixNode, digest: Digest, tokens: bytes) -> PrefixNode | None:
-        node = self._nodes.get(digest)
-        return node if node is not None and node.parent is parent and node.tokens == tokens else None
 
     def _partial(
         self, node: PrefixNode, token_ids: Sequence[int], available: _Availability

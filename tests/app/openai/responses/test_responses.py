@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -32,22 +31,14 @@ class Pieces(Engines):
         super().__init__()
         self._texts, self._finish_reason, self._late_error = texts, finish_reason, error
 
-    def _remote(self, call: Any, **how: Any) -> Any:
-        response = super()._remote(call, **how)
+    def _items(self, call: Any) -> list[Any]:
         last = len(self._texts) - 1
-
-        def pieces() -> Iterator[Piece]:
-            for i, text in enumerate(self._texts):
-                ends = i == last and self._late_error is None
-                reason = self._finish_reason if ends else None
-                logprobs = (TokenLogprobs(300 + i, -0.5, 1, ()),)
-                yield Piece(text, (300 + i,), 0, reason, num_cached_tokens=2, logprobs=logprobs, replica="r7")
-            if self._late_error is not None:
-                raise RayTaskError("generate", "traceback", self._late_error)
-
-        # Full answers are a list; a failure follows the streamed pieces.
-        response._pieces = pieces if self._late_error is not None else lambda: list(pieces())
-        return response
+        items: list[Any] = []
+        for i, text in enumerate(self._texts):
+            reason = self._finish_reason if i == last and self._late_error is None else None
+            logprobs = (TokenLogprobs(300 + i, -0.5, 1, ()),)
+            items.append(Piece(text, (300 + i,), 0, reason, num_cached_tokens=2, logprobs=logprobs, replica="r7"))
+        return items if self._late_error is None else [*items, RayTaskError("generate", "traceback", self._late_error)]
 
 
 def client_of(engines: Engines) -> openai.OpenAI:

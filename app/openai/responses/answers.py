@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeVar
 
 from app.errors import OverloadedError, RequestError
 from app.fleet.messages import Piece
@@ -38,6 +38,17 @@ from app.openai.responses.replies import (
 from app.openai.sampling_body import TextFormat
 from app.openai.tools.bodies import ToolCallDelta
 
+# Fields of a response that have the request's values.
+_ECHOED = (
+    "model",
+    "instructions",
+    "max_output_tokens",
+    "max_tool_calls",
+    "prompt_cache_key",
+    "safety_identifier",
+    "user",
+)
+
 E = TypeVar("E", bound=StreamEvent)
 
 
@@ -53,26 +64,24 @@ class ResponseAnswer:
         self._chat = chat
         self._num_events = 0
         self._items: list[OutputItem] = []
-        self._message: tuple[int, OutputMessage] | None = None
-        self._call: tuple[int, OutputFunctionCall] | None = None  # the latest, until the next one begins
+        self._message: OutputMessage | None = None
+        self._call: OutputFunctionCall | None = None  # the latest, until the next one begins
 
-    def events(self, piece: Piece) -> list[StreamEvent]:
+    def events(self, piece: Piece) -> Iterator[StreamEvent]:
         """The events of a piece of the output. The output's last piece ends the response."""
         chunk = self._chat.chunk(piece)  # also sets the public id
-        events: list[StreamEvent] = []
         if not self._num_events:
             for kind in ("response.created", "response.in_progress"):
-                events.append(self._event(ResponseEvent, type=kind, response=self._response("in_progress")))
+                yield self._event(ResponseEvent, type=kind, response=self._response("in_progress"))
         if chunk is None:
-            return events
+            return
         [choice] = chunk.choices
         if choice.delta.content:
-            events += self._text(choice.delta.content, choice.logprobs.content if choice.logprobs else [])
+            yield from self._text(choice.delta.content, choice.logprobs.content if choice.logprobs else [])
         for delta in choice.delta.tool_calls or ():
-            events += self._begin_call(delta)
+            yield from self._begin_call(delta)
         if choice.finish_reason is not None:
-            events += self._end(choice.finish_reason)
-        return events
+            yield from self._end(choice.finish_reason)
 
     def failed(self, error: BaseException) -> ResponseEvent:
         """The last event of a response that has begun and then failed."""
@@ -91,109 +100,88 @@ class ResponseAnswer:
     def full_answer(self, outputs: Sequence[Sequence[Piece]]) -> ResponseObject:
         """Args: the output of the one prompt, in one piece or several."""
         [pieces] = outputs
-        events = [event for piece in pieces for event in self.events(piece)]
-        assert isinstance(events[-1], ResponseEvent)
-        return events[-1].response
+        *_, last = (event for piece in pieces for event in self.events(piece))
+        assert isinstance(last, ResponseEvent)
+        return last.response
 
     def _event(self, kind: type[E], **fields: Any) -> E:
         self._num_events += 1
         return kind(**fields, sequence_number=self._num_events - 1)
 
-    def _text(self, content: str, logprobs: list[ChatTokenLogprob]) -> list[StreamEvent]:
-        events = [] if self._message is not None else self._begin_message()
+    def _text(self, content: str, logprobs: list[ChatTokenLogprob]) -> Iterator[StreamEvent]:
+        if self._message is None:
+            yield from self._begin_message()
         assert self._message is not None
-        index, message = self._message
-        [part] = message.content
+        [part] = self._message.content
         part.text += content
         part.logprobs += logprobs
-        fields = {"item_id": message.id, "output_index": index, "delta": content, "logprobs": logprobs}
-        return [*events, self._event(TextDeltaEvent, **fields)]
+        yield self._event(TextDeltaEvent, **self._place(self._message), delta=content, logprobs=logprobs)
 
-    def _begin_message(self) -> list[StreamEvent]:
-        message = OutputMessage(id=f"msg_{uuid.uuid4().hex}", status="in_progress", content=[])
-        added = self._add(message)
-        part = OutputText(text="")
-        message.content.append(part)
-        self._message = added.output_index, message
-        fields = {"item_id": message.id, "output_index": added.output_index, "part": part.model_copy(deep=True)}
-        return [added, self._event(PartEvent, type="response.content_part.added", **fields)]
+    def _begin_message(self) -> Iterator[StreamEvent]:
+        self._message = OutputMessage(id=f"msg_{uuid.uuid4().hex}", status="in_progress", content=[])
+        yield self._add(self._message)
+        self._message.content.append(OutputText(text=""))
+        place, part = self._place(self._message), OutputText(text="")
+        yield self._event(PartEvent, type="response.content_part.added", **place, part=part)
 
-    def _end_message(self, reason: ChoiceEnd) -> list[StreamEvent]:
-        assert self._message is not None
-        index, message = self._message
-        message.status = "incomplete" if reason == "length" else "completed"
-        [part] = message.content
-        place = {"item_id": message.id, "output_index": index}
-        return [
-            self._event(TextDoneEvent, **place, text=part.text, logprobs=part.logprobs),
-            self._event(PartEvent, type="response.content_part.done", **place, part=part),
-            self._event(ItemEvent, type="response.output_item.done", output_index=index, item=message),
-        ]
-
-    def _begin_call(self, delta: ToolCallDelta) -> list[StreamEvent]:
+    def _begin_call(self, delta: ToolCallDelta) -> Iterator[StreamEvent]:
         """Add a call, which the parser delivers complete. The item ends with the next call or with the response."""
-        assert delta.id is not None
-        assert delta.function.name is not None
-        assert delta.function.arguments is not None
-        events = self._end_call()
-        call = OutputFunctionCall(
-            id=f"fc_{uuid.uuid4().hex}",
-            call_id=delta.id,
-            name=delta.function.name,
-            arguments="",
-            status="in_progress",
-        )
-        added = self._add(call)
-        call.arguments = delta.function.arguments
-        self._call = added.output_index, call
-        place = {"item_id": call.id, "output_index": added.output_index}
-        return [*events, added, self._event(ArgumentsDeltaEvent, **place, delta=call.arguments)]
+        yield from self._end_call()
+        named = {"id": f"fc_{uuid.uuid4().hex}", "call_id": delta.id, "name": delta.function.name}
+        call = OutputFunctionCall.model_validate(named | {"arguments": "", "status": "in_progress"})
+        yield self._add(call)
+        self._call, call.arguments = call, delta.function.arguments or ""
+        yield self._event(ArgumentsDeltaEvent, **self._place(call), delta=call.arguments)
 
-    def _end_call(self) -> list[StreamEvent]:
-        if self._call is None:
-            return []
-        (index, call), self._call = self._call, None
-        call.status = "completed"
-        fields = {"item_id": call.id, "output_index": index, "name": call.name, "arguments": call.arguments}
-        return [
-            self._event(ArgumentsDoneEvent, **fields),
-            self._event(ItemEvent, type="response.output_item.done", output_index=index, item=call),
-        ]
+    def _end_call(self) -> Iterator[StreamEvent]:
+        if (call := self._call) is None:
+            return
+        self._call, call.status = None, "completed"
+        yield self._event(ArgumentsDoneEvent, **self._place(call), name=call.name, arguments=call.arguments)
+        yield self._done(call)
+
+    def _place(self, item: OutputItem) -> dict[str, Any]:
+        return {"item_id": item.id, "output_index": self._items.index(item)}
 
     def _add(self, item: OutputItem) -> ItemEvent:
-        index = len(self._items)
         self._items.append(item)
         # A copy: callers through a handle may read the event after the item has grown.
-        copy = item.model_copy(deep=True)
+        index, copy = len(self._items) - 1, item.model_copy(deep=True)
         return self._event(ItemEvent, type="response.output_item.added", output_index=index, item=copy)
 
-    def _end(self, reason: ChoiceEnd) -> list[StreamEvent]:
-        events = [] if self._items else self._begin_message()  # an empty answer is a message, too
-        if self._message is not None:
-            events += self._end_message(reason)
-        events += self._end_call()
-        status = "incomplete" if reason == "length" else "completed"
+    def _done(self, item: OutputItem) -> ItemEvent:
+        index = self._items.index(item)
+        return self._event(ItemEvent, type="response.output_item.done", output_index=index, item=item)
+
+    def _end(self, reason: ChoiceEnd) -> Iterator[StreamEvent]:
+        status: Literal["incomplete", "completed"] = "incomplete" if reason == "length" else "completed"
+        if not self._items:  # an empty answer is a message, too
+            yield from self._begin_message()
+        if (message := self._message) is not None:
+            message.status = status
+            place, [part] = self._place(message), message.content
+            yield self._event(TextDoneEvent, **place, text=part.text, logprobs=part.logprobs)
+            yield self._event(PartEvent, type="response.content_part.done", **place, part=part)
+            yield self._done(message)
+        yield from self._end_call()
         response = self._response(status)
         if status == "incomplete":
             response.incomplete_details = IncompleteDetails()
         else:
             response.completed_at = int(time.time())
-        return [*events, self._event(ResponseEvent, type=f"response.{status}", response=response)]
+        yield self._event(ResponseEvent, type=f"response.{status}", response=response)
 
     def _response(self, status: str) -> ResponseObject:
         asked = self._request
         return ResponseObject.model_validate(
-            {
+            {name: getattr(asked, name) for name in _ECHOED}
+            | {
                 "id": self._chat.id,
                 "created_at": self._chat.created,
                 "status": status,
-                "model": asked.model,
                 "output": list(self._items),
                 "usage": None if status == "in_progress" else self._usage(),
-                "instructions": asked.instructions,
                 "metadata": asked.metadata or {},
-                "max_output_tokens": asked.max_output_tokens,
-                "max_tool_calls": asked.max_tool_calls,
                 "parallel_tool_calls": asked.parallel_tool_calls is not False,
                 "temperature": 1.0 if asked.temperature is None else asked.temperature,
                 "top_p": 1.0 if asked.top_p is None else asked.top_p,
@@ -202,9 +190,6 @@ class ResponseAnswer:
                 "tools": asked.tools or [],
                 "tool_choice": asked.tool_choice or "auto",
                 "reasoning": ReasoningEcho(effort=asked.reasoning.effort if asked.reasoning else None),
-                "prompt_cache_key": asked.prompt_cache_key,
-                "safety_identifier": asked.safety_identifier,
-                "user": asked.user,
             }
         )
 

@@ -204,10 +204,9 @@ def _parsed(text: str, path: Path) -> Any:
         return json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
     except json.JSONDecodeError as error:
         line = error.lineno
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
-    except yaml.YAMLError:  # a character that YAML does not allow
-        line = 1
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)  # none for a character that YAML does not allow
+        line = mark.line + 1 if mark is not None else 1
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:  # PyYAML lets them through
         raise ConfigError(
             f"the API keys in {path} cannot be parsed ({type(error).__name__}): a value has another type than it "

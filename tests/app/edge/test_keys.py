@@ -74,7 +74,7 @@ def test_entries(tmp_path: Path, suffix: str) -> None:
         ("keys", "SECRET short", "key 1"),
         ("keys", f"{ALICE}\n{ALICE}\n", "twice"),
         ("keys.yaml", "keys: [", "near line 1"),
-        ("keys.yaml", "keys:\n- name: a\n  key: 'SECRET\n", "near line"),
+        ("keys.yaml", "keys:\n- name: a\n  key: 'SECRET\n", "near line 4"),
         ("keys.yaml", "keys: \x01SECRET", "near line 1"),
         ("keys.json", '{"keys": SECRET}', "near line 1"),
         ("keys.yaml", "keys: [{name: a, tenant: 2024-13-45, key: SECRET-0123456789}]", "ValueError.*date"),

@@ -10,7 +10,7 @@ import pytest
 
 from app.config.http import RateLimits
 from app.edge.limit_ledger import DEAD_S, LimitLedger
-from app.edge.limits import IngressLimits, LimitGrant, LimitUsage
+from app.edge.limits import IngressLimits, LimitAnswer, LimitGrant, LimitUsage
 from app.edge.quota import AddressQuotas, Quota
 from app.errors import RateLimitError
 from tests.app.edge.limit_cluster import Clock, Cluster
@@ -275,6 +275,38 @@ def test_a_limit_is_fresh_when_the_ledger_knows_of_its_use() -> None:
     assert not limit.is_fresh
     limit.report()
     assert limit.is_fresh
+
+
+def test_a_refused_request_is_reported_early() -> None:
+    num_early = 0
+
+    def report_early() -> None:
+        nonlocal num_early
+        num_early += 1
+
+    ingress = IngressLimits(Clock())
+    ingress.num_ingresses, ingress.on_early_report = 2, report_early
+    limit = ingress.add_limit("key", 60)
+    limit.charge_usage(59.5)
+    assert num_early == 0
+    assert limit.try_take(1.0) > 0
+    assert num_early == 1
+
+
+def test_a_ledger_that_does_not_know_the_ingress_gets_the_limits_in_use() -> None:
+    ingress = IngressLimits(Clock())
+    used, _ = (ingress.add_limit(name, 60) for name in ("used", "unused"))
+    used.charge_usage(10.0)
+    ingress.take_reports()
+    ingress.apply_answer(LimitAnswer(2, 0.5, {}, is_new=True))
+    assert list(ingress.take_reports()) == ["used"]
+
+
+def test_a_changed_limit_keeps_the_part_that_is_left() -> None:
+    ledger = LimitLedger(clock=Clock())
+    ledger.settle_usage("a", {"key": usage(level=30.0)})
+    ledger.settle_usage("a", {"key": usage(limit=120, level=120.0)})
+    assert ledger.level("key") == 60.0
 
 
 def test_spare_is_the_level_without_leases_and_demand() -> None:

@@ -191,7 +191,7 @@ def _shrink(settings: dict[str, Any]) -> dict[str, Any]:
         else:
             shrunk[name] = _small(name, value)
     heads, kv_heads = settings.get("num_attention_heads"), settings.get("num_key_value_heads")
-    if kv_heads is not None and kv_heads in (heads, 1):  # multi-head or multi-query attention stays what it is
+    if kv_heads is not None and kv_heads in (heads, 1):  # multi-head and multi-query attention stay as they are
         shrunk["num_key_value_heads"] = 1 if kv_heads == 1 else shrunk["num_attention_heads"]
     return shrunk
 

@@ -104,13 +104,13 @@ def step_us_stub() -> float:
 
 
 def step_parts(llm: LLM, num_steps: int = 10) -> dict[str, float]:
-    """Microseconds of each part of the next `num_steps` steps, means; requests must be there that go on for so long.
+    """Mean microseconds of each part of the next `num_steps` steps, for which there must be running requests.
 
-    - `schedule`; `map`: what this step needs and nobody has mapped yet; `plan`: tokens and block tables as numbers;
-      `ahead`: the mapper is told what the next step needs; `build`: tensors, copied to the device
+    - `schedule`; `map`: exposed mapping; `plan`: tokens and block tables as numbers; `ahead`: announcing the next
+      step's needs to the mapper; `build`: tensors, copied to the device
     - `launch`: the forward's time on the host; `wait`: from then on until the device has computed it; `fence`;
       `copy_out`: logits to the host; `sample`; `apply`; `other`
-    - `step`: all of these together
+    - `step`: the sum of these
     - `device`: from the forward's first kernel to its last, by events; on the CPU the same as `launch`
     """
     engine, runner = llm.engine, llm.engine.executor._runner
@@ -160,7 +160,7 @@ def step_parts(llm: LLM, num_steps: int = 10) -> dict[str, float]:
         start = time.perf_counter()
         for _ in range(num_steps):
             if not engine.step():
-                raise RuntimeError("nothing was computed: the requests have ended")
+                raise RuntimeError("no step was computed: the requests have ended")
         seconds["step"] = time.perf_counter() - start
     device, step = seconds.pop("device"), seconds.pop("step")
     seconds["copy_out"] = seconds.pop("executor") - sum(seconds[name] for name in ("build", "launch", "wait", "fence"))

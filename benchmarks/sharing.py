@@ -61,7 +61,7 @@ SEED = 0
 BLOCK_TOKENS = 16
 WIDTHS = (2, 4, 6)
 ENTROPY_NATS = 1.5
-SENSITIVITY = {  # of the widest beams: (entropy in nats, alike)
+SENSITIVITY = {  # of the widest beams: (entropy in nats, share of steps with one distribution)
     "entropy_1": (1.0, 0.0),
     "entropy_2": (2.0, 0.0),
     "alike_90_percent": (ENTROPY_NATS, 0.9),
@@ -75,7 +75,7 @@ PAPER = {  # of 2 and of 6 sequences
     ("beam", "alpaca"): (0.376, 0.552),
     ("beam", "sharegpt"): (0.443, 0.663),
 }
-PAPER_SPEEDUP = {80: 1.67, 341: 3.58}  # of a prefix of so many tokens
+PAPER_SPEEDUP = {80: 1.67, 341: 3.58}  # by the prefix's number of tokens
 OWN_TOKENS, NEW_TOKENS = (20, 60), (10, 30)
 COMMON, OWN, REQUESTS_OF_PREFIX = 512, 16, 100
 VOCABULARY, KV_BYTES = 151936, 1 << 30

@@ -199,7 +199,7 @@ def main() -> None:
         print(f"  {before:2d} owned blocks, after {name} was freed {after:2d}")
     walk.memory.check_idle()
     parked = walk.memory.report().parked_bytes // walk.page_bytes
-    print(f"\nThe books agree. {parked} free blocks are still mapped in regions: who adopts one has less to map.\n")
+    print(f"\nIntegrity checked. {parked} free blocks are still mapped in regions, for sequences that adopt one.\n")
     walk.memory.close()
     worst = max(walk.differences)
     figures = {"max_difference": worst, "tokens": NUM_TOKENS, "blocks_copied": num_copied}

@@ -79,6 +79,12 @@ def now_with(keys: list[bytes], **changes: Any) -> dict[str, Any]:
     return report_as_stats(report(time.time(), keys, **changes))
 
 
+def all_report(replicas: list[Replica], keys: list[bytes] | None = None) -> None:
+    """New reports of all replicas. `keys`: of prefixes cached at "b"."""
+    for replica in replicas:
+        replica.routing_stats = now_with(keys or [] if replica.replica_id.unique_id == "b" else [])
+
+
 def test_reports_pass_through_plain_types() -> None:
     stats = report_as_stats(IDLE)
     assert report_from_stats(stats) == IDLE
@@ -89,26 +95,15 @@ def test_reports_pass_through_plain_types() -> None:
 
 
 async def test_a_prompt_goes_to_the_replica_that_has_it_cached(replicas: list[Replica]) -> None:
-    for replica in replicas:
-        replica.routing_stats = now_with(prompt_keys(PROMPT, UNIT, None) if replica is replicas[1] else [])
+    all_report(replicas, prompt_keys(PROMPT, UNIT, None))
     router = router_for(replicas)
     request = pending()
     assert await choose(router, request) == "b"
     assert request.args[0].expected == ExpectedPrefix("b", 10 * UNIT)  # for the replica to compare
 
 
-async def test_a_cache_salt_separates(replicas: list[Replica]) -> None:
-    for replica in replicas:
-        replica.routing_stats = now_with(prompt_keys(PROMPT, UNIT, "mine") if replica is replicas[1] else [])
-    router = router_for(replicas)
-    request = pending()
-    await choose(router, request)
-    assert request.args[0].expected.cached_tokens == 0
-
-
-async def test_an_adapter_separates(replicas: list[Replica]) -> None:
-    for replica in replicas:
-        replica.routing_stats = now_with(prompt_keys(PROMPT, UNIT, "mine", "pirate") if replica is replicas[1] else [])
+async def test_salts_and_adapters_separate(replicas: list[Replica]) -> None:
+    all_report(replicas, prompt_keys(PROMPT, UNIT, "mine", "pirate"))
     router = router_for(replicas)
     for adapter, salt, expected in (("pirate", "mine", 10 * UNIT), ("poet", "mine", 0), ("pirate", None, 0)):
         request = pending()
@@ -121,8 +116,7 @@ async def test_an_adapter_separates(replicas: list[Replica]) -> None:
 async def test_expectations_use_the_engines_keys(replicas: list[Replica], isolate: bool) -> None:
     """With other keys than the engine's the routing audit would be all misses."""
     keys = prompt_keys(PROMPT, UNIT, "b", None, "a" if isolate else None)
-    for replica in replicas:
-        replica.routing_stats = now_with(keys if replica is replicas[1] else [])
+    all_report(replicas, keys)
     router = router_for(replicas, isolate_tenants=isolate)
     for tenant, salt, found in (("a", "b", True), ("ab", "", False), (None, "b", not isolate)):
         request = pending()
@@ -207,8 +201,7 @@ async def test_the_clocks_of_replicas_do_not_matter(replicas: list[Replica], ahe
 
 async def test_calls_of_one_client_request_have_one_id(replicas: list[Replica]) -> None:
     """Regression: Serve found only the first call by its id, and the others waited for ever."""
-    for replica in replicas:
-        replica.routing_stats = now_with([])
+    all_report(replicas)
     router = router_for(replicas)
     same = [pending(0, PROMPT[i:]) for i in range(5)]
     chosen = await asyncio.gather(*(choose(router, request) for request in same))
@@ -262,14 +255,12 @@ async def test_every_policy_serves_everything(replicas: list[Replica], policy: s
         assert await choose(router, pending(10 * round_number + 7, [])) in "abc"
         metadata = RequestMetadata("y", f"probe-{round_number}", call_method="max_model_len")
         assert await choose(router, PendingRequest([], {}, metadata)) in "abc"
-        for replica in replicas:
-            replica.routing_stats = now_with([])
+        all_report(replicas)
         router.update_replicas(replicas)
 
 
 async def test_a_full_replica_is_skipped(replicas: list[Replica]) -> None:
-    for replica in replicas:
-        replica.routing_stats = now_with(prompt_keys(PROMPT, UNIT, None) if replica is replicas[1] else [])
+    all_report(replicas, prompt_keys(PROMPT, UNIT, None))
     replicas[1].num_ongoing = replicas[1].max_ongoing_requests
     router = router_for(replicas)
     request = pending()
@@ -304,7 +295,6 @@ async def test_a_replica_that_vanishes_while_it_is_chosen(replicas: list[Replica
             return 0
 
     replicas[0] = Vanishing("a")
-
     replicas[0].routing_stats = now_with(prompt_keys(PROMPT, UNIT, None))
     router = router_for(replicas)
     assert await choose(router, pending()) in "bc"
@@ -323,8 +313,7 @@ async def test_nothing_is_left_of_ended_requests(replicas: list[Replica], monkey
     """Completed requests, cancelled ones, and those of a replica that died."""
     monkeypatch.setattr("app.fleet.fleet._LEAST_LAG_S", 0.0)  # the last reports are made when all is over
 
-    for replica in replicas:
-        replica.routing_stats = now_with([])
+    all_report(replicas)
     router = router_for(replicas)
     for i in range(9):
         chosen = await choose(router, pending(i))
@@ -341,8 +330,7 @@ async def test_nothing_is_left_of_ended_requests(replicas: list[Replica], monkey
     await asyncio.sleep(0)
     router.on_replica_actor_died(replicas[2].replica_id)
     assert in_flight(router, "ab") == [0, 0]
-    for replica in replicas[:2]:
-        replica.routing_stats = now_with([])
+    all_report(replicas[:2])
     router.update_replicas(replicas[:2])  # type: ignore[arg-type]
     assert router.fleet.num_known_prefixes == 0
 
@@ -363,8 +351,7 @@ async def test_a_failing_policy_does_not_hold_requests(
 
 
 async def test_full_replicas_come_last_and_refusing_or_stopped_ones_never(replicas: list[Replica]) -> None:
-    for replica in replicas:
-        replica.routing_stats = now_with(prompt_keys(PROMPT, UNIT, None) if replica is replicas[1] else [])
+    all_report(replicas, prompt_keys(PROMPT, UNIT, None))
     router = router_for(replicas)
 
     async def chosen(**changes: tuple[str, ...]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from jinja2 import TemplateError
@@ -33,7 +33,7 @@ class Vocabulary:
         self.eos_token_ids = model.eos_token_ids
         self._size = model.vocab_size
         self._tokenizer = model.tokenizer
-        self._known_bad_words: dict[tuple[str, ...], BadWords] = {}  # of the latest requests
+        self._encode_bad_words = lru_cache(_KNOWN_BAD_WORDS)(self._encode)
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise `RequestError` unless this model can serve the parameters. Compiles structures, which takes long."""
@@ -101,14 +101,11 @@ class Vocabulary:
     def _bad_words(self, params: SamplingParams) -> BadWords | None:
         if not params.bad_words or self._tokenizer is None:
             return None
-        words = tuple(params.bad_words)
-        known = self._known_bad_words.get(words)
-        if known is None:
-            encode = partial(self._tokenizer.encode, add_special_tokens=False)
-            known = self._known_bad_words[words] = encode_bad_words(words, encode, self._size)
-            if len(self._known_bad_words) > _KNOWN_BAD_WORDS:
-                self._known_bad_words.pop(next(iter(self._known_bad_words)), None)
-        return known
+        return self._encode_bad_words(tuple(params.bad_words))
+
+    def _encode(self, words: tuple[str, ...]) -> BadWords:
+        assert self._tokenizer is not None
+        return encode_bad_words(words, partial(self._tokenizer.encode, add_special_tokens=False), self._size)
 
 
 # Texts that may follow a prefix, as different as possible.

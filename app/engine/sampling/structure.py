@@ -6,12 +6,12 @@ valid text is allowed.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import logging
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +68,8 @@ class StructureCompiler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._build_lock = threading.Lock()
         self._vocabulary: _TokenTrie | None = None
-        self._cache_lock = threading.Lock()
-        self._cache: OrderedDict[Structure, StructureMatcher] = OrderedDict()
+        # Without a lock around the call: two threads may compile the same structure, and others do not wait.
+        self._compiled = functools.lru_cache(MAX_CACHED)(self._compile)
 
     def check_structure(self, structure: Structure) -> None:
         """Compile and cache a structure.
@@ -82,19 +82,6 @@ class StructureCompiler:
     def matcher(self, structure: Structure) -> StructureMatcher:
         """A matcher at the beginning of an output. Raises `RequestError` as `check_structure`."""
         return self._compiled(structure).fork()
-
-    def _compiled(self, structure: Structure) -> StructureMatcher:
-        with self._cache_lock:
-            if (cached := self._cache.get(structure)) is not None:
-                self._cache.move_to_end(structure)
-                return cached
-        # Without the lock: two threads may compile the same structure, and others do not wait.
-        compiled = self._compile(structure)
-        with self._cache_lock:
-            self._cache[structure] = compiled
-            while len(self._cache) > MAX_CACHED:
-                self._cache.popitem(last=False)
-        return compiled
 
     def _compile(self, structure: Structure) -> StructureMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -188,9 +175,8 @@ class StructureMatcher:
     def _note_error(self) -> None:
         if self.error is None and self._parser.is_error():
             reason = _brief(self._parser)
-            logger.warning(
-                "the parser of a structure exceeded a limit"
-            )  # the reason quotes the structure, which is private
+            # Without the reason, which quotes the structure: that is private.
+            logger.warning("the parser of a structure exceeded a limit")
             message = f"this {_NAMES[self._kind]} is too complex for the parser ({reason}); use {_REMEDIES[self._kind]}"
             self.error = RequestError(message, "structure")
 

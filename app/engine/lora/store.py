@@ -1,8 +1,7 @@
 """Adapter store: LoRA adapters in memory, loaded on the first request and evicted for others.
 
 A thread of the store's own reads files, so that no step waits for them. Slots change between steps, in the engine's
-thread. There
-is no count of users: each call that may evict an adapter names those in use.
+thread. There is no count of users: each call that may evict an adapter names those in use.
 """
 
 from __future__ import annotations

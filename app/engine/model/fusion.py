@@ -246,9 +246,8 @@ def _looks_fusable(module: nn.Module) -> bool:
     query, key, value, out = linears
     if {linear.bias is None for linear in linears[:3]} == {True, False} or len(key.weight) != len(value.weight):
         return False
-    if out.weight.shape[1] != len(
-        query.weight
-    ):  # the weight may be a rank's part; `in_features` is of the unsharded layer
+    # By the weights, which may be a rank's part: `in_features` is of the unsharded layer.
+    if out.weight.shape[1] != len(query.weight):
         return False  # the query projection has further outputs
     head_dim = getattr(module, "head_dim", None)
     if not isinstance(head_dim, int) or len(query.weight) % head_dim or len(key.weight) % head_dim:

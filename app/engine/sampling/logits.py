@@ -24,9 +24,8 @@ class TokenCounts:
     def __init__(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
         distinct = np.unique(np.asarray(prompt_token_ids, dtype=np.int64))
         self._num = self._num_in_prompt = len(distinct)
-        self._ids = np.concatenate(
-            [distinct, np.zeros(_FIRST_ROOM, np.int64)]
-        )  # the prompt's, sorted; then further ones of the output
+        # The prompt's, sorted; then further ones of the output.
+        self._ids = np.concatenate([distinct, np.zeros(_FIRST_ROOM, np.int64)])
         self._counts = np.zeros(len(self._ids), np.float32)
         self._places: dict[int, int] = {}  # of the further ones
         for token_id in output_token_ids:

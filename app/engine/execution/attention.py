@@ -6,7 +6,6 @@ several engines can live in one process.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -110,12 +109,6 @@ class GeometryProbe:
         return {layer: specs[0] for layer, specs in sorted(self._specs.items())}
 
 
-@dataclass(frozen=True, slots=True)
-class _LayerCache:
-    key: torch.Tensor
-    value: torch.Tensor
-
-
 class CachedAttention:
     """Attention over the KV cache: write the new tokens, then attend over all cached ones. Set `batch` before each
     forward."""
@@ -126,22 +119,20 @@ class CachedAttention:
         self._provider = provider
         layers = [layer for group in tensors.groups for layer in group.layers]
         self._group_of = {layer: tensors.group_of(layer) for layer in layers}
-        self._caches: dict[View, dict[int, _LayerCache]] = {
-            "region": {layer: _LayerCache(*tensors.region_view(layer)) for layer in layers},
-            "block_table": {layer: _LayerCache(*tensors.home_view(layer)) for layer in layers},
+        self._caches: dict[View, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {
+            "region": {layer: tensors.region_view(layer) for layer in layers},
+            "block_table": {layer: tensors.home_view(layer) for layer in layers},
         }
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
     ) -> torch.Tensor:
-        parts = [(part, self._caches[part.view][layer]) for part in self.batch.parts[self._group_of[layer]]]
-        for (
-            part,
-            cache,
-        ) in parts:  # all writes first: a sequence may share a prefix that another one computes in this step
-            self._provider.write(key[part.tokens], value[part.tokens], cache.key, cache.value, part.slots)
+        parts = [(part, *self._caches[part.view][layer]) for part in self.batch.parts[self._group_of[layer]]]
+        # All writes first: a sequence may share a prefix that another one computes in this step.
+        for part, keys, values in parts:
+            self._provider.write(key[part.tokens], value[part.tokens], keys, values, part.slots)
         outs = [
-            self._provider.attend(query[part.tokens], cache.key, cache.value, part.attention, masking)
-            for part, cache in parts
+            self._provider.attend(query[part.tokens], keys, values, part.attention, masking)
+            for part, keys, values in parts
         ]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
